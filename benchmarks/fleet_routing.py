@@ -269,7 +269,8 @@ def main() -> int:
         losses += [f"seed {seed}: {loss}" for loss in losses_of(by_seed[seed])]
     print_ratios(by_seed)
     answers = verdicts(by_seed, ("least", "hash") if recorded else ("least", "hash", "session"))
-    return conclude([*((loss, False) for loss in losses), *answers], is_quick=arguments.quick)
+    print("\n".join(losses))
+    return int(bool(losses)) or conclude(answers, is_quick=arguments.quick)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,8 @@ import torch
 import zstandard
 from torch import Tensor
 
-from composer_prime.config.diloco import CodecConfig
+from composer_prime.config.diloco import BLOCK, CodecConfig
 
-BLOCK = 256
-"""Parameters that share a scale in int8 and int4; even, because two 4-bit values share a byte."""
 MAX_BLOCK = 1 << 20
 """Largest block that a peer decodes."""
 

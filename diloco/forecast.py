@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from composer_prime.config import Config
-from composer_prime.config.diloco import CodecConfig, DilocoConfig
+from composer_prime.config.diloco import BLOCK, CodecConfig, DilocoConfig
 from composer_prime.console import pluralize
 from composer_prime.errors import ComposerError
 from composer_prime.model_source import model_ready, resolve_model
 from composer_prime.plan.footprint import ModelShape, trained_parameters
 from composer_prime.run.run_dir import RunDir
-from diloco.codec import BLOCK
 from diloco.transport.connection import PIECE_BYTES, WINDOW
 
 LINKS_MBIT = (1000.0, 100.0)

@@ -168,7 +168,11 @@ def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
     try:
         return InferenceConfig.model_validate(values)
     except ValidationError as error:
-        faults = (f"inference.{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        keys = [".".join(["inference", *map(str, fault["loc"])]) for fault in error.errors()]
+        faults = [
+            f"{key} is {fault['input']!r}: {fault['msg']}" if fault["loc"] else f"{key}: {fault['msg']}"
+            for key, fault in zip(keys, error.errors(), strict=True)
+        ]
         raise ConfigError("; ".join(faults)) from None
 
 

@@ -305,8 +305,8 @@ class InferenceNode:
             await self._receiver.settled.wait()
             if self._receiver.rollbacks != rollbacks:
                 raise EngineError("weights that were refused were in use while this request ran")
-        except (EngineError, ValueError) as error:
-            retryable = isinstance(error, EngineError) and not isinstance(error, BadRequestError)
+        except Exception as error:  # An engine of one's own may raise anything.
+            retryable = not isinstance(error, ValueError | BadRequestError)
             if retryable and self._stop_reason.done():
                 self._return_untried(message, str(error))
                 return

@@ -97,7 +97,8 @@ class HttpSource(ChunkSource):
     def _check(self, response: aiohttp.ClientResponse, offset: int) -> None:
         """Raise OSError for an answer that cannot be bytes of a chunk."""
         if target := response.headers.get("Location"):
-            raise OSError(f"{self.name} redirects to {target}: give that address itself, if it is to be asked")
+            host = response.url.join(URL(target)).host or "elsewhere"
+            raise OSError(f"{self.name} redirects to {host}: give that address itself, if it is to be asked")
         if response.status not in (200, 206, 404, 410, 416):
             raise OSError(f"{self.name} answers {response.status} {response.reason}")
         if response.headers.get("Content-Encoding", "identity") != "identity":

@@ -56,7 +56,7 @@ _FILTERED_TOO_MANY = (
 _MAX_FILTERED_SHARE = 0.9
 """Warn if more than this share of the last groups was dropped for equal rewards."""
 _MAX_FAILED_GROUPS = 32
-"""Groups in a row that may fail for lack of finished rollouts; one more ends the run with the last error."""
+"""Groups in a row that fail for lack of finished rollouts, at which the run ends with the last error."""
 _DROPPED_WHOLE = 1024
 """Groups dropped since the last batch that are held with their texts. A batch that never fills must not fill memory."""
 

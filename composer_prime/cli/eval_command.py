@@ -163,6 +163,8 @@ def split_models(words: list[str]) -> tuple[list[str], list[str]]:
     """Return (models, the configuration's words). Raises ConfigError when either is missing."""
     start = next((index for index, word in enumerate(words) if word.startswith(("@", "--"))), len(words))
     models, rest = words[:start], words[start:]
+    if gone := {"--dry-run", "--resume"}.intersection(rest):
+        raise ConfigError(f"composer eval has no {', '.join(sorted(gone))}: leave it out; an evaluation begins anew")
     if not models:
         raise ConfigError(f"give one or more models, then a configuration\n{USAGE}")
     repeated = sorted({model for model in models if models.count(model) > 1})

@@ -232,7 +232,7 @@ def _costs(paid: Spent) -> list[str]:
     if paid.calls:
         by_teacher = ", ".join(f"{name} ${usd:,.4f}" for name, usd in sorted(paid.by_teacher.items()))
         lost = f", {paid.failed} failed, {paid.unsettled} without an end" if paid.failed or paid.unsettled else ""
-        lost += " (a call with a lost reply counts as its reservation, twice its bound)" if lost else ""
+        lost += " (a call with a lost reply counts as its reservation, the most that it may cost)" if lost else ""
         text.append(f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({by_teacher}){lost}")
     return text
 

@@ -87,10 +87,14 @@ async def serve_with_environment(config: Config, folder: Path) -> AsyncIterator[
     async with AsyncExitStack() as stack:
         stack.push_async_callback(pool.close)
         with tell_waits(f"loading the environment and {config.model.path}"):
-            starting = asyncio.create_task(pool.start())
-            stack.callback(starting.cancel)
-            gateway, _ = await stack.enter_async_context(serve(config, folder / "served"))
-            await starting
+            served = stack.enter_async_context(serve(config, folder / "served"))
+            starting = [asyncio.ensure_future(each) for each in (served, pool.start())]
+            try:
+                (gateway, _), _ = await asyncio.gather(*starting)
+            finally:
+                for task in starting:
+                    task.cancel()
+                await asyncio.gather(*starting, return_exceptions=True)
         yield gateway, pool
 
 

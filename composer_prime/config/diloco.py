@@ -16,6 +16,9 @@ from pydantic_config import BaseConfig
 
 from composer_prime.address import tcp_address
 
+BLOCK = 256
+"""Parameters that share a scale in int8 and int4; even, because two 4-bit values share a byte."""
+
 
 class CodecConfig(BaseConfig):
     type: Literal["fp32", "bf16", "int8", "int4"] = "int4"

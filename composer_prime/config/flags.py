@@ -7,7 +7,16 @@ import json
 from typing import Any
 
 from composer_prime.config.layers import Layer
-from composer_prime.config.problems import COMMAND_LINE, in_table, is_kind, is_known, key_types, names_of, unknown_key
+from composer_prime.config.problems import (
+    COMMAND_LINE,
+    in_table,
+    is_kind,
+    is_known,
+    key_types,
+    names_of,
+    section_at,
+    unknown_key,
+)
 from composer_prime.console import pluralize, program
 from composer_prime.errors import ConfigError
 
@@ -18,19 +27,35 @@ def apply_flags(values: dict[str, Any], words: list[str]) -> tuple[Layer, list[s
     """Set in `values` what the flags in `words` say. Return what they set, and a sentence for each wrong flag."""
     layer = Layer(origin=COMMAND_LINE, values={})
     sentences: list[str] = []
+    places: list[Location] = []
     for name, given in _read(words):
         location = tuple(name.replace("-", "_").split("."))
-        if not is_known(location) and is_known(off := (location[0].removeprefix("no_"), *location[1:])):
+        off = (location[0].removeprefix("no_"), *location[1:])
+        if not given and not is_known(location) and _is_switch(off):
             location, given = off, ["false"]
         try:
             if not is_known(location):
                 raise ConfigError(unknown_key(location, COMMAND_LINE))
+            _check_apart(location, places)
             _put(values, location, _value(location, given))
         except ConfigError as error:
             sentences.append(str(error))
         else:
+            places.append(location)
             _mark(layer.values, location)
     return layer, sentences
+
+
+def _check_apart(location: Location, places: list[Location]) -> None:
+    """Raise ConfigError for a flag that sets a part of what another flag sets whole, or the reverse."""
+    for other in places:
+        shorter = min(location, other, key=len)
+        if location != other and location[: len(shorter)] == other[: len(shorter)]:
+            raise ConfigError(f"--{'.'.join(location)} and --{'.'.join(other)} set the same value: give one of them")
+
+
+def _is_switch(location: Location) -> bool:
+    return key_types().get(".".join(names_of(location))) is bool
 
 
 def _read(words: list[str]) -> list[tuple[str, list[str]]]:
@@ -40,7 +65,7 @@ def _read(words: list[str]) -> list[tuple[str, list[str]]]:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             flags.append((name, [value] if equals else []))
-        elif word.endswith(".toml") and not (flags and "." in flags[-1][0]):
+        elif word.endswith(".toml") and not (flags and "." in flags[-1][0] and not flags[-1][1]):
             raise ConfigError(f"{word}: put @ before a configuration file: {program()} @ {word}")
         elif not flags:
             raise ConfigError(f"{word}: a value needs its key: --section.key {word}")
@@ -50,19 +75,27 @@ def _read(words: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def _value(location: Location, words: list[str]) -> Any:
-    """Return the value that `words` spell; pydantic makes numbers and switches of them. No word is a switch's."""
+    """Return the value that `words` spell; pydantic makes numbers and switches of them. No word turns a switch on."""
+    flag = f"--{'.'.join(location)}"
     kind = key_types().get(".".join(names_of(location)))
     if len(words) > 1:
         return words
+    if not words and not _is_switch(location):
+        raise ConfigError(f"{flag} needs a value")
     word = words[0] if words else "true"
     if in_table(location):
         return _literal(word)
-    if word[:1] in ("[", "{") and kind is not str:
+    if word == "None":
+        return word
+    if (section := section_at(location)) is not None:
+        raise ConfigError(f"{flag} is a section: set {flag}.KEY, where KEY is one of {', '.join(section.model_fields)}")
+    takes_list = is_kind(kind, list, tuple) and not location[-1].isdecimal()
+    if word[:1] in ("[", "{") and (takes_list or is_kind(kind, dict)):
         try:
             return json.loads(word)
         except ValueError as error:
-            raise ConfigError(f"--{'.'.join(location)} {word}: starts like JSON but is not: {error}") from None
-    return [word] if is_kind(kind, list, tuple) and word != "None" and not location[-1].isdecimal() else word
+            raise ConfigError(f"{flag} {word}: starts like JSON but is not: {error}") from None
+    return [word] if takes_list else word
 
 
 def _literal(text: str) -> Any:
@@ -78,10 +111,13 @@ def _put(values: dict[str, Any], location: Location, value: Any) -> None:
     node: Any = values
     for key, following in itertools.pairwise(location):
         index = _index(node, key, location)
-        if isinstance(node, dict) and not following.isdecimal() and not isinstance(node.get(key), dict):
+        if isinstance(node, dict) and not following.isdecimal() and node.get(key) in (None, "None"):
             node[key] = {}
         node = node.get(key) if isinstance(node, dict) else node[index]
-    node[_index(node, location[-1], location)] = value
+    last = _index(node, location[-1], location)
+    if not isinstance(node, dict | list):
+        raise ConfigError(f"--{'.'.join(location)}: {location[-2]} is {node!r}, not a table")
+    node[last] = value
 
 
 def _index(node: Any, key: str, location: Location) -> Any:

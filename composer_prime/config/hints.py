@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.address import endpoint_url
-from composer_prime.config.part import PartConfig, check_names
+from composer_prime.config.part import PartConfig, as_parts, check_names
 
 RULES = ("tool_error", "exception", "test_failure", "schema", "failed", "judge")
 LAYERS = ("template", "raw_error", "llm", "introspection", "sibling")
@@ -99,4 +99,4 @@ class HintsConfig(BaseConfig):
     @property
     def asks_model(self) -> bool:
         """Tell whether the endpoint of `llm` is used."""
-        return "llm" in self.layers or "judge" in self.detect
+        return bool({"judge", "llm"} & {part.name for part in as_parts([*self.detect, *self.layers])})

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent, indent, wrap
-from typing import NoReturn
+from types import UnionType
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -177,8 +178,22 @@ def _keys(name: str, section: type[BaseModel]) -> Iterator[str]:
     for key, field in section.model_fields.items():
         if section_of(field.annotation) is None:
             default = "required" if field.is_required() else f"default {field.default}"
-            yield f"  --{name}.{key} ({default})"
-            yield indent(meanings.get(key, ""), "      ")
+            yield f"  --{name}.{key} {_kind_text(field.annotation)} ({default})"
+            yield indent(meanings.get(key, "").rstrip(), "      ")
+
+
+def _kind_text(annotation: Any) -> str:
+    """Return what a key takes: its choices, or the name of its type."""
+    members = [member for member in get_args(annotation) or (annotation,) if member is not type(None)]
+    if get_origin(annotation) is Literal:
+        return "|".join(map(str, members))
+    parts = [_kind_text(member) if get_origin(member) is Literal else _type_name(member) for member in members]
+    whole = get_origin(annotation) not in (None, Union, UnionType, Annotated)
+    return _type_name(annotation) if whole else "|".join(dict.fromkeys(parts))
+
+
+def _type_name(annotation: Any) -> str:
+    return getattr(get_origin(annotation) or annotation, "__name__", str(annotation)).upper()
 
 
 def _docstrings(section: type[BaseModel]) -> dict[str, str]:

@@ -41,9 +41,6 @@ REMOVED: dict[str, str] = {
     "teachers.teacher.max_concurrent": "eight calls of a teacher are in flight at most",
     "teachers.max_retries": "a call is tried five times",
     "orchestrator.source.making": "make more tasks with `composer tasks make`, and start a run on them",
-    "orchestrator.source.taskset.combined": "tasks are played one by one; Frontier chooses among them",
-    "orchestrator.source.taskset.task.grading": "micro_code grades f.py alone; believing an agent's own tests is gone",
-    "orchestrator.source.eval_taskset.combined": "tasks are played one by one",
     "orchestrator.source.runtime.warm": "each sandbox is opened when it is needed: leave the setting out",
     "inference.relay": "nodes do not serve weights to others: have `orchestrator weights` serve them over HTTP or push "
     "them to a bucket",
@@ -76,7 +73,7 @@ REMOVED: dict[str, str] = {
     "channels.sft.schedule": "the weight holds for the whole run",
     "diloco.codec.block": "256 parameters share a scale",
     "diloco.guard": "a delta is rejected at 10 times the usual norm; its weight counts 8 times the median at most",
-    "diloco.partition": "blocks take turns (strided)",
+    "diloco.partition": "blocks take turns (strided); a run with balanced cannot be resumed",
     "inference.local.prefill_tokens": "4096 prompt tokens are computed between two decode steps",
     "orchestrator.audit.timeout_s": "a rollout waits five minutes for audits of new nodes' answers",
     "orchestrator.eval.pass_threshold": "a rollout passes with a reward of 1",
@@ -95,7 +92,7 @@ REMOVED: dict[str, str] = {
     "diloco.connect_timeout_s": "the rendezvous has a minute to answer",
     "inference.canary_tolerance": "it follows from inference.dtype: 0.5 nats with bfloat16, else 0.05",
     "inference.vllm.cpu_kv_cache_gib": "give vLLM's own --kv-cache-memory-bytes in inference.vllm.extra_args",
-    "inference.vllm.enforce_eager": "give vLLM's own --enforce-eager in inference.vllm.extra_args",
+    "inference.vllm.enforce_eager": "give vLLM's own --[no-]enforce-eager in inference.vllm.extra_args",
     "inference.vllm.start_timeout_s": "vLLM has ten minutes to start",
     "inference.vllm.swap_timeout_s": "vLLM has five minutes for a new version",
     "monitor.wandb_mode": "wandb is offline unless the environment variable WANDB_MODE says otherwise",
@@ -105,13 +102,14 @@ REMOVED: dict[str, str] = {
     "orchestrator.eval.version_timeout_s": "an evaluation waits ten minutes for its weights",
     "orchestrator.hang_timeout_s": "a worker that stands still for a minute is restarted",
     "orchestrator.worker_start_timeout_s": "a worker has ten minutes to start",
-    "orchestrator.hints.judge": "name 'judge' in orchestrator.hints.detect: it asks orchestrator.hints.llm",
+    "orchestrator.hints.judge": "name 'judge' in orchestrator.hints.detect: it asks orchestrator.hints.llm, with its "
+    "budget; verdicts of earlier runs are asked for again",
     "orchestrator.hints.llm.max_concurrent": "eight calls are in flight at most",
     "orchestrator.hints.llm.rest_s": "after five failures in a row nothing is asked for half a minute",
     "orchestrator.hints.llm.temperature": "the temperature is 0",
     "orchestrator.max_failed_groups": "a run ends after 32 failed groups in a row",
     "orchestrator.max_filtered_share": "an event warns above 90 %",
-    "orchestrator.preferences.max_epsilon": "pairs of every epsilon are used: channels.replay_dpo.loss weighs them",
+    "orchestrator.preferences.max_epsilon": "pairs of every epsilon are used; the losses cdpo and robust weigh them",
     "trainer.collective_timeout_s": "a collective operation may take ten minutes",
     "trainer.optim.momentum": "the momentum of muon is 0.95",
     "trainer.weights.anchor_every": "every 20th version is whole",
@@ -142,6 +140,10 @@ def present_name(module: str) -> str:
     return module
 
 
+REMOVED_VALUES = {("inference.local.kv_at_swap", "recompute"): "keep"}
+"""(key, value that earlier releases had) -> what an older run's config.json means by it now."""
+
+
 def what_holds_now(location: Sequence[str | int]) -> str | None:
     """Return what holds in place of the key at `location`; None where it was not removed."""
     names = [str(segment) for segment in location if not str(segment).isdecimal()]
@@ -168,7 +170,10 @@ def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, None]) -> Any
     kept = {}
     for key, value in node.items():
         where = (*location, key)
-        if what_holds_now(where) is None:
+        if isinstance(value, str) and (present := REMOVED_VALUES.get((".".join(where), value))) is not None:
+            logger.warning("%s = %r is gone: it is %r now", ".".join(where), value, present)
+            kept[key] = present
+        elif what_holds_now(where) is None:
             kept[key] = _kept(value, where, dropped)
         elif value not in (None, False, 0, "", [], {}):
             dropped[".".join(where)] = None

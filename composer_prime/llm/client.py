@@ -20,6 +20,7 @@ import logging
 import random
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,6 +123,8 @@ class ChatClient:
         self._http = http_client(endpoint)
         self._places = asyncio.Semaphore(endpoint.max_concurrent)
         self._under_way: dict[str, asyncio.Task[tuple[CachedAnswer, bool]]] = {}
+        self._waiting: Counter[asyncio.Task[tuple[CachedAnswer, bool]]] = Counter()
+        """Callers of `ask` that still wait, by the task that answers them."""
         self._failures_in_row = 0
         self._rests_until = 0.0
         self.calls = 0
@@ -140,7 +143,7 @@ class ChatClient:
     async def ask(self, request: ChatRequest) -> tuple[CachedAnswer, bool]:
         """Return the answer, and whether nothing was paid for it. Equal requests in flight share one call.
 
-        A caller may be canceled: its call continues, because it may be charged.
+        A caller may be canceled: a call that was sent continues, because it may be charged.
 
         Raises CapError when a call would pass a cap, NoAnswerError when no usable answer came, EndpointError while the
         endpoint rests.
@@ -150,7 +153,12 @@ class ChatClient:
         if task is None:
             task = self._under_way[request.key] = asyncio.create_task(self._answer(request))
             task.add_done_callback(functools.partial(self._forget, request.key))
-        answer, cached = await asyncio.shield(task)
+        self._waiting[task] += 1
+        try:
+            answer, cached = await asyncio.shield(task)
+        finally:
+            self._waiting[task] -= 1
+            self._drop(task)
         return answer, cached or joined
 
     async def _answer(self, request: ChatRequest) -> tuple[CachedAnswer, bool]:
@@ -162,14 +170,21 @@ class ChatClient:
 
     def _forget(self, key: str, task: asyncio.Task[tuple[CachedAnswer, bool]]) -> None:
         del self._under_way[key]
+        self._drop(task)
         if not task.cancelled():
             task.exception()  # read it: the caller may have stopped waiting
+
+    def _drop(self, task: asyncio.Task[tuple[CachedAnswer, bool]]) -> None:
+        if task.done() and not self._waiting[task]:
+            del self._waiting[task]
 
     async def _attempts(self, request: ChatRequest) -> CachedAnswer:
         """Try until one attempt answers."""
         endpoint, attempt = self._endpoint, 0
         async with self._places:
             while True:
+                if not self._waiting[self._under_way[request.key]]:
+                    raise NoAnswerError(f"{endpoint.name}: nobody waits for this answer any more")
                 self._refuse_while_resting()
                 held = await self._budget.reserve(
                     trace=request.trace, state=request.state, teacher=endpoint.name, usd=request.bound_usd
@@ -266,8 +281,7 @@ class ChatClient:
         if left_s > 0:
             name = self._endpoint.name
             raise EndpointError(
-                f"{name}: {self._failures_in_row} calls in a row failed, so it is not asked for another "
-                f"{left_s:.1f} s ({name}.rest_s)"
+                f"{name}: {self._failures_in_row} calls in a row failed, so it is not asked for another {left_s:.1f} s"
             )
 
     def _note_outcome(self, answered: bool) -> None:

@@ -139,4 +139,8 @@ class Bucket:
                 "and delete there, or another URL"
             ) from error
         except Exception as error:  # Each driver has a tree of its own.
+            if "Credential" in type(error).__name__ or type(error).__name__ == "ProfileNotFound":
+                raise UnwritableError(
+                    f"{self.url}: no credentials ({error}): set those that this cloud's own command line reads"
+                ) from error
             raise OSError(f"{self.url}: cannot {right}: {type(error).__name__}: {error}") from error

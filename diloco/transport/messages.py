@@ -32,7 +32,7 @@ import msgspec
 
 from composer_prime.errors import ChecksumError, RunMismatchError, WireError
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from composer_prime.errors import ConfigError, EmptyTaskSetError
+from composer_prime.run.run_dir import write_atomic
 
 TASK_VERSION = 1
 """The version that this program writes, and the newest that it reads."""
@@ -110,7 +111,7 @@ def read_task(folder: Path, place: int) -> CodeTask:
 def write_tasks(folder: Path, tasks: Iterable[CodeTask]) -> None:
     """Write tasks, one a line."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / TASKS_FILE).write_bytes(b"".join(msgspec.json.encode(task) + b"\n" for task in tasks))
+    write_atomic(folder / TASKS_FILE, b"".join(msgspec.json.encode(task) + b"\n" for task in tasks))
 
 
 def tree_of(task: CodeTask, trees: Path) -> Path | None:

@@ -243,7 +243,8 @@ class NodeLink:
 
     def _send_with_manifest(self, identity: bytes, key: bytes, reply: Enrolled | NodeWelcome) -> None:
         """Send a reply that may be large, unless its node has not read the former ones."""
-        unsent = self._replies.to(self._account(identity, key))
+        is_node = self._admission.is_own(key) and self._admission.is_node(key)
+        unsent = self._replies.to(key if is_node else identity)  # Holders of one invite read at their own pace.
         if len(unsent) < _MAX_UNSENT_REPLIES and (sent := self._socket.send_large(identity, reply)) is not None:
             unsent[sent] = sent
 

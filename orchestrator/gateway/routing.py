@@ -277,7 +277,7 @@ class Router:
             largest_known = self.nodes.largest_context(self.no_node_timeout_s)
             if request.num_prompt >= largest_known:
                 return request, too_long(request, int(largest_known))
-            if free := [node for node in able if node in roomy]:
+            if free := [node for node in able if node.attached and node.has_room]:
                 return request, self.placing.choose(request, free)
             unmet.add(needs)
         return None

@@ -292,7 +292,7 @@ def build_hints(
     layers |= own_parts(hints.layers, "orchestrator.hints.layers")
     if "llm" in endpoints:
         layers["llm"] = functools.partial(model_hint, endpoints["llm"])
-    if "judge" in hints.detect:
+    if "judge" in {part.name for part in as_parts(hints.detect)}:
         detectors["judge"] = functools.partial(judged_turns, endpoints["llm"])
     if "introspection" in endpoints:
         layers["introspection"] = functools.partial(introspection, endpoints["introspection"])

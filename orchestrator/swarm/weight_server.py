@@ -88,7 +88,7 @@ class WeightServer:
                     response = await handler(request)
                     await response.prepare(request)
                     await response.write_eof()
-            except TimeoutError:
+            except (TimeoutError, ConnectionError):  # Too slow, or gone in the middle of a file.
                 if request.transport is not None:
                     request.transport.abort()
                 raise web.HTTPRequestTimeout from None

@@ -88,7 +88,7 @@ class BucketPush:
         self._pushed, self.version = signed, manifest.version
         try:
             self._prune(set(held))
-        except OSError as error:
+        except (ComposerError, OSError) as error:
             logger.warning("old weights stay in the bucket: %s", error)
         return True
 

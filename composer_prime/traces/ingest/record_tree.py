@@ -86,7 +86,9 @@ class RecordTree:
 
     def turn(self, parent: RecordNode, turn: Turn) -> RecordNode:
         """Open a turn behind `parent`. The turn above must be closed."""
-        node = RecordNode(parent.maker, parent, is_turn=True, turn=turn)
+        above = parent.nearest
+        missing = None if above is None else above.missing
+        node = RecordNode(parent.maker, parent, is_turn=True, turn=turn, missing=missing)
         node.before = ([], b"") if node.missing else _context(parent)
         self._open[node] = None
         if turn.key is not None:
@@ -129,8 +131,9 @@ class RecordTree:
         moved: dict[RecordNode, RecordNode] = {}
         for node in reversed(walk):
             behind = moved[node] = RecordNode(
-                behind.maker, behind, node.is_turn, messages=node.messages, queued=node.queued, cleared=node.cleared
-            )
+                behind.maker, behind, node.is_turn, messages=node.messages, queued=node.queued, cleared=node.cleared,
+                missing=node.missing,
+            )  # fmt: skip
         self._nodes = {record: moved.get(node, node) for record, node in self._nodes.items()}
 
     def close(self, node: RecordNode | None) -> None:

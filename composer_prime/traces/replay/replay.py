@@ -253,6 +253,8 @@ class Replay:
                 votes, failed, cached_usd = [vote.record for vote in ballot.votes], ballot.failed, ballot.cached_usd
             if ballot is not None and outcome not in UNDECIDED:
                 pairs, dropped = self._kept(pairs_of(ballot))
+        except OSError:  # The other states need the disk too.
+            raise
         except Exception as error:
             logger.exception("state %s of trace %s failed", state.state_id, state.trace_id)
             outcome, reason = "failed", f"{type(error).__name__}: {error}"

@@ -171,7 +171,10 @@ def folder_files(folder: Path) -> Iterator[tuple[str, bytes]]:
 def commit_files(repository: Path, commit: str) -> Iterator[tuple[str, bytes]]:
     """Yield the files of a commit. Raises ConfigError where git fails."""
     with tarfile.open(fileobj=io.BytesIO(git(repository, "archive", "--format=tar", commit))) as file:
-        yield from _plain_files(file)
+        try:
+            yield from _plain_files(file)
+        except ValueError as error:
+            raise ConfigError(f"commit {commit} of {repository} cannot be used: {error}") from error
 
 
 def git(repository: Path, *words: str) -> bytes:

@@ -243,14 +243,21 @@ def _child(run: dict, job: dict, root: str, records: Path, said: Path) -> None:
         os._exit(status)
 
 
+def empty(folder: Path, kept: frozenset = frozenset()) -> None:
+    """Remove everything from a folder but the entries named in `kept`."""
+    for entry in folder.iterdir():
+        if entry.name in kept:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+
+
 def replace_tree(pristine: Path, files: dict, temporary: Path) -> None:
     """Fill the current folder with the tree and `files` (path -> text; None removes one), and empty `temporary`."""
-    for folder in (Path(), temporary):
-        for entry in folder.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                entry.unlink(missing_ok=True)
+    empty(Path())
+    empty(temporary)
     shutil.copytree(pristine, ".", symlinks=True, dirs_exist_ok=True)
     for name, text in files.items():
         path = Path(name)
@@ -271,7 +278,8 @@ def main() -> None:
         except BaseException:
             continue
     get_config()  # imports pytest's own plugins
-    aside = Path(tempfile.gettempdir(), ".suite")
+    home = Path(tempfile.gettempdir())
+    aside = home / ".suite"
     pristine = aside / "tree"
     shutil.copytree(".", pristine, symlinks=True)
     # By its source's hash, bytecode is never that of another run's file of the same size and second.
@@ -279,12 +287,16 @@ def main() -> None:
         pristine, quiet=2, stripdir=str(pristine), prependdir=root, invalidation_mode=PycInvalidationMode.CHECKED_HASH
     )
     (aside / "temporary").mkdir()
+    # A sandbox has a temporary folder of its own, its HOME. Another folder may hold what is not ours to remove.
+    kept = frozenset(os.listdir(home)) if str(home) == os.environ.get("HOME") else None
     os.environ["TMPDIR"] = tempfile.tempdir = str(aside / "temporary")
     gc.collect()
     gc.freeze()
     played = []
     for run in job["runs"]:
         replace_tree(pristine, run["files"], aside / "temporary")
+        if kept is not None:
+            empty(home, kept)
         played.append(play(run, job, root, aside))
     with os.fdopen(answer, "w") as out:
         json.dump({"runs": played}, out)

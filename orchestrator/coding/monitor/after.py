@@ -64,10 +64,15 @@ def surroundings(task: CodeTask, seal: Seal) -> Surroundings:
     """Return what the rules for tool calls compare names with."""
     names = {symbol.rpartition(".")[2] for symbol in task.symbols}
     names |= {PurePosixPath(path).stem for path in {*task.start, *task.solution} if path.endswith(".py")}
-    names |= own_modules(path for path in seal.start if not is_guarded(path))
-    names -= {"tests", "test", "setup", "docs", "conftest", "examples", "__init__", "noxfile"}
+    names -= _COMMON
     package = re.split(r"[-_]\d", task.repository)[0].rpartition("/")[2]
-    return Surroundings(seal=seal, own=frozenset({*names, package, package.replace("-", "_").lower()}))
+    modules = own_modules(path for path in seal.start if not is_guarded(path)) - _COMMON
+    published = frozenset({*modules, package.replace("-", "_").lower()})
+    return Surroundings(seal=seal, own=frozenset({*names, *published, package}), published=published)
+
+
+_COMMON = {"tests", "test", "setup", "docs", "conftest", "examples", "__init__", "noxfile"}
+"""Names that many repositories have."""
 
 
 def own_modules(paths: Iterable[str]) -> frozenset[str]:

@@ -43,6 +43,7 @@ _GIT_OBJECTS = _words(
     "ls-tree lost-found index-pack"
 )
 _GIT_OTHER = re.compile(r"(^|[/.:])(origin|upstream|ORIG_HEAD|FETCH_HEAD|refs)(/|$|:|\.\.)|stash@|^--(all|reflog)$")
+_GIT_TAKES_VALUE = _words("-C -c --git-dir --work-tree")
 _PIP_FETCHES = _words("download wheel install index")
 _EXCLUDES = re.compile(r"--(exclude|ignore|extend-exclude)[\w-]*(=.*)?|-x")
 _LOCAL = re.compile(r"localhost|127\.0\.0\.1|\[::1\]|0\.0\.0\.0")
@@ -81,6 +82,8 @@ class Surroundings:
     seal: Seal
     own: frozenset[str]
     """Names of the package, its modules, what was deleted, and the files that changed."""
+    published: frozenset[str]
+    """Names under which the package may be installed: its own, and those of its modules."""
 
     def named_in(self, text: str) -> bool:
         return not self.own.isdisjoint(re.split(r"[^\w]+", text))
@@ -122,7 +125,7 @@ def _command_hits(command: SimpleCommand, around: Surroundings, followers: Seque
         yield from _search(command, around, shown)
     elif program == "git":
         yield from _git(command.arguments, shown)
-    elif program in ("pip", "pip3", "uv"):
+    elif program.rstrip("0123456789.") in ("pip", "uv"):
         yield from _pip(command.arguments, around, shown)
     elif program.startswith(("python", "pypy")):
         if {"pip", "uv"} & {*command.arguments} and "-m" in command.arguments:
@@ -228,16 +231,19 @@ def _search(command: SimpleCommand, around: Surroundings, shown: str) -> Iterato
 
 
 def _git(words: Sequence[str], shown: str) -> Iterator[Hit]:
-    verbs = {*[word for word in words if not word.startswith("-")][:2]}  # The first may be the folder of -C.
-    if verbs & _GIT_REMOTE:
+    words = list(words)
+    while words and words[0].startswith("-"):
+        words = words[2:] if words[0] in _GIT_TAKES_VALUE else words[1:]
+    if words and words[0] in _GIT_REMOTE:
         yield "network", shown
-    elif verbs & _GIT_OBJECTS or any(map(_GIT_OTHER.search, words)):
+    elif words and (words[0] in _GIT_OBJECTS or any(map(_GIT_OTHER.search, words[1:]))):
         yield "git-history", shown
 
 
 def _pip(words: Sequence[str], around: Surroundings, shown: str) -> Iterator[Hit]:
     named = {re.split(r"[<>=\[~! ]", word)[0] for word in words if not word.startswith(("-", ".", "/"))}
-    if "cache" in words or (named & _PIP_FETCHES and around.own & {name.replace("-", "_").lower() for name in named}):
+    wanted = {name.replace("-", "_").lower() for name in named - _PIP_FETCHES}
+    if "cache" in words or (named & _PIP_FETCHES and around.published & wanted):
         yield "installed-copy", shown
     if any(word.startswith(("http", "git+")) for word in words) and not _LOCAL.search(shown):
         yield "network", shown
