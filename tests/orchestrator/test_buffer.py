@@ -36,6 +36,17 @@ def test_groups_leave_in_order_of_their_numbers_whatever_order_they_ended_in():
     assert len(buffer) == 1
 
 
+def test_distilled_groups_join_a_batch_in_the_order_of_their_numbers():
+    """They never make a batch of their own, and at most as many join as there are others."""
+    buffer = filled((2, 0), (5, 0))
+    for number in (1, 3, 4):
+        buffer.add(msgspec.structs.replace(ready(number, 0), outcome=GroupOutcome.DISTILLED))
+    assert len(buffer) == 2
+    taken = buffer.take(2, oldest=0, newest=0)
+    assert taken is not None and [group.plan.group for group in taken] == [1, 2, 3, 5]
+    assert buffer.group_numbers == [4] and buffer.take(1, oldest=0, newest=0) is None
+
+
 def test_only_groups_within_the_version_bounds_are_taken():
     """Too old is left for the sweep; too new (after a rewind) waits for its step."""
     buffer = filled((1, 0), (2, 1), (3, 2), (4, 3))

@@ -147,3 +147,9 @@ def test_turns_and_pairs_that_do_not_match_are_refused_by_name():
     for match, bad in pairs.items():
         with pytest.raises(RunMismatchError, match=f"pair-0.*{match}"):
             pair_unit(bad)
+
+
+def test_totals_count_units_and_their_trained_tokens():
+    # A pair trains both of its answers; the denominators of other terms are counted by term.
+    counted = totals([], [pair_unit(pair(index)) for index in range(3)])
+    assert counted.units == {"replay_dpo": 3} and counted.unit_tokens == {"replay_dpo": 3 * (4 + 5)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -70,6 +71,21 @@ def test_every_sample_once_equal_counts_within_budget(lengths, world_size, budge
             if not batch.sample_ids:
                 assert not flags(batch.loss_mask).any()
     assert sorted(seen) == sorted(by_id)
+
+
+def test_the_rank_with_the_least_work_gets_the_longest_row_that_is_left():
+    # Rows of 10, 9, 8 and 6 tokens on two ranks: 10 + 6 and 9 + 8, not 10 + 8 and 9 + 6.
+    samples = [sample(index, length) for index, length in enumerate((10, 9, 8, 6))]
+    ranks = pack(samples, run_id="r", step=5, world_size=2, max_tokens=10)
+    assert [sum(sum(batch.lengths) for batch in own) for own in ranks] == [16, 17]
+
+
+def test_a_row_names_the_oldest_and_the_newest_version_of_its_samples():
+    # The trainer refuses a row by these two.
+    spans = [[VersionSpan(1, 4, version)] for version in (2, 4)]
+    samples = [msgspec.structs.replace(sample(index, 4), version_spans=span) for index, span in enumerate(spans)]
+    ((row,),) = pack(samples, run_id="r", step=5, world_size=1, max_tokens=10)
+    assert (row.version_min, row.version_max) == (2, 4)
 
 
 @settings(max_examples=30, deadline=None)
