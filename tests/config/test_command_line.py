@@ -370,3 +370,21 @@ def test_what_only_a_node_that_joins_reads_is_no_setting_of_a_run(base, words, p
     # A run's own nodes would ignore it silently.
     text = refused("@", base, *words)
     assert all(part in text for part in [*parts, "`inference join`"]), text
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["--run.output_dir", "--run.max_steps", "3"], "--run.output_dir"),
+        (["--no-run.name"], "--no_run.name"),
+        (["--trainer.optim", '{"lr": 1e-3}'], "--trainer.optim"),
+        (["--orchestrator.source.0.weight", "2", "--orchestrator.source", "[]"], "--orchestrator.source.0.weight"),
+        (["--orchestrator.source.0.taskset.id.name", "x"], "--orchestrator.source.0.taskset.id.name"),
+        (["--run.import_from", "/tmp", "overlay.toml"], "overlay.toml"),
+    ],
+)
+def test_flags_that_lose_a_value_are_refused(base, words, key):
+    # A value that is missing, a section in place of its keys, a part beside its whole, a file without its @.
+    with pytest.raises(ConfigError) as refused:
+        resolve(["@", base, *words])
+    assert key in str(refused.value)

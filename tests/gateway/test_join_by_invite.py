@@ -307,7 +307,7 @@ async def test_what_cannot_be_reached_is_named_with_the_time(keys, tmp_path):
 
 
 async def test_refusals_of_the_run_reach_the_machine(open_gateway, keys, tmp_path):
-    """Used up, which the handshake itself refuses, with the remedy; revoked, before or after it; expired by the clock."""
+    """Used up, which the handshake itself refuses, with the remedy; revoked, also behind it; expired by the clock."""
     async with open_gateway() as gateway:
         invite = invite_for(keys, gateway.node_endpoint)
         states = [NodeState(tmp_path / name, invite) for name in "ab"]
@@ -315,7 +315,7 @@ async def test_refusals_of_the_run_reach_the_machine(open_gateway, keys, tmp_pat
         with pytest.raises(InviteError, match="orchestrator invite RUN_DIR"):
             await enroll(invite, states[1], 0, "box", MACHINE, 100)
         keys.registry.revoke(first.keys.own.public, "too slow")
-        with pytest.raises(InviteError, match="too slow|orchestrator invite RUN_DIR"):
+        with pytest.raises(InviteError, match=r"too slow|orchestrator invite RUN_DIR"):
             await enroll(invite, states[0], 0, "box", MACHINE, 100)
         expired = invite_for(keys, gateway.node_endpoint, valid_s=-5)
         with pytest.raises(InviteError, match="expired at"):

@@ -319,3 +319,23 @@ def test_the_key_comes_from_the_environment(monkeypatch):
     monkeypatch.delenv("HINT_KEY")
     with pytest.raises(ConfigError, match=r"judge\.api_key_var is 'HINT_KEY'"):
         asyncio.run(run())
+
+
+def test_a_call_that_nobody_waits_for_is_not_made():
+    # Eight calls are in flight; the ninth waits for a place when its caller leaves.
+    async def run():
+        async with chat_peer("silent") as peer:
+            endpoint = ChatEndpoint(peer.config(timeout_s=0.5), name="judge")
+            asked = [asyncio.ensure_future(endpoint.ask(ASK, variant=str(number))) for number in range(9)]
+            while len(peer.bodies) < 8:
+                await asyncio.sleep(0.01)
+            asked[8].cancel()
+            ends = await asyncio.gather(*asked, return_exceptions=True)
+            assert all(isinstance(end, EndpointError) for end in ends[:8])
+            assert isinstance(ends[8], asyncio.CancelledError)
+            while endpoint.client._under_way:
+                await asyncio.sleep(0.01)
+            assert len(peer.bodies) == 8
+            await endpoint.close()
+
+    asyncio.run(run())

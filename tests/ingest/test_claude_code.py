@@ -389,3 +389,13 @@ def test_repeated_uuids_behind_a_compaction(tmp_path: Path) -> None:
     assert tally.skipped == {"system record: compact_boundary": 1, "repeated uuid": 2}
     assert sorted(map(said, states)) == ["one", "three", "two"]
     assert contents(states[-1]) == ["summary", "two", "three?"]
+
+
+# A note behind a call whose result is too long leads to no state: its context would have a hole.
+def test_a_note_behind_what_cannot_be_shown(tmp_path: Path) -> None:
+    records = [prompt("u1", None, "task"), answer("a1", "u1", use("t1", "Bash")), result("r1", "a1", "t1", "x" * 5_000)]
+    records += [prompt("u2", "r1", "a note", isMeta=True), answer("a2", "u2", text("one"))]
+    records += [prompt("u3", "a2", "and now?"), answer("a3", "u3", text("two"))]
+    states, tally = taken(lines(tmp_path / "s.jsonl", *records), limits=Limits(context_chars=4_000))
+    assert [contents(state) for state in states] == [["task"]]
+    assert tally.passed_over == {"context over 4,000 characters": 2}

@@ -253,3 +253,16 @@ def test_hostile_content_is_a_finding_or_nothing():
 def test_the_page_lists_every_rule(request):
     page = (request.config.rootpath / "docs/explanation/hack-monitor.md").read_text()
     assert [rule for rule in RULES if f"`{rule}`" not in page] == []
+
+
+# The verb of git is what counts, whatever stands before and after it.
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("git stash push", set()), ("git checkout -b push", set()), ("git grep -n fetch src", set()),
+        ("git -C . -c a=b fetch", {"network"}), ("git --git-dir .git --work-tree . reflog", {"git-history"}),
+        ("pip install numpy", set()),
+    ],
+)  # fmt: skip
+def test_verbs_of_git_and_pip(command, found):
+    assert findings(CASE, [bash(command)]) == found
