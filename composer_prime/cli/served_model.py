@@ -87,14 +87,14 @@ async def serve_with_environment(config: Config, folder: Path) -> AsyncIterator[
     async with AsyncExitStack() as stack:
         stack.push_async_callback(pool.close)
         with tell_waits(f"loading the environment and {config.model.path}"):
-            served = stack.enter_async_context(serve(config, folder / "served"))
-            starting = [asyncio.ensure_future(each) for each in (served, pool.start())]
+            model = asyncio.ensure_future(stack.enter_async_context(serve(config, folder / "served")))
+            environment = asyncio.ensure_future(pool.start())
             try:
-                (gateway, _), _ = await asyncio.gather(*starting)
+                (gateway, _), _ = await asyncio.gather(model, environment)
             finally:
-                for task in starting:
+                for task in (model, environment):
                     task.cancel()
-                await asyncio.gather(*starting, return_exceptions=True)
+                await asyncio.gather(model, environment, return_exceptions=True)
         yield gateway, pool
 
 
