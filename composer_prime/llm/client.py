@@ -293,8 +293,12 @@ class ChatClient:
 def _decode(content: bytes) -> Completion:
     """Raises _FailedAttempt for a body that is not a chat completion."""
     try:
-        completion = msgspec.convert(lenient_json(content), Completion)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        value = lenient_json(content)
+        try:
+            completion = msgspec.convert(value, Completion)
+        except msgspec.ValidationError:  # Where only its counts cannot be read, the call costs its bound.
+            completion = msgspec.convert({**value, "usage": None}, Completion)
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise _FailedAttempt(f"the reply is not a chat completion ({error})") from None
     if not completion.choices:
         raise _FailedAttempt("the reply holds no answer")

@@ -19,7 +19,7 @@ Answer = Callable[[dict], str]
 class ChatPeer:
     url: str = ""
     mode: str = "answer"
-    """answer | silent | 500 | 429 | nonsense | no_usage."""
+    """answer | silent | 500 | 429 | nonsense | no_usage | bad_usage."""
     answer: Answer = lambda body: "use add"
     bodies: list[dict] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
@@ -39,7 +39,7 @@ class ChatPeer:
             return web.Response(text="<html>welcome</html>")
         reply: dict = {"choices": [{"message": {"role": "assistant", "content": self.answer(body)}}]}
         if self.mode != "no_usage":
-            reply["usage"] = {"prompt_tokens": 100, "completion_tokens": 10}
+            reply["usage"] = {"prompt_tokens": 100, "completion_tokens": None if self.mode == "bad_usage" else 10}
         return web.json_response(reply)
 
 

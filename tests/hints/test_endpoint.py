@@ -65,9 +65,10 @@ def test_the_budget_is_reserved_before_the_call():
     asyncio.run(run())
 
 
-def test_an_answer_without_a_count_costs_the_worst_case():
+@pytest.mark.parametrize("mode", ["no_usage", "bad_usage"])
+def test_an_answer_without_a_count_costs_the_worst_case(mode):
     async def run():
-        async with chat_peer("no_usage") as peer:
+        async with chat_peer(mode) as peer:
             endpoint = ChatEndpoint(peer.config(**PRICES), name="judge")
             await endpoint.ask(ASK)
             assert endpoint.cost_usd == pytest.approx(0.21)
