@@ -170,7 +170,7 @@ class StepServer:
             await self._send_bytes(identity, payload)
 
     async def _is_past(self, identity: bytes, step: int) -> bool:
-        """Whether `step` is trained already; if so, answer. Rank 0's message of a restart may still be on its way."""
+        """Tell whether `step` is trained already; if so, answer. Rank 0's message of a restart may be on its way."""
         if step > self._batches.trained:
             self._past_since.pop(identity, None)
             return False

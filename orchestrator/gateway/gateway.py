@@ -244,7 +244,7 @@ class Gateway:
         return {node.node_id: node.version for node in self.router.nodes.attached()}
 
     def is_tainted(self, rollout_ids: Iterable[str]) -> bool:
-        """Whether a node that an audit caught sampled one of these rollouts, and no audit has cleared that rollout."""
+        """Tell whether a node that an audit caught sampled a rollout of these that no audit has cleared."""
         return self._swarm.is_tainted(rollout_ids)
 
     # -- upkeep --------------------------------------------------------------------------------------------------

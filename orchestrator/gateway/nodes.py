@@ -141,7 +141,7 @@ class AttachedNode:
 
     @property
     def has_room(self) -> bool:
-        """Whether it may get one more request. Until its pace is measured it gets few, as it may be the slowest."""
+        """Tell whether it may get one more request. Until its pace is measured it gets few: it may be the slowest."""
         places = self.standing.places
         if self.speed.pace is None:
             places = min(places, _FIRST_PLACES + self.speed.tokens // _TOKENS_A_PLACE)
@@ -154,7 +154,7 @@ class AttachedNode:
 
     @property
     def continues(self) -> bool:
-        """Whether it continues another such node's answer with the same draws, and finds stops that began there."""
+        """Tell whether it continues such a node's answer with the same draws, and finds stops that began there."""
         return self.hello.engine in _CONTINUE
 
     def take_over(self, former: AttachedNode) -> None:

@@ -93,7 +93,7 @@ class Placing:
         return _CROWDED if is_full or (node.cache_is_full and (joins or not room)) else 1.0
 
     def is_measured(self, node: AttachedNode) -> bool:
-        """Whether its pace is in seconds. Before the fleet has a median, every node's pace only tells loads apart."""
+        """Tell whether its pace is in seconds. Before the fleet has a median, a pace only tells loads apart."""
         return self.fleet.median is not None and node.speed.pace is not None
 
     # -- the choice ----------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class OfferedAnswer:
 
     @property
     def num_bytes(self) -> int:
-        """Of its request."""
+        """Return the bytes of its request."""
         one = self.request
         return 0 if one is None else len(one.prompt_ids) + len(one.token_ids) + len(one.logprobs)
 

@@ -146,7 +146,7 @@ class Audits:
 
     @property
     def endpoint(self) -> str:
-        """As bound."""
+        """Return the address as it is bound."""
         return self._socket.endpoint
 
     def start(self, on_error: Callable[[BaseException], None]) -> None:

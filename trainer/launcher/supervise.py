@@ -275,7 +275,7 @@ class Supervisor:
         return process, log_offset
 
     def _cause_known(self) -> bool:
-        """Whether to report now. A rank that lost the orchestrator may end before the orchestrator, the cause, does."""
+        """Tell whether to report now. A rank that lost the orchestrator may end before it, the cause, does."""
         self._failed_at = self._failed_at or time.monotonic()
         self._failed.sort(key=lambda child: child.role.kind != "orchestrator")
         return self._failed[0].role.kind == "orchestrator" or time.monotonic() - self._failed_at > CAUSE_WAIT_S
