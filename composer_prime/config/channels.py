@@ -24,7 +24,7 @@ class OwnTermConfig(TermConfig):
     """A loss term of your own: a subclass of composer_prime.channels.term.Term."""
 
     import_path: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """`module:Class`; the module's folder is in run.import_from."""
+    """`module:Class`; the module lies beside a configuration file or in a folder of run.import_from."""
     settings: dict[str, Any] = {}
     """Keyword arguments of the class, after its TermConfig."""
     weight: float = Field(default=1.0, ge=0)

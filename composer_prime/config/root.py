@@ -39,8 +39,8 @@ class RunConfig(BaseConfig):
     usd_per_hour: float = Field(default=0.0, ge=0)
     """Price of this machine with all GPUs, in dollars per hour; used in reports and ladders."""
     import_from: list[Path] = []
-    """Folders to import task sets, harnesses and curricula from, searched after installed packages. The folder of each
-    configuration file is added if it contains modules, the last file's first.
+    """Folders to import task sets, harnesses, curricula, hints and losses from, searched after installed packages. The
+    folder of each configuration file is added if it contains modules, the last file's first.
     """
 
     @field_validator("name")

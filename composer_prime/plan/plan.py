@@ -106,6 +106,7 @@ def _run(config: Config) -> Rows:
     if replay.weight:
         pairs = config.orchestrator.preferences.pairs_per_step
         rows.append(("", f"+ {replay.weight:g} x replay_dpo ({replay.loss}), {pairs} pairs per step"))
+    rows += [("", f"+ {own.weight:g} x {own.import_path}") for own in channels.own if own.weight]
     if channels.sft.weight:
         settings = config.orchestrator.demonstrations
         files = ", ".join(map(str, settings.files))

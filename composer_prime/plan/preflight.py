@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from composer_prime.channels.policy import load_policy_loss
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import TOOL_LOOP, SourceConfig
+from composer_prime.config.part import as_parts
 from composer_prime.data.conversation_rows import read_rows
 from composer_prime.data.pairs import refusal, resolve_pairs
 from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInstalledError
@@ -26,6 +29,7 @@ from composer_prime.host import (
     uses_cuda,
     why_not_writable,
 )
+from composer_prime.import_path import build_part
 from composer_prime.model_source import (
     block_of,
     count_parts,
@@ -180,6 +184,20 @@ def _template(config: Config, folder: Path) -> str | None:
     return json.dumps(stored) if stored else None
 
 
+def _own_parts(config: Config) -> Iterator[Callable[[], object]]:
+    """Yield what makes the user's losses, hint detectors and layers of the roles on this machine."""
+    if config.trainer.address is None:
+        yield partial(load_policy_loss, config.channels.policy)
+        yield from (own.term for own in config.channels.own)
+    hints = config.orchestrator.hints
+    if config.orchestrator.address is not None or hints is None:
+        return
+    for key, parts in (("detect", hints.detect), ("layers", hints.layers)):
+        for part in as_parts(parts):
+            if part.is_own:
+                yield partial(build_part, part.name, part.settings, {}, f"orchestrator.hints.{key}", {})
+
+
 def _modules(config: Config, findings: Findings) -> None:
     for source in config.orchestrator.source:
         key = f"orchestrator.source {source.name!r}"
@@ -191,6 +209,13 @@ def _modules(config: Config, findings: Findings) -> None:
     module, colon, _ = config.orchestrator.curriculum.import_path.partition(":")
     if colon and module_file(module) is None:
         findings.problems.append(f"orchestrator.curriculum.import_path names module {module!r}, which is not installed")
+    for build in _own_parts(config):  # A role would find them wrong only after the others have started.
+        try:
+            build()
+        except ConfigError as error:
+            findings.problems.append(str(error))
+        except Exception as error:
+            findings.problems.append(f"a part of your own cannot be made: {type(error).__name__}: {error}")
     if config.inference.engine == "vllm" and config.inference.nodes and module_file("vllm") is None:
         findings.problems.append(
             f"inference.engine is 'vllm', which is not installed: run {install_command('vllm')} for CUDA or "

@@ -70,6 +70,25 @@ def problems(folder: Path, *words: str) -> str:
     return "\n".join(build_plan(quickstart(folder, *words), LAPTOP).problems)
 
 
+@pytest.mark.parametrize(
+    ("path", "settings", "named"),
+    [
+        ("own_term:EntropyFloor", {"floor_nat": 0.5}, "floor_nat"),
+        ("own_term:EntropyFlor", {}, "EntropyFlor"),
+        ("own_trm:EntropyFloor", {}, "own_trm"),
+    ],
+)
+def test_a_loss_term_of_one_s_own_is_made_before_anything_starts(tmp_path, path, settings, named):
+    # A misspelled module, class or setting is a problem of the plan; a right one is in its loss.
+    words = ["--run.import_from", str(ROOT / "examples"), "--channels.own"]
+    right = [{"import_path": "own_term:EntropyFloor", "weight": 0.5, "settings": {"floor_nats": 0.5}}]
+    plan = build_plan(quickstart(tmp_path, *words, json.dumps(right)), LAPTOP)
+    assert plan.problems == [] and "+ 0.5 x own_term:EntropyFloor" in plan.text()
+    wrong = [{"import_path": path, "settings": settings}]
+    found = problems(tmp_path, *words, json.dumps(wrong))
+    assert "channels.own.import_path" in found and named in found
+
+
 def test_plan_of_the_quickstart_has_no_problem(tmp_path):
     # Roles, batch arithmetic, evaluation, memory and disk are all there.
     plan = build_plan(
@@ -384,3 +403,12 @@ def test_every_other_shipped_file_plans(name, tmp_path):
 def test_a_pairs_file_that_is_not_there_is_a_problem(tmp_path):
     config = shipped("a3", tmp_path, "--orchestrator.preferences.pairs", str(tmp_path / "none.jsonl"))
     assert any("none.jsonl, but there is no such file" in problem for problem in build_plan(config, LAPTOP).problems)
+
+
+def test_a_hint_detector_of_one_s_own_is_made_before_anything_starts(tmp_path):
+    # A misspelled setting is found by the plan.
+    (tmp_path / "my_hints.py").write_text("class Mine:\n    def __init__(self, most=1): ...\n")
+    words = ["--run.import_from", str(tmp_path), "--channels.sdpo.weight", "0.1", "--orchestrator.hints.detect"]
+    for settings, named in (({"most": 2}, ""), ({"mots": 2}, "mots")):
+        found = problems(tmp_path, *words, json.dumps([{"name": "my_hints:Mine", "settings": settings}]))
+        assert ("orchestrator.hints.detect" in found) == bool(named) and named in found
