@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from composer_prime.config import Config
+from composer_prime.config.hints import HintsConfig
 from composer_prime.config.part import as_parts
 from composer_prime.console import bulleted, gib, pluralize
 from composer_prime.errors import ConfigError, LedgerError
@@ -84,38 +85,48 @@ def _row_lines(label: str, text: str, width: int | None) -> list[str]:
 
 
 def _run(config: Config) -> Rows:
-    run, channels = config.run, config.channels
+    run = config.run
     shares = [(source.name, source.weight) for source in config.orchestrator.source]
     sources = ", ".join(f"{name} ({weight:g})" if weight else f"{name} (evaluated only)" for name, weight in shares)
     length = f"{run.max_steps} steps" if run.max_steps else "evaluation only"
     state = folder_state(RunDir(config.run_directory))
-    objective = channels.policy.import_path or channels.policy.objective
-    constant = channels.policy.denominator == "constant"
-    divisor = f" (divided by {config.completion_length:,} tokens per sequence)" if constant else ""
-    rows = [
+    return [
         ("run", f"{run.name}: {length}, seed {run.seed}, in {config.run_directory} ({state})"),
         *([("price", f"${run.usd_per_hour:g} per hour for this machine")] if run.usd_per_hour else []),
         ("sources", sources or "none"),
-        ("loss", f"{objective}{divisor}, off-policy correction {channels.policy.correction}"),
+        *_loss(config),
     ]
-    sdpo, replay, hints = channels.sdpo, channels.replay_dpo, config.orchestrator.hints
+
+
+def _loss(config: Config) -> Rows:
+    sdpo, replay, sft = config.channels.sdpo, config.channels.replay_dpo, config.channels.sft
+    terms = []
+    if config.orchestrator.groups_per_step or not sft.weight:  # Without rollouts there is no policy loss.
+        terms.append(_policy_text(config))
+    hints = config.orchestrator.hints
     if sdpo.weight and hints is not None:
-        layers = " then ".join(part.name for part in as_parts(hints.layers))
-        layers += f"; control arm: {hints.control}" if hints.control != "none" else ""
-        rows.append(("", f"+ {sdpo.weight:g} x sdpo, teacher {sdpo.teacher.kind}, hints by {layers}"))
+        terms.append(f"{sdpo.weight:g} x sdpo, teacher {sdpo.teacher.kind}, hints by {_hints_text(hints)}")
     if replay.weight:
         pairs = config.orchestrator.preferences.pairs_per_step
-        rows.append(("", f"+ {replay.weight:g} x replay_dpo ({replay.loss}), {pairs} pairs per step"))
-    rows += [("", f"+ {own.weight:g} x {own.import_path}") for own in channels.own if own.weight]
-    if channels.sft.weight:
+        terms.append(f"{replay.weight:g} x replay_dpo ({replay.loss}), {pairs} pairs per step")
+    terms += [f"{own.weight:g} x {own.import_path}" for own in config.channels.own if own.weight]
+    if sft.weight:
         settings = config.orchestrator.demonstrations
         files = ", ".join(map(str, settings.files))
-        text = f"{channels.sft.weight:g} x sft on {files} ({settings.too_long} rows longer than model.max_context)"
-        if config.orchestrator.groups_per_step:
-            rows.append(("", f"+ {text}"))
-        else:  # no rollouts, so no policy loss
-            rows[2] = ("loss", text)
-    return rows
+        terms.append(f"{sft.weight:g} x sft on {files} ({settings.too_long} rows longer than model.max_context)")
+    return [("" if number else "loss", f"+ {term}" if number else term) for number, term in enumerate(terms)]
+
+
+def _policy_text(config: Config) -> str:
+    policy = config.channels.policy
+    length = f" (divided by {config.completion_length:,} tokens per sequence)"
+    divisor = length if policy.denominator == "constant" else ""
+    return f"{policy.import_path or policy.objective}{divisor}, off-policy correction {policy.correction}"
+
+
+def _hints_text(hints: HintsConfig) -> str:
+    layers = " then ".join(part.name for part in as_parts(hints.layers))
+    return layers + (f"; control arm: {hints.control}" if hints.control != "none" else "")
 
 
 def _model(config: Config, findings: Findings) -> Rows:
