@@ -219,7 +219,7 @@ class CurriculumConfig(BaseConfig):
 
 
 class WeightServiceConfig(BaseConfig):
-    """Where nodes on other machines download weights without the gateway."""
+    """The places where nodes on other machines download weights without the gateway."""
 
     address: str | None = None
     """HOST:PORT where `orchestrator weights` serves them over HTTP; None serves none. Nodes use this port on the

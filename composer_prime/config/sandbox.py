@@ -34,7 +34,7 @@ class SandboxLimits(BaseConfig):
 
 
 class RuntimeConfig(BaseConfig):
-    """Where the code of a source runs."""
+    """The place where the code of a source runs."""
 
     type: str = "auto"
     """bubblewrap isolates with Linux namespaces. subprocess isolates nothing. docker, podman, apptainer, modal, e2b and

@@ -36,7 +36,7 @@ class TraceBuilder:
     """The builder of one trace's states."""
 
     def __init__(self, file: TraceFile, trace_id: object, model: object = None) -> None:
-        """Without a `trace_id` the trace has the file's name. `model` is the one that the trace names."""
+        """The trace has the file's name where it has no `trace_id`. `model` is the one that the trace names."""
         self._maker = StateMaker(file, trace_id, model)
         self.tools = self._maker.tools
         self._messages: list[Message] = []

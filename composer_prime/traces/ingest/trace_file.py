@@ -177,7 +177,7 @@ class StateMaker:
     """The states of one trace."""
 
     def __init__(self, file: TraceFile, trace_id: object, model: object = None) -> None:
-        """Without a `trace_id` the trace has the file's name. `model` is the one that the trace names."""
+        """The trace has the file's name where it has no `trace_id`. `model` is the one that the trace names."""
         self._file = file
         self.limits = file.options.limits
         self._masker = Masker(file.tally.masked, file.options.mask)
