@@ -1,6 +1,6 @@
 """Tables of what links give a joint run: python benchmarks/diloco_simulator.py --parameters 8e9 --step-s 60 --ranks 8
 
-Nothing is measured and nothing is sent: diloco/forecast.py has the formula.
+Nothing is measured and nothing is sent: diloco/link_forecast.py has the formula.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from composer_prime.config.diloco import CodecConfig, wrong_schedule
-from diloco.forecast import ENCODE_NS, JointRun, forecast_link, size
+from diloco.link_forecast import ENCODE_NS, JointRun, forecast_link, size
 
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
 LINKS_GBIT = [10 ** (-3 + 7 * index / 99) for index in range(100)]

@@ -49,7 +49,7 @@ from benchmarks.fleet_routing_sides.engines import SimulatedFleet, SimulatedLoop
 from benchmarks.fleet_routing_sides.traces import SIBLINGS, Group, Turn, describe, drawn, make_groups, recorded_groups
 from composer_prime.cli.ladder.seeds import seeds_text
 from composer_prime.errors import ConfigError
-from composer_prime.wire.node import Sampling
+from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import INT
 from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode
 from orchestrator.gateway.placing import Placing

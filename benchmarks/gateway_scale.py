@@ -43,7 +43,7 @@ from typing import Any
 from benchmarks._verdicts import conclude
 from benchmarks.gateway_scale_sides.load import Load, measure, node_process, play, served_gateway
 from composer_prime.run.keys import RunKeys
-from composer_prime.wire.node import Generate, NodeHello, Sampled, Sampling, ToNode
+from composer_prime.wire.node_messages import Generate, NodeHello, Sampled, Sampling, ToNode
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from orchestrator.event_loop import freeze_startup
 from orchestrator.gateway.nodes import AttachedNode, Nodes

@@ -30,7 +30,7 @@ from composer_prime.wire.types import HintedTurn, Sample, VersionSpan, pack_flag
 from trainer import world as worlds
 from trainer.data.rows import checked_row, unpack
 from trainer.model.build import build_policy
-from trainer.model.policy import Policy
+from trainer.model.policy_model import Policy
 from trainer.step import LossSettings, loss_of
 from trainer.teacher.self_teacher import ReadCost, SelfTeacher, teachers_in_row
 

@@ -41,12 +41,12 @@ from transformers import AutoTokenizer
 
 from benchmarks._verdicts import conclude
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.wire.audit import AuditRequest, PartVerdict
-from composer_prime.wire.node import Sampling
+from composer_prime.wire.audit_messages import AuditRequest, PartVerdict
+from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from inference.audit import OpenAudit, judge
 from inference.engines.base import Engine
-from inference.engines.local.engine import LocalEngine
+from inference.engines.local.local_engine import LocalEngine
 from orchestrator.swarm.trust import NodeTrust, is_clean
 
 ASSETS = Path(__file__).parents[1] / "composer_prime" / "assets" / "tiny"

@@ -5,7 +5,7 @@
       └──────────────── the rounds are not kept any more <───────────────────┘
 
 All ranks of a peer ask in step and take over the same state. The rendezvous decides which one
-(diloco/rendezvous/joining.py), and which training peer serves it (PeerLink, in the background).
+(diloco/rendezvous/starting_state.py), and which training peer serves it (PeerLink, in the background).
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 from composer_prime.address import tcp_address
 from composer_prime.console import EXIT_USAGE, console_main, exit_on_version_flag
 from composer_prime.errors import ComposerError, ConfigError
-from diloco.forecast import DEFAULT_MEMORY_GB
+from diloco.link_forecast import DEFAULT_MEMORY_GB
 
 if TYPE_CHECKING:
     from diloco.rendezvous.request_handler import RendezvousSettings
-    from diloco.transport.keys import JointKey
+    from diloco.transport.peer_keys import JointKey
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _keygen(words: argparse.Namespace) -> int:
-    from diloco.transport.keys import JointKey
+    from diloco.transport.peer_keys import JointKey
 
     JointKey.create(words.file)
     print(f"wrote {words.file} (mode 600): copy it to every cluster, and name it in diloco.key_file")
@@ -91,7 +91,7 @@ def _keygen(words: argparse.Namespace) -> int:
 
 def _rendezvous(words: argparse.Namespace) -> int:
     from diloco.rendezvous.request_handler import RendezvousSettings
-    from diloco.transport.keys import JointKey
+    from diloco.transport.peer_keys import JointKey
 
     tcp_address(words.bind, "--bind", bind=True)
     for name in ("min_peers", "start_peers", "keep_rounds"):

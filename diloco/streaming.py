@@ -43,8 +43,8 @@ from diloco.outer_step import OuterSteps
 from diloco.ranks import Ranks
 from diloco.state import LocalWork, PendingDelta, Replica
 from diloco.transport.exchange import RoundResult
-from diloco.transport.keys import JointKey
 from diloco.transport.messages import PROTOCOL, PeerHello
+from diloco.transport.peer_keys import JointKey
 from diloco.transport.peer_link import PeerLink
 
 logger = logging.getLogger(__name__)

@@ -23,11 +23,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, ComposerError, EngineError, LostWeightsError
 from composer_prime.run.weights import open_signed
-from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, PartVerdict
-from composer_prime.wire.node import ComputeDevice, NewVersion, NodeWelcome
+from composer_prime.wire.audit_messages import AuditFailed, AuditRequest, AuditVerdict, PartVerdict
+from composer_prime.wire.node_messages import ComputeDevice, NewVersion, NodeWelcome
 from composer_prime.wire.types import ints
 from inference.engines.base import Engine
-from inference.engines.local.engine import LocalEngine
+from inference.engines.local.local_engine import LocalEngine
 from inference.gateway_link import GatewayLink
 from inference.node import InferenceNode
 from inference.receiver import Receiver

@@ -41,7 +41,7 @@ from composer_prime.wire.enrollment import (
     NodeMachine,
     release,
 )
-from composer_prime.wire.node import Rejected, ToNode
+from composer_prime.wire.node_messages import Rejected, ToNode
 from composer_prime.wire.sockets import dealer
 from inference.machine import check_disk
 

@@ -21,8 +21,8 @@ import zmq.asyncio
 
 from composer_prime.errors import DeadlineError, PullRefusedError
 from composer_prime.run.keys import ClientKeys
-from composer_prime.wire.audit import FromAuditor
-from composer_prime.wire.node import ChunkRequest, FromNode, ToNode, WeightPiece
+from composer_prime.wire.audit_messages import FromAuditor
+from composer_prime.wire.node_messages import ChunkRequest, FromNode, ToNode, WeightPiece
 from composer_prime.wire.sockets import dealer
 from inference.versions import CHUNK_TIMEOUT_S, ChunkSource
 

@@ -33,8 +33,8 @@ from composer_prime.errors import BadRequestError, ComposerError, EngineError
 from composer_prime.llm.reply import TOOL_CALL, read_tool_call
 from composer_prime.model_source import resolve_model
 from composer_prime.run.process import end_with_parent
-from composer_prime.wire.node import Sampling
-from inference.engines.local.engine import LocalEngine
+from composer_prime.wire.node_messages import Sampling
+from inference.engines.local.local_engine import LocalEngine
 
 FAILED = 1
 _THINK = re.compile(r"<think>.*?</think>\s*", re.DOTALL)

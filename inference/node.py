@@ -1,7 +1,7 @@
 """A node: one engine, one link to the gateway, and the weights that the gateway publishes.
 
     receive loop   gateway messages -> requests, cancellations, weight chunks, new manifests; says hello, reconnects
-    progress       what long answers have so far (progress.py): another node can continue them
+    progress       what long answers have so far (partial_answers.py): another node can continue them
     request task   one per lease: engine.generate -> wait until the weights are proven -> Sampled | GenerateFailed
     heartbeat      Status every heartbeat_s, also while weights load (pulling, hashing and loading run in threads)
     weights task   the newest manifest -> receiver; versions that were replaced meanwhile are skipped
@@ -34,7 +34,7 @@ from composer_prime.errors import (
     RunMismatchError,
     WireError,
 )
-from composer_prime.wire.node import (
+from composer_prime.wire.node_messages import (
     CancelGenerate,
     ComputeDevice,
     Drain,
@@ -55,7 +55,7 @@ from composer_prime.wire.types import ints
 from inference.engines.base import Engine
 from inference.gateway_link import GatewayLink
 from inference.machine import DRAIN_S
-from inference.progress import ProgressStreams
+from inference.partial_answers import ProgressStreams
 from inference.receiver import Receiver
 from inference.weight_sources import WeightSources
 

@@ -25,7 +25,7 @@ from composer_prime.model_source import resolve_model, text_settings
 from composer_prime.monitor.events import record_events
 from composer_prime.run.keys import ClientKeys
 from composer_prime.run.run_dir import RunDir
-from composer_prime.wire.node import ComputeDevice
+from composer_prime.wire.node_messages import ComputeDevice
 
 if TYPE_CHECKING:
     from inference.engines.base import Engine
@@ -89,10 +89,10 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     """Serve until drained or stopped by a signal. Raises what Engine.start and InferenceNode.run raise."""
     import torch
 
-    from composer_prime.wire.audit import ToAuditor
-    from composer_prime.wire.node import ToNode
+    from composer_prime.wire.audit_messages import ToAuditor
+    from composer_prime.wire.node_messages import ToNode
     from inference.audit import Auditor
-    from inference.engines.choice import build_engine
+    from inference.engines.engine_choice import build_engine
     from inference.gateway_link import GatewayLink
     from inference.node import InferenceNode
 

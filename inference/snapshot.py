@@ -18,7 +18,7 @@ import torch
 
 from composer_prime.errors import CorruptWeightsError, MisfitError, WeightError
 from composer_prime.model_source import weight_files
-from composer_prime.run.patches import WORDS, Patch, patch_starts, patches
+from composer_prime.run.weight_patches import WORDS, Patch, patch_starts, patches
 from composer_prime.run.weights import ChunkRef, Manifest
 
 _DTYPES = {

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Protocol
 
 from composer_prime.errors import CorruptWeightsError
-from composer_prime.run.patches import WORDS, Patch, patches
 from composer_prime.run.scratch import Scratch
+from composer_prime.run.weight_patches import WORDS, Patch, patches
 from composer_prime.run.weights import ChunkRef, Manifest, WeightStore
 from inference.snapshot import Snapshot, open_snapshot
 

@@ -1,6 +1,6 @@
 """Load everything that a run's environment workers load: `python -m orchestrator.check_sources < config.json`.
 
-`trainer --dry-run`, `orchestrator --dry-run` and `composer plan` start it (composer_prime/plan/sources.py), because
+`trainer --dry-run`, `orchestrator --dry-run` and `composer plan` start it (plan/source_check.py), because
 only the plugins know their settings, and importing verifiers takes seconds. Its last line on stdout is a JSON object:
 `problems` and `warnings`, sentences, and `tasks`, the number of tasks by source and task set (null without an end).
 """

@@ -127,7 +127,7 @@ def audit(words: list[str]) -> int:
 
 def _dry_run(config: Config) -> int:
     from composer_prime.plan.plan import build_plan
-    from composer_prime.plan.sources import check_sources
+    from composer_prime.plan.source_check import check_sources
 
     plan = build_plan(config, starter="orchestrator")
     check_sources(config, plan, "orchestrator.check_sources")
@@ -150,7 +150,7 @@ def _prepare(config: Config, run_dir: RunDir) -> None:
 
 def _run(config: Config, run_dir: RunDir) -> int:
     from composer_prime.model_source import resolve_model
-    from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE
+    from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE
     from orchestrator.event_loop import freeze_startup, until_signal
     from orchestrator.pipeline import Pipeline
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from composer_prime.run.ledger import left_out
-from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE
+from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE
 from orchestrator.batching.dispatch import Dispatcher
 from orchestrator.batching.open_run import OpenRun
 from orchestrator.durability.journal import Entry, Journal

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from composer_prime.wire.answer import Answer
-from composer_prime.wire.node import Sampling
+from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from orchestrator.gateway.generation import GenerationRecord
 

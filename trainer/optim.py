@@ -24,7 +24,7 @@ from composer_prime.config.trainer import OptimConfig
 from composer_prime.errors import ConfigError
 from composer_prime.import_path import build_part
 from trainer.model.build import blocks
-from trainer.model.policy import Policy
+from trainer.model.policy_model import Policy
 from trainer.step import Optimizer
 
 _MUON_MOMENTUM = 0.95

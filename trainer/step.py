@@ -30,7 +30,7 @@ from composer_prime.wire.types import StepTotals
 from trainer.data.rows import PackedRow
 from trainer.data.token_figures import TokenFigures
 from trainer.head.fused import TokenStatistics
-from trainer.model.policy import Policy
+from trainer.model.policy_model import Policy
 from trainer.teacher.self_teacher import AuxiliaryLogprobs
 from trainer.world import gather_texts
 

@@ -19,9 +19,9 @@ from composer_prime.config.inference import InferenceConfig
 from composer_prime.model_source import resolve_model
 from composer_prime.wire.answer import Answer
 from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite, NodeMachine
-from composer_prime.wire.node import Sampling
+from composer_prime.wire.node_messages import Sampling
 from inference.engines.base import EngineStats
-from inference.engines.local.engine import LocalEngine
+from inference.engines.local.local_engine import LocalEngine
 from inference.enrolling import NodeState, enroll
 from inference.gateway_link import GatewayLink
 from inference.node import InferenceNode

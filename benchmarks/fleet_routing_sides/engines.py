@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from composer_prime.wire.node import (
+from composer_prime.wire.node_messages import (
     CancelGenerate,
     ComputeDevice,
     Generate,

@@ -21,7 +21,7 @@ import numpy as np
 import zmq
 
 from composer_prime.run.keys import ClientKeys
-from composer_prime.wire.node import (
+from composer_prime.wire.node_messages import (
     MAX_PLACES,
     CancelGenerate,
     Drain,

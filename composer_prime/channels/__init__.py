@@ -1,1 +1,1 @@
-"""The loss: the sum of its terms, each in one file. Read term.py first, then total.py (the sum) and policy.py."""
+"""The loss: the sum of its terms, each in one file. Read term.py first (a term, and the sum), then policy.py."""

@@ -32,8 +32,8 @@ def main(words: list[str]) -> int:
     machine, words = imagined(words)
     config = resolve(words).config
     plan = build_plan(config, machine)
-    from composer_prime.plan.sources import check_sources
-    from diloco.forecast import link_rows
+    from composer_prime.plan.source_check import check_sources
+    from diloco.link_forecast import link_rows
 
     check_sources(config, plan, "orchestrator.check_sources")
     plan.rows.extend(link_rows(config))

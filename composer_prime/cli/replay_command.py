@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from composer_prime.traces.replay import replay_command
+from composer_prime.traces.replay import replay_console
 from composer_prime.traces.replay.replay import NO_MODEL
 
 SERVER = (sys.executable, "-m", "inference.model_server")
@@ -23,4 +23,4 @@ NO_RUN = {
 
 
 def main(words: list[str] | None = None) -> int:
-    return replay_command.main(words, server=SERVER, no_run=NO_RUN)
+    return replay_console.main(words, server=SERVER, no_run=NO_RUN)

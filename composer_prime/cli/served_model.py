@@ -48,7 +48,7 @@ async def serve(
     ConfigError (no chat template, context, device) or EngineError when the model cannot be served, DeadlineError after
     READY_S.
     """
-    from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE
+    from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE
     from orchestrator.chat_template import chat_folder
     from orchestrator.gateway.gateway import Gateway
 
@@ -136,8 +136,8 @@ async def _run_node(
     """Load the engine and serve `gateway` until cancelled."""
     import torch
 
-    from inference.engines.choice import build_engine
-    from inference.engines.local.engine import LocalEngine
+    from inference.engines.engine_choice import build_engine
+    from inference.engines.local.local_engine import LocalEngine
     from inference.gateway_link import GatewayLink
     from inference.node import InferenceNode
     from inference.receiver import Receiver

@@ -77,8 +77,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="weights"):
     adapter_scale: float = 1.0
     """With adapters: tensor NAME is that of the model folder + adapter_scale * B A, computed in float64."""
     patch: list[ChunkRef] = []
-    """A stream of patches (composer_prime/run/patches.py). With a delta: from `chunks` to this version. With an anchor,
-    where there is one: from `base` to `chunks`."""
+    """A stream of patches (weight_patches.py). With a delta: from `chunks` to this version. With an anchor, where there
+    is one: from `base` to `chunks`."""
     base: list[ChunkRef] = []
     """The file of the anchor before."""
 

@@ -29,6 +29,6 @@ def build_online_replay(
 
 def cost_line(config: Config) -> str:
     """Return one line: the probable cost of a replay, and its cap. Raises ConfigError for an unknown price."""
-    from composer_prime.traces.replay import forecast
+    from composer_prime.traces.replay import replay_cost
 
-    return forecast.cost_with_cap(config, forecast.forecast_cost(config))
+    return replay_cost.cost_with_cap(config, replay_cost.forecast_cost(config))

@@ -12,7 +12,7 @@ from composer_prime.monitor.progress import RunProgress
 from composer_prime.monitor.rollouts import eval_scores
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.view.catalog import flatten, read_settings
-from composer_prime.view.verdict import verdict
+from composer_prime.view.run_verdict import verdict
 
 _CARD = """\
 ---

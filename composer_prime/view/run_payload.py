@@ -13,7 +13,7 @@ import msgspec
 from composer_prime.errors import LedgerError
 from composer_prime.monitor.events import read_events
 from composer_prime.monitor.metrics_file import Line, read_history
-from composer_prime.monitor.nodes import recorded_rows
+from composer_prime.monitor.node_table import recorded_rows
 from composer_prime.monitor.progress import RunProgress, numeric_field
 from composer_prime.monitor.rollouts import Scores, only_evaluated, without_sources
 from composer_prime.run.costs import NodeTotals, Spent, read_costs, spent
@@ -21,7 +21,7 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
 from composer_prime.view.catalog import FoundRun, flatten, max_steps, read_settings, run_state
 from composer_prime.view.metrics_reader import ended, trained_lines
-from composer_prime.view.verdict import verdict
+from composer_prime.view.run_verdict import verdict
 
 _MAX_POINTS = 1200
 """Steps of a figure that reach the page; of a longer run every n-th."""

@@ -14,8 +14,20 @@ import numpy as np
 
 from composer_prime.wire.types import INT, VersionSpan, floats, ints, pack_floats, pack_ints
 
+POLICY = "policy"
+"""The model name under which requests ask for the policy that is trained."""
+GATEWAY_TOKEN_VARIABLE = "COMPOSER_GATEWAY_TOKEN"
+"""Environment variable that holds the gateway's bearer token."""
 RUNNING = "running"
 """The finish reason of tokens after which more come."""
+
+
+def context_overflow(num_prompt: int, max_context: int, num_new: int = 1) -> str:
+    """Return how the error of a prompt begins that leaves no room for `num_new` more tokens.
+
+    Clients recognize these words; renderers' own check uses them too.
+    """
+    return f"Prompt length ({num_prompt}) exceeds maximum context length ({max_context}) less {num_new} for the reply"
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

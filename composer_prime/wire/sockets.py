@@ -27,7 +27,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from composer_prime.address import tcp_address
 from composer_prime.errors import ConfigError, PortInUseError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
-from composer_prime.wire.node import ToNode
+from composer_prime.wire.node_messages import ToNode
 from composer_prime.wire.unread import FRAME_OVERHEAD, LEAST_FRAME_BYTES, UnreadBytes
 
 logger = logging.getLogger(__name__)

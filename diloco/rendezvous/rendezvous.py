@@ -35,8 +35,8 @@ from composer_prime.wire.sockets import SecureServer, bind_router
 from diloco.rendezvous.peers import Base
 from diloco.rendezvous.request_handler import RendezvousSettings, RequestHandler
 from diloco.transport.connection import WINDOW
-from diloco.transport.keys import JointKey
 from diloco.transport.messages import AskState, FromPeer, RequestRefused, RoundNotReady, ToPeer, encode, from_peer
+from diloco.transport.peer_keys import JointKey
 
 logger = logging.getLogger(__name__)
 _TICK_S = 0.02

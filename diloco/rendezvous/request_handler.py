@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from diloco.rendezvous.bodies import Bodies, StateTransfers
-from diloco.rendezvous.joining import Joins
 from diloco.rendezvous.peers import Base, largest_party
 from diloco.rendezvous.rounds import Round, Rounds
+from diloco.rendezvous.starting_state import Joins
 from diloco.transport import messages
 
 logger = logging.getLogger(__name__)

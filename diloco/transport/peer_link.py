@@ -30,7 +30,7 @@ from composer_prime.errors import DeadlineError, RunMismatchError, WireError
 from diloco.transport import messages
 from diloco.transport.connection import Connection, RefusedError
 from diloco.transport.exchange import Exchange, JoinSource, MustRejoin, RoundResult
-from diloco.transport.keys import JointKey
+from diloco.transport.peer_keys import JointKey
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from composer_prime.errors import BadRequestError, ContextOverflowError, MisfitError
-from composer_prime.wire.answer import Answer
-from composer_prime.wire.node import Sampling
-from composer_prime.wire.turns import context_overflow
+from composer_prime.wire.answer import Answer, context_overflow
+from composer_prime.wire.node_messages import Sampling
 
 if TYPE_CHECKING:
     import torch

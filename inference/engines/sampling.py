@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
-from composer_prime.wire.node import Sampling
+from composer_prime.wire.node_messages import Sampling
 
 _NUCLEUS_PROBE = 512
 _CHECK_BYTES = 256 << 20

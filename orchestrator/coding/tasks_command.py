@@ -17,7 +17,7 @@ from composer_prime.stats.intervals import bounded_interval
 from orchestrator.coding.factory.baseline import FactorySettings
 from orchestrator.coding.factory.check import TaskCheck, check_tasks, draw_tasks, task_named
 from orchestrator.coding.factory.factory import TaskFactory, factory_runtime
-from orchestrator.coding.factory.journal import MakingJournal
+from orchestrator.coding.factory.making_journal import MakingJournal
 
 NOTHING = 1
 KINDS = ("delete", "mutate")

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import zmq
 
 from composer_prime.run.weights import Manifest, WeightStore
-from composer_prime.wire.node import ChunkRequest, WeightPiece
+from composer_prime.wire.node_messages import ChunkRequest, WeightPiece
 
 logger = logging.getLogger(__name__)
 

@@ -31,9 +31,9 @@ from composer_prime.model_source import vocabulary_size
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore, open_signed
-from composer_prime.wire.node import Drain, NewVersion
+from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE, POLICY
+from composer_prime.wire.node_messages import Drain, NewVersion
 from composer_prime.wire.sockets import NodeSocket
-from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE, POLICY
 from orchestrator.event_loop import LoopLag, watched
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.chunks import ChunkServer

@@ -23,9 +23,8 @@ import numpy as np
 from msgspec import Meta
 
 from composer_prime.errors import RequestError
-from composer_prime.wire.answer import Answer
-from composer_prime.wire.node import Sampling
-from composer_prime.wire.turns import context_overflow
+from composer_prime.wire.answer import Answer, context_overflow
+from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import ints
 from orchestrator.gateway.routing import Router
 

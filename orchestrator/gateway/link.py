@@ -28,7 +28,7 @@ import zmq
 from composer_prime.console import printable
 from composer_prime.run.weights import Manifest
 from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled
-from composer_prime.wire.node import (
+from composer_prime.wire.node_messages import (
     MAX_PLACES,
     ChunkRequest,
     FromNode,

@@ -18,9 +18,9 @@ from typing import Any
 
 from composer_prime.errors import RequestError
 from composer_prime.monitor.events import event
-from composer_prime.wire.node import NodeHello, Status
-from composer_prime.wire.turns import context_overflow
-from orchestrator.gateway.answers import VersionReports
+from composer_prime.wire.answer import context_overflow
+from composer_prime.wire.node_messages import NodeHello, Status
+from orchestrator.gateway.answer_checks import VersionReports
 from orchestrator.gateway.request_state import GatewayRequest, Running
 from orchestrator.gateway.speed import NodeSpeed
 from orchestrator.swarm import NodeTrust

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from composer_prime.wire.answer import NO_TOKENS, Answer
-from composer_prime.wire.node import Generate, Sampling
+from composer_prime.wire.node_messages import Generate, Sampling
 from composer_prime.wire.types import INT
 
 if TYPE_CHECKING:

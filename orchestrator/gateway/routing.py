@@ -23,8 +23,16 @@ from dataclasses import dataclass
 from composer_prime.console import printable
 from composer_prime.errors import EngineError, RequestError, WireError
 from composer_prime.wire.answer import RUNNING, Answer
-from composer_prime.wire.node import CancelGenerate, GenerateFailed, NodeHello, Sampled, Sampling, Status, ToNode
-from orchestrator.gateway.answers import check_sampled
+from composer_prime.wire.node_messages import (
+    CancelGenerate,
+    GenerateFailed,
+    NodeHello,
+    Sampled,
+    Sampling,
+    Status,
+    ToNode,
+)
+from orchestrator.gateway.answer_checks import check_sampled
 from orchestrator.gateway.nodes import AttachedNode, Nodes, able_nodes, too_long
 from orchestrator.gateway.placing import Placing
 from orchestrator.gateway.request_queue import Needs, RequestQueue

@@ -36,7 +36,7 @@ from composer_prime.errors import BudgetError, ComposerError, ConfigError, Empty
 from composer_prime.import_path import build_part
 from composer_prime.monitor.events import event
 from composer_prime.run.costs import CostLedger
-from composer_prime.wire.turns import POLICY
+from composer_prime.wire.answer import POLICY
 from composer_prime.wire.types import HintedTurn, Sample
 from orchestrator.hints.detect import FAILED, JUDGED, Detector, RuleDetector, judged_turns
 from orchestrator.hints.endpoint import ChatEndpoint

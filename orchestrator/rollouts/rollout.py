@@ -28,7 +28,7 @@ import msgspec
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import DeadlineError
 from composer_prime.run.retry import backoff_s
-from composer_prime.wire.turns import POLICY
+from composer_prime.wire.answer import POLICY
 from composer_prime.wire.types import Sample
 from orchestrator.gateway.generation import GenerationRecord, RolloutRecords
 from orchestrator.rollouts.failures import FailureLog

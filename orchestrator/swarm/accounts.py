@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 from composer_prime.errors import LedgerError
 from composer_prime.monitor.metrics_file import MetricsFile
-from composer_prime.monitor.nodes import AWAY, DRAINING, LOADING, SERVING, SUSPENDED, NodeRow
+from composer_prime.monitor.node_table import AWAY, DRAINING, LOADING, SERVING, SUSPENDED, NodeRow
 from composer_prime.run.costs import CostLedger, NodeTotals, spent
 from composer_prime.run.run_dir import RunDir
-from composer_prime.wire.node import ComputeDevice
+from composer_prime.wire.node_messages import ComputeDevice
 
 if TYPE_CHECKING:
     from orchestrator.gateway.nodes import AttachedNode

@@ -35,7 +35,7 @@ from composer_prime.wire.enrollment import (
     release,
     release_package,
 )
-from composer_prime.wire.node import Rejected
+from composer_prime.wire.node_messages import Rejected
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from composer_prime.wire.audit import AuditRequest, AuditVerdict
+from composer_prime.wire.audit_messages import AuditRequest, AuditVerdict
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

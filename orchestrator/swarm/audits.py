@@ -34,8 +34,15 @@ from composer_prime.monitor.events import event
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.answer import Answer
-from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, FromAuditor, PartVerdict, ToAuditor
-from composer_prime.wire.node import (
+from composer_prime.wire.audit_messages import (
+    AuditFailed,
+    AuditRequest,
+    AuditVerdict,
+    FromAuditor,
+    PartVerdict,
+    ToAuditor,
+)
+from composer_prime.wire.node_messages import (
     ChunkRequest,
     Drain,
     Goodbye,

@@ -16,7 +16,7 @@ import msgspec
 
 from composer_prime.errors import ConfigError, DeadlineError, NotLiveError, RequestError
 from composer_prime.monitor.metrics_file import read_history
-from composer_prime.monitor.nodes import NodeRow, recorded_rows, table_lines
+from composer_prime.monitor.node_table import NodeRow, recorded_rows, table_lines
 from composer_prime.monitor.rollouts import open_run
 from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir, read_run_id

@@ -27,10 +27,10 @@ from aiohttp import web
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError, RequestError
 from composer_prime.monitor.events import event
-from composer_prime.monitor.nodes import AWAY, BANNED, EVICTED
+from composer_prime.monitor.node_table import AWAY, BANNED, EVICTED
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import write_atomic
-from composer_prime.wire.node import Drain, ToNode
+from composer_prime.wire.node_messages import Drain, ToNode
 from orchestrator.swarm.accounts import NodeAccounts
 
 if TYPE_CHECKING:

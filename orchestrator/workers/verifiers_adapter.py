@@ -39,7 +39,7 @@ from verifiers.v1.utils import loaders
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError, RolloutError
-from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE
+from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE
 from orchestrator.coding.door import make_images, runtime_settings
 from orchestrator.workers import verifiers_compat
 from orchestrator.workers.protocol import (

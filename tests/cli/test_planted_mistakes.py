@@ -13,7 +13,7 @@ from composer_prime.config.load import resolve
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import resolve_model
 from composer_prime.plan.plan import build_plan
-from composer_prime.plan.sources import check_sources
+from composer_prime.plan.source_check import check_sources
 
 ROOT = Path(__file__).parents[2]
 A1 = str(ROOT / "configs/a1.toml")

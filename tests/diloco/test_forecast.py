@@ -12,7 +12,7 @@ import pytest
 from composer_prime.cli.plan_command import main
 from composer_prime.config.diloco import CodecConfig
 from composer_prime.config.load import resolve
-from diloco.forecast import JointRun, _memory_rows, forecast_link, link_rows
+from diloco.link_forecast import JointRun, _memory_rows, forecast_link, link_rows
 
 ROOT = Path(__file__).parents[2]
 FILES = ["@", str(ROOT / "configs/a1.toml"), "@", str(ROOT / "configs/diloco/peer.toml")]

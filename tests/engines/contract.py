@@ -18,7 +18,7 @@ import torch
 from composer_prime.errors import BadRequestError, ContextOverflowError, EngineError, WeightError
 from composer_prime.wire.answer import Answer
 from composer_prime.wire.types import VersionSpan
-from inference.engines.local.engine import LocalEngine
+from inference.engines.local.local_engine import LocalEngine
 from inference.engines.sampling import SamplingRows, draw_misses
 from inference.snapshot import word_sum
 from tests.engines.models import EOS, MAX_CONTEXT

@@ -15,7 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from composer_prime.wire.node import Sampling
+from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import VersionSpan
 
 _HAIR = 1e-5

@@ -30,11 +30,11 @@ from transformers import (
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
 from composer_prime.errors import ConfigError, EngineError, ModelNotFoundError
 from composer_prime.wire.types import VersionSpan
-from inference.engines.local import engine as local_engine
+from inference.engines.local import local_engine
 from inference.engines.local import given
 from inference.engines.local.compute import Computer
-from inference.engines.local.engine import LocalEngine
 from inference.engines.local.loading import check_supported
+from inference.engines.local.local_engine import LocalEngine
 from tests.engines.contract import conversations_outlive_a_swap
 from tests.engines.models import MAX_CONTEXT, make_model
 from tests.engines.reference import Reference

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_prime.wire.node import Sampling
+from composer_prime.wire.node_messages import Sampling
 from inference.engines import sampling
 from inference.engines.sampling import SamplingRows, sample, uniforms
 from tests.engines.reference import warp

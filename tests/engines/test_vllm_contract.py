@@ -16,7 +16,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from composer_prime.config.inference import InferenceConfig, VllmEngineConfig
 from composer_prime.errors import EngineError
-from inference.engines.vllm.engine import VllmEngine
+from inference.engines.vllm.vllm_engine import VllmEngine
 from tests.engines.contract import (
     CHECKS,
     ENDING_CHECKS,

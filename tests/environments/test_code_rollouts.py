@@ -154,7 +154,7 @@ def test_splits_share_no_repository(tmp_path: Path) -> None:
     make_folder(tmp_path, *tasks)
 
     def loaded(**change: Any) -> list[Any]:
-        from orchestrator.coding.code.taskset import CodeTaskset, CodeTasksetConfig
+        from orchestrator.coding.code.code_taskset import CodeTaskset, CodeTasksetConfig
 
         config = CodeTasksetConfig(id="orchestrator.coding.code", folder=tmp_path, eval_share=0.4, **change)
         return [task.data for task in CodeTaskset(config)]

@@ -11,7 +11,7 @@ import pytest
 from code_tasks_made import make_task, make_tree
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.coding.code import harness
+from orchestrator.coding.code import code_harness
 from orchestrator.coding.code.tool_schemas import TOOL_NAMES
 from orchestrator.coding.code.tools import CodeTools, clip, is_tool_error, order_test_output
 from orchestrator.coding.sandbox.box import Box
@@ -175,8 +175,8 @@ def test_schemas_have_names() -> None:
 
 # Claim: however much an agent wrote, none of the files that it began with seems to be deleted.
 async def test_bulk_hides_no_file_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "MAX_TREE_BYTES", 100)
+    monkeypatch.setattr(code_harness, "MAX_TREE_BYTES", 100)
     start = {"tests/test_a.py": bytes(90), "z": bytes(90)}
     files = {**start, "a": bytes(90), "b": bytes(90)}
     async with await open_box(RuntimeConfig(type="subprocess"), files=files) as box:
-        assert set(await harness.read_files(box, start)) == {*start, "a"}
+        assert set(await code_harness.read_files(box, start)) == {*start, "a"}

@@ -32,7 +32,7 @@ from orchestrator.workers.pool import WorkerPool
 sys.path.append(str(Path(__file__).parents[1] / "gateway"))
 from node_peer import PeerNode
 
-from composer_prime.wire.node import Generate, Sampled
+from composer_prime.wire.node_messages import Generate, Sampled
 from composer_prime.wire.types import Sample, VersionSpan, flags, floats, ints, pack_floats, pack_ints
 from tests.scripted_node import POLICY, call
 

@@ -16,7 +16,7 @@ from composer_prime.packing.pack import pack, totals
 from composer_prime.packing.row import Row
 from composer_prime.wire.types import Sample, VersionSpan, pack_flags, pack_floats, pack_ints
 from trainer.data.rows import unpack
-from trainer.model.policy import Policy
+from trainer.model.policy_model import Policy
 from trainer.step import LossSettings, loss_of
 
 CPU = torch.device("cpu")

@@ -9,9 +9,14 @@ import pytest
 
 from orchestrator.coding.factory.baseline import Baseline, FactorySettings
 from orchestrator.coding.factory.candidates import TaskCandidate, changed_files, find_candidates
-from orchestrator.coding.factory.functions import FunctionIndex, copies_elsewhere, index_functions, without_bodies
 from orchestrator.coding.factory.mutations import byte_lines, function_nodes, mutated, mutations
 from orchestrator.coding.factory.prompts import deletion_prompt, difficulty, mutation_prompt, search_difficulty
+from orchestrator.coding.factory.source_functions import (
+    FunctionIndex,
+    copies_elsewhere,
+    index_functions,
+    without_bodies,
+)
 from orchestrator.coding.factory.suite import TestRecord
 from tests.factory.package_made import SHAPES, TESTS
 

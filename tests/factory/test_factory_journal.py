@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from composer_prime.errors import ConfigError
-from orchestrator.coding.factory.journal import CandidateVerdict, MakingJournal
+from orchestrator.coding.factory.making_journal import CandidateVerdict, MakingJournal
 from orchestrator.coding.task import CodeTask, read_tasks
 
 SETTINGS = {"seed": 0, "kinds": ("delete",)}

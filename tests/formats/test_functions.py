@@ -13,7 +13,7 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
 from orchestrator.coding.code.grading import Grade, grade
 from orchestrator.coding.formats.functions import deleted_functions, human_eval_task, mbpp_task, with_reply
-from orchestrator.coding.formats.records import Record, read_records
+from orchestrator.coding.formats.task_files import Record, read_records
 from orchestrator.coding.task import CodeTask, write_tasks
 
 RUNTIME = RuntimeConfig(type="subprocess")

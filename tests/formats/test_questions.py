@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_prime.errors import ConfigError, EmptyTaskSetError
-from orchestrator.coding.formats.records import read_records
+from orchestrator.coding.formats.task_files import read_records
 from orchestrator.environments.answers import find_answer, same_answer
 
 ID = "orchestrator.coding.formats.questions"

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 from node_peer import tokens_for
 
-from composer_prime.wire.node import CancelGenerate, Generate, NodeHello, Sampled, Sampling, Status, ToNode
+from composer_prime.wire.node_messages import CancelGenerate, Generate, NodeHello, Sampled, Sampling, Status, ToNode
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from orchestrator.gateway.nodes import AttachedNode, Nodes
 from orchestrator.gateway.routing import Router

@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from composer_prime.run.keys import ClientKeys
-from composer_prime.wire.node import (
+from composer_prime.wire.node_messages import (
     CancelGenerate,
     Drain,
     FromNode,

@@ -12,10 +12,10 @@ import pytest
 from fleet import Fleet, status
 
 from composer_prime.monitor.metrics_file import read_history
-from composer_prime.monitor.nodes import recorded_rows
+from composer_prime.monitor.node_table import recorded_rows
 from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
-from composer_prime.wire.node import ComputeDevice, NodeHello
+from composer_prime.wire.node_messages import ComputeDevice, NodeHello
 from orchestrator.swarm.accounts import NodeAccounts
 
 

@@ -15,11 +15,11 @@ from node_peer import PeerNode
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
 from composer_prime.wire.answer import Answer
-from composer_prime.wire.audit import ToAuditor
-from composer_prime.wire.node import Sampling, ToNode
+from composer_prime.wire.audit_messages import ToAuditor
+from composer_prime.wire.node_messages import Sampling, ToNode
 from inference.audit import Auditor
 from inference.engines.local.compute import Computer
-from inference.engines.local.engine import LocalEngine
+from inference.engines.local.local_engine import LocalEngine
 from inference.gateway_link import GatewayLink
 from inference.node import InferenceNode
 from inference.receiver import Receiver

@@ -11,7 +11,7 @@ from http_calls import generate_body, post
 from node_peer import PeerNode
 from pydantic import ValidationError
 
-from composer_prime.wire.node import MAX_PLACES, NodeHello
+from composer_prime.wire.node_messages import MAX_PLACES, NodeHello
 from composer_prime.wire.types import VersionSpan
 
 

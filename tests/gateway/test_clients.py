@@ -6,7 +6,7 @@ import pytest
 from gateway_config import MODEL
 from node_peer import PeerNode
 
-from composer_prime.wire.node import Generate
+from composer_prime.wire.node_messages import Generate
 from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
 
 TOOLS = [

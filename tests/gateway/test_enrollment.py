@@ -23,7 +23,7 @@ from composer_prime.config.inference import VllmEngineConfig
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.run.weights import ChunkRef, ModelFile, ModelFiles, open_model_files, sign
 from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, Invite, release
-from composer_prime.wire.node import ChunkRequest, NodeHello, NodeWelcome, Rejected, ToNode, WeightPiece
+from composer_prime.wire.node_messages import ChunkRequest, NodeHello, NodeWelcome, Rejected, ToNode, WeightPiece
 from composer_prime.wire.sockets import dealer
 from inference.joining import join_config, join_parser
 

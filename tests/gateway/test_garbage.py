@@ -22,7 +22,7 @@ from test_weight_chunks import own_node
 
 from composer_prime.errors import ConfigError, EngineError
 from composer_prime.run.keys import RunKeys
-from composer_prime.wire.node import (
+from composer_prime.wire.node_messages import (
     ChunkRequest,
     FromNode,
     GenerateFailed,

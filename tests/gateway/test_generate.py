@@ -10,7 +10,7 @@ import pytest
 from http_calls import generate_body, post
 from node_peer import PeerNode, failed, tokens_for
 
-from composer_prime.wire.node import Generate
+from composer_prime.wire.node_messages import Generate
 from composer_prime.wire.types import VersionSpan, ints, pack_floats
 from orchestrator.gateway.generation import turn_seed
 

@@ -23,7 +23,7 @@ from invites import MACHINE, invite_for, joining
 from composer_prime.errors import ConfigError, DeadlineError, InviteError
 from composer_prime.host import module_file
 from composer_prime.run.keys import ClientKeys, CurvePair
-from composer_prime.wire.node import Rejected
+from composer_prime.wire.node_messages import Rejected
 from composer_prime.wire.sockets import NodeSocket
 from inference.enrolling import NodeState, enroll
 from inference.joining import _invite, _Machine, join_parser, keep_running

@@ -12,7 +12,7 @@ from fleet import Fleet
 
 from composer_prime.errors import ConfigError, InviteError, RequestError
 from composer_prime.run.keys import RunKeys
-from composer_prime.wire.node import Drain, NodeHello, ToNode
+from composer_prime.wire.node_messages import Drain, NodeHello, ToNode
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.swarm.accounts import NodeAccounts
 from orchestrator.swarm.node_control import NodeControl

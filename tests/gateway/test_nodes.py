@@ -23,7 +23,7 @@ from composer_prime.errors import DeadlineError, PortInUseError, SignatureError
 from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.run.weights import Canary, Manifest, sign
 from composer_prime.wire.enrollment import PROTOCOL
-from composer_prime.wire.node import (
+from composer_prime.wire.node_messages import (
     MAX_PLACES,
     Drain,
     Generate,

@@ -20,8 +20,8 @@ from composer_prime.errors import NotLiveError, RequestError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, create_run_id
 from composer_prime.run.weights import WeightStore
-from composer_prime.wire.node import ComputeDevice, NodeWelcome, Rejected
-from inference.engines.choice import build_engine
+from composer_prime.wire.node_messages import ComputeDevice, NodeWelcome, Rejected
+from inference.engines.engine_choice import build_engine
 from orchestrator.gateway import Gateway
 from orchestrator.swarm import node_commands as commands
 from orchestrator.swarm.node_commands import RunConnection

@@ -12,7 +12,7 @@ from fleet import Fleet, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_prime.wire.node import NodeHello
+from composer_prime.wire.node_messages import NodeHello
 from orchestrator.gateway.nodes import AttachedNode, able_nodes
 from orchestrator.gateway.placing import Placing, WarmPrefix
 from orchestrator.gateway.speed import FleetPace, NodeSpeed, Pace

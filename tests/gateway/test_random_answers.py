@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from node_peer import PeerNode
 
-from composer_prime.wire.node import Generate
+from composer_prime.wire.node_messages import Generate
 from composer_prime.wire.types import VersionSpan
 
 ANSWER = st.builds(

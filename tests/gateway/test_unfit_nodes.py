@@ -11,7 +11,7 @@ from http_calls import generate_body, post
 from node_peer import PeerNode, failed
 
 from composer_prime.errors import RequestError
-from composer_prime.wire.node import NodeHello
+from composer_prime.wire.node_messages import NodeHello
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.waits import reclaim_stalled
 

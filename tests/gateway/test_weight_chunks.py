@@ -13,7 +13,7 @@ from test_nodes import signed_manifest
 
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.run.weights import CHUNK_BYTES, Canary, ChunkRef, Manifest
-from composer_prime.wire.node import ChunkRequest, WeightPiece
+from composer_prime.wire.node_messages import ChunkRequest, WeightPiece
 from orchestrator.gateway.chunks import MAX_ACCOUNTS, PIECE_BYTES, PullAllowance
 
 

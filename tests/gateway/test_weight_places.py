@@ -7,7 +7,7 @@ from node_peer import PeerNode
 from test_nodes import signed_manifest
 
 from composer_prime.config.orchestrator import WeightServiceConfig
-from composer_prime.wire.node import NewVersion, NodeWelcome
+from composer_prime.wire.node_messages import NewVersion, NodeWelcome
 
 
 # The configured copies go to every node, at its Hello and with each version.

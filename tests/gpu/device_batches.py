@@ -23,7 +23,7 @@ from composer_prime.wire.types import Sample, VersionSpan, pack_flags, pack_floa
 from trainer import world as worlds
 from trainer.data.rows import PackedRow, checked_row, unpack
 from trainer.model.build import build_policy
-from trainer.model.policy import Policy
+from trainer.model.policy_model import Policy
 from trainer.optim import build_optimizer
 from trainer.step import LossSettings, train_step
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.model_source import resolve_model
-from composer_prime.wire.node import Sampling
-from inference.engines.choice import build_engine
+from composer_prime.wire.node_messages import Sampling
+from inference.engines.engine_choice import build_engine
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,8 +21,8 @@ from composer_prime.model_source import resolve_model
 from composer_prime.packing.pack import totals
 from composer_prime.plan.footprint import ModelShape, rank_need
 from tests.gpu.device_batches import GROUP, Lengths, joined_world, make_config, make_samples, rows_for
-from trainer.head.choice import choose_kernels
 from trainer.head.fused import Head, token_statistics
+from trainer.head.kernel_choice import choose_kernels
 from trainer.head.kernels import LogitKernels, TorchLogitKernels
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer

@@ -9,7 +9,7 @@ import torch
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
 from composer_prime.run.keys import RunKeys
-from inference.engines.local.engine import LocalEngine
+from inference.engines.local.local_engine import LocalEngine
 from tests.engines.models import MAX_CONTEXT, make_model
 from tests.engines.reference import Reference
 from tests.inference.publisher import Publisher

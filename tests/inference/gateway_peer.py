@@ -8,7 +8,7 @@ import msgspec
 
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
-from composer_prime.wire.node import (
+from composer_prime.wire.node_messages import (
     ChunkRequest,
     FromNode,
     Generate,

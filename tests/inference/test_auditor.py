@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict
-from composer_prime.wire.node import Sampling
+from composer_prime.wire.audit_messages import AuditFailed, AuditRequest, AuditVerdict
+from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from inference.audit import Auditor
-from inference.engines.local.engine import LocalEngine
+from inference.engines.local.local_engine import LocalEngine
 
 
 class TimedEngine(LocalEngine):

@@ -14,7 +14,7 @@ from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import DeadlineError, LostWeightsError, RunMismatchError, WireError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import Canary
-from composer_prime.wire.node import (
+from composer_prime.wire.node_messages import (
     CancelGenerate,
     Drain,
     GenerateFailed,
@@ -27,7 +27,7 @@ from composer_prime.wire.node import (
 )
 from composer_prime.wire.types import floats, ints
 from inference.engines.local.compute import Computer
-from inference.engines.local.engine import LocalEngine
+from inference.engines.local.local_engine import LocalEngine
 from inference.gateway_link import GatewayLink
 from inference.node import InferenceNode
 from inference.receiver import Receiver

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from composer_prime.config import Config, load
 from composer_prime.run.run_dir import RunDir
-from composer_prime.wire.node import Goodbye, Sampled
+from composer_prime.wire.node_messages import Goodbye, Sampled
 from inference.main import _main
 from inference.serving import LOST, Assignment, _serve, run_node
 from tests.engines.models import MAX_CONTEXT

@@ -22,8 +22,8 @@ from composer_prime.errors import (
     WireError,
 )
 from composer_prime.run.weights import CHUNK_BYTES, Canary, ChunkRef, sign
-from composer_prime.wire.node import Sampling
-from inference.engines.local.engine import LocalEngine
+from composer_prime.wire.node_messages import Sampling
+from inference.engines.local.local_engine import LocalEngine
 from inference.receiver import Receiver
 from inference.snapshot import Snapshot, save_snapshot, word_sum
 from inference.versions import ChunkSource, FolderSource

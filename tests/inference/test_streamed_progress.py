@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from composer_prime.wire.node import Generate, Sampled, Sampling
+from composer_prime.wire.node_messages import Generate, Sampled, Sampling
 from composer_prime.wire.types import ints, pack_ints
-from inference.progress import ProgressStreams
+from inference.partial_answers import ProgressStreams
 from inference.receiver import Receiver
 
 PROMPT = [5, 6, 7, 8, 9, 10]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from composer_prime.errors import CanaryError, CorruptWeightsError, DeadlineError, LostWeightsError
 from composer_prime.run.weights import Canary, ChunkRef, Manifest, WeightStore
-from inference.engines.local.engine import LocalEngine
+from inference.engines.local.local_engine import LocalEngine
 from inference.receiver import Receiver
 from inference.snapshot import word_sum
 from inference.versions import ChunkFolder, ChunkSource, FolderSource, VersionFolder

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from composer_prime.errors import ConfigError, CorruptWeightsError, DeadlineError
 from composer_prime.run.weights import CHUNK_BYTES, WeightStore
-from inference.engines.local.engine import LocalEngine
+from inference.engines.local.local_engine import LocalEngine
 from inference.gateway_link import GatewayLink
 from inference.node import InferenceNode
 from inference.receiver import Receiver

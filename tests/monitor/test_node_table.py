@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer_prime.monitor.nodes import NodeRow, recorded_rows, size_text, table_lines
+from composer_prime.monitor.node_table import NodeRow, recorded_rows, size_text, table_lines
 from composer_prime.run.costs import NodeTotals
 
 

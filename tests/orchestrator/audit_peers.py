@@ -16,8 +16,8 @@ from orch_peers import PeerAuditor
 from composer_prime.config.orchestrator import AuditConfig
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
-from composer_prime.wire.audit import AuditRequest, AuditVerdict, PartVerdict
-from composer_prime.wire.node import Heard, NodeWelcome, Sampling, Status
+from composer_prime.wire.audit_messages import AuditRequest, AuditVerdict, PartVerdict
+from composer_prime.wire.node_messages import Heard, NodeWelcome, Sampling, Status
 from orchestrator.gateway.chunks import ChunkServer
 from orchestrator.gateway.generation import GenerationRecord
 from orchestrator.swarm.audits import Audits

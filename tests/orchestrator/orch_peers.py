@@ -24,8 +24,8 @@ from composer_prime.run import ledger
 from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import Canary, Manifest, WeightStore, open_signed, sign
-from composer_prime.wire.audit import FromAuditor, ToAuditor
-from composer_prime.wire.node import (
+from composer_prime.wire.audit_messages import FromAuditor, ToAuditor
+from composer_prime.wire.node_messages import (
     CancelGenerate,
     Generate,
     Heard,

@@ -14,8 +14,8 @@ from audit_peers import STATUS, record, verdict
 from orch_peers import PeerAuditor, PeerTrainer, ScriptedPool, make_config
 
 from composer_prime.run.keys import RunKeys
-from composer_prime.wire.audit import AuditFailed, AuditRequest
-from composer_prime.wire.node import Heard, NodeWelcome, Rejected
+from composer_prime.wire.audit_messages import AuditFailed, AuditRequest
+from composer_prime.wire.node_messages import Heard, NodeWelcome, Rejected
 from composer_prime.wire.types import VersionSpan
 
 DEADLINE_S = 100.0

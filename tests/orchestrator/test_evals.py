@@ -20,7 +20,7 @@ from composer_prime.monitor.rollouts import PROBE, scores
 from composer_prime.run import ledger
 from composer_prime.run.keys import RunKeys
 from composer_prime.stats.intervals import pass_at_k
-from composer_prime.wire.node import NodeHello
+from composer_prime.wire.node_messages import NodeHello
 from composer_prime.wire.types import StepReply
 from orchestrator.evals import eval_summary
 from orchestrator.rollouts import rollout_log

@@ -7,8 +7,8 @@ import time
 
 from audit_peers import STATUS, Clock, asked_beside_another, record, requests_until_now, vanish, verdict
 
-from composer_prime.wire.audit import AuditFailed, AuditRequest
-from composer_prime.wire.node import Goodbye, NodeWelcome
+from composer_prime.wire.audit_messages import AuditFailed, AuditRequest
+from composer_prime.wire.node_messages import Goodbye, NodeWelcome
 
 
 async def test_an_answer_that_ends_auditors_is_given_up(audited):

@@ -15,7 +15,7 @@ from composer_prime.host import Machine
 from composer_prime.model_source import resolve_model
 from composer_prime.plan.plan import build_plan
 from composer_prime.plan.sandboxes import probe, why_not_started
-from composer_prime.plan.sources import check_sources
+from composer_prime.plan.source_check import check_sources
 from orchestrator import check_sources as worker_side
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -18,8 +18,8 @@ import pytest
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from orchestrator.coding.sandbox.box import CommandResult
+from orchestrator.coding.sandbox.box_launch import first_pid
 from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
-from orchestrator.coding.sandbox.launch import first_pid
 from orchestrator.coding.sandbox.opening import open_box
 from orchestrator.coding.sandbox.subprocess_box import _ends_with_parent
 from orchestrator.coding.sandbox.usage import processes_of

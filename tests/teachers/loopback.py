@@ -19,7 +19,7 @@ from composer_prime.config.teachers import TeachersConfig
 from composer_prime.run.costs import read_costs, spent
 from composer_prime.traces.replay.records import ReplayRecords, votes_beside
 from composer_prime.traces.replay.replay import Replay, ReplayProgress
-from composer_prime.traces.replay.teachers import TeacherPool, teacher_budget
+from composer_prime.traces.replay.teacher_pool import TeacherPool, teacher_budget
 from composer_prime.traces.states import TraceState
 from tests.chat_server import chat_server
 

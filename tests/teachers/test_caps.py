@@ -17,7 +17,7 @@ from composer_prime.errors import CapError
 from composer_prime.llm.budget import Reservation
 from composer_prime.run.costs import spent
 from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
-from composer_prime.traces.replay.teachers import teacher_budget
+from composer_prime.traces.replay.teacher_pool import teacher_budget
 
 CAPS = BudgetConfig(usd_per_call=1.0, usd_per_trace=1.25, usd_per_run=1.75)
 # Multiples of a sixteenth, which sums of doubles hold exactly.

@@ -10,8 +10,8 @@ from loopback import Endpoint, overrule, run_config, serving, state
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import SelectConfig
-from composer_prime.traces.replay.forecast import count_selected, forecast_cost, selected_states
-from composer_prime.traces.replay.replay_command import Arguments, replay, replay_summary
+from composer_prime.traces.replay.replay_console import Arguments, replay, replay_summary
+from composer_prime.traces.replay.replay_cost import count_selected, forecast_cost, selected_states
 from composer_prime.traces.states import write_state
 
 LONG = [state(number, "a", error="no" if number in (5, 6) else None) for number in range(8)]

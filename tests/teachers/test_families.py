@@ -13,7 +13,7 @@ from composer_prime.model_families import UNKNOWN, family_named, family_of, is_s
 from composer_prime.traces.ingest.ingest_command import ingest_parser
 from composer_prime.traces.replay.records import read_records, votes_beside
 from composer_prime.traces.replay.replay import ReplayProgress
-from composer_prime.traces.replay.replay_command import replay_summary
+from composer_prime.traces.replay.replay_console import replay_summary
 
 MODELS = ("claude-a", "qwen-b", "glm-c")
 

@@ -34,7 +34,7 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
 from composer_prime.traces.replay.replay import FEWEST_CALLS
-from composer_prime.traces.replay.teachers import TeacherPool, teacher_budget
+from composer_prime.traces.replay.teacher_pool import TeacherPool, teacher_budget
 from composer_prime.traces.states import TraceState, read_states, write_state
 
 
@@ -56,7 +56,7 @@ def test_a_fault_costs_a_retry(tmp_path: Path, fault: str) -> None:
 # An answer that would come 30 s late is given up at the deadline, counted at what was held, and asked for anew. A busy
 # machine may miss the short deadline more often than the endpoint is late; nothing else may differ then.
 def test_an_answer_that_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("composer_prime.traces.replay.teachers.MAX_RETRIES", 60)
+    monkeypatch.setattr("composer_prime.traces.replay.teacher_pool.MAX_RETRIES", 60)
     progress, endpoint = play(tmp_path, [state(0)], {"gpt-a": ["late", "late"]}, timeout_s=0.5)
     assert progress.pairs == 1 and progress.failed == 0 and len(set(endpoint.answered)) == 2
     calls = settled_calls(tmp_path)
@@ -68,7 +68,7 @@ def test_an_answer_that_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # An answer and the deadline at the same instant: whichever wins, the call is settled once, at its price where the
 # answer was taken (and kept: it is never asked for again), at what was held where it was given up, and the cap holds.
 def test_an_answer_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("composer_prime.traces.replay.teachers.MAX_RETRIES", 1)
+    monkeypatch.setattr("composer_prime.traces.replay.teacher_pool.MAX_RETRIES", 1)
     endpoint = Endpoint(answers=overrule, delay_s=0.08)
     states = [state(number, trace=f"t{number}") for number in range(16)]
     budget = {"usd_per_call": 1.0, "usd_per_trace": 100.0, "usd_per_run": 12.0}
@@ -87,7 +87,7 @@ def test_an_answer_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 # A call that found no endpoint costs nothing: a wrong address must not use up the caps.
 def test_an_endpoint_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("composer_prime.traces.replay.teachers.MAX_RETRIES", 1)
+    monkeypatch.setattr("composer_prime.traces.replay.teacher_pool.MAX_RETRIES", 1)
     config = configured(tmp_path, "http://127.0.0.1:9/v1")
     progress = asyncio.run(replayed(tmp_path, config, [state(0)]))
     assert progress.outcomes == {"failed": 1} and progress.usd == 0
@@ -97,7 +97,7 @@ def test_an_endpoint_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Monke
 
 # One whose address takes no connection costs nothing either: connecting is given up before the attempt is.
 def test_a_connection_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("composer_prime.traces.replay.teachers.MAX_RETRIES", 0)
+    monkeypatch.setattr("composer_prime.traces.replay.teacher_pool.MAX_RETRIES", 0)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as waiting:
         for _ in range(4):
             client = waiting.enter_context(socket.socket())
@@ -133,7 +133,7 @@ def test_a_fault_after_the_stop(tmp_path: Path) -> None:
 
 # A proxy that the environment names is not asked for what is on this machine.
 def test_a_proxy_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("composer_prime.traces.replay.teachers.MAX_RETRIES", 0)
+    monkeypatch.setattr("composer_prime.traces.replay.teacher_pool.MAX_RETRIES", 0)
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy"):
@@ -154,7 +154,7 @@ def test_a_dead_teacher_is_replaced(tmp_path: Path) -> None:
 
 # All faults at once, over many states: every state ends, each with its outcome, each answer given once.
 def test_many_states_under_every_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("composer_prime.traces.replay.teachers.MAX_RETRIES", 8)
+    monkeypatch.setattr("composer_prime.traces.replay.teacher_pool.MAX_RETRIES", 8)
     faults = [fault for fault in FAULTS if fault not in ("late", "not_found")]
     script = {model: [faults[index % len(faults)] if index % 3 else "fine" for index in range(40)]
               for model in ("gpt-a", "qwen-b", "glm-c")}  # fmt: skip

@@ -22,8 +22,8 @@ from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.reply import Usage
 from composer_prime.plan.plan import build_plan
 from composer_prime.run.costs import CostLedger, read_costs, spent
-from composer_prime.traces.replay.replay_command import parse_arguments
-from composer_prime.traces.replay.teachers import price_of
+from composer_prime.traces.replay.replay_console import parse_arguments
+from composer_prime.traces.replay.teacher_pool import price_of
 
 
 def answered(content: str) -> CachedAnswer:

@@ -16,12 +16,12 @@ from composer_prime.errors import ConfigError, DeadlineError
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.costs import read_costs
 from composer_prime.run.run_dir import RunDir
-from composer_prime.traces.replay import teachers
-from composer_prime.traces.replay.forecast import forecast_cost
+from composer_prime.traces.replay import teacher_pool
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.records import read_pairs, votes_beside
 from composer_prime.traces.replay.replay import open_replay
-from composer_prime.traces.replay.teachers import models_at
+from composer_prime.traces.replay.replay_cost import forecast_cost
+from composer_prime.traces.replay.teacher_pool import models_at
 from composer_prime.traces.states import write_state
 
 
@@ -226,7 +226,7 @@ def test_models_that_the_launcher_serves(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv(MODELS_VARIABLE, url)
         async with models_at(["tiny", "tiny/teacher_a"], ()) as found:
             assert found == url and len(names) > 2
-        monkeypatch.setattr(teachers, "START_TIMEOUT_S", 1)
+        monkeypatch.setattr(teacher_pool, "START_TIMEOUT_S", 1)
         with pytest.raises(DeadlineError, match=r"tiny/teacher_b at .*, and it serves tiny"):
             async with models_at(["tiny/teacher_b"], ()):
                 pass

@@ -13,7 +13,7 @@ from composer_prime.config.teachers import TeacherConfig, TeachersConfig
 from composer_prime.llm.cache import Question
 from composer_prime.llm.client import NoAnswerError
 from composer_prime.traces.replay.replay import ReplayProgress
-from composer_prime.traces.replay.teachers import TeacherPool, teacher_budget
+from composer_prime.traces.replay.teacher_pool import TeacherPool, teacher_budget
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -16,8 +16,8 @@ from composer_prime.run.costs import spent
 from composer_prime.traces.replay.actions import RULES
 from composer_prime.traces.replay.records import ReplayRecords, StateRecord, read_pairs, read_records, votes_beside
 from composer_prime.traces.replay.replay import Replay
-from composer_prime.traces.replay.replay_command import replay_summary
-from composer_prime.traces.replay.teachers import TeacherPool, teacher_budget
+from composer_prime.traces.replay.replay_console import replay_summary
+from composer_prime.traces.replay.teacher_pool import TeacherPool, teacher_budget
 from composer_prime.traces.states import TraceState
 
 

@@ -18,13 +18,13 @@ from composer_prime.plan.preflight import check_start
 from composer_prime.run.costs import read_costs
 from composer_prime.traces.replay.records import read_pairs
 from composer_prime.traces.replay.replay import training_limits
-from composer_prime.traces.replay.replay_command import (
+from composer_prime.traces.replay.replay_console import (
     INTERRUPTION,
     Arguments,
     replay,
     replay_summary,
 )
-from composer_prime.traces.replay.replay_command import (
+from composer_prime.traces.replay.replay_console import (
     parse_arguments as parsed,
 )
 from composer_prime.traces.states import write_state

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
-from inference.engines.local.engine import LocalEngine
+from inference.engines.local.local_engine import LocalEngine
 from inference.receiver import Receiver
 from inference.versions import FolderSource
 from trainer.model.adapters import factors

@@ -27,7 +27,7 @@ from composer_prime.wire.types import StepTotals, flags, floats, ints, pack_floa
 from trainer.data.token_figures import TokenFigures
 from trainer.head.fused import TeacherMixture, TeacherPart
 from trainer.model.attention import PACKED
-from trainer.model.policy import Policy
+from trainer.model.policy_model import Policy
 from trainer.step import LossSettings, loss_of
 from trainer.teacher.self_teacher import AuxiliaryLogprobs
 

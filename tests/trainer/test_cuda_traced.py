@@ -14,7 +14,7 @@ from composer_prime.channels.sdpo import divergence
 from composer_prime.packing.pack import totals
 from trainer.head.fused import TeacherMixture, TeacherPart
 from trainer.model.attention import PACKED
-from trainer.model.policy import Policy
+from trainer.model.policy_model import Policy
 from trainer.step import LossSettings, loss_of
 from trainer.teacher.self_teacher import AuxiliaryLogprobs
 

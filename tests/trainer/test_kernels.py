@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from composer_prime.errors import ConfigError
-from trainer.head.choice import choose_kernels
+from trainer.head.kernel_choice import choose_kernels
 
 SIGNATURES = {
     "statistics_kernel": {"logits": "*T", "targets": "*i64", "temperature": "*fp32", "logprob": "*T", "entropy": "*T",
@@ -58,7 +58,7 @@ def test_kernels_build_for_gpus(kernel, kind, capability, optional):
 def test_the_faster_kernels_are_chosen_once(caplog):
     # On CUDA, auto times both at the first call for a kind of logits and logs the result; the second call is silent.
     hidden = torch.zeros(1, 4, device="cuda", dtype=torch.bfloat16)
-    with caplog.at_level(logging.INFO, logger="trainer.head.choice"):
+    with caplog.at_level(logging.INFO, logger="trainer.head.kernel_choice"):
         first, second = choose_kernels("auto", hidden, 50257), choose_kernels("auto", hidden, 50257)
     assert first is second and len(caplog.records) == 1
     assert first.name in caplog.text and "ms in torch" in caplog.text and "ms in Triton" in caplog.text

@@ -25,7 +25,7 @@ from orchestrator.chat_renderer import ChatTemplateRenderer
 from orchestrator.demonstrations import RowTokenizer
 from tests.chat_models import chat
 from trainer.model.attention import PACKED
-from trainer.model.policy import Policy
+from trainer.model.policy_model import Policy
 from trainer.step import LossSettings, loss_of, score_held_out
 
 CPU = torch.device("cpu")

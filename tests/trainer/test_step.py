@@ -21,7 +21,7 @@ from composer_prime.errors import ConfigError, NonFiniteStepError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import ints
 from trainer.model.build import build_policy
-from trainer.model.policy import Policy
+from trainer.model.policy_model import Policy
 from trainer.optim import ShardedMuon, build_optimizer
 from trainer.step import LossSettings, loss_of, rate, train_step
 

@@ -12,7 +12,7 @@ from composer_prime.errors import ConfigError
 from composer_prime.monitor.metrics_file import MetricsFile, read_history
 from composer_prime.view.catalog import distinguishing, find_runs, flatten, read_settings
 from composer_prime.view.metrics_reader import read_glance, trained_lines
-from composer_prime.view.verdict import verdict
+from composer_prime.view.run_verdict import verdict
 from composer_prime.view.workspace import Workspace
 from tests.view.run_made import log_step, make_run
 

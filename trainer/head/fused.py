@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from composer_prime.config.trainer import CHUNK_LOGITS
 from composer_prime.errors import ConfigError
-from trainer.head.choice import choose_kernels
+from trainer.head.kernel_choice import choose_kernels
 from trainer.head.kernels import GradientInputs, LogitKernels, wide
 
 BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26}

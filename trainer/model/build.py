@@ -31,10 +31,10 @@ from transformers.utils import logging as transformers_logging
 from composer_prime.config import Config
 from composer_prime.errors import ConfigError, ModelNotFoundError
 from trainer.data.rows import reading_of
-from trainer.head.choice import check_kernels
+from trainer.head.kernel_choice import check_kernels
 from trainer.model.adapters import inject_adapters
 from trainer.model.attention import PACKED, attention_name
-from trainer.model.policy import FORWARD_METHODS, Policy
+from trainer.model.policy_model import FORWARD_METHODS, Policy
 from trainer.world import World, gather_texts
 
 PROBE_LENGTHS = (7, 12)

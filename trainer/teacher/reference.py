@@ -23,7 +23,7 @@ from composer_prime.errors import NonFiniteError
 from composer_prime.model_source import weight_files
 from composer_prime.run.run_dir import write_atomic
 from trainer.data.rows import ScoredDocuments, reading_of
-from trainer.model.policy import Policy
+from trainer.model.policy_model import Policy
 from trainer.world import World, gather_texts, gather_words
 
 logger = logging.getLogger(__name__)

@@ -49,7 +49,7 @@ from composer_prime.packing.prefixes import FlopCost, prefix_layout
 from composer_prime.packing.row import Row
 from trainer.data.rows import PackedRow, ScoredDocuments, reading_of, teacher_passes
 from trainer.head.fused import TeacherMixture, TeacherPart
-from trainer.model.policy import Policy
+from trainer.model.policy_model import Policy
 from trainer.teacher.reference import ReferenceLogprobs
 from trainer.world import gather_words
 

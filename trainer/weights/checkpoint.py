@@ -34,7 +34,7 @@ from diloco.streaming import StreamingDiLoCo
 from trainer import world as worlds
 from trainer.data.step_client import StepClient
 from trainer.model.build import build_policy
-from trainer.model.policy import Policy
+from trainer.model.policy_model import Policy
 from trainer.step import Optimizer
 from trainer.teacher.self_teacher import SelfTeacher
 from trainer.weights.publish import export

@@ -42,7 +42,7 @@ from composer_prime.run.weights import Canary, Manifest, WeightStore, open_signe
 from diloco.streaming import StreamingDiLoCo
 from trainer.model.adapters import factors, merged_parameters
 from trainer.model.build import empty_model
-from trainer.model.policy import Policy
+from trainer.model.policy_model import Policy
 from trainer.step import Optimizer
 from trainer.weights.version_file import VersionWriter
 from trainer.world import World

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from composer_prime.errors import CorruptWeightsError
-from composer_prime.run.patches import WORDS, difference, stream_entry, word_sum
+from composer_prime.run.weight_patches import WORDS, difference, stream_entry, word_sum
 from composer_prime.run.weights import ChunkRef, Manifest, WeightStore, safetensors_header
 
 logger = logging.getLogger(__name__)

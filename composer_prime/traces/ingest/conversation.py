@@ -19,9 +19,9 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
+from composer_prime.traces.ingest.agent_turns import Call, Turn, digest_of, size_of, too_long
 from composer_prime.traces.ingest.reading import FileStart, objects, parse_json, string, text_of
 from composer_prime.traces.ingest.trace_file import NO_RESULT, StateMaker, TraceFile
-from composer_prime.traces.ingest.turns import Call, Turn, digest_of, size_of, too_long
 from composer_prime.traces.states import Message, TraceState
 
 

@@ -19,7 +19,7 @@ from composer_prime.traces.ingest.formats import (
     codex,
     mini_swe_agent,
     openhands,
-    rollouts,
+    own_rollouts,
     swe_agent,
 )
 from composer_prime.traces.ingest.reading import take_sample
@@ -32,7 +32,7 @@ FORMATS = (
     openhands,
     swe_agent,
     atif,
-    rollouts,
+    own_rollouts,
     mini_swe_agent,
     chat_messages,
 )

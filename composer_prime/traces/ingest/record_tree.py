@@ -15,9 +15,9 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from composer_prime.traces.ingest.agent_turns import Turn, digest_of, size_of, too_long
 from composer_prime.traces.ingest.reading import Limits
 from composer_prime.traces.ingest.trace_file import NO_RESULT, StateMaker
-from composer_prime.traces.ingest.turns import Turn, digest_of, size_of, too_long
 from composer_prime.traces.states import Message
 
 CLEARED = "[Old tool result content cleared]"

@@ -2,8 +2,8 @@
 
     records, results, errors ─> Turn ─> StateMaker.finish(turn, what came before) ─> TraceFile.drain(), context
 
-What the formats share is here and in turns.py. A reader only decides what each record means. Messages are masked once,
-on entry, and the states of a trace share them.
+What the formats share is here and in agent_turns.py. A reader only decides what each record means. Messages are masked
+once, on entry, and the states of a trace share them.
 
 Records (a line, an event, a message of a document) are taken or skipped, turns of the assistant give states or are
 passed over, each by reason.
@@ -20,9 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.model_families import family_of
+from composer_prime.traces.ingest.agent_turns import (
+    MAX_TOOLS,
+    Call,
+    ObservedTools,
+    OfferedTools,
+    Turn,
+    digest_of,
+    size_of,
+)
 from composer_prime.traces.ingest.masking.masker import Masker
 from composer_prime.traces.ingest.reading import Bad, Limits, lines
-from composer_prime.traces.ingest.turns import MAX_TOOLS, Call, ObservedTools, OfferedTools, Turn, digest_of, size_of
 from composer_prime.traces.states import Message, TraceState
 
 NO_TRACE = "not a known trace format"

@@ -29,9 +29,9 @@ from composer_prime.monitor.rollouts import rollout_files
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.ingest.ingest import ingest
 from composer_prime.traces.ingest.trace_file import Options, Tally
-from composer_prime.traces.replay.forecast import selected_states
 from composer_prime.traces.replay.records import votes_beside
 from composer_prime.traces.replay.replay import Replay, open_replay
+from composer_prime.traces.replay.replay_cost import selected_states
 from composer_prime.traces.states import TraceState, read_states
 
 logger = logging.getLogger(__name__)

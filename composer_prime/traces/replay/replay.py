@@ -33,7 +33,7 @@ from composer_prime.model_source import resolve_model
 from composer_prime.traces.replay.actions import RULES, Files, canonical
 from composer_prime.traces.replay.density import RunningGate
 from composer_prime.traces.replay.records import UNDECIDED, ReplayRecords, StateRecord, content_of, digest, only_writer
-from composer_prime.traces.replay.teachers import Teacher, TeacherPool, check_teachers, models_at, teacher_budget
+from composer_prime.traces.replay.teacher_pool import Teacher, TeacherPool, check_teachers, models_at, teacher_budget
 from composer_prime.traces.replay.voting import Ballot, Voting, length_ratio, pairs_of, without_thinking
 from composer_prime.traces.states import TraceState
 

@@ -24,7 +24,7 @@ from composer_prime.llm.client import NoAnswerError
 from composer_prime.model_families import is_same_model
 from composer_prime.traces.replay.actions import Canonical, Files, actions_in_text, canonical, way_of
 from composer_prime.traces.replay.records import VoteRecord, digest
-from composer_prime.traces.replay.teachers import NotAskedError, Teacher
+from composer_prime.traces.replay.teacher_pool import NotAskedError, Teacher
 from composer_prime.traces.states import TraceState
 
 MAX_REASONS = 50

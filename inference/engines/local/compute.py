@@ -33,10 +33,10 @@ import torch
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ComposerError, ConfigError, EngineError
 from composer_prime.wire.answer import RUNNING, Answer
-from composer_prime.wire.node import Sampling
+from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import VersionSpan
 from inference.engines.base import ReadBack
-from inference.engines.local.attention import Segment, StepPlan
+from inference.engines.local.cached_attention import Segment, StepPlan
 from inference.engines.local.given import DrawCheck, GivenTokens
 from inference.engines.local.kv_cache import KvCache
 from inference.engines.local.loading import (

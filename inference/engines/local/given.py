@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from composer_prime.wire.node import Sampling
-from inference.engines.local.attention import Segment, StepPlan
+from composer_prime.wire.node_messages import Sampling
+from inference.engines.local.cached_attention import Segment, StepPlan
 from inference.engines.local.kv_cache import KvCache
 from inference.engines.sampling import SamplingRows, draw_misses
 

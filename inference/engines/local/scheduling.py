@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from inference.engines.local.attention import DecodeGroup, Segment, StepPlan
+from inference.engines.local.cached_attention import DecodeGroup, Segment, StepPlan
 from inference.engines.local.kv_cache import KvCache
 from inference.engines.local.slots import SlotTable
 

@@ -23,9 +23,9 @@ from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, EngineError
 from composer_prime.model_source import tensor_shapes
 from composer_prime.wire.answer import RUNNING, Answer, joined
-from composer_prime.wire.node import Sampling
+from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import VersionSpan
-from inference.engines.vllm.messages import EngineProgress, GenerateTokens, Score, Setup
+from inference.engines.vllm.core_messages import EngineProgress, GenerateTokens, Score, Setup
 from inference.engines.vllm.rank_sums import fold
 from inference.engines.vllm.worker_extension import rule_arguments
 

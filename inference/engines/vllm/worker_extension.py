@@ -14,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
-from composer_prime.wire.node import Sampling
+from composer_prime.wire.node_messages import Sampling
 from inference.engines.sampling import SamplingRows, sample
 from inference.engines.vllm.rank_sums import Held
 from inference.snapshot import word_sum

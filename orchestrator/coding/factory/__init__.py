@@ -3,7 +3,7 @@
 source.py      a source distribution, an archive or a folder -> a clean tree on disk
 suite.py       runs tests of a tree in a box; suite_program.py is what runs inside
 baseline.py    three runs of the untouched tree: which tests are stable, which functions each test reaches
-functions.py   the functions of a tree, the references to them, and how a body is removed
+source_functions.py  the functions of a tree, the references to them, and how a body is removed
 mutations.py   one small change to a function
 history.py     commits that changed sources and tests
 candidates.py  what could become a task: deletions, mutations, commits

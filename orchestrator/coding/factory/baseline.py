@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from composer_prime.errors import ConfigError
-from orchestrator.coding.factory.functions import FunctionIndex
 from orchestrator.coding.factory.source import SourceTree
+from orchestrator.coding.factory.source_functions import FunctionIndex
 from orchestrator.coding.factory.suite import SuiteResult, SuiteRun
 
 RUNS = 3

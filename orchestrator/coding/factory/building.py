@@ -7,7 +7,6 @@ from pathlib import Path
 
 from orchestrator.coding.factory.baseline import Baseline, FactorySettings, SourceWork
 from orchestrator.coding.factory.candidates import shuffled
-from orchestrator.coding.factory.functions import FunctionIndex, SourceFunction
 from orchestrator.coding.factory.prompts import (
     commit_prompt,
     deletion_prompt,
@@ -17,6 +16,7 @@ from orchestrator.coding.factory.prompts import (
 )
 from orchestrator.coding.factory.proof import Proof
 from orchestrator.coding.factory.source import SourceTree, editable_patterns
+from orchestrator.coding.factory.source_functions import FunctionIndex, SourceFunction
 from orchestrator.coding.task import CodeTask, matches
 
 MAX_EXPECTED = 200

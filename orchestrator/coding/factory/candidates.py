@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from orchestrator.coding.factory.baseline import Baseline, FactorySettings
-from orchestrator.coding.factory.functions import FunctionIndex, SourceFunction, without_bodies
 from orchestrator.coding.factory.mutations import Mutation, byte_lines, function_nodes, mutated, mutations
+from orchestrator.coding.factory.source_functions import FunctionIndex, SourceFunction, without_bodies
 
 MAX_BODY_LINES = 400
 _NEVER = {"__init_subclass__", "__class_getitem__", "__del__", "__set_name__"}

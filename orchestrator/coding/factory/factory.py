@@ -24,9 +24,8 @@ from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.factory.baseline import FactorySettings, PlaySuite, SourceWork, last_line, measure_baseline
 from orchestrator.coding.factory.building import build_task
 from orchestrator.coding.factory.candidates import TaskCandidate, find_candidates, shuffled
-from orchestrator.coding.factory.functions import index_functions
 from orchestrator.coding.factory.history import SourceCommit, source_commits
-from orchestrator.coding.factory.journal import CandidateVerdict, MakingJournal
+from orchestrator.coding.factory.making_journal import CandidateVerdict, MakingJournal
 from orchestrator.coding.factory.proof import Proof, prove
 from orchestrator.coding.factory.source import (
     ARCHIVES,
@@ -42,6 +41,7 @@ from orchestrator.coding.factory.source import (
     unpack,
     write_tree,
 )
+from orchestrator.coding.factory.source_functions import index_functions
 from orchestrator.coding.factory.suite import SuiteResult, SuiteRun, run_suite
 from orchestrator.coding.sandbox.opening import open_box
 from orchestrator.coding.task import CodeTask

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from orchestrator.coding.factory.functions import FunctionIndex, SourceFunction
+from orchestrator.coding.factory.source_functions import FunctionIndex, SourceFunction
 from orchestrator.coding.factory.suite import TestRecord
 
 MAX_CALL_SITES = 4

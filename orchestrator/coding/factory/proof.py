@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.coding.factory.baseline import Baseline, SourceWork, test_file
 from orchestrator.coding.factory.candidates import TaskCandidate, changed_files
-from orchestrator.coding.factory.functions import FunctionIndex, copies_elsewhere
+from orchestrator.coding.factory.source_functions import FunctionIndex, copies_elsewhere
 from orchestrator.coding.factory.suite import SuiteResult, SuiteRun, TestRecord
 
 GRADINGS = 3

@@ -6,5 +6,5 @@
     harbor.py      Harbor task folders: instruction, tests/test.sh, reward file
     openenv.py     an OpenEnv server that runs already
 
-`records.py` reads the files. A module with a task set is a plugin id: `orchestrator.coding.formats.questions`.
+`task_files.py` reads the files. A module with a task set is a plugin id: `orchestrator.coding.formats.questions`.
 """

@@ -20,8 +20,8 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.code.grading import grade
 from orchestrator.coding.formats.functions import human_eval_task, mbpp_task
-from orchestrator.coding.formats.records import Record, read_records
 from orchestrator.coding.formats.swe_bench import instance_task
+from orchestrator.coding.formats.task_files import Record, read_records
 from orchestrator.coding.sandbox.opening import open_box
 from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, write_tasks
 

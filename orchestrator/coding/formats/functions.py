@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from composer_prime.errors import ConfigError
-from orchestrator.coding.formats.records import Record
+from orchestrator.coding.formats.task_files import Record
 from orchestrator.coding.task import CodeTask, read_tasks
 
 SOLUTION = "solution.py"

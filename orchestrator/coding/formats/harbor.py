@@ -24,7 +24,7 @@ from pydantic import Field
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, EmptyTaskSetError
-from orchestrator.coding.code.harness import CodeRollout, CodeSettings, CodeState, sandbox_failures
+from orchestrator.coding.code.code_harness import CodeRollout, CodeSettings, CodeState, sandbox_failures
 from orchestrator.coding.code.tools import is_tool_error
 from orchestrator.coding.monitor import HackMonitorConfig
 from orchestrator.coding.sandbox.box import WORK, read_tree

@@ -19,12 +19,12 @@ import verifiers.v1 as vf
 from pydantic import Field
 
 from composer_prime.config.sandbox import RuntimeConfig
+from orchestrator.coding.code.code_harness import sandbox_failures
 from orchestrator.coding.code.grading import grade
-from orchestrator.coding.code.harness import sandbox_failures
 from orchestrator.coding.formats.conversion import function_task
 from orchestrator.coding.formats.file_taskset import FileTasksetConfig
 from orchestrator.coding.formats.functions import deleted_functions, with_reply
-from orchestrator.coding.formats.records import read_records
+from orchestrator.coding.formats.task_files import read_records
 from orchestrator.coding.monitor import HackMonitorConfig, HackVerdict, inspect, seal
 from orchestrator.coding.task import TREES_FOLDER, CodeTask, tree_of
 from orchestrator.environments.task_row import TaskRow

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from composer_prime.errors import ConfigError
 from orchestrator.coding.formats.file_taskset import FileTasksetConfig
-from orchestrator.coding.formats.records import read_records
+from orchestrator.coding.formats.task_files import read_records
 from orchestrator.environments.answers import (
     INSTRUCTIONS,
     AnswerPlace,

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 
 from composer_prime.errors import ConfigError
 from orchestrator.coding.formats.patches import apply_patch
-from orchestrator.coding.formats.records import Record
+from orchestrator.coding.formats.task_files import Record
 from orchestrator.coding.task import CodeTask, check_path
 
 _DIFFICULTY = {"<15 min fix": 0.2, "15 min - 1 hour": 0.5, "1-4 hours": 0.8, ">4 hours": 0.95}

@@ -29,9 +29,9 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.plan.sandboxes import why_not_started
 from orchestrator.coding.sandbox.box import NOTHING, Box, CommandResult, inside_path, read_tree
+from orchestrator.coding.sandbox.box_launch import START_TIMEOUT_S, environment, first_pid, launch, open_root
 from orchestrator.coding.sandbox.control import ControlChannel
 from orchestrator.coding.sandbox.files import list_regular, read_regular
-from orchestrator.coding.sandbox.launch import START_TIMEOUT_S, environment, first_pid, launch, open_root
 from orchestrator.coding.sandbox.loopback import PROXY_URL, LoopbackPorts
 from orchestrator.coding.sandbox.output import CommandStreams
 from orchestrator.coding.sandbox.python_image import python_image

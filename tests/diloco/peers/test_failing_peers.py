@@ -31,8 +31,8 @@ from peer_process import PeerProcess, start_peer
 from composer_prime.errors import ConfigError, DeadlineError, RunMismatchError
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport.connection import Connection, RefusedError
-from diloco.transport.keys import JointKey
 from diloco.transport.messages import PROTOCOL, Beat, BodyChunk, DeltaOffer, PeerHello, RoundClosed, seal_header
+from diloco.transport.peer_keys import JointKey
 
 
 def assert_agree(*peers: PeerProcess) -> None:

@@ -9,8 +9,8 @@ from joint_run import until
 
 from diloco.rendezvous.rounds import Round
 from diloco.transport.connection import PIECE_BYTES, WINDOW, Connection
-from diloco.transport.keys import JointKey
 from diloco.transport.messages import Get, Header, Piece, body_checksum, encode, to_peer
+from diloco.transport.peer_keys import JointKey
 
 SIZE, REQUESTS = 1 << 22, 600
 

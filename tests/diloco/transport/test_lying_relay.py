@@ -12,7 +12,6 @@ from composer_prime.errors import ChecksumError, RunMismatchError
 from composer_prime.wire.sockets import bind_router
 from diloco.transport.connection import Connection
 from diloco.transport.exchange import Exchange
-from diloco.transport.keys import JointKey
 from diloco.transport.messages import (
     PROTOCOL,
     Header,
@@ -27,6 +26,7 @@ from diloco.transport.messages import (
     layout_hash,
     seal_header,
 )
+from diloco.transport.peer_keys import JointKey
 
 KEY = JointKey(b"k" * 32)
 LAYOUT = [TensorLayout(name="w", shape=[4], local_shape=[2], fragment=0)]

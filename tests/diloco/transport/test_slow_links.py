@@ -18,8 +18,8 @@ from diloco.rendezvous.rounds import Blob
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport import connection
 from diloco.transport.connection import PIECE_BYTES, WINDOW, Connection, Flow
-from diloco.transport.keys import JointKey
 from diloco.transport.messages import BodyChunk, Header, Received, body_checksum, encode, from_peer
+from diloco.transport.peer_keys import JointKey
 
 READ_BYTES = 1024
 

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from composer_prime.traces.ingest.agent_turns import Call
 from composer_prime.traces.ingest.conversation import TraceBuilder, arguments_of, failure, feed, listed, read_each
 from composer_prime.traces.ingest.reading import FileStart, at, object_at, objects, string, text_of
 from composer_prime.traces.ingest.trace_file import TraceFile
-from composer_prime.traces.ingest.turns import Call
 from composer_prime.traces.states import TraceState
 
 NAME, VERSION = "atif", 1

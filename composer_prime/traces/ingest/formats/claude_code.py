@@ -9,7 +9,7 @@
    it names read CLEARED. What Claude Code attaches (a prompt typed while the agent worked, a file named with @, a
    nested CLAUDE.md, the context of a hook) is a message of the user.
 4. Sidechains (subagents) are another agent's conversation and are skipped.
-5. Thinking stays in the action and is never shown to anyone else. The format lists no tools (turns.py gathers them).
+5. Thinking stays in the action and is never shown to anyone else. The format lists no tools (see agent_turns.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from composer_prime.traces.ingest.agent_turns import Call
 from composer_prime.traces.ingest.reading import FileStart, at, object_at, objects, string, text_of
 from composer_prime.traces.ingest.record_tree import RecordNode, RecordTree
 from composer_prime.traces.ingest.trace_file import StateMaker, TraceFile
-from composer_prime.traces.ingest.turns import Call
 from composer_prime.traces.states import Message, TraceState
 
 NAME, VERSION = "claude_code", 2

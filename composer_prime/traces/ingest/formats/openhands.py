@@ -14,10 +14,10 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from composer_prime.traces.ingest.agent_turns import Call
 from composer_prime.traces.ingest.conversation import TraceBuilder, arguments_of, feed
 from composer_prime.traces.ingest.reading import Bad, FileStart, at, document, object_at, objects, string, text_of
 from composer_prime.traces.ingest.trace_file import TraceFile
-from composer_prime.traces.ingest.turns import Call
 from composer_prime.traces.states import TraceState
 
 _ASIDE = {

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from composer_prime.wire.node import Sampling
+from composer_prime.wire.node_messages import Sampling
 
 LENGTH = struct.Struct("<I")
 MAX_BYTES = 256 << 20

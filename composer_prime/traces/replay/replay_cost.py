@@ -16,7 +16,7 @@ from composer_prime.config.teachers import SelectConfig, TeachersConfig
 from composer_prime.errors import ConfigError
 from composer_prime.llm.prices import Price
 from composer_prime.model_families import UNKNOWN
-from composer_prime.traces.replay.teachers import price_of, writer_family
+from composer_prime.traces.replay.teacher_pool import price_of, writer_family
 from composer_prime.traces.states import TraceState, read_states, state_names, write_state
 
 BYTES_PER_TOKEN = 4.0

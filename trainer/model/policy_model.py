@@ -14,8 +14,8 @@ from transformers.masking_utils import create_masks_for_generate
 
 from composer_prime.config.trainer import HeadKernels
 from trainer.data.rows import PackedRow, Reading
-from trainer.head.choice import choose_kernels
 from trainer.head.fused import Head, TeacherMixture, TokenStatistics, head_of, likeliest, token_statistics
+from trainer.head.kernel_choice import choose_kernels
 from trainer.head.kernels import LogitKernels
 from trainer.model.attention import SHARING, packing_arguments
 

@@ -5,7 +5,7 @@
     auditor --Status|ChunkRequest--> orchestrator --Heard|WeightPiece--> auditor
 
 The listener admits the trainer's key only, which nodes do not have. AuditRequest, AuditVerdict and AuditFailed are
-below. The other messages are those of a node (node.py), with the same meaning.
+below. The other messages are those of a node (node_messages.py), with the same meaning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import msgspec
 
 from composer_prime.wire.answer import Answer
-from composer_prime.wire.node import (
+from composer_prime.wire.node_messages import (
     ChunkRequest,
     Drain,
     Goodbye,

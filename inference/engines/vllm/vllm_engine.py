@@ -26,7 +26,7 @@ from composer_prime.model_source import check_model_folder, tensor_shapes, text_
 from composer_prime.run.process import child_options, exit_text, last_words, stop
 from composer_prime.run.scratch import Scratch
 from composer_prime.wire.answer import Answer
-from composer_prime.wire.node import Sampling
+from composer_prime.wire.node_messages import Sampling
 from inference.engines.base import (
     EngineStats,
     ReadBack,
@@ -35,7 +35,7 @@ from inference.engines.base import (
     published_shapes,
     refuse_misfits,
 )
-from inference.engines.vllm import messages
+from inference.engines.vllm import core_messages
 from inference.snapshot import save_snapshot
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class VllmEngine:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._generating: dict[str, int] = {}
-        self._progress = messages.EngineProgress(running=0, kv_used=0.0, kv_tokens=0, sampled=0)
+        self._progress = core_messages.EngineProgress(running=0, kv_used=0.0, kv_tokens=0, sampled=0)
         self._rate_from = (time.monotonic(), 0)
 
     async def start(self) -> None:
@@ -93,7 +93,9 @@ class VllmEngine:
         try:
             self._child = await VllmProcess.spawn(self._inference, self._log or self._private.path / "vllm.log")
             self._listener = asyncio.create_task(self._listen(self._child))
-            self._child.send(messages.Setup(model=str(self._folder), max_context=self._max_context, inference=setup))
+            self._child.send(
+                core_messages.Setup(model=str(self._folder), max_context=self._max_context, inference=setup)
+            )
             await self._within(self._ready, _START_TIMEOUT_S, f"vLLM to start on {self._folder}")
         except BaseException:
             await self.close()
@@ -112,11 +114,11 @@ class VllmEngine:
         room = self._max_context - len(prompt_ids)
         clipped = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
         self._generating[request_id] = number = next(self._numbers)
-        question = messages.GenerateTokens(session=session, prompt_ids=prompt_ids, sampling=clipped)
+        question = core_messages.GenerateTokens(session=session, prompt_ids=prompt_ids, sampling=clipped)
         try:
             return await self._ask(question, Answer, number=number)
         except asyncio.CancelledError:
-            self._send(messages.Abort(call=number))
+            self._send(core_messages.Abort(call=number))
             raise
         finally:
             del self._generating[request_id]
@@ -124,7 +126,7 @@ class VllmEngine:
     async def progress(self, sent: Mapping[str, int]) -> dict[str, Answer]:
         """See Engine. Raises EngineError when vLLM is gone, or silent for _SWAP_TIMEOUT_S."""
         names = {number: name for name, number in self._generating.items() if name in sent}
-        question = messages.ReadAnswers(sent={number: sent[name] for number, name in names.items()})
+        question = core_messages.ReadAnswers(sent={number: sent[name] for number, name in names.items()})
         try:
             parts = await self._ask(question, dict[int, Answer], "tell what it has sampled")
         except DeadlineError as error:
@@ -134,7 +136,7 @@ class VllmEngine:
     async def cancel(self, request_id: str) -> None:
         """See Engine. An unknown id is ignored: the request may have ended just now."""
         if (number := self._generating.get(request_id)) is not None:
-            self._send(messages.Abort(call=number))
+            self._send(core_messages.Abort(call=number))
 
     async def load_weights(
         self, version: int, tensors: Mapping[str, torch.Tensor], begin: Callable[[], None] = lambda: None
@@ -160,7 +162,7 @@ class VllmEngine:
         try:
             await asyncio.to_thread(save_snapshot, tensors, path)
             begin()
-            await self._ask(messages.Load(version=version, path=str(path)), None, f"load v{version}")
+            await self._ask(core_messages.Load(version=version, path=str(path)), None, f"load v{version}")
             self.version = version
         finally:
             path.unlink(missing_ok=True)
@@ -168,7 +170,7 @@ class VllmEngine:
     async def read_back(self, names: list[str]) -> list[ReadBack]:
         """See Engine. Raises DeadlineError after _SWAP_TIMEOUT_S."""
         parts = await self._ask(
-            messages.ReadParameters(names=names), list[tuple[list[str], str, str]], "read its parameters"
+            core_messages.ReadParameters(names=names), list[tuple[list[str], str, str]], "read its parameters"
         )
         return [ReadBack(names=part, dtype=dtype, checksum=int(total, 16)) for part, dtype, total in parts]
 
@@ -177,7 +179,7 @@ class VllmEngine:
         if self._failure is not None:
             raise self._failure
         check_prompt(token_ids, vocab=self._vocab, max_context=self._max_context)
-        return await self._ask(messages.Score(token_ids=token_ids), list[float], "score")
+        return await self._ask(core_messages.Score(token_ids=token_ids), list[float], "score")
 
     async def drain(self) -> None:
         self._draining = True
@@ -215,7 +217,7 @@ class VllmEngine:
                 self._private.close()
 
     async def _ask(
-        self, question: messages.Question, answer: Any, what: str | None = None, number: int | None = None
+        self, question: core_messages.Question, answer: Any, what: str | None = None, number: int | None = None
     ) -> Any:
         """Return the child's reply, decoded as `answer`. With `what` it has to come within _SWAP_TIMEOUT_S."""
         if self._failure is not None:
@@ -223,7 +225,7 @@ class VllmEngine:
         number = next(self._numbers) if number is None else number
         self._waiting[number] = future = asyncio.get_running_loop().create_future()
         try:
-            self._send(messages.Ask(call=number, question=question))
+            self._send(core_messages.Ask(call=number, question=question))
             if what is None:
                 value = await future
             else:
@@ -232,7 +234,7 @@ class VllmEngine:
         finally:
             self._waiting.pop(number, None)
 
-    def _send(self, message: messages.ToChild) -> None:
+    def _send(self, message: core_messages.ToChild) -> None:
         if self._child is not None and self._failure is None:
             self._child.send(message)
 
@@ -249,7 +251,7 @@ class VllmEngine:
         try:
             while True:
                 message = await child.receive()
-                if isinstance(message, messages.Broken):
+                if isinstance(message, core_messages.Broken):
                     broken = message.error + "\n"
                 else:
                     self._receive(message)
@@ -258,17 +260,17 @@ class VllmEngine:
         except WireError as error:
             self._fail(EngineError(f"{error}: something else writes to its link; see its log {child.log}"))
 
-    def _receive(self, message: messages.FromChild) -> None:
+    def _receive(self, message: core_messages.FromChild) -> None:
         match message:
-            case messages.EngineProgress():
+            case core_messages.EngineProgress():
                 self._progress = message
-            case messages.EngineReady():
+            case core_messages.EngineReady():
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(None)
-            case messages.Reply(call=call, value=value):
+            case core_messages.Reply(call=call, value=value):
                 if (future := self._waiting.get(call)) is not None and not future.done():
                     future.set_result(value)
-            case messages.Failed(call=call, error=text):
+            case core_messages.Failed(call=call, error=text):
                 if (future := self._waiting.get(call)) is not None and not future.done():
                     future.set_exception(BadRequestError(f"vLLM refuses the request: {text}"))
 
@@ -297,7 +299,7 @@ class VllmProcess:
         ours, theirs = socket.socketpair()
         with theirs, log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "inference.engines.vllm.server", str(theirs.fileno())),
+                *(sys.executable, "-m", "inference.engines.vllm.core_server", str(theirs.fileno())),
                 stdout=output,
                 stderr=output,
                 **child_options(_environment(config), pass_fds=[theirs.fileno()]),
@@ -305,17 +307,17 @@ class VllmProcess:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         return cls(process, reader, writer, log)
 
-    def send(self, message: messages.ToChild) -> None:
-        self.writer.write(messages.frame(message))
+    def send(self, message: core_messages.ToChild) -> None:
+        self.writer.write(core_messages.frame(message))
 
-    async def receive(self) -> messages.FromChild:
+    async def receive(self) -> core_messages.FromChild:
         """Return the next message. Raises EOFError when the child has closed its end, WireError for a bad message."""
-        (length,) = messages.LENGTH.unpack(await self.reader.readexactly(messages.LENGTH.size))
-        if length > messages.MAX_BYTES:
-            raise WireError(f"vLLM's process announces a message of {length} bytes, at most {messages.MAX_BYTES}")
+        (length,) = core_messages.LENGTH.unpack(await self.reader.readexactly(core_messages.LENGTH.size))
+        if length > core_messages.MAX_BYTES:
+            raise WireError(f"vLLM's process announces a message of {length} bytes, at most {core_messages.MAX_BYTES}")
         body = await self.reader.readexactly(length)
         try:
-            return messages.from_child(body)
+            return core_messages.from_child(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(f"vLLM's process sent {length} bytes that are not a message ({error})") from None
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from composer_prime.errors import WireError
 from composer_prime.wire.answer import Answer
-from composer_prime.wire.node import Sampled
+from composer_prime.wire.node_messages import Sampled
 from composer_prime.wire.types import FLOAT, INT, VersionSpan, floats, ints
 
 _NO_EVIDENCE = -9999.0

@@ -19,8 +19,7 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, EmptyTaskSetError
 from composer_prime.monitor.rollouts import PROBE
 from orchestrator.coding import monitor as code_monitor
-from orchestrator.coding.code.grading import allowed_files, grade
-from orchestrator.coding.code.harness import (
+from orchestrator.coding.code.code_harness import (
     CodeRollout,
     CodeSettings,
     CodeState,
@@ -28,6 +27,7 @@ from orchestrator.coding.code.harness import (
     sandbox_failures,
     seal_of,
 )
+from orchestrator.coding.code.grading import allowed_files, grade
 from orchestrator.coding.code.tool_schemas import TOOL_NAMES
 from orchestrator.coding.code.tools import is_tool_error
 from orchestrator.coding.monitor.conflict import conflicting_task

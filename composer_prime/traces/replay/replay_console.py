@@ -20,15 +20,15 @@ from composer_prime.config.layers import read_layers
 from composer_prime.config.load import resolve
 from composer_prime.console import INTERRUPTED, ProgressLines, fail
 from composer_prime.errors import ComposerError, ConfigError
-from composer_prime.traces.replay.forecast import (
+from composer_prime.traces.replay.records import UNDECIDED, votes_beside
+from composer_prime.traces.replay.replay import Replay, ReplayProgress, open_replay
+from composer_prime.traces.replay.replay_cost import (
     CostForecast,
     cost_with_cap,
     count_selected,
     forecast_cost,
     selected_states,
 )
-from composer_prime.traces.replay.records import UNDECIDED, votes_beside
-from composer_prime.traces.replay.replay import Replay, ReplayProgress, open_replay
 from composer_prime.traces.states import read_states, same_file
 
 STOPPED = 3

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from composer_prime.traces.ingest.agent_turns import Call
 from composer_prime.traces.ingest.conversation import TraceBuilder, arguments_of
 from composer_prime.traces.ingest.reading import FileStart, at, objects, parse_json, string
 from composer_prime.traces.ingest.trace_file import TraceFile
-from composer_prime.traces.ingest.turns import Call
 from composer_prime.traces.states import TraceState
 
 NAME, VERSION = "rollouts", 1

@@ -9,8 +9,8 @@ from composer_prime.import_path import build_part
 from inference.engines.base import Engine
 
 ENGINES = {
-    "local": "inference.engines.local.engine:LocalEngine",
-    "vllm": "inference.engines.vllm.engine:VllmEngine",
+    "local": "inference.engines.local.local_engine:LocalEngine",
+    "vllm": "inference.engines.vllm.vllm_engine:VllmEngine",
 }
 
 

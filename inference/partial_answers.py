@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from composer_prime.errors import EngineError
-from composer_prime.wire.node import Generate, Sampled
+from composer_prime.wire.node_messages import Generate, Sampled
 from inference.engines.base import Engine
 from inference.receiver import Receiver
 

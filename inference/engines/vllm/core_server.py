@@ -6,7 +6,7 @@
 Weights are loaded between two steps. So every token belongs to exactly one version, and no request has to pause. The
 main thread waits for the inbox only while nothing runs. The node bounds its waits for answers by itself.
 
-    python -m inference.engines.vllm.server FD           FD: this end of the socket pair
+    python -m inference.engines.vllm.core_server FD           FD: this end of the socket pair
 """
 
 from __future__ import annotations
@@ -25,8 +25,17 @@ import msgspec
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, EngineError
-from inference.engines.vllm import messages
-from inference.engines.vllm.messages import Abort, Ask, GenerateTokens, Load, ReadAnswers, ReadParameters, Score, Setup
+from inference.engines.vllm import core_messages
+from inference.engines.vllm.core_messages import (
+    Abort,
+    Ask,
+    GenerateTokens,
+    Load,
+    ReadAnswers,
+    ReadParameters,
+    Score,
+    Setup,
+)
 
 PROGRESS_S = 0.1
 EXIT_GRACE_S = 5.0
@@ -42,16 +51,16 @@ class NodePipe:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._inbox: queue.SimpleQueue[messages.ToChild | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[core_messages.ToChild | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="reader", daemon=True).start()
 
-    def send(self, message: messages.FromChild) -> None:
+    def send(self, message: core_messages.FromChild) -> None:
         try:
-            self._sock.sendall(messages.frame(message))
+            self._sock.sendall(core_messages.frame(message))
         except OSError as error:
             raise NodeGone from error
 
-    def receive(self, *, wait: bool) -> messages.ToChild | None:
+    def receive(self, *, wait: bool) -> core_messages.ToChild | None:
         """Return the next message; None when there is none and `wait` is false. Raises NodeGone."""
         try:
             message = self._inbox.get(block=wait)
@@ -64,8 +73,8 @@ class NodePipe:
     def _read(self) -> None:
         try:
             with self._sock.makefile("rb") as stream:
-                while head := stream.read(messages.LENGTH.size):
-                    self._inbox.put(messages.to_child(stream.read(messages.LENGTH.unpack(head)[0])))
+                while head := stream.read(core_messages.LENGTH.size):
+                    self._inbox.put(core_messages.to_child(stream.read(core_messages.LENGTH.unpack(head)[0])))
         except (OSError, ValueError):
             log.exception("the link to the node broke")
         self._inbox.put(None)
@@ -93,7 +102,7 @@ class Server:
         self._link = link
         self.core = Core(setup, config, on_cpu=on_cpu)
         self._reported = 0.0
-        link.send(messages.EngineReady())
+        link.send(core_messages.EngineReady())
 
     def run(self) -> None:
         """Work until the node closes the connection. An error of the engine ends the process."""
@@ -106,13 +115,13 @@ class Server:
                 self._reply(call, value)
             self._report()
 
-    def _handle(self, message: messages.ToChild) -> None:
+    def _handle(self, message: core_messages.ToChild) -> None:
         match message:
             case Ask(call=call, question=GenerateTokens() | Score() as question):
                 try:
                     self.core.add(call, question)
                 except BadRequestError as error:
-                    self._link.send(messages.Failed(call=call, error=str(error)))
+                    self._link.send(core_messages.Failed(call=call, error=str(error)))
             case Ask(call=call, question=Load(version=version, path=path)):
                 self.core.load(version, path)
                 self._reply(call, None)
@@ -123,13 +132,13 @@ class Server:
                     self._reply(call, self.core.read_back(names))
                 except Exception as error:  # Sampling continues.
                     log.exception("the parameters cannot be read back")
-                    self._link.send(messages.Failed(call=call, error=f"reading its parameters: {error!r}"))
+                    self._link.send(core_messages.Failed(call=call, error=f"reading its parameters: {error!r}"))
             case Abort(call=call):
                 if (answer := self.core.abort(call)) is not None:
                     self._reply(call, answer)
 
     def _reply(self, call: int, value: object) -> None:
-        self._link.send(messages.Reply(call=call, value=msgspec.Raw(messages.encode(value))))
+        self._link.send(core_messages.Reply(call=call, value=msgspec.Raw(core_messages.encode(value))))
 
     def _report(self) -> None:
         now = time.monotonic()
@@ -152,7 +161,7 @@ def main() -> None:
     except Exception as error:
         # Nothing can be served any more: log the error and send it to the node.
         log.exception("vLLM failed")
-        link.send(messages.Broken(error=f"{type(error).__name__}: {error}"))
+        link.send(core_messages.Broken(error=f"{type(error).__name__}: {error}"))
         os._exit(1)
     # Not sys.exit: with the threads of torch and gloo alive, an orderly exit takes seconds.
     os._exit(0)
