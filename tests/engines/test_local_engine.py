@@ -30,8 +30,7 @@ from transformers import (
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
 from composer_prime.errors import ConfigError, EngineError, ModelNotFoundError
 from composer_prime.wire.types import VersionSpan
-from inference.engines.local import local_engine
-from inference.engines.local import given
+from inference.engines.local import given, local_engine
 from inference.engines.local.compute import Computer
 from inference.engines.local.loading import check_supported
 from inference.engines.local.local_engine import LocalEngine
