@@ -47,8 +47,8 @@ import numpy as np
 from benchmarks._verdicts import conclude
 from benchmarks.fleet_routing_sides.engines import SimulatedFleet, SimulatedLoop
 from benchmarks.fleet_routing_sides.traces import SIBLINGS, Group, Turn, describe, drawn, make_groups, recorded_groups
-from composer_prime.cli.ladder.seeds import seeds_text
 from composer_prime.errors import ConfigError
+from composer_prime.stats.intervals import seeds_interval
 from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import INT
 from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode
@@ -233,9 +233,9 @@ def print_ratios(by_seed: dict[int, dict[str, Outcome]]) -> None:
     for name in POLICIES:
         if name in ("ours", "whole"):
             continue
-        rates = {seed: each["ours"].groups_per_s / each[name].groups_per_s for seed, each in by_seed.items()}
-        tails = {seed: each["ours"].group_p90_s / each[name].group_p90_s for seed, each in by_seed.items()}
-        print(f"ours / {name}: {seeds_text(rates)} groups/s, p90 {seeds_text(tails)}")
+        rates = [each["ours"].groups_per_s / each[name].groups_per_s for each in by_seed.values()]
+        tails = [each["ours"].group_p90_s / each[name].group_p90_s for each in by_seed.values()]
+        print(f"ours / {name}: {seeds_interval(rates).text()} groups/s, p90 {seeds_interval(tails).text()}")
 
 
 def main() -> int:

@@ -1,9 +1,7 @@
-"""`composer ladder RUN [RUN ...]`: arms side by side at equal steps, paired by seed, with intervals over seeds.
+"""`composer ladder run CONFIG ... -o FOLDER` trains arms; `composer ladder FOLDER` prints their verdicts.
 
-Runs whose configurations differ only in seed and name form an arm. The first run's arm is the base of all comparisons.
-Intervals are 95 % Student t intervals over seeds, wide when there are few. Two seeds have none: both figures are shown.
-
-`composer ladder run CONFIG ... -o FOLDER` trains arms. `composer ladder FOLDER` adds the verdicts that it announced.
+An arm is a configuration that is trained with several seeds. What is compared, and by which rule, is registered before
+the first run.
 """
 
 from __future__ import annotations
@@ -11,9 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from composer_prime.cli.ladder.compare import BINS, METRICS, compare, report_ladder
-from composer_prime.cli.ladder.preregistration import RULE, read_preregistration
-from composer_prime.monitor.rollouts import open_run
+from composer_prime.cli.ladder.preregistration import FILE, RULE, read_preregistration
+from composer_prime.cli.ladder.verdicts import result_lines
+from composer_prime.errors import ConfigError
 
 
 def main(words: list[str]) -> int:
@@ -21,23 +19,14 @@ def main(words: list[str]) -> int:
         from composer_prime.cli.ladder.run import main as run_ladder
 
         return run_ladder(words[1:])
-    options = _parser().parse_args(words)
-    shown = {"metrics": options.metric or METRICS, "steps": options.steps, "bins": options.bins}
-    registered = read_preregistration(Path(options.run[0])) if len(options.run) == 1 else None
-    if registered is not None:
-        report_ladder(Path(options.run[0]), registered, **shown)
-    else:
-        compare([open_run(folder) for folder in dict.fromkeys(options.run)], **shown)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    rule = f"Verdicts of a ladder that `composer ladder run` trained, by the first line that holds:\n\n{RULE}"
+    rule = f"Verdicts, by the first line that holds:\n\n{RULE}"
     parser = argparse.ArgumentParser(
         prog="composer ladder", description=__doc__, epilog=rule, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", nargs="+", help="run directory, those of the base arm first; or a ladder's folder")
-    parser.add_argument("--metric", action="append", help=f"figure of metrics.jsonl (default {' '.join(METRICS)})")
-    parser.add_argument("--steps", type=int, help="compare the first STEPS steps (default: those of the shortest run)")
-    parser.add_argument("--bins", type=int, default=BINS, help="windows of steps")
-    return parser
+    parser.add_argument("folder", type=Path, help="folder of a ladder, or `run` to train one")
+    folder = parser.parse_args(words).folder
+    registered = read_preregistration(folder)
+    if registered is None:
+        raise ConfigError(f"{folder} has no {FILE}: name the folder that `composer ladder run` was given with -o")
+    print("\n".join(result_lines(folder, registered)))
+    return 0

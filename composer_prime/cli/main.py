@@ -8,24 +8,13 @@ from __future__ import annotations
 import importlib
 import sys
 
-from composer_prime.console import (
-    console_main,
-    exit_on_version_flag,
-    fail,
-    unknown_command,
-)
+from composer_prime.console import INTERRUPTED, console_main, exit_on_version_flag, fail, unknown_command
 from composer_prime.errors import ComposerError
 
 COMMANDS = {
     "plan": ("composer_prime.cli.plan_command", "check a configuration and print its plan (@ file.toml ...)"),
-    "try": (
-        "composer_prime.cli.environments.try_command",
-        "play a few episodes of an environment (ENV)",
-    ),
-    "new": (
-        "composer_prime.cli.environments.new_command",
-        "write an environment, a hint or a reward (KIND NAME)",
-    ),
+    "try": ("composer_prime.cli.environments.try_command", "play a few episodes of an environment (ENV)"),
+    "new": ("composer_prime.cli.environments.new_command", "write an environment, a hint or a reward (KIND NAME)"),
     "chat": ("composer_prime.cli.chat_command", "talk to a trained model in the terminal (RUN|MODEL)"),
     "serve": ("composer_prime.cli.serve_command", "serve a model to clients of OpenAI's API (RUN|MODEL)"),
     "export": ("composer_prime.cli.export_command", "write a trained model as a folder (RUN|MODEL -o)"),
@@ -66,6 +55,9 @@ def _main() -> int:
         return importlib.import_module(COMMANDS[name][0]).main(arguments)
     except ComposerError as error:
         fail(error)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

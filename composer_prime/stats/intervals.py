@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 
 import numpy as np
 
@@ -29,6 +29,10 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 _BOUNDS = ((1 - 0.95) / 2, (1 + 0.95) / 2)
 """Quantiles of an interval of level 95 %."""
+_STUDENT = {2: 4.3027, 3: 3.1825, 4: 2.7765, 5: 2.5706, 6: 2.4470, 7: 2.3647, 9: 2.2622, 14: 2.1448, 29: 2.0453}
+"""97.5 % quantiles of Student's t distribution by degrees of freedom. Those between take the one below: it is wider."""
+_ROUNDING = 1e-9
+"""Figures that differ by less are equal but for rounding."""
 
 
 def bounded_interval(values: Sequence[float], *, least: float, most: float) -> tuple[float, float] | None:
@@ -118,3 +122,17 @@ def difference_interval(first: Mapping[str, Sequence[float]], second: Mapping[st
 def _interval(figures: list[float], least: float, most: float) -> Interval:
     low, high = bounded_interval(figures, least=least, most=most) or (None, None)
     return Interval(mean=fmean(figures), low=low, high=high, count=len(figures))
+
+
+def seeds_interval(figures: Sequence[float]) -> Interval:
+    """Return the mean and Student t interval of one figure per seed, of one seed or more.
+
+    There are no bounds below three seeds: those of two lie far outside the values that a figure can have. Nor are there
+    for equal figures, whose spread, 0, would give an interval without width.
+    """
+    mean, count = fmean(figures), len(figures)
+    if count < 3 or max(figures) - min(figures) < _ROUNDING:
+        return Interval(mean=mean, low=None, high=None, count=count)
+    quantile = min(value for freedom, value in _STUDENT.items() if freedom < count)
+    half = quantile * stdev(figures) / count**0.5
+    return Interval(mean=mean, low=mean - half, high=mean + half, count=count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 
 from composer_prime.cli.ladder.arms import parse, plan_arms, preregistration
 from composer_prime.cli.ladder.run import main, plan_lines
-from composer_prime.console import INTERRUPTED
 from composer_prime.errors import ConfigError
 from composer_prime.run.run_dir import RunDir
 
@@ -64,26 +62,6 @@ def test_a_ladder_is_planned(tmp_path: Path) -> None:
     assert commands[1].run_words(1, RunDir(ladder / "a1-seed1"))[-1] == "--resume"
 
 
-# Ctrl-C and Ctrl-D at the question end the command with their status, and nothing is written.
-@pytest.mark.parametrize("answer", ["", "interrupt"])
-def test_no_answer_to_the_question(
-    tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-        def readline(self, size: int | None = -1) -> str:
-            if answer:
-                raise KeyboardInterrupt
-            return ""
-
-    monkeypatch.setattr(sys, "stdin", Terminal())
-    assert main([A1, "-o", str(tmp_path / "ladder"), "--seeds", "1", "--steps", "1"]) == INTERRUPTED
-    assert "outcome   held-out toolsmith after step 1" in capsys.readouterr().out
-    assert not (tmp_path / "ladder").exists()
-
-
 # What cannot be compared is refused before anything is written, with both values and the remedy.
 @pytest.mark.parametrize(
     ("words", "message"),
@@ -108,7 +86,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, words: list[str], me
 @pytest.mark.slow
 def test_a_ladder_runs_once(tmp_path: Path) -> None:
     folder = tmp_path / "ladder"
-    words = [A1, "-o", str(folder), "--seeds", "1", "--steps", "1", "--yes", *SMALL]
+    words = [A1, "-o", str(folder), "--seeds", "1", "--steps", "1", *SMALL]
 
     def run(*more: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "composer_prime.cli.main", "ladder", "run", *words, *more]

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from composer_prime.cli.ladder.preregistration import PlannedArm, Preregistration, read_preregistration, register
-from composer_prime.cli.ladder.report import finished_runs, result_lines
-from composer_prime.cli.ladder.verdicts import Comparison, compare
+from composer_prime.cli.ladder.verdicts import Comparison, compare, result_lines
 from composer_prime.cli.ladder_command import main
 from composer_prime.errors import ConfigError
 from composer_prime.run.costs import CostLedger
@@ -142,13 +141,15 @@ def test_the_report_has_verdict_other_tasks_and_dollars(tmp_path: Path, capsys: 
     registered = ladder()
     register(tmp_path, registered)
     played(tmp_path, registered)
-    assert [run.root.name for run in finished_runs(tmp_path, registered)][:2] == ["a1-seed0", "a1-seed1"]
     text = "\n".join(result_lines(tmp_path, registered))
     assert "a2 - a1, held-out near after step 40: +0.3" in text and "VALIDATED: better" in text
     assert "held-out far\n  a2 - a1: over tasks  -0.3" in text
     assert "150 tokens trained" in text and "$0.50" in text
+    assert "channels.sdpo.weight: 0.0 -> 0.5" in text
     assert main([str(tmp_path)]) == 0
     assert text in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"preregistration\.json"):
+        main([str(tmp_path / "elsewhere")])
     assert "no finished run" in "\n".join(result_lines(tmp_path / "elsewhere", registered))
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from math import comb
+from statistics import stdev
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from scipy.stats import beta
+from scipy.stats import beta, t
 
-from composer_prime.cli.ladder.seeds import over_seeds
 from composer_prime.stats.intervals import (
     bounded_interval,
     difference_interval,
     mean_interval,
     scale_of,
+    seeds_interval,
     wilson_interval,
 )
 
@@ -79,11 +80,17 @@ def test_no_change_on_sixteen_tasks_is_not_certain():
     assert mean_interval({name: [1.0] for name in scores}).text().startswith("1.000 [0.8")
 
 
-def test_seeds_that_are_all_alike_have_no_interval():
-    # Their spread says nothing: no interval is better than one without width.
-    assert over_seeds({0: 0.0, 1: 0.0, 2: 0.0}) == over_seeds({0: 0.0, 1: 0.0, 2: 0.0, 3: None})
-    alike = over_seeds({0: 1.0, 1: 1.0})
-    assert alike is not None and (alike.low, alike.count, alike.text()) == (None, 2, "1.000")
+# Student's interval of 1, 2, 3 is 2 -+ 4.3027 / sqrt(3). Seeds that are all alike, or two, have none.
+def test_seeds_interval():
+    interval = seeds_interval([1.0, 2.0, 3.0])
+    assert interval.low == pytest.approx(2 - 4.30265 / 3**0.5, abs=1e-4)
+    for seeds in range(3, 40):
+        figures = [float(number) for number in range(seeds)]
+        interval = seeds_interval(figures)
+        half = t.ppf(0.975, seeds - 1) * stdev(figures) / seeds**0.5
+        assert interval.low is not None and half * 0.9999 < interval.mean - interval.low < half * 1.06
+    for figures in ([1.0], [0.0, 0.0, 0.0], [1.0, 2.0]):
+        assert seeds_interval(figures).low is None
 
 
 # Wilson's interval of a share: a published value (Newcombe 1998, 81 of 263), shares at the bounds, and what is refused.

@@ -66,7 +66,6 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument("--baseline", metavar="ARM", help="arm to compare with (default: the first that trains)")
     text.add_argument("--held-out", metavar="SOURCE", help="source of the primary outcome (default: the first)")
     text.add_argument("--effect", type=float, default=0.05, help="smallest difference of interest (default 0.05)")
-    text.add_argument("--yes", action="store_true", help="start without asking")
     return text
 
 

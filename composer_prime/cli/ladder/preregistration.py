@@ -65,10 +65,6 @@ class Preregistration(msgspec.Struct, frozen=True, kw_only=True):
         return f"{arm}-seed{seed}"
 
     @property
-    def base_first(self) -> list[PlannedArm]:
-        return sorted(self.arms, key=lambda arm: arm.name != self.baseline)
-
-    @property
     def challengers(self) -> list[PlannedArm]:
         """Arms that train and are compared with the baseline."""
         return [arm for arm in self.arms if arm.steps and arm.name != self.baseline]

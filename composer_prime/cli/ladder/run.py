@@ -1,7 +1,6 @@
 """`composer ladder run CONFIG ... -o FOLDER`: plan, register, train and compare the arms of a ladder.
 
-    configurations -> arms -> preregistration.json   refused where an earlier start said otherwise
-                   -> plan -> asks
+    configurations -> arms -> plan -> preregistration.json   refused where an earlier start said otherwise
                    -> for each seed, each arm: trainer @ ...         finished: skipped; begun: --resume; else: new
                    -> the report of `composer ladder FOLDER`
 
@@ -20,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.cli.ladder.arms import ArmCommand, parse, plan_arms, preregistration
-from composer_prime.cli.ladder.compare import report_ladder
-from composer_prime.cli.ladder.preregistration import FILE, Preregistration, read_preregistration, register
-from composer_prime.console import INTERRUPTED, console_script, pluralize, what_is_wrong
+from composer_prime.cli.ladder.preregistration import FILE, Preregistration, register
+from composer_prime.cli.ladder.verdicts import result_lines
+from composer_prime.console import console_script, pluralize, what_is_wrong
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.metrics_file import read_history
 from composer_prime.plan.check_run_dir import earlier_output
@@ -32,27 +31,15 @@ from composer_prime.run.run_dir import RunDir
 
 
 def main(words: list[str]) -> int:
-    try:
-        return _plan_and_run(words)
-    except (KeyboardInterrupt, EOFError):
-        print("\ninterrupted: repeat the command to continue", file=sys.stderr)
-        return INTERRUPTED
-
-
-def _plan_and_run(words: list[str]) -> int:
-    """Plan, register, train and compare. Raises EOFError where the question is answered with Ctrl-D."""
+    """Plan, register, train and compare."""
     options, common = parse(words)
     commands = plan_arms(options, common)
     folder: Path = options.output
     planned = preregistration(options, [command.arm for command in commands])
-    if read_preregistration(folder) is not None:
-        register(folder, planned)  # refuses another ladder before it asks
     print("\n".join(plan_lines(folder, planned, commands)))
     problems = [problem for command in commands for problem in build_plan(command.config, starter=None).problems]
     if problems:
         raise ConfigError(f"the ladder cannot start: {what_is_wrong(list(dict.fromkeys(problems)))}")
-    if not (options.yes or _confirmed()):
-        return 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
         print(f"{'wrote' if register(folder, planned) else 'matches'} {folder / FILE}", flush=True)
@@ -60,7 +47,7 @@ def _plan_and_run(words: list[str]) -> int:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}; name another folder with -o") from None
     status = run_all(folder, planned, commands)
     if status == 0:
-        report_ladder(folder, planned)
+        print("\n".join(["", *result_lines(folder, planned)]))
     return status
 
 
@@ -127,9 +114,3 @@ def train(words: Sequence[str]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _confirmed() -> bool:
-    if not sys.stdin.isatty():
-        raise ConfigError("cannot ask for confirmation without a terminal: add --yes")
-    return input("start? [y/N] ").strip().lower() in ("y", "yes")

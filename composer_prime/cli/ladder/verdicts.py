@@ -1,4 +1,4 @@
-"""The result of a registered ladder: differences from the baseline arm, their intervals, verdicts.
+"""The result of a registered ladder: differences from the baseline arm, their intervals, verdicts, what each arm used.
 
 rollouts/eval_*.jsonl of each run -> mean reward by task -> paired differences
     mean over seeds, by task -> interval over tasks: these trained models, on other tasks of this kind
@@ -7,17 +7,21 @@ rollouts/eval_*.jsonl of each run -> mean reward by task -> paired differences
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from composer_prime.cli.ladder.preregistration import PlannedArm, Preregistration
-from composer_prime.cli.ladder.seeds import over_seeds
+from composer_prime.cli.ladder.preregistration import FILE, PlannedArm, Preregistration
 from composer_prime.console import pluralize
+from composer_prime.errors import LedgerError
+from composer_prime.monitor.metrics_file import read_history
+from composer_prime.monitor.progress import RunProgress
 from composer_prime.monitor.rollouts import scores
+from composer_prime.plan.check_run_dir import changed_settings
+from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
-from composer_prime.stats.intervals import Interval, difference_interval
+from composer_prime.stats.intervals import Interval, difference_interval, seeds_interval
 
 TaskMeans = dict[str, float]
 """Mean reward by held-out task."""
@@ -105,12 +109,91 @@ def compare(
         return None
     by_seed = {seed: fmean(other[seed][task] - base[seed][task] for task in tasks) for seed in seeds}
     before, after = ({task: [means[seed][task] for seed in seeds] for task in tasks} for means in (base, other))
-    spread = over_seeds(by_seed)
-    assert spread is not None
     return Comparison(
         by_seed=by_seed,
         over_tasks=difference_interval(before, after),
-        over_seeds=spread,
+        over_seeds=seeds_interval(list(by_seed.values())),
         planned_seeds=len(registered.seeds),
         minimal_effect=registered.minimal_effect,
     )
+
+
+def result_lines(folder: Path, registered: Preregistration) -> list[str]:
+    """Return the results in the order in which they decide: primary outcome, other tasks, compute."""
+    base = registered.arm(registered.baseline)
+    text = [
+        f"{folder / FILE} of {registered.written}: {registered.primary_outcome};",
+        f"smallest effect of interest {registered.minimal_effect:g}.",
+        "Over tasks: these trained models on other tasks of this kind. Over seeds: these tasks, after training with",
+        "other seeds. `composer ladder --help` has the rule of the verdicts.",
+        "",
+        *_levels(folder, registered),
+    ]
+    for arm in registered.challengers:
+        text += ["", *_primary(folder, registered, base, arm)]
+    for source in (name for name in base.sources if name != registered.held_out):
+        text += ["", *_elsewhere(folder, registered, base, source)]
+    return [*text, "", *_compute(folder, registered)]
+
+
+def _result(
+    folder: Path, registered: Preregistration, base: PlannedArm, arm: PlannedArm, source: str
+) -> Comparison | None:
+    return compare(registered, *(arm_means(folder, registered, each, source) for each in (base, arm)))
+
+
+def _levels(folder: Path, registered: Preregistration) -> Iterator[str]:
+    """Yield the level of each arm on the primary set, arms without training among them."""
+    for arm in registered.arms:
+        means = arm_means(folder, registered, arm, registered.held_out)
+        levels = [fmean(by_task.values()) for by_task in means.values()]
+        state = f"{fmean(levels):.3f} in {pluralize(len(levels), 'run')}" if levels else "no finished run"
+        yield f"  {arm.name:<28} {state}{'' if arm.steps else ', not trained'}"
+
+
+def _primary(folder: Path, registered: Preregistration, base: PlannedArm, arm: PlannedArm) -> Iterator[str]:
+    """Yield the verdict on an arm, both intervals, and the settings in which it differs from the baseline."""
+    result = _result(folder, registered, base, arm, registered.held_out)
+    if result is None:
+        yield f"{arm.name} - {base.name}: no seed that has both evaluations"
+    else:
+        yield (
+            f"{arm.name} - {base.name}, held-out {registered.held_out} after step {arm.steps}: "
+            f"{result.over_tasks.mean:+.3f} {result.verdict}: {result.meaning}"
+        )
+        yield from (f"  {line}" for line in result.lines())
+    for name, old, new in changed_settings(base.settings, arm.settings):
+        yield f"  {name}: {old} -> {new}"
+
+
+def _elsewhere(folder: Path, registered: Preregistration, base: PlannedArm, source: str) -> Iterator[str]:
+    """Yield each arm's difference on another set of held-out tasks; without a verdict, which only the primary has."""
+    yield f"held-out {source}"
+    for arm in registered.challengers:
+        result = _result(folder, registered, base, arm, source)
+        text = "no seed that has both evaluations" if result is None else "; ".join(result.lines())
+        yield f"  {arm.name} - {base.name}: {text}"
+
+
+def _compute(folder: Path, registered: Preregistration) -> Iterator[str]:
+    """Yield what a run of each arm used, in the mean over its finished runs."""
+    yield f"compute of a run, at equal optimizer steps ({registered.arm(registered.baseline).steps})"
+    for arm in registered.arms:
+        runs = [RunDir(folder / registered.run_name(arm.name, seed)) for seed in registered.seeds]
+        try:
+            used = [_used(run) for run in runs if run.eval_rollouts(arm.steps).is_file()]
+        except LedgerError as error:
+            yield f"  {error}"
+            continue
+        if used:
+            tokens, step_s, usd = (fmean(column) for column in zip(*used, strict=True))
+            yield f"  {arm.name:<28} {tokens:>12,.0f} tokens trained  {step_s:>9,.0f} s of steps  ${usd:,.2f}"
+
+
+def _used(run_dir: RunDir) -> tuple[float, float, float]:
+    """Return trained tokens, seconds of optimizer steps and dollars. Raises LedgerError."""
+    progress = RunProgress()
+    progress.update(read_history(run_dir.metrics))
+    steps = progress.steps.values()
+    usd = spent(run_dir.root / "costs.jsonl").total_usd
+    return sum(step.tokens or 0.0 for step in steps), sum(step.step_s or 0.0 for step in steps), usd
