@@ -1,10 +1,9 @@
 """Replay-DPO's pairs for the next batch. How pairs are made: composer_prime/traces/replay.
 
-    pairs.jsonl -> PairOrder (cursor) -> pair -> ReleasedPairs (density gate) -> PairTokenizer -> Preference
+    pairs.jsonl -> PairOrder (cursor) -> pair -> PairTokenizer -> Preference
 
-A pair waits until the density gate has measured it, and is refused where it missed the gate. A refused pair is counted
-by reason and the next one is drawn. A batch's pairs and the cursor after them are journaled with the batch. So a batch
-that is served again has the same pairs, and a resumed run continues where it stopped.
+A refused pair is counted by reason and the next one is drawn. A batch's pairs and the cursor after them are journaled
+with the batch. So a batch that is served again has the same pairs, and a resumed run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 import msgspec
 
 from composer_prime.config import Config
-from composer_prime.data.pairs import Gate, Pair, PairFile, checked_gate, gate_file, resolve_pairs
+from composer_prime.data.pairs import Pair, PairFile, resolve_pairs
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.wire.types import Preference, pack_ints
 from orchestrator.chat_template import RENDER_ERRORS
@@ -66,7 +65,6 @@ class PairMixer:
         self._per_step = per_step
         self._active = active
         self._order = PairOrder(seed)
-        self._released = ReleasedPairs(file)
         self.cursor: PairCursor | None = None
         """Where the pairs continue after the last draw; None before the first."""
         self._refused: dict[int, str] = {}
@@ -94,10 +92,7 @@ class PairMixer:
         """
         available = 0
         if self._active(step):
-            self._file.refresh()
-            if self._released.refresh():  # New verdicts give withheld pairs another try.
-                self._refused = {index: reason for index, reason in self._refused.items() if reason != "gate"}
-            available = self._released.measured
+            available = self._file.refresh()
         preferences: dict[str, Preference] = {}
         for _ in range(2 * available):
             if len(preferences) == self._per_step or len(self._refused) + len(preferences) >= available:
@@ -114,7 +109,6 @@ class PairMixer:
             logger.warning("replay-DPO trains nothing: all %d pairs of %s are refused (%s)", available, path, reasons)
         metrics = {
             "pairs/in_file": float(len(self._file)),
-            "pairs/measured": float(self._released.measured),
             "pairs/served": float(len(preferences)),
             "pairs/pass": float(self._order.cursor.number),
             "pairs/refused": float(len(self._refused)),
@@ -131,9 +125,6 @@ class PairMixer:
         return msgspec.structs.replace(cursor, digest=self._digest[1])
 
     def _preference(self, index: int) -> Preference | None:
-        if not self._released.allows(index):
-            self._refused[index] = "gate"
-            return None
         try:
             preference = self._tokenizer.preference(self._file.read(index))
         except ConfigError as error:
@@ -178,43 +169,6 @@ class PairOrder:
     def _shuffle(self) -> None:
         self._pass = list(range(self.cursor.known))
         random.Random(derive_seed(self._seed, "pairs", self.cursor.number)).shuffle(self._pass)
-
-
-class ReleasedPairs:
-    """Which pairs of a growing file the density gate released (composer_prime/data/pairs.py). Not thread-safe."""
-
-    def __init__(self, file: PairFile) -> None:
-        self._file = file
-        self._gate = Gate(verdicts=[])
-        self._last_read: tuple[int, int] | None = None
-        """Modification time (ns) and size of the verdicts' file when it was last read; None without a file."""
-
-    @property
-    def measured(self) -> int:
-        """How many of the file's first pairs have a verdict."""
-        return self._gate.measured
-
-    def refresh(self) -> bool:
-        """Read the verdicts again and return whether they changed. Verdicts on other pairs release none."""
-        try:
-            status = gate_file(self._file.path).stat()
-            current = (status.st_mtime_ns, status.st_size)
-        except FileNotFoundError:
-            current = None
-        if current == self._last_read:
-            return False
-        self._last_read = current
-        try:
-            gate = checked_gate(self._file)
-        except ConfigError as error:
-            logger.warning("replay-DPO trains no pair: %s", error)
-            gate = Gate(verdicts=[])
-        self._gate = gate
-        return True
-
-    def allows(self, index: int) -> bool:
-        """Tell whether a verdict that passed covers pair `index`."""
-        return any(verdict.first <= index < verdict.last and verdict.passed for verdict in self._gate.verdicts)
 
 
 class PairTokenizer:

@@ -17,8 +17,6 @@ from composer_prime.model_families import UNKNOWN, family_named, family_of
 MODELS_VARIABLE = "COMPOSER_MODELS_URL"
 """Environment variable through which the launcher gives the orchestrator the URL of local teachers and base."""
 OPENROUTER = "https://openrouter.ai/api/v1"
-MIN_WINDOW_PAIRS = 16
-"""Fewer pairs are too few for a verdict of the density gate."""
 
 
 class TeacherConfig(BaseConfig):
@@ -121,17 +119,6 @@ class BudgetConfig(BaseConfig):
     """Cap of all calls, over all resumes."""
 
 
-class GateConfig(BaseConfig):
-    """The density gate on online pairs: it measures one window at a time, and only windows that pass are trained."""
-
-    window_pairs: int = Field(default=64, ge=MIN_WINDOW_PAIRS)
-    """Pairs per window; more if they come from fewer than 8 traces. The remaining pairs at the end form a window if
-    there are 16 from 8 traces.
-    """
-    min_pairs_a_trace: float = Field(default=5.0, gt=0)
-    """Minimum pairs per trace; lower it for short traces, which cannot give five."""
-
-
 class SelectConfig(BaseConfig):
     """Which states of a file to replay. States followed by errors come first, and traces take turns."""
 
@@ -173,8 +160,6 @@ class TeachersConfig(BaseConfig):
     """Which states of a file to replay; the run's own rollouts are replayed completely."""
     budget: BudgetConfig = BudgetConfig()
     """Hard cost caps."""
-    gate: GateConfig = GateConfig()
-    """Which online pairs may be trained."""
 
     @property
     def end_timeout_s(self) -> float:

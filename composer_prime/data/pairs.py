@@ -4,13 +4,6 @@
      "epsilon": …, "teachers": {…}, "cost_usd": …}
 
 Messages have the OpenAI form; `chosen` and `rejected` are assistant messages, thinking in `reasoning_content`.
-
-PAIRS.gate.json has the density gate's verdicts on a pairs file. They decide which pairs may be trained.
-
-    composer pairs report PAIRS        one verdict, on the whole file
-    teachers.online                    one verdict per window of the growing file, during training
-
-A pair may be trained when a verdict that passed covers it. A pair that was never measured may not.
 """
 
 from __future__ import annotations
@@ -139,74 +132,3 @@ def resolve_pairs(path: Path | None, run_root: Path) -> Path:
     if path is None:
         return run_root / "pairs.jsonl"
     return EMBEDDED_PAIRS.get(str(path)) or path.expanduser()
-
-
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The density gate on the pairs `first` to `last` - 1 of the file, counted from 0."""
-
-    first: int
-    last: int
-    passed: bool
-    reasons: list[str]
-    """Why it missed; empty where it passed."""
-    min_pairs_a_trace: float
-    """The threshold that was used."""
-
-
-class Gate(msgspec.Struct, frozen=True, kw_only=True):
-    verdicts: list[Verdict]
-    """In the order of the pairs, without gaps."""
-
-    @property
-    def measured(self) -> int:
-        """Pairs that have a verdict."""
-        return self.verdicts[-1].last if self.verdicts else 0
-
-    @property
-    def passed(self) -> int:
-        """Pairs that may be trained."""
-        return sum(verdict.last - verdict.first for verdict in self.verdicts if verdict.passed)
-
-
-def gate_file(pairs: Path) -> Path:
-    return pairs.with_name(f"{pairs.stem}.gate.json")
-
-
-def read_gate(pairs: Path) -> Gate:
-    """Return the verdicts on a pairs file; none where it was never measured. Raises ConfigError for another file."""
-    path = gate_file(pairs)
-    if not path.is_file():
-        return Gate(verdicts=[])
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Gate)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is not a verdict ({error}): {_remedy(pairs)}") from None
-
-
-def checked_gate(file: PairFile) -> Gate:
-    """Return the verdicts on `file`. Raises ConfigError where they are on more pairs than it holds."""
-    gate, available = read_gate(file.path), file.refresh()
-    if gate.measured > available:
-        raise ConfigError(
-            f"{gate_file(file.path)} is a verdict on {gate.measured} pairs, but {file.path} holds {available}: "
-            f"{_remedy(file.path)}"
-        )
-    return gate
-
-
-def refusal(pairs: Path) -> str | None:
-    """Return why no pair of this file may be trained; None where some may. Raises as `checked_gate` does."""
-    gate = checked_gate(PairFile(pairs))
-    if gate.passed:
-        return None
-    if not gate.verdicts:
-        return f"{pairs} was never measured by the density gate: {_remedy(pairs)}"
-    reasons = "; ".join(dict.fromkeys(reason for verdict in gate.verdicts for reason in verdict.reasons))
-    return (
-        f"{pairs} missed the density gate ({reasons}): replay longer traces, or measure again with a limit that suits "
-        f"short ones (`composer pairs report {pairs} --min-pairs N`)"
-    )
-
-
-def _remedy(pairs: Path) -> str:
-    return f"measure it with `composer pairs report {pairs}`"

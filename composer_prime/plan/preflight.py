@@ -18,7 +18,7 @@ from composer_prime.config import Config
 from composer_prime.config.orchestrator import TOOL_LOOP, SourceConfig
 from composer_prime.config.part import as_parts
 from composer_prime.data.conversation_rows import read_rows
-from composer_prime.data.pairs import refusal, resolve_pairs
+from composer_prime.data.pairs import resolve_pairs
 from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInstalledError
 from composer_prime.host import (
     Placement,
@@ -83,7 +83,6 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
         _teachers,
         _pairs,
         _demonstrations,
-        _density_gate,
         _joint_run,
         _runtimes,
     ):
@@ -341,17 +340,6 @@ def _demonstrations(config: Config, findings: Findings) -> None:
     if config.orchestrator.address is None and config.run.max_steps:
         read_rows(settings.files, "orchestrator.demonstrations.files")
         read_rows(settings.eval_files, "orchestrator.demonstrations.eval_files")
-
-
-def _density_gate(config: Config, findings: Findings) -> None:
-    """Check that the density gate lets replay-DPO have a weight."""
-    weight, configured = config.channels.replay_dpo.weight, config.orchestrator.preferences.pairs
-    teachers = config.teachers
-    if not weight:
-        return
-    path = resolve_pairs(configured, config.run_directory)
-    if path.is_file() and (configured is not None or not teachers.online) and (reason := refusal(path)) is not None:
-        findings.problems.append(f"channels.replay_dpo.weight is {weight:g}, but {reason}, or set the weight to 0")
 
 
 def _joint_run(config: Config, findings: Findings) -> None:

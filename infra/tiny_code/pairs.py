@@ -4,8 +4,7 @@
 2. At each state the teachers, better-trained siblings of the policy, give their own greedy answer.
 3. Answers are compared in canonical form. An answer of both teachers beats the policy's. Where they disagree there is
    no pair, nor for a cut answer.
-4. pairs.jsonl and pairs.votes.jsonl are written to the assets. The verdict beside them is that of
-   `composer pairs report tiny_code --min-pairs 0.5`.
+4. pairs.jsonl and pairs.votes.jsonl are written to the assets.
 
 The vote is that of infra/tiny_models/pairs.py. No turn of the policy that cheats can be chosen: the teachers' mixtures
 hold no cheats, but the expert before them saw some, so pairs whose chosen answer touches a lure or tests.py are left

@@ -35,8 +35,6 @@ from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 from orchestrator.environments.toolsmith.episode import Episode, is_error, run_call
 
 TEACHERS = ("teacher_a", "teacher_b", "teacher_c")
-MIN_PAIRS = 1
-"""A trace, for the density gate: an episode has one to four turns, and so a pair each is wanted instead of five."""
 _BATCH = 64
 _OUTCOMES = {
     "majority beats the policy": "overruled",
@@ -53,12 +51,10 @@ _README = """# pairs.jsonl
 (`orchestrator.preferences.pairs = "tiny"`). Made by
 
     python -m infra.tiny_models.pairs --seed {seed} --episodes {episodes} --most {most}
-    composer pairs report composer_prime/assets/tiny/pairs.jsonl --min-pairs {min_pairs}
 
 from the models in this folder: the policy played {episodes} training episodes (no question of the eval split), and at
 each of its {states} turns the three teachers gave their greedy answer, which pairs.votes.jsonl holds. Nothing else went
-into the files. License: that of this repository. The second line wrote the density gate's verdict (pairs.gate.json): an
-episode has one to four turns, so that a pair each is wanted instead of five.
+into the files. License: that of this repository.
 
 A majority can agree on a call that fails. Such a pair would teach the error, so it was left out: every chosen call ran
 without an error in its episode.
@@ -129,7 +125,7 @@ def main() -> None:
     (options.out / "PAIRS.md").write_text(
         _README.format(
             pairs=len(kept), states=sum(outcomes.values()), outcomes=rows, seed=options.seed,
-            episodes=options.episodes, most=options.most, min_pairs=MIN_PAIRS,
+            episodes=options.episodes, most=options.most,
         )
     )  # fmt: skip
     print(f"{len(kept)} of {len(pairs)} pairs from {sum(outcomes.values())} states: {dict(outcomes)}")

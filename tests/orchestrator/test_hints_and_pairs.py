@@ -21,7 +21,6 @@ from orchestrator.preferences import PairCursor
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from orchestrator.tasks.sources import Sources
 from orchestrator.workers.protocol import MessageRecord, RolloutReply, RunRollout, SessionRecord, ToolCall
-from tests.verdicts import release
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
 PREFERENCE = Preference(
@@ -131,7 +130,6 @@ def both_losses(root, *, max_steps: int, resume_: bool = False, **orchestrator: 
             for state in states
         ]  # fmt: skip
         pairs.write_bytes(b"".join(msgspec.json.encode(pair) + b"\n" for pair in made))
-        release(pairs)
     values = make_config(root, max_steps=max_steps, resume=resume_, hints={}, **orchestrator).model_dump()
     values["orchestrator"]["preferences"] = {"pairs": str(pairs), "pairs_per_step": 2}
     values["channels"]["sdpo"] |= {"weight": 0.5}

@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.channels.replay_dpo import pair_unit
-from composer_prime.data.pairs import Pair, PairFile, PairState, gate_file, resolve_pairs
+from composer_prime.data.pairs import Pair, PairFile, PairState, resolve_pairs
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.packing.pack import pack
 from composer_prime.wire.types import Preference, ints
 from orchestrator.preferences import PairCursor, PairMixer, PairOrder, PairTokenizer
 from tests.chat_models import chat
 from tests.rollouts_made import TOOLS
-from tests.verdicts import release
 
 ROOMY = dict(max_context=384, row_tokens=4096)
 
@@ -44,7 +43,7 @@ def pair(number: int = 0, **changes: Any) -> Pair:
 def write(path: Path, pairs: list[Pair], *, more: bytes = b"") -> Path:
     with path.open("ab") as file:
         file.write(b"".join(msgspec.json.encode(each) + b"\n" for each in pairs) + more)
-    return release(path)
+    return path
 
 
 def mixer(path: Path, *, per_step: int = 4, seed: int = 0, limits: dict[str, Any] = ROOMY) -> PairMixer:
@@ -209,29 +208,6 @@ def test_steps_without_weight_draw_nothing(tmp_path):
     before = mixing.draw(5)
     assert before.preferences == [] and mixing.cursor == PairCursor()
     assert len(mixing.draw(6).preferences) == 2
-
-
-# Only what a verdict that passed covers is trained: not what was withheld, and not what no verdict has measured yet.
-def test_the_gate_lets_pairs_through(tmp_path):
-    path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(6)])
-    gate_file(path).unlink()
-    mixing = mixer(path, per_step=9)
-    drawn = mixing.draw(1)
-    assert drawn.preferences == [] and drawn.metrics["pairs/measured"] == 0 and drawn.metrics["pairs/in_file"] == 6
-    release(path, first=4)
-    drawn = mixing.draw(2)
-    assert sorted(ids(drawn.preferences)) == ["s4", "s5"] and drawn.metrics["pairs/refused/gate"] == 4
-    release(path)
-    assert len(mixing.draw(3).preferences) == 6
-
-
-# A verdict on other pairs releases none, and the log names both digests and the remedy.
-def test_a_verdict_on_more_pairs_releases_nothing(tmp_path, caplog):
-    path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(3)])
-    other = write(tmp_path / "other.jsonl", [pair(n) for n in range(4)])
-    gate_file(path).write_bytes(gate_file(other).read_bytes())
-    assert mixer(path).draw(1).preferences == []
-    assert "composer pairs report" in caplog.records[0].getMessage()
 
 
 def test_a_wrong_line_is_named(tmp_path):

@@ -172,26 +172,6 @@ def test_bad_lines_of_a_states_file_are_left_out(tmp_path: Path) -> None:
         asyncio.run(run(tmp_path / "nowhere.jsonl"))
 
 
-# The states end before a window is full: what there is has its verdict. It misses, which leaves beta without a pair.
-def test_a_window_that_missed_leaves_beta_at_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_dir, path = RunDir(tmp_path / "x"), tmp_path / "states.jsonl"
-    run_dir.root.mkdir(parents=True)
-    path.write_bytes(b"".join(write_state(state(number, f"t{number}")) for number in range(16)))
-
-    async def run() -> None:
-        async with serving(Endpoint(answers=overrule)) as endpoint:
-            gate = {"window_pairs": 64, "min_pairs_a_trace": 1.5}
-            values = run_config(tmp_path, endpoint.url, online=True, states=path, gate=gate)
-            values.channels.replay_dpo.weight = 0.25
-            online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
-            await asyncio.wait_for(online.run(), 60)
-
-    asyncio.run(run())
-    logged = json.loads(run_dir.metrics.read_text().splitlines()[-1])
-    assert (logged["gate/windows_missed"], logged["gate/pairs_passed"], logged["gate/beta"]) == (1, 0, 0)
-    assert "these are never trained" in caplog.text
-
-
 # Two replays of one file would each count its own money: the second is refused while the first runs, and not after it.
 def test_one_replay_of_a_file_at_a_time(tmp_path: Path) -> None:
     pairs, values = tmp_path / "pairs.jsonl", run_config(tmp_path, "http://127.0.0.1:9/v1")

@@ -77,7 +77,6 @@ max_tokens = 64
 system_prompt = ""
 cache_dir = "OUT/cache"
 online = true
-gate = { window_pairs = 32, min_pairs_a_trace = 1.0 }
 [[teachers.teacher]]
 name = "a"
 model = "tiny/teacher_a"
@@ -99,8 +98,8 @@ def run(*words: str | Path, status: int = 0) -> str:
     return done.stdout
 
 
-# A run replays its own rollouts while it trains, and once a window has passed the gate replay-DPO trains its pairs; its
-# states replayed again cost no call; the report measures them.
+# A run replays its own rollouts while it trains, and replay-DPO trains its pairs; its states replayed again
+# cost no call; the report measures them.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_replay_online_and_from_the_cache(tmp_path: Path) -> None:
@@ -118,7 +117,6 @@ def test_replay_online_and_from_the_cache(tmp_path: Path) -> None:
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if '"dpo/pairs"' in line
     ]
     assert trained[0]["dpo/pairs"] == 0 and max(line["dpo/pairs"] for line in trained) == 4
-    assert replayed[-1]["gate/pairs_passed"] >= 32 and replayed[-1]["gate/beta"] == 0.1
     # What was under way when the run ended is in the file and not yet counted.
     assert 0 <= len(pairs) - replayed[-1]["replay/pairs"] <= 8
 
@@ -136,4 +134,4 @@ def test_replay_online_and_from_the_cache(tmp_path: Path) -> None:
     assert all(line["usd"] == 0 for line in read_costs(tmp_path / "once.costs.jsonl"))
 
     shown = run("composer_prime.cli.main", "pairs", "report", once, "--min-pairs", "99", status=1)
-    assert "missed" in shown
+    assert "too few" in shown

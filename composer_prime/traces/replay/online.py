@@ -2,9 +2,9 @@
 
     teachers.states (a file), or the run's own rollouts/step_*.jsonl as they appear ──> Replay ──> pairs.jsonl
 
-It never delays training. Pairs are trained a window at a time, once the window has passed the density gate
-(density.py). If a cap, failing calls or an error end the replay, the log and metrics.jsonl report it, and the
-run continues with the pairs so far. A resumed run continues the replay, and no answer is paid for twice.
+It never delays training, which uses the pairs as they come. If a cap, failing calls or an error end the replay, the log
+and metrics.jsonl report it, and the run continues with the pairs so far. A resumed run continues the replay, and no
+answer is paid for twice.
 
 The end of the run, also by Ctrl-C, waits for calls in flight, which may be charged, at most for their own deadline
 (`stop`, `end`). Calls that are dropped (the orchestrator failed, a second Ctrl-C) count at their reservation, and are
@@ -20,7 +20,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from composer_prime.config import Config
-from composer_prime.config.teachers import MIN_WINDOW_PAIRS
 from composer_prime.console import pluralize
 from composer_prime.errors import ComposerError, ConfigError, LedgerError, UnwritableError
 from composer_prime.monitor.events import event
@@ -71,18 +70,13 @@ class OnlineReplay:
         try:
             if states is not None:
                 next(read_states(states, lambda error: None), None)  # fail before anything is loaded
-            async with open_replay(
-                self._config, pairs=pairs, votes=votes_beside(pairs), costs=costs, gated=True
-            ) as replay:
+            async with open_replay(self._config, pairs=pairs, votes=votes_beside(pairs), costs=costs) as replay:
                 begun = True
                 if self._ending_since is not None:
                     return
                 self._replay, report = replay, asyncio.create_task(self._report(replay))
                 try:
                     await replay.run(self._states())
-                    self._no_more_calls()
-                    if replay.gate is not None and replay.progress.stopped != END:
-                        await replay.gate.measure(MIN_WINDOW_PAIRS)
                 finally:
                     self._no_more_calls()
                     report.cancel()
@@ -186,25 +180,9 @@ class OnlineReplay:
                 "replay/cached": float(progress.cached),
                 "replay/failed_calls": float(progress.failed),
                 "replay/usd": progress.usd,
-                **self._gate(replay),
                 "replay/stopped": float(_stopped(replay)),
             },
         )
-
-    def _gate(self, replay: Replay) -> dict[str, float]:
-        if replay.gate is None:
-            return {}
-        gate, config = replay.gate.gate, self._config
-        passed = sum(verdict.passed for verdict in gate.verdicts)
-        # The weight of replay-DPO on these pairs: 0 until a window has passed, or where another file is trained.
-        trained = gate.passed > 0 and config.orchestrator.preferences.pairs is None
-        return {
-            "gate/measured": float(gate.measured),
-            "gate/pairs_passed": float(gate.passed),
-            "gate/windows_passed": float(passed),
-            "gate/windows_missed": float(len(gate.verdicts) - passed),
-            "gate/beta": config.channels.replay_dpo.weight_at(max(self._step(), 1)) if trained else 0.0,
-        }
 
 
 def _stopped(replay: Replay) -> bool:

@@ -31,7 +31,6 @@ from composer_prime.llm.budget import Budget
 from composer_prime.llm.cache import Message
 from composer_prime.model_source import resolve_model
 from composer_prime.traces.replay.actions import RULES, Files, canonical
-from composer_prime.traces.replay.density import RunningGate
 from composer_prime.traces.replay.records import UNDECIDED, ReplayRecords, StateRecord, content_of, digest, only_writer
 from composer_prime.traces.replay.teacher_pool import Teacher, TeacherPool, check_teachers, models_at, teacher_budget
 from composer_prime.traces.replay.voting import Ballot, Voting, length_ratio, pairs_of, without_thinking
@@ -54,12 +53,11 @@ MOST_FAILED, FEWEST_CALLS = 0.25, 20
 
 @asynccontextmanager
 async def open_replay(
-    config: Config, *, pairs: Path, votes: Path, costs: Path, gated: bool = False, server: Sequence[str] = ()
+    config: Config, *, pairs: Path, votes: Path, costs: Path, server: Sequence[str] = ()
 ) -> AsyncIterator[Replay]:
     """Open a replay with all that it needs: files, budget, local models, teachers.
 
-    `gated`: measure the pairs as they come, for they are trained meanwhile. `server`: the command of a server of local
-    models, where none is served yet.
+    `server`: the command of a server of local models, where none is served yet.
 
     Raises ConfigError (price, key, another replay of `pairs`, a file of something else), RoleFailedError or
     DeadlineError (local models).
@@ -75,9 +73,8 @@ async def open_replay(
         url = await stack.enter_async_context(models_at(models, server)) if models else ""
         pool = await asyncio.to_thread(TeacherPool, teachers, budget, dict.fromkeys(models, url))
         stack.push_async_callback(pool.close)
-        gate = RunningGate(teachers.gate, records) if gated else None
         limits = await asyncio.to_thread(training_limits, config)
-        yield Replay(teachers, pool, budget, records, gate=gate, limits=limits)
+        yield Replay(teachers, pool, budget, records, limits=limits)
 
 
 @dataclass(slots=True)
@@ -123,13 +120,10 @@ class Replay:
         budget: Budget,
         records: ReplayRecords,
         *,
-        gate: RunningGate | None = None,
         limits: TrainingLimits | None = None,
     ) -> None:
-        """`gate` measures the pairs as they come, for training during the replay. States beyond `limits` are refused
-        before any call."""
+        """States beyond `limits` are refused before any call."""
         self.config = config
-        self.gate = gate
         self.progress = ReplayProgress()
         self._pool = pool
         self._budget = budget
@@ -228,8 +222,6 @@ class Replay:
                 return
             async with self._writing:
                 await asyncio.to_thread(self._records.add, record, pairs)
-                if self.gate is not None:
-                    await self.gate.note(record)
             self._count(record, dropped)
         except Exception as error:  # the other states need the disk too
             self._break_off(error)
