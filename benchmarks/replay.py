@@ -27,7 +27,7 @@ from composer_prime.traces.replay.replay import Replay
 from composer_prime.traces.replay.teacher_pool import TeacherPool, teacher_budget
 from composer_prime.traces.states import TraceState
 
-ROOMY = {"usd_per_call": 1e6, "usd_per_trace": 1e6, "usd_per_run": 1e6}
+ROOMY = {"usd_per_run": 1e6}
 
 
 @asynccontextmanager

@@ -136,11 +136,7 @@ class TeacherError(EndpointError):
 
 
 class CapError(BudgetError):
-    """A teacher call was not made, because it would pass a cap of cost. `scope` is call, trace or run."""
-
-    def __init__(self, message: str, *, scope: str):
-        super().__init__(message)
-        self.scope = scope
+    """A teacher call was not made, because it would pass the cap of cost."""
 
 
 class CheckpointError(ComposerError, RuntimeError):

@@ -66,11 +66,6 @@ def _words(pattern: str) -> re.Pattern[str]:
 
 _NAMED = {family: _words(pattern) for family, pattern in _NAMES.items()}
 _HINTED = {family: _words("|".join(filter(None, (_NAMES[family], _PROVIDERS.get(family))))) for family in _NAMES}
-_WORD = re.compile(r"[a-z]+|\d+")
-_ASIDE = re.compile(
-    r"(?<!\d)(?:20\d{2}-?[01]\d-?[0-3]\d|[01]\d[0-3]\d)(?!\d)|:(?:free|batch|nitro|floor|exacto|online)$"
-)
-"""A date, and how OpenRouter serves a model."""
 _TINY = re.compile(r"^tiny(?:/(\w+))?$")
 
 
@@ -89,23 +84,10 @@ def family_of(model: str | None) -> str:
     return _of(whole, folder=whole.startswith(("/", "~", ".")) or ("/" in whole and os.path.isdir(whole)))
 
 
-def is_same_model(asked: str, answered: str) -> bool:
-    """Return whether a reply's model may be the one that was asked for: the same words, with a date or without.
-
-    Providers write one model in several ways: `anthropic/claude-sonnet-4` answers as `claude-4-sonnet-20250522`. What
-    is asked for as `latest` may be any of its family.
-    """
-    one = _words_of(asked)
-    return one == _words_of(answered) or ("latest" in one and not is_foreign(asked, family_of(asked), answered))
-
-
 def is_foreign(asked: str, family: str, answered: str) -> bool:
     """Return whether a reply's model is another than was asked for, and known to be of another family than `family`."""
-    return _words_of(asked) != _words_of(answered) and UNKNOWN != family_of(answered) != family
-
-
-def _words_of(model: str) -> list[str]:
-    return sorted(_WORD.findall(_ASIDE.sub("", model.lower().rpartition("/")[2])))
+    named_alike = asked.rpartition("/")[2] == answered.rpartition("/")[2]
+    return not named_alike and UNKNOWN != family_of(answered) != family
 
 
 def family_named(word: str) -> str:

@@ -109,12 +109,8 @@ class TeacherConfig(BaseConfig):
 
 
 class BudgetConfig(BaseConfig):
-    """Hard caps. Each call first reserves its worst-case cost; a call that does not fit is not made."""
+    """A hard cap. Each call first reserves its worst-case cost; a call that does not fit is not made."""
 
-    usd_per_call: float = Field(default=1.0, gt=0)
-    """Cap of one call."""
-    usd_per_trace: float = Field(default=5.0, gt=0)
-    """Cap of all calls on one trace's states."""
     usd_per_run: float = Field(default=50.0, gt=0)
     """Cap of all calls, over all resumes."""
 
@@ -152,26 +148,23 @@ class TeachersConfig(BaseConfig):
     """Concurrent states."""
     cache_dir: Path = Path("outputs/teacher_cache")
     """Cache of all answers; the same call is never paid for twice."""
-    cache_only: bool = False
-    """Use only cached answers and make no calls."""
     assume_family: str | None = None
     """Family of traces that do not name a model; without it these states are refused."""
     select: SelectConfig = SelectConfig()
     """Which states of a file to replay; the run's own rollouts are replayed completely."""
     budget: BudgetConfig = BudgetConfig()
-    """Hard cost caps."""
+    """Hard cost cap."""
 
     @property
     def end_timeout_s(self) -> float:
         """Seconds that the end of a run waits for answers of an online replay: an attempt's deadline, or 0 when no
         teacher charges."""
-        charged = self.online and not self.cache_only and any(not teacher.local for teacher in self.teacher)
+        charged = self.online and any(not teacher.local for teacher in self.teacher)
         return self.timeout_s if charged else 0.0
 
     def models_served(self) -> list[str]:
         """Return the models of local teachers, each once: a replay needs them on this machine."""
-        local = [teacher.model for teacher in self.teacher if teacher.local]
-        return [] if self.cache_only else list(dict.fromkeys(local))
+        return list(dict.fromkeys(teacher.model for teacher in self.teacher if teacher.local))
 
     @field_validator("assume_family")
     @classmethod

@@ -1,17 +1,16 @@
-"""Hard caps on money: what a call may cost at most is reserved before the call is made.
+"""A hard cap on money: what a call may cost at most is reserved before the call is made.
 
     reserve (refused: CapError) ──> call ──> settle(cost)        the difference is free again
                                           └──> no reply          all that was held stays spent
 
-Caps are checked with everything that is held for calls in flight. So charges up to the bounds stay within every cap,
+The cap is checked with everything that is held for calls in flight. So charges up to the bounds stay within it,
 whatever the order of replies. A charge above its bound closes the budget: no further call is made. Only such charges,
-for calls then in flight, can exceed a cap. An endpoint that has not yet kept to a bound gets one call at a time.
+for calls then in flight, can exceed the cap. An endpoint that has not yet kept to a bound gets one call at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,22 +18,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from composer_prime.errors import CapError
-from composer_prime.run.costs import Spent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caps:
-    """USD."""
-
-    usd_per_run: float
-    usd_per_trace: float = math.inf
-    usd_per_call: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
     call: str
-    trace: str
     state: str
     teacher: str
     usd: float
@@ -44,14 +32,13 @@ class Reservation:
 class Budget:
     """Used by one event loop."""
 
-    def __init__(self, caps: Caps, record: Callable[..., None], before: Spent) -> None:
-        """`record(kind, **values)` writes down what is "reserved", "settled" and "stopped". `before`: what earlier runs
-        spent."""
-        self._caps = caps
+    def __init__(self, cap_usd: float, record: Callable[..., None], spent_usd: float) -> None:
+        """`record(kind, **values)` writes down what is "reserved", "settled" and "stopped". `spent_usd`: by earlier
+        runs."""
+        self._cap_usd = cap_usd
         self._record = record
-        self.spent_usd = before.usd
-        self.by_trace: dict[str, float] = defaultdict(float, before.by_trace)
-        """USD, of earlier runs too."""
+        self.spent_usd = spent_usd
+        """By earlier runs too."""
         self._kept = set[str]()
         """Endpoints that kept to the bound of a call."""
         # Summed each time: a running sum would keep a rounding error when nothing is in flight any more.
@@ -83,20 +70,21 @@ class Budget:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._closing.wait(), seconds)
 
-    async def reserve(self, *, trace: str, state: str, teacher: str, usd: float) -> Reservation:
+    async def reserve(self, *, state: str, teacher: str, usd: float) -> Reservation:
         """Hold `usd`, the bound of a call.
 
         Waits while only calls in flight stand in the way, for they rarely cost their bound, or while an endpoint makes
         its first call. Raises CapError, which names the cap, when the call does not fit.
         """
-        while self._refusal(trace, teacher, usd, in_flight=True) is not None or self._waits_for_the_first(teacher, usd):
-            refusal = self._refusal(trace, teacher, usd, in_flight=False)
-            if refusal is not None:
-                raise refusal
+        while True:
+            self._check(teacher, usd)
+            fits = not usd or self.spent_usd + self.held_usd + usd <= self._cap_usd
+            if fits and not self._waits_for_the_first(teacher, usd):
+                break
             self._settled.clear()
             await self._settled.wait()
-        held = Reservation(call=secrets.token_hex(8), trace=trace, state=state, teacher=teacher, usd=usd)
-        self._record("reserved", call=held.call, trace=trace, state=state, teacher=teacher, usd=usd)
+        held = Reservation(call=secrets.token_hex(8), state=state, teacher=teacher, usd=usd)
+        self._record("reserved", call=held.call, state=state, teacher=teacher, usd=usd)
         self._in_flight[held.call] = held
         return held
 
@@ -105,27 +93,15 @@ class Budget:
         unknown = usd > 0 and teacher not in self._kept
         return unknown and any(each.usd > 0 and each.teacher not in self._kept for each in self._in_flight.values())
 
-    def _refusal(self, trace: str, teacher: str, usd: float, *, in_flight: bool) -> CapError | None:
-        """Return the cap that a call with bound `usd` would pass, with or without the calls in flight."""
+    def _check(self, teacher: str, usd: float) -> None:
+        """Raise CapError where a call with bound `usd` may not be made, whatever the calls in flight will cost."""
         if self.closed is not None:
-            return CapError(self.closed, scope="run")
-        if usd == 0:
-            return None
-        counted = list(self._in_flight.values()) if in_flight else []
-        in_trace = self.by_trace[trace] + sum(each.usd for each in counted if each.trace == trace)
-        in_run = self.spent_usd + sum(each.usd for each in counted)
-        for scope, used_usd, cap_usd in (
-            ("call", 0.0, self._caps.usd_per_call),
-            ("trace", in_trace, self._caps.usd_per_trace),
-            ("run", in_run, self._caps.usd_per_run),
-        ):
-            if used_usd + usd > cap_usd:
-                return CapError(
-                    f"a call to {teacher} may cost ${usd:.4f}, but ${max(cap_usd - used_usd, 0.0):.4f} of "
-                    f"teachers.budget.usd_per_{scope} = ${cap_usd:g} is left: raise the cap, or leave this teacher out",
-                    scope=scope,
-                )
-        return None
+            raise CapError(self.closed)
+        if usd and self.spent_usd + usd > self._cap_usd:
+            raise CapError(
+                f"a call to {teacher} may cost ${usd:.4f}, but ${max(self._cap_usd - self.spent_usd, 0.0):.4f} of "
+                f"teachers.budget.usd_per_run = ${self._cap_usd:g} is left: raise the cap, or leave this teacher out"
+            )
 
     def note_charge(self, held: Reservation, usd: float) -> None:
         """Close the budget when an endpoint charged more than the call's bound.
@@ -145,10 +121,9 @@ class Budget:
         if usd <= held.usd and (status == "ok" or usd > 0):
             self._kept.add(held.teacher)
         self.spent_usd += usd
-        self.by_trace[held.trace] += usd
         self._by_state[held.state] += usd
         self._settled.set()
-        self._record("settled", call=held.call, trace=held.trace, teacher=held.teacher, usd=usd, status=status, **facts)
+        self._record("settled", call=held.call, teacher=held.teacher, usd=usd, status=status, **facts)
 
     def note_stop(self, reason: str) -> None:
         """Write down that the replay ended early."""

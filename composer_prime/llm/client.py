@@ -20,7 +20,6 @@ import logging
 import random
 import ssl
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,11 +52,6 @@ _FAILURES_BEFORE_REST = 5
 class NoAnswerError(EndpointError):
     """Calls were made, and none of them gave an answer."""
 
-    def __init__(self, message: str, *, body: str = "") -> None:
-        super().__init__(message)
-        self.body = body
-        """Of the last reply, where it had an error status."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
@@ -88,9 +82,8 @@ class ChatRequest:
     """Under which the answer is cached."""
     bound_usd: float
     """What a call should cost at most."""
-    trace: str
-    """What the cost is booked on, as is `state`."""
     state: str
+    """What the cost is booked on."""
     check: Callable[[CachedAnswer], object] | None = None
     """Raises EndpointError for an answer of no use, which is then not cached."""
 
@@ -106,7 +99,6 @@ class _FailedAttempt(Exception):
     again: bool = True
     after_s: float = 0.0
     """The endpoint's Retry-After."""
-    body: str = ""
 
 
 class ChatClient:
@@ -122,9 +114,6 @@ class ChatClient:
         self._url = endpoint.base_url.rstrip("/") + "/chat/completions"
         self._http = http_client(endpoint)
         self._places = asyncio.Semaphore(endpoint.max_concurrent)
-        self._under_way: dict[str, asyncio.Task[tuple[CachedAnswer, bool]]] = {}
-        self._waiting: Counter[asyncio.Task[tuple[CachedAnswer, bool]]] = Counter()
-        """Callers of `ask` that still wait, by the task that answers them."""
         self._failures_in_row = 0
         self._rests_until = 0.0
         self.calls = 0
@@ -133,72 +122,36 @@ class ChatClient:
         """Questions that the cache answered."""
 
     async def close(self) -> None:
-        """End the calls under way, counted at their reservation."""
-        tasks = list(self._under_way.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Close the connections. Calls must have ended."""
         await self._http.aclose()
 
     async def ask(self, request: ChatRequest) -> tuple[CachedAnswer, bool]:
-        """Return the answer, and whether nothing was paid for it. Equal requests in flight share one call.
+        """Return the answer, and whether it came from the cache. A canceled call counts at its reservation.
 
-        A caller may be canceled: a call that was sent continues, because it may be charged.
-
-        Raises CapError when a call would pass a cap, NoAnswerError when no usable answer came, EndpointError while the
-        endpoint rests.
+        Raises CapError when a call would pass the cap, NoAnswerError when no usable answer came, EndpointError while
+        the endpoint rests.
         """
-        task = self._under_way.get(request.key)
-        joined = task is not None
-        if task is None:
-            task = self._under_way[request.key] = asyncio.create_task(self._answer(request))
-            task.add_done_callback(functools.partial(self._forget, request.key))
-        self._waiting[task] += 1
-        try:
-            answer, cached = await asyncio.shield(task)
-        finally:
-            self._waiting[task] -= 1
-            self._drop(task)
-        return answer, cached or joined
-
-    async def _answer(self, request: ChatRequest) -> tuple[CachedAnswer, bool]:
         stored = await asyncio.to_thread(self._cache.get, request.key)
         if stored is not None:
             self.cached += 1
             return stored, True
         return await self._attempts(request), False
 
-    def _forget(self, key: str, task: asyncio.Task[tuple[CachedAnswer, bool]]) -> None:
-        del self._under_way[key]
-        self._drop(task)
-        if not task.cancelled():
-            task.exception()  # read it: the caller may have stopped waiting
-
-    def _drop(self, task: asyncio.Task[tuple[CachedAnswer, bool]]) -> None:
-        if task.done() and not self._waiting[task]:
-            del self._waiting[task]
-
     async def _attempts(self, request: ChatRequest) -> CachedAnswer:
         """Try until one attempt answers."""
         endpoint, attempt = self._endpoint, 0
         async with self._places:
             while True:
-                if not self._waiting[self._under_way[request.key]]:
-                    raise NoAnswerError(f"{endpoint.name}: nobody waits for this answer any more")
                 self._refuse_while_resting()
-                held = await self._budget.reserve(
-                    trace=request.trace, state=request.state, teacher=endpoint.name, usd=request.bound_usd
-                )
+                held = await self._budget.reserve(state=request.state, teacher=endpoint.name, usd=request.bound_usd)
                 try:
                     return await self._attempt(request, held, attempt)
                 except _FailedAttempt as failed:
                     if self._budget.closed is not None and failed.again:
-                        raise CapError(self._budget.closed, scope="run") from None
+                        raise CapError(self._budget.closed) from None
                     if not failed.again or attempt == endpoint.max_retries:
                         raise NoAnswerError(
-                            f"{endpoint.name} ({endpoint.model} at {endpoint.base_url}) gave no answer: "
-                            f"{failed.reason}",
-                            body=failed.body,
+                            f"{endpoint.name} ({endpoint.model} at {endpoint.base_url}) gave no answer: {failed.reason}"
                         ) from None
                     await self._budget.pause(_pause_s(attempt, failed.after_s))
                 attempt += 1
@@ -314,7 +267,6 @@ def _error_status(reply: httpx.Response, body: str) -> _FailedAttempt:
         charged=status in _PROXY_GAVE_UP,
         again=status in RETRIED,
         after_s=float(wish_s) if wish_s.isdecimal() else 0.0,
-        body=body,
     )
 
 

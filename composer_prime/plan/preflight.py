@@ -310,7 +310,7 @@ def _hints(config: Config, findings: Findings) -> None:
 def _teachers(config: Config, findings: Findings) -> None:
     """Check the keys of the teachers that are called during training."""
     teachers = config.teachers
-    if not teachers.online or teachers.cache_only or config.orchestrator.address is not None:
+    if not teachers.online or config.orchestrator.address is not None:
         return
     for teacher in (each for each in teachers.teacher if not each.local):
         try:

@@ -71,7 +71,6 @@ class Spent:
 
     usd: float = 0.0
     calls: int = 0
-    by_trace: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_teacher: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     unsettled: int = 0
     failed: int = 0
@@ -198,5 +197,4 @@ def _text(line: dict[str, Any], key: str) -> str:
 def _add(total: Spent, line: dict[str, Any], usd: float) -> None:
     total.usd += usd
     total.calls += 1
-    total.by_trace[str(line.get("trace"))] += usd
     total.by_teacher[str(line.get("teacher"))] += usd

@@ -28,7 +28,7 @@ def build_online_replay(
 
 
 def cost_line(config: Config) -> str:
-    """Return one line: the probable cost of a replay, and its cap. Raises ConfigError for an unknown price."""
-    from composer_prime.traces.replay import replay_cost
+    """Return what a replay may cost, as a line. Raises ConfigError for an unknown price."""
+    from composer_prime.traces.replay import teacher_pool
 
-    return replay_cost.cost_with_cap(config, replay_cost.forecast_cost(config))
+    return teacher_pool.cost_line(config.teachers)

@@ -8,14 +8,17 @@ lines, and a file of plain lines is read too.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 import zstandard
 
+from composer_prime.config.teachers import SelectConfig
 from composer_prime.errors import ConfigError
 from composer_prime.llm.cache import Message
 from composer_prime.llm.reply import storable_arguments
@@ -163,6 +166,37 @@ def read_states(path: Path, on_bad: Callable[[ConfigError], None] | None = None)
             if on_bad is None:
                 raise
             on_bad(error)
+
+
+def selected_states(
+    path: Path, select: SelectConfig, on_bad: Callable[[ConfigError], None] | None = None
+) -> Iterator[TraceState]:
+    """Yield the states that `teachers.select` takes of a file, in its order. Raises as `read_states` does."""
+    taken = None if select.states is None and select.per_trace is None else _taken(path, select)
+    for state in read_states(path, on_bad):
+        if taken is None or (state.trace_id, state.state_id) in taken:
+            yield state
+
+
+def count_selected(path: Path, select: SelectConfig) -> int:
+    """Return how many states of a file are taken. Raises ConfigError where the file cannot be read."""
+    if select.states is None and select.per_trace is None:
+        return sum(name is not None for name in state_names(path))
+    return len(_taken(path, select))
+
+
+def _taken(path: Path, select: SelectConfig) -> set[tuple[str, str]]:
+    """Return (trace, state) of the states that are taken: those that errors followed first, and traces by turns."""
+    failed, others = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    for name in state_names(path):
+        if name is not None:
+            (others if name.error is None else failed)[name.trace_id].append(name.state_id)
+    traces = [
+        [(trace, state) for state in (failed[trace] + others[trace])[: select.per_trace]]
+        for trace in dict.fromkeys([*failed, *others])
+    ]
+    turns = (place for turn in zip_longest(*traces) for place in turn if place is not None)
+    return set(islice(turns, select.states))
 
 
 def _check_form(path: Path, number: int, line: bytes) -> None:

@@ -20,11 +20,11 @@ import msgspec
 
 from composer_prime.config.hints import EndpointConfig
 from composer_prime.errors import BudgetError, CapError, ConfigError, EndpointError
-from composer_prime.llm.budget import Budget, Caps
+from composer_prime.llm.budget import Budget
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.client import ChatClient, ChatRequest, Endpoint
 from composer_prime.llm.prices import PER_MILLION, Price
-from composer_prime.run.costs import CostLedger, Spent
+from composer_prime.run.costs import CostLedger
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,7 @@ class ChatEndpoint:
         self._price = Price(
             input_usd=config.input_usd_per_mtok * PER_MILLION, output_usd=config.output_usd_per_mtok * PER_MILLION
         )
-        caps = Caps(usd_per_run=config.budget_usd)
-        self._budget = Budget(caps, self._record, Spent(usd=self._cache.spent_usd))
+        self._budget = Budget(config.budget_usd, self._record, self._cache.spent_usd)
         endpoint = Endpoint(
             name=name,
             base_url=config.base_url,
@@ -96,7 +95,7 @@ class ChatEndpoint:
         return self._budget.spent_usd
 
     async def close(self) -> None:
-        """End the calls under way, and wait until all costs are kept."""
+        """Wait until all costs are kept. Calls must have ended."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(asyncio.to_thread, self._cache.close)
             stack.push_async_callback(asyncio.to_thread, self._cost_writer.shutdown)
@@ -131,7 +130,6 @@ class ChatEndpoint:
             ),
             key=key,
             bound_usd=bound_usd,
-            trace=self._name,
             state=key,
             check=check_text,
         )

@@ -177,7 +177,7 @@ def configured(tmp_path: Path, url: str, models: tuple[str, ...] = ("gpt-a", "qw
         "cache_dir": tmp_path / "cache",
         "timeout_s": NEVER_S,
         "max_tokens": 20,
-        "budget": {"usd_per_call": 1.0, "usd_per_trace": 100.0, "usd_per_run": 1000.0},
+        "budget": {"usd_per_run": 1000.0},
     }
     return TeachersConfig(**(values | more))
 

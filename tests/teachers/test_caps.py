@@ -1,10 +1,9 @@
-"""Caps of a call, a trace and a run: no order of replies passes them, and an overcharge ends the calls."""
+"""The cap of a run: no order of replies passes it, and an overcharge ends the calls."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,13 @@ from composer_prime.config.teachers import OPENROUTER, BudgetConfig
 from composer_prime.errors import CapError
 from composer_prime.llm.budget import Reservation
 from composer_prime.run.costs import spent
-from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
+from composer_prime.traces.replay.records import read_pairs
 from composer_prime.traces.replay.teacher_pool import teacher_budget
 
-CAPS = BudgetConfig(usd_per_call=1.0, usd_per_trace=1.25, usd_per_run=1.75)
+CAP = BudgetConfig(usd_per_run=1.75)
 # Multiples of a sixteenth, which sums of doubles hold exactly.
 BOUNDS = st.integers(2, 16).map(lambda sixteenths: sixteenths / 16)
-ASK = st.tuples(st.just("ask"), st.sampled_from("ab"), st.sampled_from("tu"), BOUNDS)
+ASK = st.tuples(st.just("ask"), st.sampled_from("ab"), BOUNDS)
 LOSE = st.tuples(st.just("lose"), st.integers(0, 9), st.sampled_from([0.0, 0.5, 1.0]))
 DIE = st.tuples(st.just("die"))
 
@@ -35,14 +34,13 @@ class World:
     """A budget, those who ask it for money, and endpoints that charge what they like for what they were asked."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.budget = path, teacher_budget(CAPS, path)
+        self.path, self.budget = path, teacher_budget(CAP, path)
         self.asking: list[asyncio.Task[Reservation]] = []
         self.in_flight: list[Reservation] = []
-        self.charged = defaultdict[str, float](float)
-        self.excess = defaultdict[str, float](float)
+        self.charged = self.excess = 0.0
 
-    async def ask(self, teacher: str, trace: str, bound: float) -> None:
-        self.asking.append(asyncio.create_task(self.budget.reserve(trace=trace, state="s", teacher=teacher, usd=bound)))
+    async def ask(self, teacher: str, bound: float) -> None:
+        self.asking.append(asyncio.create_task(self.budget.reserve(state="s", teacher=teacher, usd=bound)))
 
     async def reply(self, index: int, times: float) -> None:
         for call in self._taken(index):
@@ -63,7 +61,7 @@ class World:
         for call in self.in_flight:
             self._charge(call, 1.0)
         self.asking, self.in_flight = [], []
-        self.budget = teacher_budget(CAPS, self.path)
+        self.budget = teacher_budget(CAP, self.path)
 
     async def granted(self) -> None:
         """Calls that may be made now are in flight."""
@@ -83,28 +81,24 @@ class World:
 
     def _charge(self, call: Reservation, times: float) -> float:
         usd = times * call.usd
-        beyond = max(usd - call.usd, 0.0)
-        assert call.usd <= CAPS.usd_per_call
-        for scope in ("run", call.trace):
-            self.charged[scope] += usd
-            self.excess[scope] += beyond
+        self.charged += usd
+        self.excess += max(usd - call.usd, 0.0)
         return usd
 
 
 async def played(steps: list[tuple], world: World) -> None:
     """From where each teacher has kept to its bound once, so that calls may be in flight together."""
-    kept = [step for teacher in "ab" for step in (("ask", teacher, "t", 0.125), ("reply", 0, 0.0))]
+    kept = [step for teacher in "ab" for step in (("ask", teacher, 0.125), ("reply", 0, 0.0))]
     for name, *values in [*kept, *steps]:
         await getattr(world, name)(*values)
         await world.granted()
-        for scope, usd in world.charged.items():
-            assert usd <= (CAPS.usd_per_run if scope == "run" else CAPS.usd_per_trace) + world.excess[scope]
+        assert world.charged <= CAP.usd_per_run + world.excess
     await world.die()
 
 
-# Several teachers and traces, any order of calls, replies, lost replies and deaths of the process: while no endpoint
-# charges above its bound, no cap of a call, a trace or the run is passed. Where one does, caps are passed by what it
-# charged above it and by no more, and no further call is made.
+# Several teachers, any order of calls, replies, lost replies and deaths of the process: while no endpoint charges above
+# its bound, the cap is not passed. Where one does, the cap is passed by what it charged above it and by no more, and no
+# further call is made.
 @pytest.mark.parametrize("most", [1.0, 8.0])
 def test_no_cap_is_passed(most: float) -> None:
     charges = replies(0.0, 0.5, 1.0, most)
@@ -114,7 +108,7 @@ def test_no_cap_is_passed(most: float) -> None:
         with tempfile.TemporaryDirectory() as folder:
             world = World(Path(folder) / "costs.jsonl")
             asyncio.run(played(steps, world))
-            assert most > 1 or not any(world.excess.values())
+            assert most > 1 or not world.excess
 
     check()
 
@@ -123,12 +117,11 @@ def test_no_cap_is_passed(most: float) -> None:
 def test_a_dollar(tmp_path: Path) -> None:
     async def spend() -> int:
         budget, calls = teacher_budget(BudgetConfig(usd_per_run=1.0), tmp_path / "costs.jsonl"), 0
-        with pytest.raises(CapError) as refused:
+        with pytest.raises(CapError):
             while True:
-                held = await budget.reserve(trace="t", state="s", teacher="a", usd=0.02)
+                held = await budget.reserve(state="s", teacher="a", usd=0.02)
                 budget.settle(held, 0.005, status="ok")
                 calls += 1
-        assert refused.value.scope == "run"
         return calls
 
     assert asyncio.run(spend()) >= (1.0 - 0.02) / 0.005
@@ -137,15 +130,14 @@ def test_a_dollar(tmp_path: Path) -> None:
 # What fits to the last cent is granted at once: with nothing in flight there is nothing to wait for.
 def test_no_rest_of_rounding_stays_reserved(tmp_path: Path) -> None:
     async def run() -> None:
-        caps = BudgetConfig(usd_per_call=0.1, usd_per_trace=0.1, usd_per_run=0.1)
-        budget = teacher_budget(caps, tmp_path / "costs.jsonl")
-        budget.settle(await budget.reserve(trace="t", state="s", teacher="x", usd=0.001), 0.0, status="ok")
+        budget = teacher_budget(BudgetConfig(usd_per_run=0.1), tmp_path / "costs.jsonl")
+        budget.settle(await budget.reserve(state="s", teacher="x", usd=0.001), 0.0, status="ok")
         # In doubles, 0.01 + 0.007 + 0.02 - 0.01 - 0.007 - 0.02 > 0.
-        held = [await budget.reserve(trace="t", state="s", teacher="x", usd=usd) for usd in (0.01, 0.007, 0.02)]
+        held = [await budget.reserve(state="s", teacher="x", usd=usd) for usd in (0.01, 0.007, 0.02)]
         for reservation, usd in zip(held, (0.0, 0.0, 0.08), strict=True):
             budget.settle(reservation, usd, status="ok")
         async with asyncio.timeout(2):
-            await budget.reserve(trace="t", state="s", teacher="y", usd=0.02)
+            await budget.reserve(state="s", teacher="y", usd=0.02)
 
     asyncio.run(run())
 
@@ -155,7 +147,7 @@ def test_no_rest_of_rounding_stays_reserved(tmp_path: Path) -> None:
 def test_the_cap_of_a_run_holds_to_the_cent(tmp_path: Path, cap: float) -> None:
     endpoint = Endpoint(answers=overrule, delay_s=0.02)
     states = [state(number, trace=f"t{number}") for number in range(30)]
-    budget = {"usd_per_call": 1.0, "usd_per_trace": 100.0, "usd_per_run": cap}
+    budget = {"usd_per_run": cap}
     progress, _ = play(tmp_path, states, endpoint=endpoint, budget=budget)
     assert progress.stopped is not None and "usd_per_run" in progress.stopped
     assert len(endpoint.answered) * USD <= cap
@@ -165,45 +157,8 @@ def test_the_cap_of_a_run_holds_to_the_cent(tmp_path: Path, cap: float) -> None:
     play(tmp_path, states, endpoint=endpoint, budget=budget)
     assert spent(tmp_path / "costs.jsonl").usd <= cap
     # With more money it goes on: nothing was lost.
-    progress, _ = play(tmp_path, states, endpoint=endpoint, budget={**budget, "usd_per_run": 100.0})
+    progress, _ = play(tmp_path, states, endpoint=endpoint, budget={"usd_per_run": 100.0})
     assert len(list(read_pairs(tmp_path / "pairs.jsonl"))) == 30 and len(endpoint.asked) > before
-
-
-# A trace that used up its money gives no more pairs; the others go on.
-def test_the_cap_of_a_trace(tmp_path: Path) -> None:
-    states = [state(number, trace=trace) for trace in ("a", "b") for number in range(6)]
-    budget = {"usd_per_call": 1.0, "usd_per_trace": 1.0, "usd_per_run": 100.0}
-    progress, _ = play(tmp_path, states, budget=budget, concurrent_states=2)
-    total = spent(tmp_path / "costs.jsonl")
-    assert progress.stopped is None and set(total.by_trace) == {"a", "b"}
-    assert all(0 < usd <= 1.0 for usd in total.by_trace.values())
-    assert progress.outcomes["budget"] > 0 and progress.outcomes["overruled"] > 0
-
-
-# A call that may cost more than the cap of a call is never made; the reason names the cap.
-def test_the_cap_of_a_call(tmp_path: Path) -> None:
-    long = state(0, messages=[{"role": "user", "content": "x" * 1500}], tools=[])
-    progress, endpoint = play(tmp_path, [long], budget={"usd_per_call": 1.0})
-    assert endpoint.asked == [] and progress.outcomes == {"budget": 1}
-    assert not (tmp_path / "costs.jsonl").exists()
-    (record,) = read_records(votes_beside(tmp_path / "pairs.jsonl"))
-    assert "teachers.budget.usd_per_call = $1 " in (record.reason or "")
-    assert list(progress.without_vote) == [record.reason]
-
-
-# The default caps leave room for long states: a dollar a call is enough for 300 KB at $3 a million tokens.
-def test_a_long_state_fits_below_a_dollar(tmp_path: Path) -> None:
-    endpoint = Endpoint(answers=overrule)
-    long = state(0, messages=[{"role": "user", "content": "word " * 60_000}])
-    dear = {"input_usd_per_mtok": 3.0, "output_usd_per_mtok": 15.0}
-
-    async def run():
-        async with serving(endpoint):
-            teachers = [{**each.model_dump(), **dear} for each in configured(tmp_path, endpoint.url).teacher]
-            config = configured(tmp_path, endpoint.url, teacher=teachers, max_tokens=1024, budget={})
-            return await replayed(tmp_path, config, [long])
-
-    assert asyncio.run(run()).outcomes == {"overruled": 1}
 
 
 # An endpoint that charges more than the bound ends the replay after one call, whatever may be in flight: what it

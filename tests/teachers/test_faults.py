@@ -71,7 +71,7 @@ def test_an_answer_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("composer_prime.traces.replay.teacher_pool.MAX_RETRIES", 1)
     endpoint = Endpoint(answers=overrule, delay_s=0.08)
     states = [state(number, trace=f"t{number}") for number in range(16)]
-    budget = {"usd_per_call": 1.0, "usd_per_trace": 100.0, "usd_per_run": 12.0}
+    budget = {"usd_per_run": 12.0}
     play(tmp_path, states, endpoint=endpoint, timeout_s=0.1, budget=budget)
     calls = settled_calls(tmp_path)
     for reserved, settled in calls:
@@ -123,10 +123,10 @@ def test_a_fault_after_the_stop(tmp_path: Path) -> None:
                 return overrule(model, messages)
 
             endpoint.answers = stopping
-            with pytest.raises(CapError, match="interrupted") as stopped:
+            with pytest.raises(CapError, match="interrupted"):
                 await next(each for each in pool.teachers if each.name == "gpt-a").ask(state(0))
             await pool.close()
-        assert stopped.value.scope == "run" and len(endpoint.asked) == 1
+        assert len(endpoint.asked) == 1
 
     asyncio.run(run())
 

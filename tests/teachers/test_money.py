@@ -77,7 +77,7 @@ def test_shipped_pools(pool: str) -> None:
         price = price_of(each)
         assert price.tiers is not None and 0 < price.input_usd < price.output_usd
         bound = price.bound_usd(longest, teachers.max_tokens)
-        assert 2 * bound < teachers.budget.usd_per_call
+        assert 20 * bound < teachers.budget.usd_per_run
 
 
 # The command at the top of a pool's file is for real sessions: the run that it names holds 10,000 tokens and more.
@@ -121,14 +121,13 @@ def test_a_fee_for_each_call(model: str) -> None:
 def test_the_ledger_adds_up(tmp_path: Path) -> None:
     path = tmp_path / "costs.jsonl"
     ledger = CostLedger(path)
-    ledger.write("reserved", call="a", trace="t", state="s", teacher="x", usd=1.0)
-    ledger.write("settled", call="a", trace="t", teacher="x", usd=0.25, status="ok")
-    ledger.write("reserved", call="b", trace="u", state="s", teacher="x", usd=0.5)
+    ledger.write("reserved", call="a", state="s", teacher="x", usd=1.0)
+    ledger.write("settled", call="a", teacher="x", usd=0.25, status="ok")
+    ledger.write("reserved", call="b", state="s", teacher="x", usd=0.5)
     path.write_bytes(path.read_bytes() + b'{"kind": "sett')
     CostLedger(path).write("stopped", reason="test")
     total = spent(path)
     assert (total.usd, total.calls, total.unsettled) == (0.75, 2, 1)
-    assert dict(total.by_trace) == {"t": 0.25, "u": 0.5}
     assert [line["kind"] for line in read_costs(path)] == ["reserved", "settled", "reserved", "stopped"]
 
 

@@ -20,7 +20,6 @@ from composer_prime.traces.replay import teacher_pool
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.records import read_pairs, votes_beside
 from composer_prime.traces.replay.replay import open_replay
-from composer_prime.traces.replay.replay_cost import forecast_cost
 from composer_prime.traces.replay.teacher_pool import models_at
 from composer_prime.traces.states import write_state
 
@@ -86,7 +85,7 @@ def test_a_cap_ends_the_replay_only(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "x")
     run_dir.rollouts(1).parent.mkdir(parents=True)
     run_dir.rollouts(1).write_bytes(b"".join(rollout(number) for number in range(9)))
-    budget = {"usd_per_call": 1.0, "usd_per_trace": 9.0, "usd_per_run": 0.9}
+    budget = {"usd_per_run": 0.9}
 
     async def run() -> None:
         async with serving(Endpoint(answers=overrule)) as endpoint:
@@ -220,19 +219,6 @@ def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"set teachers\.assume_family"):
         run_config(tmp_path, "http://x/v1", path=str(tmp_path / "mine"), online=True)
     assert run_config(tmp_path, "http://x/v1", path=str(tmp_path / "mine"), online=True, assume_family="qwen")
-
-
-# The forecast: two answers of a quarter length at the least, all voters at full length at the most.
-def test_the_forecast(tmp_path: Path) -> None:
-    path = tmp_path / "states.jsonl"
-    line = write_state(state(0))
-    path.write_bytes(line * 30)
-    expected = forecast_cost(run_config(tmp_path, "http://x/v1", states=path))
-    prompt = int(len(line) / 4)
-    assert expected is not None and expected.states == 30
-    assert expected.low_usd == pytest.approx(30 * 2 * (prompt + 5) / 1000)
-    assert expected.high_usd == pytest.approx(30 * 3 * (prompt + 20) / 1000)
-    assert forecast_cost(run_config(tmp_path, "http://x/v1")) is None
 
 
 async def until(condition, timeout_s: float = 200) -> None:

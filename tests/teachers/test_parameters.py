@@ -6,14 +6,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from loopback import Endpoint, configured, overrule, play, replayed, serving, state
+from loopback import Endpoint, configured, replayed, serving, state
 from pydantic import ValidationError
 
 from composer_prime.config.teachers import TeacherConfig, TeachersConfig
 from composer_prime.llm.cache import Question
-from composer_prime.llm.client import NoAnswerError
-from composer_prime.traces.replay.replay import ReplayProgress
-from composer_prime.traces.replay.teacher_pool import TeacherPool, teacher_budget
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -42,46 +39,6 @@ def test_each_teacher_has_its_keys(tmp_path: Path) -> None:
     for model in ("qwen-b", "glm-c"):
         assert (seen[model]["max_tokens"], seen[model]["temperature"]) == (20, 0)
         assert "max_completion_tokens" not in seen[model]
-
-
-# Where an endpoint refuses a parameter, the setting to change is named once, however many states there are, and
-# the replay ends that would go on with one teacher less.
-@pytest.mark.parametrize(
-    ("refused", "remedy"),
-    [("max_tokens", 'max_tokens_key = "max_completion_tokens"'), ("temperature", 'temperature = "omit"')],
-)
-def test_a_refused_parameter_names_the_setting(tmp_path: Path, refused: str, remedy: str) -> None:
-    async def run() -> ReplayProgress:
-        async with serving(Endpoint(answers=overrule, refuses=(refused,))) as endpoint:
-            config = configured(tmp_path, endpoint.url)
-            config = reasoning(reasoning(config, "qwen-b"), "glm-c")
-            return await replayed(tmp_path, config, [state(0, trace=f"t{number}") for number in range(40)])
-
-    progress = asyncio.run(run())
-    (told,) = progress.without_vote
-    assert told.startswith("gpt-a") and f"(set {remedy} for this teacher)" in told
-    assert progress.stopped is not None and progress.states < 40
-
-
-# Two that wait for one answer are told the setting once each.
-def test_all_that_wait_are_told_the_setting_once(tmp_path: Path) -> None:
-    async def run() -> list[str]:
-        async with serving(Endpoint(answers=overrule, refuses=("temperature",))) as endpoint:
-            config = configured(tmp_path, endpoint.url)
-            pool = TeacherPool(config, teacher_budget(config.budget, tmp_path / "costs.jsonl"))
-            waiting = [pool.teachers[0].ask(state(0)) for _ in range(3)]
-            errors = await asyncio.gather(*waiting, return_exceptions=True)
-            await pool.close()
-            assert len(endpoint.asked) == 1 and all(isinstance(error, NoAnswerError) for error in errors)
-            return [str(error) for error in errors]
-
-    assert [told.count("(set ") for told in asyncio.run(run())] == [1, 1, 1]
-
-
-# A parameter that is supported, but has a value too large, is no matter of its name.
-def test_other_refusals_name_no_setting(tmp_path: Path) -> None:
-    progress, _ = play(tmp_path, [state(0)], script={model: ["400"] for model in ("gpt-a", "qwen-b", "glm-c")})
-    assert progress.without_vote and not any("(set " in reason for reason in progress.without_vote)
 
 
 # Another name of the limit asks nothing else, so answers that are kept stay valid; another temperature does.

@@ -127,7 +127,7 @@ def test_replay_online_and_from_the_cache(tmp_path: Path) -> None:
     once, again = tmp_path / "once.jsonl", tmp_path / "again.jsonl"
     command = ("composer_prime.cli.main", "replay", few)
     assert "40 replayed" in run(*command, "-o", once, "@", toml)
-    shown = run(*command, "-o", again, "@", toml, "--teachers.cache_only", "true")
+    shown = run(*command, "-o", again, "@", toml)
     assert "0 called" in shown and not (tmp_path / "again.costs.jsonl").exists()
     first, second = ([pair.pair_id for pair in read_pairs(path)] for path in (once, again))
     assert set(first) == set(second) and first

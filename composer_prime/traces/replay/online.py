@@ -30,8 +30,7 @@ from composer_prime.traces.ingest.ingest import ingest
 from composer_prime.traces.ingest.trace_file import Options, Tally
 from composer_prime.traces.replay.records import votes_beside
 from composer_prime.traces.replay.replay import Replay, open_replay
-from composer_prime.traces.replay.replay_cost import selected_states
-from composer_prime.traces.states import TraceState, read_states
+from composer_prime.traces.states import TraceState, read_states, selected_states
 
 logger = logging.getLogger(__name__)
 

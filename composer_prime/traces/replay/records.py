@@ -22,12 +22,11 @@ import msgspec
 
 from composer_prime.data.pairs import Pair
 from composer_prime.errors import ConfigError, UnwritableError
-from composer_prime.traces.replay.actions import RULES
 from composer_prime.traces.states import check_own
 
 T = TypeVar("T")
 UNDECIDED = {"refused", "failed", "budget"}
-"""Outcomes that the next replay tries again: a teacher may be back, a cap raised, a family named."""
+"""Outcomes that the next replay tries again: a teacher may be back, a family named."""
 
 
 class VoteRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -46,8 +45,6 @@ class VoteRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Paid now; 0 from the cache."""
     price_usd: float = 0.0
     """Paid when it was first asked for."""
-    model: str | None = None
-    """The model that answered, where it is not the one that was asked for."""
 
 
 class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -56,7 +53,7 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     trace: str
     state: str
     outcome: str
-    """overruled | agreed | no_majority | cannot_run | refused | failed | budget"""
+    """overruled | agreed | no_majority | cannot_run | refused | failed; earlier releases had budget too"""
     reason: str | None = None
     votes: list[VoteRecord] = []
     failed_calls: int = 0
@@ -68,8 +65,6 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     content: str = ""
     """Digest of what the student saw and did. It tells apart another state with the same id."""
     pairs: list[str] = []
-    rules: int = 1
-    """By which the forms were compared (actions.RULES)."""
 
     @property
     def calls(self) -> int:
@@ -106,8 +101,7 @@ class ReplayRecords:
     """The two files of a replay. One writer at a time (`only_writer`)."""
 
     def __init__(self, pairs: Path, votes: Path) -> None:
-        """Raises ConfigError where a file holds something else, which is left as it is, or the votes were compared by
-        rules of another release."""
+        """Raises ConfigError where a file holds something else, which is left as it is."""
         self.pairs_path = pairs
         self.votes_path = votes
         check_own(pairs, Pair, "pairs")
@@ -117,16 +111,7 @@ class ReplayRecords:
             _end_last_line(path, kind)
         self.history = list(read_records(votes))
         """Of earlier replays."""
-        other = [record.rules for record in self.history if record.votes and record.rules != RULES]
-        if other:
-            raise ConfigError(
-                f"{self.votes_path} holds {len(other)} states whose votes were compared by rules {other[0]}, this "
-                f"release compares by rules {RULES}, and one file of pairs has one: replay into another (answers come "
-                f"from the cache, for nothing); in a run, move {self.pairs_path.stem}*.json* in "
-                f"{self.pairs_path.parent} elsewhere, or set teachers.online = false"
-            )
         self._ids: dict[tuple[str, str, str], str] = {}
-        self.contents: set[str] = set()
         for pair in read_pairs(pairs):
             self._note(pair)
         pair_ids = set(self._ids.values())
@@ -157,7 +142,6 @@ class ReplayRecords:
 
     def _note(self, pair: Pair) -> None:
         self._ids[_place(pair)] = pair.pair_id
-        self.contents.add(content_of(pair))
 
 
 def read_records(path: Path) -> Iterator[StateRecord]:
@@ -176,11 +160,6 @@ def read_pairs(path: Path) -> Iterator[Pair]:
 def votes_beside(pairs: Path) -> Path:
     """Return the votes file of a pairs file."""
     return pairs.with_name(f"{pairs.stem}.votes.jsonl")
-
-
-def content_of(pair: Pair) -> str:
-    """Return what two duplicates share: the same context and the same two actions, in whichever trace."""
-    return digest([_without_ids(message) for message in (*pair.state.messages, pair.chosen, pair.rejected)])
 
 
 def digest(value: Any) -> str:

@@ -4,7 +4,7 @@
                  longer than a training step holds? refused
                  voters (never the trace's own family, cheapest first)
                  vote ── settled? no ── next vote ...
-                 pairs ── length, duplicates ──> ReplayRecords
+                 pairs ── length ──> ReplayRecords
                too many failed calls, budget ──> stop: what is in flight ends, the rest stays for the next replay
 
 An interrupted, killed or stopped replay continues where it was. Done states are skipped. Paid answers come from the
@@ -30,8 +30,8 @@ from composer_prime.errors import TeacherError
 from composer_prime.llm.budget import Budget
 from composer_prime.llm.cache import Message
 from composer_prime.model_source import resolve_model
-from composer_prime.traces.replay.actions import RULES, Files, canonical
-from composer_prime.traces.replay.records import UNDECIDED, ReplayRecords, StateRecord, content_of, digest, only_writer
+from composer_prime.traces.replay.actions import canonical
+from composer_prime.traces.replay.records import UNDECIDED, ReplayRecords, StateRecord, digest, only_writer
 from composer_prime.traces.replay.teacher_pool import Teacher, TeacherPool, check_teachers, models_at, teacher_budget
 from composer_prime.traces.replay.voting import Ballot, Voting, length_ratio, pairs_of, without_thinking
 from composer_prime.traces.states import TraceState
@@ -86,7 +86,8 @@ class ReplayProgress:
     """States that an earlier replay had done already."""
     outcomes: Counter[str] = field(default_factory=Counter)
     pairs: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
+    dropped: int = 0
+    """Pairs whose answers differ too much in length."""
     calls: int = 0
     cached: int = 0
     failed: int = 0
@@ -99,8 +100,6 @@ class ReplayProgress:
     refusals: Counter[str] = field(default_factory=Counter)
     without_vote: Counter[str] = field(default_factory=Counter)
     """Why teachers gave no vote."""
-    other_models: Counter[str] = field(default_factory=Counter)
-    """Votes of models that were not asked for, by teacher and model."""
     left_out: int = 0
     """States whose id another state has."""
     why_left_out: str | None = None
@@ -228,11 +227,11 @@ class Replay:
         finally:
             self._places.release()
 
-    async def _voted(self, state: TraceState) -> tuple[StateRecord, list[Pair], Counter[str]]:
-        """Return what came of a state, with the pairs to write and why others are dropped. An unexpected error fails
-        this state alone."""
+    async def _voted(self, state: TraceState) -> tuple[StateRecord, list[Pair], int]:
+        """Return what came of a state, with the pairs to write and how many are dropped. An unexpected error fails this
+        state alone."""
         ballot: Ballot | None = None
-        votes, pairs, dropped = [], [], Counter[str]()
+        votes, pairs, dropped = [], [], 0
         failed, cached_usd = 0, 0.0
         try:
             try:
@@ -244,7 +243,9 @@ class Replay:
                 outcome, reason = await self._voting.vote(ballot, voters)
                 votes, failed, cached_usd = [vote.record for vote in ballot.votes], ballot.failed, ballot.cached_usd
             if ballot is not None and outcome not in UNDECIDED:
-                pairs, dropped = self._kept(pairs_of(ballot))
+                made = pairs_of(ballot)
+                pairs = [pair for pair in made if length_ratio(pair.chosen, pair.rejected) <= _MAX_LENGTH_RATIO]
+                dropped = len(made) - len(pairs)
         except OSError:  # The other states need the disk too.
             raise
         except Exception as error:
@@ -264,7 +265,6 @@ class Replay:
             price_usd=usd + cached_usd,
             content=_content(state),
             pairs=[self._records.written_as(pair) or pair.pair_id for pair in pairs],
-            rules=RULES,
         )
         return record, pairs, dropped
 
@@ -276,39 +276,23 @@ class Replay:
 
     def _ballot(self, state: TraceState) -> tuple[Ballot, list[Teacher]]:
         """Return (ballot, voters). Raises TeacherError if no teacher may judge the state."""
-        files = Files(state.messages)
-        student = canonical(without_thinking(state.student_action), state.tools, files)
+        student = canonical(without_thinking(state.student_action), state.tools)
         if student is None:
             raise TeacherError("the student's action is empty")
         voters = self._pool.voters(state)
-        return Ballot(state=state, files=files, student=student, planned=min(self.config.voters, len(voters))), voters
+        return Ballot(state=state, student=student, planned=min(self.config.voters, len(voters))), voters
 
-    def _kept(self, pairs: list[Pair]) -> tuple[list[Pair], Counter[str]]:
-        """Return the pairs to write, and why others are dropped."""
-        kept, dropped = list[Pair](), Counter[str]()
-        for pair in pairs:
-            written = self._records.written_as(pair) is not None
-            if length_ratio(pair.chosen, pair.rejected) > _MAX_LENGTH_RATIO:
-                dropped["length"] += 1
-            elif content_of(pair) in self._records.contents and not written:
-                dropped["duplicate"] += 1
-            else:
-                self._records.contents.add(content_of(pair))
-                kept.append(pair)
-        return kept, dropped
-
-    def _count(self, record: StateRecord, dropped: Counter[str]) -> None:
+    def _count(self, record: StateRecord, dropped: int) -> None:
         progress = self.progress
         progress.states += 1
         progress.outcomes[record.outcome] += 1
         progress.pairs += len(record.pairs)
-        progress.dropped.update(dropped)
+        progress.dropped += dropped
         progress.calls += record.calls
         progress.cached += sum(vote.cached for vote in record.votes)
         progress.failed += record.failed_calls
         progress.usd = self._budget.spent_usd - self._spent_before_usd
         progress.cached_usd += record.price_usd - record.cost_usd
-        progress.other_models.update(f"{vote.teacher}: {vote.model}" for vote in record.votes if vote.model)
         if record.outcome == "refused":
             progress.refusals[record.reason or ""] += 1
         if self._budget.closed is not None:

@@ -22,14 +22,8 @@ from composer_prime.console import INTERRUPTED, ProgressLines, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.traces.replay.records import UNDECIDED, votes_beside
 from composer_prime.traces.replay.replay import Replay, ReplayProgress, open_replay
-from composer_prime.traces.replay.replay_cost import (
-    CostForecast,
-    cost_with_cap,
-    count_selected,
-    forecast_cost,
-    selected_states,
-)
-from composer_prime.traces.states import read_states, same_file
+from composer_prime.traces.replay.teacher_pool import cost_line
+from composer_prime.traces.states import count_selected, read_states, same_file, selected_states
 
 STOPPED = 3
 INTERRUPTION = "interrupted: repeat the command to continue"
@@ -63,13 +57,13 @@ def main(words: list[str] | None, *, server: Sequence[str], no_run: Mapping[str,
         return 0
     try:
         arguments = parse_arguments(words, no_run)
-        progress, expected = asyncio.run(replay(arguments, server))
+        progress = asyncio.run(replay(arguments, server))
     except (KeyboardInterrupt, asyncio.CancelledError):
         print(INTERRUPTION, file=sys.stderr)
         return INTERRUPTED
     except (ComposerError, OSError) as error:
         fail(error, command="composer replay")
-    print("\n".join(replay_summary(progress, arguments.pairs, expected)))
+    print("\n".join(replay_summary(progress, arguments.pairs)))
     if progress.stopped == INTERRUPTION:
         return INTERRUPTED
     return STOPPED if progress.stopped else 0
@@ -95,8 +89,8 @@ def parse_arguments(words: Sequence[str], no_run: Mapping[str, str]) -> Argument
     return Arguments(states=Path(files[0]), pairs=Path(files[2]), config=config)
 
 
-async def replay(arguments: Arguments, server: Sequence[str] = ()) -> tuple[ReplayProgress, CostForecast | None]:
-    """Replay. Return (what was done, what it was expected to cost).
+async def replay(arguments: Arguments, server: Sequence[str] = ()) -> ReplayProgress:
+    """Replay, and return what was done.
 
     Raises ConfigError when the states cannot be read, or none of them can be judged.
     """
@@ -108,8 +102,7 @@ async def replay(arguments: Arguments, server: Sequence[str] = ()) -> tuple[Repl
     total = count_selected(arguments.states, select)
     costs = pairs.with_name(f"{pairs.stem}.costs.jsonl")
     async with open_replay(arguments.config, pairs=pairs, votes=votes_beside(pairs), costs=costs, server=server) as run:
-        expected = forecast_cost(arguments.config, arguments.states)
-        print(cost_with_cap(arguments.config, expected), file=sys.stderr)
+        print(cost_line(arguments.config.teachers), file=sys.stderr)
         showing = asyncio.create_task(_show(run.progress, total))
         try:
             with _interruptible(run):
@@ -118,13 +111,13 @@ async def replay(arguments: Arguments, server: Sequence[str] = ()) -> tuple[Repl
             showing.cancel()
     only_refused = progress.outcomes["refused"] == progress.states
     if only_refused and progress.resumed:  # a finished replay, repeated: the others were decided then
-        return progress, expected
+        return progress
     if progress.states and only_refused:
         reasons = "; ".join(reason for reason, _ in progress.refusals.most_common(3))
         raise ConfigError(f"all {progress.states} states were refused: {reasons}")
     if progress.states and sum(progress.outcomes[outcome] for outcome in UNDECIDED) == progress.states:
         progress.stopped = progress.stopped or "no state was decided: correct what is named above, and repeat"
-    return progress, expected
+    return progress
 
 
 @contextmanager
@@ -169,23 +162,18 @@ async def _show(progress: ReplayProgress, total: int) -> None:
         await asyncio.sleep(_SHOW_S)
 
 
-def replay_summary(progress: ReplayProgress, pairs: Path, expected: CostForecast | None = None) -> list[str]:
-    """Return what a replay did, as lines, with its cost beside what was `expected`."""
-    beside = f"; the forecast was {expected.text()}" if expected else ""
+def replay_summary(progress: ReplayProgress, pairs: Path) -> list[str]:
+    """Return what a replay did, as lines."""
     outcomes = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in progress.outcomes.most_common())
-    dropped = ", ".join(f"{count} {reason}" for reason, count in progress.dropped.most_common())
     lines = [
         f"states    {progress.states} replayed ({outcomes or 'none'}); {progress.resumed} were done before",
-        f"pairs     {progress.pairs} written to {pairs}" + (f"; dropped: {dropped}" if dropped else ""),
+        f"pairs     {progress.pairs} written to {pairs}"
+        + (f"; {progress.dropped} dropped" if progress.dropped else ""),
         f"votes     {progress.calls} called, {progress.cached} from the cache, {progress.failed} failed",
-        f"cost      ${progress.usd:.4f} paid now, ${progress.price_usd:.4f} as first asked{beside}",
+        f"cost      ${progress.usd:.4f} paid now, ${progress.price_usd:.4f} as first asked",
     ]
     if progress.left_out:
         lines.append(f"left out  {progress.left_out}: {progress.why_left_out}")
-    lines += [
-        f"model     {count} votes of a model that was not asked for, {which}: name it, or see to the endpoint"
-        for which, count in progress.other_models.most_common(3)
-    ]
     lines += [f"refused   {count}: {reason}" for reason, count in progress.refusals.most_common(3)]
     lines += [f"no vote   {count}: {reason}" for reason, count in progress.without_vote.most_common(3)]
     return [*lines, f"stopped   {progress.stopped}"] if progress.stopped else lines

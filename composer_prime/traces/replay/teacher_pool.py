@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,7 +20,7 @@ import msgspec
 
 from composer_prime.config.teachers import MODELS_VARIABLE, BudgetConfig, TeacherConfig, TeachersConfig
 from composer_prime.errors import ConfigError, DeadlineError, RoleFailedError, TeacherError
-from composer_prime.llm.budget import Budget, Caps
+from composer_prime.llm.budget import Budget
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.client import ChatClient, ChatRequest, Endpoint, NoAnswerError
 from composer_prime.llm.prices import PER_MILLION, Price, listed_price
@@ -37,13 +36,6 @@ _BYTES_PER_TOKEN = 1.5
 """What a call's bound assumes of its prompt. English and code have four."""
 _ROUNDING = 0.01
 """By which share OpenRouter's price may differ from the list."""
-_REMEDIES = {
-    "max_completion_tokens": 'max_tokens_key = "max_tokens"',
-    "max_tokens": 'max_tokens_key = "max_completion_tokens"',
-    "temperature": 'temperature = "omit"',
-}
-"""By the parameter that an endpoint does not support: https://platform.openai.com/docs/guides/reasoning."""
-_UNSUPPORTED = re.compile(r"unsupported|not support", re.IGNORECASE)
 CALLS = 8
 """Calls of one teacher in flight."""
 MAX_RETRIES = 4
@@ -53,10 +45,6 @@ START_TIMEOUT_S = 180.0
 _END_S = 10.0
 _POLL_S = 0.5
 _MARK_BYTES = 1 << 16
-
-
-class NotAskedError(TeacherError):
-    """No call was made."""
 
 
 class TeacherAnswer(NamedTuple):
@@ -84,12 +72,9 @@ class Teacher:
         self.config = config
         self.price = price
         self._shared = shared
-        self._cache = cache
         # A local teacher has another port each time: its answers depend on its weights alone.
         self._identity = f"local:{weights_mark(config.model)}" if config.local else config.base_url
-        self._client = None
-        if not shared.cache_only:
-            self._client = ChatClient(self._endpoint(base_url or config.base_url), budget, cache)
+        self._client = ChatClient(self._endpoint(base_url or config.base_url), budget, cache)
 
     @property
     def name(self) -> str:
@@ -115,55 +100,34 @@ class Teacher:
     async def ask(self, state: TraceState) -> TeacherAnswer:
         """Return the answer to a state.
 
-        Raises NoAnswerError when there is no usable answer, NotAskedError when it may not be asked for, CapError when
-        the call would pass a cap.
+        Raises NoAnswerError when there is no usable answer, CapError when the call would pass the cap.
         """
         question = self._question(state)
-        key = question.key
-        if self._client is None:
-            answer, cached = await asyncio.to_thread(self._cache.get, key), True
-            if answer is None:
-                raise NotAskedError(
-                    f"teachers.cache_only is true, and {self._shared.cache_dir} holds no answer of {self.name} to this "
-                    "state: replay with cache_only = false once"
-                )
-        else:
-            prompt_bytes = len(msgspec.json.encode([question.messages, question.tools]))
-            prompt_tokens = int(prompt_bytes / _BYTES_PER_TOKEN) + _PROMPT_OVERHEAD_TOKENS
-            request = ChatRequest(
-                question=question,
-                key=key,
-                bound_usd=self.price.bound_usd(prompt_tokens, question.max_tokens),
-                trace=state.trace_id,
-                state=state.state_id,
-                check=self._check_model,
-            )
-            try:
-                answer, cached = await self._client.ask(request)
-            except NoAnswerError as error:  # which all that wait for this answer share
-                raise NoAnswerError(f"{error}{_remedy(error.body)}", body=error.body) from None
-        if cached and (foreign := self._foreign(answer)) is not None:
-            raise NotAskedError(foreign)  # kept under another `family` of this teacher
-        return TeacherAnswer(answer, key, cached)
+        prompt_bytes = len(msgspec.json.encode([question.messages, question.tools]))
+        prompt_tokens = int(prompt_bytes / _BYTES_PER_TOKEN) + _PROMPT_OVERHEAD_TOKENS
+        request = ChatRequest(
+            question=question,
+            key=question.key,
+            bound_usd=self.price.bound_usd(prompt_tokens, question.max_tokens),
+            state=state.state_id,
+            check=self._check_model,
+        )
+        answer, cached = await self._client.ask(request)
+        if cached:
+            self._check_model(answer)  # it may have been kept under another `family` of this teacher
+        return TeacherAnswer(answer, request.key, cached)
 
     def _check_model(self, answer: CachedAnswer) -> None:
-        foreign = self._foreign(answer)
-        if foreign is not None:
-            raise NoAnswerError(foreign)
-
-    def _foreign(self, answer: CachedAnswer) -> str | None:
-        """Return what is wrong with an answer of another family, which may be the one that wrote the trace."""
+        """Raise NoAnswerError for an answer of another family, which may be the one that wrote the trace."""
         asked = self.config.model
-        if not answer.model or not is_foreign(asked, self.family, answer.model):
-            return None
-        return (
-            f"an answer of {self.name} came from {answer.model}, of another family than {asked}, which was asked for "
-            f"(family {self.family!r}): see to its endpoint"
-        )
+        if answer.model and is_foreign(asked, self.family, answer.model):
+            raise NoAnswerError(
+                f"an answer of {self.name} came from {answer.model}, of another family than {asked}, which was asked "
+                f"for (family {self.family!r}): see to its endpoint"
+            )
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.close()
+        await self._client.close()
 
     def _endpoint(self, base_url: str) -> Endpoint:
         config, shared = self.config, self._shared
@@ -188,12 +152,6 @@ class Teacher:
             "prompt": round(self.price.input_usd * per_million, 6),
             "completion": round(self.price.output_usd * per_million, 6),
         }
-
-
-def _remedy(body: str) -> str:
-    """Return what to set where the endpoint's reply says that it takes other parameters."""
-    places = {body.find(name): remedy for name, remedy in _REMEDIES.items() if name in body}
-    return f" (set {places[min(places)]} for this teacher)" if places and _UNSUPPORTED.search(body) else ""
 
 
 def price_of(teacher: TeacherConfig) -> Price:
@@ -221,8 +179,7 @@ def teacher_budget(config: BudgetConfig, path: Path) -> Budget:
 
     Raises LedgerError where the file does not tell what was spent.
     """
-    caps = Caps(usd_per_run=config.usd_per_run, usd_per_trace=config.usd_per_trace, usd_per_call=config.usd_per_call)
-    return Budget(caps, CostLedger(path).write, spent(path))
+    return Budget(config.usd_per_run, CostLedger(path).write, spent(path).usd)
 
 
 def check_teachers(config: TeachersConfig) -> None:
@@ -231,8 +188,15 @@ def check_teachers(config: TeachersConfig) -> None:
         price_of(teacher)
         if teacher.local:
             resolve_model(teacher.model)
-        elif not config.cache_only:
+        else:
             teacher.api_key()
+
+
+def cost_line(config: TeachersConfig) -> str:
+    """Return what a replay may cost, as a line. Raises ConfigError for an unknown price."""
+    if all(price_of(teacher).bound_usd(1, 1) == 0 for teacher in config.teacher):
+        return "cost: nothing, all teachers are local"
+    return f"cost: at most ${config.budget.usd_per_run:g}, while no call is charged above its bound"
 
 
 def writer_family(state: TraceState, config: TeachersConfig) -> str:

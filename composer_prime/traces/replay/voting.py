@@ -21,10 +21,9 @@ from composer_prime.data.pairs import Pair, PairState
 from composer_prime.errors import CapError
 from composer_prime.llm.cache import Message
 from composer_prime.llm.client import NoAnswerError
-from composer_prime.model_families import is_same_model
-from composer_prime.traces.replay.actions import Canonical, Files, actions_in_text, canonical, way_of
+from composer_prime.traces.replay.actions import Canonical, actions_in_text, canonical, way_of
 from composer_prime.traces.replay.records import VoteRecord, digest
-from composer_prime.traces.replay.teacher_pool import NotAskedError, Teacher
+from composer_prime.traces.replay.teacher_pool import Teacher
 from composer_prime.traces.states import TraceState
 
 MAX_REASONS = 50
@@ -47,8 +46,6 @@ class Ballot:
     """The votes on one state while they come in."""
 
     state: TraceState
-    files: Files
-    """As the trace left them."""
     student: Canonical
     planned: int
     votes: list[Vote] = field(default_factory=list)
@@ -84,10 +81,7 @@ class Voting:
                     break
                 await self._ask(ballot, teacher)
         except CapError as error:
-            if error.scope == "run":
-                return "run_budget", str(error)
-            self.count_no_vote(str(error))
-            return "budget", str(error)
+            return "run_budget", str(error)
         form = majority(ballot.votes, ballot.planned)
         if form is None:
             alone = len({vote.record.family for vote in ballot.votes}) < 2
@@ -102,15 +96,12 @@ class Voting:
         """Add a teacher's vote. An answer that is cut short, filtered or empty is not one. Raises CapError."""
         try:
             reply = await teacher.ask(ballot.state)
-        except NotAskedError as error:
-            self._no_vote(ballot, str(error), called=False)
-            return
         except NoAnswerError as error:
             self._no_vote(ballot, str(error), called=True)
             return
         answer = reply.answer
         ballot.cached_usd += answer.cost_usd * reply.cached
-        form = canonical(answer.message, ballot.state.tools, ballot.files)
+        form = canonical(answer.message, ballot.state.tools)
         fault = None
         if answer.finish_reason == "length":
             fault = f"was cut at teachers.max_tokens = {self._config.max_tokens}"
@@ -121,7 +112,6 @@ class Voting:
         if form is None or fault is not None:
             self._no_vote(ballot, f"an answer of {teacher.name} {fault}", called=not reply.cached)
             return
-        other = answer.model if answer.model and not is_same_model(teacher.config.model, answer.model) else None
         record = VoteRecord(
             teacher=teacher.name,
             family=teacher.family,
@@ -131,7 +121,6 @@ class Voting:
             cached=reply.cached,
             cost_usd=0.0 if reply.cached else answer.cost_usd,
             price_usd=answer.cost_usd,
-            model=other,
         )
         ballot.votes.append(Vote(record=record, form=form, message=answer.message))
 
