@@ -200,7 +200,7 @@ def test_atif_results_of_no_call(tmp_path: Path, stray: dict[str, Any]) -> None:
     assert [message["content"] for message in states[1].messages[-3:]] == ["of k1", "of k2", "note"]
 
 
-# Copied steps and those without a model are context only. A subagent's trajectory is a trace of its own.
+# Copied steps and those without a model are context only. A subagent's trajectory is not read.
 def test_atif_of_several_trajectories(tmp_path: Path) -> None:
     steps = [{**step, "is_copied_context": True} if step["source"] == "agent" else step for step in ATIF["steps"][:4]]
     ran = {"step_id": 5, "source": "agent", "message": "Set up.", "llm_call_count": 0}
@@ -208,7 +208,7 @@ def test_atif_of_several_trajectories(tmp_path: Path) -> None:
     inner = {**ATIF, "session_id": None, "trajectory_id": "inner"}
     whole = {**ATIF, "steps": [*steps, ran, last], "subagent_trajectories": [inner]}
     states, tally = taken(lines(tmp_path / "a.jsonl", whole, {"steps": []}))
-    assert [state.trace_id for state in states] == ["trial-1", "inner", "inner", "inner"]
+    assert [state.trace_id for state in states] == ["trial-1"]
     assert roles(states[0])[-3:] == ["assistant", "tool", "assistant"] and tally.passed_over.total() == 2
     assert tally.skipped == {"no ATIF trajectory": 1}
 

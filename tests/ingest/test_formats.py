@@ -10,7 +10,6 @@ import pytest
 from ingest_traces import MESSAGES, OPENHANDS, ROLLOUT, TOOLS, lines, roles, taken, text, use
 
 from composer_prime.model_families import family_of
-from composer_prime.traces.replay.actions import actions_in_text, may_act
 from composer_prime.traces.states import TraceState
 
 
@@ -351,9 +350,6 @@ def test_events_without_source(tmp_path: Path, form: str) -> None:
     assert len(states[0]) == 2 and states[0] == states[1]
 
 
-FUNCTION = "<function=bash><parameter=command>ls</parameter></function>"
-
-
 def trace(text: str, *tools: str) -> dict[str, Any]:
     calls = [
         {"id": f"c{number}", "type": "function", "function": {"name": name, "arguments": "{}"}}
@@ -361,14 +357,6 @@ def trace(text: str, *tools: str) -> dict[str, Any]:
     ]
     asked = {"role": "user", "content": f"Do {text or tools}."}
     return {"messages": [asked, {"role": "assistant", "content": text, "tool_calls": calls}]}
-
-
-def history(number: int, tool: str) -> dict[str, Any]:
-    """A line of output.jsonl."""
-    arguments = json.dumps({"number": number})
-    call = {**OPENHANDS[2], "tool_name": tool, "tool_call": {"id": "c1", "name": tool, "arguments": arguments}}
-    end = {"kind": "ActionEvent", "id": "e9", "source": "agent", "tool_name": "finish", "tool_call_id": "c9"}
-    return {"instance_id": f"i{number}", "history": [OPENHANDS[1], call, end]}
 
 
 def rollout(number: int, text: str, *tools: str) -> dict[str, Any]:
@@ -382,42 +370,14 @@ def offered(state: TraceState) -> list[str]:
     return [tool["function"]["name"] for tool in state.tools]
 
 
-# More tools than one agent may have are those of several: each trace is offered its own, and none is lost.
-@pytest.mark.parametrize("kind", ["messages", "rollouts", "output"])
-def test_traces_of_many_agents(tmp_path: Path, kind: str) -> None:
-    records = {
-        "messages": [trace("", f"tool_{number}", "finish") for number in range(200)],
-        "rollouts": [rollout(number, "", f"tool_{number}", "finish") for number in range(200)],
-        "output": [history(number, f"tool_{number}") for number in range(200)],
-    }[kind]
-    states, _ = taken(lines(tmp_path / "m.jsonl", *records))
-    found = {state.trace_id: offered(state) for state in states}
-    assert list(found.values()) == [["finish", f"tool_{number}"] for number in range(200)]
-
-
-# Up to that number they are taken for one agent's: each trace is offered what all call.
+# All tools that a file calls are offered to each of its traces.
 def test_traces_of_one_agent(tmp_path: Path) -> None:
     states, _ = taken(lines(tmp_path / "m.jsonl", trace("", "edit"), trace("", "bash"), trace("I am done.")))
     assert [offered(state) for state in states] == [["bash", "edit"]] * 3
 
 
-# An agent that acts in its text has no tools, whatever other traces of the file call; one that calls tools and shows a
-# command in a text has them.
-@pytest.mark.parametrize("text", ["```bash\nls\n```", "```\nls\n```", FUNCTION])
-def test_traces_that_act_in_their_text(tmp_path: Path, text: str) -> None:
-    both = trace("", "edit")
-    both["messages"] += [{"role": "user", "content": "How?"}, {"role": "assistant", "content": text}]
-    states, _ = taken(lines(tmp_path / "m.jsonl", trace("", "bash"), trace(text), both))
-    assert [offered(state) for state in states] == [["bash", "edit"], [], ["bash", "edit"], ["bash", "edit"]]
-    states, _ = taken(lines(tmp_path / "r.jsonl", rollout(0, "", "bash"), rollout(1, text)))
+# A rollout of an agent without tools says so, whatever other rollouts of the file call.
+def test_rollouts_without_tools(tmp_path: Path) -> None:
+    acting = {**rollout(1, "```bash\nls\n```"), "tools": []}
+    states, _ = taken(lines(tmp_path / "r.jsonl", rollout(0, "", "bash"), acting))
     assert [offered(state) for state in states] == [["bash"], []]
-
-
-# What is looked at in a text takes linear time, and finds what `written` would.
-def test_texts_that_may_act() -> None:
-    for said in ("```bash\nls\n```", "I look.\n```\nls\n```\n", FUNCTION, "```python\nx\n```\n```\nls\n```"):
-        assert may_act(said) and actions_in_text(said)
-    for said in ("Done.", "```python\nx = 1\n```", "```json\n{}\n``` is what I read", "```"):
-        assert not may_act(said) and not actions_in_text(said)
-    for unit in ("```\n", "```bash", "\n", "<function", "``"):
-        may_act("```bash" + unit * 1_000_000)

@@ -10,7 +10,7 @@ Messages may have OpenAI's form, its older form, Anthropic's form, or a mixture:
     results  messages of role tool or function, or blocks of type tool_result in a user message
     text     `content`, `value` or `text`
 
-record_tree.py handles traces whose records name their parent.
+Sessions of Claude Code, whose records name their parent, have a tree of their own (formats/claude_code.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,17 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
-from composer_prime.traces.ingest.agent_turns import Call, Turn, digest_of, size_of, too_long
-from composer_prime.traces.ingest.reading import FileStart, objects, parse_json, string, text_of
-from composer_prime.traces.ingest.trace_file import NO_RESULT, StateMaker, TraceFile
+from composer_prime.traces.ingest.reading import objects, parse_json, string, text_of
+from composer_prime.traces.ingest.trace_file import (
+    NO_RESULT,
+    Call,
+    StateMaker,
+    TraceFile,
+    Turn,
+    digest_of,
+    size_of,
+    too_long,
+)
 from composer_prime.traces.states import Message, TraceState
 
 
@@ -38,7 +46,7 @@ class TraceBuilder:
     def __init__(self, file: TraceFile, trace_id: object, model: object = None) -> None:
         """The trace has the file's name where it has no `trace_id`. `model` is the one that the trace names."""
         self._maker = StateMaker(file, trace_id, model)
-        self.tools = self._maker.tools
+        self.list_tools = self._maker.list_tools
         self._messages: list[Message] = []
         self._prefixes: list[bytes] = []
         self._marks: list[set[str]] = []
@@ -114,11 +122,16 @@ class TraceBuilder:
         if turn is not None:
             missing = too_long(self._maker.limits) if self._overflow else None
             digest = self._prefixes[-1] if self._prefixes else b""
-            for message in self._maker.finish(turn, list(self._messages), digest, missing):
-                self._append(message, marks)
+            action = self._maker.finish(turn, list(self._messages), digest, missing)
+            if action is not None:
+                results = [
+                    self._maker.result(each.call_id, turn.results.get(each.call_id, NO_RESULT)) for each in turn.calls
+                ]
+                for message in (action, *results):
+                    self._append(message, marks)
 
     def _append(self, message: Message, marks: set[str]) -> None:
-        if self._maker.unshown is not None:
+        if self._maker.gathering:
             return
         self._chars += size_of(message)
         if self._chars > self._maker.limits.context_chars:
@@ -159,25 +172,6 @@ _LEFT_OUT = {"exit"}
 """Roles that the agent never saw: mini-swe-agent writes how a run ended as a message."""
 _UNREAD = re.compile(r"[_-](?:use|call|result|output)$")
 """Endings of the types of blocks that hold a call or a result."""
-
-
-def listed(sample: FileStart) -> list[Any]:
-    """Return what a file begins with: its records, or its document, or that document's items."""
-    document = sample.document
-    return sample.records if document is None else document if isinstance(document, list) else [document]
-
-
-def read_each(
-    file: TraceFile, matches: Callable[[FileStart], bool], read_trace: Callable[[TraceFile, Any], Iterator[TraceState]]
-) -> Iterator[TraceState]:
-    """Yield the states of a file that holds one trace, a list of them, or one a line."""
-    if file.whole is not None and not matches(FileStart(path=file.path, document=file.whole)):
-        file.unknown()
-        return
-    document = file.whole
-    for record in file.records() if document is None else document if isinstance(document, list) else [document]:
-        yield from file.trace(lambda file, record=record: read_trace(file, record))
-        del record
 
 
 def feed(

@@ -1,8 +1,8 @@
 """Turn one file of recorded agent sessions into states. Read this file first.
 
-    file -> reading.py -> formats/ -> conversation.py or record_tree.py -> trace_file.py -> TraceState
-            bounded JSON  a reader    |  contexts, open turns          |  masking/ masks every text on entry
-                          a format    `-> Tally: every record is taken, or skipped with a reason
+    file -> reading.py -> formats/ -> conversation.py -> trace_file.py -> TraceState
+            bounded JSON  a reader    contexts, open turns  |  masking/ masks every text on entry
+                          a format                          `-> Tally: every record is taken, or skipped with a reason
 
 A file's format is found by its content, never by its name alone.
 """
@@ -23,7 +23,7 @@ from composer_prime.traces.ingest.formats import (
     swe_agent,
 )
 from composer_prime.traces.ingest.reading import take_sample
-from composer_prime.traces.ingest.trace_file import NO_TRACE, Options, Tally, TraceFile, observed_tools
+from composer_prime.traces.ingest.trace_file import NO_TRACE, Options, Tally, TraceFile
 from composer_prime.traces.states import TraceState, is_compressed
 
 FORMATS = (
@@ -77,6 +77,5 @@ def ingest(
     if reader is None:
         file.unknown()
     else:
-        file.observed = observed_tools(file, reader.read)
-        file.tools = file.observed.schemas()
+        file.observe(reader.read)
         yield from reader.read(file)

@@ -2,42 +2,48 @@
 
     records, results, errors ─> Turn ─> StateMaker.finish(turn, what came before) ─> TraceFile.drain(), context
 
-What the formats share is here and in agent_turns.py. A reader only decides what each record means. Messages are masked
-once, on entry, and the states of a trace share them.
-
+A reader only decides what each record means. Messages are masked once, on entry, and the states of a trace share them.
 Records (a line, an event, a message of a document) are taken or skipped, turns of the assistant give states or are
 passed over, each by reason.
+
+Many formats do not list the tools that the agent had. A teacher can only choose among the tools that it is offered, and
+the offer must not reveal what the student chose. So every state of a file offers all tools that the whole file calls
+(`ObservedTools`), gathered in a first pass over the file.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from composer_prime.llm.reply import split_thinking
 from composer_prime.model_families import family_of
-from composer_prime.traces.ingest.agent_turns import (
-    MAX_TOOLS,
-    Call,
-    ObservedTools,
-    OfferedTools,
-    Turn,
-    digest_of,
-    size_of,
-)
 from composer_prime.traces.ingest.masking.masker import Masker
-from composer_prime.traces.ingest.reading import Bad, Limits, lines
+from composer_prime.traces.ingest.reading import Bad, Limits, at, lines, objects
 from composer_prime.traces.states import Message, TraceState
 
 NO_TRACE = "not a known trace format"
 NO_RESULT = "[no result was recorded]"
 COPY = "copy of an earlier state"
-GATHERING = "the tools of the file are still being gathered"
 ERROR_CHARS = 500
+MAX_TOOLS, MAX_ARGUMENTS = 128, 64
+"""Tools of one file, and arguments of one tool, that are described. A hostile file may call more."""
+_TYPES: list[tuple[type, str]] = [
+    (bool, "boolean"),
+    (int, "integer"),
+    (float, "number"),
+    (str, "string"),
+    (list, "array"),
+    (dict, "object"),
+]
 
 
 @dataclass(slots=True)
@@ -92,6 +98,86 @@ class Options:
 
 
 @dataclass(slots=True, kw_only=True)
+class Call:
+    """A tool call. `arguments` is the decoded JSON object, or the text itself when it is not a JSON object."""
+
+    call_id: str
+    name: str
+    arguments: dict[str, Any] | str
+
+
+@dataclass(slots=True)
+class Turn:
+    """One answer of the model, possibly still incomplete, with the results of its calls."""
+
+    key: str | None
+    model: str | None
+    step: int
+    several_models: bool = False
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    results: dict[str, str] = field(default_factory=dict)
+    error: str | None = None
+    entropy: float | None = None
+    aside: str | None = None
+    """Why the turn is context only and gives no state."""
+
+    def add(self, text: str, calls: Collection[Call], reasoning: str) -> None:
+        """Add a part of the answer. Its text may contain thinking, which is split off."""
+        visible, thought = split_thinking(text)
+        self.text += [visible] if visible.strip() else []
+        self.reasoning += [part for part in (reasoning, thought) if part.strip()]
+        call_ids = {call.call_id for call in self.calls}
+        self.calls += [call for call in calls if call.call_id not in call_ids]
+
+    def answer(self, call_id: str | None, text: str, error: str | None) -> bool:
+        """Store the result of a call; None stands for the first one without a result.
+
+        Return False when the turn made no such call or has its result already.
+        """
+        if call_id is None:
+            call_id = next((call.call_id for call in self.calls if call.call_id not in self.results), None)
+        if call_id is None or call_id in self.results or all(call.call_id != call_id for call in self.calls):
+            return False
+        self.results[call_id] = text
+        if error is not None:
+            self.fail(error)
+        return True
+
+    def fail(self, error: str) -> None:
+        """Record the error that the turn led to, unless it has one."""
+        self.error = error if self.error is None else self.error
+
+
+class ObservedTools:
+    """The tools that the turns of a file call, as function tools of OpenAI's chat completions."""
+
+    def __init__(self) -> None:
+        self._arguments: dict[str, dict[str, str]] = {}
+
+    def add(self, turn: Turn) -> None:
+        """Note the calls of a turn, with the names and types of their arguments."""
+        for call in turn.calls:
+            if call.name in self._arguments or len(self._arguments) < MAX_TOOLS:
+                types = self._arguments.setdefault(call.name, {})
+                arguments = call.arguments if isinstance(call.arguments, dict) else {}
+                for argument in [each for each in arguments if each not in types][: MAX_ARGUMENTS - len(types)]:
+                    value = arguments[argument]
+                    types[argument] = next((name for kind, name in _TYPES if isinstance(value, kind)), "")
+
+    def schemas(self, mask: Callable[[str], str]) -> list[dict[str, Any]]:
+        """Return the tools sorted by name. The order must not reveal when they were called.
+
+        `mask` removes secrets from a name: some files hold secrets in tool names too.
+        """
+        masked: dict[str, dict[str, str]] = {}
+        for name, arguments in self._arguments.items():
+            masked.setdefault(mask(name), {}).update({mask(key): kind for key, kind in arguments.items()})
+        return [_schema(name, masked[name]) for name in sorted(masked)]
+
+
+@dataclass(slots=True, kw_only=True)
 class TraceFile:
     """What a format's reader needs to read a file."""
 
@@ -106,8 +192,6 @@ class TraceFile:
     trace_ids: set[str] = field(default_factory=set)
     tools: ObservedTools | list[dict[str, Any]] = field(default_factory=list)
     """The tools that the file calls. In the first pass, the collector that gathers them; then no state is made."""
-    observed: ObservedTools | None = None
-    """The tools of the whole file, once the first pass is done."""
     size: int = sys.maxsize
     """Bytes of a file of lines that are read. What is appended meanwhile is left for another ingestion."""
     ready: list[TraceState] = field(default_factory=list)
@@ -133,18 +217,6 @@ class TraceFile:
                 yield value
             del value
 
-    def trace(self, read: Callable[[TraceFile], Iterator[TraceState]]) -> Iterator[TraceState]:
-        """Yield the states of one trace of a file that may hold several agents.
-
-        When the file calls more tools than one agent has, the trace is offered only the tools that it calls itself.
-        When the trace acts in its text only, it is offered none.
-        """
-        observed = self.observed
-        if observed is None or not self.tools or not (observed.too_many or observed.in_text):
-            return read(self)
-        own = observed_tools(self, read)
-        return read(replace(self, tools=own.schemas())) if observed.too_many or own.only_in_text else read(self)
-
     def unknown(self) -> None:
         """Skip every record: the file does not belong to the reader."""
         if self.path.is_dir() or self.whole is not None:
@@ -152,6 +224,15 @@ class TraceFile:
             return
         for _ in self.records():
             self.tally.skip(NO_TRACE)
+
+    def observe(self, read: Callable[[TraceFile], Iterator[TraceState]]) -> None:
+        """Gather the tools that the turns call. No context is held, nothing is masked or counted."""
+        gathered = ObservedTools()
+        unmasked = replace(self.options, mask=False)
+        first = replace(self, tally=Tally(), options=unmasked, fingerprints=set(), trace_ids=set(), tools=gathered)
+        for _ in read(first):
+            pass
+        self.tools = gathered.schemas(Masker(Counter(), self.options.mask).text)
 
 
 def unique_name(name: str, taken: set[str]) -> str:
@@ -162,23 +243,6 @@ def unique_name(name: str, taken: set[str]) -> str:
         numbered = f"{name}~{number}"
     taken.add(numbered)
     return numbered
-
-
-def observed_tools(file: TraceFile, read: Callable[[TraceFile], Iterator[TraceState]]) -> ObservedTools:
-    """Gather the tools that the turns call. No context is held, nothing is masked or counted."""
-    tools = ObservedTools(Masker(Counter(), file.options.mask).text)
-    first = replace(
-        file,
-        tally=Tally(),
-        options=replace(file.options, mask=False),
-        fingerprints=set(),
-        trace_ids=set(),
-        tools=tools,
-        observed=None,
-    )
-    for _ in read(first):
-        pass
-    return tools
 
 
 class StateMaker:
@@ -196,11 +260,28 @@ class StateMaker:
         self._trace_id = unique_name(masked, file.trace_ids)
         self.model = model if isinstance(model, str) and model else None
         """The model that the trace named last."""
-        called = None if isinstance(file.tools, ObservedTools) else file.tools
-        self.unshown = GATHERING if called is None else None
-        """Why no context is held; None when it is."""
-        self.tools = OfferedTools(called or [], self._masker.value)
+        self.gathering = isinstance(file.tools, ObservedTools)
+        """Whether the file's tools are still gathered; then no context is held."""
+        self.tools = [] if isinstance(file.tools, ObservedTools) else file.tools
+        """The tools that the states offer. All states share this list."""
+        self._observed = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
+        self._listed = False
         self._steps = 0
+
+    def list_tools(self, tools: object, *, always: bool = False) -> None:
+        """Offer the tools that the format lists, if `tools` is such a list. `always`: an empty one counts too."""
+        functions = [tool for tool in objects(tools) if isinstance(at(tool, "function", "name"), str)]
+        if functions or (always and tools == []):
+            self.tools = [self._with_arguments(tool) for tool in self._masker.value(functions)]
+            self._listed = True
+
+    def _with_arguments(self, tool: dict[str, Any]) -> dict[str, Any]:
+        """Return a listed tool, with the arguments that its calls have where it lists none."""
+        function = tool["function"]
+        if isinstance(function.get("parameters"), dict):
+            return tool
+        observed = self._observed.get(function["name"]) or _schema(function["name"], {})["function"]["parameters"]
+        return {**tool, "function": {**function, "parameters": observed}}
 
     def turn(self, key: str | None, model: str | None, entropy: float | None = None) -> Turn:
         """Start the next turn. `model` made it and those that follow, until another model is named."""
@@ -214,14 +295,14 @@ class StateMaker:
     def result(self, call_id: str, text: str) -> Message:
         return {"role": "tool", "tool_call_id": call_id, "content": self._masked(text)}
 
-    def finish(self, turn: Turn, messages: list[Message], digest: bytes, missing: str | None) -> list[Message]:
-        """Make the turn's state, unless it is passed over. Return the messages that later contexts show of it.
+    def finish(self, turn: Turn, messages: list[Message], digest: bytes, missing: str | None) -> Message | None:
+        """Make the turn's state, unless it is passed over. Return what later contexts show of the action, if anything.
 
         `messages`: the context of the turn, which the state keeps, and its `digest`. `missing`: why it cannot be shown.
         """
         if isinstance(self._file.tools, ObservedTools):
             self._file.tools.add(turn)
-            return []
+            return None
         action = self._action(turn)
         reason = missing or turn.aside or self._passed_over(action, messages, digest)
         if reason is not None:
@@ -230,10 +311,7 @@ class StateMaker:
             self._file.tally.states += 1
             self._file.ready.append(self._state(turn, action, messages))
         shown = {name: value for name, value in action.items() if name != "reasoning_content"}
-        if not shown.get("content") and not shown.get("tool_calls"):
-            return []
-        results = [self.result(call.call_id, turn.results.get(call.call_id, NO_RESULT)) for call in turn.calls]
-        return [shown, *results]
+        return shown if shown.get("content") or shown.get("tool_calls") else None
 
     def _action(self, turn: Turn) -> Message:
         action: Message = {"role": "assistant", "content": self._masked("\n\n".join(turn.text)) or None}
@@ -259,11 +337,12 @@ class StateMaker:
     def _passed_over(self, action: Message, messages: list[Message], digest: bytes) -> str | None:
         if size_of(action) > self.limits.context_chars:
             return f"action over {self.limits.context_chars:,} characters"
-        if not action.get("content") and not action.get("tool_calls"):
+        calls = action.get("tool_calls") or []
+        if not action.get("content") and not calls:
             return "no visible action (thinking only, or empty)"
         if not messages:
             return "nothing before it"
-        if any(self.tools.lacks(call["function"]["name"]) for call in action.get("tool_calls") or []):
+        if not self._listed and any(call["function"]["name"] not in self._observed for call in calls):
             return f"its tool is not among the first {MAX_TOOLS} of the file"
         fingerprint, seen = digest_of(digest, action), self._file.fingerprints
         if fingerprint in seen:
@@ -282,8 +361,31 @@ class StateMaker:
             student_action=action,
             source_model=model and self._masker.text(model),
             source_family=options.family or family_of(model),
-            tools=self.tools.schemas,
+            tools=self.tools,
             error=None if turn.error is None else self._masker.text(turn.error[: 4 * ERROR_CHARS])[:ERROR_CHARS],
             entropy=turn.entropy,
             format=self._file.format,
         )
+
+
+def too_long(limits: Limits) -> str:
+    """Return the reason that nothing after an overflow can be shown."""
+    return f"context over {limits.context_chars:,} characters"
+
+
+def size_of(message: Message) -> int:
+    """Count the characters of a message."""
+    size, calls = len(message.get("content") or ""), message.get("tool_calls")
+    return size + sum(len(call["function"]["arguments"]) for call in calls) if calls else size
+
+
+def digest_of(before: bytes, message: Message) -> bytes:
+    """Return 8 bytes for a conversation. Call ids are left out: they differ between copies of a session."""
+    calls = [call["function"] for call in message.get("tool_calls") or []]
+    content = msgspec.json.encode([message["role"], message.get("content"), calls])
+    return hashlib.blake2b(before + content, digest_size=8).digest()
+
+
+def _schema(name: str, arguments: dict[str, str]) -> dict[str, Any]:
+    properties = {argument: {"type": kind} if kind else {} for argument, kind in arguments.items()}
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}

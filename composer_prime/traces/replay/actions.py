@@ -44,8 +44,6 @@ BROKEN = re.compile(r"<tool_call>|<function=")
 """What only a call begins with."""
 _FENCE = re.compile(r"```(?:mswea_bash_command|bash|sh|shell)\s*\n(.*?)```", re.DOTALL)
 _BARE_FENCE = re.compile(r"```\s*\n(.*?)```\s*$", re.DOTALL)
-_OPENING = re.compile(r"<function=|```(?:mswea_bash_command|bash|sh|shell)[ \t\r]*\n")
-_LINE_END, _BLANK = re.compile(r"[ \t\r]*\n"), re.compile(r"\s*\Z")
 _FUNCTION = re.compile(r"<function=([^<>\s]{1,200})>")
 _PARAMETER = re.compile(r"<parameter=([^<>\s]{1,200})>")
 _PLAIN = r"[\w@%+:,./-]"
@@ -141,9 +139,11 @@ def shell(command: str) -> tuple[str | tuple[str, str], ...]:
             return (("unread", command),)
         if touching:
             tokens.append(_word(match[0]))
-        elif match["operator"] and not (match[0] == "\n" and (not tokens or tokens[-1] == "\n")):
+        elif match["operator"]:
             tokens.append(match[0])
-    return tuple(tokens[:-1] if tokens and tokens[-1] == "\n" else tokens)
+    # Empty lines do not count.
+    kept = [token for token, before in zip(tokens, ["\n", *tokens], strict=False) if not token == before == "\n"]
+    return tuple(kept[:-1] if kept[-1:] == ["\n"] else kept)
 
 
 def _word(written: str) -> str:
@@ -175,15 +175,6 @@ def actions_in_text(text: str) -> TextActions | None:
     if fenced:
         return TextActions(way="fence", calls=[("bash", {"command": command}) for command in fenced])
     return TextActions(way="broken", calls=[]) if BROKEN.search(text) else None
-
-
-def may_act(text: str) -> bool:
-    """Return whether a text has what an action begins with, so that `actions_in_text` may find one. Linear time."""
-    end = text.rfind("```")
-    start = text.rfind("```", 0, max(end, 0))
-    # A block without a language at the end. No part of it is copied: the text may be large.
-    bare = start >= 0 and _LINE_END.match(text, start + 3) and _BLANK.match(text, end + 3)
-    return bool(bare and text.count("```", 0, start) % 2 == 0) or _OPENING.search(text) is not None
 
 
 def way_of(messages: list[Message]) -> str | None:

@@ -6,7 +6,7 @@
 2. Harbor writes an answer of Claude Code as several steps: its text, then each call with "Executed Bash id" as the
    message. A text and the call that directly follows are one turn.
 3. Steps that are copied from the trajectory before (`is_copied_context`) or that no model made (`llm_call_count` 0) are
-   context only. An embedded trajectory of a subagent is a trace of its own.
+   context only. Embedded trajectories of subagents are not read.
 4. The format has no mark for errors. What its writers use is recognized: `extra`, an exit code, a closing line.
 """
 
@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
-from composer_prime.traces.ingest.agent_turns import Call
-from composer_prime.traces.ingest.conversation import TraceBuilder, arguments_of, failure, feed, listed, read_each
+from composer_prime.traces.ingest.conversation import TraceBuilder, arguments_of, failure, feed
 from composer_prime.traces.ingest.reading import FileStart, at, object_at, objects, string, text_of
-from composer_prime.traces.ingest.trace_file import TraceFile
+from composer_prime.traces.ingest.trace_file import Call, TraceFile
 from composer_prime.traces.states import TraceState
 
 NAME, VERSION = "atif", 1
@@ -31,16 +29,24 @@ _WITH_LAST = "[its result is shown with the last call]"
 _EXECUTED = re.compile(r"\s*Executed \S+(?: \S+)?\s*")
 _FAILED = re.compile(r"^\[error\] |^\[exit_?[cC]ode\] (?!0\b)-?\d", re.MULTILINE)
 _BAD_STATUS = {"error", "failed", "failure"}
-_MOST_DEPTH = 8
-"""Of trajectories of subagents within one another."""
 
 
 def matches(sample: FileStart) -> bool:
-    return any(_is_trajectory(candidate) for candidate in listed(sample)[:64])
+    records = sample.records if sample.document is None else _trajectories(sample.document)
+    return any(map(_is_trajectory, records[:64]))
 
 
 def read(file: TraceFile) -> Iterator[TraceState]:
-    yield from read_each(file, matches, _trajectory)
+    if file.whole is not None and not any(map(_is_trajectory, _trajectories(file.whole))):
+        file.unknown()
+        return
+    for record in file.records() if file.whole is None else _trajectories(file.whole):
+        yield from _trajectory(file, record)
+        del record
+
+
+def _trajectories(document: Any) -> list[Any]:
+    return document if isinstance(document, list) else [document]
 
 
 def _is_trajectory(value: Any) -> bool:
@@ -49,21 +55,15 @@ def _is_trajectory(value: Any) -> bool:
     return isinstance(steps, list) and (named or any("step_id" in step and "source" in step for step in objects(steps)))
 
 
-def _trajectory(file: TraceFile, record: Any, depth: int = 0) -> Iterator[TraceState]:
+def _trajectory(file: TraceFile, record: Any) -> Iterator[TraceState]:
     if not _is_trajectory(record):
         file.tally.skip("no ATIF trajectory")
         return
     agent = object_at(record, "agent")
     trace_id = record.get("session_id") or record.get("trajectory_id")
     builder = TraceBuilder(file, trace_id, agent.get("model_name"))
-    builder.tools.use_listed(agent.get("tool_definitions"))
+    builder.list_tools(agent.get("tool_definitions"))
     yield from feed(file, builder, record["steps"], _Steps().take)
-    inner = record.get("subagent_trajectories")
-    for subagent in inner if isinstance(inner, list) else []:
-        if depth < _MOST_DEPTH:
-            yield from file.trace(partial(_trajectory, record=subagent, depth=depth + 1))
-        else:
-            file.tally.skip(f"subagents more than {_MOST_DEPTH} deep")
 
 
 class _Steps:

@@ -8,7 +8,6 @@ would show a teacher something that the agent never saw.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from composer_prime.traces.ingest.conversation import TraceBuilder, step, why_unreadable
@@ -37,7 +36,7 @@ def read(file: TraceFile) -> Iterator[TraceState]:
         return
     index = 0
     for record in file.records():
-        yield from file.trace(partial(_trace, record=record, unnamed=f"{file.path.stem}:{index}"))
+        yield from _trace(file, record, f"{file.path.stem}:{index}")
         index += 1  # noqa: SIM113 - enumerate holds the record until it has the next
         del record
 
@@ -51,7 +50,7 @@ def _trace(file: TraceFile, record: Any, unnamed: str) -> Iterator[TraceState]:
     named = record if isinstance(record, dict) else {}
     trace_id = next((named[key] for key in _IDS if named.get(key)), unnamed)
     builder = TraceBuilder(file, trace_id, next((named[key] for key in _MODELS if named.get(key)), None))
-    builder.tools.use_listed(named.get("tools"))
+    builder.list_tools(named.get("tools"))
     reason = next(filter(None, map(why_unreadable, messages)), None)
     if reason is not None:
         file.tally.skip(reason)

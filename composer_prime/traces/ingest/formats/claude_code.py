@@ -9,18 +9,18 @@
    it names read CLEARED. What Claude Code attaches (a prompt typed while the agent worked, a file named with @, a
    nested CLAUDE.md, the context of a hook) is a message of the user.
 4. Sidechains (subagents) are another agent's conversation and are skipped.
-5. Thinking stays in the action and is never shown to anyone else. The format lists no tools (see agent_turns.py).
+5. Thinking stays in the action and is never shown to anyone else. The format lists no tools (see trace_file.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
-from composer_prime.traces.ingest.agent_turns import Call
+from composer_prime.traces.ingest.formats.claude_tree import SessionNode, cleared_chars, context_of, shown, walk
 from composer_prime.traces.ingest.reading import FileStart, at, object_at, objects, string, text_of
-from composer_prime.traces.ingest.record_tree import RecordNode, RecordTree
-from composer_prime.traces.ingest.trace_file import StateMaker, TraceFile
+from composer_prime.traces.ingest.trace_file import Call, StateMaker, TraceFile, size_of, too_long
 from composer_prime.traces.states import Message, TraceState
 
 NAME, VERSION = "claude_code", 2
@@ -58,10 +58,10 @@ def read(file: TraceFile) -> Iterator[TraceState]:
     session = _Session(file)
     for record in file.records():
         session.record(record)
-        yield from file.drain()
         del record
-    session.tree.close_all()
-    yield from file.drain()
+    for node in session.turns:
+        session.finish(node)
+        yield from file.drain()
 
 
 class _Session:
@@ -70,7 +70,14 @@ class _Session:
     def __init__(self, file: TraceFile) -> None:
         self._file = file
         self._tally = file.tally
-        self.tree = RecordTree(file.options.limits)
+        self.turns: list[SessionNode] = []
+        self._line = 0
+        self._nodes: dict[str, SessionNode] = {}
+        """By uuid: the node behind which what follows the record stands."""
+        self._answers: dict[str, SessionNode] = {}
+        """By message.id."""
+        self._tip: SessionNode | None = None
+        """The node of the last record."""
         self._seen = set[tuple[str, str]]()
         """(session, uuid) of the records that were read."""
         self._maker: StateMaker | None = None
@@ -80,7 +87,18 @@ class _Session:
         self._kept: dict[str, Any] | None = None
         """What a compaction keeps, while its summary is still to come."""
 
+    def finish(self, node: SessionNode) -> None:
+        """Make the state of a turn."""
+        assert node.turn is not None
+        limits = self._file.options.limits
+        missing = too_long(limits) if node.before > limits.context_chars else None
+        messages, digest = ([], b"") if missing or node.maker.gathering else context_of(node)
+        action = node.maker.finish(node.turn, messages, digest, missing)
+        node.shown = None if action is None else shown(action)
+        node.turn.text, node.turn.reasoning = [], []
+
     def record(self, record: Any) -> None:
+        self._line += 1
         if not isinstance(record, dict):
             self._tally.skip("not an object")
             return
@@ -110,51 +128,68 @@ class _Session:
             self._user(record, message, parent)
             self._keep(record)
 
-    def _parent(self, record: dict[str, Any]) -> RecordNode | None:
+    def _parent(self, record: dict[str, Any]) -> SessionNode | None:
         """Return the node that the record follows; None when it starts a trace."""
         link = string(record.get("parentUuid"))
-        node = None if link is None else self.tree.get(link)
+        node = None if link is None else self._nodes.get(link)
         if node is None and (self._maker is None or record.get("sessionId") != self._session):
             return None
         if node is None:
-            node = self._root() if link is None and self._linked else self.tree.tip
+            node = self._root() if link is None and self._linked else self._tip
         self._linked = self._linked or link is not None
         self._session = record.get("sessionId")
         self._maker = node.maker if node else self._maker
         return node
 
-    def _begin(self, record: dict[str, Any]) -> RecordNode:
-        """Start another trace, and close the turns of the one before."""
-        self.tree.close_all()
+    def _begin(self, record: dict[str, Any]) -> SessionNode:
+        """Start another trace."""
         self._session = record.get("sessionId")
         self._maker = StateMaker(self._file, self._session)
         self._linked = string(record.get("parentUuid")) is not None
         return self._root()
 
-    def _root(self) -> RecordNode:
+    def _root(self) -> SessionNode:
         assert self._maker is not None
-        return RecordNode(self._maker, missing=self._maker.unshown)
+        return SessionNode(self._maker)
 
-    def _stands(self, record: dict[str, Any], node: RecordNode) -> None:
-        """Mark the record as read, and make `node` the parent of what follows it."""
+    def _below(self, parent: SessionNode, message: Message | None = None, **fields: Any) -> SessionNode:
+        """Return a node of the present line below `parent`."""
+        chars = parent.chars + (0 if message is None else size_of(message))
+        node = SessionNode(parent.maker, parent, self._line, before=parent.chars, chars=chars, **fields)
+        if message is not None and not parent.maker.gathering:
+            node.shown = shown(message)
+        return node
+
+    def _stands(self, record: dict[str, Any], node: SessionNode, read: bool = True) -> None:
+        """Make `node` the parent of what follows the record. A record that was not read may be repeated later."""
+        self._tip = node
         uuid = string(record.get("uuid"))
         if uuid is not None:
-            self._seen.add(_key(record, uuid))
-        self.tree.place(uuid, node)
+            self._nodes[uuid] = node
+            if read:
+                self._seen.add(_key(record, uuid))
 
-    def _assistant(self, record: dict[str, Any], message: dict[str, Any], parent: RecordNode) -> None:
+    def _assistant(self, record: dict[str, Any], message: dict[str, Any], parent: SessionNode) -> None:
         key, model = string(message.get("id")), string(message.get("model"))
-        node = self.tree.unfinished(parent, key)
-        behind = parent if node is not None and parent.nearest is node else node
-        if node is None or behind is None:
-            self.tree.close(parent.nearest)
-            node = behind = self.tree.turn(parent, parent.maker.turn(key, model))
+        node = None if key is None else self._answers.get(key)
+        above = parent.nearest
+        if node is not None and above is node:
+            behind = parent
+        elif node is not None and node.parent is parent:
+            behind = node
+        else:
+            node = behind = self._below(parent, turn=parent.maker.turn(key, model))
+            self.turns.append(node)
+            if key is not None:
+                self._answers[key] = node
         assert node.turn is not None
-        node.turn.add(*assistant_parts(message))
+        text, calls, thinking = assistant_parts(message)
+        node.turn.add(text, calls, thinking)
+        behind.chars += len(text) + sum(len(str(call.arguments)) for call in calls)
         self._stands(record, behind)
         self._tally.taken += 1
 
-    def _user(self, record: dict[str, Any], message: dict[str, Any], parent: RecordNode) -> None:
+    def _user(self, record: dict[str, Any], message: dict[str, Any], parent: SessionNode) -> None:
         blocks = _blocks(message)
         results = [block for block in objects(blocks) if block.get("type") == "tool_result"]
         paired = False
@@ -172,20 +207,25 @@ class _Session:
         else:
             self._tally.skip("tool result without its call" if results else "no text in the message")
 
-    def _result(self, parent: RecordNode, block: dict[str, Any]) -> bool:
-        text = text_of(block.get("content"))
+    def _result(self, parent: SessionNode, block: dict[str, Any]) -> bool:
+        """Store the result of a call of the turn nearest to `parent`. Return False when it has none to store."""
+        node = parent.nearest
+        text, call_id = text_of(block.get("content")), str(block.get("tool_use_id"))
         error = (text or "error") if block.get("is_error") is True else None
-        return self.tree.answer(parent, str(block.get("tool_use_id")), text, error)
+        if node is None or node.turn is None or not node.turn.answer(call_id, "", error):
+            return False
+        parent.chars += len(text)
+        if not node.maker.gathering:
+            node.results[call_id] = self._line, shown(node.maker.result(call_id, text))
+        return True
 
     def _note(
-        self, record: dict[str, Any], parent: RecordNode, text: str, *, queued: bool, paired: bool = False
+        self, record: dict[str, Any], parent: SessionNode, text: str, *, queued: bool, paired: bool = False
     ) -> None:
         """Add a text of the user. `paired`: the same record holds results of calls."""
         message = parent.maker.message("user", text)
         repeated = _is_said(parent, message, queued)
-        self._stands(
-            record, parent if repeated else RecordNode(parent.maker, parent, messages=[message], queued=queued)
-        )
+        self._stands(record, parent if repeated else self._below(parent, message, queued=queued))
         if repeated and not paired:
             self._tally.skip("queued prompt that is there already")
         else:
@@ -204,8 +244,6 @@ class _Session:
         subtype = string(record.get("subtype"))
         label = subtype if subtype and len(subtype) <= 40 else "without subtype"
         if subtype == "compact_boundary" and self._maker is not None and record.get("sessionId") == self._session:
-            ended = self.tree.get(string(record.get("logicalParentUuid")) or "")
-            self.tree.close(ended.nearest if ended else None)
             self._stands(record, self._root())
             self._kept = object_at(record, "compactMetadata", "preservedSegment")
             self._keep(record)
@@ -215,30 +253,31 @@ class _Session:
             call_ids = (
                 tuple(call_id for call_id in listed if isinstance(call_id, str)) if isinstance(listed, list) else ()
             )
-            self._stands(record, RecordNode(parent.maker, parent, cleared=call_ids))
+            node = self._below(parent, cleared=call_ids)
+            node.chars -= cleared_chars(parent, call_ids)
+            self._stands(record, node)
             self._tally.taken += 1
         else:
             self._aside(record, f"system record: {label}")
 
     def _keep(self, record: dict[str, Any]) -> None:
-        """Move the messages that a compaction keeps (`preservedSegment`) behind the record that it names."""
-        kept, tip = self._kept or {}, self.tree.tip
+        """Show the messages that a compaction keeps (`preservedSegment`) behind the record that it names."""
+        kept, tip = self._kept or {}, self._tip
         uuid = string(record.get("uuid"))
         if uuid is not None and uuid == kept.get("anchorUuid") and tip is not None:
-            first, last = (self.tree.get(str(kept.get(name))) for name in ("headUuid", "tailUuid"))
-            if first is not None and last is not None:
-                self.tree.move(first, last, tip)
+            first, last = (self._nodes.get(str(kept.get(name))) for name in ("headUuid", "tailUuid"))
+            if first is not None and last is not None and first in walk(last):
+                node = self._below(last, jump=(first, tip))
+                node.chars = tip.chars + last.chars - first.before
+                self._nodes[str(kept["tailUuid"])] = node
         if record.get("isCompactSummary") is True:
             self._kept = None
 
     def _aside(self, record: dict[str, Any], reason: str, read: bool = True) -> None:
-        """Skip a record without a message; what follows it takes its place. An unread record may be repeated later."""
-        uuid = string(record.get("uuid"))
-        parent = None if uuid is None else self._parent(record)
-        if parent is not None and read:
-            self._stands(record, parent)
-        elif parent is not None:
-            self.tree.place(uuid, parent)
+        """Skip a record without a message; what follows it takes its place."""
+        parent = None if string(record.get("uuid")) is None else self._parent(record)
+        if parent is not None:
+            self._stands(record, parent, read)
         self._tally.skip(reason)
 
 
@@ -306,21 +345,17 @@ def _reminder(title: str, text: str) -> str:
     return f"<system-reminder>\n{title}\n{text}\n</system-reminder>" if text.strip() else ""
 
 
-def _is_said(parent: RecordNode, message: Message, queued: bool) -> bool:
+def _is_said(parent: SessionNode, message: Message, queued: bool) -> bool:
     """Check whether a prompt is present already: first queued and then as a record of its own, or the reverse.
 
     The search ends at the previous prompt.
     """
-    node: RecordNode | None = parent
-    for _ in range(LOOK_BACK):
-        if node is None:
-            return False
-        if not node.is_turn and node.messages:
-            if node.queued != queued and node.messages == [message]:
+    for node in islice(walk(parent), LOOK_BACK):
+        if node.turn is None and node.shown is not None:
+            if node.queued != queued and node.shown[0] == message:
                 return True
             if not node.queued:
                 return False
-        node = node.parent
     return False
 
 

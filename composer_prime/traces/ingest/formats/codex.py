@@ -16,10 +16,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from composer_prime.traces.ingest.agent_turns import Call
 from composer_prime.traces.ingest.conversation import TraceBuilder, arguments_of, failure, feed
 from composer_prime.traces.ingest.reading import FileStart, at, object_at, objects, string, text_of
-from composer_prime.traces.ingest.trace_file import TraceFile
+from composer_prime.traces.ingest.trace_file import Call, TraceFile
 from composer_prime.traces.states import TraceState
 
 NAME, VERSION = "codex", 1

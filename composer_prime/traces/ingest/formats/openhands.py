@@ -10,14 +10,12 @@ condensation forgets events, and its summary replaces the previous one. Events o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import chain
 from typing import Any
 
-from composer_prime.traces.ingest.agent_turns import Call
 from composer_prime.traces.ingest.conversation import TraceBuilder, arguments_of, feed
 from composer_prime.traces.ingest.reading import Bad, FileStart, at, document, object_at, objects, string, text_of
-from composer_prime.traces.ingest.trace_file import TraceFile
+from composer_prime.traces.ingest.trace_file import Call, TraceFile
 from composer_prime.traces.states import TraceState
 
 _ASIDE = {
@@ -45,7 +43,7 @@ def _take(builder: TraceBuilder, event: dict[str, Any]) -> str | None:
     if kind == "MessageEvent":
         return _message(builder, event)
     if kind == "SystemPromptEvent":
-        builder.tools.use_listed([_openai_tool(tool) for tool in objects(event.get("tools"))])
+        builder.list_tools([_openai_tool(tool) for tool in objects(event.get("tools"))])
         # The sdk shows the static prompt first, then the part of this conversation.
         prompt = text_of([event.get("system_prompt"), event.get("dynamic_context")])
         return builder.context("system", prompt, mark=_id(event))
@@ -202,7 +200,7 @@ def _records(file: TraceFile) -> Iterator[TraceState]:
         return
     if isinstance(first, dict) and "history" in first:
         for record in chain([first], records):
-            yield from file.trace(partial(_line, record=record))
+            yield from _line(file, record)
             del record
     else:
         yield from _events(file, TraceBuilder(file, file.path.stem), chain([first], records))

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
-from composer_prime.traces.ingest.agent_turns import Call
 from composer_prime.traces.ingest.conversation import TraceBuilder, arguments_of
 from composer_prime.traces.ingest.reading import FileStart, at, objects, parse_json, string
-from composer_prime.traces.ingest.trace_file import TraceFile
+from composer_prime.traces.ingest.trace_file import Call, TraceFile
 from composer_prime.traces.states import TraceState
 
 NAME, VERSION = "rollouts", 1
@@ -28,7 +26,7 @@ def matches(sample: FileStart) -> bool:
 def read(file: TraceFile) -> Iterator[TraceState]:
     model = _model(file)
     for record in file.records():
-        yield from file.trace(partial(_rollout, record=record, model=model))
+        yield from _rollout(file, record, model)
         del record
 
 
@@ -42,7 +40,7 @@ def _rollout(file: TraceFile, record: Any, model: str | None) -> Iterator[TraceS
     for number, branch in enumerate(_branches(turns)):
         name = f"{record['rollout_id']}" + (f"/{number}" if number else "")
         builder = TraceBuilder(file, name, model)
-        builder.tools.use_listed(record.get("tools"))
+        builder.list_tools(record.get("tools"), always=True)
         for position, index in enumerate(branch):
             _take(builder, position, turns[index])
             yield from file.drain()
