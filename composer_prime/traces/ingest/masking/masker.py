@@ -21,18 +21,8 @@ from typing import Any
 from composer_prime.traces.ingest.masking import named_values, personal
 from composer_prime.traces.ingest.masking.secret_patterns import RULES
 
-_SPACED = {"private-key", "bearer-token", "basic-auth", "password", "artifactory-token", "aws-key", "npm-token"}
-"""Kinds whose matches may hold spaces or be short. All others are words of _SHORTEST_WORD characters or more."""
 _LITERALS = [(literal, number) for number, (_, literals, _) in enumerate(RULES) for literal in literals]
-_IN_TEXT = [(literal, number) for literal, number in _LITERALS if RULES[number][0] in _SPACED]
-_IN_WORDS = [(literal, number) for literal, number in _LITERALS if RULES[number][0] not in _SPACED]
-"""Flat lists of (literal, rule number). Most texts hold no literal, and this scan is their whole cost."""
-_SHORTEST_WORD, _SPLIT_CHARS = 20, 1 << 20
-"""The shortest word that is looked at, and the longest text that is split. Words of a longer text could take many times
-its size in memory."""
-_PARTIAL = {"basic-auth", "npm-token", "aws-key"}
-"""Kinds of detect-secrets whose patterns match more than the secret. Their first group is the secret."""
-_AROUND = " \t\r\n\"'=:"
+"""A flat list of (literal, rule number). Most texts hold no literal, and this scan is their whole cost."""
 _PLACEHOLDER = re.compile(
     r"<.*>.*|\{.*\}.*|\$.*|%[sd]|%\(.*|\*+|[xX]{3,}|.{0,16}\.\.\.|(?i:pass(?:word|wd)?|pwd|token|secret)"
 )
@@ -43,7 +33,7 @@ _PLAIN_VALUE = re.compile(
     r"|(?=.*\b(?:characters|chars|digits|bytes|bits|must|at least|at most)\b)[\w\s.,:;!?()'/-]*"
     rf"|(?=(?:{_RULE}\|)*(?:required|nullable|sometimes|min|max|string|confirmed|encrypted|hashed)\b){_RULE}(?:\|{_RULE})*"
 )
-"""Values that the keyword detector reports although they hold no secret: words, punctuation, masked values, validation
+"""Values in quotes beside a name that hold no secret: words, punctuation, masked values, validation
 rules (`required|min:8`), and sentences without a number or about password rules. Pass phrases have numbers."""
 
 
@@ -58,13 +48,12 @@ class Masker:
         """Replace every secret in `text` by `<masked:kind>`, and the owner of a home folder or file by `user`."""
         if not self._enabled or len(text) < 6:
             return text
-        for number in _rules_of(text):
-            kind, _, patterns = RULES[number]
-            for pattern in patterns:
-                text = pattern.sub(self._replacer(kind), text)
+        for number in sorted({number for literal, number in _LITERALS if literal in text}):
+            kind, _, pattern = RULES[number]
+            text = pattern.sub(self._replacer(kind), text)
         lowered = lower(text)
         if any(stem in lowered for stem in named_values.STEMS) and any(quote in text for quote in "'\"`"):
-            text = self._mask(text, named_values.keyword_spans(text, lowered), _is_value)
+            text = self._mask(text, named_values.quoted_spans(text), _is_value)
             lowered = lower(text)
         if any(word in lowered for word in named_values.WORDS):
             text = self._mask(text, named_values.value_spans(text, lowered), named_values.is_secret)
@@ -82,8 +71,8 @@ class Masker:
             return value
         if isinstance(value, str):
             masked = self.text(value)
-            secrets = named_values.secrets(name, masked)
-            return self._mask(masked, secrets[1], kind=secrets[0]) if secrets else masked
+            kind, spans = named_values.secrets(name, masked)
+            return self._mask(masked, spans, kind=kind)
         if isinstance(value, list):
             return [self.value(item, beside) for beside, item in named_values.beside_items(value, name)]
         if isinstance(value, dict):
@@ -103,7 +92,7 @@ class Masker:
 
     def _replacer(self, kind: str) -> Callable[[re.Match[str]], str]:
         def replace(match: re.Match[str]) -> str:
-            start, end = _secret_of(match, kind)
+            start, end = match.span("secret" if "secret" in match.re.groupindex else 0)
             if _PLACEHOLDER.fullmatch(match.string, start, end):
                 return match[0]
             self.counts[kind] += 1
@@ -128,16 +117,6 @@ class Masker:
         return "".join([*parts, text[done:]]) if parts else text
 
 
-def _rules_of(text: str) -> list[int]:
-    words = text
-    if len(text) <= _SPLIT_CHARS:
-        words = " ".join([word for word in text.split() if len(word) >= _SHORTEST_WORD])
-    numbers = {number for literal, number in _IN_TEXT if literal in text}
-    if words:
-        numbers.update([number for literal, number in _IN_WORDS if literal in words])
-    return sorted(numbers)
-
-
 def lower(text: str) -> str:
     """Return `text` in lower case with the same length. The few letters with a longer lower case stay."""
     lowered = text.lower()
@@ -147,15 +126,5 @@ def lower(text: str) -> str:
 
 
 def _is_value(value: str) -> bool:
-    """Check whether a value that the keyword detector reports can be a secret."""
+    """Check whether a value in quotes beside a name can be a secret."""
     return len(value) >= 6 and not _PLAIN_VALUE.fullmatch(value)
-
-
-def _secret_of(match: re.Match[str], kind: str) -> tuple[int, int]:
-    if "secret" in match.re.groupindex:
-        return match.span("secret")
-    if kind in _PARTIAL and match.re.groups:
-        return match.span(1)
-    secret = match[0].strip(_AROUND)
-    start = match.start() + match[0].index(secret)
-    return start, start + len(secret)

@@ -9,9 +9,8 @@ A name counts by its end: `token_count`, `secret_name` and `password_file` give 
 names, so a value counts only when it cannot be code or prose: no word, path, number, call, variable or sentence. A
 shell variable (upper case, no space before the value) holds its value literally; there nearly any value counts.
 
-`keyword_spans` is detect-secrets' keyword detector in linear time. Its patterns and names are unchanged but for two
-points: every repetition has a bound, and a pattern is tried only where one of the names occurs. All matches of a line
-count, where the library reports the first.
+A value in quotes may be anything behind one of detect-secrets' names (`quoted_spans`), for code seldom quotes what is
+no value there. Words, rules and sentences are told apart afterwards (masker.py).
 """
 
 from __future__ import annotations
@@ -22,18 +21,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from detect_secrets.plugins.keyword import (
-    DENYLIST,
-    PRECEDED_BY_EQUAL_COMPARISON_SIGNS_QUOTES_REQUIRED_REGEX,
-    QUOTES_REQUIRED_DENYLIST_REGEX_TO_GROUP,
-)
-
 WORDS = ("key", "pass", "pwd", "secret", "token", "cookie")
 """The name of a secret holds one of these, in lower case."""
-_FIRST = ("secret", "token", "pass", "pwd")
-_BEFORE_KEY = re.compile(r"(?:api|access|auth|private|secret|account|client)[_-]?\Z")
-"""How a name begins, and what it has before `key`, in lower-case text."""
-_LONGEST_BEFORE = len("private_")
 _ENDS = r"(?:[\s\"'`;&|$<>(){}\[\],\\]|$)"
 _ATTRIBUTE = rf"[A-Za-z_]{{1,64}}(?:\.[A-Za-z_]{{1,64}}){{1,8}}{_ENDS}"
 VARIABLE = re.compile(
@@ -77,13 +66,7 @@ _MOST_COOKIES = 4096
 
 def value_spans(text: str, lowered: str) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of each value beside such a name. `lowered`: the text in lower case, of the same length."""
-    done = 0
-    for start in _name_starts(lowered):
-        match = _NAMED.match(text, start) if start >= done else None
-        if match:
-            done = match.end()
-            yield match.span("secret")
-    for sign, pattern in (("-", _FLAG), ("password ", _NETRC)):
+    for sign, pattern in (("", _NAMED), ("-", _FLAG), ("password ", _NETRC)):
         for match in pattern.finditer(text) if sign in text else ():
             yield match.span("secret")
     done = 0
@@ -91,23 +74,6 @@ def value_spans(text: str, lowered: str) -> Iterator[tuple[int, int]]:
         if header.start() >= done:
             done = _end_of_cookies(text, header.end())
             yield from crumbs(text, header.end(), done)
-
-
-def _name_starts(lowered: str) -> list[int]:
-    """Return where _NAMED may match, in order. Looking for words is many times faster than for one of many patterns."""
-    starts = {start for word in _FIRST for start in _places(lowered, word)}
-    for end in _places(lowered, "key"):
-        before = _BEFORE_KEY.search(lowered, max(end - _LONGEST_BEFORE, 0), end)
-        if before:
-            starts.add(before.start())
-    return sorted(starts)
-
-
-def _places(text: str, word: str) -> Iterator[int]:
-    place = text.find(word)
-    while place >= 0:
-        yield place
-        place = text.find(word, place + 1)
 
 
 def crumbs(text: str, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
@@ -163,22 +129,21 @@ _CREDENTIALS = re.compile(r"(?:(?i:basic|bearer|token|apikey) +(?P<secret>[A-Za-
 _TOKEN = re.compile(r"[A-Za-z0-9+/=_.~!@#%^*-]{8,4096}")
 
 
-def secrets(name: str, value: str) -> Secret | None:
-    """Return what is secret in `value` because of the name beside it; None when nothing is."""
-    announced = _announced(name) if len(name) <= _LONGEST_NAME else None
-    if not announced:
-        return None
+def secrets(name: str, value: str) -> Secret:
+    """Return what is secret in `value` because of the name beside it."""
     whole = [(0, len(value))]
-    if announced in ("password", "short"):
-        literal = len(value) >= 6 and not _REFERENCE.fullmatch(value)
-        return ("password", whole) if literal and (announced == "password" or any(map(str.isdigit, value))) else None
-    if announced == "cookie":
-        cookies = [(start, end) for start, end in crumbs(value) if is_secret(value[start:end])]
-        return ("password", cookies) if cookies else None
-    match = _CREDENTIALS.fullmatch(value) if announced == "basic-auth" else None
-    if match:
-        return "basic-auth", [match.span("secret")]
-    return ("password", whole) if _TOKEN.fullmatch(value) and is_secret(value) else None
+    match _announced(name) if len(name) <= _LONGEST_NAME else None:
+        case "password" if len(value) >= 6 and not _REFERENCE.fullmatch(value):
+            return "password", whole
+        case "short" if len(value) >= 6 and not _REFERENCE.fullmatch(value) and any(map(str.isdigit, value)):
+            return "password", whole
+        case "cookie":
+            return "password", [(start, end) for start, end in crumbs(value) if is_secret(value[start:end])]
+        case "basic-auth" if match := _CREDENTIALS.fullmatch(value):
+            return "basic-auth", [match.span("secret")]
+        case "key" | "basic-auth" if _TOKEN.fullmatch(value) and is_secret(value):
+            return "password", whole
+    return "", []
 
 
 @lru_cache(maxsize=4096)
@@ -201,46 +166,32 @@ def beside_members(members: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
         yield key, named if named and key == "value" else key, value
 
 
-_MOST_NAME, _MOST_SPACE, _MOST_SECRET = 64, 8, 1024
-"""Most characters of an identifier, a gap and a secret."""
-_BOUNDS = (
-    (r"(?=[^\v\'\"]*)(?=\w+)[^\v\'\"]*", rf"(?=\w)[^\r\n\v\'\"]{{0,{_MOST_SECRET}}}"),
-    (r")\w*", rf")\w{{0,{_MOST_NAME}}}+"),
-    (r"\w*", rf"\w{{0,{_MOST_NAME}}}"),
-    (r"\s*", rf"[ \t]{{0,{_MOST_SPACE}}}"),
+_QUOTED_NAMES = (
+    r"(?:(?:api|auth|service|account|db|database|priv|private|client)_?key|(?:db|database|key)_?pass"
+    r"|password|passwd|pwd|secret|contrase[ñn]a)"
 )
-
-
-def _bounded(pattern: re.Pattern[str]) -> re.Pattern[str]:
-    source = pattern.pattern
-    for endless, bounded in _BOUNDS:
-        source = source.replace(endless, bounded)
-    return re.compile(source, pattern.flags)
-
-
-NAMES = re.compile("|".join(DENYLIST))
-"""For lower-case text."""
 STEMS = ("key", "pass", "pwd", "secret", "contrase")
 """Each of those names holds one of these."""
-_BEHIND = [
-    (_bounded(pattern), group)
-    for pattern, group in QUOTES_REQUIRED_DENYLIST_REGEX_TO_GROUP.items()
-    if pattern is not PRECEDED_BY_EQUAL_COMPARISON_SIGNS_QUOTES_REQUIRED_REGEX
-]
-_BEFORE = _bounded(PRECEDED_BY_EQUAL_COMPARISON_SIGNS_QUOTES_REQUIRED_REGEX)
-_BEFORE_GROUP = QUOTES_REQUIRED_DENYLIST_REGEX_TO_GROUP[PRECEDED_BY_EQUAL_COMPARISON_SIGNS_QUOTES_REQUIRED_REGEX]
-_COMPARED = re.compile(rf"[!=]=[ \t]{{0,{_MOST_SPACE}}}\w{{0,{_MOST_NAME}}}\Z")
+_QUOTED = r"(?P<quote>['\"`])(?P<secret>(?=\w)[^\r\n\v'\"]{0,1024}[^\v,'\"`])(?P=quote)"
+_NAMED_QUOTED = re.compile(
+    rf"{_QUOTED_NAMES}\w{{0,64}}+(?:[\]'\"]{{0,2}}[ \t]{{0,8}}(?::|=>|={{1,3}}|!==?)[ \t]{{0,8}}{_QUOTED}"
+    rf"|\S{{0,50}}?[ \t]{{0,8}}{_QUOTED.replace('quote', 'end').replace('secret', 'ended')};)",
+    re.IGNORECASE,
+)
+"""Beside a sign, or before a semicolon."""
+_COMPARED = re.compile(rf"{_QUOTED}[ \t]{{0,8}}[!=]{{2,3}}[ \t]{{0,8}}\w{{0,64}}{_QUOTED_NAMES}", re.IGNORECASE)
+_SIGNS = re.compile(r"[!=]=[ \t]{0,8}\w{0,64}\Z")
+_NAMES_ALONE = re.compile(_QUOTED_NAMES, re.IGNORECASE)
 
 
-def keyword_spans(line: str, lowered: str) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each secret in `line`. `lowered`: the line in lower case, of the same length."""
-    for name in NAMES.finditer(lowered):
-        for pattern, group in _BEHIND:
-            match = pattern.match(line, name.start())
-            if match:
-                yield match.span(group)
-        start = max(name.start() - _MOST_NAME - 2 * _MOST_SPACE, 0)
-        if _COMPARED.search(line, start, name.start()):
-            match = _BEFORE.search(line, max(start - _MOST_SECRET, 0), name.end())
-            if match:
-                yield match.span(_BEFORE_GROUP)
+def quoted_spans(text: str) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of each value in quotes beside a name, or compared with it."""
+    for name in _NAMES_ALONE.finditer(text):
+        match = _NAMED_QUOTED.match(text, name.start())
+        if match:
+            yield match.span("secret" if match["secret"] is not None else "ended")
+        start = max(name.start() - 80, 0)
+        if _SIGNS.search(text, start, name.start()):
+            compared = _COMPARED.search(text, max(start - 1024, 0), name.end())
+            if compared:
+                yield compared.span("secret")

@@ -1,41 +1,20 @@
 """Patterns of secrets that their form or their context gives away.
 
-Form: tokens, most by a prefix: detect-secrets' detectors and further providers. Context: private keys, headers, URLs,
-commands and shell variables.
+Form: tokens, most by a prefix. Context: private keys, headers, URLs, commands and shell variables.
 
-The list follows the public rules of gitleaks and the providers' documentation. A token is a whole word. A letter or
-digit before it makes it part of a hash, a number or an identifier, which is not masked. Tokens of GitHub, SendGrid,
-Slack and Stripe (`ghp_` and 36 characters) never occur by chance: they count after anything.
+The list follows the public rules of detect-secrets and gitleaks and the providers' documentation. A token is a whole
+word. A letter or digit before it makes it part of a hash, a number or an identifier, which is not masked. Tokens that
+never occur by chance (`ghp_` and 36 characters) count after anything.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
-
-from detect_secrets.plugins.artifactory import ArtifactoryDetector
-from detect_secrets.plugins.aws import AWSKeyDetector
-from detect_secrets.plugins.azure_storage_key import AzureStorageKeyDetector
-from detect_secrets.plugins.basic_auth import BasicAuthDetector
-from detect_secrets.plugins.discord import DiscordBotTokenDetector
-from detect_secrets.plugins.github_token import GitHubTokenDetector
-from detect_secrets.plugins.gitlab_token import GitLabTokenDetector
-from detect_secrets.plugins.jwt import JwtTokenDetector
-from detect_secrets.plugins.mailchimp import MailchimpDetector
-from detect_secrets.plugins.npm import NpmDetector
-from detect_secrets.plugins.openai import OpenAIDetector
-from detect_secrets.plugins.pypi_token import PypiTokenDetector
-from detect_secrets.plugins.sendgrid import SendGridDetector
-from detect_secrets.plugins.slack import SlackDetector
-from detect_secrets.plugins.square_oauth import SquareOAuthDetector
-from detect_secrets.plugins.stripe import StripeDetector
-from detect_secrets.plugins.telegram_token import TelegramBotTokenDetector
-from detect_secrets.plugins.twilio import TwilioKeyDetector
 
 from composer_prime.traces.ingest.masking import named_values
 
-Rule = tuple[str, tuple[str, ...], list[re.Pattern[str]]]
-"""(kind, literals of which every match holds one, patterns). A pattern's group `secret` is masked if there is one."""
+Rule = tuple[str, tuple[str, ...], re.Pattern[str]]
+"""(kind, literals of which every match holds one, pattern). The pattern's group `secret` is masked if there is one."""
 
 _ALNUM, _WORD, _HEX = "[A-Za-z0-9]", "[A-Za-z0-9_-]", "[A-Fa-f0-9]"
 _BY_PREFIX = {
@@ -72,15 +51,14 @@ _BY_PREFIX = {
     "xoxe-": r"\d-[A-Za-z0-9]{100,}", "EAAC": _ALNUM + "{80,}", "EAAM": _ALNUM + "{80,}",
     "AGE-SECRET-KEY-1": "[A-Z0-9]{40,}",
 }  # fmt: skip
-"""Prefix -> pattern of the rest."""
-_NAMED_PREFIXES = [
-    ("github-token", "github_pat_", "[A-Za-z0-9_]{22,}"),
-    ("hugging-face-token", "hf_", _ALNUM + "{30,}"),
-    ("google-api-key", "AIza", _WORD + "{35}"),
-    ("google-token", "ya29.", _WORD + "{16,}"),
-]
-
-
+"""Prefix of an API key -> pattern of the rest."""
+_NAMED_PREFIXES = {
+    "github_pat_": ("github-token", "[A-Za-z0-9_]{22,}"),
+    "hf_": ("hugging-face-token", _ALNUM + "{30,}"),
+    "AIza": ("google-api-key", _WORD + "{35}"),
+    "ya29.": ("google-token", _WORD + "{16,}"),
+    "eyJ": ("jwt", r"[\w=-]{1,4096}+\.[\w=-]{1,4096}+\.?[\w.+/=-]{0,4096}+"),
+}
 _ESCAPES = (
     r"\\[nrt]", r"\\u[0-9A-Fa-f]{4}", r"\\x[0-9A-Fa-f]{2}", "%[0-9A-Fa-f]{2}",  # of JSON, programs and URLs
     r"\[m", r"[\[;]\dm", r"[\[;]\d\dm", r"[\[;]\d{3}m", r"\[K", r"\[\dK",  # of colors
@@ -98,100 +76,11 @@ def begin(first: str = "", ahead: str = "") -> str:
     return rf"{first}{ahead}(?:(?<![A-Za-z0-9]{first})|{'|'.join(f'(?<={item}{first})' for item in _ESCAPES)})"
 
 
-def _word(prefix: str, rest: str) -> re.Pattern[str]:
-    """Return a pattern that starts with the literal, which the engine finds fast, and then looks back."""
-    return re.compile(begin(re.escape(prefix)) + rest)
-
-
-_AWS_SECRET = re.compile(
-    r"(?i:secret_?access_?key)\\*[\"']?[ \t]{0,8}[=:][ \t]{0,8}\\*[\"']?(?P<secret>[A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])"
-)
-"""As in ~/.aws/credentials. The secret may hold any characters."""
-_AZURE_AD = re.compile(begin(ahead="(?=.{4}Q~)") + r"[A-Za-z0-9_~.]{3}\dQ~[A-Za-z0-9_~.-]{31,34}")
-_TERRAFORM = re.compile(begin(ahead=r"(?=.{14}\.a)") + r"[A-Za-z0-9]{14}\.atlasv1\.[A-Za-z0-9=_-]{60,70}")
-_URLS: list[Rule] = [
-    (
-        "webhook",
-        ("/webhooks/",),
-        [re.compile(r"discord(?:app)?\.com/api/(?:v\d{1,2}/)?webhooks/\d{17,20}/(?P<secret>[\w-]{60,})")],
-    ),
-    (
-        "webhook",
-        ("hooks.slack.com",),
-        [re.compile(r"hooks\.slack\.com/(?:workflows|triggers)/(?P<secret>[\w/+]{20,})")],
-    ),
-    ("webhook", ("webhook.office.com",), [re.compile(r"webhook\.office\.com/webhookb2/(?P<secret>[\w@/-]{40,})")]),
-    ("api-key", ("Q~",), [_AZURE_AD]),
-    ("api-key", (".atlasv1.",), [_TERRAFORM]),
-]
-_GITLAB = (
-    "glpat-", "gldt-", "glft-", "glsoat-", "glrt-", "GR1348941", "glcbt-", "glimt-", "glptt-", "glagent-", "gloas-",
-)  # fmt: skip
-KNOWN: list[tuple[str, type[Any], tuple[str, ...]]] = [
-    ("artifactory-token", ArtifactoryDetector, ("AKC", "AP")),
-    ("aws-key", AWSKeyDetector, ("AKIA", "ASIA", "ABIA", "ACCA", "A3T", "aws", "AWS")),
-    ("azure-storage-key", AzureStorageKeyDetector, ("AccountKey=",)),
-    ("discord-token", DiscordBotTokenDetector, (".",)),
-    ("github-token", GitHubTokenDetector, ("ghp_", "gho_", "ghu_", "ghs_", "ghr_")),
-    ("gitlab-token", GitLabTokenDetector, _GITLAB),
-    ("jwt", JwtTokenDetector, ("eyJ",)),
-    ("mailchimp-key", MailchimpDetector, ("-us",)),
-    ("npm-token", NpmDetector, ("_authToken",)),
-    ("openai-key", OpenAIDetector, ("T3BlbkFJ",)),
-    ("pypi-token", PypiTokenDetector, ("pypi-",)),
-    ("sendgrid-key", SendGridDetector, ("SG.",)),
-    ("slack-token", SlackDetector, ("xox", "hooks.slack.com")),
-    ("square-token", SquareOAuthDetector, ("sq0csp",)),
-    ("stripe-key", StripeDetector, ("_live_",)),
-    ("telegram-token", TelegramBotTokenDetector, (":",)),
-    ("twilio-key", TwilioKeyDetector, ("AC", "SK")),
-]
-"""(kind, detector, literals)."""
-_TELEGRAM = rf"(?:{begin('[0-9]', '(?=[0-9]{7})')}|[0-9](?<=/bot[0-9]))[0-9]{{7,9}}:[\w-]{{35}}(?![A-Za-z0-9])"
-"""A whole word, or after /bot in URLs. The lookbehind comes after the first digit, which the engine finds fast."""
-CHANGES = {
-    # Unbounded repetitions that a hostile text could start at every position.
-    "jwt": [("=]*?", "=]{0,4096}+"), ("=]+", "=]{1,4096}+")],
-    "npm-token": [(r"\/.+", r"\/.{1,512}")],
-    "openai-key": [("-_]*", "-_]{0,256}")],
-    # The length of today's keys.
-    "stripe-key": [("k_live_[0-9a-zA-Z]{24}", "k_live_[0-9a-zA-Z]{24,256}")],
-    # Excludes APPENDIX and APCore.
-    "artifactory-token": [("AKC[", r"AKC(?=[A-Za-z]*\d)["), ("AP[", r"AP(?=[A-Za-z]*\d)[")],
-    # Whole words only.
-    "telegram-token": [(r"\d{8,10}:[0-9A-Za-z_-]{35}", _TELEGRAM)],
-    "discord-token": [
-        ("[MNO][", begin("[MNO]", r"(?=[\w-]{23})") + "["),
-        (r"{6}\.[a-zA-Z\d_-]{27}", r"{6}\.[a-zA-Z\d_-]{27}(?![A-Za-z0-9])"),
-    ],
-}
-"""Changes to detect-secrets' patterns, by kind: (part of the pattern, replacement)."""
-_OWN_WORDS = {"aws-key": "(?=A[A-Z0-9]{19})", "mailchimp-key": "(?=[a-z0-9]{32}-)", "twilio-key": "(?=[AS][CK])"}
-_BEGIN_WORDS = {"jwt": "(?=eyJ)"}
-"""Kinds that start at the start of a word, with their lookahead. Those of _OWN_WORDS also end with the word."""
-
-
-def _changed(kind: str, pattern: re.Pattern[str]) -> re.Pattern[str]:
-    """Return a detector's pattern with linear run time, restricted to whole words."""
-    source = pattern.pattern
-    for part, instead in CHANGES.get(kind, []):
-        source = source.replace(part, instead)
-    ahead = (_OWN_WORDS | _BEGIN_WORDS).get(kind)
-    if ahead and not source.startswith(("aws", "https")):
-        source = f"{begin(ahead=ahead)}(?:{source})" + ("(?![A-Za-z0-9])" if kind in _OWN_WORDS else "")
-    return re.compile(source, pattern.flags)
-
-
-_TOKENS: list[Rule] = [
-    *(("api-key", (prefix,), [_word(prefix, rest)]) for prefix, rest in _BY_PREFIX.items()),
-    *((kind, (prefix,), [_word(prefix, rest)]) for kind, prefix, rest in _NAMED_PREFIXES),
-    *_URLS,
-    ("aws-key", ("secret_access_key", "SECRET_ACCESS_KEY", "ecretAccessKey"), [_AWS_SECRET]),
-    *((kind, literals, [_changed(kind, item) for item in detector.denylist]) for kind, detector, literals in KNOWN),
-]
+_END = "(?![A-Za-z0-9])"
+_AWS_VALUE = r"(?P<secret>[A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])"
 _NO_DASHES = r"(?:(?!----)[\s\S])"
 """Text up to the next header, which has four dashes or more. No pattern looks past another header."""
-_PRIVATE_KEY = re.compile(
+_PRIVATE_KEY = (
     r"-{4,5} ?BEGIN [A-Z0-9 ]{0,32}PRIVATE KEY[A-Z ]{0,16}-{4,5}"
     # Up to the end marker, if a key is between the two. Code has the markers alone.
     rf"(?:(?:(?:\s|\\+[nr]|[A-Za-z0-9+/=])*|(?={_NO_DASHES}{{0,16384}}?[A-Za-z0-9+/=]{{40}}){_NO_DASHES}*)"
@@ -199,73 +88,109 @@ _PRIVATE_KEY = re.compile(
     # Or, where the key was cut off, its lines: headers and base64.
     r"|(?:(?:\s|\\+[nr]|(?:Proc-Type|DEK-Info): [^\n\\]{0,256})*+[A-Za-z0-9+/=]{16,}+)+)"
 )
-_PRIVATE_KEYS: list[Rule] = [
-    ("private-key", ("PRIVATE KEY",), [_PRIVATE_KEY]),
-    (
-        "private-key",
-        ("Private-Lines",),
-        [
-            re.compile(
-                r"Private-Lines: \d{1,3}\s{1,2}(?P<secret>[A-Za-z0-9+/=]{16,64}(?:\s{1,2}[A-Za-z0-9+/=]{16,64})*)"
-            )
-        ],
-    ),  # PuTTY
-]
 _ARGUMENT = r"(?P<quote>[\"'])?(?![$<{`])(?P<secret>(?(quote)[^\"'\n]|[^\s\"'`;&|]){1,200})"
 """An argument of a command that is neither a variable nor a placeholder. In quotes it may have spaces."""
-_CONTEXTS: list[Rule] = [
+_MYSQL = (
+    r"(?<![\w./-])(?:/[\w./-]{1,64}/)?(?:mysql(?:dump|admin|import|show|check)?|mariadb(?:-dump|-admin)?)"
+    r"(?=\s)[^\n|;&]{0,400}?\s-p(?![\d.]+:)"
+)
+"""Takes a password after -p without a space. -p3306:3306 is a port of docker's."""
+_CURL = r"\bcurl\b[^\n|;]{0,400}?\s(?:-u|--user)[ =]?[\"']?[^\s:\"']{1,100}:(?P<secret>[^\s\"'$<{][^\s\"']{0,200})"
+_RULES: list[tuple[str, str, str]] = [
+    ("private-key", "PRIVATE KEY", _PRIVATE_KEY),
+    (
+        "private-key",
+        "Private-Lines",  # PuTTY
+        r"Private-Lines: \d{1,3}\s{1,2}(?P<secret>[A-Za-z0-9+/=]{16,64}(?:\s{1,2}[A-Za-z0-9+/=]{16,64})*)",
+    ),
+    # Tokens.
+    ("api-key", "Q~", begin(ahead="(?=.{4}Q~)") + r"[A-Za-z0-9_~.]{3}\dQ~[A-Za-z0-9_~.-]{31,34}"),  # Azure
+    ("api-key", ".atlasv1.", begin(ahead=r"(?=.{14}\.a)") + r"[A-Za-z0-9]{14}\.atlasv1\.[A-Za-z0-9=_-]{60,70}"),
+    (
+        "artifactory-token",
+        "AKC AP",
+        r"(?:(?<=[\s=:\"])|^)(?P<secret>AKC(?=[A-Za-z]*\d)[a-zA-Z0-9]{10,}|AP(?=[A-Za-z]*\d)[\dABCDEF][a-zA-Z0-9]{8,})"
+        r"(?=[\s\"]|$)",
+    ),
+    (
+        "aws-key",
+        "AKIA ASIA ABIA ACCA A3T",
+        begin(ahead="(?=A[A-Z0-9]{19})") + rf"(?:A3T[A-Z0-9]|ABIA|ACCA|AKIA|ASIA)[0-9A-Z]{{16}}{_END}",
+    ),
+    (
+        "aws-key",
+        "aws AWS",
+        r"(?i:aws.{0,20}?(?:key|pwd|pw|password|pass|token).{0,20}?)['\"](?P<secret>[0-9a-zA-Z/+]{40})['\"]",
+    ),
+    (
+        "aws-key",
+        "secret_access_key SECRET_ACCESS_KEY ecretAccessKey",  # as in ~/.aws/credentials
+        rf"(?i:secret_?access_?key)\\*[\"']?[ \t]{{0,8}}[=:][ \t]{{0,8}}\\*[\"']?{_AWS_VALUE}",
+    ),
+    ("azure-storage-key", "AccountKey=", r"AccountKey=[a-zA-Z0-9+/=]{88}"),
+    (
+        "discord-token",
+        ".",
+        begin("[MNO]", r"(?=[\w-]{23})") + rf"[a-zA-Z\d_-]{{23,25}}\.[a-zA-Z\d_-]{{6}}\.[a-zA-Z\d_-]{{27}}{_END}",
+    ),
+    ("github-token", "ghp_ gho_ ghu_ ghs_ ghr_", r"gh[opsur]_[A-Za-z0-9_]{36}"),
+    (
+        "gitlab-token",
+        "glpat- gldt- glft- glsoat- glrt- GR1348941 glcbt- glimt- glptt- glagent- gloas-",
+        r"(?:gl(?:pat|dt|ft|soat|rt|cbt|imt|ptt|agent|oas)-|GR1348941)[A-Za-z0-9_-]{20,1024}+",
+    ),
+    ("mailchimp-key", "-us", begin(ahead="(?=[a-z0-9]{32}-)") + f"[0-9a-z]{{32}}-us[0-9]{{1,2}}{_END}"),
+    ("npm-token", "_authToken", r"//.{1,512}/:_authToken=\s*(?P<secret>npm_.+|[A-Fa-f0-9-]{36})"),
+    ("openai-key", "T3BlbkFJ", r"sk-[A-Za-z0-9_-]{0,256}[A-Za-z0-9]{20}T3BlbkFJ[A-Za-z0-9]{20}"),
+    ("pypi-token", "pypi-", r"pypi-Ag(?:EIcHlwaS5vcmc|ENdGVzdC5weXBpLm9yZw)[A-Za-z0-9_-]{70,}"),
+    ("sendgrid-key", "SG.", r"SG\.[a-zA-Z0-9_-]{22}\.[a-zA-Z0-9_-]{43}"),
+    ("slack-token", "xox", r"(?i:xox[abposr]-(?:\d+-)+[a-z0-9]+)"),
+    ("slack-token", "hooks.slack.com", r"https://hooks\.slack\.com/services/T\w+/B\w+/\w+"),
+    ("square-token", "sq0csp", r"sq0csp-[0-9A-Za-z\\_-]{43}"),
+    ("stripe-key", "_live_", r"[rs]k_live_[0-9a-zA-Z]{24,256}"),
+    (
+        "telegram-token",
+        ":",  # a whole word, or after /bot in URLs
+        rf"(?:{begin('[0-9]', '(?=[0-9]{7})')}|[0-9](?<=/bot[0-9]))[0-9]{{7,9}}:[\w-]{{35}}{_END}",
+    ),
+    ("twilio-key", "AC SK", begin(ahead="(?=[AS][CK])") + f"(?:AC|SK)[a-z0-9]{{32}}{_END}"),
+    ("webhook", "/webhooks/", r"discord(?:app)?\.com/api/(?:v\d{1,2}/)?webhooks/\d{17,20}/(?P<secret>[\w-]{60,})"),
+    ("webhook", "hooks.slack.com", r"hooks\.slack\.com/(?:workflows|triggers)/(?P<secret>[\w/+]{20,})"),
+    ("webhook", "webhook.office.com", r"webhook\.office\.com/webhookb2/(?P<secret>[\w@/-]{40,})"),
+    # Headers, commands and URLs.
     (
         "bearer-token",
-        ("earer ",),
-        [re.compile(r"\b[Bb]earer (?=[A-Za-z._~+/-]{0,256}(?:\d|[a-z][A-Z]{2}))(?P<secret>[A-Za-z0-9._~+/-]{20,}=*)")],
+        "earer",
+        r"\b[Bb]earer (?=[A-Za-z._~+/-]{0,256}(?:\d|[a-z][A-Z]{2}))(?P<secret>[A-Za-z0-9._~+/-]{20,}=*)",
     ),
     (
         "basic-auth",
-        ("uthorization", "AUTHORIZATION"),
-        [re.compile(r"(?i)\bauthorization\W{1,8}(?:basic|token|apikey) (?P<secret>[A-Za-z0-9._~+/-]{6,}=*)")],
+        "uthorization AUTHORIZATION",
+        r"(?i)\bauthorization\W{1,8}(?:basic|token|apikey) (?P<secret>[A-Za-z0-9._~+/-]{6,}=*)",
     ),
     # Without the header's name: base64 holds a digit or padding, "Basic authentication" does not.
-    (
-        "basic-auth",
-        ("Basic ",),
-        [re.compile(r"\bBasic (?=[A-Za-z+/]*[0-9=])(?P<secret>[A-Za-z0-9+/]{12,}={0,2})(?!\w)")],
-    ),
-    (
-        "basic-auth",
-        ("curl",),
-        [
-            re.compile(
-                r"\bcurl\b[^\n|;]{0,400}?\s(?:-u|--user)[ =]?[\"']?"
-                r"[^\s:\"']{1,100}:(?P<secret>[^\s\"'$<{][^\s\"']{0,200})"
-            )
-        ],
-    ),
-    # Commands that take a password after a short option, mysql without a space. -p3306:3306 is a port of docker's.
-    ("password", ("sshpass",), [re.compile(r"\bsshpass\s{1,8}-p[ \t]{0,8}" + _ARGUMENT)]),
-    (
-        "password",
-        ("mysql", "mariadb"),
-        [
-            re.compile(
-                r"(?<![\w./-])(?:/[\w./-]{1,64}/)?(?:mysql(?:dump|admin|import|show|check)?|mariadb(?:-dump|-admin)?)"
-                r"(?=\s)[^\n|;&]{0,400}?\s-p(?![\d.]+:)" + _ARGUMENT
-            )
-        ],
-    ),
-    (
-        "password",
-        ("login", "redis-cli"),
-        [
-            re.compile(r"\b(?:docker|podman|az|oc) login\s(?:[^\n|;&]{0,400}?\s)?-p[ =]" + _ARGUMENT),
-            re.compile(r"\bredis-cli\s(?:[^\n|;&]{0,400}?\s)?-a " + _ARGUMENT),
-        ],
-    ),
-    ("basic-auth", ("://:",), [re.compile(r"\w://:(?P<secret>[^\s@/\"'$<{][^\s@/\"']{0,200})@")]),
-    ("basic-auth", ("://",), list[re.Pattern[str]](BasicAuthDetector().denylist)),
-    (
-        "password",
-        ("KEY=", "SECRET=", "TOKEN=", "PASSWORD=", "PASSWD=", "PASS=", "_PWD=", "_PW=", "_PAT=", "REDISCLI_AUTH="),
-        [named_values.VARIABLE],
-    ),
+    ("basic-auth", "Basic", r"\bBasic (?=[A-Za-z+/]*[0-9=])(?P<secret>[A-Za-z0-9+/]{12,}={0,2})(?!\w)"),
+    ("basic-auth", "curl", _CURL),
+    ("password", "sshpass", r"\bsshpass\s{1,8}-p[ \t]{0,8}" + _ARGUMENT),
+    ("password", "mysql mariadb", _MYSQL + _ARGUMENT),
+    ("password", "login", r"\b(?:docker|podman|az|oc) login\s(?:[^\n|;&]{0,400}?\s)?-p[ =]" + _ARGUMENT),
+    ("password", "redis-cli", r"\bredis-cli\s(?:[^\n|;&]{0,400}?\s)?-a " + _ARGUMENT),
+    ("basic-auth", "://:", r"\w://:(?P<secret>[^\s@/\"'$<{][^\s@/\"']{0,200})@"),
+    ("basic-auth", "://", r"://[^:/?#\[\]@!$&'()*+,;=\s]+:(?P<secret>[^:/?#\[\]@!$&'()*+,;=\s]+)@"),
+    ("password", "KEY= SECRET= TOKEN= PASSWORD= PASSWD= PASS= _PWD= _PW= _PAT= REDISCLI_AUTH=", named_values.VARIABLE),
 ]
-RULES = [*_PRIVATE_KEYS, *_TOKENS, *_CONTEXTS]
+"""(kind, literals, pattern)."""
+
+
+def _word(prefix: str, rest: str) -> re.Pattern[str]:
+    """Return a pattern that starts with the literal, which the engine finds fast, and then looks back."""
+    return re.compile(begin(re.escape(prefix)) + rest)
+
+
+_OTHERS: list[Rule] = [(kind, tuple(literals.split(" ")), re.compile(pattern)) for kind, literals, pattern in _RULES]
+RULES: list[Rule] = [
+    *_OTHERS[:2],  # private keys first: what is in one is no other secret
+    *(("api-key", (prefix,), _word(prefix, rest)) for prefix, rest in _BY_PREFIX.items()),
+    *((kind, (prefix,), _word(prefix, rest)) for prefix, (kind, rest) in _NAMED_PREFIXES.items()),
+    *_OTHERS[2:],
+]
