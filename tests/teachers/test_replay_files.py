@@ -113,7 +113,7 @@ def test_one_context_at_a_time(tmp_path: Path) -> None:
     write_pairs(path, count)
     tracemalloc.start()
     try:
-        assert len(ReplayRecords(path, votes_beside(path)).contents) == count
+        assert len(ReplayRecords(path, votes_beside(path))._ids) == count
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
