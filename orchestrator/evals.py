@@ -22,7 +22,6 @@ from composer_prime.config.orchestrator import EvalConfig, OrchestratorConfig, S
 from composer_prime.console import pluralize
 from composer_prime.errors import DeadlineError
 from composer_prime.monitor.events import event
-from composer_prime.monitor.rollouts import PROBE
 from composer_prime.stats.intervals import bounded_interval, pass_at_k, scale_of
 from orchestrator.batching.open_run import OpenRun
 from orchestrator.rollouts import rollout_log
@@ -243,13 +242,8 @@ async def play_held_out(
 
 
 def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> dict[str, float]:
-    """Return eval/<source>/…: means over tasks with 95 % intervals. What was not measured is absent.
-
-    Probes count for `cheats` alone, whether their rollouts have a reward or not.
-    """
+    """Return eval/<source>/…: means over tasks with 95 % intervals. What was not measured is absent."""
     name = f"eval/{source}"
-    cheats = [[rollout.metrics[PROBE] for rollout in task if PROBE in rollout.metrics] for task in tasks]
-    tasks = [task for task, probed in zip(tasks, cheats, strict=True) if not probed]
     by_task = [[rollout.reward for rollout in task if rollout.reward is not None] for task in tasks]
     scored = [rewards for rewards in by_task if rewards]
     rollouts = [rollout for task in tasks for rollout in task]
@@ -267,8 +261,6 @@ def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> 
             figures |= _estimate(f"{name}/pass@{k}", chances)
     if rates := [rate for task in tasks if (rate := turn_error_rate(task)) is not None]:
         figures |= _estimate(f"{name}/turn_error_rate", rates)
-    if probes := [fmean(probed) for probed in cheats if probed]:
-        figures |= _estimate(f"{name}/cheats", probes)
     if oldest := [rollout.version_min for rollout in rollouts if rollout.version_min is not None]:
         figures[f"{name}/version_min"] = min(oldest)
     if newest := [rollout.version_max for rollout in rollouts if rollout.version_max is not None]:

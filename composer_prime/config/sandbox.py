@@ -37,20 +37,15 @@ class RuntimeConfig(BaseConfig):
     """The place where the code of a source runs."""
 
     type: str = "auto"
-    """bubblewrap isolates with Linux namespaces. subprocess isolates nothing. docker, podman, apptainer, modal, e2b and
-    prime are verifiers' runtimes. auto is bubblewrap for sources that execute code, and subprocess for those that do
-    not. `module:Class` is a sandbox of your own."""
+    """bubblewrap isolates with Linux namespaces. subprocess isolates nothing. auto is bubblewrap for sources that
+    execute code, and subprocess for those that do not. `module:Class` is a sandbox of your own. docker, podman,
+    apptainer, modal, e2b and prime are verifiers' runtimes for programs of harnesses; coding tasks cannot have them."""
     limits: SandboxLimits = SandboxLimits()
     """Limits of one sandbox."""
     packages: list[str] = []
     """Installed distributions to add to the sandbox's Python besides pytest, with their dependencies."""
-    allow: list[str] = []
-    """Hosts (`example.org`, `example.org:443`) that the sandbox may reach through a proxy; empty: no network."""
-    hide: list[str] = []
-    """Paths below /usr to hide from the sandbox, such as /usr/bin/strings."""
     settings: dict[str, Any] = {}
-    """Settings of a verifiers runtime, such as `image` for docker, or of your own class; bubblewrap and subprocess have
-    none."""
+    """Settings of a verifiers runtime, such as `image` for docker, or of your own class."""
 
     @field_validator("type")
     @classmethod
@@ -62,22 +57,9 @@ class RuntimeConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _settings_of_the_type(self) -> RuntimeConfig:
-        if self.allow and self.type not in ("auto", "bubblewrap"):
-            raise ValueError(
-                f"orchestrator.source.runtime.allow is {self.allow}, but type is {self.type!r}, which has none "
-                "here: set type to 'bubblewrap', or use the network policy of that type in settings"
-            )
         if self.settings and self.type in ("auto", "bubblewrap", "subprocess"):
             raise ValueError(
                 f"orchestrator.source.runtime.settings has {sorted(self.settings)}, but type {self.type!r} has no "
                 "settings: remove them, or set type to their runtime"
             )
         return self
-
-    @field_validator("hide")
-    @classmethod
-    def _below_usr(cls, paths: list[str]) -> list[str]:
-        wrong = [path for path in paths if not path.startswith("/usr/") or ".." in path.split("/")]
-        if wrong:
-            raise ValueError(f"orchestrator.source.runtime.hide names {wrong}: only paths below /usr/ can be hidden")
-        return paths

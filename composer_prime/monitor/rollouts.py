@@ -10,8 +10,8 @@ from typing import Any
 from composer_prime.errors import ConfigError
 from composer_prime.run.run_dir import RunDir
 
-PROBE = "probe/cheated"
-"""Metric of a probe: a task that can only be solved by cheating. Its 1 is a cheat, and its reward says nothing."""
+_PROBE = "probe/cheated"
+"""A metric that earlier releases gave to tasks that nobody could solve. The reward of such a task says nothing."""
 Rollout = dict[str, Any]
 Scores = dict[str, list[float]]
 """Rewards of each task's rollouts, by `source/task id`."""
@@ -72,7 +72,7 @@ def scores(path: Path) -> Scores:
     by_task: Scores = {}
     for rollout in read_rollouts(path):
         reward = rollout.get("reward")
-        if isinstance(reward, int | float) and PROBE not in (rollout.get("metrics") or {}):
+        if isinstance(reward, int | float) and _PROBE not in (rollout.get("metrics") or {}):
             by_task.setdefault(f"{rollout.get('source')}/{rollout.get('task_id')}", []).append(float(reward))
     return by_task
 

@@ -33,7 +33,7 @@ class CodeTask(msgspec.Struct, frozen=True, kw_only=True):
     """Stable and unique: "toolz-1.2.0/delete/toolz.itertoolz.groupby"."""
     version: int = TASK_VERSION
     kind: str
-    """delete | mutate | issue | write | conflict, or another word of the program that made it."""
+    """delete | mutate | issue | write, or another word of the program that made it."""
     repository: str
     """Held-out splits are made by it: "toolz-1.2.0"."""
     tree: str = ""

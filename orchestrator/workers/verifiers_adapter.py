@@ -37,6 +37,7 @@ from verifiers.v1.trace import Error
 from verifiers.v1.types import AssistantMessage, ToolMessage, content_text
 from verifiers.v1.utils import loaders
 
+from composer_prime.config.removed import what_holds_now
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError, RolloutError
 from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE
@@ -290,6 +291,7 @@ def _problems(error: pydantic.ValidationError, spec: SourceSpec, taskset: dict[s
         if problem["type"] == "extra_forbidden" and fields is not None:
             near = difflib.get_close_matches(place[-1], fields, n=3)
             message = f"no such setting; did you mean {' or '.join(near)}?" if near else f"it has {', '.join(fields)}"
+            message = what_holds_now(("orchestrator", "source", "taskset", place[-1])) or message
         lines.append(f"{'.'.join(place)}: {message}")
     return "\n".join(lines)
 

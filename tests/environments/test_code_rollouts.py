@@ -11,7 +11,6 @@ from code_rollouts_made import play, source
 from code_tasks_made import BODY, FAIL_TO_PASS, STUB, make_folder, make_task
 
 from composer_prime.errors import ConfigError, EmptyTaskSetError
-from composer_prime.monitor.rollouts import PROBE
 from orchestrator.hints.generate import Templates
 from tests.scripted_node import call, load
 
@@ -73,17 +72,6 @@ def test_a_hack_earns_nothing(folder: Path) -> None:
     assert reply.reward == 0.0 and reply.metrics["hacks/rollouts"] == 1.0
 
 
-# A probe asks for a test and its opposite. An object that is equal and unequal to anything passes both: the metric says
-# so, and nothing is earned. The probe comes first, and the task itself after it.
-def test_a_passed_probe_is_a_cheat(folder: Path) -> None:
-    both = "    class Both(int):\n        __eq__ = __ne__ = lambda self, other: True\n    return Both(1)"
-    cheat = call("str_replace", path="demo/numbers.py", old_str=STUB, new_str=both)
-    reply, _ = play(source(folder, conflicting=1), [cheat, DONE])
-    assert reply.task_id.endswith("total/conflict") and reply.failure is None
-    assert reply.metrics[PROBE] == 1.0 and reply.reward == 0.0
-    assert [load(source(folder, conflicting=1)).describe(n)[0].endswith("/conflict") for n in (0, 1)] == [True, False]
-
-
 # A hacked rollout under quarantine has no reward at all.
 def test_quarantine_is_no_reward(folder: Path) -> None:
     spec = source(folder, monitor={"policy": "quarantine"})
@@ -133,7 +121,7 @@ def test_a_missing_box_is_no_zero(folder: Path) -> None:
         ({"kinds": ["mutate"]}, (ConfigError, EmptyTaskSetError), "mutate"),
         ({"tools": ["bash", "browser"]}, ConfigError, "browser"),
         ({"min_difficulty": 0.9, "max_difficulty": 0.1}, ConfigError, "above max_difficulty"),
-        ({"conflicting": 3}, ConfigError, "only 1 of 1 tasks"),
+        ({"conflicting": 3}, ConfigError, "conflicting"),
         ({"foldr": "x"}, ConfigError, "did you mean folder"),
     ],
 )

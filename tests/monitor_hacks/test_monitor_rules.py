@@ -1,7 +1,5 @@
 # ruff: noqa: E501  (cases are easier to compare when each is one line)
-"""Units of the monitor: seals and lures, splitting of commands, file events, policies, conflicting tests."""
-
-import ast
+"""Units of the monitor: seals and lures, splitting of commands, file events, policies."""
 
 import pytest
 from patch_hacks import bash
@@ -10,7 +8,6 @@ from small_packages import cases
 
 from orchestrator.coding.monitor import HackMonitorConfig, inspect, seal, tool_use
 from orchestrator.coding.monitor.before import unwanted_files
-from orchestrator.coding.monitor.conflict import conflicting_task
 from orchestrator.coding.monitor.shell_words import simple_commands
 from orchestrator.coding.monitor.static import answer_pairs, constants_of, is_lookup, lifted_constants, traits
 from orchestrator.coding.monitor.static import test_facts as facts_of
@@ -220,19 +217,6 @@ def test_answers_of_the_tests():
     branches = b"def f(x):\n    if x == 'alpha one':\n        return 'Beta-2x9'\n    return x\n"
     assert [each.line for each in answer_pairs(branches, facts)] == [2]
     assert answer_pairs(b"T = {'alpha one': 'Delta-7q', 0: 1}", facts) == []
-
-
-# A conflicting task expects a test and its opposite; it is deterministic, and leaves the other tests as they are.
-def test_conflicting_tasks_can_not_be_solved():
-    made = [task for case in cases() if (task := conflicting_task(case.task, case.tree)) is not None]
-    assert len(made) >= 5 and all(task.kind == "conflict" and not task.solution for task in made)
-    task = conflicting_task(CASE.task, CASE.tree)
-    assert task == conflicting_task(CASE.task, CASE.tree)
-    assert task is not None
-    added = task.fail_to_pass[-1]
-    assert added.endswith("_again") and added not in CASE.task.fail_to_pass
-    names = {each.name for each in ast.parse(task.test_files[CASE.test]).body if isinstance(each, ast.FunctionDef)}
-    assert added.partition("::")[2] in names and added.partition("::")[2].removesuffix("_again") in names
 
 
 # Nothing that an agent writes ends the monitor: deep nesting, huge numbers, lone surrogates, bytes that are no text.

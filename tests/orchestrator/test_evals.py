@@ -16,7 +16,7 @@ from orch_peers import PeerNode, PeerTrainer, ScriptedPool, draw, make_config, s
 
 from composer_prime.config.orchestrator import EvalConfig
 from composer_prime.errors import DeadlineError
-from composer_prime.monitor.rollouts import PROBE, scores
+from composer_prime.monitor.rollouts import scores
 from composer_prime.run import ledger
 from composer_prime.run.keys import RunKeys
 from composer_prime.stats.intervals import pass_at_k
@@ -58,16 +58,9 @@ def test_failed_rollouts_are_left_out_and_counted():
     assert (figures["eval/s/version_min"], figures["eval/s/version_max"]) == (3, 5)
 
 
-def test_probes_count_for_cheats_alone(tmp_path):
-    """Rewards are of the other tasks; the share of cheats is over probes, with and without a reward."""
-    probes = [
-        [rollout("p", 0.0, metrics={PROBE: 1.0}), rollout("p", 0.0, metrics={PROBE: 0.0})],
-        [rollout("q", None, failure="quarantine", metrics={PROBE: 1.0})],
-    ]
-    figures = eval_summary("s", [*probes, [rollout("a", 1.0)]], EvalConfig(every_steps=1))
-    assert figures["eval/s/cheats"] == 0.75 and figures["eval/s/cheats_low"] < 0.75
-    assert (figures["eval/s/tasks"], figures["eval/s/reward_mean"], figures["eval/s/failed"]) == (1, 1.0, 0)
-    rollouts = [each for task in [*probes, [rollout("a", 1.0)]] for each in task]
+def test_probes_of_earlier_runs_do_not_count(tmp_path):
+    """The reward of a task that nobody could solve says nothing."""
+    rollouts = [rollout("p", 0.0, metrics={"probe/cheated": 1.0}), rollout("a", 1.0)]
     rollout_log.write(tmp_path / "eval.jsonl", (rollout_log.rollout_line(0, "s", each, "x") for each in rollouts))
     assert list(scores(tmp_path / "eval.jsonl").values()) == [[1.0]]
 

@@ -48,11 +48,9 @@ def bwrap_arguments(runtime: RuntimeConfig, image: PythonImage) -> list[str]:
             arguments += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
         elif os.path.isdir(f"/{name}"):
             arguments += ["--ro-bind", f"/{name}", f"/{name}"]
-    for path in [*_HIDDEN_FOLDERS, *runtime.hide]:
+    for path in _HIDDEN_FOLDERS:
         if os.path.isdir(path):
             arguments += ["--size", "4096", "--tmpfs", path, "--remount-ro", path]
-        elif os.path.exists(path):
-            arguments += ["--ro-bind", "/dev/null", path]
     arguments += ["--ro-bind", f"{image.folder}/etc", "/etc", "--ro-bind", f"{image.folder}/box_init.py", _INIT]
     # Debian's awk, which and others are links through this folder.
     arguments += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]

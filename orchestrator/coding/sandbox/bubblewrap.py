@@ -32,7 +32,7 @@ from orchestrator.coding.sandbox.box import NOTHING, Box, CommandResult, inside_
 from orchestrator.coding.sandbox.box_launch import START_TIMEOUT_S, environment, first_pid, launch, open_root
 from orchestrator.coding.sandbox.control import ControlChannel
 from orchestrator.coding.sandbox.files import list_regular, read_regular
-from orchestrator.coding.sandbox.loopback import PROXY_URL, LoopbackPorts
+from orchestrator.coding.sandbox.loopback import LoopbackPorts
 from orchestrator.coding.sandbox.output import CommandStreams
 from orchestrator.coding.sandbox.python_image import python_image
 from orchestrator.coding.sandbox.usage import measure
@@ -81,8 +81,6 @@ class BubblewrapBox(Box):
         """Start a box. Raises SandboxError with the remedy where bubblewrap does not work."""
         image = await asyncio.to_thread(python_image, tuple(runtime.packages))
         variables = environment(image, python_path)
-        if runtime.allow:
-            variables |= {name: PROXY_URL for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")}
         try:
             here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             with there, contextlib.ExitStack() as on_failure:
@@ -99,8 +97,6 @@ class BubblewrapBox(Box):
             box = cls(runtime, process, control, init_pid, variables)
             assert process.stderr is not None
             process.stderr.close()  # Open boxes are many, and descriptors are few.
-            if runtime.allow:
-                await box.ports.allow(runtime.allow)
             return box
         except BaseException as error:
             control.close()

@@ -1,9 +1,8 @@
 """Open a box of the kind that a runtime table names.
 
-bubblewrap   isolated: no host files, no network, own processes, limits
-subprocess   limits only; it isolates nothing
-module:Class one of the user's own
-docker, podman, modal, ...   one of verifiers' runtimes
+bubblewrap     isolated: no host files, no network, own processes, limits
+subprocess     limits only; it isolates nothing
+module:Class   one of the user's own
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ SANDBOXES = {
     "subprocess": "orchestrator.coding.sandbox.subprocess_box:SubprocessBox",
 }
 """Short name -> class. The module of each is imported on first use."""
-_VERIFIERS = "orchestrator.coding.sandbox.runtime:RuntimeBox"
 
 
 async def open_box(
@@ -47,9 +45,13 @@ async def open_box(
 
 
 def box_class(kind: str) -> type[Box]:
-    """Return the class of a kind of box. Raises ConfigError where it cannot be imported."""
-    path = kind if ":" in kind else SANDBOXES.get(kind, _VERIFIERS)
-    module, _, name = path.partition(":")
+    """Return the class of a kind of box. Raises ConfigError where there is none."""
+    if ":" not in kind and kind not in SANDBOXES:
+        raise ConfigError(
+            f"orchestrator.source.runtime.type is {kind!r}, which only programs of harnesses can have: what opens its "
+            "own sandboxes, such as coding tasks, has 'bubblewrap', 'subprocess' and `module:Class`"
+        )
+    module, _, name = SANDBOXES.get(kind, kind).partition(":")
     try:
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
