@@ -134,8 +134,9 @@ class BubblewrapBox(Box):
                 "cpu_s": math.ceil(cpu_s or self.runtime.limits.cpu_s),
                 "keep_others": self.keeps_others,
             }
-            streams = CommandStreams(stdin, self.runtime.limits, output_bytes, lambda limit: self._kill(number, limit))
+            streams = CommandStreams(self.runtime.limits, output_bytes, lambda limit: self._kill(number, limit))
             try:
+                await streams.connect(stdin)
                 reply = await self._run_to_end(request, streams, timeout_s or self.runtime.limits.wall_s)
                 await streams.drained(0.2 if self.keeps_others else END_TIMEOUT_S)
                 if reply is None:

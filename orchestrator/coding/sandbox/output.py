@@ -1,4 +1,4 @@
-"""Collect what a command writes to a pipe, within bounds."""
+"""Collect what a command writes to its pipes, within bounds."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from collections.abc import Callable
 from composer_prime.config.sandbox import SandboxLimits
 from orchestrator.coding.sandbox.box import CommandResult
 
-_READ_BYTES = 1 << 16
+_SLACK_BYTES = 1 << 18
 _SIGNAL_LIMITS: dict[int, str] = {signal.SIGXCPU: "cpu_s", signal.SIGXFSZ: "file_mb"}
 
 
-class BoundedOutput:
+class BoundedOutput(asyncio.Protocol):
     """The beginning and the end of a stream. What lies between is counted and dropped while it streams."""
 
-    def __init__(self, fd: int, *, keep_bytes: int, end_bytes: int, on_flood: Callable[[], None]) -> None:
-        """Read `fd` in the running loop, and own it. `on_flood`: called once, beyond `end_bytes`."""
-        os.set_blocking(fd, False)
-        self._fd: int | None = fd
+    def __init__(self, *, keep_bytes: int, end_bytes: int, on_flood: Callable[[], None]) -> None:
+        """`on_flood`: called once, beyond `end_bytes`."""
         self._first_bytes = (keep_bytes + 1) // 2
         self._last_bytes = keep_bytes // 2
         self._end_bytes = end_bytes
@@ -29,36 +27,20 @@ class BoundedOutput:
         self._first = bytearray()
         self._last = bytearray()
         self._total = 0
-        self._loop = asyncio.get_running_loop()
-        self.ended = self._loop.create_future()
-        self._loop.add_reader(fd, self._read)
+        self.ended = asyncio.get_running_loop().create_future()
 
-    def _read(self) -> None:
-        if self._fd is None:
-            return
-        try:
-            piece = os.read(self._fd, _READ_BYTES)
-        except BlockingIOError:
-            return
-        if not piece:
-            self.close()
-            return
+    def data_received(self, data: bytes) -> None:
         before = self._total
-        self._total += len(piece)
+        self._total += len(data)
         free = self._first_bytes - len(self._first)
-        self._first += piece[:free]
-        self._last += piece[free:]
-        if len(self._last) > self._last_bytes + 4 * _READ_BYTES:
+        self._first += data[:free]
+        self._last += data[free:]
+        if len(self._last) > self._last_bytes + _SLACK_BYTES:
             del self._last[: -self._last_bytes or None]
         if before <= self._end_bytes < self._total:
             self._on_flood()
 
-    def close(self) -> None:
-        """Stop reading."""
-        if self._fd is not None:
-            self._loop.remove_reader(self._fd)
-            os.close(self._fd)
-            self._fd = None
+    def connection_lost(self, exc: Exception | None) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
 
@@ -71,67 +53,41 @@ class BoundedOutput:
         return bytes(self._first) + b"\n[... %d bytes cut ...]\n" % cut + last
 
 
-class StandardInput:
-    """Bytes that are written to a command's standard input while it reads them."""
-
-    def __init__(self, fd: int, content: bytes) -> None:
-        """Write `content` to `fd`, which becomes this object's own, in the running loop."""
-        os.set_blocking(fd, False)
-        self._fd: int | None = fd
-        self._rest = memoryview(content)
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_writer(fd, self._write)
-
-    def _write(self) -> None:
-        if self._fd is None:
-            return
-        try:
-            self._rest = self._rest[os.write(self._fd, self._rest[:_READ_BYTES]) :]
-        except BlockingIOError:
-            return
-        except OSError:
-            self._rest = self._rest[:0]  # The command does not read it.
-        if not self._rest:
-            self.close()
-
-    def close(self) -> None:
-        if self._fd is not None:
-            self._loop.remove_writer(self._fd)
-            os.close(self._fd)
-            self._fd = None
-
-
 class CommandStreams:
     """The three standard streams of one command, seen from the host, and what it came to."""
 
-    def __init__(
-        self, stdin: bytes, limits: SandboxLimits, keep_bytes: int | None, kill: Callable[[str], None]
-    ) -> None:
+    def __init__(self, limits: SandboxLimits, keep_bytes: int | None, kill: Callable[[str], None]) -> None:
         """`keep_bytes` replaces limits.output_kb. `kill`: ends the command that passed the limit of this name."""
         self.child_fds: list[int] = []
         """The command's ends."""
         self._kill = kill
         self._ended_by: list[str] = []
         self._started = time.monotonic()
-        self._stdin: StandardInput | None = None
+        self._stdin: asyncio.WriteTransport | None = None
+        self._readers: list[asyncio.ReadTransport] = []
+        self._stdout, self._stderr = (
+            BoundedOutput(
+                keep_bytes=int(limits.output_kb * 1024) if keep_bytes is None else keep_bytes,
+                end_bytes=int(limits.output_mb * 2**20),
+                on_flood=lambda: self.end("output_mb"),
+            )
+            for _ in range(2)
+        )
+
+    async def connect(self, stdin: bytes) -> None:
+        """Make the pipes. `stdin` is written while the command reads it."""
+        loop = asyncio.get_running_loop()
         if stdin:
             read_fd, write_fd = os.pipe()
             self.child_fds.append(read_fd)
-            self._stdin = StandardInput(write_fd, stdin)
-        keep_bytes = int(limits.output_kb * 1024) if keep_bytes is None else keep_bytes
-        outputs = []
-        for _ in ("stdout", "stderr"):
+            self._stdin, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(write_fd, "wb", 0))
+            self._stdin.write(stdin)
+            self._stdin.write_eof()
+        for output in (self._stdout, self._stderr):
             read_fd, write_fd = os.pipe()
             self.child_fds.append(write_fd)
-            outputs.append(
-                BoundedOutput(
-                    read_fd,
-                    keep_bytes=keep_bytes,
-                    end_bytes=int(limits.output_mb * 2**20),
-                    on_flood=lambda: self.end("output_mb"),
-                )
-            )
-        self._stdout, self._stderr = outputs
+            reader, _ = await loop.connect_read_pipe(lambda output=output: output, os.fdopen(read_fd, "rb", 0))
+            self._readers.append(reader)
 
     def end(self, limit: str) -> None:
         """End the command, which passed a limit."""
@@ -161,6 +117,7 @@ class CommandStreams:
 
     def close(self) -> None:
         self.handed_over()
-        for stream in (self._stdin, self._stdout, self._stderr):
-            if stream is not None:
-                stream.close()
+        if self._stdin is not None and self._stdin.get_write_buffer_size():
+            self._stdin.abort()
+        for reader in self._readers:
+            reader.close()

@@ -96,8 +96,9 @@ class SubprocessBox(Box):
     ) -> CommandResult:
         async with self._one_at_a_time:
             self._check_open()
-            streams = CommandStreams(stdin, self.runtime.limits, output_bytes, lambda _: self._end_command())
+            streams = CommandStreams(self.runtime.limits, output_bytes, lambda _: self._end_command())
             try:
+                await streams.connect(stdin)
                 status = await self._run_to_end(argv, env, cwd, streams, timeout_s or self.runtime.limits.wall_s)
                 await streams.drained(END_TIMEOUT_S)
                 return streams.result(status)
