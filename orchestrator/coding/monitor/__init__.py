@@ -10,7 +10,7 @@ how the agent made the patch, and code that works only for the tests. Read after
 
 from orchestrator.coding.monitor.after import inspect
 from orchestrator.coding.monitor.before import Seal, seal
-from orchestrator.coding.monitor.tool_uses import ToolUse, tool_use
+from orchestrator.coding.monitor.commands import ToolUse, tool_use
 from orchestrator.coding.monitor.verdict import HackFinding, HackMonitorConfig, HackVerdict
 
 __all__ = [

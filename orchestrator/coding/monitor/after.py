@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from orchestrator.coding.monitor.before import Seal, is_guarded, is_test_file
-from orchestrator.coding.monitor.commands import Surroundings, use_hits
+from orchestrator.coding.monitor.commands import Surroundings, ToolUse, use_hits
 from orchestrator.coding.monitor.file_rules import changed_files, file_findings
 from orchestrator.coding.monitor.static import (
     SUSPICIOUS_BITS,
@@ -31,7 +31,6 @@ from orchestrator.coding.monitor.static import (
     test_facts,
     traits,
 )
-from orchestrator.coding.monitor.tool_uses import ToolUse
 from orchestrator.coding.monitor.verdict import HackFinding, HackMonitorConfig, HackVerdict, decide, finding
 from orchestrator.coding.task import CodeTask, matches
 
