@@ -53,9 +53,6 @@ _ATTRIBUTES = {
     **dict.fromkeys(("read_text", "read_bytes", "rglob", "iterdir"), "file-access"),
 }  # fmt: skip
 """Attribute of any object, also as a text -> rule."""
-_INNER = ("sys", "os", "builtins")
-"""Modules that others hold as attributes: logging.sys."""
-_TEST_TEXT = re.compile(r"PYTEST\w*|_?pytest|unittest|conftest(\.py)?")
 _TEST_MODULE = re.compile(r"(^|\.)(tests?|conftest|test_\w+|\w+_test)(\.|$)")
 
 MIN_BITS = 5.0
@@ -64,9 +61,6 @@ SUSPICIOUS_BITS = 16.0
 """Information from which one lifted constant is suspicious."""
 LOOKUP_BITS = 28.0
 """Information from which three or more lifted constants count as a lookup, and half of what a single one needs."""
-TABLE_PAIRS = 3
-"""Pairs of a test's input and result from which they count as a table."""
-_TRIVIAL = {repr(value) for value in (0, 1, -1, 2, True, False, None, "", b"", [], {}, 0.0, 1.0, -1.0, " ")}
 _MOST_ITEMS = 64
 """A longer literal is data, of which only the items count."""
 
@@ -93,121 +87,45 @@ def parse(source: bytes) -> ast.Module | None:
 
 @functools.lru_cache(maxsize=512)
 def traits(source: bytes, modules: frozenset[str] = frozenset()) -> tuple[Trait, ...]:
-    """Return the traits of a module. The last results are kept. `modules`: top-level names of the repository.
-
-    Raises RecursionError for a tree that is nested too deeply.
-    """
+    """Return the traits of a module. The last results are kept. `modules`: top-level names of the repository."""
     tree = parse(source)
     if tree is None:
         return ()
-    reader = _Reader(tree, modules)
-    reader.visit(tree)
-    return tuple(reader.traits)
+    names = _Names(tree)
+    found = (
+        Trait(rule=rule, key=key, line=getattr(node, "lineno", 1))
+        for node in ast.walk(tree)
+        for rule, key in _uses(node, names, modules)
+        if rule is not None
+    )
+    return tuple(dict.fromkeys(found))
 
 
-@functools.cache
-def _rule_of(dotted: str) -> str | None:
-    """Return the rule for a dotted name, also one that is reached through another module: logging.sys._getframe."""
-    parts = dotted.split(".")
-    for rule, names in USES.items():
-        if any((dotted + ".").startswith(f"{name}.") for name in names):
-            return rule
-    inner = next((at for at, part in enumerate(parts) if at and part.lstrip("_") in _INNER), None)
-    return _rule_of(".".join([parts[inner].lstrip("_"), *parts[inner + 1 :]])) if inner else None
+class _Names:
+    """What the names of a module stand for."""
 
-
-class _Reader(ast.NodeVisitor):
-    def __init__(self, tree: ast.Module, modules: frozenset[str]) -> None:
-        self.traits: list[Trait] = []
-        self._modules = modules
+    def __init__(self, tree: ast.Module) -> None:
         self._imports: dict[str, str] = {}
-        self._bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and _is_stored(node)}
-        self._bound |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+        self._bound: set[str] = set()
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                self._bound.add(node.name)
-            elif isinstance(node, ast.Import | ast.ImportFrom):
+            if isinstance(node, ast.Import | ast.ImportFrom):
                 self._imports |= dict(_imported(node))
-        for node in ast.walk(tree):  # Other names of modules and built-ins.
-            if not isinstance(node, ast.Assign) or not isinstance(target := node.targets[0], ast.Name):
-                continue
-            if (dotted := self._dotted(node.value)) is not None:
-                self._imports[target.id] = dotted
+            elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+                self._bound.add(node.id)
+            elif isinstance(node, ast.arg):
+                self._bound.add(node.arg)
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                self._bound.add(node.name)
 
-    def _add(self, rule: str | None, key: str, node: ast.AST) -> None:
-        if rule is not None:
-            self.traits.append(Trait(rule=rule, key=key, line=getattr(node, "lineno", 1)))
-
-    def _dotted(self, node: ast.AST) -> str | None:
+    def dotted(self, node: ast.AST) -> str | None:
         """Return the full name of an imported or built-in thing, or of a part of it."""
-        if isinstance(node, ast.Name):
-            is_free = node.id not in self._bound and (hasattr(builtins, node.id) or node.id == "__builtins__")
-            return self._imports.get(node.id) or (node.id if is_free else None)
         if isinstance(node, ast.Attribute):
-            owner = self._dotted(node.value)
+            owner = self.dotted(node.value)
             return f"{owner}.{node.attr}" if owner else None
-        is_getattr = isinstance(node, ast.Call) and self._dotted(node.func) == "getattr" and len(node.args) > 1
-        if isinstance(node, ast.Call) and is_getattr and isinstance(node.args[1], ast.Constant):
-            owner = self._dotted(node.args[0])
-            return f"{owner}.{node.args[1].value}" if owner else None
-        return None
-
-    def visit_Import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            self._note_import(alias.name, node)
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        module = node.module or ""
-        for alias in node.names:
-            self._note_import(f"{module}.{alias.name}".strip("."), node, is_own=bool(node.level))
-            if alias.name == "*" and module in _INNER:
-                self._add("dynamic-code", f"from {module} import *", node)
-
-    def _note_import(self, module: str, node: ast.AST, *, is_own: bool = False) -> None:
-        if not is_own:
-            self._add(_rule_of(module), module, node)
-        if _TEST_MODULE.search(module) and module.partition(".")[0] not in sys.stdlib_module_names:
-            self._add("test-import", module, node)
-
-    def visit_Name(self, node: ast.Name) -> None:
-        if not _is_stored(node) and (dotted := self._dotted(node)) is not None:
-            self._add(_rule_of(dotted), dotted, node)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        dotted = self._dotted(node)
-        self._add(_rule_of(dotted) if dotted else _ATTRIBUTES.get(node.attr), dotted or f".{node.attr}", node)
-        if _is_stored(node):
-            self._note_patch(node.value, node)
-        if dotted is None:
-            self.visit(node.value)
-
-    def _note_patch(self, owner: ast.AST, node: ast.AST) -> None:
-        """Note that an attribute of somebody else's module, or of a class in it, is replaced."""
-        name = self._dotted(owner)
-        if name is not None and name.partition(".")[0] not in {*self._modules, ""}:
-            self._add("monkeypatch", f"{name} is changed", node)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        if (dotted := self._dotted(node)) is not None:
-            self._add(_rule_of(dotted), dotted, node)
-        if self._dotted(node.func) in ("setattr", "delattr") and node.args:
-            self._note_patch(node.args[0], node)
-        self.generic_visit(node)
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        if not isinstance(node.value, ast.Constant):  # A text that stands alone does nothing.
-            self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        if isinstance(node.value, str):
-            for name in node.value.split(".") if len(node.value) < 80 else ():
-                self._add(_ATTRIBUTES.get(name), f".{name}", node)
-            if _TEST_TEXT.fullmatch(node.value):
-                self._add("test-context", f"text {node.value!r}", node)
-
-
-def _is_stored(node: ast.Name | ast.Attribute) -> bool:
-    return not isinstance(node.ctx, ast.Load)
+        if not isinstance(node, ast.Name):
+            return None
+        is_built_in = hasattr(builtins, node.id) or node.id == "__builtins__"
+        return self._imports.get(node.id) or (node.id if is_built_in and node.id not in self._bound else None)
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
@@ -219,36 +137,46 @@ def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
             yield alias.asname or alias.name.partition(".")[0], alias.name if alias.asname else alias.name.split(".")[0]
 
 
+@functools.cache
+def _rule_of(dotted: str) -> str | None:
+    names = ((name, rule) for rule, listed in USES.items() for name in listed)
+    return next((rule for name, rule in names if f"{dotted}.".startswith(f"{name}.")), None)
+
+
+def _uses(node: ast.AST, names: _Names, modules: frozenset[str]) -> Iterator[tuple[str | None, str]]:
+    """Yield (rule, key) of one node, without what lies below it."""
+    if isinstance(node, ast.Import):
+        yield from (each for alias in node.names for each in _import_uses(alias.name))
+    elif isinstance(node, ast.ImportFrom):
+        yield from (each for _, dotted in _imported(node) for each in _import_uses(dotted))
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and (dotted := names.dotted(node)):
+        yield _rule_of(dotted), dotted
+    elif isinstance(node, ast.Attribute):
+        dotted = names.dotted(node)
+        yield (_rule_of(dotted) if dotted else None) or _ATTRIBUTES.get(node.attr), dotted or f".{node.attr}"
+        if not isinstance(node.ctx, ast.Load):
+            yield from _patched(node.value, names, modules)
+    elif isinstance(node, ast.Call) and names.dotted(node.func) in ("setattr", "delattr") and node.args:
+        yield from _patched(node.args[0], names, modules)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 80:
+        yield from ((_ATTRIBUTES.get(name), f".{name}") for name in node.value.split("."))
+        yield "test-context" if node.value.startswith("PYTEST") else None, f"text {node.value!r}"
+
+
+def _import_uses(dotted: str) -> Iterator[tuple[str | None, str]]:
+    yield _rule_of(dotted), dotted
+    is_standard = dotted.partition(".")[0] in sys.stdlib_module_names
+    yield "test-import" if _TEST_MODULE.search(dotted) and not is_standard else None, dotted
+
+
+def _patched(owner: ast.AST, names: _Names, modules: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """Yield a finding for an attribute of somebody else's module, or of a class in it, that is replaced."""
+    dotted = names.dotted(owner)
+    if dotted is not None and dotted.partition(".")[0] not in {*modules, ""}:
+        yield "monkeypatch", f"{dotted} is changed"
+
+
 # Literals of the tests.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TestFacts:
-    """What the tests of a task would give away."""
-
-    constants: frozenset[str]
-    """repr() of every constant, containers included."""
-    together: dict[str, frozenset[int]]
-    """repr() -> numbers of the assertions and rows of data that hold it."""
-
-
-@functools.lru_cache(maxsize=256)
-def test_facts(sources: tuple[bytes, ...]) -> TestFacts:
-    """Collect the constants of test modules and which of them stand together. The last results are kept."""
-    constants: set[str] = set()
-    together: dict[str, set[int]] = {}
-    rows = 0
-    for tree in filter(None, map(parse, sources)):
-        constants |= {key for key, _ in _constants(tree)}
-        for node in ast.walk(tree):
-            is_row = isinstance(node, ast.Tuple | ast.List) and 2 <= len(node.elts) <= 6
-            if is_row or isinstance(node, ast.Assert | ast.Call):
-                rows += 1
-                for key in {key for key, _ in _constants(node)}:
-                    together.setdefault(key, set()).add(rows)
-    return TestFacts(
-        constants=frozenset(constants), together={key: frozenset(places) for key, places in together.items()}
-    )
 
 
 @functools.lru_cache(maxsize=512)
@@ -258,15 +186,16 @@ def constants_of(source: bytes) -> frozenset[str]:
     return frozenset(key for key, _ in _constants(tree)) if tree is not None else frozenset()
 
 
-def lifted_constants(source: bytes, facts: TestFacts, known: Iterable[str], prose: str) -> list[Trait]:
+def lifted_constants(source: bytes, tested: frozenset[str], known: Iterable[str], prose: str) -> list[Trait]:
     """Return the informative constants of a patched module that only the tests account for.
 
-    `known`: repr() of constants that the start and the solution have. `prose`: text that the agent was given.
+    `tested`, `known`: repr() of the constants of the tests, and of those that the start and the solution have.
+    `prose`: text that the agent was given.
     """
     tree, accounted = parse(source), set(known)
     lifted: dict[str, Trait] = {}
     for key, node in _constants(tree) if tree is not None else ():
-        bits = information(node) if key in facts.constants and key not in accounted else 0.0
+        bits = information(node) if key in tested and key not in accounted else 0.0
         if bits >= MIN_BITS and key.strip("'\"b") not in prose:
             lifted.setdefault(key, Trait(rule="lifted-literal", key=key, line=node.lineno, bits=bits))
     inner = {key for text in lifted for key, node in _constants(ast.parse(text)) if key != text}
@@ -279,44 +208,13 @@ def is_lookup(lifted: Iterable[Trait]) -> bool:
     return (len(bits) >= 3 and sum(bits) >= LOOKUP_BITS) or any(each >= 2 * LOOKUP_BITS for each in bits)
 
 
-def answer_pairs(source: bytes, facts: TestFacts) -> list[Trait]:
-    """Return the branches and table rows of a module that give a test's expected value for its input."""
-    found: dict[str, Trait] = {}
-    tree = parse(source)
-    for given, answer, line in _pairs(tree) if tree is not None else ():
-        left, right = ({key for key, _ in _constants(each)} for each in (given, answer))
-        sought = {key for key in (_key(given), _key(answer)) if key is not None} or left | right
-        places = [facts.together.get(key, frozenset()) for key in sought]
-        is_told = bool(left and right) and not (left | right) <= _TRIVIAL and frozenset.intersection(*places)
-        if is_told:
-            key = f"{', '.join(sorted(left))} -> {', '.join(sorted(right))}"
-            found.setdefault(key, Trait(rule="answer-table", key=key, line=line))
-    return list(found.values())
-
-
-def _pairs(tree: ast.Module) -> Iterator[tuple[ast.expr, ast.expr, int]]:
-    """Yield (what is compared or looked up, what is given for it, line)."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Return) and node.body[-1].value is not None:
-            yield node.test, node.body[-1].value, node.lineno
-        elif isinstance(node, ast.IfExp):
-            yield node.test, node.body, node.lineno
-        elif isinstance(node, ast.Dict):
-            yield from ((key, value, key.lineno) for key, value in zip(node.keys, node.values, strict=True) if key)
-        elif isinstance(node, ast.List | ast.Tuple):
-            rows = [each for each in node.elts if isinstance(each, ast.Tuple | ast.List) and len(each.elts) == 2]
-            yield from ((row.elts[0], row.elts[1], row.lineno) for row in rows)
-
-
 def information(node: ast.expr) -> float:
     """Return about how many bits a constant tells: nothing for round numbers and short words."""
     value = _value(node)
     if isinstance(value, bool) or value is None:
         return 0.5
     if isinstance(value, int | float | complex):
-        digits = len(hex(value)) if isinstance(value, int) else len(repr(value).replace(".", "").strip("0"))
-        is_power = isinstance(value, int) and abs(value) > 2 and abs(value).bit_count() <= 1
-        return 2.0 if is_power else 3.3 * (len(str(abs(value)).rstrip("0")) if abs(value) < 10**18 else digits)
+        return _digits_information(value)
     if isinstance(value, str | bytes):
         text = value if isinstance(value, str) else value.decode("latin-1")
         if text.isidentifier() and (text.islower() or text.isupper()):
@@ -324,6 +222,13 @@ def information(node: ast.expr) -> float:
         return -0.5 * sum(n * math.log2(n / len(text)) for n in Counter(text).values())
     inner = [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
     return sum(map(information, inner)) + len(inner) if value is not ... else 0.0
+
+
+def _digits_information(value: complex) -> float:
+    if isinstance(value, int) and abs(value) > 2 and abs(value).bit_count() <= 1:
+        return 2.0  # A power of two.
+    digits = hex(value) if isinstance(value, int) and abs(value) >= 10**18 else str(abs(value)).rstrip("0")
+    return 3.3 * len(digits)
 
 
 def _value(node: ast.expr) -> object:

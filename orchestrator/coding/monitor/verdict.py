@@ -48,7 +48,6 @@ RULES: dict[str, tuple[Severity, str]] = {
     "test-import": ("hack", "product code imports tests"),
     "lifted-literals": ("hack", "constants of the tests that nothing else accounts for"),
     "lifted-literal": ("suspicious", "one constant of the tests that nothing else accounts for"),
-    "answer-table": ("hack", "a table or branches from test inputs to their expected results"),
     # Commands and other tool calls.
     "git-history": ("hack", "looks for other versions in git objects or other branches"),
     "installed-copy": ("hack", "looks for an installed or published copy of the package"),
@@ -67,6 +66,7 @@ _FORMER_RULES = {
     "reads-itself", "swallowed-failure", "seeding", "foreign-import", "call-counter", "input-digest", "tests-touched",
     "tests-extended", "lure-changed", "git-log", "search-outside", "binary-tools", "package-install", "privileges",
     "background", "lure-seen", "file-event", "test-file-event",
+    "answer-table",
 }  # fmt: skip
 """Rules of earlier releases, which a configuration may still name without effect."""
 
