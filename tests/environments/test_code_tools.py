@@ -144,17 +144,7 @@ async def test_edits(play: Played) -> None:
     assert "was not found" in await play("str_replace", path="demo/numbers.py", old_str=stub, new_str="")
     assert "occurs 2 times" in await play("str_replace", path="demo/numbers.py", old_str="def ", new_str="")
     assert await play("create", path="new/a.py", text="x = 1") == "Wrote new/a.py, 1 lines."
-    assert "     2\ty = 2" in await play("insert", path="new/a.py", after_line=1, text="y = 2")
-    assert (await play("insert", path="new/a.py", after_line=9, text="")).startswith("Error: after_line is 9")
     assert "cannot be written as UTF-8" in await play("create", path="u.py", text="\ud800")
-
-
-# Matches come with file and line; no match is no error, a broken expression is.
-@process
-async def test_search(play: Played) -> None:
-    assert "demo/numbers.py:4:def total(values):" in await play("search", pattern="def (total|twice)")
-    assert await play("search", pattern="def none", path="demo") == "No match."
-    assert (await play("search", pattern="(")).startswith("Error: grep: ")
 
 
 # The failing assertion is where the hint templates look for it.

@@ -45,8 +45,8 @@ from orchestrator.environments.task_row import TaskRow
 logger = logging.getLogger(__name__)
 
 Split = Literal["train", "eval", "all"]
-_FORMER_TOOLS = ("undo_edit", "diagnostics")
-"""Tools of earlier releases: `git checkout FILE` and `python -m pyflakes` in bash do the same."""
+_FORMER_TOOLS = ("undo_edit", "diagnostics", "search", "insert")
+"""Tools of earlier releases: bash and str_replace do the same."""
 INSTRUCTION = (
     "You are a programmer. A Python repository is in the current folder. Make the change that the user asks for in its "
     "source files. Its tests decide. When you are done, answer without calling a tool."

@@ -46,19 +46,6 @@ _TOOLS = {
         "Write a file, also over an old one.",
         {"path": _PATH, "text": _argument("string", "The whole content.")},
     ),
-    "insert": _tool(
-        "Insert lines into a file.",
-        {
-            "path": _PATH,
-            "after_line": _argument("integer", "The line behind which the text goes; 0 for the beginning."),
-            "text": _argument("string", "The lines."),
-        },
-    ),
-    "search": _tool(
-        "Search files for a regular expression (as of grep -E).",
-        {"pattern": _argument("string", "The expression.")},
-        {"path": _argument("string", "File or folder; the work folder where it is left out.")},
-    ),
     "run_tests": _tool(
         "Run tests with pytest and show what fails.",
         {},

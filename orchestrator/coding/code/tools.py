@@ -1,4 +1,4 @@
-"""The agent's tools in a box: bash, view, edits, search, run_tests.
+"""The agent's tools in a box: bash, view, edits, run_tests.
 
     call(name, arguments) -> checked against the tool's schema -> _bash | _view | ... -> text, bounded
 
@@ -29,7 +29,6 @@ ERROR_STARTS = ("Error: ", *_CALL_ERRORS)
 MAX_VIEW_BYTES = 2**22
 _LISTED_FILES = 200
 _CAPTURE_BYTES = 2**18
-_SEARCH_LINES = 200
 _SNIPPET_LINES = 3
 
 _BASH = r"""
@@ -66,8 +65,6 @@ class CodeTools:
             "view": self._view,
             "str_replace": self._str_replace,
             "create": self._create,
-            "insert": self._insert,
-            "search": self._search,
             "run_tests": self._run_tests,
         }
 
@@ -107,18 +104,6 @@ class CodeTools:
             raise ToolFailure("no test file of the task is visible; name test files in `tests`")
         return tests
 
-    async def _search(self, arguments: dict[str, Any]) -> str:
-        where = _plain(arguments["path"]) if arguments.get("path") not in (None, "", ".", WORK) else "."
-        argv = ["grep", "-rnIE", "--exclude-dir=.git", "--exclude-dir=__pycache__", f"--max-count={_SEARCH_LINES}"]
-        finished = await self._run([*argv, "-e", arguments["pattern"], "--", where], None)
-        if finished.exit_code == 1:
-            return "No match."
-        if finished.exit_code:
-            raise ToolFailure(_text(finished.stderr).strip() or "the search failed")
-        lines = [line.removeprefix("./")[:500] for line in _text(finished.stdout).splitlines()]
-        more = f"\n({len(lines) - _SEARCH_LINES} more lines)" if len(lines) > _SEARCH_LINES else ""
-        return "\n".join(lines[:_SEARCH_LINES]) + more
-
     async def _run(self, argv: list[str], timeout_s: float | None) -> CommandResult:
         """Run a command. Raises ToolFailure for one that a limit ended, with the output so far."""
         limit_s = min(timeout_s, self._timeout_s) if timeout_s and timeout_s > 0 else self._timeout_s
@@ -151,7 +136,7 @@ class CodeTools:
         path, old, new = _plain(arguments["path"]), arguments["old_str"], arguments["new_str"]
         text = await self._read_text(path)
         if not old:
-            raise ToolFailure("old_str is empty; use insert or create")
+            raise ToolFailure("old_str is empty; use create for a new file")
         count = text.count(old)
         if count == 0:
             raise ToolFailure(f"old_str was not found in {path}; view the file and copy it exactly")
@@ -166,18 +151,6 @@ class CodeTools:
         path, text = _plain(arguments["path"]), arguments["text"]
         await self._edit(path, text)
         return f"Wrote {path}, {len(text.splitlines())} lines."
-
-    async def _insert(self, arguments: dict[str, Any]) -> str:
-        path, after, new = _plain(arguments["path"]), arguments["after_line"], arguments["text"]
-        lines = (await self._read_text(path)).splitlines(keepends=True)
-        if not 0 <= after <= len(lines):
-            raise ToolFailure(f"after_line is {after}, but {path} has {len(lines)} lines")
-        if after and not lines[after - 1].endswith("\n"):
-            lines[after - 1] += "\n"
-        new = new if new.endswith("\n") else new + "\n"
-        text = "".join([*lines[:after], new, *lines[after:]])
-        await self._edit(path, text)
-        return _snippet(path, text, after, new)
 
     async def _edit(self, path: str, text: str) -> None:
         try:

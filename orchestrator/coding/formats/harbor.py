@@ -36,7 +36,7 @@ __all__ = ["Harbor"]
 
 HIDDEN = ".harbor"
 """Folder below the work folder with tests and logs, in the grading sandbox only."""
-TOOLS = ("bash", "view", "str_replace", "search")
+TOOLS = ("bash", "view", "str_replace")
 _DIFFICULTY = {"easy": 0.25, "medium": 0.5, "hard": 0.75}
 _NEEDS_BUILD = ("Dockerfile", "docker-compose.yaml")
 _PATHS = re.compile(r"(?<![\w./-])/(app|tests|logs/verifier)(?![\w-])")

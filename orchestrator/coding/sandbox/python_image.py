@@ -16,12 +16,10 @@ import fcntl
 import functools
 import hashlib
 import os
-import re
 import shutil
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,19 +33,7 @@ from composer_prime.errors import SandboxError
 
 INIT_SOURCE = Path(__file__).with_name("box_init.py")
 _UNUSED_S = 30 * 86_400.0
-_LOCK = threading.Lock()
-_LEFT_OUT = (
-    "test",
-    "tests",
-    "idlelib",
-    "ensurepip",
-    "site-packages",
-    "dist-packages",
-    "tkinter",
-    "turtledemo",
-    "lib2to3",
-)
-_PACKAGE_TESTS = re.compile(r"/site-packages/.*/tests?/")
+_LEFT_OUT = {"test", "idlelib", "ensurepip", "site-packages", "dist-packages", "tkinter", "turtledemo", "lib2to3"}
 _ACCOUNTS = {
     "passwd": "root:x:0:0:root:/tmp:/bin/sh\nagent:x:1000:1000:agent:/tmp:/bin/bash\n",
     "group": "root:x:0:\nagent:x:1000:\n",
@@ -69,10 +55,9 @@ class PythonImage:
 
 def python_image(packages: tuple[str, ...]) -> PythonImage:
     """Return the image with pytest and `packages`, made on first use. Raises SandboxError for a missing package."""
-    with _LOCK:
-        image, distributions = _image_of(packages)
-        if not image.folder.is_dir():
-            _make_once(image, distributions)
+    image, distributions = _image_of(packages)
+    if not image.folder.is_dir():
+        _make_once(image, distributions)
     with contextlib.suppress(OSError):  # Another user made it.
         os.utime(image.folder)
     return image
@@ -113,12 +98,8 @@ def _with_dependencies(names: Sequence[str]) -> dict[str, metadata.Distribution]
             )
             raise SandboxError(f"sandboxes need the package {name!r}, which is not installed: {remedy}") from error
         found[canonicalize_name(name)] = distribution
-        requirements = [Requirement(line) for line in distribution.requires or []]
-        waiting += [
-            requirement.name
-            for requirement in requirements
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        ]
+        requirements = map(Requirement, distribution.requires or [])
+        waiting += [each.name for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
     return found
 
 
@@ -155,11 +136,8 @@ def _make(folder: Path, prefix: str, distributions: Sequence[metadata.Distributi
         site = made / "python/lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
         for distribution in distributions:
             _copy_distribution(distribution, site)
-        # Boxes cannot write bytecode, and compile every module at each start without it. Nobody imports the packages'
-        # own tests, which are half of some of them.
-        compileall.compile_dir(
-            site, quiet=2, workers=1, rx=_PACKAGE_TESTS, stripdir=str(made / "python"), prependdir=prefix
-        )
+        # Boxes cannot write bytecode, and compile every module at each start without it.
+        compileall.compile_dir(site, quiet=2, workers=1, stripdir=str(made / "python"), prependdir=prefix)
         (made / "etc/alternatives").mkdir(parents=True)
         for name, text in _ACCOUNTS.items():
             (made / "etc" / name).write_text(text)
