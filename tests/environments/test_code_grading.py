@@ -195,7 +195,7 @@ HACKS = {
     + "\nimport glob\nfor path in glob.glob('tests/*.py'):\n    open(path, 'w').write('def test_total(): pass')\n",
     "state of the interpreter": STUBBED
     + "\nimport sys\nframe = sys._getframe()\nwhile frame:\n    for name, value in list(frame.f_globals.items()):\n"
-    + "        if name in ('fingerprint', 'changed', 'mark', 'run_python', 'prepare_interpreter', 'kill_others'):\n"
+    + "        if name in ('fingerprint', 'changed', 'marks_of', 'run_python', 'prepare_interpreter', 'kill_others'):\n"
     + "            frame.f_globals[name] = lambda *a: {}\n    frame = frame.f_back\n",
     "equal to everything": STUBBED.replace(
         STUB, "    return type('Any', (), {'__eq__': lambda *a: True, '__ne__': lambda *a: False, '__hash__': id})()"

@@ -93,17 +93,15 @@ def fingerprint():
     for module_name, module in list(sys.modules.items()):
         if module is not None and module_name.partition(".")[0] in WATCHED:
             for name, value in list(vars(module).items()):
-                if callable(value):
-                    marks[f"{module_name}.{name}"] = mark(value)
-                if isinstance(value, type) and value.__module__ == module_name:
-                    for attribute, member in list(vars(value).items()):
-                        if callable(member):
-                            marks[f"{module_name}.{name}.{attribute}"] = mark(member)
+                marks |= marks_of(f"{module_name}.{name}", value, module_name)
     return marks
 
 
-def mark(value):
-    return id(value), id(getattr(value, "__code__", None))
+def marks_of(place, value, module_name):
+    named = {place: value}
+    if isinstance(value, type) and value.__module__ == module_name:
+        named |= {f"{place}.{attribute}": member for attribute, member in list(vars(value).items())}
+    return {name: (id(each), id(getattr(each, "__code__", None))) for name, each in named.items() if callable(each)}
 
 
 def changed(before):
@@ -141,32 +139,36 @@ def altered(item, source, number):
     Only comparisons count that run whenever the test passes: outside of any block, in a test that never returns early.
     `number` chooses one, and the new constant.
     """
-    scope, found = ast.parse(source).body, None
-    for name in item.nodeid.partition("[")[0].split("::")[1:]:
-        kinds = (ast.ClassDef, ast.FunctionDef)
-        found = next((each for each in reversed(scope) if isinstance(each, kinds) and each.name == name), None)
-        scope = found.body if found is not None else []
-    if not isinstance(found, ast.FunctionDef):
-        return None
-    if not all(ast.unparse(each).startswith("pytest.mark.") for each in found.decorator_list):
-        return None
-    if any(isinstance(each, (ast.Return, ast.Yield)) for each in ast.walk(found)):
+    test = definition(item, source)
+    if test is None or any(isinstance(each, (ast.Return, ast.Yield)) for each in ast.walk(test)):
         return None
     row = item.callspec.params if hasattr(item, "callspec") else {}
-    places = [
-        place for statement in found.body for place in compared(statement) if plain_value(place[2], row) is not None
-    ]
+    places = [place for statement in test.body for place in compared(statement)]
+    places = [place for place in places if plain_value(place[2], row) is not None]
     if not places:
         return None
     parent, field, node = places[number % len(places)]
     new = ast.copy_location(ast.parse(repr(another(plain_value(node, row), number)), mode="eval").body, node)
     old = getattr(parent, field)
     setattr(parent, field, [new if each is node else each for each in old] if isinstance(old, list) else new)
-    found.decorator_list = []
-    module = ast.fix_missing_locations(ast.Module(body=[found], type_ignores=[]))
+    test.decorator_list = []
+    module = ast.fix_missing_locations(ast.Module(body=[test], type_ignores=[]))
     namespace = {}
     exec(compile(module, str(item.path), "exec"), item.function.__globals__, namespace)
-    return namespace[found.name]
+    return namespace[test.name]
+
+
+def definition(item, source):
+    """Return the syntax tree of a test's function; None for one with decorators that are no marks."""
+    scope, found = ast.parse(source).body, None
+    for name in item.nodeid.partition("[")[0].split("::")[1:]:
+        kinds = (ast.ClassDef, ast.FunctionDef)
+        found = next((each for each in reversed(scope) if isinstance(each, kinds) and each.name == name), None)
+        scope = found.body if found is not None else []
+    is_plain = isinstance(found, ast.FunctionDef) and all(
+        ast.unparse(each).startswith("pytest.mark.") for each in found.decorator_list
+    )
+    return found if is_plain else None
 
 
 def compared(statement):
@@ -204,6 +206,11 @@ def another(value, number):
     return type(value)([*value, number])
 
 
+def edge(items, module, at_end):
+    inside = [place for place, item in enumerate(items) if module in item.listchain()]
+    return inside[-1] + 1 if at_end else inside[0]
+
+
 class Reporter:
     """The pytest plugin. It writes a record for each test as soon as the test has ended."""
 
@@ -233,19 +240,18 @@ class Reporter:
         tests = [item for item in items if isinstance(item, pytest.Function)]
         expected = [item for item in tests if item.nodeid in self._spec["expected"]]
         for test in chosen.sample(expected, min(len(expected), self._spec["twins"])):
-            self._insert(
-                items, items.index(test) + chosen.choice((0, 1)), test.parent, test.name, chosen.choice(PROBES)
-            )
+            place = items.index(test) + chosen.choice((0, 1))
+            self._insert(items, place, test.parent, test.name, chosen.choice(PROBES))
         modules = list(dict.fromkeys(test.getparent(pytest.Module) for test in tests))
         for number, function in enumerate(PROBES if modules else ()):
             module, at_end = chosen.choice(modules), chosen.choice((False, True))
             if number == 0:  # One is the first test of all, so that a suite that hangs later has been probed.
                 module, at_end = modules[0], False
-            inside = [place for place, item in enumerate(items) if module in item.listchain()]
-            place = inside[-1] + 1 if at_end else inside[0]
+            place = edge(items, module, at_end)
             self._insert(items, place, module, f"test_{chosen.getrandbits(32):x}", function)
+        self._add_altered(items, [test for test in expected if test.nodeid in self._spec["repaired"]], chosen)
 
-        repaired = [test for test in expected if test.nodeid in self._spec["repaired"]]
+    def _add_altered(self, items, repaired, chosen):
         most = len(items) + ALTERED
         for test in chosen.sample(repaired, len(repaired)):
             function = altered(test, self._sources.get(str(test.path), b""), chosen.getrandbits(32))
