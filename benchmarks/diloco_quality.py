@@ -209,11 +209,11 @@ def compare(words: argparse.Namespace, every: int) -> None:
 
 def outer_of(kind: str, words: argparse.Namespace) -> OuterConfig:
     rates = {} if kind == "average" else {"lr": words.outer_lr, "momentum": words.outer_momentum}
-    return OuterConfig.model_validate({"type": kind} | rates)
+    return OuterConfig.model_validate(rates)
 
 
 def name_of(outer: OuterConfig) -> str:
-    return "average" if outer.type == "average" else f"nesterov {outer.lr:g}/{outer.momentum:g}"
+    return "average" if outer == OuterConfig() else f"nesterov {outer.lr:g}/{outer.momentum:g}"
 
 
 def row(

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from composer_prime.address import tcp_address
 from composer_prime.console import EXIT_USAGE, console_main, exit_on_version_flag
 from composer_prime.errors import ComposerError, ConfigError
-from diloco.link_forecast import DEFAULT_MEMORY_GB
 
 if TYPE_CHECKING:
     from diloco.rendezvous.request_handler import RendezvousSettings
@@ -56,8 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the rendezvous of a joint run",
         description="The rendezvous of a joint run. It relays deltas and states between peers, and closes rounds. "
         "Everything is in memory, and it may be restarted at any time.",
-        epilog="The log names each peer that comes or leaves, and the members of each round. With RUST_LOG=info in the "
-        "environment torchft's lighthouse adds lines of its own.",
+        epilog="The log names each peer that comes or leaves, and the members of each round.",
     )
     rendezvous.add_argument("--run", required=True, dest="run_name", help="diloco.run of the peers")
     rendezvous.add_argument("--key-file", required=True, type=Path, help="made by `diloco keygen`")
@@ -74,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     rendezvous.add_argument("--keep-rounds", type=int, default=16, help="rounds that late peers can catch up with")
     rendezvous.add_argument(
-        "--memory-gb", type=float, default=DEFAULT_MEMORY_GB,
+        "--memory-gb", type=float, default=16.0,
         help="most GB of deltas and of a state in memory; older rounds go first (default 16)",
     )  # fmt: skip
     rendezvous.set_defaults(run=_rendezvous)
@@ -118,7 +116,6 @@ async def _serve(settings: RendezvousSettings, key: JointKey) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
         print(f"rendezvous of run {settings.run!r} at {server.endpoint}", flush=True)
-        print(f"members: {server.lighthouse.url} (this machine only)", flush=True)
         with contextlib.suppress(asyncio.CancelledError):
             await serving
 

@@ -333,7 +333,6 @@ class OuterSteps:
             "diloco/bytes_received": bytes_received,
             "diloco/participants": len(outcome.headers),
             "diloco/rejected": len(accepted.rejections),
-            "diloco/quorum": outcome.quorum_id,
             "diloco/missed_rounds": totals.missed,
             "diloco/carried_tokens": totals.carried,
             "diloco/overwritten_tokens": totals.overwritten,

@@ -25,7 +25,7 @@ from composer_prime.plan.sandboxes import probe_all
 
 Level = Literal["ok", "note", "bad"]
 _PACKAGES = ("torch", "transformers", "verifiers", "renderers", "pyzmq", "msgspec")
-_EXTRAS = ("vllm", "torchft", "trackio", "wandb", "tensorboard")
+_EXTRAS = ("vllm", "trackio", "wandb", "tensorboard")
 
 
 class Check(NamedTuple):
@@ -51,9 +51,8 @@ def checks(output_dir: Path) -> Iterator[Check]:
     yield Check("ok" if sizes else "note", "GPUs", f"{len(machine.gpus)} visible ({sizes})" if sizes else none)
     yield _packages()
     for module in _EXTRAS:
-        extra = "diloco" if module == "torchft" else module
         missing = module_file(module) is None
-        text = f"not installed: {install_command(extra)}" if missing else "installed"
+        text = f"not installed: {install_command(module)}" if missing else "installed"
         yield Check("note" if missing else "ok", module, text)
     yield from map(_model, ("tiny", "smollm2"))
     reason = why_not_writable(output_dir)

@@ -26,21 +26,12 @@ class CodecConfig(BaseConfig):
 
 
 class OuterConfig(BaseConfig):
-    type: Literal["nesterov", "average"] = "nesterov"
-    """average sets the global model to the mean of the peers (learning rate 1, no momentum)."""
+    """Nesterov's rule. With a learning rate of 1 and no momentum the peers' models are averaged."""
+
     lr: float = Field(default=1.0, gt=0)
     """Outer learning rate. lr / (1 - momentum) is the gain in steady state; start near 1."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """Nesterov momentum. DiLoCo's pre-training pair is lr 0.7, momentum 0.9 (arXiv 2311.08105)."""
-
-    @model_validator(mode="after")
-    def _rates_of_this_type(self) -> OuterConfig:
-        if self.type == "average" and (self.lr != 1.0 or self.momentum != 0.0):
-            raise ValueError(
-                f"diloco.outer.type is 'average', but lr is {self.lr} and momentum {self.momentum}: averaging has "
-                "neither; remove them or use type = 'nesterov'"
-            )
-        return self
 
 
 class DilocoConfig(BaseConfig):

@@ -37,10 +37,6 @@ def present_name(module: str) -> str:
     return module
 
 
-REMOVED_VALUES = {("inference.local.kv_at_swap", "recompute"): "keep"}
-"""(key, value that earlier releases had) -> what an older run's config.json means by it now."""
-
-
 def what_holds_now(location: Sequence[str | int]) -> str | None:
     """Return what holds in place of the key at `location`; None where it was not removed."""
     names = [str(segment) for segment in location if not str(segment).isdecimal()]
@@ -67,10 +63,7 @@ def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, None]) -> Any
     kept = {}
     for key, value in node.items():
         where = (*location, key)
-        if isinstance(value, str) and (present := REMOVED_VALUES.get((".".join(where), value))) is not None:
-            logger.warning("%s = %r is gone: it is %r now", ".".join(where), value, present)
-            kept[key] = present
-        elif what_holds_now(where) is None:
+        if what_holds_now(where) is None:
             kept[key] = _kept(value, where, dropped)
         elif value not in (None, False, 0, "", [], {}):
             dropped[".".join(where)] = None

@@ -155,11 +155,9 @@ class Bodies:
     clock: Callable[[], float]
     on_change: Callable[[], None]
     """Called when a body is whole."""
-    _short_since: list[float] = field(default_factory=list)
-    """When an offer first found no room since one last did; empty while there is room."""
 
     def offer(self, header: messages.Header, instance: int) -> messages.ToPeer:
-        """Answer from which byte a body may be sent, or that there is no room yet.
+        """Answer from which byte a body may be sent.
 
         Raises WireErrors for one that does not belong here.
         """
@@ -185,23 +183,19 @@ class Bodies:
             messages.Position(header.outer_step, header.base_hash, peer.positions[header.rank].training),
             now,
         )
-        if (waiting_for := self._make_room(header, now)) is not None:
-            return messages.RoundNotReady(waiting_for=waiting_for)
+        self._make_room(header)
         blob = self.rounds.delta(header)
         if blob.complete:
             self.rounds.note_whole(header.outer_step, now)
         return messages.Received(name=header.name, size=blob.received)
 
     def _offer_state(self, header: messages.Header, now: float) -> messages.ToPeer:
-        wanted = self.transfers.requested_from(header.peer) == header.serial
-        if wanted and (waiting_for := self._make_room(header, now)) is not None:
-            return messages.RoundNotReady(waiting_for=waiting_for)
+        if self.transfers.requested_from(header.peer) == header.serial:
+            self._make_room(header)
         blob = self.transfers.state(header, now)
-        return (
-            messages.Received(name=header.name, size=blob.received)
-            if blob
-            else messages.Gone(reason="this state is not wanted")
-        )
+        if blob is None:
+            return messages.Gone(reason="this state is not wanted")
+        return messages.Received(name=header.name, size=blob.received)
 
     def chunk(self, chunk: messages.BodyChunk) -> messages.ToPeer:
         """Keep some bytes of a body that was offered; answer how many are here."""
@@ -245,38 +239,37 @@ class Bodies:
         kept = self.rounds.rounds.get(int(number))
         return kept.blobs.get((peer, int(rank))) if kept else None
 
-    def _make_room(self, header: messages.Header, now: float) -> str | None:
-        """Drop the oldest rounds for a body that is to come; return what to wait for when it does not fit yet.
+    def _make_room(self, header: messages.Header) -> None:
+        """Drop the oldest rounds for a body that is to come, and for a delta also the state.
 
-        Raises WireError when it would not fit even alone.
+        The newest round stays for late peers. Raises WireError when the body does not fit even so.
         """
-        known, limit, short = self.find(header.name), self.max_bytes, self._short_since
+        known = self.find(header.name)
         if known is not None and known.header.checksum == header.checksum:
-            return None
-        if header.size > limit:
-            raise WireError(
-                f"{header.name} has {header.size / 1e9:.3g} GB, more than the rendezvous' {limit / 1e9:.3g} GB: start "
-                "`diloco rendezvous` with a larger --memory-gb"
-            )
-        short_s = now - short[0] if short else 0.0
-        while self.held_bytes + header.size > limit and self.rounds.drop_oldest(now, short_s):
-            self.transfers.expire(self.rounds.oldest)
-        if self.held_bytes + header.size <= limit:
-            short.clear()
-            return None
-        short[:] = short or [now]
-        return (
-            f"room for the {header.size / 1e9:.3g} GB of {header.name}: what is under way holds "
-            f"{self.held_bytes / 1e9:.3g} of the rendezvous' {limit / 1e9:.3g} GB (--memory-gb)"
-        )
+            return
+        while self.held_bytes + header.size > self.max_bytes:
+            if self.rounds.oldest < self.rounds.newest:
+                self.rounds.drop_oldest()
+                self.transfers.expire(self.rounds.oldest)
+            elif header.kind == "delta" and self.transfers.current is not None:
+                logger.warning(
+                    "the state of peer %s makes room for deltas: start `diloco rendezvous` with a larger --memory-gb",
+                    self.transfers.current.source,
+                )
+                self.transfers.drop()
+            else:
+                raise WireError(
+                    f"{header.name} has {header.size / 1e9:.3g} GB, and {self.held_bytes / 1e9:.3g} of the rendezvous' "
+                    f"{self.max_bytes / 1e9:.3g} GB are in use: start `diloco rendezvous` with a larger --memory-gb"
+                )
 
     def check_room(self, hello: messages.PeerHello, now: float) -> None:
-        """Raises WireError when the deltas of the peers that are here and of this one do not fit in memory at once."""
+        """Raises WireError when two rounds of the peers that are here and of this one do not fit in memory at once."""
         others = {peer.name: peer.ranks * max(peer.delta_bytes.values()) for peer in self.rounds.alive(now)}
         needed = others | {hello.peer: hello.ranks * hello.delta_bytes}
-        if (total := sum(needed.values())) > self.max_bytes:
+        if (total := 2 * sum(needed.values())) > self.max_bytes:
             raise WireError(
-                f"the deltas of the peers {', '.join(sorted(needed))} take up to {total / 1e9:.3g} GB, more than the "
+                f"two rounds of the peers {', '.join(sorted(needed))} take up to {total / 1e9:.3g} GB, more than the "
                 f"rendezvous' {self.max_bytes / 1e9:.3g} GB: start `diloco rendezvous` with a larger --memory-gb, or "
                 "raise diloco.fragments"
             )

@@ -155,9 +155,9 @@ class RequestHandler:
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
-    def close(self, members: dict[str, Base], quorum_id: int) -> Round:
+    def close(self, members: dict[str, Base]) -> Round:
         """Close the open round with `members`, and drop what is too old for late and for joining peers."""
-        closed = self.rounds.close(members, quorum_id, self.joins.needed_from(self._clock()))
+        closed = self.rounds.close(members, self.joins.needed_from(self._clock()))
         self.transfers.expire(self.rounds.oldest)
         return closed
 
@@ -168,7 +168,6 @@ class RequestHandler:
                 return _differs(ask, closed.members)
             return messages.RoundOutcome(
                 outer_step=ask.outer_step,
-                quorum_id=closed.quorum_id or 0,
                 headers=[closed.blobs[name, ask.rank].header for name in closed.members],
                 newest=self.rounds.newest,
                 digest=closed.digest,
@@ -208,7 +207,7 @@ class RequestHandler:
         if not self.may_close(now):
             absent = self.settings.start_peers - len(training)
             waits += [f"{absent} more peer(s) to train (--start-peers)" if absent > 0 else "peers that may come yet"]
-        return " and ".join(waits) or "the lighthouse's quorum"
+        return " and ".join(waits) or "its end"
 
 
 def _starts_from(ask: messages.AskRound, base: Base) -> bool:

@@ -70,8 +70,7 @@ class Round:
     """When the first peer had brought a whole delta; None while none has."""
     blobs: dict[tuple[str, int], Blob] = field(default_factory=dict)
     """By peer and rank."""
-    quorum_id: int | None = None
-    """None while it is open."""
+    is_closed: bool = False
     members: tuple[str, ...] = ()
     base: Base = ()
     digest: str = ""
@@ -148,7 +147,7 @@ class Rounds:
     def _drop_open_deltas(self, peer: str) -> None:
         """Drop what a process brought that is gone: its successor's ranks bring their own."""
         for each in self.rounds.values():
-            if each.quorum_id is None:
+            if not each.is_closed:
                 each.blobs = {key: blob for key, blob in each.blobs.items() if key[0] != peer}
                 self._stop_deadline(each)
 
@@ -163,7 +162,7 @@ class Rounds:
 
     def open_round(self) -> Round | None:
         """Return the round that deltas come in for; after a restart the most advanced one with a delta."""
-        pending = [each for each in self.rounds.values() if each.quorum_id is None]
+        pending = [each for each in self.rounds.values() if not each.is_closed]
         return max(pending, key=lambda each: each.outer_step, default=None)
 
     def accepts(self, outer_step: int, now: float) -> bool:
@@ -229,7 +228,7 @@ class Rounds:
 
     # -- closed rounds ---------------------------------------------------------------------------------------------
 
-    def close(self, members: dict[str, Base], quorum_id: int, needed_from: int | None = None) -> Round:
+    def close(self, members: dict[str, Base], needed_from: int | None = None) -> Round:
         """Close the open round with `members`; rounds from `needed_from` on stay, however many."""
         current = self.open_round()
         assert current is not None and members
@@ -237,7 +236,7 @@ class Rounds:
         for peer in self.peers.values():
             if peer.training and peer.name not in members:
                 peer.note_left_out()
-        current.quorum_id = quorum_id
+        current.is_closed = True
         current.base = next(iter(members.values()))
         current.blobs = {key: blob for key, blob in current.blobs.items() if key[0] in members}
         macs = [blob.header.mac for _, blob in sorted(current.blobs.items())]
@@ -247,38 +246,27 @@ class Rounds:
         kept_from = kept_from if needed_from is None else min(kept_from, needed_from)
         for step in [step for step in self.rounds if step < kept_from]:
             del self.rounds[step]
-        for step in [step for step, each in self.rounds.items() if each.quorum_id is None and step <= self.newest]:
+        for step in [step for step, each in self.rounds.items() if not each.is_closed and step <= self.newest]:
             del self.rounds[step]
         return current
 
     def closed(self, outer_step: int) -> Round | None:
         """Return this round if it is closed and kept."""
         kept = self.rounds.get(outer_step)
-        return kept if kept is not None and kept.quorum_id is not None else None
+        return kept if kept is not None and kept.is_closed else None
 
     def go_to(self, lead: int) -> None:
         """Continue the run from outer step `lead`. Drop later rounds; keep those that lead up to it."""
         contiguous = self.newest >= 0 and lead <= self.newest + 1
-        closed = [each for each in self.rounds.values() if contiguous and each.quorum_id is not None]
+        closed = [each for each in self.rounds.values() if contiguous and each.is_closed]
         self.rounds = {each.outer_step: each for each in closed if each.outer_step < lead}
         self.newest, self.settled = lead - 1, False
 
     @property
     def oldest(self) -> int:
         """The first outer step whose round is kept; that of the next round when none is."""
-        kept = [step for step, each in self.rounds.items() if each.quorum_id is not None]
+        kept = [step for step, each in self.rounds.items() if each.is_closed]
         return min(kept, default=self.newest + 1)
 
-    def drop_oldest(self, now: float, short_s: float) -> bool:
-        """Drop the oldest closed round; return whether there was one to drop.
-
-        Keep the newest until all peers that train have taken it. Once room was short for longer than the deadlines of
-        the peers that have not (`short_s` so far), drop it anyway: they must rejoin.
-        """
-        behind = [
-            peer.deadline_s for peer in self.training(now) if peer.outer_step <= self.newest and not peer.standing
-        ]
-        if self.oldest > self.newest or (self.oldest == self.newest and short_s <= max(behind, default=-1.0)):
-            return False
+    def drop_oldest(self) -> None:
         del self.rounds[self.oldest]
-        return True

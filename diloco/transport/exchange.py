@@ -71,7 +71,7 @@ class Exchange:
         while True:
             if header is not None:
                 began = time.monotonic()
-                if await self.connection.upload(header, body, hello.instance, self._note_wait) and not uploaded:
+                if await self.connection.upload(header, body, hello.instance) and not uploaded:
                     uploaded, self.upload_s = True, time.monotonic() - began
             answer = await self.connection.call(ask)
             if isinstance(answer, messages.RoundOutcome):
@@ -84,9 +84,6 @@ class Exchange:
                 return MustRejoin(answer.reason)
             if isinstance(answer, messages.RoundNotReady):
                 self.waiting_for = answer.waiting_for
-
-    def _note_wait(self, waiting_for: str) -> None:
-        self.waiting_for = waiting_for
 
     def _check_outcome(self, outcome: messages.RoundOutcome, outer_step: int, base_hash: str) -> None:
         """Raises WireErrors when a header is forged, of another run, or of another round."""

@@ -2,8 +2,7 @@
 
     PeerHello ----> PeerWelcome                run, layout and settings must be those of the others
     Beat ---------> BeatReply                  alive; is a round open, is this peer's state wanted
-    DeltaOffer ---> Received | RoundClosed | RoundNotReady | Gone     the header of a blob; its bytes may come, from
-                                               this one on, or there is no room for them yet
+    DeltaOffer ---> Received | RoundClosed | Gone     the header of a blob; its bytes may come, from this one on
     BodyChunk ----> Received | Gone            some of its bytes
     AskRound -----> RoundOutcome | RoundNotReady | Gone     whose deltas make up an outer step
     AskState -----> Current | StateReady | RoundNotReady    whether to join with one's own state or with another peer's;
@@ -32,7 +31,7 @@ import msgspec
 
 from composer_prime.errors import ChecksumError, RunMismatchError, WireError
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +275,6 @@ class RoundNotReady(Message, frozen=True, tag="not_ready"):
 
 class RoundOutcome(Message, frozen=True, tag="outcome"):
     outer_step: int
-    quorum_id: int
     headers: list[Header]
     """This rank's part of the contributions, sorted by peer."""
     newest: int

@@ -152,7 +152,7 @@ def test_key_in_the_wrong_section_is_found_by_its_name(base):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--diloco.outer 0.7", "set --diloco.outer.KEY, where KEY is one of type, lr, momentum"),
+        ("--diloco.outer 0.7", "set --diloco.outer.KEY, where KEY is one of lr, momentum"),
         ("--diloco.momentum 0.9", "did you mean --diloco.outer.momentum?"),
         ("--monitor.colour red", "unknown option --monitor.colour; keys of [monitor]: "),
     ],
@@ -219,14 +219,6 @@ def test_cross_field_rules_are_plain_sentences(base):
     assert text.endswith("set --orchestrator.eval.pass_k 1, or --orchestrator.eval.samples 8")
     text = refused("@", base, "--orchestrator.eval.pass_k", "0", "1")
     assert text.endswith("set --orchestrator.eval.pass_k 1")
-
-
-def test_an_audit_needs_caches_of_one_version(base):
-    words = ["@", base, "--inference.local.kv_at_swap", "keep_conversations"]
-    assert resolve(words).config.inference.local.kv_at_swap == "keep_conversations"
-    said = r"inference\.local\.kv_at_swap is 'keep_conversations' and orchestrator\.audit\.enabled is true"
-    with pytest.raises(ConfigError, match=said):
-        resolve([*words, "--orchestrator.audit.enabled"])
 
 
 def test_missing_file_lists_its_neighbours(base):

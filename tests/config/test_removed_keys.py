@@ -52,16 +52,3 @@ def test_unknown_key(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError):
         read_config(tmp_path / "config.json")
-
-
-# A value that is gone is read in an old run's config.json as what it means now; a TOML file with it is refused.
-def test_a_removed_value(tmp_path: Path, caplog):
-    values = json.loads(dump(resolve(["@", "configs/a1.toml"]).config))
-    values["inference"]["local"]["kv_at_swap"] = "recompute"
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(values))
-    with caplog.at_level(logging.WARNING):
-        assert read_config(path).inference.local.kv_at_swap == "keep"
-    assert "inference.local.kv_at_swap" in caplog.text
-    with pytest.raises(ConfigError, match=r"inference\.local\.kv_at_swap"):
-        resolve(["@", "configs/a1.toml", "--inference.local.kv_at_swap", "recompute"])

@@ -164,7 +164,6 @@ def test_a_state_is_checked_by_its_hash():
     [
         ({"sync_every": 10, "fragments": 4}, "sync_every is 10 and diloco.fragments is 4.*to 2 or .* to 12"),
         ({"sync_every": 8, "fragments": 4, "delay": 2}, "delay is 2.*diloco.fragments = 2 steps.*delay to at most 1"),
-        ({"outer": {"type": "average", "lr": 0.7}}, "type is 'average', but lr is 0.7"),
         ({"rendezvous": "somewhere"}, "diloco.rendezvous is 'somewhere'; expected tcp://HOST:PORT"),
         (
             {"rendezvous": "tcp://host:99999"},
@@ -185,8 +184,7 @@ def test_agreed_settings():
         settings = agreed_settings(DilocoConfig(**PEER, outer=outer)).items()
         return {key.rpartition(".")[2]: value for key, value in settings if key.startswith("diloco.outer.")}
 
-    assert agreed(lr=0.7) == {"type": "nesterov", "lr": "0.7", "momentum": "0.0"}
-    assert agreed(type="average") == {"type": "average", "lr": "1.0", "momentum": "0.0"}
+    assert agreed(lr=0.7) == {"lr": "0.7", "momentum": "0.0"}
 
 
 # In the whole configuration: a peer's own folder, whole periods, an orchestrator that waits longer than a round may.

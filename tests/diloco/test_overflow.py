@@ -45,7 +45,7 @@ def test_too_large_a_delta():
 @given(
     rounds=st.lists(st.lists(st.floats(-TOP, TOP, width=32), min_size=2, max_size=2), min_size=1, max_size=6),
     outer=st.sampled_from([
-        OuterConfig(type="average"), OuterConfig(lr=0.7, momentum=0.9), OuterConfig(lr=1e3, momentum=0.99),
+        OuterConfig(), OuterConfig(lr=0.7, momentum=0.9), OuterConfig(lr=1e3, momentum=0.99),
         OuterConfig(lr=1e-3),
     ]),
 )  # fmt: skip

@@ -36,16 +36,14 @@ STEPS = 18
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """uninterrupted(outer) -> what both peers see in a run without a break."""
-    pytest.importorskip("torchft")
+    """uninterrupted() -> what both peers see in a run without a break."""
     key_file = tmp_path_factory.mktemp("uninterrupted") / "joint.key"
     JointKey.create(key_file)
 
     @functools.cache
-    def run(outer: str = "nesterov") -> list[Trajectory]:
-        values = VALUES | {"outer": VALUES["outer"] | {"type": outer}}
+    def run() -> list[Trajectory]:
         server = RendezvousThread(JointKey.read(key_file), start_peers=2)
-        configs = [settings(server.endpoint, key_file, name, **values) for name in "ab"]
+        configs = [settings(server.endpoint, key_file, name, **VALUES) for name in "ab"]
         try:
             return together(*[partial(train, config, peer, STEPS) for peer, config in enumerate(configs)])
         finally:

@@ -100,7 +100,7 @@ class RendezvousState:
                 self.offer(peer, outer_step, rank=rank, body=body)
         members = self.rounds.closable(self.now, len(peers))
         assert members is not None and set(members) == set(peers)
-        return self.handler.close(members, quorum_id=1)
+        return self.handler.close(members)
 
     def serve(self, peer: str, outer_step: int) -> None:
         """`peer` uploads the state that it is asked for."""

@@ -24,7 +24,7 @@ def test_a_reader_that_stalls(make_rendezvous, key_file):
         checksum=body_checksum(bytes(SIZE)),
     )  # fmt: skip
     handler, handled = server.server.handler, 0
-    current = server.server.rounds.rounds[0] = Round(0, quorum_id=1)
+    current = server.server.rounds.rounds[0] = Round(0, is_closed=True)
     kept = server.server.rounds.delta(blob)
     kept.add(0, bytes(SIZE))
     assert kept.complete and current.blobs

@@ -70,7 +70,7 @@ def lied_to(lie: ToPeer, ask: Callable[[Exchange], Awaitable[Any]]) -> Any:
 
 
 def outcome(*headers: Header) -> RoundOutcome:
-    return RoundOutcome(outer_step=5, quorum_id=1, headers=list(headers), newest=5, digest="d")
+    return RoundOutcome(outer_step=5, headers=list(headers), newest=5, digest="d")
 
 
 # A delta of an earlier round, another rank, another start, another run, another model, twice the same, without the
