@@ -168,7 +168,7 @@ class DeadlineError(ComposerError, TimeoutError):
 
 
 class LostRunError(DeadlineError):
-    """A node reached no gateway of its run for inference.connect_timeout_s."""
+    """A node did not reach its run in time."""
 
 
 @contextmanager

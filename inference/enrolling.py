@@ -1,7 +1,7 @@
 """From an invite to a model folder on this disk: enroll, pull the model files and the newest version, make a folder.
 
     STATE/<run>/node-0.curve      this node's own pair, drawn once; node-0.enrolled: the run knows it
-    STATE/<run>/node-0/<sha256>   chunks of versions; what a killed process pulled is used on
+    STATE/<run>/node-0/<sha256>   chunks of versions; those that a killed process pulled are used on
     STATE/<run>/model/            config.json, tokenizer, model.safetensors: what an engine starts from
 
 Every byte is checked against what the run signed. The invite is used once: later starts connect under the own pair.
@@ -15,10 +15,9 @@ import hashlib
 import logging
 import math
 import re
-import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +27,7 @@ import zmq.asyncio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from zmq.utils.monitor import recv_monitor_message
 
-from composer_prime.address import tcp_address
-from composer_prime.errors import ComposerError, ConfigError, DeadlineError, InviteError, WireError
+from composer_prime.errors import ConfigError, DeadlineError, InviteError, LostRunError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair, write_secret
 from composer_prime.run.node_registry import utc_text
 from composer_prime.run.weights import Manifest, ModelFile, open_model_files, open_signed
@@ -43,14 +41,15 @@ from composer_prime.wire.enrollment import (
 )
 from composer_prime.wire.node_messages import Rejected, ToNode
 from composer_prime.wire.sockets import dealer
-from inference.machine import check_disk
 
 logger = logging.getLogger(__name__)
 
 _ADDRESS_S = 10.0
 """How long one address may take to answer before the next one is tried."""
 _RETRY_S = 1.0
-_FIRST_VERSION_S = 1800.0
+_FIRST_S = 60.0
+"""How long a machine that the run does not know yet tries to reach it."""
+_LOG_S = 60.0
 _ASK_AGAIN_S = 5.0
 
 
@@ -82,24 +81,8 @@ class NodeState:
     def is_enrolled(self, slot: int) -> bool:
         return (self.path / f"node-{slot}.enrolled").exists()
 
-    def answered_at(self, slot: int) -> float:
-        """Return when the run last answered node `slot`, Unix seconds; 0 for never."""
-        try:
-            return (self.path / f"node-{slot}.enrolled").stat().st_mtime
-        except OSError:
-            return 0.0
-
     def note_enrolled(self, slot: int) -> None:
         (self.path / f"node-{slot}.enrolled").touch()
-
-    def held_bytes(self) -> int:
-        """Return the bytes of all files here. The nodes of a machine share chunks by hard links."""
-        sizes = {}
-        for path in self.path.glob("*/*"):
-            with suppress(OSError):
-                status = path.stat()
-                sizes[status.st_ino] = status.st_size
-        return sum(sizes.values())
 
     @contextmanager
     def locked(self, name: str, refusal: str | None = None) -> Iterator[None]:
@@ -131,12 +114,12 @@ class EnrolledNode:
 
 
 async def enroll(
-    invite: Invite, state: NodeState, slot: int, name: str, machine: NodeMachine, patience_s: float
+    invite: Invite, state: NodeState, slot: int, name: str, machine: NodeMachine, wait_s: float
 ) -> EnrolledNode:
-    """Make node `slot` known to the run, or ask again under its own key. Tries all addresses for `patience_s`.
+    """Make node `slot` known to the run, or ask again under its own key. Tries all addresses.
 
-    Raises InviteError (refused, with the run's reason), WireError (refused for now) or DeadlineError (which addresses,
-    how long). Of an address, the last of its longest tries counts.
+    A machine that the run knows already tries for `wait_s`, another for a minute. Raises InviteError (refused, with the
+    run's reason) or LostRunError (which addresses, how long, and what they said last).
     """
     own, enrolled = state.own_pair(slot), state.is_enrolled(slot)
     if not enrolled and time.time() > invite.expires:
@@ -148,8 +131,9 @@ async def enroll(
         run_id=invite.run_id, release=release(), protocol=PROTOCOL, key=own.public, name=name, machine=machine
     )
     own_keys = ClientKeys(invite.keys.server_public, own)
-    deadline = time.monotonic() + patience_s
-    faults: dict[str, tuple[float, ComposerError]] = {}
+    patience_s = wait_s if enrolled else min(wait_s, _FIRST_S)
+    deadline, log_at = time.monotonic() + patience_s, time.monotonic() + _LOG_S
+    faults: dict[str, str] = {}
     while True:
         for address in invite.addresses:
             limit_s = max(0.1, min(_ADDRESS_S, deadline - time.monotonic()))
@@ -161,21 +145,35 @@ async def enroll(
                 enrolled = True  # The invite is spent, perhaps by this node itself, whose answer was lost.
                 break
             except (WireError, DeadlineError) as error:
-                if limit_s >= faults.get(address, (0.0,))[0]:
-                    faults[address] = limit_s, error
+                faults[address] = str(error)
                 continue
             state.note_enrolled(slot)
             return EnrolledNode(address=address, keys=own_keys, answer=answer)
+        said = "; ".join(faults.values())
         if time.monotonic() >= deadline:
-            for _, fault in faults.values():
-                if isinstance(fault, WireError):
-                    raise fault
-            raise DeadlineError(
-                f"tried for {patience_s:g} s (--connect-timeout) to reach run {invite.run_id}: "
-                + "; ".join(str(fault) for _, fault in faults.values())
-                + ". Is the run up, and is that port open to this machine?"
+            raise LostRunError(
+                f"tried for {patience_s:g} s to reach run {invite.run_id}: {said}. Is the run up, and is that port "
+                "open to this machine?"
             )
+        if time.monotonic() > log_at:
+            log_at = time.monotonic() + _LOG_S
+            logger.warning("trying to reach run %s for %g s in all (--wait): %s", invite.run_id, patience_s, said)
         await asyncio.sleep(_RETRY_S)
+
+
+async def enroll_for_weights(
+    invite: Invite, state: NodeState, slot: int, name: str, machine: NodeMachine, wait_s: float
+) -> EnrolledNode:
+    """Enroll, again until the run has published a version. Raises LostRunError, or what `enroll` raises."""
+    deadline = time.monotonic() + wait_s
+    while not (enrollment := await enroll(invite, state, slot, name, machine, wait_s)).answer.manifest:
+        if time.monotonic() > deadline:
+            raise LostRunError(
+                f"run {invite.run_id} published no weights within {wait_s:.0f} s (--wait): does its trainer run?"
+            )
+        logger.info("the run has published no weights yet: asking again in %g s", _ASK_AGAIN_S)
+        await asyncio.sleep(_ASK_AGAIN_S)
+    return enrollment
 
 
 async def _ask(address: str, keys: ClientKeys, message: Enroll, limit_s: float) -> Enrolled:
@@ -214,11 +212,6 @@ async def _ask(address: str, keys: ClientKeys, message: Enroll, limit_s: float) 
         raise DeadlineError(f"{address} took the connection and did not answer within {limit_s:.0f} s")
     if seen & {zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL}:
         raise DeadlineError(f"what listens at {address} does not hold the run's key: another run, or another program")
-    host = tcp_address(address, "the address", scheme="").host
-    try:
-        await asyncio.get_running_loop().getaddrinfo(host, None)
-    except OSError:
-        raise DeadlineError(f"{address}: this machine knows no host {host!r}") from None
     raise DeadlineError(f"{address} took no connection within {limit_s:.2g} s")
 
 
@@ -236,21 +229,6 @@ def _read(raw: bytes, address: str) -> Enrolled:
     return answer
 
 
-async def first_version(invite: Invite, state: NodeState, slot: int, machine: NodeMachine, patience_s: float,
-                        enrollment: EnrolledNode) -> EnrolledNode:  # fmt: skip
-    """Ask until the run has published a version. Raises DeadlineError, or what `enroll` raises."""
-    deadline = time.monotonic() + _FIRST_VERSION_S
-    while not enrollment.answer.manifest:
-        if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"run {invite.run_id} published no weights within {_FIRST_VERSION_S:.0f} s: does its trainer run?"
-            )
-        logger.info("the run has published no weights yet: asking again in %g s", _ASK_AGAIN_S)
-        await asyncio.sleep(_ASK_AGAIN_S)
-        enrollment = await enroll(invite, state, slot, enrollment.answer.node_id, machine, patience_s)
-    return enrollment
-
-
 def model_files(invite: Invite, answer: Enrolled, manifest: Manifest) -> list[ModelFile]:
     """Return which files of the model a node pulls: the weights too where versions are adapters.
 
@@ -266,14 +244,6 @@ def model_files(invite: Invite, answer: Enrolled, manifest: Manifest) -> list[Mo
             "added to: put model.path on the orchestrator's machine"
         )
     return files
-
-
-def check_room(state: NodeState, manifest: Manifest, files: Sequence[ModelFile]) -> None:
-    """Raise ConfigError when what has to be pulled and made does not fit on the disk."""
-    chunks = {ref.sha256: ref.size for ref in manifest.files}
-    needed = sum(chunks.values()) * (1 if manifest.kind == "adapters" else 2) + sum(file.size for file in files)
-    needed += max((file.size for file in files), default=0)  # its chunks, beside the file that they become
-    check_disk(shutil.disk_usage(state.path).free, needed - state.held_bytes(), state.path)
 
 
 def newest(invite: Invite, answer: Enrolled) -> Manifest:

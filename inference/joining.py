@@ -3,8 +3,8 @@
     parent: read the invite -> look at the machine -> enroll node 0 -> first version -> plan -> children
             a child is one node: on a GPU, on a group of GPUs, or the only one on the CPU
     child:  enroll -> pull model files and the newest version -> engine -> version proven -> attached, serves
-    a child that crashed is started again after a pause, at most inference.max_restarts times in ten minutes
-    a child that lost the run is started again for --wait, however often
+    a child that ended is started again after a pause, at most inference.max_restarts times in ten minutes
+    a run that does not answer is waited for, as long as --wait says
 
 The parent imports no torch. What cannot be mended by another start (exit status 2), such as a refusal of the gateway,
 ends that node at once.
@@ -22,9 +22,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -33,9 +32,8 @@ from pydantic import ValidationError
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.layers import Layer, merge_layers, read_with_bases
 from composer_prime.console import EXIT_USAGE, console_script, duration_s, pluralize
-from composer_prime.errors import ComposerError, ConfigError, DeadlineError, InviteError, PullRefusedError
+from composer_prime.errors import ComposerError, ConfigError, InviteError, LostRunError, PullRefusedError
 from composer_prime.host import cuda_visible_devices, module_file
-from composer_prime.run.keys import TOKEN_VARIABLE
 from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session, stop
 from composer_prime.run.retry import Restarts, backoff_s
 from composer_prime.run.weights import Manifest, ModelFile
@@ -43,18 +41,18 @@ from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invit
 from inference.enrolling import (
     EnrolledNode,
     NodeState,
-    check_room,
-    enroll,
-    first_version,
+    enroll_for_weights,
     model_files,
     newest,
 )
 from inference.machine import DRAIN_S, NodeShare, find_machine, plan_nodes, torch_cuda_version
-from inference.serving import FAILED, LOST, Assignment, run_node
+from inference.serving import FAILED, Assignment, run_node
 
 logger = logging.getLogger(__name__)
 
-_END_S = 30.0
+LOST = 3
+"""Exit status of a node that did not reach the run within --wait."""
+END_S = 30.0
 """How long a node may take to end beside DRAIN_S."""
 _FIRST_REFUSED_S, _LONGEST_REFUSED_S = 1.0, 15.0
 """Pause before a machine that may pull no more weights for now asks again."""
@@ -82,16 +80,15 @@ def join(options: argparse.Namespace, words: list[str]) -> int:
         raise
     except (ComposerError, OSError) as error:
         print(f"inference join: {error}", file=sys.stderr)
-        is_lost = options.slot is not None and isinstance(error, DeadlineError)
-        return LOST if is_lost else FAILED
+        return LOST if isinstance(error, LostRunError) else FAILED
 
 
 def _invite(options: argparse.Namespace) -> tuple[Invite, NodeState]:
-    text = (options.address or os.environ.get(INVITE_VARIABLE, "")).strip()
+    text = (options.invite or os.environ.get(INVITE_VARIABLE, "")).strip()
     if not text.startswith(INVITE_PREFIX):
         raise InviteError(
             f"{text[:40]!r} is not an invite, which starts with {INVITE_PREFIX!r}. Pass what `orchestrator invite "
-            f"RUN_DIR` printed, here or in ${INVITE_VARIABLE}, or tcp://HOST:PORT with --model and a join token"
+            f"RUN_DIR` printed, here or in ${INVITE_VARIABLE}"
         )
     invite = Invite.read(text)
     default = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "composer-prime"
@@ -114,21 +111,18 @@ def join_parser() -> argparse.ArgumentParser:
         description="Serve a run from this machine. The node connects outwards, downloads weights from the run's "
         "sources or over the same encrypted link, and may leave at any time.",
     )
-    parser.add_argument("address", nargs="?", metavar="INVITE | tcp://HOST:PORT",
-                        help="the output of `orchestrator invite` (default: $COMPOSER_INVITE), which needs no options; "
-                        "or the orchestrator's node address, with --model and a join token")  # fmt: skip
     parser.add_argument(
-        "--state-dir", type=Path, help="with an invite: where the node keeps its key, model and weights"
+        "invite", nargs="?", metavar="INVITE", help="the output of `orchestrator invite` (default: $COMPOSER_INVITE)"
     )
-    parser.add_argument("--connect-timeout", type=float, default=60.0, metavar="S",
-                        help="with an invite: how long to try to reach the run at each start; default 60. While it "
-                        "serves, the run's inference.connect_timeout_s counts")  # fmt: skip
-    parser.add_argument("--wait", type=duration_s, default="12h", metavar="TIME",
-                        help="with an invite: how long nodes that lost the run try to reach it again, and that may "
-                        "pull no more weights for now wait for them: 45m, 2d; default 12h")  # fmt: skip
-    parser.add_argument("--model", help="with an address: the run's model.path (a model folder, a Hub id, ...)")
-    parser.add_argument("--token", help=f"join token (keys/node.token of the run); prefer ${TOKEN_VARIABLE}")
-    parser.add_argument("--token-file", type=Path, help="file that holds the join token")
+    parser.add_argument("--state-dir", type=Path, help="where the node keeps its key, model and weights")
+    parser.add_argument(
+        "--wait",
+        type=duration_s,
+        default="12h",
+        metavar="TIME",
+        help="how long nodes that lost the run try to reach it again, and that may pull no more "
+        "weights for now wait for them: 45m, 2d; default 12h",
+    )
     parser.add_argument("--name", help="this node's name in the run")
     parser.add_argument("--settings", type=Path, help="TOML file with an [inference] table; flags override it")
     parser.add_argument("--engine", choices=["local", "vllm"])
@@ -137,9 +131,13 @@ def join_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, help="CPU threads of the engine")
     parser.add_argument("--max-concurrent", type=int, help="concurrent requests")
     parser.add_argument("--max-context", type=int, help="the run's model.max_context; default: the model's own limit")
-    parser.add_argument("--price", type=float, dest="usd_per_hour", metavar="USD",
-                        help="dollars per hour: with an invite per GPU of this machine (or for a whole machine without "
-                        "GPUs), else for this node")  # fmt: skip
+    parser.add_argument(
+        "--price",
+        type=float,
+        dest="usd_per_hour",
+        metavar="USD",
+        help="dollars per hour and GPU of this machine, or for a whole machine without GPUs",
+    )
     parser.add_argument(
         "--weights-from", action="append", metavar="URL", help="download weights from here: http(s)://, s3://, ..."
     )
@@ -184,27 +182,22 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
 
     Raises ConfigError when the run refuses them for all of --wait, and what `enroll` and `pull_model` raise.
     """
-    slot, patience_s, machine = options.slot, options.connect_timeout, find_machine(state.path)
-    enrollment = await enroll(invite, state, slot, _name(options, slot), machine, patience_s)
-    enrollment = await first_version(invite, state, slot, machine, patience_s, enrollment)
-    answer, address = enrollment.answer, enrollment.address
-    inference = join_config(options, json.loads(answer.inference))
-    logger.info("node %s of run %s, enrolled at %s", answer.node_id, invite.run_id, address)
-    refused, first_refused = 0, 0.0
+    slot, machine, deadline, refused = options.slot, find_machine(state.path), time.monotonic() + options.wait, 0
     while True:
+        enrollment = await enroll_for_weights(invite, state, slot, _name(options, slot), machine, options.wait)
+        answer = enrollment.answer
+        inference = join_config(options, json.loads(answer.inference))
+        logger.info("node %s of run %s, enrolled at %s", answer.node_id, invite.run_id, enrollment.address)
         try:
             await _pull(invite, state, slot, enrollment, inference)
             break
         except PullRefusedError as error:
-            first_refused = first_refused or time.monotonic()
-            if time.monotonic() - first_refused > options.wait:
+            if time.monotonic() > deadline:
                 raise ConfigError(f"no weights for this machine within {options.wait:g} s (--wait): {error}") from None
             pause_s = backoff_s(refused, first_s=_FIRST_REFUSED_S, longest_s=_LONGEST_REFUSED_S)
             logger.warning("waiting for weights, asking for the newest again in %g s: %s", pause_s, error)
             refused += 1
             await asyncio.sleep(pause_s)
-            enrollment = await enroll(invite, state, slot, answer.node_id, machine, patience_s)
-            enrollment = await first_version(invite, state, slot, machine, patience_s, enrollment)
     return Assignment(
         node_name=answer.node_id,
         inference=inference,
@@ -214,7 +207,7 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
         address=lambda: f"tcp://{enrollment.address}",
         run_dir=None,
         kept=state.chunks(slot),
-        first=(enrollment.answer.manifest, invite.verify_key, invite.run_id),
+        first=(answer.manifest, invite.verify_key, invite.run_id),
     )
 
 
@@ -244,7 +237,7 @@ class _Machine:
 
     def __init__(self, options: argparse.Namespace, words: list[str], invite: Invite, state: NodeState) -> None:
         self._options = options
-        self._words = [word for word in words if word != options.address]
+        self._words = [word for word in words if word != options.invite]
         self._invite = invite
         self._state = state
         self._stopping = asyncio.Event()
@@ -257,7 +250,6 @@ class _Machine:
             asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
         machine = await asyncio.to_thread(find_machine, self._state.path)
         logger.info("run %s; this machine: %s", self._invite.run_id, machine)
-        options = self._options
         asked = asyncio.ensure_future(self._stopping.wait())
         starting = asyncio.ensure_future(self._start(machine))
         await asyncio.wait([asked, starting], return_when=asyncio.FIRST_COMPLETED)
@@ -267,13 +259,10 @@ class _Machine:
             await asyncio.gather(starting, return_exceptions=True)
             return 0
         inference, shares = starting.result()
-        grace_s = DRAIN_S + _END_S
         keepers = [
-            keep_running(f"node {slot}", *self._child(slot, share), inference.max_restarts, self._stopping,
-                         grace_s=grace_s, wait_s=options.wait, running=self._running,
-                         answered_at=partial(self._state.answered_at, slot))
+            self.keep_running(f"node {slot}", *self._child(slot, share), inference.max_restarts)
             for slot, share in enumerate(shares)
-        ]  # fmt: skip
+        ]
         return max(await asyncio.gather(*keepers))
 
     def _stop(self, number: signal.Signals) -> None:
@@ -285,18 +274,17 @@ class _Machine:
 
     async def _start(self, machine: NodeMachine) -> tuple[InferenceConfig, list[NodeShare]]:
         """Enroll, wait for the first version, and return the run's settings and the nodes to start."""
-        options, invite, state, patience_s = self._options, self._invite, self._state, self._options.connect_timeout
+        options, invite, state = self._options, self._invite, self._state
         _plan(options, machine, join_config(options, {}))  # A machine that cannot serve must not use up the invite.
-        enrollment = await enroll(invite, state, 0, _name(options, 0), machine, patience_s)
+        enrollment = await enroll_for_weights(invite, state, 0, _name(options, 0), machine, options.wait)
         # The nodes begin with what connected.
         addresses = sorted(invite.addresses, key=lambda address: address != enrollment.address)
         self._invite = invite = msgspec.structs.replace(invite, addresses=addresses)
-        answer = (await first_version(invite, state, 0, machine, patience_s, enrollment)).answer
+        answer = enrollment.answer
         manifest = newest(invite, answer)
         files = model_files(invite, answer, manifest)
         inference = join_config(options, json.loads(answer.inference))
         shares = _plan(options, machine, inference, _parameters(manifest, files))
-        check_room(state, manifest, files)
         where = f"{pluralize(len(shares[0].gpus), 'GPU')} each" if shares[0].gpus else "the CPU"
         threads = pluralize(options.threads or shares[0].threads, "thread")
         logger.info(
@@ -316,67 +304,40 @@ class _Machine:
             environment["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices(share.gpus)
         return [*console_script("inference"), "join", *words], environment
 
+    async def keep_running(self, name: str, command: list[str], environment: dict[str, str], limit: int) -> int:
+        """Run a process, again after each crash, at most `limit` times in ten minutes. Return its last exit status.
 
-async def keep_running(
-    name: str,
-    command: list[str],
-    environment: dict[str, str],
-    limit: int,
-    stopping: asyncio.Event,
-    *,
-    grace_s: float,
-    wait_s: float,
-    running: set[int],
-    answered_at: Callable[[], float],
-) -> int:
-    """Run a process, again after each crash, at most `limit` times in ten minutes. Return its last exit status.
-
-    An end with status 0 or 2 is final. LOST is not a crash: the process is restarted for `wait_s` without an answer of
-    the run. At `stopping` it gets SIGTERM, and after `grace_s` SIGKILL. While it runs its id is in `running`.
-    `answered_at()`: when the run last answered, Unix seconds.
-    """
-    crashes, tries, lost_since = Restarts(), 0, 0.0
-    while True:
-        start = time.monotonic()
-        status = await _run_once(command, environment, stopping, grace_s, running)
-        if stopping.is_set():
-            return max(status, 0)
-        if status in (0, EXIT_USAGE):
-            return status
-        if status == LOST:
-            if not lost_since or answered_at() > lost_since:
-                tries, lost_since = 0, time.time()
-                logger.warning("%s cannot reach the run; trying again for %g s (--wait)", name, wait_s)
-            elif time.time() - lost_since > wait_s:
-                logger.error("%s did not reach the run again within %g s (--wait): given up", name, wait_s)
-                return LOST
-            pause_s, tries = backoff_s(tries, first_s=1.0, longest_s=60.0), tries + 1
-        else:
-            text, lost_since = exit_text(status), 0.0
-            pause_s = crashes.pause_s(time.monotonic() - start, limit)
+        An end with status 0, 2 or LOST is final. When asked to stop it gets SIGTERM and, after a while, SIGKILL.
+        """
+        crashes = Restarts()
+        while True:
+            start = time.monotonic()
+            status = await self._run_once(command, environment)
+            if self._stopping.is_set():
+                return max(status, 0)
+            if status in (0, EXIT_USAGE, LOST):
+                return status
+            text, pause_s = exit_text(status), crashes.pause_s(time.monotonic() - start, limit)
             if pause_s is None:
                 logger.error("%s %s; given up after %s", name, text, pluralize(limit, "restart"))
                 return FAILED
             logger.warning("%s %s; restarting it in %g s (%d of %d)", name, text, pause_s, crashes.count, limit)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(stopping.wait(), pause_s)
-            return 0
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
+                return 0
 
-
-async def _run_once(
-    command: list[str], environment: dict[str, str], stopping: asyncio.Event, grace_s: float, running: set[int]
-) -> int:
-    """Run a process to its end, which `stopping` asks for. Return its exit status."""
-    process = await asyncio.create_subprocess_exec(*command, **child_options(environment))
-    running.add(process.pid)
-    ends, asked = asyncio.ensure_future(process.wait()), asyncio.ensure_future(stopping.wait())
-    await asyncio.wait([ends, asked], return_when=asyncio.FIRST_COMPLETED)
-    asked.cancel()
-    if stopping.is_set():
-        await stop(process, grace_s)
-    status = await ends
-    running.discard(process.pid)
-    return status
+    async def _run_once(self, command: list[str], environment: dict[str, str]) -> int:
+        """Run a process to its end, which `_stopping` asks for. Return its exit status."""
+        process = await asyncio.create_subprocess_exec(*command, **child_options(environment))
+        self._running.add(process.pid)
+        ends, asked = asyncio.ensure_future(process.wait()), asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait([ends, asked], return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        if self._stopping.is_set():
+            await stop(process, DRAIN_S + END_S)
+        status = await ends
+        self._running.discard(process.pid)
+        return status
 
 
 def _plan(

@@ -96,15 +96,6 @@ def plan_nodes(
     ]
 
 
-def check_disk(free: int, needed: int, folder: Path) -> None:
-    """Raise ConfigError when `needed` bytes do not fit."""
-    if free < needed:
-        raise ConfigError(
-            f"the model needs {needed / GIB:.2f} GiB of disk more (its chunks, and a file made of them), {folder} has "
-            f"{free / GIB:.2f} GiB free: pass --state-dir on a larger disk"
-        )
-
-
 def torch_cuda_version() -> str:
     """Return the CUDA that torch here was built for, such as `12.8`, without importing it; empty for a CPU build."""
     package = module_file("torch")

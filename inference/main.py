@@ -1,7 +1,7 @@
 """The console script `inference`: one node that samples. Imports torch only to serve.
 
 Exit status: 0 drained or stopped, 1 failed (the message names what it waited for or what broke), 2 wrong configuration,
-3 a node that joined cannot reach the run any more.
+3 a node that joined did not reach the run in time.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pathlib import Path
 
 from composer_prime.address import tcp_address
 from composer_prime.config import load
+from composer_prime.config.inference import InferenceConfig
 from composer_prime.console import EXIT_USAGE, console_main, exit_on_version_flag, fail, pluralize, unknown_command
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import model_ready
-from composer_prime.run.keys import RunKeys, join_keys
+from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir
-from inference.joining import join, join_config, join_parser
+from inference.joining import join, join_parser
 from inference.serving import Assignment, run_node
 
 _USAGE = """usage:
 inference --run-dir DIR --node-name node-0           as the launcher starts it: config, keys, endpoints in DIR
 inference @ file.toml [--node-name NAME]             a single node, on the machine of the run directory
 inference join INVITE                                on any machine, with the output of `orchestrator invite`
-inference join tcp://HOST:PORT --model PATH ...      the same with a join token and a local copy of the model
 inference audit --run-dir DIR | tcp://HOST:PORT ...  as `orchestrator audit` starts it: checks what nodes sample
 
 More: inference join --help, trainer --help (the keys of file.toml)"""
@@ -43,7 +43,7 @@ def _main() -> int:
     words = sys.argv[1:]
     exit_on_version_flag(words)
     try:
-        if words[:1] == ["join"] and not any(word.startswith("tcp://") for word in words):
+        if words[:1] == ["join"]:
             return join(join_parser().parse_args(words[1:]), words[1:])
         assignment, dry_run = _parse(words)
         if not dry_run:
@@ -56,13 +56,11 @@ def _main() -> int:
         fail(error)
 
 
-# ---- the three command lines ---------------------------------------------------------------------------------------
+# ---- the command lines -----------------------------------------------------------------------------------------
 
 
 def _parse(words: list[str]) -> tuple[Assignment, bool]:
     """Return what the command line asks for, and whether it is a dry run. Raises ConfigError."""
-    if words[:1] == ["join"]:
-        return _from_join(words[1:])
     if words[:1] == ["audit"]:
         return _as_auditor(words[1:])
     if not words or words in (["--help"], ["-h"]):
@@ -96,22 +94,23 @@ def _parse(words: list[str]) -> tuple[Assignment, bool]:
 
 
 def _as_auditor(words: list[str]) -> tuple[Assignment, bool]:
-    """Return the assignment of a node as that of an auditor: the local engine in float32, the trainer's keys.
-
-    An auditor that joins may have another dtype.
-    """
-    joins = bool(words) and words[0].startswith("tcp://")
-    assignment, dry_run = _from_join(words) if joins else _parse(words)
-    dtype = "float32" if assignment.inference.dtype == "auto" else assignment.inference.dtype
-    inference = assignment.inference.model_copy(update={"engine": "local", "dtype": dtype})
-    assignment, run_dir = replace(assignment, inference=inference, audits=True), assignment.run_dir
-    if run_dir is None:
-        return assignment, dry_run
+    """Return the assignment of an auditor: the local engine, in float32, with the trainer's keys."""
+    if words and words[0].startswith("tcp://"):
+        return _auditor_elsewhere(words)
+    assignment, dry_run = _parse(words)
+    run_dir = assignment.run_dir
+    assert run_dir is not None
     # What the run's nodes compute on says nothing of this machine.
-    inference = inference.model_copy(update={"device": "auto", "dtype": "float32"})
-    keys, address = lambda: RunKeys(run_dir.keys).client("trainer"), lambda: _bound_address(run_dir, "audit")
-    name = assignment.node_name if "--node-name" in words else "auditor"
-    return replace(assignment, inference=inference, node_name=name, keys=keys, address=address), dry_run
+    inference = assignment.inference.model_copy(update={"engine": "local", "device": "auto", "dtype": "float32"})
+    auditor = replace(
+        assignment,
+        inference=inference,
+        node_name=assignment.node_name if "--node-name" in words else "auditor",
+        keys=lambda: RunKeys(run_dir.keys).client("trainer"),
+        address=lambda: _bound_address(run_dir, "audit"),
+        audits=True,
+    )
+    return auditor, dry_run
 
 
 def _bound_address(run_dir: RunDir, role: str = "node") -> str | None:
@@ -122,20 +121,33 @@ def _bound_address(run_dir: RunDir, role: str = "node") -> str | None:
         return None
 
 
-def _from_join(words: list[str]) -> tuple[Assignment, bool]:
-    options = join_parser().parse_args(words)
-    if options.model is None:
-        raise ConfigError("--model is missing: with an address the node needs the run's model.path; an invite has it")
-    address = f"tcp://{tcp_address(options.address.rstrip('/'), 'the node address')}"
-    keys = join_keys(options.token, options.token_file)
+def _auditor_elsewhere(words: list[str]) -> tuple[Assignment, bool]:
+    """Return the assignment of an auditor on another machine than the run's."""
+    parser = argparse.ArgumentParser(prog="orchestrator audit", allow_abbrev=False)
+    parser.add_argument("address", metavar="tcp://HOST:PORT", help="orchestrator.audit.address of the run")
+    parser.add_argument("--model", required=True, help="the run's model.path (a model folder, a Hub id, ...)")
+    parser.add_argument("--token-file", type=Path, required=True, help="a copy of the run's keys/trainer.token")
+    parser.add_argument("--name", default=f"{socket.gethostname()}-{os.getpid()}", help="this auditor's name")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of the engine")
+    parser.add_argument("--max-context", type=int, help="the run's model.max_context; default: the model's own limit")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings and stop")
+    options = parser.parse_args(words)
+    address = f"tcp://{tcp_address(options.address.rstrip('/'), 'the audit address')}"
+    try:
+        keys = ClientKeys.from_token(options.token_file.read_text())
+    except OSError as error:
+        raise ConfigError(f"--token-file {options.token_file}: {error.strerror}") from None
     assignment = Assignment(
-        node_name=options.name or f"{socket.gethostname()}-{os.getpid()}",
-        inference=join_config(options, {}),
+        node_name=options.name,
+        inference=InferenceConfig(device=options.device, dtype=options.dtype, threads=max(1, options.threads)),
         model=options.model,
         max_context=options.max_context,
         keys=lambda: keys,
         address=lambda: address,
         run_dir=None,
+        audits=True,
     )
     return assignment, options.dry_run
 

@@ -215,7 +215,6 @@ class InferenceNode:
                 max_context=self._max_context,
                 device=self._device,
                 usd_per_hour=self._config.usd_per_hour,
-                keeps_conversations=self._config.keeps_conversations,
             )
         )
 

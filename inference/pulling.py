@@ -1,6 +1,6 @@
 """The model files and the newest version of a run, pulled into a folder that an engine can start from.
 
-Both come through a VersionFolder. What is there already stays: whole files, chunks, and the beginning of a chunk.
+Both come through a VersionFolder. What is there already stays: whole files and chunks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from composer_prime.console import GIB
-from composer_prime.errors import ComposerError, CorruptWeightsError, DeadlineError
+from composer_prime.errors import CorruptWeightsError, DeadlineError
 from composer_prime.host import free_bytes
 from composer_prime.run.run_dir import write_atomic
 from composer_prime.run.weights import ChunkRef, Manifest, ModelFile
 from composer_prime.wire.enrollment import Invite
-from inference.enrolling import EnrolledNode, NodeState, check_room, model_files, newest
+from inference.enrolling import EnrolledNode, NodeState, model_files, newest
 from inference.gateway_link import GatewayLink
 from inference.snapshot import Snapshot, save_snapshot
 from inference.versions import ChunkSource, VersionFolder
@@ -35,8 +35,6 @@ _WEIGHTS = "model.safetensors"
 _TRIES = 10
 """Pulls in a row that brought nothing."""
 _RETRY_S = 1.0
-_TOUCH_S = 30.0
-"""The run keeps an older version for a minute after its gateway gave a part of it."""
 
 
 @asynccontextmanager
@@ -70,18 +68,16 @@ async def pull_model(
 
     `link`: the gateway, which alone has the model's own files; None where `source` has them.
 
-    Raises CorruptWeightsError, DeadlineError (a source that fails again and again), ConfigError (the disk is too
-    small), OSError (it is full), WireError or SignatureError (not what the run signed).
+    Raises CorruptWeightsError, DeadlineError (a source that fails again and again), OSError (the disk is full),
+    WireError or SignatureError (not what the run signed).
     """
     manifest, start = newest(invite, enrollment.answer), time.monotonic()
     wanted = model_files(invite, enrollment.answer, manifest)
     await asyncio.to_thread(state.model.mkdir, parents=True, exist_ok=True)
-    check_room(state, manifest, wanted)
     await pull_files(link or source, wanted, state)
     _link_chunks(state, slot, manifest)
     versions = await asyncio.to_thread(VersionFolder, source, state.model, kept=state.chunks(slot))
-    async with _kept_by_run(manifest, link):
-        snapshot = await _persistently(versions, manifest.files, partial(versions.fetch, manifest))
+    snapshot = await _persistently(versions, manifest.files, partial(versions.fetch, manifest))
     logger.info(
         "weights v%d are here: %.3f MB pulled and verified in %.2f s, %.1f GiB free on that disk",
         manifest.version, versions.bytes_pulled / 1e6, time.monotonic() - start, free_bytes(state.path) / GIB,
@@ -122,38 +118,16 @@ def _join_chunks(target: Path, chunks: Iterable[bytes]) -> None:
     part.replace(target)
 
 
-@asynccontextmanager
-async def _kept_by_run(manifest: Manifest, link: ChunkSource | None) -> AsyncIterator[None]:
-    """Ask the gateway for bytes of a version now and then, so that the run and its copies keep it during a slow pull.
-
-    Other sources do not tell the run what they are asked for. Newer versions may share some of the chunks.
-    """
-
-    async def touch() -> None:
-        while link is not None:
-            for ref in [*manifest.patch[:1], *manifest.chunks[:1], *manifest.chunks[-1:]]:
-                with suppress(ComposerError, OSError):
-                    await link.read(ref.sha256, ref.size - 1)
-            await asyncio.sleep(_TOUCH_S)
-
-    touching = asyncio.create_task(touch())
-    try:
-        yield
-    finally:
-        touching.cancel()
-        await asyncio.gather(touching, return_exceptions=True)
-
-
 async def _persistently(
     versions: VersionFolder, refs: Sequence[ChunkRef], pull: Callable[[], Awaitable[Pulled]]
 ) -> Pulled:
     """Return `await pull()`. What fails is tried again, until nothing more of `refs` came for several times."""
-    failures, before = 0, versions.chunks.missing_bytes(refs)
+    failures, before = 0, versions.missing_bytes(refs)
     while True:
         try:
             return await pull()
         except (DeadlineError, CorruptWeightsError) as error:
-            missing = versions.chunks.missing_bytes(refs)
+            missing = versions.missing_bytes(refs)
             failures, before = 1 if missing < before else failures + 1, missing
             if failures >= _TRIES:
                 raise

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from composer_prime.errors import CanaryError, ComposerError, CorruptWeightsError, LostWeightsError, MisfitError
+from composer_prime.errors import CanaryError, ComposerError, LostWeightsError, MisfitError
 from composer_prime.run.weights import Manifest, open_signed
 from inference.engines.base import Engine, ReadBack
 from inference.snapshot import Snapshot, folder_snapshot, tensor_blocks, word_sum
@@ -135,20 +135,14 @@ class Receiver:
     async def _roll_back(self, manifest: Manifest, error: ComposerError) -> None:
         """Load the old weights. Requests that start until they are in use count as sampled from the refused ones.
 
-        That they are loaded is read back. What cannot be read from this node's disk, or changed there, is dropped and
-        pulled again. Raises LostWeightsError.
+        That they are loaded is read back. What cannot be read from this node's disk, or changed there, is pulled again.
+        Raises LostWeightsError.
         """
         try:
-            if isinstance(error, CorruptWeightsError | CanaryError):
-                await asyncio.to_thread(self._versions.drop_damaged, manifest)
-            try:
-                old = self._good or await asyncio.to_thread(folder_snapshot, self._folder)
-                await self._engine.load_weights(self.version, old)
-                if self._good is not None and self._proven is not None:
-                    await self._check_loaded(self._proven, self._good)
-            except (CorruptWeightsError, CanaryError):
-                if self._good is None or self._proven is None:
-                    raise
+            await asyncio.to_thread(self._versions.drop_damaged, manifest)
+            if self._good is None or self._proven is None:
+                await self._engine.load_weights(self.version, await asyncio.to_thread(folder_snapshot, self._folder))
+            else:
                 await asyncio.to_thread(self._versions.drop_damaged, self._proven)
                 self._good = await self._versions.fetch(self._proven)
                 await self._engine.load_weights(self.version, self._good)
@@ -193,27 +187,25 @@ class Receiver:
 
 
 def _differing(manifest: Manifest, tensors: Mapping[str, torch.Tensor], parts: list[ReadBack]) -> list[str]:
-    """Return the engine's parameters whose checksums are not those of the published tensors in their type.
+    """Return the engine's parameters whose checksums are not those of the published tensors in their type."""
+    return ["+".join(part.names) for part in parts if part.checksum != _published_sum(manifest, tensors, part)]
+
+
+def _published_sum(manifest: Manifest, tensors: Mapping[str, torch.Tensor], part: ReadBack) -> int | None:
+    """Return the checksum that a parameter should have; None when the tensors on the disk are not the published ones.
 
     Where the types agree the sums are the manifest's, which the trainer took of its own tensors. Else, and with
-    adapters, whose manifests have none, they are those of the tensors on this node's disk, which must have the
-    manifest's own.
+    adapters, whose manifests have none, they are those of the tensors on this node's disk.
     """
-    wrong = []
-    for part in parts:
-        sums, intact = [manifest.tensors.get(name, "") for name in part.names], True
-        if part.dtype == manifest.dtype and all(sums):
-            expected = sum(int(text, 16) for text in sums) % (1 << 64)
-        else:
-            dtype, expected = getattr(torch, part.dtype), 0
-            for name, text in zip(part.names, sums, strict=True):
-                published = 0
-                for _, block in tensor_blocks(tensors, name):
-                    expected += word_sum(block.to(dtype))
-                    published += word_sum(block)
-                if text and published % (1 << 64) != int(text, 16):
-                    intact = False
-            expected %= 1 << 64
-        if expected != part.checksum or not intact:
-            wrong.append("+".join(part.names))
-    return wrong
+    signed = {name: manifest.tensors.get(name, "") for name in part.names}
+    if part.dtype == manifest.dtype and all(signed.values()):
+        return sum(int(text, 16) for text in signed.values()) % (1 << 64)
+    dtype, cast = getattr(torch, part.dtype), 0
+    for name, text in signed.items():
+        published = 0
+        for _, block in tensor_blocks(tensors, name):
+            cast += word_sum(block.to(dtype))
+            published += word_sum(block)
+        if text and published % (1 << 64) != int(text, 16):
+            return None
+    return cast % (1 << 64)

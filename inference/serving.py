@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.console import EXIT_USAGE, GIB
-from composer_prime.errors import ComposerError, ConfigError, LostRunError, RunMismatchError
+from composer_prime.errors import ComposerError, ConfigError, RunMismatchError
 from composer_prime.host import gpu_name, visible_gpus
 from composer_prime.model_source import resolve_model, text_settings
 from composer_prime.monitor.events import record_events
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from inference.receiver import Receiver
     from inference.weight_sources import WeightSources
 
-FAILED, LOST = 1, 3
+FAILED = 1
 logger = logging.getLogger(__name__)
 
 
@@ -80,8 +80,6 @@ def run_node(assignment: Assignment) -> int:
         print(f"inference: {assignment.node_name}: {error}", file=sys.stderr)
         if assignment.run_dir is not None:  # For a node of its own the launcher would end the run at other statuses.
             return FAILED
-        if isinstance(error, LostRunError):
-            return LOST
         return EXIT_USAGE if isinstance(error, RunMismatchError) else FAILED  # Another start would be refused too.
 
 

@@ -3,7 +3,7 @@
     anchor, pulled once --patch--> any version of it          a node that followed, joined or fell behind
     anchor in use --patch--> the next anchor, made here       a node that has the anchor before
 
-    pull --pieces--> one file a chunk, hashed as it grows --> Snapshot (snapshot.py)
+    pull --pieces--> a chunk in memory, hashed --> its file --> Snapshot (snapshot.py)
 
 The versions in use and under way are on the disk, in the folder for temporary files (TMPDIR) unless another one keeps
 them, in chunks that they may share.
@@ -28,8 +28,8 @@ from inference.snapshot import Snapshot, open_snapshot
 logger = logging.getLogger(__name__)
 
 CHUNK_TIMEOUT_S = 30.0
-"""How long a node waits for one piece of a weight chunk (a few MB) before it retries."""
-PIECE_BYTES = 4 << 20
+"""How long a node waits for one piece of a weight chunk (1 or 2 MiB) before it retries."""
+PIECE_BYTES = 1 << 20
 """Asked of HTTP hosts, buckets and folders; the gateway sends smaller ones."""
 _CHUNKS_AT_ONCE = 4
 
@@ -58,10 +58,7 @@ class FolderSource(ChunkSource):
 
 
 class ChunkFolder:
-    """The chunks that this node has pulled, whole or in part, in a private folder.
-
-    A part is in NAME.part until it is whole, so that what a killed process left is known for what it is.
-    """
+    """The whole chunks that this node has, one file each, in a private folder."""
 
     def __init__(self, kept: Path | None = None) -> None:
         """`kept`: a folder that outlasts this process; what is there is hashed and used. None: one that does not."""
@@ -70,26 +67,11 @@ class ChunkFolder:
             self._scratch = Scratch("weights")
             kept = self._scratch.path
         self.path = kept
-        self._pulled: dict[str, tuple[int, hashlib._Hash]] = {}
-        """Bytes on the disk, and their hash so far."""
         self._lock = threading.Lock()
-        self._take_over()
-
-    def _take_over(self) -> None:
-        """Learn what an earlier process pulled here. Files that are not what their name says are removed."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for path in sorted(self.path.iterdir()):  # NAME before NAME.part
-            if path.stem in self._pulled:
-                path.unlink()
-                continue
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, hashlib.sha256)
-            size, is_whole = path.stat().st_size, digest.hexdigest() == path.stem
-            if is_whole:
-                path.replace(self.path / path.stem)  # Its process was killed just before that.
-            if is_whole or path.suffix == ".part":
-                self._pulled[path.stem] = size, digest
-            else:
+        self._held = {path.name for path in self.path.iterdir() if path.is_file() and self._is_intact(path.name)}
+        for path in self.path.iterdir():
+            if path.name not in self._held:
                 path.unlink()
 
     def close(self) -> None:
@@ -99,54 +81,38 @@ class ChunkFolder:
     def path_of(self, ref: ChunkRef) -> Path:
         return self.path / ref.sha256
 
-    def size(self, sha256: str) -> int:
-        """Return how many bytes of a chunk are here."""
-        return self._pulled[sha256][0] if sha256 in self._pulled else 0
-
     def has(self, ref: ChunkRef) -> bool:
-        return self.size(ref.sha256) == ref.size
+        return ref.sha256 in self._held
 
-    def missing_bytes(self, refs: Iterable[ChunkRef]) -> int:
-        """Return how many bytes are still to pull."""
-        return sum(size - self.size(sha256) for sha256, size in {ref.sha256: ref.size for ref in refs}.items())
-
-    def append(self, what: str, ref: ChunkRef, offset: int, piece: bytes) -> None:
-        """Add the bytes of a chunk from `offset`; does nothing when they are here, as after a cancelled pull.
-
-        `what` it belongs to. Raises CorruptWeightsError, and drops the chunk, when they cannot be its; OSError when the
-        disk is full.
-        """
-        with self._lock:
-            if self.size(ref.sha256) == offset:
-                self._append(what, ref, piece)
-
-    def _append(self, what: str, ref: ChunkRef, piece: bytes) -> None:
-        size, digest = self._pulled.get(ref.sha256) or (0, hashlib.sha256())
-        received = size + len(piece)
-        if not piece or received > ref.size:
-            self._drop([ref.sha256])
-            raise CorruptWeightsError(
-                f"{what}: chunk {ref.sha256} has {received} bytes{' or more' if piece else ''}, the manifest says "
-                f"{ref.size}"
-            )
-        digest.update(piece)
-        if received == ref.size and digest.hexdigest() != ref.sha256:
-            self._drop([ref.sha256])
-            raise CorruptWeightsError(f"{what}: chunk {ref.sha256} differs from its hash")
-        part = self.path / f"{ref.sha256}.part"
+    def _is_intact(self, sha256: str) -> bool:
         try:
-            with part.open("ab" if size else "wb") as file:
-                file.write(piece)
-            if received == ref.size:
+            with (self.path / sha256).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest() == sha256
+        except OSError:
+            return False
+
+    def write(self, what: str, ref: ChunkRef, data: bytes | bytearray) -> None:
+        """Keep a chunk.
+
+        `what` it belongs to. Raises CorruptWeightsError when these are not its bytes, OSError when the disk is full.
+        """
+        if len(data) != ref.size:
+            raise CorruptWeightsError(f"{what}: chunk {ref.sha256} has {len(data)} bytes, the manifest says {ref.size}")
+        if hashlib.sha256(data).hexdigest() != ref.sha256:
+            raise CorruptWeightsError(f"{what}: chunk {ref.sha256} differs from its hash")
+        part = self.path / f"{ref.sha256}.part"  # A killed process leaves no half of a chunk under its name.
+        with self._lock:
+            try:
+                part.write_bytes(data)
                 part.replace(self.path_of(ref))
-        except OSError as error:
-            self._drop([ref.sha256])
-            raise OSError(
-                error.errno,
-                f"chunk {ref.sha256} of {what} cannot be kept in {self.path}: {error.strerror}; give this node room "
-                "for two versions, or set TMPDIR to a larger disk",
-            ) from error
-        self._pulled[ref.sha256] = received, digest
+            except OSError as error:
+                part.unlink(missing_ok=True)
+                raise OSError(
+                    error.errno,
+                    f"chunk {ref.sha256} of {what} cannot be kept in {self.path}: {error.strerror}; give this node "
+                    "room for two versions, or set TMPDIR or --state-dir to a larger disk",
+                ) from error
+            self._held.add(ref.sha256)
 
     def read(self, ref: ChunkRef, what: str) -> bytes:
         """Return a whole chunk. Raises CorruptWeightsError, with `what` it belongs to, when it is gone or changed."""
@@ -159,29 +125,18 @@ class ChunkFolder:
         return data
 
     def keep_only(self, refs: Iterable[ChunkRef]) -> None:
-        with self._lock:
-            self._drop(self._pulled.keys() - {ref.sha256 for ref in refs})
+        self._drop(self._held - {ref.sha256 for ref in refs})
 
     def drop_damaged(self, refs: Iterable[ChunkRef]) -> None:
         """Drop the chunks whose files are no longer what was pulled."""
-        damaged = []
-        for ref in {ref.sha256: ref for ref in refs}.values():
-            if self.has(ref):
-                try:
-                    with self.path_of(ref).open("rb") as file:
-                        intact = hashlib.file_digest(file, "sha256").hexdigest() == ref.sha256
-                except OSError:
-                    intact = False
-                damaged += [] if intact else [ref.sha256]
-        with self._lock:
-            self._drop(damaged)
+        held = {ref.sha256 for ref in refs} & self._held
+        self._drop({sha256 for sha256 in held if not self._is_intact(sha256)})
 
-    def _drop(self, sha256s: Iterable[str]) -> None:
-        """Forget chunks and remove their files. The caller holds the lock: a pull may still append in a thread."""
-        for sha256 in sha256s:
-            self._pulled.pop(sha256, None)
-            for name in (sha256, f"{sha256}.part"):
-                (self.path / name).unlink(missing_ok=True)
+    def _drop(self, sha256s: set[str]) -> None:
+        with self._lock:
+            self._held -= sha256s
+            for sha256 in sha256s:
+                (self.path / sha256).unlink(missing_ok=True)
 
 
 class VersionFolder:
@@ -192,6 +147,8 @@ class VersionFolder:
         self._source = source
         self._model_folder = model_folder
         self.chunks = ChunkFolder(kept)
+        self._begun: dict[str, bytearray] = {}
+        """What came of chunks that are not whole: a pull that was cut goes on there."""
         self._in_use: Manifest | None = None
         self.bytes_pulled = 0
 
@@ -202,6 +159,12 @@ class VersionFolder:
         """Take `manifest` for the version in use; drop all else."""
         self._in_use = manifest
         self.chunks.keep_only(manifest.files)
+        self._begun.clear()
+
+    def missing_bytes(self, refs: Iterable[ChunkRef]) -> int:
+        """Return how many bytes are still to pull."""
+        missing = {ref.sha256: ref.size for ref in refs if not self.chunks.has(ref)}
+        return sum(size - len(self._begun.get(sha256, b"")) for sha256, size in missing.items())
 
     def drop_damaged(self, manifest: Manifest) -> None:
         """Drop the files of a version that are no longer what was pulled or made."""
@@ -251,29 +214,27 @@ class VersionFolder:
             raise
 
     async def _pull(self, what: str, ref: ChunkRef, gate: asyncio.Semaphore) -> None:
-        """Pull one chunk. When the source fails, what arrived stays and the next attempt continues there."""
+        """Pull one chunk. When the source fails, what came stays and the next attempt continues there."""
         async with gate:
-            while (have := self.chunks.size(ref.sha256)) < ref.size:
-                piece = await self._source.read(ref.sha256, have)
-                if piece is None:
-                    raise CorruptWeightsError(
-                        f"{what}: the source has no chunk {ref.sha256}; it may have been pruned for a newer version"
-                    )
-                self.bytes_pulled += len(piece)
+            while not self.chunks.has(ref):
+                data = self._begun.setdefault(ref.sha256, bytearray())
+                while len(data) < ref.size:
+                    piece = await self._source.read(ref.sha256, len(data))
+                    if piece is None:
+                        raise CorruptWeightsError(
+                            f"{what}: the source has no chunk {ref.sha256}; it may have been pruned for a newer version"
+                        )
+                    self.bytes_pulled += len(piece)
+                    data += piece
+                    if not piece:
+                        break
                 try:
-                    await self._keep(what, ref, have, piece)
+                    await asyncio.to_thread(self.chunks.write, what, ref, data)
                 except CorruptWeightsError:
+                    data.clear()
                     if not self._source.refuse(ref.sha256):
                         raise
-
-    async def _keep(self, what: str, ref: ChunkRef, offset: int, piece: bytes) -> None:
-        """Write a piece that came, to its end: a pull that is cancelled as another chunk fails must not lose it."""
-        writing = asyncio.ensure_future(asyncio.to_thread(self.chunks.append, what, ref, offset, piece))
-        try:
-            await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await asyncio.gather(writing, return_exceptions=True)
-            raise
+            self._begun.pop(ref.sha256, None)
 
     def _follows(self, manifest: Manifest) -> bool:
         """Tell whether the version in use has the anchor from which a patch leads to the new one, in fewer bytes."""
@@ -282,7 +243,7 @@ class VersionFolder:
             return False
         if len(manifest.base) != len(manifest.chunks):
             return False
-        return self.chunks.missing_bytes(manifest.patch) < self.chunks.missing_bytes(manifest.chunks)
+        return self.missing_bytes(manifest.patch) < self.missing_bytes(manifest.chunks)
 
     def _make_anchor(self, manifest: Manifest) -> None:
         """Make an anchor's chunks from those of the anchor before. Raises CorruptWeightsError where they differ."""
@@ -291,8 +252,7 @@ class VersionFolder:
             if not self.chunks.has(new):
                 data = bytearray(self.chunks.read(old, what))
                 patch.apply(data)
-                have = self.chunks.size(new.sha256)
-                self.chunks.append(what, new, have, bytes(data[have:]))
+                self.chunks.write(what, new, data)
 
     def _open(self, manifest: Manifest) -> Snapshot:
         if manifest.kind == "delta":

@@ -55,7 +55,7 @@ _AUDIT_USAGE = """usage: orchestrator audit RUN_DIR [--node-name NAME] [--dry-ru
 
 Checks a share of the answers of a run with orchestrator.audit.enabled. HOST:PORT is orchestrator.audit.address; the
 token is the run's keys/trainer.token, which gives full trust over the run's weights. For other options see
-`inference join --help`."""
+`inference audit tcp://HOST:PORT --help`."""
 
 
 def main() -> int:

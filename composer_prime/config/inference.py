@@ -13,15 +13,8 @@ class LocalEngineConfig(BaseConfig):
 
     max_batch: int = Field(default=64, ge=1)
     """Sequences that decode together; others wait in a queue."""
-    prefix_cache: bool = True
-    """Keep the KV cache of a conversation for its next turn (until a weight swap) and share common prompts."""
     kv_cache_gib: float = Field(default=4.0, gt=0)
     """Maximum size of the KV cache, in GiB. It grows with the sequences and limits how many decode together."""
-    kv_at_swap: Literal["keep", "keep_conversations"] = "keep"
-    """What to keep at a weight swap: the KV cache of running requests; keep_conversations also keeps that of
-    conversations between turns, so long sessions are not computed again. It cannot be combined with audits
-    (docs/explanation/routing.md).
-    """
 
 
 class VllmEngineConfig(BaseConfig):
@@ -33,8 +26,6 @@ class VllmEngineConfig(BaseConfig):
     """GPUs that share one model copy."""
     max_num_seqs: int = Field(default=64, ge=1)
     """Sequences that decode together."""
-    kv_at_swap: Literal["keep", "keep_conversations"] = "keep"
-    """Same as inference.local.kv_at_swap. A conversation without a turn between two swaps is recomputed."""
     extra_args: list[str] = []
     """Additional command-line arguments for vLLM's engine; they override the settings here."""
 
@@ -74,8 +65,8 @@ class InferenceConfig(BaseConfig):
     lost_after_s: float = Field(default=10.0, gt=0)
     """Silence after which a node counts as gone."""
     connect_timeout_s: float = Field(default=120.0, gt=0)
-    """How long a node tries to connect or reconnect to the gateway before it gives up. One with an invite enrolls
-    before; `inference join --connect-timeout` bounds that.
+    """How long a node tries to connect or reconnect to the gateway before it gives up. One that joined then starts
+    again, for as long as `inference join --wait` says.
     """
     weights_from: list[str] = []
     """For a joining node: additional copies of the run's weight store to download from."""
@@ -101,11 +92,6 @@ class InferenceConfig(BaseConfig):
                 f"one late heartbeat would drop a healthy node; set lost_after_s >= {2 * self.heartbeat_s}"
             )
         return self
-
-    @property
-    def keeps_conversations(self) -> bool:
-        """Tell whether a conversation's KV cache outlives a swap."""
-        return (self.vllm if self.engine == "vllm" else self.local).kv_at_swap == "keep_conversations"
 
     def canary_limit(self, *, on_cuda: bool) -> float:
         """Return the canary's tolerance in nats. bfloat16 rounds logits of a large model by tenths of a nat."""

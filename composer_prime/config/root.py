@@ -302,18 +302,8 @@ def _of_joining_nodes(config: Config) -> Iterator[str]:
         )
 
 
-def _auditable_caches(config: Config) -> Iterator[str]:
-    if config.inference.keeps_conversations and config.orchestrator.audit.enabled:
-        yield (
-            f"inference.{config.inference.engine}.kv_at_swap is 'keep_conversations' and orchestrator.audit.enabled is "
-            "true: an audit computes each prompt with the version that its answer names, so it would refuse honest "
-            "nodes; use kv_at_swap = 'keep' or orchestrator.audit.enabled = false"
-        )
-
-
 _RULES = (
     _joint_run,
-    _auditable_caches,
     _context_fits,
     _whole_distribution,
     _family_of_own_rollouts,

@@ -23,7 +23,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from composer_prime.errors import ConfigError
 from composer_prime.run.node_registry import NodeRegistry
 
-TOKEN_VARIABLE = "COMPOSER_JOIN_TOKEN"
 _PREFIX = "cp1."
 _CLIENTS = ("node", "trainer")
 
@@ -44,7 +43,7 @@ class ClientKeys:
     own: CurvePair
 
     def token(self) -> str:
-        """Return these keys as one word for `inference join --token`."""
+        """Return these keys as one word, as in the token files."""
         return _PREFIX + base64.urlsafe_b64encode(self.server_public + self.own.public + self.own.secret).decode()
 
     @classmethod
@@ -58,25 +57,8 @@ class ClientKeys:
             if len(raw) != 120:
                 raise ValueError(f"holds {len(raw)} bytes, expected 120")
         except ValueError as error:
-            raise ConfigError(f"the join token {error}; copy it whole from the orchestrator's run directory") from None
+            raise ConfigError(f"the token {error}; copy it whole from the orchestrator's run directory") from None
         return cls(raw[:40], CurvePair(raw[40:80], raw[80:]))
-
-
-def join_keys(token: str | None, file: Path | None) -> ClientKeys:
-    """Return the keys that the options --token and --token-file, or $COMPOSER_JOIN_TOKEN, give. Raises ConfigError."""
-    if token and file:
-        raise ConfigError("--token and --token-file are both given: use one")
-    if file is not None:
-        try:
-            return ClientKeys.from_token(file.read_text())
-        except OSError as error:
-            raise ConfigError(f"--token-file {file}: {error.strerror}") from None
-    token = token or os.environ.get(TOKEN_VARIABLE)
-    if not token:
-        raise ConfigError(
-            f"no join token: set ${TOKEN_VARIABLE}, or pass --token-file (the run keeps it in keys/node.token)"
-        )
-    return ClientKeys.from_token(token)
 
 
 def write_secret(path: Path, data: bytes) -> None:

@@ -75,8 +75,6 @@ class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     device: ComputeDevice | None = None
     usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     """What its machine costs, as its operator says (`--price`); None when unknown."""
-    keeps_conversations: bool = False
-    """Whether a conversation's cache outlives a swap (kv_at_swap = keep_conversations)."""
 
 
 class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):

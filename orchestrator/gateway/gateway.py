@@ -16,7 +16,6 @@ import asyncio
 import logging
 import os
 import shlex
-import socket
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from composer_prime.address import WILDCARDS, HeldPort
+from composer_prime.address import HeldPort
 from composer_prime.config import Config
 from composer_prime.model_source import vocabulary_size
 from composer_prime.run.keys import RunKeys
@@ -88,7 +87,7 @@ class Gateway:
             no_node_timeout_s=orchestrator.no_node_timeout_s,
             request_timeout_s=max((source.timeout_s for source in orchestrator.source), default=0.0),
         )
-        self.waits = Waits(self.router, partial(_join_hint, self._node_socket, config, keys))
+        self.waits = Waits(self.router, partial(_join_hint, self._node_socket, keys))
         self._config = config
         self._run_id = run_id
         self._model_dir = model_dir
@@ -335,21 +334,13 @@ class Gateway:
         }
 
 
-def _join_hint(node_socket: NodeSocket, config: Config, keys: RunKeys) -> str:
-    return how_to_join(node_socket.endpoint, config.model.path, keys.folder / "node.token")
+def _join_hint(node_socket: NodeSocket, keys: RunKeys) -> str:
+    return how_to_join(node_socket.endpoint, keys.folder.parent)
 
 
-def how_to_join(endpoint: str, model: str, token: Path) -> str:
-    """Return the whole `inference join` command, after an invite for keys of its own, and where it works.
-
-    `endpoint`: tcp://HOST:PORT as bound; `model`: model.path; `token`: the file that holds the run's join token.
-    """
-    bound = urlsplit(endpoint)
-    host = socket.gethostname() if bound.hostname in WILDCARDS else bound.hostname or ""
-    address = f"tcp://[{host}]:{bound.port}" if ":" in host else f"tcp://{host}:{bound.port}"
-    join = shlex.join(["inference", "join", address, "--model", model, "--token-file", str(token)])
-    invite = shlex.join(["orchestrator", "invite", str(token.parent.parent)])
-    command = f"{invite}` here and what it prints elsewhere, or `{join}"
-    if host == "127.0.0.1":
-        return f"run `{command}` on this machine (others need orchestrator.node_address on a public interface)"
-    return f"run `{command}` on a machine that has a copy of that file"
+def how_to_join(endpoint: str, run_dir: Path) -> str:
+    """Return how a node joins the gateway that is bound at `endpoint`, tcp://HOST:PORT."""
+    text = f"run `{shlex.join(['orchestrator', 'invite', str(run_dir)])}` here and what it prints"
+    if urlsplit(endpoint).hostname == "127.0.0.1":
+        return f"{text} on this machine (others need orchestrator.node_address on a public interface)"
+    return f"{text} on another machine"

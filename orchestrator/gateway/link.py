@@ -407,11 +407,6 @@ class NodeLink:
             )
         if hello.max_context is not None and hello.max_context < 2:
             return f"max_context is {hello.max_context}: a node needs room for a prompt and a token (--max-context)"
-        if self._audited and hello.keeps_conversations:
-            return (
-                f"inference.{hello.engine}.kv_at_swap is 'keep_conversations' and this run audits answers, which would "
-                "find its caches wrong: start the node with kv_at_swap = 'keep'"
-            )
         return None
 
 

@@ -132,7 +132,7 @@ class Placing:
         warm = self._sessions.get(request.session)
         if warm is None or warm.node_id != node.node_id:
             return request.num_prompt
-        if warm.version != node.version and not node.hello.keeps_conversations:
+        if warm.version != node.version:
             return request.num_prompt
         return max(1, request.num_prompt - warm.tokens)
 

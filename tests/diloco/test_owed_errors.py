@@ -45,7 +45,7 @@ def test_what_a_round_leaves_owed(key_file, whose):
     before = [residual.clone() for residual in engine.replica.feedback.residuals]
     others = {"another peer's": "b", "another process of this peer's": "a"}
     other = own if whose == "its own" else delta(moved(key_file, others[whose], 3))
-    outcome = RoundOutcome(outer_step=0, quorum_id=1, headers=[other.header], newest=0, digest="")
+    outcome = RoundOutcome(outer_step=0, headers=[other.header], newest=0, digest="")
     engine._steps.take(RoundResult(outcome, [other.body]), 0.0)
     expected = {"its own": own.residual_n, "another peer's": before[0]}.get(whose, torch.zeros_like(before[0]))
     assert engine.outer_step == 1

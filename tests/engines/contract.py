@@ -17,7 +17,6 @@ import torch
 
 from composer_prime.errors import BadRequestError, ContextOverflowError, EngineError, WeightError
 from composer_prime.wire.answer import Answer
-from composer_prime.wire.types import VersionSpan
 from inference.engines.local.local_engine import LocalEngine
 from inference.engines.sampling import SamplingRows, draw_misses
 from inference.snapshot import word_sum
@@ -28,36 +27,6 @@ from tests.engines.subject import DEADLINE_S, TOLERANCE, Subject, sampling
 PAUSES_S = (0.05, 0.02, 0.01, 0.005, 0.0)
 """How long a request runs before it is cancelled: shorter until it is caught running. Fast engines finish the longest
 request in 0.1 s, and a loaded machine may oversleep that."""
-
-
-async def conversations_outlive_a_swap(subject: Subject) -> int:
-    """With kv_at_swap = keep_conversations a turn behind a swap has the logprobs of new weights over the old cache.
-
-    A stranger with the same tokens computes all of them with the new weights. When weights are taken back, nothing is
-    kept. Returns the tokens that were cached.
-    """
-    options = sampling(8)
-    first = subject.prompt(1, 60)
-    first += (await subject.generate(first, options, "talk")).ids.tolist()
-    old = subject.engine.version
-    new = await subject.next_version()
-    second = first + subject.prompt(2, 10)
-    stranger = await subject.generate(second, options, "stranger")
-    subject.verify(second, options, stranger)
-    done = await subject.generate(second, options, "talk")
-    cached = done.prompt_cached
-    assert stranger.prompt_cached == 0 < cached < len(first)
-    rest = second[cached:] + done.ids.tolist()
-    spans = [VersionSpan(0, 1, old), VersionSpan(1, len(rest), new)]
-    expected = subject.reference.rescore(second[:cached], rest, spans, options)[0, -len(done) :]
-    assert (expected - torch.tensor(done.token_logprobs.tolist())).abs().max() < TOLERANCE
-    await subject.load(old)
-    for session in ("talk", "stranger", "another"):
-        done = await subject.generate(second, options, session)
-        assert done.prompt_cached == 0 or session != "talk"
-        subject.verify(second, options, done)
-    await subject.load(new)
-    return cached
 
 
 async def requests_of_many_lengths(subject: Subject) -> None:

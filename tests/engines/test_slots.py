@@ -18,12 +18,11 @@ def place(table: SlotTable, prompt: list[int], session: str) -> SlotPlace | None
 class Mirror:
     """A slot table driven as the compute thread does, beside a plain record of each column: (token, weights)."""
 
-    def __init__(self, capacity: int, *, reuse: bool = True, keep_idle: bool = False) -> None:
-        self.table = SlotTable(capacity, CONTEXT, reuse=reuse, keep_idle=keep_idle)
+    def __init__(self, capacity: int) -> None:
+        self.table = SlotTable(capacity, CONTEXT)
         self.columns: list[list[tuple[int, int]]] = [[] for _ in range(capacity)]
-        self.sessions = [""] * capacity
-        self.version = self.oldest = 0
-        """The weights in use, and the first ones after those that were refused last."""
+        self.version = 0
+        """The weights in use."""
 
     @property
     def running(self) -> list[int]:
@@ -38,10 +37,9 @@ class Mirror:
             return False
         held = self.columns[found.slot if found.source is None else found.source][: found.cached]
         assert [token for token, _ in held] == prompt[: found.cached], "reuses what is not there"
-        is_next_turn = found.source is None and self.sessions[found.slot] == session and self.table.keep_idle
-        assert all(version >= (self.oldest if is_next_turn else self.version) for _, version in held)
+        assert all(version == self.version for _, version in held)
         assert found.cached < len(prompt)
-        self.columns[found.slot], self.sessions[found.slot] = list(held), session
+        self.columns[found.slot] = list(held)
         return True
 
     def compute(self, slot: int, count: int) -> None:
@@ -60,10 +58,9 @@ class Mirror:
     def release(self, slot: int) -> None:
         self.table.release(slot)
 
-    def swap(self, again: list[int], *, taken_back: bool = False) -> None:
+    def swap(self, again: list[int]) -> None:
         self.version += 1
-        self.oldest = self.version if taken_back else self.oldest
-        self.table.weights_changed(again, taken_back=taken_back)
+        self.table.weights_changed(again)
         for slot in again:
             self.columns[slot] = []
 
@@ -73,18 +70,17 @@ ACTIONS = st.one_of(
     st.tuples(st.just("place"), st.integers(0, 2), st.integers(1, 80), st.integers(0, 5), st.sampled_from("abcd")),
     st.tuples(st.just("compute"), st.integers(0, 9), st.integers(1, 50)),
     st.tuples(st.just("release"), st.integers(0, 9)),
-    st.tuples(st.just("swap"), st.integers(0, 31), st.booleans()),
+    st.tuples(st.just("swap"), st.integers(0, 31)),
 )
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(1, 5), st.booleans(), st.booleans(), st.lists(ACTIONS, max_size=60))
-def test_only_what_is_there_is_reused(capacity, reuse, keep_idle, actions):
+@given(st.integers(1, 5), st.lists(ACTIONS, max_size=60))
+def test_only_what_is_there_is_reused(capacity, actions):
     # Whatever order requests come, progress, end and weights change in: a request reuses exactly columns that current
     # weights computed for its own tokens, and waits only for a running slot or a prefix that is being computed.
-    # At a swap any running ones compute their columns again. With keep_idle, a conversation's next turn, and no other
-    # request, reuses columns of older weights too, but of none before a swap that took weights back.
-    mirror = Mirror(capacity, reuse=reuse, keep_idle=keep_idle)
+    # At a swap any running ones compute their columns again.
+    mirror = Mirror(capacity)
     for action in actions:
         running = mirror.running
         match action:
@@ -94,21 +90,9 @@ def test_only_what_is_there_is_reused(capacity, reuse, keep_idle, actions):
                 mirror.compute(running[index % len(running)], count)
             case ("release", index) if running:
                 mirror.release(running[index % len(running)])
-            case ("swap", chosen, taken_back):
-                mirror.swap([slot for slot in running if chosen >> slot & 1], taken_back=taken_back)
+            case ("swap", chosen):
+                mirror.swap([slot for slot in running if chosen >> slot & 1])
         assert mirror.table.high <= capacity
-
-
-def test_a_conversation_keeps_its_columns_over_a_swap():
-    # With keep_idle the next turn computes its new tokens only, and a stranger with the same prompt computes all.
-    for keep_idle, session, wanted in ((True, "a", 100), (True, "b", 0), (False, "a", 0)):
-        mirror = Mirror(4, keep_idle=keep_idle)
-        prompt = list(range(10, 110))
-        assert mirror.place(prompt, "a")
-        mirror.compute(0, 1000)
-        mirror.release(0)
-        mirror.swap([])
-        assert place(mirror.table, [*prompt, 7, 8], session).cached == wanted
 
 
 def test_a_cancelled_prompt_blocks_nobody():

@@ -21,7 +21,6 @@ from tests.engines.contract import (
     CHECKS,
     ENDING_CHECKS,
     Check,
-    conversations_outlive_a_swap,
     loaded_parameters_can_be_read_back,
 )
 from tests.engines.models import MAX_CONTEXT, make_model
@@ -80,31 +79,6 @@ def test_a_mixture_of_experts_is_refused_on_a_cpu(run: Run, tmp_path: Path) -> N
     engine = VllmEngine(tmp_path, InferenceConfig(engine="vllm", dtype="float32", threads=1), MAX_CONTEXT)
     with pytest.raises(EngineError, match="mixture of experts: vLLM packs experts on a CPU"):
         run(engine.start())
-
-
-def test_a_conversation_goes_on_with_its_old_cache(run: Run, tmp_path: Path) -> None:
-    """The contract's check of kv_at_swap = keep_conversations, in blocks of 16 tokens, and once more after a swap.
-
-    A conversation that had no turn between two swaps is computed anew.
-    """
-
-    async def scenario() -> None:
-        folder = make_model(tmp_path, tied=True)
-        vllm = VllmEngineConfig(kv_at_swap="keep_conversations")
-        engine = VllmEngine(folder, InferenceConfig(engine="vllm", dtype="float32", threads=1, vllm=vllm), MAX_CONTEXT)
-        await engine.start()
-        subject = Subject(engine, Reference(folder))
-        assert await conversations_outlive_a_swap(subject) == 64
-        prompt = subject.prompt(3, 100)
-        cached = []
-        for swaps in (0, 1, 2):
-            for _ in range(swaps):
-                await subject.next_version()
-            cached.append((await subject.generate(prompt, sampling(1), "three turns")).prompt_cached)
-        assert cached == [0, 96, 0]
-        await engine.close()
-
-    run(scenario())
 
 
 @pytest.mark.timeout(900)

@@ -119,8 +119,7 @@ async def test_a_node_enrolls_pulls_the_model_files_and_attaches_under_its_own_k
 
 async def test_a_node_gets_the_runs_engine_settings(open_gateway, invite, joined, tmp_path):
     """Its own settings file changes single ones. No command line comes over the link, and no number of GPUs."""
-    vllm = {"gpu_memory_utilization": 0.5, "max_num_seqs": 8, "kv_at_swap": "keep_conversations",
-            "tensor_parallel": 4, "extra_args": ["--seed", "1"]}  # fmt: skip
+    vllm = {"gpu_memory_utilization": 0.5, "max_num_seqs": 8, "tensor_parallel": 4, "extra_args": ["--seed", "1"]}
     async with open_gateway(inference={"engine": "vllm", "vllm": vllm}) as gateway:
         answer = await joined(gateway, invite.keys).ask(enroll(own_keys(invite)))
     assert isinstance(answer, Enrolled)

@@ -221,16 +221,15 @@ async def test_what_is_over_takes_no_room(monkeypatch):
     await fleet.close()
 
 
-@pytest.mark.parametrize(("keeps", "warm"), [(False, 99), (True, 198)])
-async def test_a_prompt_is_warm_only_for_the_weights_that_read_it(keeps, warm):
-    """A node that has swapped weights computes the prompt again, so the conversation is cold, unless it is kept."""
-    fleet = Fleet(a={"keeps_conversations": keeps})
+async def test_a_prompt_is_warm_only_for_the_weights_that_read_it():
+    """A node that has swapped weights computes the prompt again, so the conversation is cold."""
+    fleet = Fleet(a={})
     for version in (0, 0, 1):
         fleet.router.newest_version = version
         fleet.router.update_status(fleet.node("a"), status(version=version))
         await fleet.ask(prompt=100, session="s")
         fleet.answer("a", fleet.sent["a"][-1])
-    assert (fleet.router.placing.prompt_tokens, fleet.router.placing.warm_tokens) == (300, warm)
+    assert (fleet.router.placing.prompt_tokens, fleet.router.placing.warm_tokens) == (300, 99)
     await fleet.close()
 
 

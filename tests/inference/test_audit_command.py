@@ -35,20 +35,18 @@ def test_an_auditor_runs_the_local_engine_whatever_the_nodes_run(run_dir, monkey
     assert "auditor   auditor: local engine on auto" in capsys.readouterr().out
 
 
-def test_an_auditor_elsewhere_needs_the_address_the_model_and_a_token(run_dir, monkeypatch, capsys):
-    # As a node that joins.
-    token = RunKeys(run_dir.keys).client("trainer").token()
-    words = ["audit", "tcp://127.0.0.1:5501", "--model", "tiny", "--token", token, "--name", "checker", "--dry-run"]
-    monkeypatch.setattr("sys.argv", ["inference", *words])
+def test_an_auditor_elsewhere(run_dir, monkeypatch, capsys):
+    # It needs the address, the model and a copy of the token.
+    words = ["audit", "tcp://127.0.0.1:5501", "--model", "tiny", "--token-file", str(run_dir.keys / "trainer.token")]
+    monkeypatch.setattr("sys.argv", ["inference", *words, "--name", "checker", "--dry-run"])
     assert _main() == 0
     out = capsys.readouterr().out
     assert "auditor   checker: local engine" in out and "pulled over the link" in out
 
 
 def test_an_auditor_computes_in_float32(run_dir):
-    # On any device, whatever the run's nodes compute in. One that joins may be told otherwise.
-    token = RunKeys(run_dir.keys).client("trainer").token()
-    joining = ["tcp://127.0.0.1:5501", "--model", "tiny", "--token", token]
+    # On any device, whatever the run's nodes compute in. One elsewhere may be told otherwise.
+    joining = ["tcp://127.0.0.1:5501", "--model", "tiny", "--token-file", str(run_dir.keys / "trainer.token")]
     for words, dtype in (
         (["--run-dir", str(run_dir.root)], "float32"),
         ([*joining, "--device", "cuda"], "float32"),

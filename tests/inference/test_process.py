@@ -15,9 +15,8 @@ from aiohttp import web
 
 from composer_prime.config import Config, load
 from composer_prime.run.run_dir import RunDir
-from composer_prime.wire.node_messages import Goodbye, Sampled
 from inference.main import _main
-from inference.serving import LOST, Assignment, _serve, run_node
+from inference.serving import Assignment, _serve
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer
 from tests.inference.publisher import RUN_ID
@@ -32,11 +31,6 @@ def start(*words: str, **env: str) -> subprocess.Popen:
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-@pytest.fixture
-def token(keys):
-    return keys.client("node").token()
 
 
 @pytest.fixture
@@ -59,12 +53,11 @@ def run_dir(tmp_path, folder, keys):
 
 
 @pytest.mark.process
-def test_help_and_dry_run_load_no_torch(token, folder, run_dir):
+def test_help_and_dry_run_load_no_torch(run_dir):
     # --help and --dry-run use light modules only.
     commands = [
         ["--help"],
         ["join", "--help"],
-        ["join", "tcp://127.0.0.1:5500", "--model", str(folder), "--token", token, "--dry-run"],
         ["--run-dir", str(run_dir.root), "--dry-run"],
     ]
     code = f"""
@@ -85,23 +78,17 @@ assert not {{"torch", "transformers", "vllm"}} & set(sys.modules)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["join", "tcp://127.0.0.1:5500", "--model", "tiny"], "COMPOSER_JOIN_TOKEN"),
-        (["join", "tcp://127.0.0.1:5500", "--model", "tiny", "--token", "nonsense"], "join token"),
-        (["join", "http://127.0.0.1", "--model", "tiny", "--token", "TOKEN"], "tcp://"),
-        (["join", "tcp://127.0.0.1:5500", "--token", "TOKEN"], "--model is missing"),
+        (["audit", "tcp://127.0.0.1:5500", "--model", "tiny"], "--token-file"),
+        (["audit", "tcp://127.0.0.1:5500", "--model", "tiny", "--token-file", "/no/file"], "/no/file"),
         (["join"], "cpi2."),
         (["joim"], "unknown command 'joim'; did you mean 'join'?"),
         (["join", "cpi2.abcdef"], "of 11 characters was cut or altered"),
-        (["join", "tcp://127.0.0.1:5500", "--model", "/no/such/model", "--token", "TOKEN"], "/no/such/model"),
-        (["join", "tcp://127.0.0.1:5500", "--model", "tiny", "--token", "TOKEN", "--threads", "0"], "threads"),
         (["--run-dir", "/no/such/run"], "config.json"),
         (["@", "/no/such/file.toml"], "/no/such/file.toml"),
     ],
 )
-def test_wrong_command_lines_say_what_is_wrong(words, said, token, monkeypatch, capsys):
+def test_wrong_command_lines_say_what_is_wrong(words, said, monkeypatch, capsys):
     # Each wrong input ends with status 2 and a message that holds the wrong value.
-    words = [token if word == "TOKEN" else word for word in words]
-    monkeypatch.delenv("COMPOSER_JOIN_TOKEN", raising=False)
     monkeypatch.setattr("sys.argv", ["inference", *words, "--dry-run"])
     with pytest.raises(SystemExit) as end:
         _main()  # main() may end the process at once, and this one is pytest's.
@@ -109,7 +96,7 @@ def test_wrong_command_lines_say_what_is_wrong(words, said, token, monkeypatch, 
 
 
 @pytest.mark.process
-def test_a_node_that_is_stopped_while_it_loads_ends_at_once(folder, token):
+def test_a_node_that_is_stopped_while_it_loads_ends_at_once(run_dir):
     # Even when loading takes long, as for a large model: status 0, and the interpreter does not crash under the thread
     # that loads.
     code = """
@@ -125,7 +112,7 @@ def load(self):
 Computer._load = load
 sys.exit(main())
 """
-    words = ["join", "tcp://127.0.0.1:5500", "--model", str(folder), "--token", token]
+    words = ["--run-dir", str(run_dir.root)]
     process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline() == "loading for long\n"
@@ -164,52 +151,6 @@ def test_a_node_that_is_stopped_while_it_installs_ends_at_once(publisher, folder
                 released.set()
 
     asyncio.run(scenario())
-
-
-def test_a_node_that_cannot_reach_its_run_ends_with_a_status_of_its_own(publisher, folder, config, capsys):
-    # `inference join` does not count it as a crash.
-    assignment = Assignment(
-        node_name="box",
-        inference=config.model_copy(update={"connect_timeout_s": 0.5, "threads": 1}),
-        model=str(folder),
-        max_context=MAX_CONTEXT,
-        keys=lambda: publisher.keys.client("node"),
-        address=lambda: "tcp://127.0.0.1:1",
-        run_dir=None,
-    )
-    assert run_node(assignment) == LOST
-    assert "(inference.connect_timeout_s) for the gateway at tcp://127.0.0.1:1" in capsys.readouterr().err
-
-
-@pytest.mark.process
-def test_a_joined_node_serves_and_leaves(loop, keys, publisher, folder, token):
-    # `inference join` with the token in the environment: pulls weights where it is told, answers, and ends
-    # with Goodbye at SIGTERM.
-    async def scenario():
-        gateway = GatewayPeer(keys, publisher.store)
-        gateway.manifest = publisher.publish(1)
-        words = ["--weights-from", publisher.store.root.as_uri(), "--name", "rented"]
-        process = start("join", gateway.endpoint, "--model", str(folder), *words, COMPOSER_JOIN_TOKEN=token)
-        try:
-            until = time.monotonic() + 240
-            while not (gateway.statuses and gateway.statuses[-1].version == 1):
-                assert process.poll() is None and time.monotonic() < until
-                await asyncio.sleep(0.05)
-            assert not gateway.chunk_requests
-            gateway.generate("r", [5, 6, 7])
-            answer = await gateway.next()
-            process.send_signal(signal.SIGTERM)
-            goodbye = await gateway.next()
-            text, _ = await asyncio.to_thread(process.communicate, timeout=120)
-            return gateway.hellos[0], answer, goodbye, process.returncode, text
-        finally:
-            process.kill()
-            await gateway.close()
-
-    hello, answer, goodbye, status, text = loop.run(scenario())
-    assert hello.node_id == "rented" and status == 0, text
-    assert isinstance(answer, Sampled) and answer.version_spans[0].version == 1
-    assert isinstance(goodbye, Goodbye) and "SIGTERM" in goodbye.reason
 
 
 @pytest.mark.process

@@ -238,22 +238,22 @@ def test_no_room_on_the_disk(training, open_node, monkeypatch):
     def full(self, *_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "open", full)
+    ref, data = manifest.chunks[0], training.store.read(manifest.chunks[0])
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match=r"weights v0 .* No space left on device; give this node room .* set TMPDIR"):
-        node.chunks.append("weights v0", manifest.chunks[0], 0, b"some")
-    monkeypatch.undo()
-    assert not list(node.chunks.path.iterdir())
+        node.chunks.write("weights v0", ref, data)
+    assert not list(node.chunks.path.iterdir()) and not node.chunks.has(ref)
 
 
-# Beside a whole chunk a part of it is of no use, in whichever order the folder lists them.
-@pytest.mark.parametrize("is_intact", [True, False])
-def test_a_whole_chunk_wins_over_its_part(tmp_path, is_intact):
-    name = hashlib.sha256(b"whole").hexdigest()
-    (tmp_path / f"{name}.part").write_bytes(b"wh")
-    (tmp_path / name).write_bytes(b"whole" if is_intact else b"other")
+# What a killed process left of a chunk is removed, and so is what is not what its name says.
+def test_only_whole_chunks_are_taken_over(tmp_path):
+    names = [hashlib.sha256(data).hexdigest() for data in (b"whole", b"altered")]
+    (tmp_path / f"{names[0]}.part").write_bytes(b"wh")
+    (tmp_path / names[0]).write_bytes(b"whole")
+    (tmp_path / names[1]).write_bytes(b"other")
     chunks = ChunkFolder(tmp_path)
-    assert chunks.size(name) == (5 if is_intact else 2)
-    assert [path.name for path in tmp_path.iterdir()] == [name if is_intact else f"{name}.part"]
+    assert [chunks.has(ChunkRef(name, 5)) for name in names] == [True, False]
+    assert [path.name for path in tmp_path.iterdir()] == names[:1]
 
 
 # Patches that a signed manifest names but that are none are refused as well; the version in use stays.

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from composer_prime.address import Address
@@ -15,14 +12,7 @@ from composer_prime.run.bucket import Bucket
 from composer_prime.run.weights import CHUNK_BYTES, WeightStore
 from orchestrator.swarm.weight_server import WeightServer
 
-KINDS = ["server", "static host", "folder", "bucket"]
-
-
-class _Quiet(SimpleHTTPRequestHandler):
-    """`python -m http.server`: it knows no Range."""
-
-    def log_message(self, *_: object) -> None:
-        pass
+KINDS = ["server", "folder", "bucket"]
 
 
 @asynccontextmanager
@@ -35,14 +25,6 @@ async def served(kind: str, root: Path) -> AsyncIterator[str]:
             yield server.url
         finally:
             await server.close()
-    elif kind == "static host":
-        with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(root))) as host:
-            host.daemon_threads = True
-            threading.Thread(target=host.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-            try:
-                yield f"http://127.0.0.1:{host.server_port}"
-            finally:
-                host.shutdown()
     elif kind == "folder":
         yield root.as_uri()
     else:

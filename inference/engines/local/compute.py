@@ -21,7 +21,7 @@ import queue
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -37,7 +37,7 @@ from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import VersionSpan
 from inference.engines.base import ReadBack
 from inference.engines.local.cached_attention import Segment, StepPlan
-from inference.engines.local.given import DrawCheck, GivenTokens
+from inference.engines.local.given import DrawCheck, check_misses
 from inference.engines.local.kv_cache import KvCache
 from inference.engines.local.loading import (
     check_context,
@@ -105,7 +105,6 @@ class Computer:
         self._waiting: deque[EngineRequest] = deque()
         self._running: dict[int, EngineRequest] = {}
         self._drains: list[asyncio.Future] = []
-        self._checks: list[tuple[asyncio.Future, DrawCheck]] = []
         self._resolved: list[tuple[asyncio.Future, object]] = []
         self._open = True
         self.version = 0
@@ -172,13 +171,9 @@ class Computer:
         self._resolve(future, parts)
 
     def swap(self, future: asyncio.Future, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._check_waiting()
         swap_weights(self._model, self._targets, tensors)
-        taken_back = version <= self.version
         self.version = version
-        begun = () if self._config.local.kv_at_swap == "keep_conversations" else self._running.items()
-        again = [slot for slot, request in begun if not request.logprobs]
-        self._table.weights_changed(again, taken_back=taken_back)
+        self._table.weights_changed([slot for slot, request in self._running.items() if not request.logprobs])
         self._resolve(future, None)
 
     def read_back(self, names: list[str]) -> list[ReadBack]:
@@ -186,26 +181,8 @@ class Computer:
         return read_back(self._targets, names)
 
     def check_draws(self, future: asyncio.Future, check: DrawCheck) -> None:
-        """Resolve with misses and logprobs, each [end - start], together with the checks that are in the inbox too."""
-        self._checks.append((future, check))
-
-    def _check_waiting(self) -> None:
-        """Carry out what `check_draws` was asked, in as few passes as fit."""
-        waiting, self._checks = sorted(self._checks, key=_tolerance), []
-        for _, group in groupby(waiting, _tolerance):
-            futures, checks = zip(*group, strict=True)
-            for future, outcome in zip(futures, self._checked(checks), strict=True):
-                self._resolve(future, outcome)
-
-    def _checked(self, checks: Sequence[DrawCheck]) -> list[object]:
-        """Return the outcome of each of several checks, done one by one where memory runs out for all."""
-        try:
-            with _memory_errors():
-                return [*self._given.misses(checks)]
-        except ComposerError as error:
-            if len(checks) == 1:
-                return [error]
-        return [outcome for check in checks for outcome in self._checked([check])]
+        """Resolve with misses and logprobs, each [end - start]."""
+        self._resolve(future, check_misses(check, self._forward, self._cache, self.vocab))
 
     def find_stop(self, future: asyncio.Future, completion: np.ndarray, sampling: Sampling) -> None:
         """Resolve with the number of tokens after which a stop rule ends `completion`; None where none does."""
@@ -247,7 +224,7 @@ class Computer:
         self._deliver()
         self._running, self._waiting = {}, deque()
         with suppress(AttributeError):  # Loading may have failed before.
-            del self._model, self._cache, self._targets, self._given
+            del self._model, self._cache, self._targets
         self.failure = failure
         self._on_loop(self._fail_all)
 
@@ -265,21 +242,14 @@ class Computer:
         self._forward(torch.zeros(1, 2, dtype=torch.int64, device=self._device), torch.arange(2)[None], probe, None)
         check_supported(self._model, len(self._cache.layers))
         self._targets = published_views(self._model)
-        room = self.prefill_tokens
-        self._given = GivenTokens(
-            forward=self._forward, cache=self._cache, device=self._device, vocab=self.vocab, tokens=room
-        )
         capacity = self._capacity()
-        self._cache.limit(capacity, self._context)
+        self._cache.allocate(capacity, self._context)
         self._max_running = min(self._config.local.max_batch, capacity)
-        keep_idle = self._config.local.kv_at_swap == "keep_conversations"
-        reuse = self._config.local.prefix_cache
-        self._table = SlotTable(capacity, self._context, reuse=reuse, keep_idle=keep_idle)
+        self._table = SlotTable(capacity, self._context)
 
     def _capacity(self) -> int:
-        """Return the number of slots: two per running sequence when conversations are kept, if they fit the memory."""
+        """Return the number of slots: two per running sequence, for conversations between turns, if they fit."""
         local = self._config.local
-        useful = local.max_batch * (2 if local.prefix_cache else 1)
         slot_bytes = self._cache.bytes_per_token * self._context
         fitting = int(local.kv_cache_gib * GIB) // slot_bytes
         if fitting < 1:
@@ -287,13 +257,14 @@ class Computer:
                 f"inference.local.kv_cache_gib is {local.kv_cache_gib}, but one sequence of model.max_context = "
                 f"{self._context} tokens takes {slot_bytes / GIB:.2f} GiB: raise kv_cache_gib or lower max_context"
             )
-        return min(useful, fitting)
+        return min(2 * local.max_batch, fitting)
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, plan: StepPlan, rows: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the logits [R, V] of `rows` ([N, V] when None)."""
         only_rows = {"logits_to_keep": rows} if rows is not None and self._takes_rows else {}
+        ids, rows = ids.to(self._device), rows if rows is None else rows.to(self._device)
         logits = self._model(
             input_ids=ids, position_ids=positions.to(ids.device), use_cache=False, slot_plan=plan, **only_rows
         ).logits[0]
@@ -306,7 +277,6 @@ class Computer:
             try:
                 future, command, args = self._inbox.get(block=block)
             except queue.Empty:
-                self._check_waiting()
                 return
             block = False
             try:
@@ -324,7 +294,6 @@ class Computer:
                 kept_waiting.append(request)
                 continue
             if place.source is not None:
-                self._cache.reserve(place.slot + 1, place.cached)
                 self._cache.copy(place.source, place.slot, place.cached)
             request.cached = place.cached
             self._running[place.slot] = request
@@ -419,10 +388,6 @@ def _memory_errors() -> Iterator[None]:
             f"the local engine ran out of memory ({told[:300] or type(error).__name__}): lower "
             "inference.local.kv_cache_gib or model.max_context, or give it a device with more memory"
         ) from error
-
-
-def _tolerance(waiting: tuple[asyncio.Future, DrawCheck]) -> float:
-    return waiting[1].tolerance
 
 
 def _settle(batch: list[tuple[asyncio.Future, object]]) -> None:

@@ -127,8 +127,8 @@ class LocalEngine:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return misses and logprobs, each [end - start], of tokens start..end - 1 of `token_ids`, int32 [T].
 
-        inference.engines.sampling.draw_misses says what a miss is, and what `tolerance` is for. Calls at the same
-        time share passes. Raises BadRequestError or ContextOverflowError.
+        inference.engines.sampling.draw_misses says what a miss is, and what `tolerance` is for. Raises BadRequestError
+        or ContextOverflowError.
         """
         computer = self._serving()
         check_prompt(token_ids.tolist(), vocab=computer.vocab, max_context=self._context, new_tokens=0)

@@ -56,7 +56,6 @@ def plan_step(
             sampled.append(slot)
     owners = np.concatenate([decoding, *(np.full(count, slot) for slot, _, count in pieces)])
     positions = np.concatenate([lengths - 1, *(np.arange(start, start + count) for _, start, count in pieces)])
-    cache.reserve(int(owners.max()) + 1, int(positions.max()) + 1)
     plan = StepPlan(
         cache=cache,
         segments=segments,

@@ -27,11 +27,8 @@ class SlotPlace:
 class SlotTable:
     """`capacity` slots of at most `context` tokens. Not thread-safe: the compute thread owns it."""
 
-    def __init__(self, capacity: int, context: int, *, reuse: bool = True, keep_idle: bool = False) -> None:
+    def __init__(self, capacity: int, context: int) -> None:
         self.capacity = capacity
-        self.reuse = reuse
-        self.keep_idle = keep_idle
-        """Whether idle slots outlive a swap, for the next turn of their own conversation only."""
         self.high = 0
         """Slots used so far; later rows were never touched."""
         self.tokens = np.zeros((capacity, context), dtype=np.int32)
@@ -41,8 +38,6 @@ class SlotTable:
         """Columns of the cache that hold keys and values of those ids."""
         self.fresh = np.zeros(capacity, dtype=bool)
         """Whether the current weights computed all of `computed`."""
-        self._refused = np.zeros(capacity, dtype=bool)
-        """Whether weights that were taken back computed some of it."""
         self.running = np.zeros(capacity, dtype=bool)
         self.session: list[str | None] = [None] * capacity
         self._idle_since = np.zeros(capacity, dtype=np.int64)
@@ -55,7 +50,7 @@ class SlotTable:
         siblings of a group arrive together, the first computes, the others copy.
         """
         idle = [slot for slot in range(self.high) if self.session[slot] == session and not self.running[slot]]
-        held, coming = self._shared(prompt, idle)
+        held, coming = self._shared(prompt)
         best = int(held.argmax()) if self.high else -1
         longest = int(held[best]) if best >= 0 else 0
         if self.high and int(coming.max()) - longest >= MIN_SHARED:
@@ -71,24 +66,20 @@ class SlotTable:
         self.tokens[target, : len(prompt)] = prompt
         self.known[target], self.computed[target] = len(prompt), place.cached
         self.running[target], self.session[target] = True, session
-        if place.source is not None or not place.cached:  # Else the beginning may be of older weights.
-            self.fresh[target], self._refused[target] = True, False
+        self.fresh[target] = True
         return place
 
-    def _shared(self, prompt: np.ndarray, own: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def _shared(self, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return per slot in use: how many leading tokens of `prompt` it holds, and how many it will once computed.
 
-        At most len(prompt) - 1: the last token is always computed because its logits are needed. Entries of older
-        weights count in the conversation's `own` idle slots only.
+        At most len(prompt) - 1: the last token is always computed because its logits are needed.
         """
-        if not self.reuse or not self.high:
+        if not self.high:
             return np.zeros(self.high, dtype=np.int64), np.zeros(self.high, dtype=np.int64)
         width = min(len(prompt) - 1, int(self.known[: self.high].max()))
         differs = self.tokens[: self.high, :width] != prompt[:width]
         common = np.where(differs.any(1), differs.argmax(1), width) if width else np.zeros(self.high, dtype=np.int64)
-        usable = self.fresh[: self.high].copy()
-        usable[own] = True
-        common = common * usable
+        common = common * self.fresh[: self.high]
         return np.minimum(common, self.computed[: self.high]), np.minimum(common, self.known[: self.high])
 
     def _vacant(self, keep: int) -> int | None:
@@ -113,7 +104,7 @@ class SlotTable:
     def release(self, slot: int) -> None:
         """End the slot's request. Its cache stays for the next turn, unless older weights computed it."""
         self.running[slot] = False
-        if self.reuse and (self.fresh[slot] or (self.keep_idle and not self._refused[slot])):
+        if self.fresh[slot]:
             self._clock += 1
             self._idle_since[slot] = self._clock
             self.known[slot] = self.computed[slot]  # The rest will not be computed: no request may wait for it.
@@ -125,16 +116,12 @@ class SlotTable:
         self.known[slot] = self.computed[slot] = 0
         self.fresh[slot] = False
 
-    def weights_changed(self, again: Collection[int], *, taken_back: bool = False) -> None:
-        """Drop idle slots unless they are kept. Running ones keep their old entries; `again` are computed again.
-
-        `taken_back`: the weights before were refused, so that nothing computed until now is kept for a later turn.
-        """
+    def weights_changed(self, again: Collection[int]) -> None:
+        """Drop idle slots. Running ones keep their old entries; `again` are computed again."""
         for slot in range(self.high):
-            if not self.running[slot] and (taken_back or not self.keep_idle):
+            if not self.running[slot]:
                 self._forget(slot)
             elif slot in again:
-                self.computed[slot], self.fresh[slot], self._refused[slot] = 0, True, False
+                self.computed[slot], self.fresh[slot] = 0, True
             else:
                 self.fresh[slot] = False
-                self._refused[slot] |= taken_back

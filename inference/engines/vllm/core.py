@@ -72,15 +72,9 @@ class Core:
         self._llm.collective_rpc("draw_by_rule")
         self._shapes = tensor_shapes(Path(setup.model))
         """Of the published tensors: no version has others."""
-        self._version = 0
         self._loads = 0
         """Swaps so far. Unlike a version, no two stretches of weights share the number."""
         self._llm.set_weight_version("0")
-        self._keeps_conversations = config.vllm.kv_at_swap == "keep_conversations"
-        self._began: dict[str, int] = {}
-        """Load under which each conversation began that had a turn since the last swap."""
-        self._began_before: dict[str, int] = {}
-        """The same of those that had one between the last two swaps."""
         self._calls: dict[int, _Running] = {}
         self._finished_tokens = 0
         self._warm_up()
@@ -93,7 +87,7 @@ class Core:
         """Start a request. Raises BadRequestError when vLLM refuses it."""
         is_generate = isinstance(question, GenerateTokens)
         prompt = question.prompt_ids if is_generate else question.token_ids
-        salted = tokens_input(prompt, cache_salt=str(self._first_load(question)))
+        salted = tokens_input(prompt, cache_salt=str(self._loads))
         try:
             internal_id = self._llm.add_request(
                 str(call), salted, _params(question.sampling) if is_generate else _SCORE
@@ -103,13 +97,6 @@ class Core:
         self._calls[call] = _Running(question, internal_id)
         if is_generate and question.sampling.stop and question.sampling.resumed:
             self._resume_text(internal_id, question)
-
-    def _first_load(self, question: GenerateTokens | Score) -> int:
-        """Return the first load whose cache blocks a call may reuse. As a salt it keeps older ones out."""
-        if isinstance(question, Score) or not self._keeps_conversations:
-            return self._loads
-        known = self._began_before.get(question.session, self._loads)
-        return self._began.setdefault(question.session, known)
 
     def step(self) -> list[tuple[int, Answer | list[float]]]:
         """Do one forward pass. Return the calls that it finished, with their answers or scores."""
@@ -132,17 +119,11 @@ class Core:
         """Put the weights of `version` in place.
 
         Requests that have sampled tokens continue with their KV cache. The others start over, so that no prompt's cache
-        mixes two versions. With inference.vllm.kv_at_swap = keep_conversations all continue, unless the version number
-        falls: then the previous weights were refused.
+        mixes two versions.
         """
         self._llm.collective_rpc("load_from_file", args=(path,))
-        is_newer = version > self._version
-        self._version = version
         self._loads += 1
         self._llm.set_weight_version(str(version))
-        self._began_before, self._began = self._began if is_newer else {}, {}
-        if self._keeps_conversations and is_newer:
-            return
         for call, running in list(self._calls.items()):
             if self._sampled(running) == 0:
                 self._llm.abort_request([running.internal_id], internal=True)
@@ -179,7 +160,7 @@ class Core:
     def _warm_up(self) -> None:
         # The first steps take seconds (lazy imports, kernels). No rollout and no canary should wait for them.
         sampling = Sampling(max_tokens=2, temperature=0.9, top_p=0.9, top_k=5, seed=0, ignore_eos=True)
-        self.add(0, GenerateTokens(session="", prompt_ids=[0, 1, 2], sampling=sampling))
+        self.add(0, GenerateTokens(prompt_ids=[0, 1, 2], sampling=sampling))
         self.add(1, Score(token_ids=[0, 1, 2]))
         while self.busy:
             self.step()

@@ -33,8 +33,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
 class GenerateTokens(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """Reply: an Answer."""
 
-    session: str
-    """Names the conversation."""
     prompt_ids: list[int]
     """[T]."""
     sampling: Sampling

@@ -114,7 +114,7 @@ class VllmEngine:
         room = self._max_context - len(prompt_ids)
         clipped = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
         self._generating[request_id] = number = next(self._numbers)
-        question = core_messages.GenerateTokens(session=session, prompt_ids=prompt_ids, sampling=clipped)
+        question = core_messages.GenerateTokens(prompt_ids=prompt_ids, sampling=clipped)
         try:
             return await self._ask(question, Answer, number=number)
         except asyncio.CancelledError:
