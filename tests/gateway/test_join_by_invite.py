@@ -11,7 +11,6 @@ import time
 from operator import attrgetter
 from pathlib import Path
 
-import msgspec
 import pytest
 import zmq
 from gateway_config import MODEL
@@ -156,19 +155,17 @@ while True:
 """
     invite = invite_for(keys, "tcp://127.0.0.1:1")
     machine = f"""
-import argparse, asyncio, pathlib, sys
-from composer_prime.config.inference import InferenceConfig
+import asyncio, pathlib, sys
 from composer_prime.wire.enrollment import Invite
 from inference import joining
 from inference.enrolling import NodeState
 from inference.joining import _Machine
 joining.DRAIN_S = 300
+joining._plan = lambda *_: [joining.NodeShare(engine="local", gpus=(), threads=1)]
 class Machine(_Machine):
-    async def _start(self, machine):
-        return InferenceConfig(max_restarts=0), [None]
     def _child(self, slot, share):
         return [sys.executable, "-c", {node!r}], {{}}
-words = argparse.Namespace(invite="", wait=0)
+words = joining.join_parser().parse_args([])
 invite = Invite.read({invite.text()!r})
 made = Machine(words, [], invite, NodeState(pathlib.Path({str(tmp_path)!r}), invite))
 raise SystemExit(asyncio.run(made.run()))
@@ -225,32 +222,9 @@ async def test_a_machine_that_cannot_serve_leaves_the_invite_unused(keys, tmp_pa
     """It is refused before it asks the run for anything."""
     if words[0] == "--engine" and module_file("vllm") is not None:
         pytest.skip("vllm is installed")
-    invite = invite_for(keys)
-    machine = _Machine(join_parser().parse_args(words), words, invite, NodeState(tmp_path, invite))
     with pytest.raises(ConfigError, match=message):
-        await machine._start(MACHINE)
+        await machine_of(keys, tmp_path, *words).run()
     assert not list(tmp_path.glob("run-1-*"))
-
-
-@pytest.mark.process
-async def test_the_plan_waits_for_the_first_version(open_gateway, keys, store, tmp_path):
-    """Only then the size of the model is known: a machine without the memory is refused with both figures."""
-    publisher = Publisher(store.root, keys, Reference(MODEL, scale=0.01))
-    async with open_gateway() as gateway:
-        invite, words = invite_for(keys, gateway.node_endpoint), ["--device", "cpu", "--engine", "local"]
-
-        def machine() -> _Machine:
-            return _Machine(join_parser().parse_args(words), words, invite, NodeState(tmp_path, invite))
-
-        starting = asyncio.create_task(machine()._start(MACHINE))
-        await until(lambda: keys.registry.list(), "the node to enroll")
-        assert not starting.done()
-        gateway.publish(publisher.publish(1))
-        _, [share] = await asyncio.wait_for(starting, 60)
-        assert share.engine == "local"
-        small = msgspec.structs.replace(MACHINE, memory=1 << 20)
-        with pytest.raises(ConfigError, match=r"million parameters needs .* GiB of memory"):
-            await machine()._start(small)
 
 
 def test_a_state_folder_that_cannot_be_written_is_named(keys):
