@@ -87,8 +87,6 @@ class RequestHandler:
                 return self._outcome(request)
             case messages.AskState():
                 return self.joins.answer(request, self._clock())
-            case messages.Unusable():
-                return self._unusable(request)
 
     def _sender(self, request: messages.FromPeer) -> tuple[str, int] | None:
         """Return the peer and which start of it; None where it does not matter."""
@@ -144,20 +142,11 @@ class RequestHandler:
             state_wanted=self.transfers.requested_from(beat.peer, beat.rank),
         )
 
-    def _unusable(self, unusable: messages.Unusable) -> messages.ToPeer:
-        source = self.transfers.refuse(unusable.serial)
-        if source is not None:
-            logger.warning(
-                "the state of peer %s is dropped, peer %s reports: %s", source, unusable.peer, unusable.reason
-            )
-            self._on_change()
-        return messages.Gone(reason="this state is no longer used")
-
     # -- rounds ----------------------------------------------------------------------------------------------------
 
     def close(self, members: dict[str, Base]) -> Round:
         """Close the open round with `members`, and drop what is too old for late and for joining peers."""
-        closed = self.rounds.close(members, self.joins.needed_from(self._clock()))
+        closed = self.rounds.close(members, self._clock())
         self.transfers.expire(self.rounds.oldest)
         return closed
 

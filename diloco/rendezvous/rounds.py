@@ -228,8 +228,8 @@ class Rounds:
 
     # -- closed rounds ---------------------------------------------------------------------------------------------
 
-    def close(self, members: dict[str, Base], needed_from: int | None = None) -> Round:
-        """Close the open round with `members`; rounds from `needed_from` on stay, however many."""
+    def close(self, members: dict[str, Base], now: float) -> Round:
+        """Close the open round with `members`. While a peer joins no round is dropped: it may have to replay it."""
         current = self.open_round()
         assert current is not None and members
         current.members = tuple(sorted(members))
@@ -242,12 +242,12 @@ class Rounds:
         macs = [blob.header.mac for _, blob in sorted(current.blobs.items())]
         current.digest = hashlib.blake2b("".join(macs).encode(), digest_size=16).hexdigest()
         self.newest, self.settled = current.outer_step, True
-        kept_from = self.newest - self._keep + 1
-        kept_from = kept_from if needed_from is None else min(kept_from, needed_from)
-        for step in [step for step in self.rounds if step < kept_from]:
-            del self.rounds[step]
-        for step in [step for step, each in self.rounds.items() if not each.is_closed and step <= self.newest]:
-            del self.rounds[step]
+        kept_from = self.newest - self._keep + 1 if all(peer.training for peer in self.alive(now)) else 0
+        self.rounds = {
+            step: each
+            for step, each in self.rounds.items()
+            if step >= kept_from and (each.is_closed or step > self.newest)
+        }
         return current
 
     def closed(self, outer_step: int) -> Round | None:

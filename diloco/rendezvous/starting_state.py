@@ -38,10 +38,6 @@ class JoinAttempt:
     """The peer trains."""
     own_state: Current | None = None
     """The answer that its own state will do."""
-    awaited_state: int = 0
-    """Serial of the state that it is to get; 0 for none."""
-    replays_from: int | None = None
-    """Outer step of the last state that this start of the peer was given, in any attempt."""
     newest_by_state: dict[int, int] = field(default_factory=dict)
     """The last closed round that all its ranks are given with a state, by the state's serial."""
 
@@ -75,12 +71,8 @@ class Joins:
         if peer is None or peer.instance != ask.instance or ask.rank not in peer.layouts:
             return Gone(reason="send a hello first")
         join = self._joins.get(ask.peer)
-        if join is None or join.instance != ask.instance:
+        if join is None or join.instance != ask.instance or join.attempt < ask.attempt:
             join = self._joins[ask.peer] = JoinAttempt(ask.instance, ask.attempt, now)
-        elif join.attempt < ask.attempt:  # what the last attempt needs is kept until all ranks have asked again
-            join = self._joins[ask.peer] = JoinAttempt(
-                ask.instance, ask.attempt, now, awaited_state=join.awaited_state, replays_from=join.replays_from
-            )
         if join.attempt > ask.attempt or join.over:  # a request that was sent again, and came late
             return RoundNotReady(waiting_for="the same answer on all ranks")
         if ask.rank not in join.asks:
@@ -97,21 +89,6 @@ class Joins:
                 "or start without --resume"
             )
         return join.own_state or self._decide(peer, join, ask.rank, now)
-
-    def needed_from(self, now: float) -> int | None:
-        """Return the outer step from which on rounds must stay: joining peers await its state, fetch or replay it.
-
-        None where no peer does.
-        """
-        current, steps = self.transfers.current, []
-        for peer in self.rounds.alive(now):
-            join = self._joins.get(peer.name)
-            if join is None or join.over or join.instance != peer.instance:
-                continue
-            steps.append(join.replays_from)
-            if current is not None and join.awaited_state == current.serial:
-                steps.append(current.first_step)
-        return min((step for step in steps if step is not None), default=None)
 
     def note_training(self, peer: str) -> None:
         """Note that the peer has joined."""
@@ -204,7 +181,6 @@ class Joins:
         transfer = self.transfers.request(sources, self.rounds.oldest, now)
         if transfer is None:
             return RoundNotReady(waiting_for="a peer that trains")
-        join.awaited_state = transfer.serial
         if not transfer.complete:
             return RoundNotReady(waiting_for=f"the state of peer {transfer.source}: {transfer.progress()}")
         if transfer.outer_step is None:  # its ranks answered at different steps
@@ -214,8 +190,7 @@ class Joins:
         if closed is not None and closed.base != transfer.base:  # it fits no round that would follow on it
             step = closed.outer_step
             logger.warning("the state of peer %s is not the others' of outer step %d", transfer.source, step)
-            self.transfers.refuse(transfer.serial)
+            self.transfers.refuse(transfer)
             return RoundNotReady(waiting_for="a state that the later rounds build on")
-        join.replays_from = transfer.outer_step
         newest = join.newest_by_state.setdefault(transfer.serial, self.rounds.newest)
         return StateReady(header=transfer.blobs[rank].header, newest=newest)

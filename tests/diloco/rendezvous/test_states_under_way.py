@@ -11,7 +11,7 @@ from rendezvous_state import BEAT_TIMEOUT_S, RendezvousState
 
 from diloco.transport import connection
 from diloco.transport.connection import Flow
-from diloco.transport.messages import BodyChunk, StateReady, Unusable
+from diloco.transport.messages import BodyChunk, StateReady
 
 STATE = b"state"
 
@@ -60,24 +60,6 @@ def test_rounds_stay_for_a_joiner():
     rendezvous.beat("c", 23)
     rendezvous.close(23, "a", "b", "c")
     assert rendezvous.rounds.oldest == 22 and rendezvous.transfers.current is None
-
-
-# They stay for a peer that replays them, also when another peer refuses the state meanwhile and asks for another.
-def test_rounds_stay_when_another_refuses():
-    rendezvous = begun(keep_rounds=2)
-    rendezvous.hello("d")
-    bring_the_rest(rendezvous)
-    assert ask(rendezvous) == ask(rendezvous, "d") == 3
-    serial = rendezvous.transfers.current.serial
-    rendezvous.handler.answer(Unusable(peer="d", instance=1, serial=serial, reason="it is of another start"))
-    go_on(rendezvous, 3)
-    assert "the state of peer" in ask(rendezvous, "d", attempt=2) and rendezvous.rounds.oldest == 3
-    rendezvous.offer("b", 6, kind="state", body=STATE, serial=rendezvous.transfers.requested_from("b"))
-    go_on(rendezvous, 3)
-    assert ask(rendezvous, "d", attempt=2) == 6 and rendezvous.rounds.oldest == 3
-    rendezvous.beat("c", 9)
-    rendezvous.close(9, "a", "b", "c")
-    assert rendezvous.rounds.oldest == 6
 
 
 # The ranks of a source serve on their own, so a round may end in between: the part of the earlier step is dropped,
