@@ -182,7 +182,7 @@ async def test_health_tells_whether_a_node_serves(open_gateway, node_keys):
     """/health is 503 with the reason, then 200."""
     async with open_gateway() as gateway:
         status, body = await get(gateway.http_url + "/health")
-        assert status == 503 and "inference join" in body["why"]
+        assert status == 503 and "orchestrator invite" in body["why"]
         async with PeerNode(gateway.node_endpoint, node_keys, "a"):
             assert (await get(gateway.http_url + "/health"))[0] == 200
 
