@@ -115,15 +115,8 @@ class CodeTasksetConfig(vf.TasksetConfig):
         return self
 
     def settings(self) -> CodeSettings:
-        return CodeSettings(
-            folder=self.folder.expanduser().resolve(),
-            runtime=self.runtime,
-            tools=tuple(self.tools),
-            output_chars=self.output_chars,
-            command_timeout_s=self.command_timeout_s,
-            monitor=self.monitor,
-            partial_credit=self.partial_credit,
-        )
+        named = {name: getattr(self, name) for name in CodeSettings.model_fields}
+        return CodeSettings(**{**named, "folder": self.folder.expanduser().resolve()})
 
 
 class CodeData(TaskRow):

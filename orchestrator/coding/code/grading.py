@@ -203,13 +203,11 @@ async def _run_tests(
         "twins": TWINS,
         "removed": _removed(task, files),
         "python_path": task.python_path,
-        "options": [],
     }
     argv = ["python", *ISOLATED, "-c", _reporter_source()]
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    async with await open_box(runtime, tree=tree_of(task, trees), python_path=task.python_path) as box:
-        if files:  # Not worth a prepared tree: no other box has the same.
-            await box.write_files(files)
+    tree = tree_of(task, trees)
+    async with await open_box(runtime, tree=tree, files=files, python_path=task.python_path) as box:
         finished = await box.run(
             argv, env=env, stdin=json.dumps(spec).encode(), timeout_s=task.timeout_s, output_bytes=_CHANNEL_BYTES
         )

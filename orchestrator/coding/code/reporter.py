@@ -331,7 +331,7 @@ def main():
     sys.meta_path.insert(0, PinnedFinder(sources))
     sys.path[:0] = [os.path.abspath(folder) for folder in spec["python_path"]]
     options = ["-q", "--tb=short", "--assert=plain", "--continue-on-collection-errors", f"--rootdir={os.getcwd()}"]
-    options += ["-p", "no:cacheprovider", "-o", "addopts=", "-o", "required_plugins=", *spec["options"]]
+    options += ["-p", "no:cacheprovider", "-o", "addopts=", "-o", "required_plugins="]
     before = fingerprint()
     send("hello")
     if tests:

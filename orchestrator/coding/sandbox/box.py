@@ -7,6 +7,7 @@ that grades must not believe them.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import types
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.errors import SandboxError
 
 NOTHING: Mapping[str, str] = types.MappingProxyType({})
 NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
@@ -70,10 +72,20 @@ class Box(ABC):
         """Write files and the folders above them. Raises OSError for what does not fit or cannot be written."""
 
     async def fill(self, tree: Path | None, files: Mapping[str, bytes]) -> None:
-        """Put a copy of `tree` into the work folder of a box that has run nothing, then `files`."""
-        content = {**(read_tree(tree) if tree is not None else {}), **files}
-        if content:
-            await self.write_files(content)
+        """Put a copy of `tree` into the work folder of a box that has run nothing, then `files`.
+
+        Raises SandboxError for what does not fit.
+        """
+        content = {**(await asyncio.to_thread(read_tree, tree) if tree is not None else {}), **files}
+        try:
+            if content:
+                await self.write_files(content)
+        except OSError as error:
+            size_mb = sum(map(len, content.values())) / 2**20
+            raise SandboxError(
+                f"the sandbox's files, {size_mb:.1f} MiB, could not be written: {error}; raise "
+                "orchestrator.source.runtime.limits.disk_mb if they do not fit"
+            ) from error
 
     @abstractmethod
     async def read_file(self, path: str, max_bytes: int) -> bytes:

@@ -22,13 +22,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.plan.sandboxes import why_not_started
-from orchestrator.coding.sandbox.box import NOTHING, Box, CommandResult, inside_path, read_tree
+from orchestrator.coding.sandbox.box import NOTHING, Box, CommandResult, inside_path
 from orchestrator.coding.sandbox.box_launch import START_TIMEOUT_S, environment, first_pid, launch, open_root
 from orchestrator.coding.sandbox.control import ControlChannel
 from orchestrator.coding.sandbox.files import list_regular, read_regular
@@ -38,7 +37,7 @@ from orchestrator.coding.sandbox.python_image import python_image
 from orchestrator.coding.sandbox.usage import measure
 
 END_TIMEOUT_S = 10.0
-_MIB, _GIB, _PAGE = 1 << 20, 1 << 30, 4096
+_MIB, _GIB = 1 << 20, 1 << 30
 _LIMITS_OF_THE_BOX = ("memory_gb", "files")
 """Limits of what all processes hold together, whichever command began them."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.1, 0.5
@@ -202,19 +201,6 @@ class BubblewrapBox(Box):
                 return
             near = usage.memory_bytes > limits.memory_gb * _GIB / 4 or usage.processes > 16
             pause_s = _FIRST_LOOK_S if near else min(_LAST_LOOK_S, pause_s * 1.5)
-
-    async def fill(self, tree: Path | None, files: Mapping[str, bytes]) -> None:
-        """Copy `tree` and `files` into the work folder. Raises SandboxError for what is larger than disk_mb."""
-        content = {**(await asyncio.to_thread(read_tree, tree) if tree is not None else {}), **files}
-        needed = sum(-(-len(data) // _PAGE) * _PAGE for path, data in content.items() if not path.startswith("/"))
-        disk_mb = self.runtime.limits.disk_mb
-        if needed > disk_mb * _MIB:
-            raise SandboxError(
-                f"the sandbox's files take {needed / _MIB:.1f} MiB, but its disk has {disk_mb:g} MiB: "
-                "raise orchestrator.source.runtime.limits.disk_mb"
-            )
-        if content:
-            await self.write_files(content)
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         self._check_open()
