@@ -125,9 +125,6 @@ def join_parser() -> argparse.ArgumentParser:
         metavar="USD",
         help="dollars per hour and GPU of this machine, or for a whole machine without GPUs",
     )
-    parser.add_argument(
-        "--weights-from", action="append", metavar="URL", help="download weights from here: http(s)://, s3://, ..."
-    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings and stop")
     parser.add_argument("--slot", type=int, help=argparse.SUPPRESS)  # Which node of the machine this process is.
     return parser
@@ -144,7 +141,7 @@ def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
     if options.settings is not None:
         run = Layer(origin="the run", values={"inference": values})
         values = merge_layers([run, *read_with_bases(str(options.settings))])["inference"]
-    for key in ("engine", "device", "threads", "usd_per_hour", "weights_from"):
+    for key in ("engine", "device", "threads", "usd_per_hour"):
         if getattr(options, key) is not None:
             values[key] = getattr(options, key)
     if options.tensor_parallel is not None:
@@ -175,7 +172,7 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
         inference = join_config(options, json.loads(answer.inference))
         logger.info("node %s of run %s, enrolled at %s", answer.node_id, invite.run_id, enrollment.address)
         try:
-            await _pull(invite, state, slot, enrollment, inference)
+            await _pull(invite, state, slot, enrollment)
             break
         except PullRefusedError as error:
             if time.monotonic() > deadline:
@@ -197,9 +194,7 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
     )
 
 
-async def _pull(
-    invite: Invite, state: NodeState, slot: int, enrollment: EnrolledNode, inference: InferenceConfig
-) -> None:
+async def _pull(invite: Invite, state: NodeState, slot: int, enrollment: EnrolledNode) -> None:
     """Pull what the run named when node `slot` enrolled. Raises what `pull_model` and a source raise."""
     from inference.pulling import connected, pull_model
     from inference.weight_sources import WeightSources
@@ -207,7 +202,7 @@ async def _pull(
     # One at a time on this machine: what the first has pulled the others take.
     with state.locked("pull"):
         async with connected(enrollment) as link:
-            sources = WeightSources(link, own=inference.weights_from)
+            sources = WeightSources(link)
             sources.learn(enrollment.answer.sources, enrollment.address.rpartition(":")[0])
             try:
                 await pull_model(sources, invite, enrollment, state, slot, link)

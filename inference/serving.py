@@ -156,9 +156,9 @@ def _build_receiver(
     from inference.versions import FolderSource
     from inference.weight_sources import WeightSources
 
-    inference, run_dir, sources = assignment.inference, assignment.run_dir, None
+    run_dir, sources = assignment.run_dir, None
     if run_dir is None:
-        sources = WeightSources(link, own=inference.weights_from)
+        sources = WeightSources(link)
         stack.push_async_callback(sources.close)
         source = sources
     else:

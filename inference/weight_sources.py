@@ -140,18 +140,13 @@ class WeightSources(ChunkSource):
         self,
         last: ChunkSource,
         timeout_s: float = CHUNK_TIMEOUT_S,
-        own: Iterable[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`last`: the gateway's link. `timeout_s`: of one read. `own`: URLs that are kept whatever the gateway names.
-
-        Raises ConfigError for a URL of `own` that cannot be used.
-        """
+        """`last`: the gateway's link. `timeout_s`: of one read."""
         self._last = last
         self._timeout_s = timeout_s
         self._clock = clock
-        self._own = list(own)
-        self._copies = {url: self._open(url) for url in self._own}
+        self._copies: dict[str, Opened] = {}
         self._refused_urls: set[str] = set()
         self._aside_until: dict[str, float] = {}
         """By URL."""
@@ -167,7 +162,7 @@ class WeightSources(ChunkSource):
     def learn(self, urls: Iterable[str], gateway_host: str) -> None:
         """Take the copies that the gateway names at a new version."""
         named = [url.replace("://*", f"://{gateway_host}", 1) for url in urls][:_MAX_SOURCES]
-        for url in self._copies.keys() - {*named, *self._own}:
+        for url in self._copies.keys() - set(named):
             closing = asyncio.ensure_future(self._copies.pop(url).close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)

@@ -68,8 +68,6 @@ class InferenceConfig(BaseConfig):
     """How long a node tries to connect or reconnect to the gateway before it gives up. One that joined then starts
     again, for as long as `inference join --wait` says.
     """
-    weights_from: list[str] = []
-    """For a joining node: additional copies of the run's weight store to download from."""
     max_restarts: int = Field(default=5, ge=0)
     """Maximum restarts of a crashed node; ten minutes without a crash reset the count."""
     usd_per_hour: float | None = Field(default=None, ge=0, le=1e6)

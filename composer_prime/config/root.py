@@ -292,16 +292,6 @@ def _concurrency_covers_a_group(config: Config) -> Iterator[str]:
         )
 
 
-def _of_joining_nodes(config: Config) -> Iterator[str]:
-    """Refuse what only a node that joins reads: nodes of the launcher read the run's weight store."""
-    inference = config.inference
-    if inference.weights_from:
-        yield (
-            f"inference.weights_from is {inference.weights_from!r}, but only nodes that join use it: pass "
-            "--weights-from to `inference join`, or set it in the file of its --settings"
-        )
-
-
 _RULES = (
     _joint_run,
     _context_fits,
@@ -311,5 +301,4 @@ _RULES = (
     _loss_terms_have_input,
     _demonstrations,
     _concurrency_covers_a_group,
-    _of_joining_nodes,
 )

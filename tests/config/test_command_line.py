@@ -353,18 +353,6 @@ def test_modules_are_looked_for_beside_the_last_file_first(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["--inference.weights_from", '["https://a.example"]'], ["inference.weights_from is", "pass --weights-from"]),
-    ],
-)
-def test_what_only_a_node_that_joins_reads_is_no_setting_of_a_run(base, words, parts):
-    # A run's own nodes would ignore it silently.
-    text = refused("@", base, *words)
-    assert all(part in text for part in [*parts, "`inference join`"]), text
-
-
-@pytest.mark.parametrize(
     ("words", "key"),
     [
         (["--run.output_dir", "--run.max_steps", "3"], "--run.output_dir"),

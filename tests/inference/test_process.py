@@ -11,16 +11,15 @@ import sys
 import time
 
 import pytest
-from aiohttp import web
 
 from composer_prime.config import Config, load
 from composer_prime.run.run_dir import RunDir
 from inference.main import _main
 from inference.serving import Assignment, _serve
+from inference.weight_sources import WeightSources
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer
 from tests.inference.publisher import RUN_ID
-from tests.inference.test_weight_sources import scripted
 
 
 def start(*words: str, **env: str) -> subprocess.Popen:
@@ -123,34 +122,24 @@ sys.exit(main())
         process.stdout.close()
 
 
-def test_a_node_that_is_stopped_while_it_installs_ends_at_once(publisher, folder, config):
-    # Its first version never comes; without the stop the pull would fail after 1000 s.
-    async def scenario() -> None:
-        released = asyncio.Event()
+def test_a_node_that_is_stopped_while_it_installs_ends_at_once(publisher, folder, config, monkeypatch):
+    # Its first version never comes; without the stop the pull would wait for it.
+    async def read(self, sha256: str, offset: int) -> bytes | None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(1000)
 
-        async def handler(request: web.Request) -> web.Response:
-            os.kill(os.getpid(), signal.SIGTERM)
-            await released.wait()
-            return web.Response(status=404)
-
-        async with scripted(handler) as url:
-            settings = {"weights_from": [url], "threads": 1}
-            assignment = Assignment(
-                node_name="box",
-                inference=config.model_copy(update=settings),
-                model=str(folder),
-                max_context=MAX_CONTEXT,
-                keys=lambda: publisher.keys.client("node"),
-                address=lambda: None,
-                run_dir=None,
-                first=(publisher.publish(1), publisher.verify_key, RUN_ID),
-            )
-            try:
-                await asyncio.wait_for(_serve(assignment, folder), 200)
-            finally:
-                released.set()
-
-    asyncio.run(scenario())
+    monkeypatch.setattr(WeightSources, "read", read)
+    assignment = Assignment(
+        node_name="box",
+        inference=config.model_copy(update={"threads": 1}),
+        model=str(folder),
+        max_context=MAX_CONTEXT,
+        keys=lambda: publisher.keys.client("node"),
+        address=lambda: None,
+        run_dir=None,
+        first=(publisher.publish(1), publisher.verify_key, RUN_ID),
+    )
+    asyncio.run(asyncio.wait_for(_serve(assignment, folder), 200))
 
 
 @pytest.mark.process

@@ -53,11 +53,17 @@ def training(tmp_path):
     return Training(tmp_path / "weights")
 
 
+def sources_of(last: ChunkSource, urls: list[str], **options: object) -> WeightSources:
+    sources = WeightSources(last, TIMEOUT_S, **options)
+    sources.learn(urls, "127.0.0.1")
+    return sources
+
+
 @asynccontextmanager
 async def pulling(
     folder: Path, last: ChunkSource, urls: list[str], **options: object
 ) -> AsyncIterator[tuple[VersionFolder, WeightSources]]:
-    sources = WeightSources(last, TIMEOUT_S, urls, **options)
+    sources = sources_of(last, urls, **options)
     node = VersionFolder(sources, folder)
     try:
         yield node, sources
@@ -137,7 +143,7 @@ def test_a_hostile_source_is_refused(training, tmp_path, kind, how):
             spoil(training, how)
             manifest, before = training.written[1][0], node.bytes_pulled
             async with served(kind, training.store.root) as url:
-                hostile = WeightSources(Lacking(), TIMEOUT_S, [url])
+                hostile = sources_of(Lacking(), [url])
                 node._source = hostile
                 with pytest.raises(CorruptWeightsError, match="chunk"):
                     await node.fetch(training.written[2][0])
@@ -273,7 +279,7 @@ def test_an_answer_is_bounded():
 @pytest.mark.parametrize("url", ["ftp://host/x", "http://", "https://host/x?token=1", "s3://", "simplecache::s3://b/x"])
 def test_urls_are_checked(url):
     with pytest.raises(ConfigError, match="expected"):
-        WeightSources(Lacking(), TIMEOUT_S, [url])
+        WeightSources(Lacking(), TIMEOUT_S)._open(url)
 
 
 # A bucket whose driver hangs is given up after the deadline.
@@ -330,7 +336,7 @@ def test_copies_share_the_chunks(tmp_path):
         store, given = WeightStore(tmp_path), ([], [])
         refs = [ref for seed in range(16) for ref in store.put_chunks(random.Random(seed).randbytes(PIECE_BYTES + 1))]
         async with scripted(hosting(store, given[0])) as one, scripted(hosting(store, given[1])) as two:
-            sources = WeightSources(Untouchable(), TIMEOUT_S, [one, two], clock=Clock())
+            sources = sources_of(Untouchable(), [one, two], clock=Clock())
             await pull_one_by_one(sources, refs)
             assert all(given) and not set(given[0]) & set(given[1])
             await sources.close()
@@ -349,7 +355,7 @@ def test_a_failing_source_is_put_aside_for_a_while(tmp_path):
             return web.Response(status=500)
 
         async with scripted(handler) as url:
-            sources = WeightSources(FolderSource(store), TIMEOUT_S, [url], clock=clock)
+            sources = sources_of(FolderSource(store), [url], clock=clock)
             for pause_s in (0, 59, 2, 59):
                 clock.now += pause_s
                 await pull_one_by_one(sources, [ref])
@@ -367,7 +373,7 @@ def test_a_copy_may_lag(tmp_path):
     async def scenario() -> None:
         store, bucket = WeightStore(tmp_path / "weights"), Bucket((tmp_path / "bucket").as_uri())
         (ref,) = store.put_chunks(b"x" * 100)
-        sources = WeightSources(Untouchable(), TIMEOUT_S, [bucket.url], clock=Clock())
+        sources = sources_of(Untouchable(), [bucket.url], clock=Clock())
         pull = asyncio.ensure_future(pull_one_by_one(sources, [ref]))
         await asyncio.sleep(0.05)
         assert not pull.done()
@@ -395,16 +401,15 @@ def test_the_gateway_is_asked_last(tmp_path):
     asyncio.run(scenario())
 
 
-# The gateway's names: `*` is its own host, a URL of no known kind is reported once, what is named no more is forgotten,
-# and what this machine was given stays.
+# The gateway names: `*` is its own host, a URL of no known kind is reported once, and what is named no more is dropped.
 def test_sources_are_learned(caplog):
     async def scenario() -> None:
-        sources = WeightSources(Lacking(), TIMEOUT_S, ["http://own"])
+        sources = WeightSources(Lacking(), TIMEOUT_S)
         for _ in range(2):
             sources.learn(["http://*:5700", "ftp://odd"], "gate.example")
-        assert list(sources._copies) == ["http://own", "http://gate.example:5700"]
+        assert list(sources._copies) == ["http://gate.example:5700"]
         sources.learn([], "gate.example")
-        assert list(sources._copies) == ["http://own"]
+        assert not sources._copies
         await asyncio.sleep(0)
         await sources.close()
 
@@ -412,13 +417,12 @@ def test_sources_are_learned(caplog):
     assert [record.getMessage().count("ftp://odd") for record in caplog.records] == [1]
 
 
-# What a run's configuration may not name, a node's own settings file may. The run chooses no code of this machine.
-def test_a_joining_nodes_settings_name_its_sources(tmp_path):
+# The run chooses no code of this machine; its operator may.
+def test_a_joining_nodes_settings_name_its_engine(tmp_path):
     path = tmp_path / "node.toml"
-    path.write_text('[inference]\nweights_from = ["https://a.example/run"]\nengine = "own:Engine"\n')
+    path.write_text('[inference]\nengine = "own:Engine"\n')
     options = join_parser().parse_args(["--settings", str(path)])
-    config = join_config(options, {})
-    assert (config.weights_from, config.engine) == (["https://a.example/run"], "own:Engine")
+    assert join_config(options, {}).engine == "own:Engine"
     options = join_parser().parse_args([])
     config = join_config(options, {"engine": "os:system", "engine_settings": {"command": "true"}})
     assert (config.engine, config.engine_settings) == ("local", {})
