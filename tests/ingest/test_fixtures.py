@@ -21,7 +21,7 @@ COUNTS = {
     "openhands/sdk.v1_11_5.base_state.json": ("openhands/1", 1, 0, 0, 0, 0, "unknown"),
     "swe_agent/function_calling_simple.traj": ("swe_agent/1", 12, 12, 5, 5, 0, "unknown"),
     "swe_agent/humanevalfix-python-0.traj": ("swe_agent/1", 11, 11, 5, 5, 0, "unknown"),
-    "swe_agent/mini.local.traj.json": ("mini_swe_agent/1", 6, 6, 2, 2, 0, "unknown"),
+    "swe_agent/mini.local.traj.json": ("messages/1", 1, 1, 2, 2, 0, "unknown"),
 }
 
 

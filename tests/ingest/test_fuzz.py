@@ -40,7 +40,6 @@ LINES = {
 }
 DOCUMENTS = {
     "swe_agent": {"history": HISTORY, "trajectory": [{"action": "ls", "observation": "x", "thought": "y"}]},
-    "mini_swe_agent": {"messages": MESSAGES, "trajectory_format": "mini-swe-agent-1", "info": {"config": {}}},
     "openhands": {"instance_id": "i", "history": OPENHANDS},
 }
 

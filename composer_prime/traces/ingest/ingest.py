@@ -17,7 +17,6 @@ from composer_prime.traces.ingest.formats import (
     chat_messages,
     claude_code,
     codex,
-    mini_swe_agent,
     openhands,
     own_rollouts,
     swe_agent,
@@ -33,7 +32,6 @@ FORMATS = (
     swe_agent,
     atif,
     own_rollouts,
-    mini_swe_agent,
     chat_messages,
 )
 """Each has its NAME, the VERSION of the format that it is written for, `matches(sample)` and `read(file)`."""

@@ -1,5 +1,5 @@
 """Read messages-only traces: `{"messages": [...]}` a line (SWE-smith and many data sets), `{"conversations": [...]}`
-with `from` and `value` (ShareGPT), or one list of messages.
+with `from` and `value` (ShareGPT), or one list of messages; and mini-swe-agent's .traj.json, an object with `messages`.
 
 Each line is one trace and one record. A line whose messages make no conversation is skipped whole. A context with a gap
 would show a teacher something that the agent never saw.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from composer_prime.traces.ingest.conversation import TraceBuilder, step, why_unreadable
-from composer_prime.traces.ingest.reading import Bad, FileStart, parse_json
+from composer_prime.traces.ingest.reading import Bad, FileStart, at, parse_json
 from composer_prime.traces.ingest.trace_file import TraceFile
 from composer_prime.traces.states import TraceState
 
@@ -49,7 +49,8 @@ def _trace(file: TraceFile, record: Any, unnamed: str) -> Iterator[TraceState]:
         return
     named = record if isinstance(record, dict) else {}
     trace_id = next((named[key] for key in _IDS if named.get(key)), unnamed)
-    builder = TraceBuilder(file, trace_id, next((named[key] for key in _MODELS if named.get(key)), None))
+    run_model = at(named, "info", "config", "model", "model_name")  # of mini-swe-agent
+    builder = TraceBuilder(file, trace_id, next((named[key] for key in _MODELS if named.get(key)), run_model))
     builder.list_tools(named.get("tools"))
     reason = next(filter(None, map(why_unreadable, messages)), None)
     if reason is not None:
