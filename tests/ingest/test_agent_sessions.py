@@ -166,15 +166,13 @@ def test_codex_calls_without_ids_and_images_between(tmp_path: Path) -> None:
     assert not tally.skipped
 
 
-# The first releases wrote the items themselves. A call of a kind to come is a call, and never lost.
-def test_codex_bare_items(tmp_path: Path) -> None:
-    meta = {"id": "old", "timestamp": "t", "instructions": "x"}
-    new = {"type": "holo_call", "call_id": "h1", "angle": 3}
-    bare = [meta, *(line["payload"] for line in CODEX[5:6]), {"record_type": "state"}, new]
-    bare += [{"type": "holo_call_output", "call_id": "h1", "output": {"content": "dark", "success": False}}]
-    (state,), tally = taken(lines(tmp_path / "a.jsonl", *bare))
-    assert calls(state) == [("holo", {"angle": 3})] and state.error == "dark" and state.trace_id == "old"
-    assert tally.skipped == {"record of the program's state": 1}
+# A call of a kind to come is a call, and never lost.
+def test_codex_calls_of_new_kinds(tmp_path: Path) -> None:
+    new = item("holo_call", call_id="h1", angle=3)
+    output = item("holo_call_output", call_id="h1", output={"content": "dark", "success": False})
+    (state,), tally = taken(lines(tmp_path / "a.jsonl", CODEX[5], new, output))
+    assert calls(state) == [("holo", {"angle": 3})] and state.error == "dark"
+    assert not tally.skipped
 
 
 # A text and its call are one turn. One result for several calls stands with the last. Errors have Harbor's marks.
@@ -219,7 +217,6 @@ LINES = {
 }
 DOCUMENTS = {
     "atif": ATIF,
-    "codex": {"session": {}, "items": []},
 }
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from composer_prime.traces.ingest.reading import objects, parse_json, string, text_of
 from composer_prime.traces.ingest.trace_file import (
@@ -31,13 +31,6 @@ from composer_prime.traces.ingest.trace_file import (
     too_long,
 )
 from composer_prime.traces.states import Message, TraceState
-
-
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-Builder = TypeVar("Builder", bound=_Closable)
 
 
 class TraceBuilder:
@@ -175,7 +168,7 @@ _UNREAD = re.compile(r"[_-](?:use|call|result|output)$")
 
 
 def feed(
-    file: TraceFile, builder: Builder, records: Iterable[Any], take: Callable[[Builder, Any], str | None]
+    file: TraceFile, builder: TraceBuilder, records: Iterable[Any], take: Callable[[TraceBuilder, Any], str | None]
 ) -> Iterator[TraceState]:
     """Yield the states of records, the last turn's included. `take` returns why it skips a record, if it does."""
     for record in records:
@@ -190,23 +183,18 @@ def feed(
     yield from file.drain()
 
 
-def take_message(builder: TraceBuilder, message: Any, mark: str | None = None) -> str | None:
-    """Process one message, if it is readable. `mark` is what `TraceBuilder.forget` calls it by."""
+def take_message(builder: TraceBuilder, message: Any) -> str | None:
+    """Process one message. Return why it is skipped; None when it is not."""
     if why_unreadable(message) is not None:
         return "unreadable message"
-    step(builder, message, mark)
-    return None
-
-
-def step(builder: TraceBuilder, message: dict[str, Any], mark: str | None = None) -> None:
-    """Process one message that is known to be readable."""
     role = _role(message)
     if role in _AS_CONTEXT:
-        _context(builder, message, _AS_CONTEXT[role], mark)
+        _context(builder, message, _AS_CONTEXT[role])
     elif role in _AS_ASSISTANT:
-        builder.assistant(text_of(_content(message)), calls_of(message), _reasoning(message), mark=mark)
+        builder.assistant(text_of(_content(message)), calls_of(message), _reasoning(message))
     elif role in _AS_TOOL:
         _result(builder, message, text_of(_content(message)))
+    return None
 
 
 def failure(text: str) -> str | None:
@@ -231,14 +219,14 @@ def arguments_of(written: Any) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else written
 
 
-def _context(builder: TraceBuilder, message: dict[str, Any], role: str, mark: str | None = None) -> None:
+def _context(builder: TraceBuilder, message: dict[str, Any], role: str) -> None:
     """Add a message to the agent. Results among its blocks go to their calls; the rest is context."""
     content, results = _content(message), _blocks(message, "tool_result")
     paired = [block for block in results if _paired(builder, block)]
     placed = {id(block) for block in paired}  # an equal block elsewhere is shown
     text = text_of([block for block in content if id(block) not in placed] if isinstance(content, list) else content)
     if text.strip() or not paired:
-        builder.context(role, text, mark=mark, error=failure(text) if role == "user" and not paired else None)
+        builder.context(role, text, error=failure(text) if role == "user" and not paired else None)
 
 
 def _paired(builder: TraceBuilder, block: dict[str, Any]) -> bool:
@@ -257,7 +245,7 @@ def _result(builder: TraceBuilder, message: dict[str, Any], text: str) -> None:
 
 
 def why_unreadable(message: Any) -> str | None:
-    """Return why `step` cannot process the message; None where it can."""
+    """Return why a message cannot be read; None where it can."""
     if not isinstance(message, dict):
         return "a message is not an object"
     role = _role(message)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from composer_prime.traces.ingest.conversation import TraceBuilder, step, why_unreadable
+from composer_prime.traces.ingest.conversation import TraceBuilder, take_message, why_unreadable
 from composer_prime.traces.ingest.reading import Bad, FileStart, at, parse_json
 from composer_prime.traces.ingest.trace_file import TraceFile
 from composer_prime.traces.states import TraceState
@@ -58,7 +58,7 @@ def _trace(file: TraceFile, record: Any, unnamed: str) -> Iterator[TraceState]:
         return
     file.tally.taken += 1
     for message in messages:
-        step(builder, message)
+        take_message(builder, message)
         yield from file.drain()
     builder.close()
     yield from file.drain()

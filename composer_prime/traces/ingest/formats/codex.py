@@ -1,4 +1,4 @@
-"""Read rollouts of Codex CLI: `{"timestamp", "type", "payload"}` a line, or the bare items of its first releases.
+"""Read rollouts of Codex CLI: `{"timestamp", "type", "payload"}` a line.
 
 1. A `response_item` is an item of OpenAI's Responses API: a message, a thought, a call, or a call's output. The items
    of one answer are not marked. Those between two outputs or messages of the user are one turn.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from composer_prime.traces.ingest.conversation import TraceBuilder, arguments_of, failure, feed
@@ -22,7 +23,7 @@ from composer_prime.traces.ingest.trace_file import Call, TraceFile
 from composer_prime.traces.states import TraceState
 
 NAME, VERSION = "codex", 1
-"""Written for rollouts of Codex CLI 0.1 to 0.9x."""
+"""Written for rollouts of Codex CLI 0.2x to 0.9x."""
 _LINES = {"session_meta", "response_item", "turn_context", "event_msg", "compacted", "world_state"}
 _OWN_PROMPT = re.compile(r"\s*(?:<[a-z_ ]+>|# AGENTS\.md)")
 """What Codex itself adds as the user: instructions, the environment, notices. No message that a person typed."""
@@ -36,50 +37,25 @@ _COPIED = "copied by a compaction"
 
 
 def matches(sample: FileStart) -> bool:
-    document = sample.document
-    if document is not None:
-        return isinstance(at(document, "items"), list) and isinstance(at(document, "session"), dict)
-    lines = sample.objects("type", "payload")
-    return any(line["type"] in _LINES for line in lines if isinstance(line["type"], str)) or _is_bare(sample)
-
-
-def _is_bare(sample: FileStart) -> bool:
-    """Check for a file of the first releases, whose lines are the items themselves."""
-    blocks = [block for item in sample.objects("type", "role", "content") for block in objects(item["content"])]
-    texts = any(block.get("type") in ("input_text", "output_text") for block in blocks)
-    return texts or any(record["record_type"] == "state" for record in sample.objects("record_type"))
+    return any(string(line["type"]) in _LINES for line in sample.objects("type", "payload"))
 
 
 def read(file: TraceFile) -> Iterator[TraceState]:
-    document, records = file.whole, file.records()
-    if document is not None:
-        if not matches(FileStart(path=file.path, document=document)):
-            file.unknown()
-            return
-        records = iter([document["session"], *document["items"]])
-    rollout = _Rollout(file)
+    if file.whole is not None:
+        file.unknown()
+        return
+    records = file.records()
     first = next(records, None)
-    builder = TraceBuilder(file, _session_id(first))
-
-    def all_records() -> Iterator[Any]:
-        if first is not None:
-            yield first
-        yield from records
-
-    yield from feed(file, builder, all_records(), rollout.take)
-
-
-def _session_id(record: Any) -> str | None:
-    """Return the session's id, from the first record. Without one the trace has the file's name."""
-    payload = object_at(record, "payload") or (record if isinstance(record, dict) and "type" not in record else {})
-    return string(payload.get("id"))
+    if first is not None:
+        # Without an id in the first record the trace has the file's name.
+        builder = TraceBuilder(file, string(at(first, "payload", "id")))
+        yield from feed(file, builder, chain([first], records), _Rollout().take)
 
 
 class _Rollout:
     """What is known of the session so far."""
 
-    def __init__(self, file: TraceFile) -> None:
-        self._file = file
+    def __init__(self) -> None:
         self._began = False
         self._model: str | None = None
         self._answers = 0
@@ -99,8 +75,8 @@ class _Rollout:
         kind, payload = record.get("type"), object_at(record, "payload")
         if kind == "response_item":
             return self._item(builder, payload)
-        if kind == "session_meta" or ("type" not in record and "id" in record):
-            return self._session(builder, payload or record)
+        if kind == "session_meta":
+            return self._session(builder, payload)
         if kind == "turn_context":
             self._model = string(payload.get("model")) or self._model
             return None if payload.get("model") else "turn_context without a model"
@@ -108,10 +84,6 @@ class _Rollout:
             return self._compacted(builder, payload)
         if kind == "event_msg":
             return self._event(builder, payload)
-        if "record_type" in record:
-            return "record of the program's state"
-        if "payload" not in record and isinstance(kind, str):
-            return self._item(builder, record)
         return f"record {kind}" if isinstance(kind, str) and kind in _LINES else "unknown record type"
 
     def _session(self, builder: TraceBuilder, meta: dict[str, Any]) -> str | None:
