@@ -20,7 +20,8 @@ REMOVED: dict[str, str] = tomllib.loads(Path(__file__).with_name("removed_keys.t
 MOVED = {
     "orchestrator.environments.code": "orchestrator.coding.code",
     "orchestrator.environments.formats": "orchestrator.coding.formats",
-    "orchestrator.environments.micro_code": "orchestrator.coding.micro_code",
+    "orchestrator.environments.micro_code": "examples.micro_code",
+    "orchestrator.coding.micro_code": "examples.micro_code",
 }
 """Former name of a package that configurations name -> its present name. What lies below it moved with it."""
 _SHOWN = 6

@@ -16,9 +16,8 @@ from typing import Any
 
 from renderers.base import Message
 
-from infra.tiny_models.demonstrate import Demonstration, Turn, record
-from orchestrator.coding.micro_code import runner
-from orchestrator.coding.micro_code.episode import (
+from examples.micro_code import runner
+from examples.micro_code.episode import (
     LURE,
     PASS,
     SOURCE,
@@ -32,7 +31,8 @@ from orchestrator.coding.micro_code.episode import (
     schemas,
     start_files,
 )
-from orchestrator.coding.micro_code.grammar import INDENT, DefectiveFunction
+from examples.micro_code.grammar import INDENT, DefectiveFunction
+from infra.tiny_models.demonstrate import Demonstration, Turn, record
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 

@@ -24,6 +24,7 @@ import torch
 from renderers.configs import Qwen3RendererConfig
 
 from composer_prime.config.sandbox import RuntimeConfig
+from examples.micro_code.grammar import MAX_DIFFICULTY, MIN_DIFFICULTY, draw_function
 from infra.tiny_code.demonstrate import CoderMixture, demonstrate
 from infra.tiny_code.mixtures import BASE, POLICY, TEACHERS
 from infra.tiny_code.play import measure
@@ -31,7 +32,6 @@ from infra.tiny_code.vocabulary import build_tokenizer
 from infra.tiny_models.demonstrate import Demonstration
 from infra.tiny_models.make import save
 from infra.tiny_models.train import DrawDemonstration, Schedule, new_model, train
-from orchestrator.coding.micro_code.grammar import MAX_DIFFICULTY, MIN_DIFFICULTY, draw_function
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 
 ASSETS = Path(__file__).parents[2] / "composer_prime/assets/tiny_code"
@@ -70,7 +70,7 @@ def _write_provenance(options: argparse.Namespace, mixture: CoderMixture, figure
     settings = f"--seed {options.seed} --threads {options.threads}"
     provenance = {
         "command": f"python -m infra.tiny_code.make --teachers FOLDER {settings}",
-        "data": "synthetic episodes of orchestrator/coding/micro_code, training templates only",
+        "data": "synthetic episodes of examples/micro_code, training templates only",
         "license": "that of this repository",
         "torch": version("torch"),
         "transformers": version("transformers"),

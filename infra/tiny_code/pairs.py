@@ -26,13 +26,13 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.data.pairs import Pair
 from composer_prime.traces.replay.records import StateRecord
+from examples.micro_code.episode import LURE, TESTS, schemas
+from examples.micro_code.execution import CodeRunner
 from infra.tiny_code.make import ASSETS
 from infra.tiny_code.mixtures import TEACHERS
 from infra.tiny_code.play import CodingEpisode, advance, begin, draw_functions
 from infra.tiny_models.pairs import VotedState, answer_of, record_of, vote
 from infra.tiny_models.play import complete
-from orchestrator.coding.micro_code.episode import LURE, TESTS, schemas
-from orchestrator.coding.micro_code.execution import CodeRunner
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 
 _BATCH = 64

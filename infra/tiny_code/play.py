@@ -12,10 +12,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from composer_prime.config.sandbox import RuntimeConfig
-from infra.tiny_models.demonstrate import MAX_TURNS
-from infra.tiny_models.pairs import message_of
-from infra.tiny_models.play import GROUP, complete
-from orchestrator.coding.micro_code.episode import (
+from examples.micro_code.episode import (
     ToolAction,
     apply,
     cheats,
@@ -26,9 +23,12 @@ from orchestrator.coding.micro_code.episode import (
     schemas,
     start_files,
 )
-from orchestrator.coding.micro_code.execution import CodeRunner, Job
-from orchestrator.coding.micro_code.grammar import DefectiveFunction, Split, draw_function
-from orchestrator.coding.micro_code.taskset import solved
+from examples.micro_code.execution import CodeRunner, Job
+from examples.micro_code.grammar import DefectiveFunction, Split, draw_function
+from examples.micro_code.taskset import solved
+from infra.tiny_models.demonstrate import MAX_TURNS
+from infra.tiny_models.pairs import message_of
+from infra.tiny_models.play import GROUP, complete
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 

@@ -9,9 +9,9 @@ import re
 
 from transformers import PreTrainedTokenizerFast
 
+from examples.micro_code.episode import schemas
+from examples.micro_code.grammar import FAMILIES, INDENT, draw_function
 from infra.tiny_models.tokenizer import FOOTER, HEADER, train_tokenizer
-from orchestrator.coding.micro_code.episode import schemas
-from orchestrator.coding.micro_code.grammar import FAMILIES, INDENT, draw_function
 
 _PLACE = re.compile(r"\{[kvpq]\}")
 _CALL = (

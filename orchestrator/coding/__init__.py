@@ -6,7 +6,6 @@
     monitor/     hacks: how a rollout earned its reward
     formats/     task files in forms that others publish
     factory/     tasks made of repositories
-    micro_code/  small tasks for two CPU cores
 
 Configurations name the task sets by import path. Other parts of the product use `door.py` only.
 """

@@ -12,7 +12,7 @@ from composer_prime.plan.preflight import find_plugin
 def test_former_names_of_task_sets_work(former, caplog):
     present_name.cache_clear()
     source = SourceConfig(name="code", taskset={"id": former, "split": "all"}, eval_taskset={"split": "eval"})
-    assert source.taskset["id"].startswith("orchestrator.coding.") and source.taskset["split"] == "all"
+    assert source.taskset["id"].startswith(("orchestrator.coding.", "examples.")) and source.taskset["split"] == "all"
     assert find_plugin("taskset", source.taskset, "").exists()
     assert source.taskset["id"] in caplog.text
 

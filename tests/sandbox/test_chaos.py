@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.coding.micro_code.execution import CodeRunner, Job
+from examples.micro_code.execution import CodeRunner, Job
 from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
 from orchestrator.coding.sandbox.usage import processes_of
 from tests.sandbox.boxes import need_bubblewrap

@@ -31,7 +31,7 @@ async def test_a_source_whose_sandbox_does_not_open_here_is_refused(
     probe.cache_clear()
     spec = SourceSpec(
         name="s",
-        tasksets={"train": {"id": "orchestrator.coding.micro_code", "split": "train", "num_tasks": 2}},
+        tasksets={"train": {"id": "examples.micro_code", "split": "train", "num_tasks": 2}},
         harness={"id": "orchestrator.environments.tool_loop"},
         model_path=str(resolve_model("tiny_code")),
     )

@@ -10,7 +10,7 @@ import verifiers.v1 as vf
 from pydantic import Field, model_validator
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.coding.micro_code.episode import (
+from examples.micro_code.episode import (
     LURE,
     SOURCE,
     TESTS,
@@ -25,8 +25,8 @@ from orchestrator.coding.micro_code.episode import (
     schemas,
     start_files,
 )
-from orchestrator.coding.micro_code.execution import CodeRunner, Job, shared_runner
-from orchestrator.coding.micro_code.grammar import (
+from examples.micro_code.execution import CodeRunner, Job, shared_runner
+from examples.micro_code.grammar import (
     MAX_DIFFICULTY,
     MIN_DIFFICULTY,
     DefectiveFunction,

@@ -5,15 +5,15 @@ import json
 from typing import Any
 
 import pytest
-from test_tool_loop import call
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.model_source import resolve_model
-from orchestrator.coding.micro_code.episode import SOURCE, TESTS, start_files
-from orchestrator.coding.micro_code.execution import CodeRunner, Job
-from orchestrator.coding.micro_code.grammar import DefectiveFunction, draw_function
-from orchestrator.coding.micro_code.taskset import solved
+from examples.micro_code.episode import SOURCE, TESTS, start_files
+from examples.micro_code.execution import CodeRunner, Job
+from examples.micro_code.grammar import DefectiveFunction, draw_function
+from examples.micro_code.taskset import solved
 from tests import scripted_node
+from tests.environments.test_tool_loop import call
 
 pytestmark = pytest.mark.process  # boxes
 
@@ -126,7 +126,7 @@ def test_boxes_have_neither_host_files_nor_network():
 def roll_out(script: Any, **taskset: Any) -> Any:
     """Play the first task; `script` makes the policy's texts from the function. Returns the trace."""
     pytest.importorskip("verifiers.v1")
-    settings = {"id": "orchestrator.coding.micro_code", "num_tasks": 1, "runtime": "subprocess", **taskset}
+    settings = {"id": "examples.micro_code", "num_tasks": 1, "runtime": "subprocess", **taskset}
     model = str(resolve_model("tiny_code"))
     return scripted_node.roll_out(settings, lambda data: script(data.function()), model=model)[0]
 
@@ -216,9 +216,9 @@ def test_cheating_pays_only_where_the_monitor_is_switched_off(script, monitor, r
 def test_a_task_is_rebuilt_from_its_data():
     # A task sent as data to another process has the same files and tools; keys are unique.
     pytest.importorskip("verifiers.v1")
-    from orchestrator.coding.micro_code.taskset import MicroCodeConfig, MicroCodeData, MicroCodeTaskset
+    from examples.micro_code.taskset import MicroCodeConfig, MicroCodeData, MicroCodeTaskset
 
-    tasks = list(MicroCodeTaskset(MicroCodeConfig(id="orchestrator.coding.micro_code", num_tasks=32, split="eval")))
+    tasks = list(MicroCodeTaskset(MicroCodeConfig(id="examples.micro_code", num_tasks=32, split="eval")))
     for task in tasks:
         again = MicroCodeData.model_validate_json(task.data.model_dump_json())
         assert again == task.data and again.files() == task.data.files()
@@ -229,7 +229,7 @@ def test_a_task_is_rebuilt_from_its_data():
 def test_a_wrong_range_of_difficulties_is_refused():
     # The message names both values and the remedy.
     pytest.importorskip("verifiers.v1")
-    from orchestrator.coding.micro_code.taskset import MicroCodeConfig
+    from examples.micro_code.taskset import MicroCodeConfig
 
     with pytest.raises(ValueError, match="min_difficulty 3 is above max_difficulty 2"):
         MicroCodeConfig(min_difficulty=3, max_difficulty=2)

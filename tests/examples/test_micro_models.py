@@ -11,13 +11,13 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from composer_prime.config.load import resolve
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.model_source import resolve_model
+from examples.micro_code.episode import SOURCE, start_files
+from examples.micro_code.execution import CodeRunner, Job
+from examples.micro_code.grammar import draw_function
 from infra.tiny_code.demonstrate import demonstrate, trusted_result
 from infra.tiny_code.mixtures import BASE, POLICY, TEACHERS
 from infra.tiny_code.play import draw_functions, play
 from infra.tiny_code.vocabulary import build_tokenizer
-from orchestrator.coding.micro_code.episode import SOURCE, start_files
-from orchestrator.coding.micro_code.execution import CodeRunner, Job
-from orchestrator.coding.micro_code.grammar import draw_function
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 
 FOLDER = resolve_model("tiny_code")

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.coding.micro_code.grammar import DefectiveFunction
+from examples.micro_code.grammar import DefectiveFunction
 
 SOURCE, TESTS, LURE = "f.py", "tests.py", "solution.py"
 PASS = "pass"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from orchestrator.coding.micro_code.episode import (
+from examples.micro_code.episode import (
     LURE,
     SOURCE,
     TESTS,
@@ -19,8 +19,8 @@ from orchestrator.coding.micro_code.episode import (
     schemas,
     start_files,
 )
-from orchestrator.coding.micro_code.grammar import EVAL_SHARE, FAMILIES, draw_function
-from orchestrator.coding.micro_code.taskset import judge_rollout
+from examples.micro_code.grammar import EVAL_SHARE, FAMILIES, draw_function
+from examples.micro_code.taskset import judge_rollout
 from orchestrator.coding.monitor import HackMonitorConfig
 from orchestrator.environments.answers import split_one_in
 
