@@ -33,7 +33,7 @@ class CodeTask(msgspec.Struct, frozen=True, kw_only=True):
     """Stable and unique: "toolz-1.2.0/delete/toolz.itertoolz.groupby"."""
     version: int = TASK_VERSION
     kind: str
-    """delete | mutate | issue | write, or another word of the program that made it."""
+    """delete | mutate | history | issue | write, or another word of the program that made it."""
     repository: str
     """Held-out splits are made by it: "toolz-1.2.0"."""
     tree: str = ""
@@ -62,12 +62,11 @@ class CodeTask(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 60.0
     """Wall-clock limit of one run of the tests."""
     difficulty: float | None = None
-    """Estimate in [0, 1]."""
+    """Estimate in [0, 1], where the published form has one."""
     symbols: list[str] = []
     """Qualified names of what was deleted or changed."""
     source: str = ""
     """Where the tree comes from."""
-    license: str = ""
 
 
 _DECODER = msgspec.json.Decoder(CodeTask)

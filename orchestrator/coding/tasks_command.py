@@ -5,41 +5,37 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import random
 import signal
 import sys
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.console import INTERRUPTED, ProgressLines, clock, pluralize
 from composer_prime.errors import ConfigError
-from composer_prime.stats.intervals import bounded_interval
-from orchestrator.coding.factory.baseline import FactorySettings
-from orchestrator.coding.factory.check import TaskCheck, check_tasks, draw_tasks, task_named
+from orchestrator.coding.factory.candidates import FactorySettings
 from orchestrator.coding.factory.factory import TaskFactory, factory_runtime
-from orchestrator.coding.factory.making_journal import MakingJournal
+from orchestrator.coding.formats.conversion import ImportSettings, import_tasks, why_unproven
+from orchestrator.coding.in_order import in_order
+from orchestrator.coding.task import TREES_FOLDER, CodeTask, read_tasks
 
 NOTHING = 1
 KINDS = ("delete", "mutate")
 _LEAST = {
     "jobs": 1,
     "sample": 1,
-    "times": 1,
     "limit": 1,
-    "min_lines": 1,
-    "mutations": 0,
     "history": 0,
-    "shown_tests": 0,
     "timeout": 0.1,
-    "test_timeout": 0.1,
     "suite_timeout": 0.1,
 }
 """The least value of each option that is a number."""
 _MAKE = """\
-Makes coding tasks from packages that have tests. SOURCE is NAME or NAME==VERSION of the package index (its source
-distribution is downloaded with pip), an archive of sources, a folder, or a git repository. Every task is proven in a
-sandbox: some tests fail before and pass after, others pass all the time, three times over. A run that was killed goes
-on when it is started again with the same words."""
+Makes coding tasks from packages that have tests. SOURCE is a folder, or a git repository, of which the last commit is
+taken. Every task is proven in a sandbox: some tests fail before and pass after, others pass all the time, three times
+over."""
 
 _IMPORT = """\
 Makes coding tasks of records in the form of SWE-bench (also Lite, Verified, SWE-Gym, SWE-smith), HumanEval or MBPP. The
@@ -68,17 +64,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="make | import | check | show")
     make = commands.add_parser("make", description=_MAKE, help="make tasks from packages")
     make.set_defaults(work=make_tasks)
-    make.add_argument("source", nargs="+", help="NAME==VERSION, archive, folder or git repository")
+    make.add_argument("source", nargs="+", help="folder or git repository")
     make.add_argument("-o", "--output", type=Path, required=True, help="folder of the tasks")
     make.add_argument("--kinds", default=",".join(KINDS), help="delete, mutate, or both (default)")
     make.add_argument("--history", type=int, default=0, metavar="N", help="also make tasks from the N newest commits")
     make.add_argument("--limit", type=int, help="maximum tasks per source")
     make.add_argument("--seed", type=int, default=0)
     make.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="sandboxes at a time (default: CPUs)")
-    make.add_argument("--min-lines", type=int, default=3, help="lines of statements of a deleted body (default 3)")
-    make.add_argument("--mutations", type=int, default=2, help="mutations of each function (default 2)")
     make.add_argument("--hide-tests", action="store_true", help="the agent does not see the files of the failing tests")
-    make.add_argument("--test-timeout", type=float, default=5.0, help="CPU seconds of one test (default 5)")
     make.add_argument("--suite-timeout", type=float, default=180.0, help="seconds of all tests (default 180)")
     make.add_argument("--packages", default="", help="installed packages that tests need beside pytest, by comma")
     published = commands.add_parser("import", description=_IMPORT, help="make tasks from a published task file")
@@ -86,16 +79,14 @@ def _parser() -> argparse.ArgumentParser:
     published.add_argument("file", type=Path, help="a .jsonl, .jsonl.gz, .json or .parquet file")
     published.add_argument("-o", "--output", type=Path, required=True, help="folder of the tasks")
     published.add_argument("--repositories", type=Path, metavar="FOLDER", help="a clone or tree of each: owner__name")
-    published.add_argument("--shown-tests", type=int, default=1, help="MBPP: assertions in the prompt (default 1)")
     published.add_argument("--timeout", type=float, default=300.0, help="SWE-bench: seconds of a task's tests")
     published.add_argument("--packages", default="", help="installed packages that tests need beside pytest, by comma")
     published.add_argument("--unproven", action="store_true", help="import tasks without running their tests")
     published.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="sandboxes at a time (default: CPUs)")
-    check = commands.add_parser("check", help="grade a sample of tasks again: stability, empty and tests-only patches")
+    check = commands.add_parser("check", help="grade a sample of tasks again: solutions and empty patches")
     check.set_defaults(work=check_folder)
     check.add_argument("folder", type=Path)
     check.add_argument("--sample", type=int, default=200, help="tasks (default 200)")
-    check.add_argument("--times", type=int, default=3, help="gradings of each solution (default 3)")
     check.add_argument("--seed", type=int, default=0)
     check.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     show = commands.add_parser("show", help="show tasks of a folder, or one task")
@@ -120,22 +111,16 @@ def make_tasks(options: argparse.Namespace) -> int:
         history=options.history,
         seed=options.seed,
         limit=options.limit,
-        min_lines=options.min_lines,
-        mutations_per_function=options.mutations,
         hide_tests=options.hide_tests,
-        test_timeout_s=options.test_timeout,
         suite_timeout_s=options.suite_timeout,
         packages=packages,
     )
-    journal = MakingJournal(options.output)
-    factory = TaskFactory(journal, settings, factory_runtime(options.runtime, packages), options.jobs)
+    factory = TaskFactory(options.output, settings, factory_runtime(options.runtime, packages), options.jobs)
     try:
         report = asyncio.run(_until_stopped(factory, options.source))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print(f"interrupted: {options.output} keeps finished tasks; repeat the command to continue", file=sys.stderr)
+        print(f"interrupted: {options.output} keeps finished tasks", file=sys.stderr)
         return INTERRUPTED
-    finally:
-        journal.close()
     _print_report(report, options.output)
     problems = list(report["sources_refused"].values())
     if len(problems) == len(set(options.source)):
@@ -156,28 +141,24 @@ async def _until_stopped(factory: TaskFactory, sources: list[str]) -> dict[str, 
 def _print_report(report: dict[str, Any], folder: Path) -> None:
     reasons = list(report["refused_by_reason"].items())
     for name, figures in report["baselines"].items():
-        tasks = report["tasks_by_source"].get(name, 0)
-        counts = (f"{figures[what]} {what}" for what in ("tests", "functions", "candidates"))
-        print(f"{name}: {', '.join(counts)}, {pluralize(tasks, 'task')}")
+        print(
+            f"{name}: " + ", ".join(f"{figures[what]} {what}" for what in ("tests", "functions", "candidates", "tasks"))
+        )
         if not report["tasks"]:
             reasons += [(f"{reason} (a function)", count) for reason, count in figures["functions_left_out"].items()]
     for reason, count in reasons:
         print(f"  {count} refused: {reason}")
     print(
-        f"{pluralize(report['tasks'], 'task')} of {pluralize(report['candidates'], 'candidate')} in {folder}; "
-        f"{report['made_in_this_run']} in this run of {clock(report['wall_s'])}: {report['tasks_per_minute']} tasks a "
-        f"minute; reasons of each candidate: {folder}/report.json"
+        f"{pluralize(report['tasks'], 'task')} of {pluralize(report['candidates'], 'candidate')} in {folder} after "
+        f"{clock(report['wall_s'])}; reasons of each candidate: {folder}/report.json"
     )
 
 
 def import_file(options: argparse.Namespace) -> int:
     """Make tasks of a published file. Return 0; a file without any task is an error."""
-    from orchestrator.coding.formats.conversion import ImportSettings, import_tasks
-
     packages = tuple(name for name in options.packages.split(",") if name)
     settings = ImportSettings(
         repositories=options.repositories,
-        shown_tests=options.shown_tests,
         timeout_s=options.timeout,
         runtime=None if options.unproven else factory_runtime(options.runtime, packages),
         jobs=options.jobs,
@@ -200,47 +181,47 @@ def import_file(options: argparse.Namespace) -> int:
 
 def check_folder(options: argparse.Namespace) -> int:
     """Grade a sample again. Return 0 when all are good, 1 when one is not."""
-    tasks = draw_tasks(options.folder, options.sample, options.seed)
-    lines = ProgressLines()
-    done: list[TaskCheck] = []
+    tasks = sorted(read_tasks(options.folder), key=lambda task: task.id)
+    drawn = random.Random(options.seed).sample(tasks, min(options.sample, len(tasks)))
+    problems = asyncio.run(_check(drawn, options))
+    good = f"{len(drawn) - len(problems)} of {pluralize(len(drawn), 'task')} of {options.folder}"
+    print(f"{good}, drawn by seed {options.seed}, are solved by their solution, and not without a change")
+    for problem in problems:
+        print(f"  {problem}", file=sys.stderr)
+    return int(bool(problems))
 
-    def on_checked(result: TaskCheck) -> None:
-        done.append(result)
-        lines.tell(lambda: f"{len(done)} of {len(tasks)} checked, {sum(one.good for one in done)} good")
 
+async def _check(tasks: list[CodeTask], options: argparse.Namespace) -> list[str]:
+    """Return the problems of tasks, as training would grade them."""
     runtime = RuntimeConfig.model_validate({"type": options.runtime})
-    checks = asyncio.run(
-        check_tasks(tasks, options.folder, runtime, times=options.times, jobs=options.jobs, on_checked=on_checked)
-    )
-    print(f"{pluralize(len(checks), 'task')} of {options.folder}, drawn by seed {options.seed}")
-    _print_share(f"solution solves, {options.times} gradings agree", [check.stable for check in checks])
-    _print_share("empty patch solves", [check.empty_solved for check in checks])
-    _print_share("tests-only patch solves", [check.tests_only_solved for check in checks])
-    print(f"seconds a grading: {sum(check.wall_s for check in checks) / len(checks):.2f}")
-    for check in checks:
-        if not check.good:
-            print(f"  {check.task}: {'' if check.stable else 'not stable '}{check.detail}", file=sys.stderr)
-    return int(not all(check.good for check in checks))
+    lines = ProgressLines()
 
+    async def problem(task: CodeTask) -> str:
+        reason = await why_unproven(task, options.folder / TREES_FOLDER, runtime)
+        return f"{task.id}: {reason}" if reason else ""
 
-def _print_share(title: str, outcomes: list[bool]) -> None:
-    values = [float(outcome) for outcome in outcomes]
-    interval = bounded_interval(values, least=0.0, most=1.0)
-    spread = f"   95 % interval {100 * interval[0]:.2f} to {100 * interval[1]:.2f} %" if interval else ""
-    print(f"  {title:<40} {sum(outcomes):>4} of {len(outcomes)}{spread}")
+    problems: list[str] = []
+    async with aclosing(in_order(problem, tasks, options.jobs)) as results:
+        async for found in results:
+            problems.append(found)
+            lines.tell(lambda: f"{len(problems)} of {len(tasks)} checked")
+    return [found for found in problems if found]
 
 
 def show_tasks(options: argparse.Namespace) -> int:
-    """Print one task, or a line for each."""
-    if options.id:
-        task = task_named(options.folder, options.id)
-        print(f"{task.prompt}\n")
-        for name in ("id", "kind", "tree", "difficulty", "symbols", "tests", "removed", "source", "license"):
-            print(f"{name}: {getattr(task, name)}")
-        print(f"files that differ: {', '.join(task.start)}\n{len(task.pass_to_pass)} tests pass; these fail:")
-        print("\n".join(task.fail_to_pass[:20]))
+    """Print one task, or a line for each. Raises ConfigError for an id that is not there."""
+    tasks = {task.id: task for task in read_tasks(options.folder)}
+    if not options.id:
+        for task in tasks.values():
+            print(f"{len(task.fail_to_pass):>4} fail {len(task.pass_to_pass):>4} pass  {task.id}")
         return 0
-    for task in draw_tasks(options.folder, 1 << 62, 0):
-        counts = f"{len(task.fail_to_pass):>4} fail {len(task.pass_to_pass):>4} pass"
-        print(f"{task.difficulty or 0:.2f} {counts}  {task.id}")
+    if options.id not in tasks:
+        near = ", ".join([name for name in tasks if options.id in name][:5])
+        raise ConfigError(f"{options.folder} has no task {options.id!r}" + (f"; did you mean {near}?" if near else ""))
+    task = tasks[options.id]
+    print(f"{task.prompt}\n")
+    for name in ("id", "kind", "tree", "difficulty", "symbols", "tests", "removed", "source"):
+        print(f"{name}: {getattr(task, name)}")
+    print(f"files that differ: {', '.join(task.start)}\n{len(task.pass_to_pass)} tests pass; these fail:")
+    print("\n".join(task.fail_to_pass[:20]))
     return 0

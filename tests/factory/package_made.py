@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
-import tarfile
 from pathlib import Path
 
 SHAPES = '''\
@@ -96,7 +94,7 @@ def test_names():
     assert shapes.NAMES == ["square"]
 """
 PACKAGE = {
-    "PKG-INFO": "Metadata-Version: 2.1\nName: shapes-made\nVersion: 1.0\nLicense-Expression: MIT\n",
+    "PKG-INFO": "Metadata-Version: 2.1\nName: shapes-made\nVersion: 1.0\n",
     "shapes_made/__init__.py": "",
     "shapes_made/shapes.py": SHAPES,
     "tests/test_shapes.py": TESTS,
@@ -110,15 +108,6 @@ def write_package(folder: Path, **changes: str) -> Path:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
     return folder
-
-
-def write_archive(path: Path, files: dict[str, str], root: str = "shapes_made-1.0") -> Path:
-    with tarfile.open(path, "w:gz") as archive:
-        for name, text in files.items():
-            entry = tarfile.TarInfo(f"{root}/{name}" if root else name)
-            entry.size = len(text.encode())
-            archive.addfile(entry, io.BytesIO(text.encode()))
-    return path
 
 
 def git(folder: Path, *words: str) -> str:

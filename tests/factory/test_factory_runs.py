@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.coding.factory.suite import SuiteRun, run_suite
+from orchestrator.coding.factory.suite import SuiteRun, TreeSuite
 
 pytestmark = pytest.mark.process
 
@@ -67,10 +67,8 @@ def test_a_run_does_not_see_what_another_one_left(tmp_path: Path) -> None:
     changes = {"before": {}, "spoils": {"package.py": SPOILING}, "between": {}, "touches": {"package.py": TOUCHING}}
     changes |= {"gone": {"package.py": None}, "after": {}}
     runs = [SuiteRun(key=key, tests=["test_package.py"], files=files) for key, files in changes.items()]
-    going = run_suite(
-        RuntimeConfig(type="subprocess"), tmp_path, runs, python_path=["."], test_timeout_s=60, hash_seed=0
-    )
-    results = asyncio.run(asyncio.wait_for(going, 200))
+    suite = TreeSuite(runtime=RuntimeConfig(type="subprocess"), folder=tmp_path, python_path=["."])
+    results = asyncio.run(asyncio.wait_for(suite.play(runs, hash_seed=0), 200))
     passed = {key: sorted(node.partition("::test_")[2] for node in result.passed()) for key, result in results.items()}
     all_three = ["data", "nothing_is_left", "value"]
     expected = {"before": all_three, "spoils": [], "between": all_three, "touches": ["nothing_is_left"], "gone": []}

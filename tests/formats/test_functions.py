@@ -12,9 +12,9 @@ import pytest
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
 from orchestrator.coding.code.grading import Grade, grade
-from orchestrator.coding.formats.functions import deleted_functions, human_eval_task, mbpp_task, with_reply
+from orchestrator.coding.formats.functions import human_eval_task, mbpp_task, with_reply
 from orchestrator.coding.formats.task_files import Record, read_records
-from orchestrator.coding.task import CodeTask, write_tasks
+from orchestrator.coding.task import CodeTask
 
 RUNTIME = RuntimeConfig(type="subprocess")
 # In the form of MBPP's records.
@@ -90,7 +90,7 @@ def test_a_helper_that_the_solution_redefines_changes_no_test() -> None:
 @pytest.mark.process
 def test_mbpp_is_graded_assertion_by_assertion() -> None:
     # The reference solves all three; a constant passes one of them; a file that does not load passes none.
-    task = mbpp_task(record(SQUARES), shown_tests=1)
+    task = mbpp_task(record(SQUARES))
     assert "[4, 16]" in task.prompt and "even_squares([])" not in task.prompt and task.id == "mbpp/2001"
     constant = {"solution.py": b"def even_squares(numbers):\n    return []\n"}
     broken = {"solution.py": b"def even_squares(numbers:\n"}
@@ -105,7 +105,7 @@ def test_a_function_that_is_named_as_a_builtin_is_the_solution_s() -> None:
     values = {"task_id": 126, "text": "Add the common divisors.", "test_list": ["assert sorted([sum(10, 15)]) == [6]"]}
     code = "def sum(a, b):\n    sorted = [n for n in range(1, a) if a % n == b % n == 0]\n    return len(sorted) * 3"
     for solution, imports in ((code, True), ("def total(:", False), (None, False)):
-        task = mbpp_task(record(values | {"code": solution}), shown_tests=1)
+        task = mbpp_task(record(values | {"code": solution}))
         assert ("from solution import sum\n" in task.test_files["test_solution.py"]) is imports
 
 
@@ -133,10 +133,10 @@ def test_code_is_taken_from_a_reply_in_words(reply: str, code: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"test": "assert one() == 1"}, r"tasks\.jsonl:1: its 'test' does not define check\(candidate\)"),
-        ({"test": "def check(:"}, r"tasks\.jsonl:1: its 'test' is not valid Python"),
-        ({"prompt": "def one(:"}, "its 'prompt' is not valid Python"),
-        ({"entry_point": None}, "no field 'entry_point'"),
+        ({"test": "assert one() == 1"}, r"tasks\.jsonl:1: .*'test'"),
+        ({"test": "def check(:"}, r"tasks\.jsonl:1: .*'test'"),
+        ({"prompt": "def one(:"}, "'prompt'"),
+        ({"entry_point": None}, "'entry_point'"),
     ],
 )
 def test_a_record_that_is_no_human_eval_problem_says_why(change: dict[str, Any], says: str) -> None:
@@ -148,54 +148,19 @@ def test_a_record_that_is_no_human_eval_problem_says_why(change: dict[str, Any],
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"test_list": []}, "'test_list' is empty"),
-        ({"test_list": ["assert ("]}, "'test_list' is not valid Python"),
-        ({"test_list": "even"}, "'test_list' is text that is not a JSON list"),
-        ({"text": None, "texts": "?"}, "no field 'text' or 'prompt'"),
+        ({"test_list": []}, "'test_list'"),
+        ({"test_list": ["assert ("]}, "'test_list'"),
+        ({"test_list": "even"}, "'test_list'"),
+        ({"text": None, "texts": "?"}, "'text' or 'prompt'"),
     ],
 )
 def test_a_record_that_is_no_mbpp_problem_says_why(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        mbpp_task(record(SQUARES | change), shown_tests=1)
+        mbpp_task(record(SQUARES | change))
 
 
 def test_a_list_may_be_a_json_string() -> None:
     # As files that went through a table store it.
-    listed = mbpp_task(record(SQUARES), shown_tests=0)
-    written = mbpp_task(record(SQUARES | {"test_list": json.dumps(SQUARES["test_list"])}), shown_tests=0)
+    listed = mbpp_task(record(SQUARES))
+    written = mbpp_task(record(SQUARES | {"test_list": json.dumps(SQUARES["test_list"])}))
     assert listed == written
-
-
-def deletion(symbol: str, source: str) -> CodeTask:
-    """A task whose deleted body stands in `source` as BODY."""
-    return CodeTask(
-        id=symbol, kind="delete", repository="m-1", tree="m-1", prompt="", symbols=[symbol],
-        start={"m.py": source.replace("BODY", "raise NotImplementedError")},
-        solution={"m.py": source.replace("BODY", "return 1")}, fail_to_pass=[], pass_to_pass=[],
-    )  # fmt: skip
-
-
-def test_only_the_deleted_function_is_asked_for(tmp_path: Path) -> None:
-    # Not: a method whose name an intact function has; a function without a docstring. A decorator is part of what is
-    # asked for, and a form feed ends no line.
-    documented = '"""Do it."""\n    BODY\n'
-    method = f"def f():\n    {documented.replace('BODY', 'return 2')}\nclass A:\n    def f(self):\n        BODY\n"
-    tasks = [
-        deletion("m.A.f", method),
-        deletion("m.g", "def g():\n    BODY\n"),
-        deletion("m.h", f"import functools\n\x0c\n@functools.cache\ndef h():\n    {documented}\nLAST = 1\n"),
-    ]
-    write_tasks(tmp_path, tasks)
-    (asked,) = deleted_functions(tmp_path, None)
-    stub = '@functools.cache\ndef h():\n    """Do it."""'
-    assert asked.prompt == f"Write the Python function `h`.\n\n```python\n{stub}\n```"
-    assert list(deleted_functions(tmp_path, 4)) == [asked] and list(deleted_functions(tmp_path, 3)) == []
-    before, after = "import functools\n\x0c\n", "\nLAST = 1\n"
-    for reply, code in [
-        ("```python\nimport re\ndef h():\n    return 3\n```", "import re\ndef h():\n    return 3\n"),
-        ("return 3", f"{stub}\n    return 3"),
-        ("c = 3\n    return c", f"{stub}\n    c = 3\n    return c"),
-        ("```python\ndef h():\n    return 3\n```\nOutput:\n```text\n3\n```\nDone.", "def h():\n    return 3\n"),
-        ("```py\ndef h():\n    return 3\n```\nUse:\n```python\nh()\n```", "def h():\n    return 3\n"),
-    ]:
-        assert with_reply(asked, reply) == {"m.py": f"{before}{code}\n{after}".encode()}

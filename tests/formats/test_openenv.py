@@ -176,10 +176,10 @@ async def answering(answer: Any, silent: asyncio.Event | None = None) -> AsyncIt
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (None, "no OpenEnv server answers at"),
+        (None, "no answer to /schema"),
         ({"unexpected": 1}, "not a message of its protocol"),
-        ({"type": "error", "data": {"code": "FACTORY_ERROR", "message": "no such game"}}, "reset: no such game"),
-        ({"type": "observation", "data": {"observation": 3}}, "reset: "),
+        ({"type": "error", "data": {"code": "FACTORY_ERROR", "message": "no such game"}}, "no such game"),
+        ({"type": "observation", "data": {"observation": 3}}, "{'observation': 3}"),
     ],
 )
 async def test_a_server_that_fails_fails_the_rollout_not_the_policy(answer: Any, says: str) -> None:
@@ -208,18 +208,18 @@ async def test_a_reward_that_is_no_number_fails_the_rollout(reward: Any) -> None
 @pytest.mark.process
 async def test_a_call_that_was_given_up_ends_the_episode() -> None:
     pytest.importorskip("verifiers.v1")
-    from orchestrator.coding.formats.openenv import OpenEnvEpisode, OpenEnvTaskConfig, ToolsetError
+    from orchestrator.coding.formats.openenv import OpenEnvEpisode, ToolsetError
 
     silent = asyncio.Event()
     async with answering({"type": "observation", "data": {"observation": {}}}, silent) as url:
-        episode = OpenEnvEpisode(url, {}, OpenEnvTaskConfig.model_validate({}))
+        episode = OpenEnvEpisode(url, {})
         try:
             await episode.start()
             given_up = asyncio.create_task(episode.call("step", "{}"))
             await silent.wait()
             given_up.cancel()
             await asyncio.wait([given_up])
-            with pytest.raises(ToolsetError, match="an earlier call got no answer"):
+            with pytest.raises(ToolsetError):
                 await episode.call("step", "{}")
         finally:
             await episode.finish(cast(Any, Rewards()))
@@ -230,10 +230,10 @@ async def test_a_call_that_was_given_up_ends_the_episode() -> None:
 async def test_deep_arguments_are_an_error_of_the_policy(depth: int) -> None:
     # The episode goes on after a call that Python's JSON cannot read or write.
     pytest.importorskip("verifiers.v1")
-    from orchestrator.coding.formats.openenv import OpenEnvEpisode, OpenEnvTaskConfig
+    from orchestrator.coding.formats.openenv import OpenEnvEpisode
 
     async with answering({"type": "observation", "data": {"observation": {}, "reward": 1.0}}) as url:
-        episode = OpenEnvEpisode(url, {}, OpenEnvTaskConfig.model_validate({}))
+        episode = OpenEnvEpisode(url, {})
         trace = Rewards()
         try:
             await episode.start()
@@ -249,9 +249,8 @@ async def test_deep_arguments_are_an_error_of_the_policy(depth: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"base_url": "localhost:8000"}, "must begin with http://"),
-        ({"reset": {"seed": 3}}, "set taskset.first_seed instead"),
-        ({"task": {"reward": "mean"}}, "'sum' or 'last'"),
+        ({"base_url": "localhost:8000"}, "base_url"),
+        ({"reset": {"seed": 3}}, r"taskset\.first_seed"),
     ],
 )
 def test_settings_that_cannot_work_say_why(settings: dict[str, Any], says: str) -> None:

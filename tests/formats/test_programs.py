@@ -1,4 +1,4 @@
-"""One function in one turn: the reply's code is graded in a sandbox. HumanEval, MBPP and deleted functions."""
+"""One function in one turn: the reply's code is graded in a sandbox. HumanEval and MBPP."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from composer_prime.errors import ConfigError
-from orchestrator.coding.task import CodeTask, write_tasks
 
 pytestmark = pytest.mark.process
 
@@ -62,82 +60,6 @@ async def test_a_reply_is_graded_by_the_records_tests(
     assert solution not in result.turns[1].text
 
 
-STUB = 'def middle(text):\n    """Return the middle character of a text."""\n'
-SOURCE = "import math\n\n\n" + STUB + "    {body}\n\n\ndef first(text):\n    return text[0]\n"
-TESTS = """from texts import first, middle
-
-
-def test_middle():
-    assert middle("abc") == "b"
-
-
-def test_middle_of_one():
-    assert middle("x") == "x"
-
-
-def test_first():
-    assert first("abc") == "a"
-"""
-
-
-def task_folder(tmp_path: Path) -> str:
-    """A folder as the factory makes it: one package, one deleted function, and two tasks that ask for more than one."""
-    tree = tmp_path / "tasks/trees/texts-1"
-    tree.mkdir(parents=True)
-    solution = {"texts.py": SOURCE.format(body="return text[len(text) // 2]")}
-    for name, text in {**solution, "test_texts.py": TESTS}.items():
-        (tree / name).write_text(text)
-    task = CodeTask(
-        id="texts-1/delete/texts.middle", kind="delete", repository="texts-1", tree="texts-1", prompt="Write it.",
-        start={"texts.py": SOURCE.format(body="raise NotImplementedError")}, solution=solution, editable=["*.py"],
-        tests=["test_texts.py"], fail_to_pass=["test_texts.py::test_middle", "test_texts.py::test_middle_of_one"],
-        pass_to_pass=["test_texts.py::test_first"], symbols=["texts.middle"],
-    )  # fmt: skip
-    others = (msgspec.structs.replace(task, symbols=[]), msgspec.structs.replace(task, kind="mutate"))
-    write_tasks(tmp_path / "tasks", [task, *others])
-    return str(tmp_path / "tasks")
-
-
-@pytest.mark.parametrize(
-    ("reply", "reward"),
-    [
-        ("```python\ndef middle(text):\n    return text[math.floor(len(text) / 2)]\n```", 1.0),
-        ("return text[len(text) // 2]", 1.0),
-        ("```python\ndef middle(text):\n    return text[0]\n```", 0.5),
-        ("```python\ndef middle(text:\n```", 0.0),
-        ("```python\ndef middle(text):\n    return text[len(text) // 2]\n\n1 / 0\n```", 0.0),
-    ],
-)
-async def test_a_deleted_function_is_graded_in_its_package(tmp_path: Path, reply: str, reward: float) -> None:
-    # The reply takes the place of what is left of the function: whole, or as its body. Half of the failing tests earn
-    # half a reward; code that does not compile, or that breaks the module, earns nothing.
-    from scripted_policy import play, source_spec_of
-
-    spec = source_spec_of({"id": ID, "file": task_folder(tmp_path), "partial_credit": True}, runtime=SUBPROCESS)
-    result = await play(spec, lambda _: [reply])
-    assert (result.failure, result.reward, result.task_id) == (None, reward, "programs/texts-1/delete/texts.middle")
-    assert result.turns[1].text == f"Write the Python function `middle`.\n\n```python\n{STUB.rstrip()}\n```"
-
-
-def test_a_folder_is_split_by_package_and_bounded_by_lines(tmp_path: Path) -> None:
-    # The one package is in one of the two splits; the other one, and a bound below its three lines, say what is empty.
-    from scripted_policy import source_spec_of
-
-    from orchestrator.workers.verifiers_adapter import Environment
-
-    taskset = {"id": ID, "file": task_folder(tmp_path), "eval_share": 0.5}
-    counts = []
-    for split in ("train", "eval"):
-        try:
-            counts.append(Environment(source_spec_of({**taskset, "split": split}), "train", None).num_tasks)
-        except ConfigError as error:
-            assert f"split {split!r} with eval_share = 0.5" in str(error)
-            counts.append(0)
-    assert sorted(counts) == [0, 1]
-    with pytest.raises(ConfigError, match=r"EmptyTaskSetError.*max_lines"):
-        Environment(source_spec_of({"id": ID, "file": taskset["file"], "max_lines": 2}), "train", None)
-
-
 async def test_the_same_file_is_played_with_tools_after_an_import(tmp_path: Path) -> None:
     # The agent finds solution.py with the prompt's beginning, runs code in its box, and edits the file.
     from scripted_policy import play, source_spec_of
@@ -171,5 +93,5 @@ def test_a_file_of_another_form_says_which_are_known(tmp_path: Path) -> None:
 
     path = tmp_path / "a.jsonl"
     path.write_text('{"question": "1 + 1?", "answer": "2"}\n')
-    with pytest.raises(ConfigError, match=r"a\.jsonl:1: its fields \(question, answer\) are of no known form"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: .*question, answer"):
         Environment(source_spec_of({"id": ID, "file": str(path)}), "train", None)

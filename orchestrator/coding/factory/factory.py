@@ -1,57 +1,65 @@
-"""Make tasks of sources: unpack, measure the baseline, find candidates, prove them, write what is proven.
+"""Make tasks of sources: copy, measure the baseline, find candidates, prove them, write what is proven.
 
-    source ── unpack ──> tree ── three runs ──> baseline ── trace, syntax ──> candidates ── batches ──> proofs
-    proofs ── tasks ──> tasks.jsonl;  proofs ── verdicts ──> making.jsonl, report.json
+    source ── copy ──> tree ── three runs ──> baseline ── trace, syntax ──> candidates ── batches ──> proofs
+    proofs ──> tasks.jsonl, report.json
 
-Sources and batches share `jobs` boxes. A source that cannot be used is recorded, and the others continue.
+Sources follow one another; the batches of one share `jobs` boxes. Proofs are taken in the candidates' order, so that
+the same settings give the same tasks. A source that cannot be used is recorded, and the others continue.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.console import ProgressLines, pluralize
 from composer_prime.errors import ConfigError, SandboxError
-from orchestrator.coding.factory.baseline import FactorySettings, PlaySuite, SourceWork, last_line, measure_baseline
+from composer_prime.run.run_dir import write_atomic
+from orchestrator.coding.factory.baseline import last_line, measure_baseline
 from orchestrator.coding.factory.building import build_task
-from orchestrator.coding.factory.candidates import TaskCandidate, find_candidates, shuffled
+from orchestrator.coding.factory.candidates import (
+    FactorySettings,
+    SourceWork,
+    TaskCandidate,
+    find_candidates,
+    shuffled,
+)
 from orchestrator.coding.factory.history import SourceCommit, source_commits
-from orchestrator.coding.factory.making_journal import CandidateVerdict, MakingJournal
 from orchestrator.coding.factory.proof import Proof, prove
 from orchestrator.coding.factory.source import (
-    ARCHIVES,
     SourceTree,
     commit_files,
     describe_tree,
-    fetch_archive,
     folder_files,
-    git,
-    other_texts,
-    tree_digest,
     tree_name,
-    unpack,
     write_tree,
 )
 from orchestrator.coding.factory.source_functions import index_functions
-from orchestrator.coding.factory.suite import SuiteResult, SuiteRun, run_suite
+from orchestrator.coding.factory.suite import TreeSuite
+from orchestrator.coding.git_command import git
+from orchestrator.coding.in_order import in_order
 from orchestrator.coding.sandbox.opening import open_box
-from orchestrator.coding.task import CodeTask
+from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER
 
-CACHE = Path.home() / ".cache/composer-prime/sources"
-"""Downloaded archives."""
+REPORT_FILE = "report.json"
 BATCH = 12
 """Candidates that share a box and an interpreter."""
 _HISTORY_TEST_FILES = 4
 """Test files that a commit did not change and that run beside those it changed."""
+
+
+WorkAndProofs = tuple[SourceWork | None, list[Proof]]
+"""Proofs, and what they are about; None where none has a task."""
 
 
 class _SuiteLimits(SandboxLimits):
@@ -71,7 +79,7 @@ def factory_runtime(kind: str, packages: tuple[str, ...] = ()) -> RuntimeConfig:
 class TaskFactory:
     """Makes the tasks of one output folder."""
 
-    journal: MakingJournal
+    folder: Path
     settings: FactorySettings
     runtime: RuntimeConfig
     jobs: int
@@ -79,25 +87,32 @@ class TaskFactory:
     """Source -> why it gives no task at all."""
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Source -> what its baseline showed."""
-    _boxes: asyncio.Semaphore = field(init=False)
+    shapes: Counter[str] = field(default_factory=Counter)
+    """Kind and shape -> tasks."""
+    refused: list[dict[str, str]] = field(default_factory=list)
+    """Candidates that became no task, with the reason."""
     _lines: ProgressLines = field(default_factory=ProgressLines)
 
-    def __post_init__(self) -> None:
-        self._boxes = asyncio.Semaphore(self.jobs)
-
     async def make(self, sources: Sequence[str]) -> dict[str, Any]:
-        """Make the tasks of all sources. Return the report, which is also written, also when the work is canceled."""
-        started, before = time.monotonic(), len(self.journal.verdicts)
+        """Make the tasks of all sources. Return the report, which is also written, also when the work is canceled.
+
+        Raises ConfigError for an output folder that has files, SandboxError where no sandbox can be opened.
+        """
+        started = time.monotonic()
+        if self.folder.is_file() or (self.folder.is_dir() and any(self.folder.iterdir())):
+            raise ConfigError(f"{self.folder} is not empty: give -o a new folder, or remove it")
+        names = Counter(tree_name(Path(source)) for source in set(sources))
+        if repeated := [name for name, count in names.items() if count > 1]:
+            raise ConfigError(f"several sources are called {', '.join(repeated)}: give each another -o")
         await self._try_box()  # without sandboxes every candidate would be refused for it
-        places = asyncio.Semaphore(max(self.jobs, 1))
+        self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            async with asyncio.TaskGroup() as group:
-                for source in dict.fromkeys(sources):
-                    group.create_task(self._make_source(source, places))
+            for source in dict.fromkeys(sources):
+                await self._make_source(source)
         finally:
-            total = self.journal.finish(self.settings.limit)
-            report = self._report(total, time.monotonic() - started, before)
-            self.journal.write_report(report)
+            report = self._report(time.monotonic() - started)
+            text = msgspec.json.format(msgspec.json.encode(report), indent=2)
+            write_atomic(self.folder / REPORT_FILE, text + b"\n")
         return report
 
     async def _try_box(self) -> None:
@@ -105,234 +120,123 @@ class TaskFactory:
         async with await open_box(self.runtime):
             pass
 
-    async def _make_source(self, source: str, places: asyncio.Semaphore) -> None:
-        async with places:
-            self._lines.tell(lambda: f"{source}: unpacking, then three runs of its tests")
-            try:
-                tree = await asyncio.to_thread(self._open, source)
-                self.journal.begin(tree.name, self.settings.identity())
-                await self._make_tree(tree)
-                if self.settings.history:
-                    await self._make_history(Path(source))
-            except (ConfigError, SandboxError, OSError) as error:
-                self.problems[source] = str(error)
+    async def _make_source(self, source: str) -> None:
+        self._lines.tell(lambda: f"{source}: three runs of its tests")
+        try:
+            tree = await asyncio.to_thread(self._open, Path(source))
+            await self._make_tree(tree)
+            if self.settings.history:
+                commits = await asyncio.to_thread(source_commits, Path(source), self.settings.history)
+                await self._take(lambda commit: self._prove_commit(Path(source), commit), commits)
+        except (ConfigError, SandboxError, OSError) as error:
+            self.problems[source] = str(error)
 
-    def _open(self, source: str) -> SourceTree:
-        """Get a source and put its tree below trees/."""
-        path = Path(source)
-        if path.is_dir():
-            name = tree_name(path.resolve())
-            if (path / ".git").exists():
-                commit = git(path, "rev-parse", "HEAD").decode().strip()
-                tree = self._place(
-                    f"{name}-{commit[:12]}", source, lambda folder: write_tree(folder, commit_files(path, commit))
-                )
-                return dataclasses.replace(tree, repository=name)
-            return self._place(name, source, lambda folder: write_tree(folder, folder_files(path)))
+    def _open(self, source: Path) -> SourceTree:
+        """Put the tree of a source below trees/: its newest commit, or its files where it has none."""
+        if not source.is_dir():
+            raise ConfigError(f"{source}: no such folder; unpack an archive first")
+        if (source / ".git").exists():
+            return self._copy(source, git(source, "rev-parse", "HEAD").decode().strip())
         if self.settings.history:
             raise ConfigError(f"{source} is not a git repository: --history needs a folder with .git")
-        if not source.endswith(ARCHIVES):
-            if "/" in source or path.suffix in (".whl", ".egg"):
-                raise ConfigError(f"{source}: no such folder, and no archive of sources ({', '.join(ARCHIVES)})")
-            path = fetch_archive(source, CACHE)
-        elif not path.is_file():
-            raise ConfigError(f"{source}: no such file")
-        return self._place(tree_name(path), path.name, lambda folder: unpack(path, folder))
+        return self._copy(source)
 
-    def _place(self, name: str, origin: str, write) -> SourceTree:
-        """Write a tree beside its place and rename it, so that a tree below trees/ is always whole.
-
-        Raises ConfigError where an earlier run put another tree there.
-        """
-        folder = self.journal.trees / name
-        with tempfile.TemporaryDirectory(dir=self.journal.folder) as beside:
-            made = Path(beside) / name
-            made.mkdir()
-            write(made)
-            describe_tree(made, name, origin)
-            if not folder.is_dir():
-                made.rename(folder)
-            elif tree_digest(made) != tree_digest(folder):
-                raise ConfigError(
-                    f"{origin} differs from {folder}, which earlier tasks were made from; give another -o, or "
-                    "remove that folder to make them again"
-                )
-        return describe_tree(folder, name, origin)
+    def _copy(self, source: Path, commit: str = "") -> SourceTree:
+        repository = tree_name(source)
+        folder = self.folder / TREES_FOLDER / (f"{repository}-{commit[:12]}" if commit else repository)
+        write_tree(folder, commit_files(source, commit) if commit else folder_files(source))
+        return describe_tree(folder, repository, str(source))
 
     async def _make_tree(self, tree: SourceTree) -> None:
         work = await self._begin(tree)
-        listed = find_candidates(tree.name, work.index, work.baseline, self.settings)
-        self.figures[tree.name] = {
+        candidates, left_out = find_candidates(work, self.settings)
+        figures = self.figures[tree.name] = {
             "tests": len(work.baseline.stable),
             "tests_left_out": work.baseline.excluded,
             "functions": len(work.index.functions),
-            "functions_left_out": dict(listed.left_out),
-            "candidates": len(listed.candidates),
+            "functions_left_out": dict(left_out),
+            "candidates": len(candidates),
             "import_errors": {file: last_line(message) for file, message in work.baseline.collect_errors.items()},
-            "compiled_parts": list(tree.compiled[:3]),
         }
-        await self._prove_all(work, listed.candidates)
+        batches = [candidates[start : start + BATCH] for start in range(0, len(candidates), BATCH)]
+        figures["tasks"] = await self._take(lambda batch: self._prove_batch(work, batch), batches)
 
-    async def _begin(self, tree: SourceTree, tests: Sequence[str] | None = None) -> SourceWork:
-        play = self._player(tree)
-        limited = tree if tests is None else dataclasses.replace(tree, tests=tuple(tests))
-        baseline = await measure_baseline(limited, play, self.settings.suite_timeout_s)
-        sources = {path: tree.text(path) for path in tree.sources}
-        index = await asyncio.to_thread(index_functions, sources, other_texts(tree))
-        return SourceWork(tree=tree, index=index, baseline=baseline, play=play)
+    async def _take(self, prove_one: Callable[[Any], Awaitable[WorkAndProofs]], items: Sequence[Any]) -> int:
+        """Record the proofs of all items in their order, until there are `limit` tasks. Return how many there are."""
+        made = 0
+        async with aclosing(in_order(prove_one, items, self.jobs)) as results:
+            async for work, proofs in results:
+                for proof in proofs:
+                    if made == self.settings.limit:
+                        return made
+                    made += self._record(work, proof)
+        return made
 
-    def _player(self, tree: SourceTree) -> PlaySuite:
-        async def play(
-            runs: Sequence[SuiteRun], *, preload: Sequence[str], hash_seed: int, explain: bool = False
-        ) -> dict[str, SuiteResult]:
-            async with self._boxes:
-                return await run_suite(
-                    self.runtime,
-                    tree.folder,
-                    runs,
-                    python_path=tree.python_path,
-                    preload=preload,
-                    test_timeout_s=self.settings.test_timeout_s,
-                    hash_seed=hash_seed,
-                    explain=explain,
-                )
+    async def _begin(self, tree: SourceTree) -> SourceWork:
+        suite = TreeSuite(runtime=self.runtime, folder=tree.folder, python_path=tree.python_path)
+        baseline = await measure_baseline(tree, suite, self.settings.suite_timeout_s)
+        index = await asyncio.to_thread(lambda: index_functions({path: tree.text(path) for path in tree.sources}))
+        return SourceWork(tree=tree, suite=suite, index=index, baseline=baseline)
 
-        return play
-
-    async def _prove_all(self, work: SourceWork, candidates: Sequence[TaskCandidate]) -> None:
-        """Prove the candidates that no earlier run did, in order, until the limit is reached."""
-        orders = {candidate.id: order for order, candidate in enumerate(candidates)}
-        waiting = [candidate for candidate in candidates if candidate.id not in self.journal.verdicts]
-        batches = iter([waiting[start : start + BATCH] for start in range(0, len(waiting), BATCH)])
-
-        async def worker() -> None:
-            for batch in batches:
-                if self._enough(orders):
-                    return
-                for proof in await self._prove_batch(work, batch):
-                    self._record(work, proof, work.tree.name, orders[proof.candidate.id])
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(self.jobs):
-                    group.create_task(worker())
-        except ExceptionGroup as group:  # The first one ended the others.
-            raise group.exceptions[0] from group
-
-    async def _prove_batch(
-        self, work: SourceWork, batch: Sequence[TaskCandidate], *, is_again: bool = False
-    ) -> list[Proof]:
+    async def _prove_batch(self, work: SourceWork, batch: Sequence[TaskCandidate]) -> WorkAndProofs:
         """Prove a batch. One that ends its box is taken apart, so that only the candidate at fault is refused.
 
         A candidate is refused after two tries, and only while boxes can be opened. Raises SandboxError otherwise.
         """
         try:
-            return await prove(batch, work)
-        except SandboxError as error:
-            if is_again:
-                await self._try_box()
-                return [Proof(candidate=batch[0], reason="the box ended", detail=str(error)[:300])]
-        return [proof for one in batch for proof in await self._prove_batch(work, [one], is_again=len(batch) == 1)]
-
-    def _enough(self, orders: dict[str, int]) -> bool:
-        """Tell whether the candidates before the first one that is not done give `limit` tasks."""
-        if self.settings.limit is None:
-            return False
-        proven = 0
-        for name in orders:
-            verdict = self.journal.verdicts.get(name)
-            if verdict is None or proven >= self.settings.limit:
-                break
-            proven += not verdict.reason
-        return proven >= self.settings.limit
-
-    def _record(self, work: SourceWork, proof: Proof, source: str, order: int) -> None:
-        self._note(proof, source, order, None if proof.reason else build_task(work, proof, self.settings))
-
-    def _note(self, proof: Proof, source: str, order: int, task: CodeTask | None) -> None:
-        verdict = CandidateVerdict(
-            source=source,
-            order=order,
-            id=proof.candidate.id,
-            kind=proof.candidate.kind,
-            shape=proof.candidate.shape,
-            reason=proof.reason,
-            detail=proof.detail,
-        )
-        self.journal.add(verdict, task)
-        self._lines.tell(self._words)
-
-    def _words(self) -> str:
-        made = sum(not verdict.reason for verdict in self.journal.verdicts.values())
-        return f"{pluralize(made, 'task')} of {len(self.journal.verdicts)} candidates"
-
-    async def _make_history(self, repository: Path) -> None:
-        """Make tasks of commits. They count as a source of their own, also for the limit."""
-        commits = await asyncio.to_thread(source_commits, repository, self.settings.history)
-        name = tree_name(repository.resolve())
-        source = f"{name} history"
-        orders = {_commit_id(name, commit): order for order, commit in enumerate(commits)}
-        waiting = [commit for commit in commits if _commit_id(name, commit) not in self.journal.verdicts]
-        for commit in waiting:
-            if self._enough(orders):
-                return
-            candidate = TaskCandidate(
-                id=_commit_id(name, commit),
-                kind="history",
-                shape="commit",
-                functions=(),
-                before=commit.before,
-                added=commit.added,
-                message=commit.message,
-            )
-            order = orders[candidate.id]
+            return work, await prove(batch, work)
+        except SandboxError:
+            await self._try_box()
+        proofs = []
+        for candidate in batch:
             try:
-                work, proof = await self._prove_commit(repository, f"{name}-{commit.commit[:12]}", commit, candidate)
-                self._record(work, proof, source, order)
-            except (ConfigError, SandboxError) as error:
-                if isinstance(error, SandboxError):
-                    await self._try_box()
-                refused = Proof(candidate=candidate, reason="the commit's tree cannot be used", detail=str(error)[:300])
-                self._note(refused, source, order, None)
+                proofs += await prove([candidate], work)
+            except SandboxError as error:
+                await self._try_box()
+                proofs.append(Proof(candidate=candidate, reason="the box ended", detail=str(error)[:300]))
+        return work, proofs
 
-    async def _prove_commit(
-        self, repository: Path, name: str, commit: SourceCommit, candidate: TaskCandidate
-    ) -> tuple[SourceWork, Proof]:
+    def _record(self, work: SourceWork | None, proof: Proof) -> bool:
+        """Write the task of a proof, or note its refusal. Return whether it gave a task."""
+        candidate = proof.candidate
+        if proof.reason or work is None:
+            self.refused.append({"id": candidate.id, "reason": proof.reason, "detail": proof.detail})
+        else:
+            task = build_task(work, proof, self.settings)
+            with (self.folder / TASKS_FILE).open("ab") as file:
+                file.write(msgspec.json.encode(task) + b"\n")
+            self.shapes[f"{candidate.kind}: {candidate.shape}"] += 1
+        made = self.shapes.total()
+        self._lines.tell(lambda: f"{pluralize(made, 'task')} of {made + len(self.refused)} candidates")
+        return not proof.reason
+
+    async def _prove_commit(self, repository: Path, commit: SourceCommit) -> WorkAndProofs:
         """Prove one commit. It has a tree of its own, and a baseline over its tests and a few others."""
-        files = await asyncio.to_thread(lambda: list(commit_files(repository, commit.commit)))
-        tree = self._place(name, str(repository), lambda folder: write_tree(folder, files))
-        tree = dataclasses.replace(tree, repository=tree_name(repository.resolve()))
-        others = [path for path in tree.tests if path not in commit.tests]
-        others = sorted(others, key=lambda path: shuffled(self.settings.seed, path))[:_HISTORY_TEST_FILES]
-        work = await self._begin(tree, [*commit.tests, *others])
-        candidate = dataclasses.replace(candidate, tests=tuple(sorted(work.baseline.files)))
-        (proof,) = await self._prove_batch(work, [candidate])
-        return work, proof
+        name = f"{tree_name(repository)}/history/{commit.commit[:12]}"
+        candidate = TaskCandidate(id=name, kind="history", shape="commit", commit=commit)
+        try:
+            tree = await asyncio.to_thread(self._copy, repository, commit.commit)
+            others = [path for path in tree.tests if path not in commit.tests]
+            others = sorted(others, key=lambda path: shuffled(self.settings.seed, path))[:_HISTORY_TEST_FILES]
+            work = await self._begin(dataclasses.replace(tree, tests=(*commit.tests, *others)))
+            candidate = dataclasses.replace(candidate, tests=tuple(sorted(work.baseline.files)))
+            return await self._prove_batch(work, [candidate])
+        except (ConfigError, SandboxError) as error:
+            if isinstance(error, SandboxError):
+                await self._try_box()
+            reason = "the commit's tree cannot be used"
+            return None, [Proof(candidate=candidate, reason=reason, detail=str(error)[:300])]
 
-    def _report(self, total: int, wall_s: float, before: int) -> dict[str, Any]:
-        verdicts = list(self.journal.verdicts.values())
-        proven = [verdict for verdict in verdicts if not verdict.reason]
-        made = sum(not verdict.reason for verdict in verdicts[before:])
+    def _report(self, wall_s: float) -> dict[str, Any]:
+        made = self.shapes.total()
         return {
-            "tasks": total,
-            "candidates": len(verdicts),
-            "made_in_this_run": made,
+            "tasks": made,
+            "candidates": made + len(self.refused),
             "wall_s": round(wall_s, 1),
-            "tasks_per_minute": round(60 * made / max(wall_s, 1e-9), 1),
-            "jobs": self.jobs,
             "settings": dataclasses.asdict(self.settings),
-            "tasks_by_source": dict(sorted(Counter(verdict.source for verdict in proven).items())),
-            "tasks_by_shape": dict(Counter(f"{verdict.kind}: {verdict.shape}" for verdict in proven).most_common()),
-            "refused_by_reason": dict(Counter(verdict.reason for verdict in verdicts if verdict.reason).most_common()),
+            "tasks_by_shape": dict(self.shapes.most_common()),
+            "refused_by_reason": dict(Counter(refusal["reason"] for refusal in self.refused).most_common()),
             "sources_refused": self.problems,
             "baselines": self.figures,
-            "refused": [
-                {"id": verdict.id, "reason": verdict.reason, "detail": verdict.detail}
-                for verdict in verdicts
-                if verdict.reason
-            ],
+            "refused": self.refused,
         }
-
-
-def _commit_id(name: str, commit: SourceCommit) -> str:
-    return f"{name}/history/{commit.commit[:12]}"

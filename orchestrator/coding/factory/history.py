@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.coding.factory.source import git, is_test
+from orchestrator.coding.factory.source import is_test
+from orchestrator.coding.git_command import git
 
 MAX_FILES = 8
 """Source files that a commit may change."""

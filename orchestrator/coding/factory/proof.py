@@ -8,12 +8,13 @@ Grading runs whole test files, so proofs do as well. What a refused candidate la
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from orchestrator.coding.factory.baseline import Baseline, SourceWork, test_file
-from orchestrator.coding.factory.candidates import TaskCandidate, changed_files
-from orchestrator.coding.factory.source_functions import FunctionIndex, copies_elsewhere
+from orchestrator.coding.factory.baseline import Baseline, test_file
+from orchestrator.coding.factory.candidates import SourceWork, TaskCandidate, changed_files
+from orchestrator.coding.factory.source_functions import FunctionIndex
 from orchestrator.coding.factory.suite import SuiteResult, SuiteRun, TestRecord
 
 GRADINGS = 3
@@ -46,19 +47,15 @@ def choose_test_files(candidate: TaskCandidate, baseline: Baseline) -> list[str]
     """Return the test files to run: those with most tests that reach the change, and one more that others pass in."""
     if candidate.tests:
         return [file for file in candidate.tests if file in baseline.files]
-    reaching: dict[str, int] = {}
-    places = (*candidate.functions, *candidate.helpers)
-    nodes = frozenset[str]().union(*(baseline.reach.get(place, frozenset()) for place in places))
-    for node in nodes:
-        reaching[test_file(node)] = reaching.get(test_file(node), 0) + 1
-    ordered = sorted(reaching, key=lambda file: (-reaching[file], file))
+    nodes = frozenset[str]().union(*(baseline.reach.get(place, frozenset()) for place in candidate.functions))
+    reaching = Counter(test_file(node) for node in sorted(nodes))
     files, seconds, count = [], 0.0, 0
-    for file in ordered:
+    for file, tests in reaching.most_common():
         if files and (count >= MAX_REACHING or seconds + baseline.seconds[file] > MAX_SECONDS):
             break
         files.append(file)
         seconds += baseline.seconds[file]
-        count += reaching[file]
+        count += tests
     if sum(len(baseline.files[file]) for file in files) == count:  # all may fail: add one whose tests keep passing
         others = [file for file in sorted(baseline.files) if file not in reaching]
         files += sorted(others, key=lambda file: (baseline.seconds[file] > 1.0, file))[:1]
@@ -68,33 +65,19 @@ def choose_test_files(candidate: TaskCandidate, baseline: Baseline) -> list[str]
 async def prove(batch: Sequence[TaskCandidate], work: SourceWork) -> list[Proof]:
     """Return a proof of each candidate, in the batch's order."""
     baseline = work.baseline
-    proofs: dict[str, Proof] = {}
-    open_cases: dict[str, Proof] = {}
-    for candidate in batch:
-        proof = _prepare(candidate, work.index, baseline)
-        (proofs if proof.reason else open_cases)[candidate.id] = proof
-    seen: dict[str, list[tuple[SuiteResult, SuiteResult]]] = {name: [] for name in open_cases}
+    proofs = {candidate.id: _prepare(candidate, work.index, baseline) for candidate in batch}
+    seen: dict[str, list[tuple[SuiteResult, SuiteResult]]] = {name: [] for name in proofs}
     for hash_seed in range(GRADINGS):
-        if not open_cases:
+        cases = {name: proof for name, proof in proofs.items() if not proof.reason}
+        if not cases:
             break
-        runs = _runs(open_cases, baseline)
-        results = await work.play(runs, preload=baseline.preload, hash_seed=hash_seed, explain=hash_seed == 0)
-        for name, proof in list(open_cases.items()):
-            before, after = results[name], results["\n".join(proof.tests)]
-            seen[name].append((before, after))
-            reason, detail = _refusal(before, after)
-            judged = _judge(proof, baseline, seen[name])
-            if not reason and not judged.fail_to_pass:
-                reason = "no test fails" if hash_seed == 0 else "no test fails each time"
-            if not reason and not judged.pass_to_pass:
-                reason = "no test keeps passing"
-            if reason:
-                proofs[name] = Proof(candidate=proof.candidate, reason=reason, detail=detail)
-                del open_cases[name]
-            else:
-                open_cases[name] = judged
-    proofs.update(open_cases)
-    return [proofs[candidate.id] for candidate in batch]
+        results = await work.suite.play(
+            _runs(cases, baseline), preload=baseline.preload, hash_seed=hash_seed, explain=hash_seed == 0
+        )
+        for name, proof in cases.items():
+            seen[name].append((results[name], results["\n".join(proof.tests)]))
+            proofs[name] = _judge(proof, baseline, seen[name])
+    return list(proofs.values())
 
 
 def _prepare(candidate: TaskCandidate, index: FunctionIndex, baseline: Baseline) -> Proof:
@@ -107,10 +90,6 @@ def _prepare(candidate: TaskCandidate, index: FunctionIndex, baseline: Baseline)
     tests = choose_test_files(candidate, baseline)
     if not tests:
         return Proof(candidate=candidate, reason="no quick test file reaches it")
-    if candidate.kind == "delete":
-        copy = copies_elsewhere(index, (*candidate.functions, *candidate.helpers), start)
-        if copy:
-            return Proof(candidate=candidate, reason="the deleted body stands elsewhere, too", detail=copy)
     return Proof(candidate=candidate, start=start, tests=tests)
 
 
@@ -126,34 +105,45 @@ def _runs(cases: Mapping[str, Proof], baseline: Baseline) -> list[SuiteRun]:
     return list(runs.values())
 
 
+def _judge(proof: Proof, baseline: Baseline, seen: Sequence[tuple[SuiteResult, SuiteResult]]) -> Proof:
+    """Sort the stable tests of the proof's files by what all gradings so far say, or refuse the candidate."""
+    failing, passing = _sort_tests(proof.tests, baseline, seen)
+    reason, detail = _refusal(*seen[-1])
+    if not reason and not failing:
+        reason = "no test fails" if len(seen) == 1 else "no test fails each time"
+    if not reason and not passing:
+        reason = "no test keeps passing"
+    if reason:
+        return Proof(candidate=proof.candidate, reason=reason, detail=detail)
+    records = seen[0][0].tests
+    return replace(
+        proof,
+        fail_to_pass=failing,
+        pass_to_pass=passing,
+        flaky=sorted({node for result, _ in seen for node in result.tests} - {*failing, *passing}),
+        failures=[records[node] for node in failing if node in records],
+        seconds=max(sum(record.duration_s for record in run.tests.values()) for _, run in seen),
+    )
+
+
+def _sort_tests(
+    files: Sequence[str], baseline: Baseline, seen: Sequence[tuple[SuiteResult, SuiteResult]]
+) -> tuple[list[str], list[str]]:
+    """Return the tests that failed before and passed after in all gradings, and those that passed in all runs."""
+    before, after = ([run.passed() for run in runs] for runs in zip(*seen, strict=True))
+    solid = frozenset.intersection(*map(frozenset, after))
+    never, always = solid.difference(*before), solid.intersection(*before)
+    expected = [node for file in files for node in baseline.files.get(file, ())]
+    return [node for node in expected if node in never], [node for node in expected if node in always]
+
+
 def _refusal(before: SuiteResult, after: SuiteResult) -> tuple[str, str]:
-    slow = [node for node, record in before.tests.items() if record.outcome == "slow"]
-    if before.ended.startswith("timeout") or slow:
-        return "the changed code hangs", slow[0] if slow else before.running or ""
+    """Return why one grading refuses a candidate, and where; empty where it does not."""
+    if before.ended.startswith("timeout"):
+        return "the changed code hangs", before.running or ""
     if before.ended or after.ended:
         return "the test run ended early", before.ended or after.ended
     new = [file for file in before.collect_errors if file not in after.collect_errors]
     if new:
         return "a test file can no longer be imported", new[0]
     return "", ""
-
-
-def _judge(proof: Proof, baseline: Baseline, seen: Sequence[tuple[SuiteResult, SuiteResult]]) -> Proof:
-    """Sort the stable tests of the proof's files by what all gradings so far say."""
-    expected = [node for file in proof.tests for node in baseline.files.get(file, ())]
-    before, after = ([run.passed() for run in runs] for runs in zip(*seen, strict=True))
-    solid = [node for node in expected if all(node in passed for passed in after)]
-    failing = [node for node in solid if not any(node in passed for passed in before)]
-    passing = [node for node in solid if all(node in passed for passed in before)]
-    known = {*failing, *passing}
-    records = seen[0][0].tests
-    return Proof(
-        candidate=proof.candidate,
-        start=proof.start,
-        tests=proof.tests,
-        fail_to_pass=failing,
-        pass_to_pass=passing,
-        flaky=sorted({node for result, _ in seen for node in result.tests} - known),
-        failures=[records[node] for node in failing if node in records],
-        seconds=max(sum(record.duration_s for record in run.tests.values()) for _, run in seen),
-    )

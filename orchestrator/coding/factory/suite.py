@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from orchestrator.coding.sandbox.opening import open_box
 
@@ -39,10 +40,8 @@ class TestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     outcome: str
-    """passed | failed | skipped | xfailed | slow"""
+    """passed | failed | skipped | xfailed"""
     duration_s: float
-    network: bool
-    """It reached for the network."""
     message: str
     """Type and words of the exception, for a failed test."""
     assertion: str
@@ -64,8 +63,6 @@ class SuiteResult:
     """The test that ran when the run ended early."""
     imported: list[str] = field(default_factory=list)
     """Functions that ran while tests were collected."""
-    lines: frozenset[str] = frozenset()
-    """Executed lines, as "path:line"."""
     modules: list[str] = field(default_factory=list)
     """Modules from outside the tree that the run loaded."""
 
@@ -73,49 +70,45 @@ class SuiteResult:
         return {node for node, record in self.tests.items() if record.outcome == "passed"}
 
 
-async def run_suite(
-    runtime,
-    tree: Path,
-    runs: Sequence[SuiteRun],
-    *,
-    python_path: Sequence[str],
-    preload: Sequence[str] = (),
-    test_timeout_s: float,
-    hash_seed: int,
-    explain: bool = False,
-) -> dict[str, SuiteResult]:
-    """Run all `runs` one after the other in one fresh box. Return their results by key.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeSuite:
+    """The tests of a tree, and where they run."""
 
-    `explain` has pytest write what an assertion compared, which takes time. Raises SandboxError where the box gives no
-    answer at all.
-    """
-    job = {
-        "runs": [msgspec.to_builtins(run) for run in runs],
-        "python_path": list(python_path),
-        "arguments": [*_ARGUMENTS, "--assert=rewrite" if explain else "--assert=plain"],
-        "preload": list(preload),
-        "test_timeout_s": test_timeout_s,
-    }
-    async with await open_box(runtime, tree=tree) as box:
-        finished = await box.run(
-            ["python", "-P", "-c", _PROGRAM.read_text(encoding="utf-8")],
-            env={
-                "PYTHONHASHSEED": str(hash_seed),
-                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-            },
-            stdin=json.dumps(job).encode(),
-            timeout_s=_START_S + sum(run.timeout_s for run in runs),
-            output_bytes=_ANSWER_BYTES,
-        )
-    try:
-        answer = json.loads(finished.stdout)
-    except ValueError as error:
-        said = finished.stderr.decode(errors="replace").strip()[-800:]
-        ended = finished.ended_by or f"exit code {finished.exit_code}"
-        raise SandboxError(
-            f"the tests of {tree.name} gave no report ({ended}): {said or 'nothing was printed'}"
-        ) from error
-    return {record["key"]: _result(record) for record in answer["runs"]}
+    runtime: RuntimeConfig
+    folder: Path
+    python_path: Sequence[str]
+
+    async def play(
+        self, runs: Sequence[SuiteRun], *, hash_seed: int, preload: Sequence[str] = (), explain: bool = False
+    ) -> dict[str, SuiteResult]:
+        """Run all `runs` one after the other in one fresh box. Return their results by key.
+
+        `explain` has pytest write what an assertion compared, which takes time. Raises SandboxError where the box
+        gives no answer at all.
+        """
+        job = {
+            "runs": [msgspec.to_builtins(run) for run in runs],
+            "python_path": list(self.python_path),
+            "arguments": [*_ARGUMENTS, "--assert=rewrite" if explain else "--assert=plain"],
+            "preload": list(preload),
+        }
+        async with await open_box(self.runtime, tree=self.folder) as box:
+            finished = await box.run(
+                ["python", "-P", "-c", _PROGRAM.read_text(encoding="utf-8")],
+                env={"PYTHONHASHSEED": str(hash_seed), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+                stdin=json.dumps(job).encode(),
+                timeout_s=_START_S + sum(run.timeout_s for run in runs),
+                output_bytes=_ANSWER_BYTES,
+            )
+        try:
+            answer = json.loads(finished.stdout)
+        except ValueError as error:
+            said = finished.stderr.decode(errors="replace").strip()[-800:]
+            ended = finished.ended_by or f"exit code {finished.exit_code}"
+            raise SandboxError(
+                f"the tests of {self.folder.name} gave no report ({ended}): {said or 'nothing was printed'}"
+            ) from error
+        return {record["key"]: _result(record) for record in answer["runs"]}
 
 
 def _result(record: Mapping) -> SuiteResult:
@@ -130,8 +123,8 @@ def _result(record: Mapping) -> SuiteResult:
             result.collect_errors[line["collect_error"]] = line["message"]
         elif "imported" in line:
             result.imported = line["imported"]
-        elif "lines" in line:
-            result.lines, result.modules = frozenset(line["lines"]), line["modules"]
+        elif "modules" in line:
+            result.modules = line["modules"]
         elif "crash" in line:
             result.ended = result.ended or line["crash"]
     return result

@@ -7,7 +7,7 @@ import of the tree and its tests, and not the start of Python.
     parent ── fork ──> child: imports the tree, runs pytest ── one JSON line a test ──> records file
 
 A child that passes its deadline is killed with its process group. Broken code leaves files behind and removes others,
-so that the tree of each run is a new copy.
+so that the tree and the home folder of each run are new.
 """
 
 from __future__ import annotations
@@ -32,123 +32,50 @@ from _pytest.config import get_config
 MESSAGE_CHARACTERS = 1500
 COMPLETE = (0, 1, 5)
 """Exit statuses of pytest after it ran all that it found: all passed, some failed, nothing found."""
-WAITING = 3
-"""A test may take this many times its CPU limit on the clock."""
-LINE_TRACED_CALLS = 100
-"""Calls of a function whose lines are traced; after them only the call itself is noted."""
-
-
-class NetworkUse(OSError):
-    """Raised in a test that reaches for the network."""
-
-
-class TestTooSlow(BaseException):
-    """Raised by the alarm of one test. A BaseException, so that the tested code does not catch it."""
-
-
-class Reach:
-    """Note which functions run, by file and first line. Only calls and a few line events are traced."""
-
-    def __init__(self, root: str):
-        self.root = root + os.sep
-        self.codes: set = set()
-        self.lines: set = set()
-        self.calls: dict = {}
-
-    def trace(self, frame, event, argument):
-        code = frame.f_code
-        self.codes.add(code)
-        calls = self.calls.get(code)
-        if calls is None:
-            inside = code.co_filename.startswith(self.root)
-            calls = self.calls[code] = 0 if inside else LINE_TRACED_CALLS
-        if calls < LINE_TRACED_CALLS:
-            self.calls[code] = calls + 1
-            return self._trace_line
-        return None
-
-    def _trace_line(self, frame, event, argument):
-        if event == "line":
-            self.lines.add((frame.f_code.co_filename, frame.f_lineno))
-        return self._trace_line
-
-    def take(self) -> list[str]:
-        """Return what ran since the last call, as `path:first line`."""
-        # A module's own code has line 1 as well, where its first function may begin.
-        codes = [code for code in list(self.codes) if code.co_name != "<module>"]
-        places = {self.place(code.co_filename, code.co_firstlineno) for code in codes}
-        self.codes.clear()
-        return sorted(places - {""})
-
-    def place(self, file: str, line: int) -> str:
-        return f"{file[len(self.root) :]}:{line}" if file.startswith(self.root) else ""
 
 
 class SuiteReporter:
-    """The pytest plugin of one run: picks the tests and writes a line for each."""
+    """The pytest plugin of one run: writes a line for each test, and notes which functions it reaches."""
 
-    def __init__(self, run: dict, records: Path, root: str, test_timeout_s: float):
+    def __init__(self, records: Path, root: str, is_traced: bool):
         self.out = records.open("a", buffering=1)
         self.pid = os.getpid()
-        self.root = root
-        self.test_timeout_s = test_timeout_s
-        self.reach = Reach(root) if run.get("trace") else None
-        self.network = False
-        self.slow = False
+        self.root = root + os.sep
+        self.is_traced = is_traced
+        self.codes: set = set()
         self.phases: dict = {}
-        if self.reach:
-            sys.settrace(self.reach.trace)
-        sys.addaudithook(self._audit)
+        self.trace_again()
 
     def write(self, **record) -> None:
         if os.getpid() == self.pid:
             self.out.write(json.dumps(record) + "\n")
             self.out.flush()
 
-    def _audit(self, event, arguments) -> None:
-        if event == "socket.getaddrinfo" and str(arguments[0]) not in ("localhost", "127.0.0.1", "::1", "None", ""):
-            self.network = True
-            raise NetworkUse("no network in a task's tests")
-        if event == "socket.connect" and isinstance(arguments[1], tuple):
-            host = str(arguments[1][0])
-            if not host.startswith("127.") and host not in ("localhost", "::1", ""):
-                self.network = True
-                raise NetworkUse("no network in a task's tests")
+    def trace_again(self) -> None:
+        """Trace calls, also where a test has turned the trace off."""
+        if self.is_traced:
+            sys.settrace(lambda frame, event, argument: self.codes.add(frame.f_code))
+
+    def reached(self) -> list[str]:
+        """Return what ran since the last call, as `path:first line`."""
+        # A module's own code has line 1 as well, where its first function may begin.
+        codes = [code for code in list(self.codes) if code.co_name != "<module>"]
+        self.codes.clear()
+        inside = {code for code in codes if code.co_filename.startswith(self.root)}
+        return sorted({f"{code.co_filename[len(self.root) :]}:{code.co_firstlineno}" for code in inside})
 
     def pytest_collectreport(self, report) -> None:
         if report.failed:
             self.write(collect_error=report.nodeid, message=report.longreprtext[-MESSAGE_CHARACTERS:])
 
     def pytest_collection_finish(self, session) -> None:
-        if self.reach:
-            self.write(imported=self.reach.take())
+        self.write(imported=self.reached())
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item, nextitem):
-        self.phases, self.network, self.slow = {}, False, False
-        self.write(start=item.nodeid)
-        if self.reach:
-            self.reach.take()
-            sys.settrace(self.reach.trace)
-        for alarm, timer, limit_s in self._alarms():
-            signal.signal(alarm, self._too_slow)
-            signal.setitimer(timer, limit_s)
-        try:
-            return (yield)
-        finally:
-            for _, timer, _ in self._alarms():
-                signal.setitimer(timer, 0)
-
-    def _alarms(self):
-        """CPU time decides, so that a busy machine changes nothing. A test that waits ends by the clock."""
-        return (
-            (signal.SIGPROF, signal.ITIMER_PROF, self.test_timeout_s),
-            (signal.SIGALRM, signal.ITIMER_REAL, WAITING * self.test_timeout_s),
-        )
-
-    def _too_slow(self, number, frame) -> None:
-        self.slow = True
-        raise TestTooSlow(f"longer than {self.test_timeout_s:g} s")
+    def pytest_runtest_logstart(self, nodeid, location) -> None:
+        self.phases = {}
+        self.write(start=nodeid)
+        self.reached()
+        self.trace_again()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
@@ -156,41 +83,29 @@ class SuiteReporter:
         outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
         message, assertion = "", ""
         if report.failed and call.excinfo is not None:
-            message, assertion = self._symptom(call.excinfo, item)
+            message = call.excinfo.exconly(tryshort=True)[:MESSAGE_CHARACTERS]
+            own = [entry for entry in call.excinfo.traceback if str(entry.path) == str(item.path)]
+            assertion = str(own[-1].statement).strip()[:MESSAGE_CHARACTERS] if own else ""
         self.phases[report.when] = (outcome, report.duration, message, assertion)
         return report
-
-    def _symptom(self, excinfo, item) -> tuple[str, str]:
-        message = excinfo.exconly(tryshort=True)[:MESSAGE_CHARACTERS]
-        for entry in reversed(excinfo.traceback):
-            if str(entry.path) == str(item.path):
-                return message, str(entry.statement).strip()[:MESSAGE_CHARACTERS]
-        return message, ""
 
     def pytest_runtest_logfinish(self, nodeid, location) -> None:
         outcomes = {phase: record[0] for phase, record in self.phases.items()}
         last = outcomes.get("call", outcomes.get("setup", "failed"))
-        outcome = "failed" if "failed" in outcomes.values() else last
         symptom = next((record for record in self.phases.values() if record[0] == "failed"), ("", 0.0, "", ""))
-        record = {
-            "node": nodeid,
-            "outcome": "slow" if self.slow else outcome,
-            "duration_s": round(sum(phase[1] for phase in self.phases.values()), 4),
-            "network": self.network,
-            "message": symptom[2],
-            "assertion": symptom[3],
-        }
-        if self.reach:
-            record["reached"] = self.reach.take()
-        self.write(**record)
+        self.write(
+            node=nodeid,
+            outcome="failed" if "failed" in outcomes.values() else last,
+            duration_s=round(sum(phase[1] for phase in self.phases.values()), 4),
+            message=symptom[2],
+            assertion=symptom[3],
+            reached=self.reached(),
+        )
 
     def pytest_sessionfinish(self, session, exitstatus) -> None:
-        if self.reach:
-            sys.settrace(None)
-            lines = {self.reach.place(file, line) for file, line in self.reach.lines}
-            modules = [name for name, module in sys.modules.items() if _foreign(module, self.root)]
-            self.write(lines=sorted(lines), modules=sorted(modules))
-        self.write(finished=int(exitstatus))
+        sys.settrace(None)
+        modules = [name for name, module in sys.modules.items() if _foreign(module, self.root)]
+        self.write(finished=int(exitstatus), modules=sorted(modules) if self.is_traced else [])
 
 
 def _foreign(module, root: str) -> bool:
@@ -234,7 +149,7 @@ def _child(run: dict, job: dict, root: str, records: Path, said: Path) -> None:
     sys.path[:0] = [os.path.normpath(os.path.join(root, folder)) for folder in job["python_path"]]
     status = 70
     try:
-        reporter = SuiteReporter(run, records, root, job["test_timeout_s"])
+        reporter = SuiteReporter(records, root, run["trace"])
         status = int(pytest.main([*job["arguments"], *run["tests"]], plugins=[reporter]))
     except BaseException as error:
         with records.open("a") as file:
@@ -243,21 +158,13 @@ def _child(run: dict, job: dict, root: str, records: Path, said: Path) -> None:
         os._exit(status)
 
 
-def empty(folder: Path, kept: frozenset = frozenset()) -> None:
-    """Remove everything from a folder but the entries named in `kept`."""
-    for entry in folder.iterdir():
-        if entry.name in kept:
-            continue
+def replace_tree(pristine: Path, files: dict) -> None:
+    """Fill the current folder with the tree and `files` (path -> text; None removes one), and nothing else."""
+    for entry in Path().iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
         else:
             entry.unlink(missing_ok=True)
-
-
-def replace_tree(pristine: Path, files: dict, temporary: Path) -> None:
-    """Fill the current folder with the tree and `files` (path -> text; None removes one), and empty `temporary`."""
-    empty(Path())
-    empty(temporary)
     shutil.copytree(pristine, ".", symlinks=True, dirs_exist_ok=True)
     for name, text in files.items():
         path = Path(name)
@@ -278,25 +185,21 @@ def main() -> None:
         except BaseException:
             continue
     get_config()  # imports pytest's own plugins
-    home = Path(tempfile.gettempdir())
-    aside = home / ".suite"
-    pristine = aside / "tree"
+    aside = Path(tempfile.gettempdir(), ".suite")
+    pristine, home = aside / "tree", aside / "home"
     shutil.copytree(".", pristine, symlinks=True)
     # By its source's hash, bytecode is never that of another run's file of the same size and second.
     compileall.compile_dir(
         pristine, quiet=2, stripdir=str(pristine), prependdir=root, invalidation_mode=PycInvalidationMode.CHECKED_HASH
     )
-    (aside / "temporary").mkdir()
-    # A sandbox has a temporary folder of its own, its HOME. Another folder may hold what is not ours to remove.
-    kept = frozenset(os.listdir(home)) if str(home) == os.environ.get("HOME") else None
-    os.environ["TMPDIR"] = tempfile.tempdir = str(aside / "temporary")
+    os.environ["HOME"] = os.environ["TMPDIR"] = tempfile.tempdir = str(home)
     gc.collect()
     gc.freeze()
     played = []
     for run in job["runs"]:
-        replace_tree(pristine, run["files"], aside / "temporary")
-        if kept is not None:
-            empty(home, kept)
+        replace_tree(pristine, run["files"])
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir(exist_ok=True)
         played.append(play(run, job, root, aside))
     with os.fdopen(answer, "w") as out:
         json.dump({"runs": played}, out)

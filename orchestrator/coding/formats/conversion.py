@@ -10,7 +10,8 @@ records are done.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from orchestrator.coding.code.grading import grade
 from orchestrator.coding.formats.functions import human_eval_task, mbpp_task
 from orchestrator.coding.formats.swe_bench import instance_task
 from orchestrator.coding.formats.task_files import Record, read_records
+from orchestrator.coding.in_order import in_order
 from orchestrator.coding.sandbox.opening import open_box
 from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, write_tasks
 
@@ -41,8 +43,6 @@ class ImportSettings:
 
     repositories: Path | None = None
     """Folder with a clone or a tree for each repository; SWE-bench's family needs one."""
-    shown_tests: int = 1
-    """MBPP: assertions that the prompt shows."""
     timeout_s: float = 300.0
     """SWE-bench's family: wall-clock limit of one run of the tests."""
     runtime: RuntimeConfig | None = None
@@ -51,12 +51,12 @@ class ImportSettings:
     """Proofs at one time."""
 
 
-def function_task(record: Record, shown_tests: int) -> CodeTask:
+def function_task(record: Record) -> CodeTask:
     """Return the task of a record in HumanEval's or MBPP's form. Raises ConfigError for any other record."""
     if record.has("test", "entry_point", "prompt"):
         return human_eval_task(record)
     if record.has("test_list"):
-        return mbpp_task(record, shown_tests=shown_tests)
+        return mbpp_task(record)
     raise ConfigError(
         f"{record.place}: its fields ({', '.join(record.values)}) are of no known form: SWE-bench (instance_id, ...), "
         "HumanEval (prompt, test, entry_point), MBPP (text, test_list)"
@@ -82,15 +82,17 @@ async def import_tasks(
             pass  # Without sandboxes every record would be refused for it.
     refusals: list[Refusal] = []
     tasks: dict[str, CodeTask] = {}
-    async for done, outcome in _outcomes(records, folder, settings):
-        if isinstance(outcome, Refusal):
-            refusals.append(outcome)
-        elif outcome.id in tasks:
-            reason = f"its id {outcome.id} is another record's, too"
-            refusals.append(Refusal(place=records[done - 1].place, reason=reason))
-        else:
-            tasks[outcome.id] = outcome
-        on_record(done, len(tasks))
+    outcomes = in_order(lambda record: _outcome(record, folder, settings), records, settings.jobs)
+    async with aclosing(outcomes):
+        async for outcome in outcomes:
+            if isinstance(outcome, Refusal):
+                refusals.append(outcome)
+            elif outcome.id in tasks:
+                reason = f"its id {outcome.id} is another record's, too"
+                refusals.append(Refusal(place=records[len(tasks) + len(refusals)].place, reason=reason))
+            else:
+                tasks[outcome.id] = outcome
+            on_record(len(tasks) + len(refusals), len(tasks))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / REFUSED_FILE).write_bytes(b"".join(msgspec.json.encode(refusal) + b"\n" for refusal in refusals))
     if not tasks:
@@ -100,50 +102,34 @@ async def import_tasks(
     return len(tasks), refusals
 
 
-async def _outcomes(
-    records: Sequence[Record], folder: Path, settings: ImportSettings
-) -> AsyncIterator[tuple[int, CodeTask | Refusal]]:
-    """Yield number and outcome of each record, in order; `jobs` of them are under way."""
-    free = asyncio.Semaphore(settings.jobs)
-
-    async def outcome(record: Record) -> CodeTask | Refusal:
-        async with free:
-            try:
-                task = await asyncio.to_thread(_convert, record, folder, settings)
-                reason = await _refuse(task, folder, settings)
-            except (ConfigError, SandboxError, OSError) as error:  # OSError: its files do not fit.
-                reason = str(error).removeprefix(f"{record.place}: ")
-                return Refusal(place=record.place, reason=reason)
-            return Refusal(place=record.place, reason=f"{task.id}: {reason}") if reason else task
-
-    async with asyncio.TaskGroup() as group:
-        running = [group.create_task(outcome(record)) for record in records]
-        for number, job in enumerate(running, start=1):
-            yield number, await job
+async def _outcome(record: Record, folder: Path, settings: ImportSettings) -> CodeTask | Refusal:
+    try:
+        task = await asyncio.to_thread(_convert, record, folder, settings)
+        reason = await why_unproven(task, folder / TREES_FOLDER, settings.runtime) if settings.runtime else ""
+    except (ConfigError, SandboxError, OSError) as error:  # OSError: its files do not fit.
+        return Refusal(place=record.place, reason=str(error).removeprefix(f"{record.place}: "))
+    return Refusal(place=record.place, reason=f"{task.id}: {reason}") if reason else task
 
 
 def _convert(record: Record, folder: Path, settings: ImportSettings) -> CodeTask:
     if not record.has("instance_id"):
-        return function_task(record, settings.shown_tests)
+        return function_task(record)
     if settings.repositories is None:
         raise ConfigError("an instance of SWE-bench's form needs its repository: give --repositories FOLDER")
     return instance_task(record, settings.repositories, folder / TREES_FOLDER, timeout_s=settings.timeout_s)
 
 
-async def _refuse(task: CodeTask, folder: Path, settings: ImportSettings) -> str:
+async def why_unproven(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> str:
     """Return why a task is not proven; empty where it is. One without a known solution needs only fail."""
-    if settings.runtime is None:
-        return ""
-    trees = folder / TREES_FOLDER
     if task.solution:
         solution = {path: text.encode() for path, text in task.solution.items()}
-        result = await grade(task, trees, solution, settings.runtime)
+        result = await grade(task, trees, solution, runtime)
         if not result.solved:
             expected = {*task.fail_to_pass, *task.pass_to_pass}
             lost = sorted(expected - result.passed)
             first = f", first {lost[0]}" if lost else ""
             tail = " ".join(result.report.split())[:400]
             return f"its own solution fails {len(lost)} of {len(expected)} tests{first}: {tail}"
-    if (await grade(task, trees, {}, settings.runtime)).solved:
+    if (await grade(task, trees, {}, runtime)).solved:
         return "its tests pass without any change"
     return ""

@@ -1,8 +1,8 @@
-"""Tasks that ask for one function: HumanEval and MBPP records, and functions deleted from packages.
+"""Tasks that ask for one function: HumanEval and MBPP records.
 
 Tests of a record import the asked functions from solution.py by name, and nothing else of a solution. Helper functions
 of a HumanEval prompt that its test calls come from the prompt. Each assertion of MBPP is a test of its own, for partial
-credit. A deleted function is judged by its package's tests, in the package's tree.
+credit.
 """
 
 from __future__ import annotations
@@ -10,16 +10,12 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-import textwrap
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
-
-import msgspec
+from typing import Any
 
 from composer_prime.errors import ConfigError
 from orchestrator.coding.formats.task_files import Record
-from orchestrator.coding.task import CodeTask, read_tasks
+from orchestrator.coding.task import CodeTask
 
 SOLUTION = "solution.py"
 _TESTS = "test_solution.py"
@@ -51,24 +47,23 @@ def human_eval_task(record: Record) -> CodeTask:
         f"{_INDENT}check({name})",
     ]
     solution = record.values.get("canonical_solution")
-    return _task(
-        record,
-        record.text("task_id", "name"),
-        f"Complete the function `{name}` in {SOLUTION}. It must do what its docstring says.\n\n"
-        f"```python\n{prompt.strip()}\n```",
-        body,
-        [f"test_{name}"],
-        start={SOLUTION: prompt},
-        solution=prompt + solution if isinstance(solution, str) else None,
-        symbols=[name],
+    asked = f"Complete the function `{name}` in {SOLUTION}. It must do what its docstring says."
+    return CodeTask(
+        id=record.text("task_id", "name"),
         repository="human-eval",
+        prompt=f"{asked}\n\n```python\n{prompt.strip()}\n```",
+        start={SOLUTION: prompt},
+        solution={SOLUTION: prompt + solution} if isinstance(solution, str) else {},
+        symbols=[name],
+        source=record.place,
+        **_grading(body, [f"test_{name}"]),
     )
 
 
-def mbpp_task(record: Record, *, shown_tests: int) -> CodeTask:
+def mbpp_task(record: Record) -> CodeTask:
     """Return the task of a record with text or prompt, test_list and maybe code. Raises ConfigError.
 
-    `shown_tests`: assertions that the prompt shows; with none, the policy cannot know the function's name.
+    The prompt shows the first assertion, which names the function.
     """
     assertions = [assertion.strip() for assertion in record.texts("test_list")]
     if not assertions:
@@ -85,40 +80,14 @@ def mbpp_task(record: Record, *, shown_tests: int) -> CodeTask:
         names = sorted(_used_names(_parse(record, "test_list", assertion)) - known - hidden)
         lines = [f"from solution import {', '.join(names)}", *assertion.splitlines()] if names else [assertion]
         tests.append(f"def test_{number}():\n" + "\n".join(_INDENT + line for line in lines))
-    shown = "\n".join(assertions[:shown_tests])
-    example = f"\nFor example:\n\n```python\n{shown}\n```" if shown else ""
-    return _task(
-        record,
-        f"mbpp/{record.text('task_id')}",
-        f"{text.strip()}\n\nWrite it in {SOLUTION}.{example}",
-        [*(part for part in setup if part), *tests],
-        [f"test_{number}" for number in range(1, len(tests) + 1)],
-        start={},
-        solution=solution.replace("\r\n", "\n") if isinstance(solution, str) else None,
-        symbols=[],
+    return CodeTask(
+        id=f"mbpp/{record.text('task_id')}",
         repository="mbpp",
+        prompt=f"{text.strip()}\n\nWrite it in {SOLUTION}.\nFor example:\n\n```python\n{assertions[0]}\n```",
+        solution={SOLUTION: solution.replace("\r\n", "\n")} if isinstance(solution, str) else {},
+        source=record.place,
+        **_grading([*filter(None, setup), *tests], [f"test_{number}" for number in range(1, len(tests) + 1)]),
     )
-
-
-def deleted_functions(folder: Path, max_lines: int | None) -> Iterator[CodeTask]:
-    """Yield the tasks of a folder that delete one top-level function with a docstring.
-
-    Its signature and docstring are the prompt. `max_lines`: of the whole function; None for any. Raises as
-    `read_tasks`.
-    """
-    for task in read_tasks(folder):
-        if task.kind != "delete" or len(task.symbols) != 1 or len(task.start) != 1:
-            continue
-        ((path, text),) = task.start.items()
-        name = _name(task)
-        left, whole = _function(text, name), _function(task.solution.get(path, ""), name)
-        if left is None or whole is None or not isinstance(left.body[-1], ast.Raise):
-            continue  # A method may have the name of an intact function.
-        if ast.get_docstring(left) is None or left.body[-1].lineno == left.lineno:
-            continue  # A signature alone says too little to a policy that does not see the rest of the module.
-        if max_lines is None or (whole.end_lineno or 0) - _first_line(whole) < max_lines:
-            stub = _stub(text, left)
-            yield msgspec.structs.replace(task, prompt=f"Write the Python function `{name}`.\n\n```python\n{stub}\n```")
 
 
 def with_reply(task: CodeTask, reply: str) -> dict[str, bytes]:
@@ -126,13 +95,11 @@ def with_reply(task: CodeTask, reply: str) -> dict[str, bytes]:
 
     A block that defines an asked function goes before later ones. One without it continues what the task gave.
     """
-    names = [_name(task)] if task.tree else task.symbols
+    names = task.symbols
     fences = re.findall(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", reply, re.DOTALL)
     blocks = [code for language, code in fences if language.lower() in ("", "python", "py", "python3")]
     defining = [code for code in blocks if any(_defines(code, name) for name in names)]
     code = (defining or blocks or [reply])[-1]
-    if task.tree:
-        return _in_place(task, code)
     given = task.start.get(SOLUTION, "")
     if given and not all(_defines(code, name) for name in names):
         # Chat templates strip replies, and with them the first line's indentation.
@@ -140,74 +107,21 @@ def with_reply(task: CodeTask, reply: str) -> dict[str, bytes]:
     return {SOLUTION: code.encode("utf-8", "replace")}
 
 
-def _in_place(task: CodeTask, code: str) -> dict[str, bytes]:
-    """Return the file of a deleted function with `code` in place of what was left of it, decorators included."""
-    ((path, text),) = task.start.items()
-    name = _name(task)
-    left = _function(text, name)
-    assert left is not None  # deleted_functions takes no other task.
-    if not _defines(code, name):
-        # Chat templates strip replies, and with them the first line's indentation.
-        bodies = [textwrap.indent(textwrap.dedent(each), _INDENT) for each in (code, _INDENT + code)]
-        wholes = [f"{_stub(text, left)}\n{body}" for body in bodies]
-        code = next(filter(_is_python, wholes), wholes[0])
-    lines = text.split("\n")
-    lines[_first_line(left) - 1 : left.end_lineno] = code.split("\n")
-    return {path: "\n".join(lines).encode("utf-8", "replace")}
-
-
-def _name(task: CodeTask) -> str:
-    return task.symbols[0].rpartition(".")[2]
-
-
 def _defines(code: str, name: str) -> bool:
     return re.search(rf"^(?:async )?def {re.escape(name)}\b", code, re.MULTILINE) is not None
 
 
-def _function(text: str, name: str) -> ast.FunctionDef | None:
-    """Return the only top-level function of a module that has this name."""
-    body = ast.parse(text).body if _is_python(text) else []
-    found = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
-    return found[0] if len(found) == 1 else None
-
-
-def _stub(text: str, left: ast.FunctionDef) -> str:
-    """Return decorators, signature and docstring of a function whose body is gone: all but its last statement."""
-    return "\n".join(text.split("\n")[_first_line(left) - 1 : left.body[-1].lineno - 1])
-
-
-def _first_line(node: ast.FunctionDef) -> int:
-    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-
-
-def _task(
-    record: Record,
-    task_id: str,
-    prompt: str,
-    test_parts: list[str],
-    tests: list[str],
-    *,
-    start: dict[str, str],
-    solution: str | None,
-    symbols: list[str],
-    repository: str,
-) -> CodeTask:
-    return CodeTask(
-        id=task_id,
-        kind="write",
-        repository=repository,
-        prompt=prompt,
-        start=start,
-        solution={} if solution is None else {SOLUTION: solution},
-        editable=[SOLUTION],
-        tests=[_TESTS],
-        test_files={_TESTS: "\n\n\n".join(test_parts) + "\n"},
-        fail_to_pass=[f"{_TESTS}::{test}" for test in tests],
-        pass_to_pass=[],
-        timeout_s=_TIMEOUT_S,
-        symbols=symbols,
-        source=record.place,
-    )
+def _grading(test_parts: list[str], tests: list[str]) -> dict[str, Any]:
+    """Return what tasks have in common whose solution is one file."""
+    return {
+        "kind": "write",
+        "editable": [SOLUTION],
+        "tests": [_TESTS],
+        "test_files": {_TESTS: "\n\n\n".join(test_parts) + "\n"},
+        "fail_to_pass": [f"{_TESTS}::{test}" for test in tests],
+        "pass_to_pass": [],
+        "timeout_s": _TIMEOUT_S,
+    }
 
 
 def _is_python(code: str) -> bool:

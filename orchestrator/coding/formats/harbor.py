@@ -37,6 +37,8 @@ __all__ = ["Harbor"]
 HIDDEN = ".harbor"
 """Folder below the work folder with tests and logs, in the grading sandbox only."""
 TOOLS = ("bash", "view", "str_replace")
+OUTPUT_CHARS = 8000
+COMMAND_TIMEOUT_S = 60.0
 _DIFFICULTY = {"easy": 0.25, "medium": 0.5, "hard": 0.75}
 _NEEDS_BUILD = ("Dockerfile", "docker-compose.yaml")
 _PATHS = re.compile(r"(?<![\w./-])/(app|tests|logs/verifier)(?![\w-])")
@@ -48,18 +50,10 @@ class HarborConfig(vf.TasksetConfig):
 
     folder: Path
     """Folder with task folders, at any depth: those that hold a task.toml."""
-    tasks: list[str] = Field(default_factory=list)
-    """Only the folders of these names; empty takes all."""
     ignore_dockerfile: bool = False
     """Play tasks with a Dockerfile or an image in the plain sandbox, which then must have all that they need."""
-    reward_key: str = "reward"
-    """The value of reward.json that is the reward."""
     instruction: str = "You work in a shell in the current folder. Do what the user asks for. Answer when it is done."
     """System prompt; an empty one is left out."""
-    output_chars: int = Field(8000, ge=200)
-    """Length of a tool's reply; the middle of a longer one is cut."""
-    command_timeout_s: float = Field(60.0, gt=0)
-    """Longest run of one command of the agent."""
     verifier_timeout_s: float = Field(600.0, gt=0)
     """Longest run of tests/test.sh, where task.toml does not say less."""
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
@@ -70,7 +64,6 @@ class HarborData(TaskRow):
     """The wire row of a task."""
 
     task_folder: Path
-    reward_key: str
     verifier_timeout_s: float
     difficulty: float | None
     settings: CodeSettings
@@ -136,11 +129,11 @@ class HarborTask(vf.Task[HarborData, HarborState]):
 
     @vf.reward(weight=1.0)
     async def solved(self, trace: vf.Trace[HarborData, HarborState]) -> float:
-        return trace.state.scores.get(self.data.reward_key, 0.0)
+        return trace.state.scores.get("reward", 0.0)
 
     @vf.metric
     async def outcome(self, trace: vf.Trace[HarborData, HarborState]) -> dict[str, float]:
-        others = {name: score for name, score in trace.state.scores.items() if name != self.data.reward_key}
+        others = {name: score for name, score in trace.state.scores.items() if name != "reward"}
         return {"has_reward_file": float(bool(trace.state.scores)), **others}
 
 
@@ -151,22 +144,17 @@ class Harbor(vf.Taskset[HarborTask, HarborConfig]):  # pyright: ignore[reportInv
         """Raises ConfigError for a folder that is not a task for a plain sandbox, EmptyTaskSetError without tasks."""
         config = self.config
         folders = sorted(path.parent for path in config.folder.rglob("task.toml"))
-        chosen = [folder for folder in folders if not config.tasks or folder.name in config.tasks]
-        if not chosen:
-            names = ", ".join(folder.name for folder in folders[:20]) or "none"
-            raise EmptyTaskSetError(
-                f"{config.folder} has no Harbor task folder (with a task.toml) that taskset.tasks allows; "
-                f"it has: {names}"
-            )
+        if not folders:
+            raise EmptyTaskSetError(f"{config.folder} has no Harbor task folder: none holds a task.toml")
         settings = CodeSettings(
             folder=config.folder.expanduser().resolve(),
             runtime=config.runtime,
             tools=TOOLS,
-            output_chars=config.output_chars,
-            command_timeout_s=config.command_timeout_s,
+            output_chars=OUTPUT_CHARS,
+            command_timeout_s=COMMAND_TIMEOUT_S,
             monitor=HackMonitorConfig(policy="none", lures=False),
         )
-        for folder in chosen:
+        for folder in folders:
             yield HarborTask(_read_folder(folder, config, settings), config.task)
 
 
@@ -193,7 +181,6 @@ def _read_folder(folder: Path, config: HarborConfig, settings: CodeSettings) -> 
         prompt=in_work_folder(instruction.encode()).decode(),
         system_prompt=config.instruction or None,
         task_folder=folder.resolve(),
-        reward_key=config.reward_key,
         verifier_timeout_s=min(float(limit_s), config.verifier_timeout_s),
         difficulty=_DIFFICULTY.get(str(table.get("metadata", {}).get("difficulty"))),
         settings=settings,

@@ -6,9 +6,9 @@
     tool_loop --tool call--> OpenEnvEpisode --WebSocket--> server: reset, step ... until done
                   ^ observation, or the error of a call   |
 
-This speaks the server's protocol (openenv-core 0.3) itself. openenv-core and verifiers need different versions of one
-package, so they cannot share an environment; and a server has its own dependencies anyway. A call that the server
-refuses is a tool error that the policy sees. Only a server that cannot be reached, is full or breaks fails the rollout.
+This speaks the server's protocol (openenv-core 0.3) itself, because openenv-core and verifiers need different versions
+of one package. A call that the server refuses is a tool error that the policy sees. Only a server that cannot be
+reached, is full or breaks fails the rollout.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Awaitable, Iterator
+from typing import Any, TypeVar
 
 import aiohttp
 import verifiers.v1 as vf
@@ -30,23 +30,17 @@ from orchestrator.environments.task_row import TaskRow
 
 __all__ = ["OpenEnv"]
 
+TIMEOUT_S = 120.0
+"""Longest wait for one answer of the server."""
+_OBSERVATION_CHARS = 20_000
+"""Longer observations lose their middle."""
 _REFUSED = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 """Codes of errors that an action caused; every other one is the server's failure."""
 _GENERIC_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
 """Titles of action schemas of servers whose actions are calls of MCP tools."""
 _STEP = "step"
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-
-
-class OpenEnvTaskConfig(vf.TaskConfig):
-    """How an episode is played."""
-
-    reward: Literal["sum", "last"] = "sum"
-    """The rollout's reward: the sum of the steps' rewards, or the last one."""
-    timeout_s: float = Field(default=120.0, gt=0)
-    """Longest wait for one answer of the server, in seconds."""
-    max_observation_chars: int = Field(default=20_000, ge=100)
-    """Longer observations lose their middle."""
+_Answer = TypeVar("_Answer")
 
 
 class OpenEnvConfig(vf.TasksetConfig):
@@ -62,10 +56,6 @@ class OpenEnvConfig(vf.TasksetConfig):
     """Further arguments of the environment's reset."""
     instruction: str | None = "Act with the tools until the observation says that the episode is over."
     """System prompt; None leaves it out."""
-    prompt: str = Field("The first observation:", min_length=1)
-    """What stands before the first observation."""
-    task: OpenEnvTaskConfig = OpenEnvTaskConfig()
-    """How an episode is played."""
 
     @field_validator("base_url")
     @classmethod
@@ -80,10 +70,9 @@ class OpenEnvData(TaskRow):
 
     base_url: str
     reset: dict[str, Any]
-    settings: OpenEnvTaskConfig
 
     def tool_executor(self) -> OpenEnvEpisode:
-        return OpenEnvEpisode(self.base_url, self.reset, self.settings)
+        return OpenEnvEpisode(self.base_url, self.reset)
 
 
 class OpenEnvTask(vf.Task[OpenEnvData]):
@@ -101,10 +90,9 @@ class OpenEnv(vf.Taskset[OpenEnvTask, OpenEnvConfig]):
             data = OpenEnvData(
                 name=f"{config.base_url}#{seed}",
                 system_prompt=config.instruction,
-                prompt=config.prompt,
+                prompt="The first observation:",
                 base_url=config.base_url,
                 reset={**config.reset, "seed": seed},
-                settings=config.task,
             )
             yield OpenEnvTask(data, config.task)
 
@@ -112,11 +100,10 @@ class OpenEnv(vf.Taskset[OpenEnvTask, OpenEnvConfig]):
 class OpenEnvEpisode:
     """One episode: a `RemoteEpisode` of the tool loop."""
 
-    def __init__(self, base_url: str, reset: dict[str, Any], settings: OpenEnvTaskConfig) -> None:
+    def __init__(self, base_url: str, reset: dict[str, Any]) -> None:
         self._url = base_url
         self._reset = reset
-        self._settings = settings
-        self._http = aiohttp.ClientSession(trust_env=False, timeout=aiohttp.ClientTimeout(total=settings.timeout_s))
+        self._http = aiohttp.ClientSession(trust_env=False)
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._rewards: list[float] = []
         self._refused = 0
@@ -126,27 +113,23 @@ class OpenEnvEpisode:
 
     async def start(self) -> str:
         """Connect, list the tools, and return the first observation. Raises ToolsetError."""
-        action = (await self._reach(self._get_schema())).get("action") or {}
+        action = (await self._wait(self._get_schema(), "/schema")).get("action") or {}
+        connecting = self._http.ws_connect(f"{self._url}/ws", max_msg_size=_MAX_MESSAGE_BYTES)
+        self._socket = await self._wait(connecting, "/ws")
         self._has_mcp_tools = action.get("title") in _GENERIC_ACTIONS
-        self._socket = await self._reach(self._http.ws_connect(f"{self._url}/ws", max_msg_size=_MAX_MESSAGE_BYTES))
+        tools = [{"name": _STEP, "description": action.get("description", ""), "input_schema": action}]
         if self._has_mcp_tools:
-            listing = self._observation(await self._ask(_STEP, {"type": "list_tools"}), "list_tools")
-            self.schemas = [
-                _function(tool["name"], tool.get("description", ""), tool.get("input_schema") or {})
-                for tool in listing["observation"].get("tools", [])
-            ]
-        else:
-            self.schemas = [_function(_STEP, action.get("description", "Act in the environment."), action)]
-        result = self._observation(await self._ask("reset", self._reset), "reset")
+            tools = self._result(await self._ask(_STEP, {"type": "list_tools"}))["observation"].get("tools", [])
+        self.schemas = [_function(tool) for tool in tools]
+        result = self._result(await self._ask("reset", self._reset))
         self.is_over = bool(result.get("done"))
-        return self._text(result)
+        return _text(result)
 
     async def call(self, name: str, arguments_json: str) -> str:
         """Take one step. Return the observation, or the error of a call that the server refuses."""
-        names = [schema["function"]["name"] for schema in self.schemas]
         if self.is_over:
             return "Error: the episode is over"
-        if name not in names:
+        if name not in [schema["function"]["name"] for schema in self.schemas]:
             return f"Tool not found: {name}"
         try:
             arguments = json.loads(arguments_json)
@@ -157,98 +140,99 @@ class OpenEnvEpisode:
             return self._refuse("Invalid arguments: they must be a JSON object")
         action = {"type": "call_tool", "tool_name": name, "arguments": arguments} if self._has_mcp_tools else arguments
         reply = await self._ask(_STEP, action)
-        problem = reply["data"]
-        if reply["type"] == "error" and problem.get("code") in _REFUSED:
-            return self._refuse(f"Error: {_problem_text(problem)}")
-        result = self._observation(reply, _STEP)
-        reward = result.get("reward")
-        if reward is not None:
-            if not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
-                shown = str(reward)[:200]
-                raise ToolsetError(f"OpenEnv server {self._url}: a step's reward is {shown!r}, not a finite number")
-            self._rewards.append(float(reward))
+        if reply["type"] == "error" and reply["data"].get("code") in _REFUSED:
+            return self._refuse(f"Error: {_problem(reply['data'])}")
+        result = self._result(reply)
+        self._add_reward(result.get("reward"))
         self.is_over = bool(result.get("done"))
         error = result["observation"].get("error") if self._has_mcp_tools else None
-        return self._refuse(f"Error: {error.get('message', error)}") if isinstance(error, dict) else self._text(result)
+        return self._refuse(f"Error: {_problem(error)}") if isinstance(error, dict) else _text(result)
 
     async def finish(self, trace: vf.Trace) -> None:
-        """Record the reward of the steps so far, and disconnect."""
-        rewards = self._rewards or [0.0]
-        trace.record_reward("openenv", sum(rewards) if self._settings.reward == "sum" else rewards[-1])
+        """Record the sum of the steps' rewards, and disconnect."""
+        trace.record_reward("openenv", sum(self._rewards))
         trace.record_metrics({"steps": len(self._rewards), "refused": self._refused, "done": float(self.is_over)})
         if self._socket is not None:
             await self._socket.close()
         await self._http.close()
+
+    def _refuse(self, text: str) -> str:
+        self._refused += 1
+        return text
+
+    def _add_reward(self, reward: Any) -> None:
+        if reward is None:
+            return
+        if not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
+            raise self._failure(f"a step's reward is {str(reward)[:200]!r}, not a finite number")
+        self._rewards.append(float(reward))
 
     async def _get_schema(self) -> dict[str, Any]:
         async with self._http.get(f"{self._url}/schema") as response:
             response.raise_for_status()
             return await response.json()
 
-    async def _reach(self, request: Any) -> Any:
-        try:
-            async with asyncio.timeout(self._settings.timeout_s):
-                return await request
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # A TimeoutError is an OSError.
-            raise ToolsetError(
-                f"no OpenEnv server answers at {self._url} within {self._settings.timeout_s:g} s: "
-                f"{type(error).__name__} {error}; start it, or correct taskset.base_url"
-            ) from error
-
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """Send a message and return the answer. Raises ToolsetError for a server that does not answer with one."""
         if self._socket is None:
-            raise ToolsetError(f"OpenEnv server {self._url}: an earlier call got no answer, so the episode has ended")
-        limit_s = self._settings.timeout_s
+            raise self._failure("an earlier call got no answer, so the episode has ended")
         socket, self._socket = self._socket, None  # A late answer must not become the next call's.
+
+        async def exchange() -> Any:
+            await socket.send_json({"type": kind, "data": data})
+            return await socket.receive_json()
+
         try:
-            async with asyncio.timeout(limit_s):
-                await socket.send_json({"type": kind, "data": data})
-                reply = await socket.receive_json()
+            reply = await self._wait(exchange(), kind)
             self._socket = socket
-        except (aiohttp.ClientError, OSError, RecursionError, TypeError, ValueError) as error:
-            raise ToolsetError(
-                f"OpenEnv server {self._url}: no answer to {kind} within {limit_s:g} s: {type(error).__name__} {error}"
-            ) from error
         finally:
             if self._socket is None:
                 await self._http.close()
         if not isinstance(reply, dict) or not isinstance(reply.get("data"), dict):
-            raise ToolsetError(f"OpenEnv server {self._url}: not a message of its protocol: {str(reply)[:200]}")
+            raise self._failure(f"not a message of its protocol: {str(reply)[:200]}")
         return reply
 
-    def _observation(self, reply: dict[str, Any], kind: str) -> dict[str, Any]:
+    async def _wait(self, answer: Awaitable[_Answer], what: str) -> _Answer:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await answer
+        except (aiohttp.ClientError, OSError, RecursionError, TypeError, ValueError) as error:
+            words = f"no answer to {what} within {TIMEOUT_S:g} s: {type(error).__name__} {error}"
+            raise self._failure(f"{words}; start it, or correct taskset.base_url") from error
+
+    def _result(self, reply: dict[str, Any]) -> dict[str, Any]:
         result = reply["data"]
         if reply["type"] == "observation" and isinstance(result.get("observation"), dict):
             return result
         advice = ""
         if result.get("code") == "CAPACITY_REACHED":
             advice = "; give its create_app max_concurrent_envs >= orchestrator.max_concurrent"
-        raise ToolsetError(f"OpenEnv server {self._url}: {kind}: {_problem_text(result)}{advice}")
+        raise self._failure(f"{_problem(result)}{advice}")
 
-    def _refuse(self, text: str) -> str:
-        self._refused += 1
-        return text
-
-    def _text(self, result: dict[str, Any]) -> str:
-        observation = {**result["observation"], **({"done": True} if result.get("done") else {})}
-        return clip(json.dumps(observation, ensure_ascii=False), self._settings.max_observation_chars)
+    def _failure(self, text: str) -> ToolsetError:
+        return ToolsetError(f"OpenEnv server {self._url}: {text}")
 
 
-def _function(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
     """Return an OpenAI function definition. OpenEnv's own `metadata` field is not the policy's to fill."""
-    shown = {key: value for key, value in parameters.items() if key not in ("title", "description")}
-    if "properties" in shown:
-        shown["properties"] = {key: value for key, value in shown["properties"].items() if key != "metadata"}
-    parameters = {"type": "object", "properties": {}, **shown}
-    function = {"name": name, "description": description.strip(), "parameters": parameters}
+    schema = tool.get("input_schema") or {}
+    parameters = {key: value for key, value in schema.items() if key not in ("title", "description")}
+    fields = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
+    function = {
+        "name": tool["name"],
+        "description": (tool.get("description") or "").strip(),
+        "parameters": {"type": "object", **parameters, "properties": fields},
+    }
     return {"type": "function", "function": function}
 
 
-def _problem_text(problem: dict[str, Any]) -> str:
+def _text(result: dict[str, Any]) -> str:
+    observation = {**result["observation"], **({"done": True} if result.get("done") else {})}
+    return clip(json.dumps(observation, ensure_ascii=False), _OBSERVATION_CHARS)
+
+
+def _problem(problem: dict[str, Any]) -> str:
     """Return one line for an error of the server, with the fields that it names."""
+    fields = [f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}" for each in problem.get("errors") or ()]
     text = str(problem.get("message", problem))
-    fields = [
-        f"{'.'.join(map(str, entry.get('loc', ())))}: {entry.get('msg')}" for entry in problem.get("errors") or ()
-    ]
     return f"{text}: {'; '.join(fields)}" if fields else text

@@ -1,11 +1,9 @@
-"""One function in one turn: the reply's code is graded by tests in a sandbox. HumanEval, MBPP and deleted functions.
+"""One function in one turn: the reply's code is graded by tests in a sandbox. HumanEval and MBPP.
 
     taskset = { id = "orchestrator.coding.formats.programs", file = "HumanEval.jsonl.gz" }
-    taskset = { id = "orchestrator.coding.formats.programs", file = "tasks/", max_lines = 12, eval_share = 0.3 }
 
-The records say which of the two forms they have. A folder is one that `composer tasks make` made. To let an agent work
-with tools instead, make a task folder of the file (`composer tasks import`) and play it with
-orchestrator.coding.code.
+The records say which of the two forms they have. To let an agent work with tools instead, make a task folder of the
+file (`composer tasks import`) and play it with orchestrator.coding.code.
 """
 
 from __future__ import annotations
@@ -22,25 +20,23 @@ from composer_prime.config.sandbox import RuntimeConfig
 from orchestrator.coding.code.code_harness import sandbox_failures
 from orchestrator.coding.code.grading import grade
 from orchestrator.coding.formats.conversion import function_task
-from orchestrator.coding.formats.file_taskset import FileTasksetConfig
-from orchestrator.coding.formats.functions import deleted_functions, with_reply
+from orchestrator.coding.formats.functions import with_reply
+from orchestrator.coding.formats.questions import FileTasksetConfig
 from orchestrator.coding.formats.task_files import read_records
 from orchestrator.coding.monitor import HackMonitorConfig, HackVerdict, inspect, seal
-from orchestrator.coding.task import TREES_FOLDER, CodeTask, tree_of
+from orchestrator.coding.task import CodeTask
 from orchestrator.environments.task_row import TaskRow
 
 __all__ = ["Programs"]
 
+_NO_TREES = Path()
+"""Tasks of a file have no tree."""
 INSTRUCTION = "You are a programmer. Answer with one Python code block that holds the complete function."
 
 
 class ProgramsConfig(FileTasksetConfig):
     """Which file, and how its tasks are scored."""
 
-    max_lines: int | None = Field(None, ge=2)
-    """A folder: only functions of at most this many lines, signature and docstring included."""
-    shown_tests: int = Field(1, ge=0)
-    """MBPP: assertions that the prompt shows. They name the function."""
     partial_credit: bool = False
     """Reward the share of failing tests that pass (MBPP has several). Otherwise only a full solution earns."""
     instruction: str = INSTRUCTION
@@ -50,11 +46,6 @@ class ProgramsConfig(FileTasksetConfig):
     monitor: HackMonitorConfig = Field(default_factory=lambda: HackMonitorConfig(policy="none", lures=False))
     """What counts as a hack, and how it is handled. By default it is only recorded: an agent that writes a whole file
     may import and read what no known solution does."""
-
-    @property
-    def trees(self) -> Path:
-        """The pristine trees of a folder. Tasks of a file have none."""
-        return self.file / TREES_FOLDER
 
 
 class ProgramState(vf.State):
@@ -72,7 +63,7 @@ class ProgramData(TaskRow):
     """The wire row of a task."""
 
     place: str
-    """The place of the record or the source. Its tests and its solution are not part of a trace."""
+    """The place of the record. Its tests and its solution are not part of a trace."""
 
 
 class ProgramTask(vf.Task[ProgramData, ProgramState]):
@@ -95,7 +86,7 @@ class ProgramTask(vf.Task[ProgramData, ProgramState]):
         """Grade the reply, and ask the monitor."""
         patch = with_reply(self._task, trace.last_reply)
         with sandbox_failures():
-            result = await grade(self._task, self._settings.trees, patch, self._settings.runtime)
+            result = await grade(self._task, _NO_TREES, patch, self._settings.runtime)
         verdict = await asyncio.to_thread(self._inspect, patch)
         earned = result.fraction if self._settings.partial_credit else float(result.solved)
         reward, state = verdict.reward(earned), trace.state
@@ -115,7 +106,7 @@ class ProgramTask(vf.Task[ProgramData, ProgramState]):
         return trace.state.figures
 
     def _inspect(self, patch: dict[str, bytes]) -> HackVerdict:
-        sealed = seal(self._task, tree_of(self._task, self._settings.trees), self._settings.monitor)
+        sealed = seal(self._task, None, self._settings.monitor)
         return inspect(self._task, sealed, {**sealed.start, **patch}, (), self._settings.monitor)
 
 
@@ -125,12 +116,8 @@ class Programs(vf.Taskset[ProgramTask, ProgramsConfig]):  # pyright: ignore[repo
     def load(self) -> Iterator[ProgramTask]:
         """Raises ConfigError for a file or record that cannot be read, EmptyTaskSetError for an empty split."""
         config = self.config
-        if config.file.is_dir() or not config.file.suffix:
-            named = ((task.repository, task) for task in deleted_functions(config.file, config.max_lines))
-        else:
-            tasks = (function_task(record, config.shown_tests) for record in read_records(config.file))
-            named = ((task.id, task) for task in tasks)
-        for task in config.played(named):
+        tasks = (function_task(record) for record in read_records(config.file))
+        for task in config.played((task.id, task) for task in tasks):
             system = config.instruction or None
             data = ProgramData(name=task.id, prompt=task.prompt, system_prompt=system, place=task.source)
             yield ProgramTask(data, config, task)

@@ -9,23 +9,60 @@ Numbers are compared as numbers: "$1,200.00" is "1200". With one file for both, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
 
 import verifiers.v1 as vf
 from pydantic import Field
 
-from composer_prime.errors import ConfigError
-from orchestrator.coding.formats.file_taskset import FileTasksetConfig
+from composer_prime.errors import ConfigError, EmptyTaskSetError
 from orchestrator.coding.formats.task_files import read_records
 from orchestrator.environments.answers import (
     INSTRUCTIONS,
     AnswerPlace,
+    Split,
     find_answer,
     same_answer,
+    split_of,
 )
 from orchestrator.environments.task_row import OneAnswer, TaskRow
 
 __all__ = ["Questions"]
+
+Row = TypeVar("Row")
+
+
+class FileTasksetConfig(vf.TasksetConfig):
+    """Which file, and which of its rows."""
+
+    file: Path
+    """A .jsonl, .jsonl.gz, .json or .parquet file with one record a task."""
+    split: Split = "train"
+    """Training or held-out rows, where `eval_share` is above 0."""
+    eval_share: float = Field(0.0, ge=0, lt=1)
+    """Share of the rows that is held out; 0 plays all in both."""
+    num_tasks: int | None = Field(None, ge=1)
+    """Play only this many tasks, the first ones; None plays all."""
+
+    def played(self, named: Iterable[tuple[str, Row]]) -> Iterator[Row]:
+        """Yield the rows that are played. `named`: the name that decides the split, and the row.
+
+        Raises EmptyTaskSetError for none.
+        """
+        count = 0
+        for name, row in named:
+            if self.eval_share and split_of(name, self.eval_share) != self.split:
+                continue
+            yield row
+            count += 1
+            if count == self.num_tasks:
+                return
+        if not count:
+            raise EmptyTaskSetError(
+                f"{self.file}: nothing of it is in split {self.split!r} with eval_share = {self.eval_share:g}; change "
+                "eval_share, or give the split a file of its own"
+            )
 
 
 class QuestionsConfig(FileTasksetConfig):

@@ -12,7 +12,6 @@ are refused; sympy's name functions only, which are looked up in the test patch.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 import subprocess
@@ -21,17 +20,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
 from composer_prime.errors import ConfigError
-from orchestrator.coding.formats.patches import apply_patch
 from orchestrator.coding.formats.task_files import Record
+from orchestrator.coding.git_command import git
 from orchestrator.coding.task import CodeTask, check_path
 
 _DIFFICULTY = {"<15 min fix": 0.2, "15 min - 1 hour": 0.5, "1-4 hours": 0.8, ">4 hours": 0.95}
 """SWE-bench Verified's estimates of how long a person takes."""
 _TESTS_ARE_NOT_EDITABLE = ("!**/tests/**", "!**/test/**", "!**/testing/**", "!**/test_*.py", "!**/*_test.py")
-_UNITTEST_ID = re.compile(r"^\w+ \([\w.]+\)$")
 _COMMIT = re.compile("[0-9a-f]{7,64}")
-_GIT_TIMEOUT_S = 600.0
 _COPY_LEAVES_OUT = shutil.ignore_patterns(".git", "__pycache__", "*.pyc", ".pytest_cache", ".mypy_cache")
+_TAR_TIMEOUT_S = 600.0
+_HEADER = re.compile(r"^(?:(?:---|\+\+\+) (?:[ab]/)?|(?:rename|copy) (?:from|to) )(?P<path>[^\t\n]+)", re.MULTILINE)
+"""A line of a diff that names a file."""
 
 
 def instance_task(record: Record, repositories: Path, trees: Path, *, timeout_s: float) -> CodeTask:
@@ -52,40 +52,45 @@ def _instance_task(record: Record, instance: str, repositories: Path, trees: Pat
     if not fail_to_pass:
         raise ConfigError("its FAIL_TO_PASS is empty: no test tells a solution from none")
     repo = record.text("repo")
-    tree = _add_tree(repo, str(record.values.get("base_commit") or ""), repositories, trees)
-    changed = apply_patch(trees / tree, record.text("patch"), field="patch")
+    tree = trees / _add_tree(repo, str(record.values.get("base_commit") or ""), repositories, trees)
+    changed = apply_patch(tree, record.text("patch"), field="patch")
     if not changed:
         raise ConfigError("its 'patch' is empty or changes nothing: there is nothing to solve")
     is_bug = _patch_breaks(record, repo)
-    before = {path: _read(trees / tree / path) for path in changed}
-    solution = before if is_bug else changed
-    test_changes = apply_patch(trees / tree, str(record.values.get("test_patch") or ""), field="test_patch")
-    test_files = {path: text for path, text in test_changes.items() if text is not None}
+    solution = {path: _text(tree, path, "patch") for path in changed} if is_bug else changed
+    test_changes = apply_patch(tree, str(record.values.get("test_patch") or ""), field="test_patch")
+    test_files = _present(test_changes)
     fail_to_pass, pass_to_pass = (_pytest_ids(ids, test_files) for ids in (fail_to_pass, pass_to_pass))
-    tests = sorted({test.partition("::")[0] for test in (*fail_to_pass, *pass_to_pass)})
-    removed = [path for path, text in test_changes.items() if text is None]
+    hidden = [path for path, text in test_changes.items() if text is None]
     if is_bug:
-        removed += sorted({test.partition("::")[0] for test in fail_to_pass})
-    prompt = record.values.get("problem_statement") or _prompt_of_bug(repo, changed)
+        hidden += sorted({test.partition("::")[0] for test in fail_to_pass})
     return CodeTask(
         id=instance,
         kind="issue",
         repository=repo,
-        tree=tree,
-        prompt=prompt,
-        start={path: text for path, text in changed.items() if text is not None} if is_bug else {},
-        removed=removed,
-        solution={path: text for path, text in solution.items() if text is not None},
+        tree=tree.name,
+        prompt=record.values.get("problem_statement") or _prompt_of_bug(repo, changed),
+        start=_present(changed) if is_bug else {},
+        removed=hidden,
+        solution=_present(solution),
         editable=_editable(changed),
-        tests=tests,
+        tests=sorted({test.partition("::")[0] for test in (*fail_to_pass, *pass_to_pass)}),
         test_files=test_files,
         fail_to_pass=fail_to_pass,
         pass_to_pass=pass_to_pass,
-        python_path=_python_path(trees / tree),
+        python_path=_python_path(tree),
         timeout_s=timeout_s,
         difficulty=_DIFFICULTY.get(str(record.values.get("difficulty"))),
         source=f"{repo}@{record.values.get('base_commit') or 'tree'}",
     )
+
+
+def _python_path(tree: Path) -> list[str]:
+    return [folder for folder in ("src", "lib") if (tree / folder).is_dir()] + ["."]
+
+
+def _present(files: dict[str, str | None]) -> dict[str, str]:
+    return {path: text for path, text in files.items() if text is not None}
 
 
 def _patch_breaks(record: Record, repo: str) -> bool:
@@ -102,22 +107,14 @@ def _pytest_ids(names: Sequence[str], test_files: dict[str, str]) -> list[str]:
     """Return node ids. Raises ConfigError for names that pytest does not know."""
     ids = []
     for name in names:
-        if "::" in name:
-            ids.append(name)
-            continue
-        files = [
-            path for path, text in test_files.items() if re.search(rf"^def {re.escape(name)}\(", text, re.MULTILINE)
-        ]
-        if len(files) == 1:
-            ids.append(f"{files[0]}::{name}")
-            continue
-        if _UNITTEST_ID.match(name):
+        define = re.compile(rf"^def {re.escape(name)}\(", re.MULTILINE)
+        files = [path for path, text in test_files.items() if define.search(text)]
+        if "::" not in name and len(files) != 1:
             raise ConfigError(
-                f"its test {name!r} is named as Django's test runner or unittest prints it; only tests that pytest "
-                "runs can be graded here. Leave such repositories out"
+                f"its test {name!r} is no pytest node id (file::test), and {len(files)} files of its test_patch define "
+                "it; only tests that pytest runs can be graded"
             )
-        where = f"{len(files)} files of its test_patch define it" if files else "no file of its test_patch defines it"
-        raise ConfigError(f"its test {name!r} is not a pytest node id (file::test), and {where}")
+        ids.append(name if "::" in name else f"{files[0]}::{name}")
     return ids
 
 
@@ -127,22 +124,12 @@ def _editable(changed: Iterable[str]) -> list[str]:
     return [*(f"**/*{suffix}" for suffix in suffixes), *_TESTS_ARE_NOT_EDITABLE, *sorted(changed)]
 
 
-def _python_path(tree: Path) -> list[str]:
-    return [folder for folder in ("src", "lib") if (tree / folder).is_dir()] + ["."]
-
-
-def _read(path: Path) -> str | None:
-    return path.read_text() if path.is_file() else None
-
-
 def _add_tree(repo: str, commit: str, repositories: Path, trees: Path) -> str:
     """Put the repository's tree at a commit below `trees`, unless it is there. Return its folder's name."""
     folder = _find_repository(repo, repositories)
     is_clone = (folder / ".git").exists() or (folder / "objects").is_dir()
-    if is_clone and not commit:
-        raise ConfigError(f"it has no base_commit, but {folder} is a clone: it needs one")
     if is_clone and not _COMMIT.fullmatch(commit):
-        raise ConfigError(f"its base_commit {commit!r} is not a commit; give the hexadecimal name from `git log`")
+        raise ConfigError(f"its base_commit {commit!r} is no commit of the clone {folder}; give the hexadecimal name")
     tree = re.sub(r"[^\w.-]+", "__", f"{repo}-{commit[:12]}" if is_clone else repo)
     if (trees / tree).is_dir():
         return tree
@@ -151,7 +138,8 @@ def _add_tree(repo: str, commit: str, repositories: Path, trees: Path) -> str:
         made = Path(scratch, "tree")
         if is_clone:
             made.mkdir()
-            _archive(folder, commit, made)
+            packed = git(folder, "archive", "--format=tar", commit)
+            subprocess.run(["tar", "-x", "-C", str(made)], input=packed, check=True, timeout=_TAR_TIMEOUT_S)
         else:
             shutil.copytree(folder, made, ignore=_COPY_LEAVES_OUT, symlinks=True)
         with contextlib.suppress(OSError):  # Another instance made it in the meantime.
@@ -163,43 +151,57 @@ def _add_tree(repo: str, commit: str, repositories: Path, trees: Path) -> str:
 
 def _find_repository(repo: str, repositories: Path) -> Path:
     try:
-        repo = check_path(repo)
+        folder = repositories / check_path(repo).replace("/", "__")
     except ValueError as error:
         raise ConfigError(f"its 'repo' is refused: {error}; give owner/name") from None
-    owner, _, name = repo.rpartition("/")
-    candidates = [
-        path for path in (f"{owner}__{name}" if owner else name, repo, name) for path in (path, f"{path}.git")
-    ]
-    for candidate in dict.fromkeys(candidates):
-        if (repositories / candidate).is_dir():
-            return repositories / candidate
-    raise ConfigError(
-        f"no clone or tree of {repo} in {repositories}: looked for {', '.join(dict.fromkeys(candidates))}. Clone it "
-        f"(`git clone URL {repositories / candidates[0]}`) or name the right folder with --repositories"
-    )
+    if not folder.is_dir():
+        raise ConfigError(f"no clone or tree of {repo}: `git clone URL {folder}`, or correct --repositories")
+    return folder
 
 
-def _archive(clone: Path, commit: str, target: Path) -> None:
-    """Unpack a commit's files. Raises ConfigError where the clone lacks it."""
-    # A clone may belong to another user; the archive command runs no code of it.
-    environment = {
-        **os.environ,
-        "GIT_CONFIG_COUNT": "1",
-        "GIT_CONFIG_KEY_0": "safe.directory",
-        "GIT_CONFIG_VALUE_0": "*",
-    }
+def apply_patch(tree: Path, patch: str, *, field: str) -> dict[str, str | None]:
+    """Return the text of each file that a diff changes or makes, None for one that it deletes. `tree` does not change.
+
+    `git apply` does the work. `field`: the patch's name in the record, for messages. Raises ConfigError for a patch
+    that does not apply, or that changes what is no plain file of text.
+    """
+    if not patch.strip():
+        return {}
+    paths = _touched(patch, field)
+    with tempfile.TemporaryDirectory(prefix="composer-patch-") as scratch:
+        copy = Path(scratch, "tree")
+        copy.mkdir()
+        before = {path: _text(tree, path, field) for path in paths}
+        for path, text in _present(before).items():
+            (copy / path).parent.mkdir(parents=True, exist_ok=True)
+            (copy / path).write_bytes(text.encode())
+        try:
+            whole = patch if patch.endswith("\n") else patch + "\n"
+            git(copy, "apply", "--whitespace=nowarn", "-", stdin=whole.encode())
+        except ConfigError as error:
+            raise ConfigError(f"its {field!r} does not apply: {error}") from None
+        after = {path: _text(copy, path, field) for path in paths}
+    return {path: text for path, text in after.items() if text != before[path]}
+
+
+def _touched(patch: str, field: str) -> list[str]:
+    if "GIT binary patch" in patch:
+        raise ConfigError(f"its {field!r} changes a binary file; tasks hold text only")
     try:
-        packed = subprocess.run(
-            ["git", "-C", str(clone), "archive", "--format=tar", commit],
-            env={**environment, "LC_ALL": "C"},
-            capture_output=True,
-            timeout=_GIT_TIMEOUT_S,
-        )
-    except FileNotFoundError:
-        raise ConfigError("git is not installed, and it reads clones: install it (`apt install git`)") from None
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"{clone}: git archive {commit} took longer than {_GIT_TIMEOUT_S:g} s") from None
-    if packed.returncode:
-        complaint = packed.stderr.decode(errors="replace").strip()[-300:]
-        raise ConfigError(f"{clone} has no commit {commit} ({complaint}); fetch it there (`git fetch origin {commit}`)")
-    subprocess.run(["tar", "-x", "-C", str(target)], input=packed.stdout, check=True, timeout=_GIT_TIMEOUT_S)
+        paths = [check_path(match["path"]) for match in _HEADER.finditer(patch) if match["path"] != "/dev/null"]
+    except ValueError as error:
+        raise ConfigError(f"its {field!r} is refused: {error}") from None
+    if not paths:
+        raise ConfigError(f"its {field!r} is not a unified diff: it has no line that begins with '--- ' or '+++ '")
+    return sorted(set(paths))
+
+
+def _text(tree: Path, path: str, field: str) -> str | None:
+    """Return a file's text, None where there is none. A link may lead out of the tree, and so is refused."""
+    for part in (PurePosixPath(path), *PurePosixPath(path).parents[:-1]):
+        if (tree / part).is_symlink():
+            raise ConfigError(f"its {field!r} changes {path}, but {part} is a link; tasks hold plain files only")
+    try:
+        return (tree / path).read_bytes().decode() if (tree / path).is_file() else None
+    except UnicodeDecodeError:
+        raise ConfigError(f"its {field!r} changes {path}, which is not UTF-8 text; tasks hold UTF-8 only") from None

@@ -35,7 +35,7 @@ class Record:
             return value
         if isinstance(value, int | float) and not isinstance(value, bool):
             return str(value)
-        raise ConfigError(f"{self.place}: {names[0]!r} is {_kind(value)}, but must be text")
+        raise ConfigError(f"{self.place}: {names[0]!r} is a {type(value).__name__}, but must be text")
 
     def texts(self, *names: str) -> list[str]:
         """Return a list of texts. Some files hold the list as a JSON string. Raises ConfigError."""
@@ -47,7 +47,7 @@ class Record:
                 raise ConfigError(f"{self.place}: {names[0]!r} is text that is not a JSON list: {error}") from None
         if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
             return value
-        raise ConfigError(f"{self.place}: {names[0]!r} is {_kind(value)}, but must be a list of texts")
+        raise ConfigError(f"{self.place}: {names[0]!r} is a {type(value).__name__}, but must be a list of texts")
 
     def value(self, *names: str) -> Any:
         """Return the first of these fields that the record has. Raises ConfigError with the names that it has."""
@@ -74,7 +74,7 @@ def read_records(path: Path) -> Iterator[Record]:
     for number, values in _rows(path):
         count += 1
         if not isinstance(values, dict):
-            raise ConfigError(f"{path}:{number}: {_kind(values)}, but each record must be a JSON object")
+            raise ConfigError(f"{path}:{number}: a {type(values).__name__}, but each record must be a JSON object")
         yield Record(place=f"{path}:{number}", values=values)
     if not count:
         raise EmptyTaskSetError(f"{path} is empty: it holds no record")
@@ -91,7 +91,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     if path.suffix == ".json":
         rows = _decode(content, str(path))
         if not isinstance(rows, list):
-            raise ConfigError(f"{path}: {_kind(rows)}, but a .json file must hold one list of records")
+            raise ConfigError(f"{path}: a {type(rows).__name__}, but a .json file must hold one list of records")
         yield from enumerate(rows, start=1)
         return
     for number, line in enumerate(content.split(b"\n"), start=1):
@@ -117,8 +117,3 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
         yield from enumerate(parquet.read_table(path).to_pylist(), start=1)
     except (ArrowInvalid, OSError) as error:
         raise ConfigError(f"{path}: no Parquet file: {error}") from error
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
