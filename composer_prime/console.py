@@ -65,10 +65,10 @@ def exit_on_version_flag(words: list[str]) -> None:
         raise SystemExit(0)
 
 
-def unknown_command(name: str, commands: Iterable[str]) -> str:
-    """Return the message for a command that does not exist, with the nearest one that does."""
-    nearest = difflib.get_close_matches(name, commands, n=1, cutoff=0.5)
-    return f"unknown command {name!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return `; did you mean KNOWN?` with what comes closest to `word`, or nothing. `prefix` stands before it."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 def fail(error: Exception, *, command: str | None = None) -> NoReturn:

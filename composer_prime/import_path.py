@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from composer_prime.console import did_you_mean
 from composer_prime.errors import ConfigError
 
 
@@ -19,10 +19,10 @@ def find_part(name: str, known: Mapping[str, str], setting: str) -> Any:
     path = known.get(name, name)
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
         choices = ", ".join(known) or "none"
-        raise ConfigError(f"{setting} is {name!r}; expected one of {choices}, or `module:name` of your own{hint}")
+        raise ConfigError(
+            f"{setting} is {name!r}; expected one of {choices}, or `module:name` of your own{did_you_mean(name, known)}"
+        )
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 from composer_prime.address import tcp_address
 from composer_prime.config import load
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.console import EXIT_USAGE, console_main, exit_on_version_flag, fail, pluralize, unknown_command
+from composer_prime.console import EXIT_USAGE, console_main, did_you_mean, exit_on_version_flag, fail, pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import model_ready
 from composer_prime.run.keys import ClientKeys, RunKeys
@@ -67,7 +67,7 @@ def _parse(words: list[str]) -> tuple[Assignment, bool]:
         print(_USAGE)
         raise SystemExit(0 if words else EXIT_USAGE)
     if words[0].isalpha():
-        raise ConfigError(f"{unknown_command(words[0], ['join', 'audit'])}\n\n{_USAGE}")
+        raise ConfigError(f"unknown command {words[0]!r}{did_you_mean(words[0], ['join', 'audit'])}\n\n{_USAGE}")
     parser = argparse.ArgumentParser(prog="inference", allow_abbrev=False, add_help=False)
     parser.add_argument("--run-dir", type=Path)
     parser.add_argument("--node-name", default="node-0")

@@ -28,9 +28,9 @@ from composer_prime.console import (
     columns,
     console_main,
     console_script,
+    did_you_mean,
     exit_on_version_flag,
     fail,
-    unknown_command,
 )
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.monitor.events import record_events
@@ -69,7 +69,7 @@ def _main() -> int:
         if words and words[0] in _COMMANDS:
             return _command(words[0], words[1:])
         if words and words[0].isalpha():
-            raise ConfigError(f"{unknown_command(words[0], _COMMANDS)}\n\n{_USAGE}")
+            raise ConfigError(f"unknown command {words[0]!r}{did_you_mean(words[0], _COMMANDS)}\n\n{_USAGE}")
         if words in (["--help"], ["-h"]):
             print(f"{_USAGE}\n")
         if words[:1] == ["--run-dir"]:

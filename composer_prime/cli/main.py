@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from composer_prime.console import INTERRUPTED, console_main, exit_on_version_flag, fail, unknown_command
+from composer_prime.console import INTERRUPTED, console_main, did_you_mean, exit_on_version_flag, fail
 from composer_prime.errors import ComposerError
 
 COMMANDS = {
@@ -50,7 +50,7 @@ def _main() -> int:
     length = 2 if " ".join(words[:2]) in COMMANDS else 1
     name, arguments = " ".join(words[:length]), words[length:]
     if name not in COMMANDS:
-        fail(ComposerError(f"{unknown_command(name, COMMANDS)}\n\n{composer_usage()}"))
+        fail(ComposerError(f"unknown command {name!r}{did_you_mean(name, COMMANDS)}\n\n{composer_usage()}"))
     try:
         return importlib.import_module(COMMANDS[name][0]).main(arguments)
     except ComposerError as error:

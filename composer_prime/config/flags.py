@@ -1,61 +1,40 @@
-"""Flags of the command line: `--section.key VALUE`, also of a list element (--orchestrator.source.0.weight 2)."""
+"""Flags of the command line: `--section.key VALUE`, also of a list element (--orchestrator.source.0.weight 2).
+
+A word stays text: pydantic makes numbers and switches of it. Of several flags for one key the last one holds.
+"""
 
 from __future__ import annotations
 
-import itertools
 import json
 from typing import Any
 
 from composer_prime.config.layers import Layer
-from composer_prime.config.problems import (
-    COMMAND_LINE,
-    in_table,
-    is_kind,
-    is_known,
-    key_types,
-    names_of,
-    section_at,
-    unknown_key,
-)
-from composer_prime.console import pluralize, program
+from composer_prime.config.problems import COMMAND_LINE, in_table, is_kind, key_types, names_of
+from composer_prime.console import program
 from composer_prime.errors import ConfigError
 
 Location = tuple[str, ...]
 
 
-def apply_flags(values: dict[str, Any], words: list[str]) -> tuple[Layer, list[str]]:
-    """Set in `values` what the flags in `words` say. Return what they set, and a sentence for each wrong flag."""
+def apply_flags(values: dict[str, Any], words: list[str]) -> Layer:
+    """Set in `values` what the flags in `words` say. Return what they set. Raises ConfigError for a wrong one."""
     layer = Layer(origin=COMMAND_LINE, values={})
-    sentences: list[str] = []
-    places: list[Location] = []
     for name, given in _read(words):
         location = tuple(name.replace("-", "_").split("."))
-        off = (location[0].removeprefix("no_"), *location[1:])
-        if not given and not is_known(location) and _is_switch(off):
-            location, given = off, ["false"]
-        try:
-            if not is_known(location):
-                raise ConfigError(unknown_key(location, COMMAND_LINE))
-            _check_apart(location, places)
-            _put(values, location, _value(location, given))
-        except ConfigError as error:
-            sentences.append(str(error))
-        else:
-            places.append(location)
-            _mark(layer.values, location)
-    return layer, sentences
+        turns_off = location[0].startswith("no_") and not given
+        if turns_off:
+            location = (location[0].removeprefix("no_"), *location[1:])
+        if not given and _kind(location) not in (bool, None):
+            raise ConfigError(f"--{name} needs a value: only a switch has none")
+        _put(values, location, _value(location, given) if given else not turns_off)
+        mark = layer.values
+        for key in location:
+            mark = mark.setdefault(key, {})
+    return layer
 
 
-def _check_apart(location: Location, places: list[Location]) -> None:
-    """Raise ConfigError for a flag that sets a part of what another flag sets whole, or the reverse."""
-    for other in places:
-        shorter = min(location, other, key=len)
-        if location != other and location[: len(shorter)] == other[: len(shorter)]:
-            raise ConfigError(f"--{'.'.join(location)} and --{'.'.join(other)} set the same value: give one of them")
-
-
-def _is_switch(location: Location) -> bool:
-    return key_types().get(".".join(names_of(location))) is bool
+def _kind(location: Location) -> Any:
+    return key_types().get(".".join(names_of(location)))
 
 
 def _read(words: list[str]) -> list[tuple[str, list[str]]]:
@@ -75,64 +54,42 @@ def _read(words: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def _value(location: Location, words: list[str]) -> Any:
-    """Return the value that `words` spell; pydantic makes numbers and switches of them. No word turns a switch on."""
-    flag = f"--{'.'.join(location)}"
-    kind = key_types().get(".".join(names_of(location)))
+    """Return the value that `words` spell: several are a list, and lists and tables may be JSON."""
     if len(words) > 1:
         return words
-    if not words and not _is_switch(location):
-        raise ConfigError(f"{flag} needs a value")
-    word = words[0] if words else "true"
-    if in_table(location):
-        return _literal(word)
+    word, kind = words[0], _kind(location)
     if word == "None":
-        return word
-    if (section := section_at(location)) is not None:
-        raise ConfigError(f"{flag} is a section: set {flag}.KEY, where KEY is one of {', '.join(section.model_fields)}")
+        return None
+    if in_table(location):
+        try:
+            return json.loads(word)
+        except ValueError:
+            return word
     takes_list = is_kind(kind, list, tuple) and not location[-1].isdecimal()
     if word[:1] in ("[", "{") and (takes_list or is_kind(kind, dict)):
         try:
             return json.loads(word)
         except ValueError as error:
-            raise ConfigError(f"{flag} {word}: starts like JSON but is not: {error}") from None
+            raise ConfigError(f"--{'.'.join(location)} {word}: starts like JSON but is not: {error}") from None
     return [word] if takes_list else word
-
-
-def _literal(text: str) -> Any:
-    """Return a word as the value TOML would make of it; anything else stays text."""
-    try:
-        return None if text == "None" else json.loads(text)
-    except ValueError:
-        return text
 
 
 def _put(values: dict[str, Any], location: Location, value: Any) -> None:
     """Set `value`, and the tables on the way to it. Raises ConfigError for an element that no file sets."""
     node: Any = values
-    for key, following in itertools.pairwise(location):
+    for key in location[:-1]:
         index = _index(node, key, location)
-        if isinstance(node, dict) and not following.isdecimal() and node.get(key) in (None, "None"):
+        if isinstance(node, dict) and node.get(key) in (None, "None"):
             node[key] = {}
-        node = node.get(key) if isinstance(node, dict) else node[index]
-    last = _index(node, location[-1], location)
-    if not isinstance(node, dict | list):
-        raise ConfigError(f"--{'.'.join(location)}: {location[-2]} is {node!r}, not a table")
-    node[last] = value
+        node = node[index]
+    node[_index(node, location[-1], location)] = value
 
 
-def _index(node: Any, key: str, location: Location) -> Any:
+def _index(node: Any, key: str, location: Location) -> str | int:
     """Return what `key` is called in the table or list `node`."""
-    if not key.isdecimal():
+    if isinstance(node, dict):
         return key
-    flag = f"--{'.'.join(location)}"
-    if not isinstance(node, list):
-        raise ConfigError(f"{flag}: no configuration file sets the list, so it has no element to override")
-    if int(key) >= len(node):
-        count = pluralize(len(node), "element")
-        raise ConfigError(f"{flag}: the list has {count}, counted from 0, so none at {key}")
-    return int(key)
-
-
-def _mark(values: dict[str, Any], location: Location) -> None:
-    for key in location:
-        values = values.setdefault(key, {})
+    if isinstance(node, list) and key.isdecimal() and int(key) < len(node):
+        return int(key)
+    what = f"a list of {len(node)}, counted from 0" if isinstance(node, list) else f"the value {node!r}"
+    raise ConfigError(f"--{'.'.join(location)}: there is no {key} in {what}")

@@ -36,8 +36,6 @@ class DemonstrationsConfig(BaseConfig):
     """JSON Lines files: one object per line with `messages` and, optionally, `tools`."""
     rows_per_step: int = Field(default=32, ge=1)
     """Rows in each optimizer step. Each pass reshuffles the rows; its last step may have fewer."""
-    epochs: int | None = Field(default=None, ge=1)
-    """Passes over the files; sets run.max_steps. None leaves run.max_steps unchanged."""
     too_long: Literal["refuse", "cut", "skip"] = "refuse"
     """What to do with rows longer than model.max_context: stop before the first step, truncate them, or skip them."""
     eval_files: list[Path] = []
@@ -50,10 +48,6 @@ class DemonstrationsConfig(BaseConfig):
         if repeated := sorted({str(file) for file in files if files.count(file) > 1}):
             raise ValueError(f"{', '.join(repeated)} is named twice: name each file once")
         return files
-
-    def steps_per_pass(self, rows: int) -> int:
-        """Return how many steps a pass over `rows` rows takes."""
-        return -(-rows // self.rows_per_step)
 
 
 class AuxiliaryConfig(BaseConfig):

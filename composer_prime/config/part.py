@@ -6,12 +6,13 @@ curriculum = { name = "my_module:MyCurriculum", settings = { window = 4 } }
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import model_validator
 from pydantic_config import BaseConfig
+
+from composer_prime.console import did_you_mean
 
 
 class PartConfig(BaseConfig):
@@ -44,8 +45,7 @@ def check_names(entries: Iterable[str | PartConfig], known: Sequence[str], setti
         if part.is_own:
             continue
         if part.name not in known:
-            near = difflib.get_close_matches(part.name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(part.name, known)
             raise ValueError(f"{setting} has {part.name!r}; expected {', '.join(known)}, or `module:Class`{hint}")
         if part.settings:
             raise ValueError(f"{setting} has settings {sorted(part.settings)} for {part.name!r}, which takes none")

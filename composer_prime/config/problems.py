@@ -1,14 +1,11 @@
 """Sentences about what is wrong with a configuration: the key, its value, the file that set it, what is expected.
 
-For a key that does not exist they suggest one of nearly this name in its section, else one of this name elsewhere, else
-one with a nearly equal path.
+For a key that does not exist they suggest one of nearly this name in its section, else those of this name elsewhere.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
-import re
 import types
 from collections.abc import Sequence
 from typing import Any, Union, get_args, get_origin
@@ -18,41 +15,37 @@ from pydantic import BaseModel, ValidationError
 from composer_prime.config.layers import Layer
 from composer_prime.config.removed import what_holds_now
 from composer_prime.config.root import Config, DisagreementError
+from composer_prime.console import did_you_mean, what_is_wrong
+from composer_prime.errors import ConfigError
 
 COMMAND_LINE = "the command line"
 Location = tuple[str | int, ...]
 
 
-def describe_problems(error: ValidationError, layers: Sequence[Layer], section: Location = ()) -> list[str]:
-    """Return one sentence for each wrong key, in the order of the sections; `layers` tell where each was set.
+def wrong_config(error: ValidationError, layers: Sequence[Layer], section: Location = ()) -> ConfigError:
+    """Return the error that has a sentence for each wrong key, in the order of the sections.
 
-    `section`: the part of the configuration that was validated; () for all of it.
+    `layers` tell where each key was set. `section`: the part of the configuration that was validated; () for all.
     """
     problems_at: dict[Location, list[Any]] = {}
     for problem in error.errors():
         problems_at.setdefault(_key_location((*section, *problem["loc"])), []).append(problem)
-    sentences = []
+    sentences: list[str] = []
     for location, problems in problems_at.items():
         cause = problems[0].get("ctx", {}).get("error")
         disagree = isinstance(cause, DisagreementError)
         sentences += cause.sentences if disagree else [_sentence(location, problems, layers)]
-    return sentences
-
-
-def unknown_key(location: Location, origin: str = "") -> str:
-    """Say that there is no such key, and what is meant or holds now. `origin`: where it was set, if that is known."""
-    dash = "--" if origin == COMMAND_LINE else ""
-    shown = f"{dash}{_dotted(location)}" + ("" if dash or not origin else f" ({origin})")
-    if (now := what_holds_now(location)) is not None:
-        return f"{shown} was removed: {now}"
-    return f"unknown {'option' if dash else 'key'} {shown}{_suggest_key(location, dash)}"
+    return ConfigError(what_is_wrong(sentences))
 
 
 def _sentence(location: Location, problems: list[Any], layers: Sequence[Layer]) -> str:
     first, key = problems[0], _dotted(location)
     origin = next((layer.origin for layer in reversed(layers) if layer.sets(location)), "")
+    dash, place = ("--", "") if origin == COMMAND_LINE else ("", f" ({origin})" if origin else "")
     if first["type"] == "extra_forbidden":
-        return unknown_key(location, origin)
+        if (now := what_holds_now(location)) is not None:
+            return f"{dash}{key}{place} was removed: {now}"
+        return f"unknown {'option' if dash else 'key'} {dash}{key}{place}{_suggestion(location, dash)}"
     if first["type"] == "missing":
         return f"{key} is required: set it in the TOML file or pass --{key} VALUE"
     if first["type"] == "value_error":
@@ -61,43 +54,22 @@ def _sentence(location: Location, problems: list[Any], layers: Sequence[Layer]) 
     shown = f"{key} = {value if len(value) <= 80 else value[:77] + '...'}{f' ({origin})' if origin else ''}"
     section = section_at(location)
     if first["type"] == "model_type" and section is not None:
-        dash = "--" if origin == COMMAND_LINE else ""
         keys = ", ".join(section.model_fields)
         return f"{shown}: a section, not a value: set {dash}{key}.KEY, where KEY is one of {keys}"
-    expected = " or ".join(dict.fromkeys(_expected(problem["msg"]) for problem in problems))
-    return f"{shown}: expected {expected}{_suggest_choice(first)}"
+    expected = " or ".join(dict.fromkeys(problem["msg"].removeprefix("Input should be ") for problem in problems))
+    return f"{shown}: expected {expected}"
 
 
-def _expected(message: str) -> str:
-    text = message.removeprefix("Input should be ").split(", unable to parse")[0].split(", got a")[0]
-    text = text.replace("a valid string", "text")
-    return f"a value {text}" if text.startswith(("greater", "less")) else text
-
-
-def _suggest_choice(problem: Any) -> str:
-    """Suggest the choice that a misspelled one comes closest to."""
-    if problem["type"] != "literal_error" or not isinstance(problem["input"], str):
-        return ""
-    choices = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
-    nearest = difflib.get_close_matches(problem["input"], choices, n=1, cutoff=0.6)
-    return f"; did you mean '{nearest[0]}'?" if nearest else ""
-
-
-def _suggest_key(location: Location, dash: str) -> str:
-    """Return `; did you mean a.b?`, else the keys that its section has. `dash`: what stands before a key."""
+def _suggestion(location: Location, dash: str) -> str:
+    """Return `; did you mean a.b?`, else the keys that the section has. `dash`: what stands before a key."""
     *parents, name = location
-    section, path = section_at(location[:-1]), _dotted(names_of(location))
-    near: list[str] = []
-    if section is not None:
-        close = difflib.get_close_matches(str(name), section.model_fields, n=1, cutoff=0.6)
-        near = [_dotted((*parents, each)) for each in close]
-    near = near or [key for key in key_types() if key.rpartition(".")[2] == name and not path.startswith(f"{key}.")]
-    if section is None:
-        near = near or difflib.get_close_matches(path, key_types(), n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean {' or '.join(dash + key for key in near[:3])}?"
-    where = f"[{_dotted(parents)}]" if parents else "the file"
-    return f"; keys of {where}: {', '.join(section.model_fields)}" if section is not None else ""
+    fields = list(section.model_fields) if (section := section_at(tuple(parents))) is not None else []
+    if near := did_you_mean(str(name), fields, prefix=dash + "".join(f"{parent}." for parent in parents)):
+        return near
+    elsewhere = [dash + key for key in key_types() if key.rpartition(".")[2] == name]
+    if elsewhere:
+        return f"; did you mean {' or '.join(elsewhere[:3])}?"
+    return f"; keys of [{_dotted(parents)}]: {', '.join(fields)}"
 
 
 # The tree of keys, read from the types of `Config`.
@@ -121,11 +93,6 @@ def key_types() -> dict[str, Any]:
 def leaf_keys() -> list[str]:
     """Return every key that holds a value, with those of elements of lists once."""
     return [key for key, kind in key_types().items() if section_of(kind) is None]
-
-
-def is_known(location: Location) -> bool:
-    """Return whether `location` names a key, or something in a free table."""
-    return _dotted(names_of(location)) in key_types() or in_table(location)
 
 
 def in_table(location: Location) -> bool:

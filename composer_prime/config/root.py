@@ -256,11 +256,6 @@ def _demonstrations(config: Config) -> Iterator[str]:
             f"channels.sft.weight is {weight:g} and orchestrator.demonstrations.files names "
             f"{pluralize(len(files), 'file')}: SFT needs a weight above 0 and at least one file, or neither"
         )
-    if (epochs := config.orchestrator.demonstrations.epochs) is not None and not files:
-        yield (
-            f"orchestrator.demonstrations.epochs is {epochs}, but orchestrator.demonstrations.files is empty: name the "
-            "files, or set run.max_steps instead of epochs"
-        )
     if groups == 0 and config.run.max_steps and not weight:
         yield (
             "orchestrator.groups_per_step is 0, but channels.sft.weight is 0: no step would have anything to train; "

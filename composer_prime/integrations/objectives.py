@@ -7,8 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from composer_prime.channels.policy import PolicyConfig
-from composer_prime.config.problems import describe_problems
-from composer_prime.errors import ConfigError
+from composer_prime.config.problems import wrong_config
 
 
 def make_po_config(objective: str = "dr_grpo", **settings: Any) -> PolicyConfig:
@@ -19,4 +18,4 @@ def make_po_config(objective: str = "dr_grpo", **settings: Any) -> PolicyConfig:
     try:
         return PolicyConfig.model_validate({"objective": objective, **settings})
     except ValidationError as error:
-        raise ConfigError("; ".join(describe_problems(error, [], section=("channels", "policy")))) from None
+        raise wrong_config(error, [], section=("channels", "policy")) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,7 +116,7 @@ def test_one_element_of_a_list_can_be_overridden(base):
 
 def test_missing_element_is_named_with_the_count(base):
     # Overriding element 5 of 2 says how many there are.
-    assert "has 2 elements, counted from 0, so none at 5" in refused("@", base, "--orchestrator.source.5.weight", "2")
+    assert "no 5 in a list of 2" in refused("@", base, "--orchestrator.source.5.weight", "2")
 
 
 def test_unknown_key_in_a_file_gets_a_suggestion_and_its_file(base, tmp_path):
@@ -134,16 +133,6 @@ def test_unknown_key_below_a_list_element_gets_a_suggestion(base, tmp_path):
     assert "did you mean orchestrator.source.0.weight?" in text
 
 
-@pytest.mark.parametrize("table", ["[teachers.teacher]]", "orchestrator.hints.llm]"])
-@pytest.mark.parametrize("asked", ["key_env", "key_variable", "usd_per_million"])
-def test_endpoints_are_named_alike(base, tmp_path, table, asked):
-    # Teachers, hints and judge have the same names for the same things; other tools' and earlier ones lead to them.
-    meant = {"key_env": "api_key_var", "key_variable": "api_key_var", "usd_per_million": "input_usd_per_mtok"}[asked]
-    old = f"input_{asked}" if "usd" in asked else f"api_{asked}"
-    wrong = overlay(tmp_path, f'[{table}\nmodel = "openai/gpt-5"\n{old} = 1\n')
-    assert re.search(rf"unknown key \S+\.{old}.*; did you mean \S+\.{meant}\?", refused("@", base, "@", wrong))
-
-
 def test_key_in_the_wrong_section_is_found_by_its_name(base):
     # lr belongs to trainer.optim, wherever the user puts it.
     assert "did you mean --trainer.optim.lr or --diloco.outer.lr?" in refused("@", base, "--run.lr", "1")
@@ -153,7 +142,7 @@ def test_key_in_the_wrong_section_is_found_by_its_name(base):
     ("words", "said"),
     [
         ("--diloco.outer 0.7", "set --diloco.outer.KEY, where KEY is one of lr, momentum"),
-        ("--diloco.momentum 0.9", "did you mean --diloco.outer.momentum?"),
+        ("--trainer.optim.typ muon", "did you mean --trainer.optim.type?"),
         ("--monitor.colour red", "unknown option --monitor.colour; keys of [monitor]: "),
     ],
 )
@@ -163,45 +152,14 @@ def test_remedies_stay_in_the_section(base, words, said):
     assert said in text and "did you mean --run.name?" in text
 
 
-def test_one_value_for_a_section_of_a_file(base, tmp_path):
-    # The same in a TOML file, in its spelling.
-    wrong = overlay(tmp_path, '[diloco]\ncodec = "int4"\n')
-    text = refused("@", base, "@", wrong)
-    assert (
-        f"diloco.codec = 'int4' ({wrong}): a section, not a value: set diloco.codec.KEY, where KEY is one of type"
-        in text
-    )
-
-
-@pytest.mark.parametrize(("wrong", "meant"), [("gpso", "gspo"), ("dr-grpo", "dr_grpo"), ("nothing_like_it", None)])
-def test_a_misspelled_choice_gets_a_suggestion(base, wrong, meant):
-    # The nearest of the choices, where there is a near one.
-    text = refused("@", base, "--channels.policy.objective", wrong)
-    assert f"channels.policy.objective = '{wrong}'" in text and "expected 'dr_grpo', 'grpo'" in text
-    assert f"did you mean '{meant}'?" in text if meant else "did you mean" not in text
-
-
-def test_unknown_flag_gets_a_suggestion(base):
-    # Also a section's name is corrected.
-    assert "did you mean --trainer.optim.type?" in refused("@", base, "--trainer.optim.typ", "muon")
-
-
 def test_wrong_values_name_key_value_place_and_expectation(base, tmp_path):
     # Every wrong value is listed, not only the first.
     wrong = overlay(tmp_path, '[trainer.optim]\nlr = "fast"\n')
     text = refused("@", base, "@", wrong, "--run.max_steps", "-3", "--trainer.optim.type", "sgd")
     assert "3 things are wrong" in text
     assert f"trainer.optim.lr = 'fast' ({wrong}): expected a valid number" in text
-    assert "run.max_steps = '-3' (the command line): expected a value greater than or equal to 0" in text
+    assert "run.max_steps = '-3' (the command line): expected greater than or equal to 0" in text
     assert "expected adamw, muon" in text
-
-
-def test_independent_rules_and_unknown_options_are_listed_together(base):
-    # A misspelled option and two broken rules: all in one message.
-    broken = ["--trainer.micro_batch_tokens", "64", "--orchestrator.group_size", "99"]
-    text = refused("@", base, "--run.nmae", "x", *broken)
-    assert "3 things are wrong" in text and "did you mean --run.name?" in text
-    assert "trainer.micro_batch_tokens is 64" in text and "orchestrator.group_size = 99" in text
 
 
 def test_missing_required_key_says_how_to_set_it(tmp_path):
@@ -221,24 +179,9 @@ def test_cross_field_rules_are_plain_sentences(base):
     assert text.endswith("set --orchestrator.eval.pass_k 1")
 
 
-def test_missing_file_lists_its_neighbours(base):
-    # A typo in the path shows what is there.
-    assert "base.toml" in refused("@", base.replace("base.toml", "bse.toml"))
-
-
-def test_file_without_a_sign_is_explained(base):
-    # `trainer file.toml` says to put an @ before it.
-    assert f"@ {base}" in refused(base)
-
-
 def test_broken_toml_names_file_and_line(tmp_path):
     # The parser's line number is passed on.
     assert "line 1" in refused("@", overlay(tmp_path, "[run\n"))
-
-
-def test_nothing_given_points_to_an_example():
-    # An empty command line is a usage error with a way on.
-    assert "@ configs/a1.toml" in refused()
 
 
 def test_resume_and_dry_run_are_short_forms(base):
@@ -291,21 +234,6 @@ def help_of(capsys, *topic: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_is_short_and_tells_more_by_section(capsys):
-    # The sections with their meaning on a screen; the keys of one, with those below it; every key with `all`.
-    short = help_of(capsys)
-    assert short.count("\n") < 40 and "@ FILE reads a TOML file" in short
-    assert "  trainer       FSDP2 ranks" in short and "                optim, schedule, lora, checkpoint" in short
-    optim, trainer, everything = (help_of(capsys, topic) for topic in ("trainer.optim", "trainer", "all"))
-    assert "--trainer.optim.lr" in optim and "--trainer.optim.lr" in trainer and "--trainer.schedule.type" in trainer
-    assert "--trainer.schedule.type" not in optim and "--model.path" not in trainer and "--model.path" in everything
-    assert "--channels.replay_dpo.weight" in help_of(capsys, "channels.replay_dpo")
-    assert "  channels      The loss." in short
-    with pytest.raises(SystemExit) as ended:
-        parse_command_line(["--help", "trainr"])
-    assert ended.value.code == 2 and "--help trainr: no such section" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words", ["@ {}", "@{}"])
 def test_a_configuration_file_stands_behind_an_at(words):
     # Behind a flag, as other programs take it, the message shows how to write it.
@@ -356,15 +284,14 @@ def test_modules_are_looked_for_beside_the_last_file_first(tmp_path, monkeypatch
     ("words", "key"),
     [
         (["--run.output_dir", "--run.max_steps", "3"], "--run.output_dir"),
-        (["--no-run.name"], "--no_run.name"),
+        (["--no-run.name"], "--no-run.name"),
         (["--trainer.optim", '{"lr": 1e-3}'], "--trainer.optim"),
-        (["--orchestrator.source.0.weight", "2", "--orchestrator.source", "[]"], "--orchestrator.source.0.weight"),
         (["--orchestrator.source.0.taskset.id.name", "x"], "--orchestrator.source.0.taskset.id.name"),
         (["--run.import_from", "/tmp", "overlay.toml"], "overlay.toml"),
     ],
 )
 def test_flags_that_lose_a_value_are_refused(base, words, key):
-    # A value that is missing, a section in place of its keys, a part beside its whole, a file without its @.
+    # A value that is missing, a section in place of its keys, a file without its @.
     with pytest.raises(ConfigError) as refused:
         resolve(["@", base, *words])
     assert key in str(refused.value)

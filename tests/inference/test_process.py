@@ -80,7 +80,7 @@ assert not {{"torch", "transformers", "vllm"}} & set(sys.modules)
         (["audit", "tcp://127.0.0.1:5500", "--model", "tiny"], "--token-file"),
         (["audit", "tcp://127.0.0.1:5500", "--model", "tiny", "--token-file", "/no/file"], "/no/file"),
         (["join"], "cpi2."),
-        (["joim"], "unknown command 'joim'; did you mean 'join'?"),
+        (["joim"], "unknown command 'joim'; did you mean join?"),
         (["join", "cpi2.abcdef"], "of 11 characters was cut or altered"),
         (["--run-dir", "/no/such/run"], "config.json"),
         (["@", "/no/such/file.toml"], "/no/such/file.toml"),

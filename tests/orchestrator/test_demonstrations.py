@@ -249,30 +249,6 @@ def test_a_resume_needs_the_same_files(tmp_path):
         rows.check_resume(digest([path]))
 
 
-def test_epochs_set_the_length_of_the_run(tmp_path):
-    # Ten rows, four a step, two passes: six steps. A length of its own beside it is refused.
-    path = write(tmp_path / "rows.jsonl", *[{"messages": TALK}] * 10)
-    config = tmp_path / "run.toml"
-    text = Path(SFT).read_text().replace("max_steps = 32\n", "")
-    config.write_text(text.replace('files = ["outputs/rows.jsonl"]', f'files = ["{path}"]'))
-    words = ["@", str(config), "--orchestrator.demonstrations.rows_per_step", "4"]
-    words += ["--orchestrator.demonstrations.epochs", "2"]
-    counted = resolve(words).config
-    assert (counted.run.max_steps, counted.orchestrator.demonstrations.epochs) == (6, None)
-    (tmp_path / "config.json").write_text(dump(counted))
-    assert resolve(["@", str(tmp_path / "config.json"), "--resume"]).config.run.max_steps == 6
-    assert evaluation_config(words).run.max_steps == 0
-    with pytest.raises(ConfigError, match=r"run.max_steps is 5 and orchestrator.demonstrations.epochs is 2"):
-        resolve([*words, "--run.max_steps", "5"])
-    with pytest.raises(ConfigError, match=r"sync_every is 4: the last 2 steps would reach no other"):
-        joint = ["--diloco.run", "j", "--diloco.key_file", "j.key", "--diloco.peer_id", "a", "--diloco.sync_every", "4"]
-        joint += ["--diloco.rendezvous", "tcp://127.0.0.1:1", "--orchestrator.groups_per_step", "1"]
-        resolve([*words, *joint])
-    path.unlink()
-    with pytest.raises(ConfigError, match=r"at tcp://10.0.0.1:1\): set run.max_steps instead"):
-        resolve([*words, "--orchestrator.address", "tcp://10.0.0.1:1"])
-
-
 def test_an_evaluation_needs_no_rows(tmp_path, monkeypatch):
     # Configurations and run directories of SFT can be evaluated where their files are not.
     monkeypatch.chdir(tmp_path)
