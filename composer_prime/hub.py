@@ -2,31 +2,24 @@
 
 The only store is the cache of huggingface_hub. A model that is complete there is used as it is, without a request,
 also when the Hub has a newer commit. Another machine has a cache of its own and may read another commit: only
-`@REVISION` with a commit rules that out. A download continues after a broken connection; one that was ended keeps the
-files that are complete. HF_HUB_OFFLINE, HF_TOKEN, HF_HOME and HF_ENDPOINT mean what they mean to huggingface_hub, which
-is imported inside the functions: that takes a second.
+`@REVISION` with a commit rules that out. HF_HUB_OFFLINE, HF_TOKEN, HF_HOME and HF_ENDPOINT mean what they mean to
+huggingface_hub, which is imported inside the functions: that takes a second.
 """
 
 from __future__ import annotations
 
-import errno
 import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from composer_prime.console import pluralize
 from composer_prime.errors import ComposerError, ModelNotFoundError
 from composer_prime.host import free_bytes
 
 _ID = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*)(?:@([A-Za-z0-9][A-Za-z0-9._/-]*))?")
-_SMALL = re.compile(r"(?!pytorch_|tf_|flax_)[\w.-]+\.(json|jinja|txt|model)")
-_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-_DESCRIPTION = ("config.json", "tokenizer_config.json", "chat_template.jinja")
+_DESCRIPTION = ["config.json", "tokenizer_config.json", "chat_template.jinja"]
 """The files that a plan reads; some hundred kilobytes at most."""
-_REQUEST_S = 30.0
+_SMALL = ["*.json", "*.jinja", "*.txt", "*.model"]
+_WEIGHTS = ["model.safetensors", "model-*-of-*.safetensors"]
 
 
 class HubModel(NamedTuple):
@@ -44,75 +37,75 @@ class HubModel(NamedTuple):
             return None
         return cls(match[1], match[2] or "main")
 
-    def cached(self, name: str = "config.json", commit: str | None = None) -> Path | None:
-        """Return the path of a file of the model in the cache, without a request; None: the newest commit there."""
+    def cached(self) -> Path | None:
+        """Return the folder of the newest commit in the cache, without a request. It may lack files."""
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(self.id, name, revision=commit or self.revision)
-        return Path(found) if isinstance(found, str) else None
+        found = try_to_load_from_cache(self.id, "config.json", revision=self.revision)
+        return Path(found).parent if isinstance(found, str) else None
 
-    def missing_files(self) -> dict[str, int]:
-        """Ask the Hub. Return the size in bytes of each needed file that the cache lacks, small files first.
-
-        Files of an older commit in the cache do not count: the newest one is what `fetch` completes.
-
-        Raises ModelNotFoundError.
-        """
-        from huggingface_hub import HfApi
-
-        with _refusals(self):
-            info = HfApi().model_info(self.id, revision=self.revision, files_metadata=True, timeout=_REQUEST_S)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-        weights = [name for name in sizes if _WEIGHTS.fullmatch(name)]
-        if "model.safetensors.index.json" in sizes:
-            weights = [name for name in weights if name != "model.safetensors"]
-        if "config.json" not in sizes or not weights:
-            absent = "config.json" if "config.json" not in sizes else "safetensors weights"
+    def missing_bytes(self) -> int:
+        """Ask the Hub how much there is to download. Raises ModelNotFoundError, also when the disk is too small."""
+        files = self._snapshot([*_SMALL, *_WEIGHTS], dry_run=True)
+        names = {file.filename for file in files}
+        if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
             raise ModelNotFoundError(
-                f"{self.id} on the Hub has no {absent}: choose a repository that transformers can load (GGUF files and "
-                "pickled *.bin weights are not read), or convert it with save_pretrained() and set model.path to the "
-                "folder"
+                f"{self.id} on the Hub has no config.json or no safetensors weights: choose a repository that "
+                "transformers can load (GGUF files and pickled *.bin weights are not read), or convert it with "
+                "save_pretrained() and set model.path to the folder"
             )
-        needed = [*(name for name in sizes if _SMALL.fullmatch(name)), *sorted(weights)]
-        return {name: sizes[name] for name in needed if self.cached(name, info.sha) is None}
-
-    def fetch(self, names: list[str]) -> Path:
-        """Download files that are not in the cache. Return their folder. Raises ModelNotFoundError."""
-        from huggingface_hub import snapshot_download
-
-        with _refusals(self):
-            folder = snapshot_download(self.id, revision=self.revision, allow_patterns=names or ["config.json"])
-        return Path(folder)
+        needed = sum(file.file_size or 0 for file in files if file.will_download)
+        if needed > (free := free_bytes(_cache())):
+            raise ModelNotFoundError(
+                f"{self.id} needs {needed / 1e9:,.1f} GB more, but {_cache()} has {free / 1e9:,.1f} GB free: make "
+                "room, or set HF_HOME to a folder on a larger disk"
+            )
+        return needed
 
     def describe(self) -> Path:
         """Fetch config.json and the chat template only. Return their folder. Raises ModelNotFoundError."""
-        if (file := self.cached()) is not None:
-            return file.parent
-        return self.fetch(list(_DESCRIPTION))
+        return self.cached() or Path(self._snapshot(_DESCRIPTION))
 
     def download(self) -> Path:
-        """Fetch everything that is missing, and say so on stderr. Return the folder. Raises ModelNotFoundError."""
-        missing = self.missing_files()
-        check_space(self, missing)
-        print(f"downloading {outlook(self, missing)}", file=sys.stderr, flush=True)
+        """Fetch everything that is missing. Return the folder. Raises ModelNotFoundError."""
+        self.missing_bytes()
         # The weights come last: where they are complete, so is the rest.
-        self.fetch([name for name in missing if not _WEIGHTS.fullmatch(name)])
-        return self.fetch(list(missing))
+        self._snapshot(_SMALL)
+        return Path(self._snapshot([*_SMALL, *_WEIGHTS]))
 
+    def _snapshot(self, names: list[str], *, dry_run: bool = False):
+        """Download the files of these names, and return their folder; return what is missing with `dry_run`."""
+        from huggingface_hub import snapshot_download
 
-def outlook(model: HubModel, missing: dict[str, int]) -> str:
-    """Return what a download fetches, and where to."""
-    files = pluralize(len(missing), "file")
-    return f"{model.id} from the Hub: {sum(missing.values()) / 1e6:,.1f} MB in {files}, to {_cache()}"
+        try:
+            return snapshot_download(
+                self.id, revision=self.revision, allow_patterns=names, ignore_patterns=["*/*"], dry_run=dry_run
+            )
+        except ComposerError:
+            raise
+        except Exception as error:  # Each layer has its own: huggingface_hub, httpx, hf_xet, the operating system.
+            raise ModelNotFoundError(self._refusal(error.__cause__ if dry_run and error.__cause__ else error)) from None
 
+    def _refusal(self, error: BaseException) -> str:
+        """Return what went wrong, and what to do."""
+        from huggingface_hub import errors
 
-def check_space(model: HubModel, missing: dict[str, int]) -> None:
-    """Raise ModelNotFoundError when the disk of the cache is too small."""
-    needed, free = sum(missing.values()), free_bytes(_cache())
-    if needed > free:
-        raise ModelNotFoundError(
-            f"{model.id} needs {needed / 1e9:,.1f} GB more, but {_cache()} has {free / 1e9:,.1f} GB free: make room, "
-            "or set HF_HOME to a folder on a larger disk"
+        if isinstance(error, errors.GatedRepoError):
+            return f"{self.id} is a gated model: accept its terms on its page, then run `hf auth login` or set HF_TOKEN"
+        if isinstance(error, errors.RevisionNotFoundError):
+            return f"{self.id} on the Hub has no revision {self.revision!r}: name a branch, a tag or a commit after @"
+        if isinstance(error, errors.RepositoryNotFoundError):
+            return (
+                f"model.path is {self.id!r}: there is no such folder, and the Hub shows no such model. Correct the "
+                "name; a private model needs `hf auth login` or HF_TOKEN"
+            )
+        while (below := error.__cause__ or error.__context__) is not None:
+            error = below
+        reason, name = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", self.id.rpartition("/")[2]
+        return (
+            f"model.path is {self.id!r}, there is no such folder, and no download to {_cache()} ({reason}): "
+            f"repeat the command later, what was fetched stays; or run `hf download {self.id} --local-dir {name}` on a "
+            f"machine with a network, copy the folder {name} here, and set model.path to it"
         )
 
 
@@ -120,56 +113,3 @@ def _cache() -> Path:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
-
-
-@contextmanager
-def _refusals(model: HubModel) -> Iterator[None]:
-    """Turn the errors of huggingface_hub into a sentence that says what to do."""
-    from huggingface_hub import errors
-
-    try:
-        yield
-    except ComposerError:
-        raise
-    except errors.GatedRepoError:
-        raise ModelNotFoundError(
-            f"{model.id} is a gated model: accept its terms on its page on the Hub, then run `hf auth login` or set "
-            "HF_TOKEN"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise ModelNotFoundError(
-            f"{model.id} on the Hub has no revision {model.revision!r}: name a branch, a tag or a commit behind the @, "
-            "or nothing for the newest"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise ModelNotFoundError(
-            f"model.path is {model.id!r}: there is no such folder, and the Hub shows no such model. Correct the name; "
-            "a private model needs `hf auth login` or HF_TOKEN"
-        ) from None
-    except errors.HfHubHTTPError as error:
-        raise ModelNotFoundError(
-            f"the Hub answered status {error.response.status_code} for {model.id}: {str(error).partition(chr(10))[0]}; "
-            "for 401 set HF_TOKEN to a valid token, else repeat the command later: what was fetched stays"
-        ) from None
-    except Exception as error:  # of httpx, of the operating system, and RuntimeError of hf_xet
-        raise ModelNotFoundError(_unreachable(model, error)) from None
-
-
-def _unreachable(model: HubModel, error: Exception) -> str:
-    from huggingface_hub.constants import ENDPOINT, is_offline_mode
-
-    cause: BaseException = error
-    while (below := cause.__cause__ or cause.__context__) is not None:
-        cause = below
-    if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-        return f"{model.id} cannot be written to {_cache()} ({cause}): set HF_HOME to a folder that can hold it"
-    reason = f"{ENDPOINT} cannot be reached ({type(cause).__name__}: {str(cause).partition(chr(10))[0]})"
-    remedy = "repeat the command where there is a network; what was fetched stays"
-    if is_offline_mode():
-        reason, remedy = "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set", "unset it to download the model"
-    name = model.id.rpartition("/")[2]
-    return (
-        f"model.path is {model.id!r}, there is no such folder, the cache {_cache()} does not have the whole model, and "
-        f"{reason}: {remedy}. Without a network here: run `hf download {model.id} --local-dir {name}` on another "
-        f"machine, copy the folder {name} here, and set model.path to it"
-    )

