@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import re
 import socket
-import sys
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from composer_prime.errors import ConfigError, PortInUseError
+from composer_prime.errors import ConfigError
 
 MAX_PORT = 65535
 
@@ -106,32 +104,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-class HeldPort:
-    """A port of a run's gateway, which belongs to that run until `close`, whether or not anybody listens there yet."""
-
-    def __init__(self, host: str, port: int) -> None:
-        """Port 0 takes a free one. Raises PortInUseError when another process holds it."""
-        self.number = port
-        self.socket = socket.socket()
-        self._lock = socket.socket(socket.AF_UNIX)
-        try:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self.socket.bind((host, port))
-            self.number = self.socket.getsockname()[1]
-            if sys.platform == "linux":
-                # One socket at a time has an abstract name. SO_REUSEADDR lets two that do not listen have one port.
-                self._lock.bind(f"\0composer-prime/gateway-port/{self.number}")
-        except OSError as error:
-            self.close()
-            if error.errno != errno.EADDRINUSE:
-                raise
-            raise PortInUseError(
-                f"http://{host}:{self.number} is held by another process: stop it, or take another"
-            ) from None
-        self.url = f"http://{host}:{self.number}"
-
-    def close(self) -> None:
-        self.socket.close()
-        self._lock.close()

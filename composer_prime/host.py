@@ -8,15 +8,15 @@ from __future__ import annotations
 import ctypes
 import errno
 import importlib.machinery
+import importlib.util
 import os
 import shutil
 import socket
-import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer_prime.address import tcp_address
 from composer_prime.errors import ConfigError, PortInUseError
@@ -54,40 +54,44 @@ def this_machine() -> Machine:
     return Machine(cores=cores, memory_bytes=memory_bytes, gpus=visible_gpus())
 
 
+def _cuda_driver() -> Any:
+    """Return the CUDA driver; None without one."""
+    with suppress(OSError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == 0:
+            return driver
+    return None
+
+
 def visible_gpus() -> tuple[int, ...]:
     """Return the memory of each CUDA device that CUDA_VISIBLE_DEVICES leaves visible; empty without a driver."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return ()
+    driver = _cuda_driver()
     count, device, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
-    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+    if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return ()
     sizes = []
     for index in range(count.value):
-        cuda.cuDeviceGet(ctypes.byref(device), index)
-        cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
         sizes.append(size.value)
     return tuple(sizes)
 
 
 def gpu_name() -> str:
     """Return the name of the first visible CUDA device, `GPU` without one."""
+    driver = _cuda_driver()
     name, device = ctypes.create_string_buffer(100), ctypes.c_int()
-    with suppress(OSError):
-        cuda = ctypes.CDLL("libcuda.so.1")
-        if cuda.cuInit(0) == cuda.cuDeviceGet(ctypes.byref(device), 0) == cuda.cuDeviceGetName(name, 100, device) == 0:
-            return name.value.decode(errors="replace")
-    return "GPU"
+    if driver is not None and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+        driver.cuDeviceGetName(name, 100, device)
+    return name.value.decode(errors="replace") or "GPU"
 
 
 def driver_cuda() -> str:
     """Return the newest CUDA that the driver knows, such as `12.8`; empty without a driver."""
-    version = ctypes.c_int()
-    with suppress(OSError):
-        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0 and version.value:
-            return f"{version.value // 1000}.{version.value % 1000 // 10}"
-    return ""
+    driver, version = _cuda_driver(), ctypes.c_int()
+    if driver is None or driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return ""
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def module_file(name: str) -> Path | None:
@@ -95,27 +99,12 @@ def module_file(name: str) -> Path | None:
 
     A folder without __init__.py does not count: wandb/, which a tracker writes, would look like its package.
     """
-    search: list[str] | None = None
-    spec = None
-    for part in name.split("."):
-        spec = importlib.machinery.PathFinder.find_spec(part, search)
-        if spec is None and search is None and part in sys.builtin_module_names:
-            return Path(part)
-        if spec is None:
-            return _editable(name) if search is None else None
-        search = list(spec.submodule_search_locations or [])
-    if spec is not None and spec.origin:
-        return Path(spec.origin)
-    return None if "." in name else _editable(name)
-
-
-def _editable(name: str) -> Path | None:
-    """Ask import hooks, as some editable installs have, about the top package only."""
-    for finder in sys.meta_path:
-        spec = finder.find_spec(name.partition(".")[0], None) if hasattr(finder, "find_spec") else None
-        if spec is not None and spec.origin:
-            return Path(spec.origin)
-    return None
+    top, *parts = name.split(".")
+    spec = importlib.util.find_spec(top)
+    for part in parts:
+        folders = spec.submodule_search_locations if spec is not None else None
+        spec = importlib.machinery.PathFinder.find_spec(part, list(folders)) if folders else None
+    return Path(spec.origin) if spec is not None and spec.origin else None
 
 
 def check_address(address: str, key: str) -> None:

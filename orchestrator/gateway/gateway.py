@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from composer_prime.address import HeldPort
 from composer_prime.config import Config
 from composer_prime.model_source import vocabulary_size
 from composer_prime.run.keys import RunKeys
@@ -112,7 +111,7 @@ class Gateway:
         self._chat = ChatFormat(model_dir, config.model.renderer)
         self._generator = self._build_generator(vocab_size)
         self._http = self._build_http()
-        self._port: HeldPort | None = None
+        self._http_socket: socket.socket | None = None
         """Where turns are asked for; None before `start`."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
@@ -160,8 +159,8 @@ class Gateway:
         try:
             if self.audits is not None:
                 self.audits.start(self._fail)
-            self._port = HeldPort(_LOOPBACK, 0)
-            await self._http.start(self._port.socket)
+            self._http_socket = socket.create_server((_LOOPBACK, 0))
+            await self._http.start(self._http_socket)
         except BaseException:
             await self.close()
             raise
@@ -177,8 +176,8 @@ class Gateway:
         self.accounts.close()
         self.router.close("the orchestrator is stopping: try again once it runs")
         await self._http.close()
-        if self._port is not None:
-            self._port.close()
+        if self._http_socket is not None:
+            self._http_socket.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -205,7 +204,7 @@ class Gateway:
     @property
     def http_url(self) -> str:
         """`http://127.0.0.1:PORT`; OpenAI clients add `/v1`."""
-        return "" if self._port is None else self._port.url
+        return "" if self._http_socket is None else f"http://{_LOOPBACK}:{self._http_socket.getsockname()[1]}"
 
     @property
     def node_endpoint(self) -> str:
