@@ -186,7 +186,7 @@ def joint_lines(lines: list[Line], progress: RunProgress) -> list[str]:
         f"{_INDENT}peers: rounds with the work of {shares}; {alone} with one peer alone",
         f"{_INDENT}link: {sent:,.1f} MB sent, {received:,.1f} MB received per rank since the last start; "
         f"waited {waited_s:,.1f} s for rounds to end",
-        *([f"{_INDENT}joint model: {progress.ended.text}"] if progress.ended is not None else []),
+        *([f"{_INDENT}joint model: {progress.joint_model}"] if progress.joint_model is not None else []),
     ]
 
 
@@ -245,7 +245,7 @@ def _nodes(lines: list[Line], paid: Spent) -> list[str]:
 
 
 def _events(run_dir: RunDir) -> list[str]:
-    """Return the warnings and errors of the run, the newest last, with the command that shows more."""
+    """Return the warnings and errors of the run, the newest last."""
     events = [each for each in read_events(run_dir.root / "events.jsonl") if each.level != "info"]
     if not events:
         return []
@@ -253,7 +253,6 @@ def _events(run_dir: RunDir) -> list[str]:
     text += [f"{_INDENT}{len(events) - _EVENTS_SHOWN} earlier ones"] if len(events) > _EVENTS_SHOWN else []
     for each in events[-_EVENTS_SHOWN:]:
         text.append(f"{_INDENT}{strftime('%H:%M:%S', localtime(each.time))} {each.line}")
-        text += [f"{_INDENT}         more: {each.command}"] if each.command else []
     return text
 
 

@@ -5,9 +5,9 @@
         --EventHandler--> one line for each event at once; repetitions are counted: 10, 100, 200, ...
         --read_events--> the launcher, `composer report`, the page
 
-A line: {"time", "role", "pid", "level", "kind", "text", "count", "where", "cause", "command"}; the last three may be
-null. `where` is file:line of the code that raised, else of ours that noticed. `command` shows more. Two lines of one
-event have the same `id`. Each process counts for itself, so `count` begins at 1 again after a resume.
+A line: {"time", "role", "pid", "level", "kind", "text", "count", "id", "where", "cause"}; the last two may be null.
+`where` is file:line of the code that raised, else of ours that noticed. Two lines of one event have the same `id`. Each
+process counts for itself, so `count` begins at 1 again after a resume.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ import os
 import re
 import time
 import traceback
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from composer_prime.console import COMPOSER
 from composer_prime.run.run_dir import RunDir
 
 OURS = ("composer_prime", "orchestrator", "trainer", "inference", "diloco")
@@ -43,7 +41,6 @@ def event(
     *,
     where: str | None = None,
     cause: str | None = None,
-    command: str | None = None,
     same_as: str | None = None,
     text: str | None = None,
     count: int | None = None,
@@ -58,7 +55,6 @@ def event(
         "event_kind": kind,
         "event_where": where,
         "event_cause": cause,
-        "event_command": command,
         "event_id": same_as,
         "event_text": text,
         "event_count": count,
@@ -70,7 +66,6 @@ class EventFile:
 
     def __init__(self, run_dir: RunDir, role: str) -> None:
         self._path = run_dir.root / "events.jsonl"
-        self._run = _shown_path(run_dir.root)
         self._role = role
         self._counts: dict[str, int] = {}
         self._warnings = 0
@@ -85,7 +80,6 @@ class EventFile:
         same_as: str | None = None,
         where: str | None = None,
         cause: str | None = None,
-        command: str | None = None,
         count: int | None = None,
     ) -> None:
         """Write the event, unless it repeats one of this process; of repetitions the tenth and each hundredth."""
@@ -107,27 +101,9 @@ class EventFile:
             "id": f"{self._role}/{kind}/{name}",
             "where": where,
             "cause": cause,
-            "command": (command or _COMMANDS.get(kind, _COMMANDS["warning"])).format(
-                run=self._run, logs=_LOGS.get(self._role, self._role)
-            ),
         }
         with contextlib.suppress(OSError), self._path.open("ab", buffering=0) as file:
             file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-
-
-_COMMANDS = {
-    "failure": f"{COMPOSER} rollouts {{run}} --failed",
-    "hack": f"{COMPOSER} rollouts {{run}} --all",
-    "groups": f"{COMPOSER} rollouts {{run}} --all --status filtered",
-    "evaluation": f"{COMPOSER} rollouts {{run}} --eval",
-    "checkpoint": f"{COMPOSER} report {{run}}",
-    "budget": f"{COMPOSER} report {{run}}",
-    "process": "less {run}/logs/{logs}.log",
-    "warning": "less {run}/logs/{logs}.log",
-}
-"""By kind: what shows more."""
-_LOGS = {"launcher": "*", "environment": "worker_*"}
-"""Log files of roles that have none of their own name. The launcher tells of other processes."""
 
 
 class EventHandler(logging.Handler):
@@ -153,7 +129,6 @@ class EventHandler(logging.Handler):
                 same_as=getattr(record, "event_id", None),
                 where=getattr(record, "event_where", None) or _raised_at(error) or _called_at(record),
                 cause=getattr(record, "event_cause", None) or (error and f"{type(error).__name__}: {error}"),
-                command=getattr(record, "event_command", None),
                 count=getattr(record, "event_count", None),
             )
         except Exception:
@@ -206,7 +181,6 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     where: str | None = None
     cause: str | None = None
-    command: str | None = None
 
     @property
     def line(self) -> str:
@@ -229,22 +203,17 @@ def read_events(path: Path) -> list[RunEvent]:
 
     Counts of several processes, and of the starts of a resumed run, are added.
     """
-    try:
-        raw_lines = path.read_bytes().splitlines()
-    except OSError:
-        return []
+    raw_lines = path.read_bytes().splitlines() if path.is_file() else []
     by_id: dict[str, RunEvent] = {}
-    last: dict[tuple[str, int], int] = {}
-    """Newest count of a process by (id, pid)."""
-    totals: Counter[str] = Counter()
+    counted: dict[str, dict[int, int]] = {}
+    """By event and process: how often."""
     decode = msgspec.json.Decoder(RunEvent).decode
     for raw in raw_lines:
         try:
             each = decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
-        before = last.get((each.id, each.pid), 0)
-        totals[each.id] += each.count - (before if each.count > before else 0)
-        last[each.id, each.pid] = each.count
-        by_id[each.id] = msgspec.structs.replace(each, count=totals[each.id])
+        counts = counted.setdefault(each.id, {})
+        counts[each.pid] = each.count
+        by_id[each.id] = msgspec.structs.replace(each, count=sum(counts.values()))
     return sorted(by_id.values(), key=lambda each: each.time)

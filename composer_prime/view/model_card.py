@@ -8,7 +8,7 @@ from typing import Any
 
 from composer_prime.console import pluralize
 from composer_prime.monitor.metrics_file import read_history
-from composer_prime.monitor.progress import RunProgress
+from composer_prime.monitor.progress import RunProgress, numeric_field
 from composer_prime.monitor.rollouts import eval_scores
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.view.catalog import flatten, read_settings
@@ -85,7 +85,7 @@ def model_card(run_dir: RunDir) -> str:
 
 
 def _training(settings: dict[str, Any], progress: RunProgress) -> str:
-    tokens = int(sum(step.tokens or 0.0 for step in progress.steps.values()))
+    tokens = int(sum(numeric_field(line, "tokens/trained") or 0.0 for line in progress.steps.values()))
     rank = settings.get("trainer.lora.rank")
     tasksets = [value for key, value in settings.items() if key.endswith(".taskset.id") and "source" in key]
     parts = [pluralize(max(progress.steps, default=0), "optimizer step"), f"{tokens:,} trained tokens"]

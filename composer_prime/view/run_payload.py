@@ -43,7 +43,7 @@ def run_payload(found: FoundRun, evaluations: dict[int, Scores]) -> dict[str, An
     evaluations = without_sources(evaluations, only_evaluated(run_dir))
     progress = RunProgress()
     progress.update(lines)
-    last = progress.last.step if progress.last else 0
+    last = progress.last_step or 0
     return {
         "id": found.run_id,
         "folder": str(run_dir.root),
@@ -120,7 +120,7 @@ def events(run_dir: RunDir, lines: Iterable[Line]) -> list[dict[str, Any]]:
         times = f" ({each.count:,} times)" if each.count > 1 else ""
         line = {"time": each.time, "role": each.role}
         kind = each.kind if each.level == "info" else each.level
-        extra = {name: value for name in ("where", "cause", "command") if (value := getattr(each, name))}
+        extra = {name: value for name in ("where", "cause") if (value := getattr(each, name))}
         found.append({**_event(line, kind, f"{each.text}{times}"), **extra})
     found.sort(key=lambda event: event["time"] or 0)
     return found[-_MAX_EVENTS:]

@@ -28,7 +28,6 @@ import numpy as np
 
 from composer_prime.channels.policy import AdvantageScaling
 from composer_prime.config.orchestrator import OrchestratorConfig
-from composer_prime.console import COMPOSER
 from composer_prime.errors import NonFiniteError
 from composer_prime.monitor.events import event
 from composer_prime.wire.types import Sample
@@ -169,7 +168,7 @@ class Dispatcher:
             group=group.plan.group,
         )
         if rollout.metrics.get(_HACK):
-            hack = event("hack", same_as=f"{source}/hack", command=f"{COMPOSER} rollouts {{run}} {rollout.rollout_id}")
+            hack = event("hack", same_as=f"{source}/hack")
             logger.warning("the monitor judged rollout %s of %s a hack", rollout.rollout_id, source, extra=hack)
         return rollout, samples
 

@@ -70,16 +70,9 @@ def test_counts_of_a_resumed_run_are_added(tmp_path):
         texts = {"role": "trainer", "level": "warning", "kind": "warning", "text": name, "id": name}
         return json.dumps({"time": time, "count": count, "pid": pid, **texts})
 
-    told = [(1, "a", 1, 7), (2, "a", 10, 7), (3, "b", 1, 7), (4, "a", 1, 8), (5, "a", 100, 7), (6, "b", 1, 7)]
+    told = [(1, "a", 1, 7), (2, "a", 10, 7), (3, "b", 1, 7), (4, "a", 1, 8), (5, "a", 100, 7), (6, "b", 1, 9)]
     (tmp_path / "events.jsonl").write_text("\n".join(line(*each) for each in told))
     assert [(each.text, each.time, each.count) for each in events(tmp_path)] == [("a", 5, 101), ("b", 6, 2)]
-
-
-# The launcher and the workers of environments have no log of their role's name.
-@pytest.mark.parametrize(("role", "logs"), [("launcher", "*"), ("environment", "worker_*"), ("node-0", "node-0")])
-def test_commands_name_logs_that_exist(tmp_path, role, logs):
-    EventFile(RunDir(tmp_path), role).write("process", "node-0 died", level="warning")
-    assert events(tmp_path)[0].command == f"less {tmp_path}/logs/{logs}.log"
 
 
 # An exception gives cause, file and line; without one the place is that of the call.
@@ -93,7 +86,6 @@ def test_cause_and_place(log, tmp_path):
     assert broken.level == "error" and broken.cause.startswith("JSONDecodeError: Expecting property name")
     assert "json/decoder.py:" in broken.where
     assert "tests/monitor/test_events.py:" in odd.where
-    assert odd.command == f"less {tmp_path}/logs/orchestrator.log"
 
 
 # A caller that counts by itself gives the count, and what repeats is its decision.
@@ -103,7 +95,6 @@ def test_own_count(log, tmp_path):
         log.warning("rollout %d failed", count, extra=about)
     (failure,) = events(tmp_path)
     assert (failure.text, failure.count, failure.where) == ("failed", 100, "env.py:3")
-    assert failure.command == f"uv run composer rollouts {tmp_path} --failed"
 
 
 # Torn and foreign lines are skipped, and no file means no events.

@@ -195,8 +195,10 @@ class _RunMonitor:
 
     def note_end(self, state: str, failure: str | None) -> None:
         """Mark the end in metrics.jsonl: how the run ended, and the error that ended it."""
-        step = self.progress.last.step if self.progress.last else 0
-        self._metrics.log(step, {"event": "ended", "state": state, "problem": failure[:2000] if failure else None})
+        self._metrics.log(
+            self.progress.last_step or 0,
+            {"event": "ended", "state": state, "problem": failure[:2000] if failure else None},
+        )
 
     def close(self) -> None:
         for feeder in self._feeders:
@@ -215,11 +217,12 @@ class _RunMonitor:
             self._memory_bytes = _resident_bytes([each.process.pid for each in supervisor.children if each.running])
             self.peak_bytes = max(self.peak_bytes, self._memory_bytes)
         if new_steps and self._memory_bytes:
-            self._metrics.log(new_steps[-1].step, {"memory/total_bytes": self._memory_bytes})
+            self._metrics.log(new_steps[-1]["step"], {"memory/total_bytes": self._memory_bytes})
         self._show_events()
         if ended:
             self.progress.waiting.clear()
-        self._samples_due += [new.step for new in new_steps if new.step == 1 or new.step % SAMPLE_EVERY_STEPS == 0]
+        steps = [line["step"] for line in new_steps]
+        self._samples_due += [step for step in steps if step == 1 or step % SAMPLE_EVERY_STEPS == 0]
         self.view.refresh(self.progress, new_steps)
 
     def process_event(self, text: str) -> None:

@@ -11,51 +11,58 @@ from statistics import fmean
 
 from composer_prime.config import Config
 from composer_prime.console import COMPOSER, clock, gib, pluralize, printable, silence
-from composer_prime.monitor.progress import TREND_STEPS, RoundProgress, RunProgress, StepProgress, ends, sparkline
+from composer_prime.monitor.metrics_file import Line
+from composer_prime.monitor.progress import TREND_STEPS, RunProgress, ends, numeric_field, sparkline
 from composer_prime.monitor.rollouts import eval_scores
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
 from trainer.launcher.prepare import Prepared
 
+_FIGURES = {
+    "reward/mean": "  reward {:.3f}",
+    "reward/std": " ±{:.2f}",
+    "loss/total": "  loss {:+.4f}",
+    "tokens/s": "  {:,.0f} tok/s",
+    "time/step_s": "  {:.1f} s",
+    "time/wait_s": " (waited {:.1f} s)",
+    "policy/staleness_max": "  staleness {:g}",
+    "policy/mismatch_kl": "  kl {:.1e}",
+}
+"""What a step's line shows of the trainer's figures, in this order."""
 
-def step_line(step: StepProgress, max_steps: int) -> str:
+
+def step_line(step: Line, max_steps: int) -> str:
     """Describe a step in one line; figures that the trainer did not report are left out."""
-    parts = [f"step {step.step}/{max_steps}"]
-    if step.reward is not None:
-        spread = f" ±{step.reward_std:.2f}" if step.reward_std is not None else ""
-        parts.append(f"reward {step.reward:.3f}{spread}")
-    if step.loss is not None:
-        parts.append(f"loss {step.loss:+.4f}")
-    if step.tokens_per_s is not None:
-        parts.append(f"{step.tokens_per_s:,.0f} tok/s")
-    if step.step_s is not None:
-        waited = f" (waited {step.wait_s:.1f} s)" if step.wait_s is not None else ""
-        parts.append(f"{step.step_s:.1f} s{waited}")
-    if step.staleness is not None:
-        parts.append(f"staleness {step.staleness:g}")
-    if step.mismatch_kl is not None:
-        parts.append(f"kl {step.mismatch_kl:.1e}")
-    return "  ".join(parts)
+    tokens, step_s = numeric_field(step, "tokens/trained"), numeric_field(step, "time/step_s")
+    figures = {**step, "tokens/s": tokens / step_s} if tokens is not None and step_s else step
+    shown = (_FIGURES[name].format(value) for name in _FIGURES if (value := numeric_field(figures, name)) is not None)
+    return f"step {step['step']}/{max_steps}{''.join(shown)}"
 
 
-def channels_text(step: StepProgress) -> str:
+def channels_text(step: Line) -> str:
     """Describe what SDPO and replay-DPO trained on in this step; empty when both are off."""
     parts = []
-    if step.hinted_turns is not None:
-        divergence = f", jsd {step.jsd:.4f}" if step.hinted_turns and step.jsd is not None else ""
-        endorsed = "" if step.endorsed is None else f", {step.endorsed:.0%} endorsed"
-        parts.append(f"hints: {pluralize(int(step.hinted_turns), 'turn')}{divergence}{endorsed}")
-    if step.pairs is not None:
-        accuracy = f", accuracy {step.accuracy:.2f}" if step.pairs and step.accuracy is not None else ""
-        parts.append(f"teachers: {pluralize(int(step.pairs), 'pair')}{accuracy}")
+    turns, pairs = numeric_field(step, "sdpo/turns"), numeric_field(step, "dpo/pairs")
+    if "loss/sdpo" in step and turns is not None:
+        jsd, endorsed = numeric_field(step, "sdpo/jsd"), numeric_field(step, "sdpo/endorsed")
+        divergence = f", jsd {jsd:.4f}" if turns and jsd is not None else ""
+        parts.append(
+            f"hints: {pluralize(int(turns), 'turn')}{divergence}"
+            + ("" if endorsed is None else f", {endorsed:.0%} endorsed")
+        )
+    if "loss/replay_dpo" in step and pairs is not None:
+        accuracy = numeric_field(step, "dpo/accuracy")
+        right = f", accuracy {accuracy:.2f}" if pairs and accuracy is not None else ""
+        parts.append(f"teachers: {pluralize(int(pairs), 'pair')}{right}")
     return "  ".join(parts)
 
 
-def round_text(last: RoundProgress) -> str:
-    """Describe the last outer step of a joint run."""
+def round_text(step: Line) -> str:
+    """Describe the last outer step of a joint run, as a step's line tells of it."""
+    sent, waited_s = numeric_field(step, "diloco/bytes_sent") or 0.0, numeric_field(step, "diloco/sync_s") or 0.0
     return (
-        f"round {last.number}, {pluralize(last.peers, 'peer')}, {last.sent_bytes / 1e6:,.1f} MB sent, "
-        f"waited {last.waited_s:.1f} s for it"
+        f"round {step['diloco/outer_step']:.0f}, {pluralize(int(step['diloco/participants']), 'peer')}, "
+        f"{sent / 1e6:,.1f} MB sent, waited {waited_s:.1f} s for it"
     )
 
 
@@ -78,8 +85,8 @@ class View:
     def begin(self, progress: RunProgress) -> None:
         """Take in what earlier starts of the run have shown. Called once, before the first refresh."""
         self._evals_shown = {step: len(figures) for step, figures in progress.evals.items()}
-        if progress.last is not None and progress.last.joint is not None:
-            self._round_shown = progress.last.joint.number
+        if (last := progress.last_step) is not None:
+            self._round_shown = progress.steps[last].get("diloco/outer_step", 0)
 
     def event(self, text: str) -> None:
         """Show one line: a restart, a warning."""
@@ -89,15 +96,15 @@ class View:
             silence()
             print("trainer: the output was closed; the run continues, and its logs are in logs/", file=sys.stderr)
 
-    def refresh(self, progress: RunProgress, fresh: list[StepProgress]) -> None:
+    def refresh(self, progress: RunProgress, fresh: list[Line]) -> None:
         """Show progress. Called each tick; `fresh` holds the steps since the last call."""
         for step in fresh:
-            self.event(f"{step_line(step, self._max_steps)}{self._outlook(progress, step)}")
+            self.event(f"{step_line(step, self._max_steps)}{self._outlook(progress, step['step'])}")
             if text := channels_text(step):
                 self.event(f"  {text}")
-            if step.joint is not None and step.joint.number != self._round_shown:
-                self._round_shown = step.joint.number
-                self.event(f"  joint run: {round_text(step.joint)}")
+            if "diloco/participants" in step and step.get("diloco/outer_step") != self._round_shown:
+                self._round_shown = step["diloco/outer_step"]
+                self.event(f"  joint run: {round_text(step)}")
         for step, figures in progress.evals.items():
             if self._evals_shown.get(step) != len(figures):
                 self._evals_shown[step] = len(figures)
@@ -113,11 +120,11 @@ class View:
                 self._waits_shown[role] = waiting.subject
                 self.event(f"{role} has waited {now - waiting.since:.0f} s for {waiting.what}")
 
-    def _outlook(self, progress: RunProgress, step: StepProgress) -> str:
+    def _outlook(self, progress: RunProgress, step: int) -> str:
         """Return the time left, and each TREND_STEPS steps the mean reward of the last ones."""
         left_s, recent = progress.left_s(self._max_steps), progress.recent_reward()
         left = f"  {clock(left_s)} left" if left_s is not None else ""
-        is_due = recent is not None and step.step % TREND_STEPS == 0
+        is_due = recent is not None and step % TREND_STEPS == 0
         return f"{left}  (mean reward of {TREND_STEPS} steps {recent:.3f})" if is_due else left
 
 
@@ -139,7 +146,7 @@ def run_summary(prepared: Prepared, progress: RunProgress, status: int, peak_byt
     Figures that the run did not produce are left out.
     """
     config, run_dir = prepared.config, prepared.run_dir
-    taken = progress.last.step if progress.last else prepared.start_step
+    taken = prepared.start_step if progress.last_step is None else progress.last_step
     state = "finished" if status == 0 else "was interrupted" if status >= 128 else "failed"
     length = f" after {taken} of {config.run.max_steps} steps" if config.run.max_steps else " (evaluation only)"
     lines = ["", f"{config.run.name} {state}{length}", *_evaluations(prepared, progress), *_rewards(progress)]
@@ -147,8 +154,8 @@ def run_summary(prepared: Prepared, progress: RunProgress, status: int, peak_byt
         lines.append(f"  memory      {gib(peak_bytes)} at most in all processes")
     if run_dir.final.is_dir() and status == 0 and config.run.max_steps:
         lines.append(f"  model       {run_dir.final} (Hugging Face format)")
-    if progress.ended is not None and status == 0:
-        lines.append(f"  joint model {progress.ended.text}")
+    if progress.joint_model is not None and status == 0:
+        lines.append(f"  joint model {progress.joint_model}")
     lines += [f"  run folder  {run_dir.root}", "", "next:"]
     if status != 0 and config.run.max_steps:
         lines.append(f"  the same command with --resume   {_resume_text(run_dir, taken, config.run.max_steps)}")

@@ -57,14 +57,14 @@ function waitingNotes(run) {
 
 function problemNotes(run) {
   const problems = run.events.filter((event) => ["problem", "error", "warning", "failure"].includes(event.kind)).slice(-4);
-  return problems.map((event) => h("p", { class: "note bad" }, h("b", null, `${event.kind} `), event.text, event.where && h("span", { class: "quiet" }, ` (${event.where})`), event.command && h("code", null, ` ${event.command}`)));
+  return problems.map((event) => h("p", { class: "note bad" }, h("b", null, `${event.kind} `), event.text, event.where && h("span", { class: "quiet" }, ` (${event.where})`)));
 }
 
 export function eventLog(run) {
   if (!run.events.length) return null;
   const rows = run.events.toReversed().map((event) =>
     h("li", { class: event.kind }, h("span", { class: "quiet" }, clock(event.time)), h("span", { class: "quiet" }, event.step === null || event.step === undefined ? event.role : `step ${event.step}`),
-      h("span", { class: event.kind }, event.text, event.where && h("span", { class: "quiet" }, ` (${event.where})`), event.command && h("code", null, `  ${event.command}`))));
+      h("span", { class: event.kind }, event.text, event.where && h("span", { class: "quiet" }, ` (${event.where})`))));
   return section("Events", h("ul", { class: "log scroll", id: "events" }, rows));
 }
 
