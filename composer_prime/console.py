@@ -156,21 +156,14 @@ class ProgressLines:
 
 @contextmanager
 def tell_waits(what: str) -> Iterator[None]:
-    """Print `what` and how long it has taken to stderr every 5 s, until the block ends. Imports may block it."""
-    began, over = time.monotonic(), threading.Event()
-
-    def tell() -> None:
-        with suppress(OSError):
-            while not over.wait(5.0):
-                print(f"{what} ... ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
-
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
+    """Print `what` to stderr when the block takes longer than 5 s. Imports may block it."""
+    timer = threading.Timer(5.0, print, [f"{what} ..."], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        over.set()
-        teller.join()
+        timer.cancel()
 
 
 def columns() -> int | None:

@@ -84,12 +84,14 @@ class HubModel(NamedTuple):
         except ComposerError:
             raise
         except Exception as error:  # Each layer has its own: huggingface_hub, httpx, hf_xet, the operating system.
-            raise ModelNotFoundError(self._refusal(error.__cause__ if dry_run and error.__cause__ else error)) from None
+            raise ModelNotFoundError(self._refusal(error)) from None
 
     def _refusal(self, error: BaseException) -> str:
         """Return what went wrong, and what to do."""
         from huggingface_hub import errors
 
+        if isinstance(error, errors.DryRunError) and error.__cause__ is not None:
+            error = error.__cause__
         if isinstance(error, errors.GatedRepoError):
             return f"{self.id} is a gated model: accept its terms on its page, then run `hf auth login` or set HF_TOKEN"
         if isinstance(error, errors.RevisionNotFoundError):

@@ -20,7 +20,7 @@ A1 = str(Path(__file__).parents[2] / "configs" / "a1.toml")
         (["--orchestrator.preferences.pairs_per_step", "4"], r"weight is 0 and .*pairs_per_step is 4"),
         (["--orchestrator.hints.layers", '["llm"]'], r"orchestrator\.hints\.llm names no endpoint"),
         (["--orchestrator.hints.layers", '["template", "template"]'], "each only once"),
-        (["--orchestrator.hints.weights", '{"judged": -1}'], r"weights\.judged = -1: expected a value greater"),
+        (["--orchestrator.hints.weights", '{"judged": -1}'], r"weights\.judged = -1: expected greater"),
         (["--orchestrator.hints.placement", "nowhere"], "placement"),
         (["--orchestrator.behavior.penalty", "-1"], "penalty"),
         (["--orchestrator.behavior.k", "0"], "behavior.k"),
