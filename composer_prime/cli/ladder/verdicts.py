@@ -16,7 +16,7 @@ from composer_prime.cli.ladder.preregistration import FILE, PlannedArm, Preregis
 from composer_prime.console import pluralize
 from composer_prime.errors import LedgerError
 from composer_prime.monitor.metrics_file import read_history
-from composer_prime.monitor.progress import RunProgress
+from composer_prime.monitor.progress import RunProgress, numeric_field
 from composer_prime.monitor.rollouts import scores
 from composer_prime.plan.check_run_dir import changed_settings
 from composer_prime.run.costs import spent
@@ -196,4 +196,5 @@ def _used(run_dir: RunDir) -> tuple[float, float, float]:
     progress.update(read_history(run_dir.metrics))
     steps = progress.steps.values()
     usd = spent(run_dir.root / "costs.jsonl").total_usd
-    return sum(step.tokens or 0.0 for step in steps), sum(step.step_s or 0.0 for step in steps), usd
+    tokens = sum(numeric_field(line, "tokens/trained") or 0.0 for line in steps)
+    return tokens, sum(numeric_field(line, "time/step_s") or 0.0 for line in steps), usd
