@@ -16,6 +16,7 @@ import asyncio
 import logging
 import os
 import shlex
+import socket
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
