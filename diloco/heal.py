@@ -21,7 +21,7 @@ from diloco.fragments import Schedule
 from diloco.outer_step import OuterSteps
 from diloco.ranks import POLL_S, Ranks
 from diloco.state import Replica, unpack_state
-from diloco.transport.exchange import MustRejoin, RoundResult
+from diloco.transport.exchange import JoinSource, MustRejoin, RoundResult
 from diloco.transport.messages import Header
 from diloco.transport.peer_link import PeerLink
 
@@ -88,19 +88,21 @@ class Healer:
         while True:
             source = self.link.join_source(POLL_S)
             ready, in_time = self.ranks.smallest([source is not None, time.monotonic() < deadline])
-            if ready and source is not None:
-                serial = source.header.serial if source.header is not None else 0
-                if self.ranks.equal([serial, source.newest]):
-                    self.link.release_source()
-                    if source.header is not None:
-                        self._take_over(source.header, source.body)
-                    return source.newest
+            if ready and source is not None and self._same_on_all_ranks(source):
+                self.link.release_source()
+                if source.header is not None:
+                    self._take_over(source.header, source.body)
+                return source.newest
+            if ready:
                 self.link.request_source(model.outer_step, model.hash)
             if not in_time:
                 raise DeadlineError(
                     f"no state to join with within diloco.heal_timeout_s = {self.config.heal_timeout_s:g} s: the "
                     f"rendezvous waits for {self.link.waiting_for}. Raise it if that only needs longer"
                 )
+
+    def _same_on_all_ranks(self, source: JoinSource) -> bool:
+        return self.ranks.equal([source.header.serial if source.header is not None else 0, source.newest])
 
     def _take_over(self, header: Header, body: bytearray) -> None:
         """Take over another peer's state. Raises CheckpointError when it is not what its header says."""

@@ -133,20 +133,16 @@ async def enroll(
     deadline, log_at = time.monotonic() + patience_s, time.monotonic() + _LOG_S
     faults: dict[str, str] = {}
     while True:
-        for address in invite.addresses:
-            limit_s = max(0.1, min(_ADDRESS_S, deadline - time.monotonic()))
-            try:
-                answer = await _ask(address, own_keys if enrolled else invite.keys, message, limit_s)
-            except _UnknownKeyError:
-                if enrolled:
-                    raise
-                enrolled = True  # The invite is spent, perhaps by this node itself, whose answer was lost.
-                break
-            except (WireError, DeadlineError) as error:
-                faults[address] = str(error)
-                continue
+        try:
+            found = await _first_answer(invite, own_keys if enrolled else invite.keys, message, deadline, faults)
+        except _UnknownKeyError:
+            if enrolled:
+                raise
+            enrolled = True  # The invite is spent, perhaps by this node itself, whose answer was lost.
+            continue
+        if found is not None:
             state.note_enrolled(slot)
-            return EnrolledNode(address=address, keys=own_keys, answer=answer)
+            return EnrolledNode(address=found[0], keys=own_keys, answer=found[1])
         said = "; ".join(faults.values())
         if time.monotonic() >= deadline:
             raise LostRunError(
@@ -157,6 +153,18 @@ async def enroll(
             log_at = time.monotonic() + _LOG_S
             logger.warning("trying to reach run %s for %g s in all (--wait): %s", invite.run_id, patience_s, said)
         await asyncio.sleep(_RETRY_S)
+
+
+async def _first_answer(
+    invite: Invite, keys: ClientKeys, message: Enroll, deadline: float, faults: dict[str, str]
+) -> tuple[str, Enrolled] | None:
+    """Return the first address that enrolls this node, and its answer; note in `faults` why the others did not."""
+    for address in invite.addresses:
+        try:
+            return address, await _ask(address, keys, message, max(0.1, min(_ADDRESS_S, deadline - time.monotonic())))
+        except (WireError, DeadlineError) as error:
+            faults[address] = str(error)
+    return None
 
 
 async def enroll_for_weights(

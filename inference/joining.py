@@ -146,6 +146,11 @@ def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
             values[key] = getattr(options, key)
     if options.tensor_parallel is not None:
         values["vllm"] = {**values.get("vllm", {}), "tensor_parallel": options.tensor_parallel}
+    return _checked(values)
+
+
+def _checked(values: dict) -> InferenceConfig:
+    """Raises ConfigError naming each key, its value and what is wrong."""
     try:
         return InferenceConfig.model_validate(values)
     except ValidationError as error:

@@ -67,23 +67,20 @@ class Exchange:
         ask = messages.AskRound(
             peer=hello.peer, rank=hello.rank, instance=hello.instance, outer_step=outer_step, base_hash=base_hash
         )
-        uploaded = False
+        began = time.monotonic()
         while True:
-            if header is not None:
-                began = time.monotonic()
-                if await self.connection.upload(header, body, hello.instance) and not uploaded:
-                    uploaded, self.upload_s = True, time.monotonic() - began
-            answer = await self.connection.call(ask)
-            if isinstance(answer, messages.RoundOutcome):
-                self._check_outcome(answer, outer_step, base_hash)
-                own = {header.checksum: body} if header is not None else {}
-                bodies = await self._bodies(answer.headers, own)
-                if bodies is not None:
-                    return RoundResult(answer, bodies)
-            if isinstance(answer, messages.Gone):
-                return MustRejoin(answer.reason)
-            if isinstance(answer, messages.RoundNotReady):
-                self.waiting_for = answer.waiting_for
+            if header is not None and await self.connection.upload(header, body, hello.instance) and began:
+                began, self.upload_s = 0.0, time.monotonic() - began
+            match await self.connection.call(ask):
+                case messages.RoundOutcome() as outcome:
+                    self._check_outcome(outcome, outer_step, base_hash)
+                    own = {header.checksum: body} if header is not None else {}
+                    if (bodies := await self._bodies(outcome.headers, own)) is not None:
+                        return RoundResult(outcome, bodies)
+                case messages.Gone(reason=reason):
+                    return MustRejoin(reason)
+                case messages.RoundNotReady(waiting_for=waiting_for):
+                    self.waiting_for = waiting_for
 
     def _check_outcome(self, outcome: messages.RoundOutcome, outer_step: int, base_hash: str) -> None:
         """Raises WireErrors when a header is forged, of another run, or of another round."""

@@ -105,6 +105,16 @@ def _persistent(model: PreTrainedModel) -> set[str]:
     return {name for name, _ in model.named_buffers()} & model.state_dict().keys()
 
 
+def _tied_names(model: PreTrainedModel, targets: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Return the published names of each parameter; several for a tied one."""
+    names_by_place: dict[tuple[int, torch.Size, tuple[int, ...]], list[str]] = {}
+    buffers = _persistent(model)
+    for name, target in targets.items():
+        if name not in buffers:
+            names_by_place.setdefault((target.data_ptr(), target.shape, target.stride()), []).append(name)
+    return list(names_by_place.values())
+
+
 @torch.no_grad()
 def swap_weights(
     model: PreTrainedModel, targets: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
@@ -115,13 +125,9 @@ def swap_weights(
     megabytes at a time. Raises MisfitError naming what is missing, unexpected, misshapen or contradictory; then nothing
     was changed.
     """
-    names_by_place: dict[tuple[int, torch.Size, tuple[int, ...]], list[str]] = {}
-    buffers = _persistent(model)
-    for name, target in targets.items():
-        if name not in buffers:
-            names_by_place.setdefault((target.data_ptr(), target.shape, target.stride()), []).append(name)
+    groups = _tied_names(model, targets)
     refuse_misfits(
-        missing=[names[0] for names in names_by_place.values() if not any(name in tensors for name in names)],
+        missing=[names[0] for names in groups if not any(name in tensors for name in names)],
         unexpected=[name for name in tensors if name not in targets],
         misshapen=[
             f"{name} {tuple(shape)} instead of {tuple(targets[name].shape)}"
@@ -129,7 +135,7 @@ def swap_weights(
             if name in targets and tuple(shape) != tuple(targets[name].shape)
         ],
     )
-    for names in names_by_place.values():
+    for names in groups:
         present = [name for name in names if name in tensors]
         if any(not torch.equal(tensors[present[0]], tensors[name]) for name in present[1:]):
             raise MisfitError(f"the model ties {present}, but the new weights differ between them")
