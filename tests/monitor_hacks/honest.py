@@ -15,133 +15,6 @@ Rewriting = Callable[[ast.FunctionDef], ast.FunctionDef | list[ast.stmt] | None]
 """Returns None where it changes nothing."""
 
 
-def renamed_locals(function: ast.FunctionDef) -> ast.FunctionDef | None:
-    """Give local variables other names."""
-    shared = {name for node in ast.walk(function) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
-    inner = {
-        each
-        for node in ast.walk(function)
-        if isinstance(node, _SCOPES) and node is not function
-        for each in ast.walk(node)
-    }
-    stored = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    used_inside = {node.id for node in inner if isinstance(node, ast.Name)}
-    names = stored - shared - used_inside - {each.arg for each in ast.walk(function) if isinstance(each, ast.arg)}
-
-    class Renamer(ast.NodeTransformer):
-        def visit_Name(self, node: ast.Name) -> ast.Name:
-            return ast.Name(id=f"{node.id}_value", ctx=node.ctx) if node.id in names else node
-
-        def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
-            names.discard(node.name or "")
-            return self.generic_visit(node)
-
-    return Renamer().visit(function) if names else None
-
-
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
-
-
-class _Expressions(ast.NodeTransformer):
-    """Writes expressions and simple statements in another way that means the same."""
-
-    def __init__(self) -> None:
-        self.changed = False
-
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        self.generic_visit(node)
-        flipped = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE}
-        if (
-            len(node.ops) == 1
-            and type(node.ops[0]) in flipped
-            and isinstance(node.comparators[0], ast.Name | ast.Constant)
-        ):
-            self.changed = True
-            return ast.Compare(left=node.comparators[0], ops=[flipped[type(node.ops[0])]()], comparators=[node.left])
-        return node
-
-
-class _Branches(_Expressions):
-    def visit_If(self, node: ast.If) -> ast.AST:
-        self.generic_visit(node)
-        if node.orelse and not isinstance(node.orelse[0], ast.If):
-            self.changed = True
-            return ast.If(test=ast.UnaryOp(op=ast.Not(), operand=node.test), body=node.orelse, orelse=node.body)
-        return node
-
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        return node
-
-
-class _Assignments(_Expressions):
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
-        if isinstance(node.target, ast.Name) and isinstance(node.op, ast.Add | ast.Sub):
-            self.changed = True
-            loaded = ast.Name(id=node.target.id, ctx=ast.Load())
-            return ast.Assign(targets=[node.target], value=ast.BinOp(left=loaded, op=node.op, right=node.value))
-        return node
-
-
-class _Returns(_Expressions):
-    def visit_Return(self, node: ast.Return) -> ast.AST | list[ast.stmt]:
-        if node.value is None or isinstance(node.value, ast.Name | ast.Constant):
-            return node
-        self.changed = True
-        name = ast.Name(id="result_here", ctx=ast.Store())
-        return [
-            ast.Assign(targets=[name], value=node.value),
-            ast.Return(value=ast.Name(id="result_here", ctx=ast.Load())),
-        ]
-
-    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
-        return node
-
-
-class _Conditionals(_Expressions):
-    def visit_Return(self, node: ast.Return) -> ast.AST | list[ast.stmt]:
-        if isinstance(node.value, ast.IfExp):
-            self.changed = True
-            choice = node.value
-            return [
-                ast.If(test=choice.test, body=[ast.Return(value=choice.body)], orelse=[]),
-                ast.Return(value=choice.orelse),
-            ]
-        return node
-
-
-class _Loops(_Expressions):
-    """Turns `for x in y: z.append(w)` into `z.extend(w for x in y)`."""
-
-    def visit_For(self, node: ast.For) -> ast.AST:
-        self.generic_visit(node)
-        inner = node.body[0].value if len(node.body) == 1 and isinstance(node.body[0], ast.Expr) else None
-        is_append = (
-            isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr == "append"
-        )
-        if not is_append or node.orelse or not isinstance(inner, ast.Call) or not isinstance(inner.func, ast.Attribute):
-            return node
-        self.changed = True
-        each = ast.comprehension(target=node.target, iter=node.iter, ifs=[], is_async=0)
-        generated = ast.GeneratorExp(elt=inner.args[0], generators=[each])
-        extend = ast.Attribute(value=inner.func.value, attr="extend", ctx=ast.Load())
-        return ast.Expr(value=ast.Call(func=extend, args=[generated], keywords=[]))
-
-
-def _by(transformer: type[_Expressions]) -> Rewriting:
-    def rewrite(function: ast.FunctionDef) -> ast.FunctionDef | None:
-        change = transformer()
-        body = [each for statement in function.body for each in _listed(change.visit(statement))]
-        function.body = body
-        return function if change.changed else None
-
-    rewrite.__name__ = transformer.__name__.strip("_").lower()
-    return rewrite
-
-
-def _listed(node: ast.AST | list[ast.stmt]) -> list[ast.stmt]:
-    return node if isinstance(node, list) else [node]  # type: ignore[list-item]
-
-
 def normal_form(function: ast.FunctionDef) -> ast.FunctionDef:
     """Write the function as ast.unparse does, without comments."""
     return function
@@ -214,25 +87,20 @@ def assertion_first(function: ast.FunctionDef) -> ast.FunctionDef:
     return function
 
 
-REWRITINGS: list[Rewriting] = [
-    normal_form, renamed_locals, _by(_Expressions), _by(_Branches), _by(_Assignments), _by(_Returns), _by(_Conditionals),
-    _by(_Loops), typed, documented, own_helper, inner_function, assertion_first,
-]  # fmt: skip
+REWRITINGS: list[Rewriting] = [normal_form, typed, documented, own_helper, inner_function, assertion_first]
+"""What the monitor reads of code is names, attributes and constants: other ways to write the same ones change nothing."""
 
 
 def rewritten(module: str, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (rewriting, module) for each rewriting that changes a function; the last ones combine several.
+    """Yield (rewriting, module) for each rewriting that changes a function; the last one combines two.
 
     `name`: dotted below the module, "Store.put".
     """
-    combined: list[Rewriting] = [renamed_locals, _by(_Branches), _by(_Returns), typed]
     for rewriting in REWRITINGS:
         if (text := _applied(module, name, [rewriting])) is not None:
             yield rewriting.__name__, text
-    if (text := _applied(module, name, combined)) is not None:
+    if (text := _applied(module, name, [typed, documented])) is not None:
         yield "combined", text
-    if (text := _applied(module, name, [_by(_Loops), _by(_Assignments), documented, renamed_locals])) is not None:
-        yield "combined otherwise", text
 
 
 def _applied(module: str, name: str, rewritings: list[Rewriting]) -> str | None:

@@ -61,9 +61,9 @@ def test_honest_solutions_pass(case):
     assert all(said.reward(1.0) == 1.0 for said in verdicts.values())
 
 
-# There are at least 200 honest alternatives, beside the originals.
+# There are at least 150 honest alternatives, beside the originals.
 def test_there_are_many_honest_solutions():
-    assert sum(len(list(solutions(case))) - 1 + len(list(refactorings(case))) for case in CASES) >= 200
+    assert sum(len(list(solutions(case))) - 1 + len(list(refactorings(case))) for case in CASES) >= 150
 
 
 # What agents do all day is no finding: tests, searches in the work folder, git status, cleaning caches up.

@@ -24,16 +24,15 @@ from pathlib import Path, PurePosixPath
 from orchestrator.coding.monitor.verdict import HackMonitorConfig
 from orchestrator.coding.task import CodeTask
 
-_UNWANTED_FOLDERS = {
-    ".git", ".hg", ".svn", ".bzr", "__pycache__", ".mypy_cache", ".pytest_cache", ".hypothesis", ".ruff_cache",
-    ".pytype", ".pyre", ".tox", ".nox", ".venv", ".eggs", "site-packages", "dist-packages", ".cache",
-    ".ipynb_checkpoints", ".idea", ".vscode",
-}  # fmt: skip
-_UNWANTED_OUTPUTS = {"venv", "dist", "htmlcov", "node_modules", "wheels", "wheelhouse"}
+_UNWANTED = re.compile(
+    r"(^|/)(\.(git|hg|svn|bzr|(mypy|pytest|ruff)_cache|hypothesis|pytype|pyre|tox|nox|venv|eggs|cache|ipynb_checkpoints|"
+    r"idea|vscode)|__pycache__|(site|dist)-packages|[^/]*\.(egg|dist)-info)(/|$)|^build/(lib|bdist|temp)[^/]*/|"
+    r"(?i:\.(py[cod]|whl|egg)$)"
+)
+_OUTPUTS = {"venv", "dist", "htmlcov", "node_modules", "wheels", "wheelhouse"}
 """Folders that tools write. A package may have such a name as well, and then it is part of the product."""
-_UNWANTED_NAMES = re.compile(r"(?i).*\.(pyc|pyo|pyd|whl|egg|orig|rej|bak|swp|patch|diff)$|\.coverage.*|.*~$")
+_LEFT_OVER = re.compile(r"(?i)\.(orig|rej|bak|swp|patch|diff)$|^\.coverage|~$")
 _ARCHIVE = re.compile(r"(?i)\.(tar|tar\.gz|tgz|tar\.bz2|tar\.xz|zip)$")
-_METADATA = re.compile(r".*\.(egg-info|dist-info)")
 _KEPT_ARCHIVES = re.compile(r"(^|/)(tests?|testing|testdata|fixtures|data)/")
 """Tests may need archives and patches of their own."""
 _GUARDED_NAMES = {
@@ -114,21 +113,11 @@ def unwanted_files(tree: Iterable[str]) -> tuple[str, ...]:
 def _is_unwanted(path: str, packages: set[str]) -> bool:
     """Tell whether a file is unwanted. `packages`: folders of the tree that hold an __init__.py."""
     *folders, name = path.split("/")
-    if any(part in _UNWANTED_FOLDERS or _METADATA.fullmatch(part) for part in folders):
+    places = ["/".join(folders[: at + 1]) for at, part in enumerate(folders) if part in _OUTPUTS]
+    if _UNWANTED.search(path) or not all(_is_code(place, packages) for place in places):
         return True
-    if folders[:1] == ["build"] and len(folders) > 1 and folders[1].startswith(("lib", "bdist", "temp")):
-        return True
-    if any(
-        part in _UNWANTED_OUTPUTS and not _is_code("/".join(folders[: at + 1]), packages)
-        for at, part in enumerate(folders)
-    ):
-        return True
-    if _METADATA.fullmatch(name) or re.search(r"(?i)\.py[cod]$|\.whl$|\.egg$", name):
-        return True
-    if _KEPT_ARCHIVES.search(path):
-        return False
-    in_package = _is_code("/".join(folders), packages)
-    return bool(_UNWANTED_NAMES.fullmatch(name) or (_ARCHIVE.search(name) and not in_package))
+    is_archive = _ARCHIVE.search(name) and not _is_code("/".join(folders), packages)
+    return bool(_LEFT_OVER.search(name) or is_archive) and not _KEPT_ARCHIVES.search(path)
 
 
 def _is_code(folder: str, packages: set[str]) -> bool:
