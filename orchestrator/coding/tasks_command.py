@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,6 @@ from orchestrator.coding.task import TREES_FOLDER, CodeTask, read_tasks
 
 NOTHING = 1
 KINDS = ("delete", "mutate")
-_LEAST = {
-    "jobs": 1,
-    "sample": 1,
-    "limit": 1,
-    "history": 0,
-    "timeout": 0.1,
-    "suite_timeout": 0.1,
-}
-"""The least value of each option that is a number."""
 _MAKE = """\
 Makes coding tasks from packages that have tests. SOURCE is a folder, or a git repository, of which the last commit is
 taken. Every task is proven in a sandbox: some tests fail before and pass after, others pass all the time, three times
@@ -45,18 +37,23 @@ empty patch does not. The others are in refused.jsonl, with the reason."""
 
 def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
-    _refuse_small(options)
     return options.work(options)
 
 
-def _refuse_small(options: argparse.Namespace) -> None:
-    """Raise ConfigError for a number that is too small."""
-    for name, least in _LEAST.items():
-        value = getattr(options, name, None)
-        if value is not None and not value >= least:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {value} is below its least value {least}: give {least} or more"
-            )
+def _at_least(least: int | float) -> Callable[[str], int | float]:
+    """Return a reader of numbers from `least` on, whole ones where it is whole."""
+
+    def number(text: str) -> int | float:
+        value = type(least)(text)
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"{text} is below {least}")
+        return value
+
+    return number
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,34 +63,38 @@ def _parser() -> argparse.ArgumentParser:
     make.set_defaults(work=make_tasks)
     make.add_argument("source", nargs="+", help="folder or git repository")
     make.add_argument("-o", "--output", type=Path, required=True, help="folder of the tasks")
-    make.add_argument("--kinds", default=",".join(KINDS), help="delete, mutate, or both (default)")
-    make.add_argument("--history", type=int, default=0, metavar="N", help="also make tasks from the N newest commits")
-    make.add_argument("--limit", type=int, help="maximum tasks per source")
+    make.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="default: both")
+    make.add_argument(
+        "--history", type=_at_least(0), default=0, metavar="N", help="also make tasks from the N newest commits"
+    )
+    make.add_argument("--limit", type=_at_least(1), help="maximum tasks per source")
     make.add_argument("--seed", type=int, default=0)
-    make.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="sandboxes at a time (default: CPUs)")
     make.add_argument("--hide-tests", action="store_true", help="the agent does not see the files of the failing tests")
-    make.add_argument("--suite-timeout", type=float, default=180.0, help="seconds of all tests (default 180)")
-    make.add_argument("--packages", default="", help="installed packages that tests need beside pytest, by comma")
+    make.add_argument("--suite-timeout", type=_at_least(0.1), default=180.0, help="seconds of all tests (default 180)")
     published = commands.add_parser("import", description=_IMPORT, help="make tasks from a published task file")
     published.set_defaults(work=import_file)
     published.add_argument("file", type=Path, help="a .jsonl, .jsonl.gz, .json or .parquet file")
     published.add_argument("-o", "--output", type=Path, required=True, help="folder of the tasks")
     published.add_argument("--repositories", type=Path, metavar="FOLDER", help="a clone or tree of each: owner__name")
-    published.add_argument("--timeout", type=float, default=300.0, help="SWE-bench: seconds of a task's tests")
-    published.add_argument("--packages", default="", help="installed packages that tests need beside pytest, by comma")
+    published.add_argument("--timeout", type=_at_least(0.1), default=300.0, help="SWE-bench: seconds of a task's tests")
     published.add_argument("--unproven", action="store_true", help="import tasks without running their tests")
-    published.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="sandboxes at a time (default: CPUs)")
     check = commands.add_parser("check", help="grade a sample of tasks again: solutions and empty patches")
     check.set_defaults(work=check_folder)
     check.add_argument("folder", type=Path)
-    check.add_argument("--sample", type=int, default=200, help="tasks (default 200)")
+    check.add_argument("--sample", type=_at_least(1), default=200, help="tasks (default 200)")
     check.add_argument("--seed", type=int, default=0)
-    check.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     show = commands.add_parser("show", help="show tasks of a folder, or one task")
     show.set_defaults(work=show_tasks)
     show.add_argument("folder", type=Path)
     show.add_argument("id", nargs="?", help="task to show whole")
+    for command in (make, published):
+        command.add_argument(
+            "--packages", type=_names, default=(), help="installed packages that tests need beside pytest, by comma"
+        )
     for command in (make, published, check):
+        command.add_argument(
+            "--jobs", type=_at_least(1), default=os.cpu_count() or 1, help="sandboxes at a time (default: CPUs)"
+        )
         command.add_argument(
             "--runtime", choices=["auto", "bubblewrap", "subprocess"], default="auto", help="kind of sandbox"
         )
@@ -102,20 +103,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def make_tasks(options: argparse.Namespace) -> int:
     """Make tasks. Return 0 when there are some, 1 when there are none, 130 after Ctrl-C."""
-    kinds = tuple(kind for kind in options.kinds.split(",") if kind)
-    if unknown := sorted(set(kinds) - set(KINDS)):
-        raise ConfigError(f"--kinds {options.kinds}: {', '.join(unknown)} is not one of {', '.join(KINDS)}")
-    packages = tuple(name for name in options.packages.split(",") if name)
     settings = FactorySettings(
-        kinds=kinds,
+        kinds=tuple(options.kinds),
         history=options.history,
         seed=options.seed,
         limit=options.limit,
         hide_tests=options.hide_tests,
         suite_timeout_s=options.suite_timeout,
-        packages=packages,
+        packages=options.packages,
     )
-    factory = TaskFactory(options.output, settings, factory_runtime(options.runtime, packages), options.jobs)
+    factory = TaskFactory(options.output, settings, factory_runtime(options.runtime, options.packages), options.jobs)
     try:
         report = asyncio.run(_until_stopped(factory, options.source))
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -141,9 +138,8 @@ async def _until_stopped(factory: TaskFactory, sources: list[str]) -> dict[str, 
 def _print_report(report: dict[str, Any], folder: Path) -> None:
     reasons = list(report["refused_by_reason"].items())
     for name, figures in report["baselines"].items():
-        print(
-            f"{name}: " + ", ".join(f"{figures[what]} {what}" for what in ("tests", "functions", "candidates", "tasks"))
-        )
+        counts = (f"{figures[what]} {what}" for what in ("tests", "functions", "candidates", "tasks"))
+        print(f"{name}: {', '.join(counts)}")
         if not report["tasks"]:
             reasons += [(f"{reason} (a function)", count) for reason, count in figures["functions_left_out"].items()]
     for reason, count in reasons:
@@ -156,22 +152,13 @@ def _print_report(report: dict[str, Any], folder: Path) -> None:
 
 def import_file(options: argparse.Namespace) -> int:
     """Make tasks of a published file. Return 0; a file without any task is an error."""
-    packages = tuple(name for name in options.packages.split(",") if name)
     settings = ImportSettings(
         repositories=options.repositories,
         timeout_s=options.timeout,
-        runtime=None if options.unproven else factory_runtime(options.runtime, packages),
+        runtime=None if options.unproven else factory_runtime(options.runtime, options.packages),
         jobs=options.jobs,
     )
-    lines = ProgressLines()
-    kept, refusals = asyncio.run(
-        import_tasks(
-            options.file,
-            options.output,
-            settings,
-            lambda done, kept: lines.tell(lambda: f"{pluralize(kept, 'task')} of {pluralize(done, 'record')}"),
-        )
-    )
+    kept, refusals = asyncio.run(import_tasks(options.file, options.output, settings))
     for refusal in refusals[:20]:
         print(f"refused: {refusal.place}: {refusal.reason}", file=sys.stderr)
     refused = f"; {len(refusals)} refused: {options.output}/refused.jsonl" if refusals else ""
@@ -216,8 +203,9 @@ def show_tasks(options: argparse.Namespace) -> int:
             print(f"{len(task.fail_to_pass):>4} fail {len(task.pass_to_pass):>4} pass  {task.id}")
         return 0
     if options.id not in tasks:
-        near = ", ".join([name for name in tasks if options.id in name][:5])
-        raise ConfigError(f"{options.folder} has no task {options.id!r}" + (f"; did you mean {near}?" if near else ""))
+        raise ConfigError(
+            f"{options.folder} has no task {options.id!r}: look at `composer tasks show {options.folder}`"
+        )
     task = tasks[options.id]
     print(f"{task.prompt}\n")
     for name in ("id", "kind", "tree", "difficulty", "symbols", "tests", "removed", "source"):

@@ -10,7 +10,6 @@ records are done.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.console import ProgressLines
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.code.grading import grade
 from orchestrator.coding.formats.functions import human_eval_task, mbpp_task
@@ -63,16 +63,10 @@ def function_task(record: Record) -> CodeTask:
     )
 
 
-async def import_tasks(
-    path: Path,
-    folder: Path,
-    settings: ImportSettings,
-    on_record: Callable[[int, int], None] = lambda _done, _kept: None,
-) -> tuple[int, list[Refusal]]:
+async def import_tasks(path: Path, folder: Path, settings: ImportSettings) -> tuple[int, list[Refusal]]:
     """Write the tasks of a file below `folder`. Return how many, and the records that are none.
 
-    `on_record`: called with the records done and the tasks kept so far. Raises ConfigError where no record is one,
-    SandboxError where no sandbox can be opened.
+    Raises ConfigError where no record is one, SandboxError where no sandbox can be opened.
     """
     if (folder / TASKS_FILE).exists():
         raise ConfigError(f"{folder / TASKS_FILE} exists: name another folder, or remove it")
@@ -82,6 +76,7 @@ async def import_tasks(
             pass  # Without sandboxes every record would be refused for it.
     refusals: list[Refusal] = []
     tasks: dict[str, CodeTask] = {}
+    lines = ProgressLines()
     outcomes = in_order(lambda record: _outcome(record, folder, settings), records, settings.jobs)
     async with aclosing(outcomes):
         async for outcome in outcomes:
@@ -92,7 +87,7 @@ async def import_tasks(
                 refusals.append(Refusal(place=records[len(tasks) + len(refusals)].place, reason=reason))
             else:
                 tasks[outcome.id] = outcome
-            on_record(len(tasks) + len(refusals), len(tasks))
+            lines.tell(lambda: f"{len(tasks)} of {len(tasks) + len(refusals)} records are tasks")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / REFUSED_FILE).write_bytes(b"".join(msgspec.json.encode(refusal) + b"\n" for refusal in refusals))
     if not tasks:
