@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 from composer_prime.config import Config
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.data.pairs import Pair
-from composer_prime.errors import TeacherError
+from composer_prime.errors import CapError, TeacherError
 from composer_prime.llm.budget import Budget
 from composer_prime.llm.cache import Message
 from composer_prime.model_source import resolve_model
 from composer_prime.traces.replay.actions import canonical
 from composer_prime.traces.replay.records import UNDECIDED, ReplayRecords, StateRecord, digest, only_writer
 from composer_prime.traces.replay.teacher_pool import Teacher, TeacherPool, check_teachers, models_at, teacher_budget
-from composer_prime.traces.replay.voting import Ballot, Voting, length_ratio, pairs_of, without_thinking
+from composer_prime.traces.replay.voting import Ballot, length_ratio, pairs_of, without_thinking
 from composer_prime.traces.states import TraceState
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ _MAX_LENGTH_RATIO = 4.0
 """A pair whose longer answer exceeds this times the shorter one is dropped: it would teach length."""
 _KNOWN_TEXTS = 4096
 """Texts whose length is remembered: the states of a trace repeat their context."""
+MAX_REASONS = 50
+"""Reasons for missing votes that are counted separately."""
 MOST_FAILED, FEWEST_CALLS = 0.25, 20
 """A replay stops when more than this share of its calls failed after all retries, once it made so many."""
 
@@ -105,6 +107,11 @@ class ReplayProgress:
     why_left_out: str | None = None
     """Of the first of them."""
 
+    def count_no_vote(self, reason: str) -> None:
+        """Count why a teacher gave no vote. Endpoints may word their errors in any way."""
+        known = reason in self.without_vote or len(self.without_vote) < MAX_REASONS
+        self.without_vote[reason if known else "other reasons"] += 1
+
     @property
     def price_usd(self) -> float:
         """As usd, with answers from the cache at what they cost when they were asked for."""
@@ -129,7 +136,6 @@ class Replay:
         self._records = records
         self._limits = limits
         self._spent_before_usd = budget.spent_usd
-        self._voting = Voting(config, self.progress.without_vote)
         self._places = asyncio.Semaphore(config.concurrent_states)
         self._stopping = asyncio.Event()
         self._broke: Exception | None = None
@@ -215,13 +221,12 @@ class Replay:
         """Vote on one state and write down the result."""
         try:
             record, pairs, dropped = await self._voted(state)
-            if record.outcome == "run_budget":
-                # Not done: a replay with a larger cap takes it up again, its votes from the cache.
-                self.stop(record.reason or "")
-                return
             async with self._writing:
                 await asyncio.to_thread(self._records.add, record, pairs)
             self._count(record, dropped)
+        except CapError as error:
+            # Not done: a replay with a larger cap takes it up again, its votes from the cache.
+            self.stop(str(error))
         except Exception as error:  # the other states need the disk too
             self._break_off(error)
         finally:
@@ -229,44 +234,42 @@ class Replay:
 
     async def _voted(self, state: TraceState) -> tuple[StateRecord, list[Pair], int]:
         """Return what came of a state, with the pairs to write and how many are dropped. An unexpected error fails this
-        state alone."""
+        state alone. Raises CapError and OSError."""
         ballot: Ballot | None = None
-        votes, pairs, dropped = [], [], 0
-        failed, cached_usd = 0, 0.0
+        made, broken = list[Pair](), False
         try:
-            try:
-                await self._check_length(state)
-                ballot, voters = self._ballot(state)
-            except TeacherError as error:
-                outcome, reason = "refused", str(error)
-            else:
-                outcome, reason = await self._voting.vote(ballot, voters)
-                votes, failed, cached_usd = [vote.record for vote in ballot.votes], ballot.failed, ballot.cached_usd
-            if ballot is not None and outcome not in UNDECIDED:
+            await self._check_length(state)
+            ballot, voters = self._ballot(state)
+            await ballot.fill(voters)
+            outcome, reason = ballot.outcome()
+            if outcome not in UNDECIDED:
                 made = pairs_of(ballot)
-                pairs = [pair for pair in made if length_ratio(pair.chosen, pair.rejected) <= _MAX_LENGTH_RATIO]
-                dropped = len(made) - len(pairs)
-        except OSError:  # The other states need the disk too.
+        except TeacherError as error:
+            outcome, reason = "refused", str(error)
+        except (CapError, OSError):
             raise
         except Exception as error:
             logger.exception("state %s of trace %s failed", state.state_id, state.trace_id)
             outcome, reason = "failed", f"{type(error).__name__}: {error}"
-            votes, pairs, failed = [], [], 1 if ballot is None else max(ballot.failed + len(ballot.votes), 1)
-            self._voting.count_no_vote(reason)
+            ballot, broken = None, True
+            self.progress.count_no_vote(reason)
+        for each in ballot.without_vote if ballot else ():
+            self.progress.count_no_vote(each)
+        pairs = [pair for pair in made if length_ratio(pair.chosen, pair.rejected) <= _MAX_LENGTH_RATIO]
         usd = self._budget.take_state(state.state_id)
         record = StateRecord(
             trace=state.trace_id,
             state=state.state_id,
             outcome=outcome,
             reason=reason,
-            votes=votes,
-            failed_calls=failed,
+            votes=[vote.record for vote in ballot.votes] if ballot else [],
+            failed_calls=ballot.failed if ballot else int(broken),
             cost_usd=usd,
-            price_usd=usd + cached_usd,
+            price_usd=usd + (ballot.cached_usd if ballot else 0.0),
             content=_content(state),
             pairs=[self._records.written_as(pair) or pair.pair_id for pair in pairs],
         )
-        return record, pairs, dropped
+        return record, pairs, len(made) - len(pairs)
 
     async def _check_length(self, state: TraceState) -> None:
         """Raise TeacherError where no step could train on a pair of the state."""
@@ -280,7 +283,8 @@ class Replay:
         if student is None:
             raise TeacherError("the student's action is empty")
         voters = self._pool.voters(state)
-        return Ballot(state=state, student=student, planned=min(self.config.voters, len(voters))), voters
+        planned = min(self.config.voters, len(voters))
+        return Ballot(state=state, student=student, planned=planned, max_tokens=self.config.max_tokens), voters
 
     def _count(self, record: StateRecord, dropped: int) -> None:
         progress = self.progress

@@ -123,31 +123,27 @@ async def replay(arguments: Arguments, server: Sequence[str] = ()) -> ReplayProg
 @contextmanager
 def _interruptible(run: Replay) -> Iterator[None]:
     """Make Ctrl-C or SIGTERM end the replay after the calls in flight, and a second one drop these."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    same_until = 0.0
+    loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+
+    def restore() -> None:
+        for number in signals:
+            loop.remove_signal_handler(number)
 
     def interrupt() -> None:
-        nonlocal same_until
-        again, same_until = loop.time() < same_until, loop.time() + _SAME_S
-        if again:
-            return
-        if run.progress.stopped is not None:
-            task.cancel()
-            return
-        run.stop(INTERRUPTION)
-        print(
-            "ending: waiting for the calls in flight; Ctrl-C again drops them, counted at their reservation",
-            file=sys.stderr,
-        )
+        if run.progress.stopped is None:
+            loop.call_later(_SAME_S, restore)
+            run.stop(INTERRUPTION)
+            print(
+                "ending: waiting for the calls in flight; Ctrl-C again drops them, counted at their reservation",
+                file=sys.stderr,
+            )
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in signals:
         loop.add_signal_handler(number, interrupt)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        restore()
 
 
 async def _show(progress: ReplayProgress, total: int) -> None:

@@ -16,18 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_prime.config.teachers import TeachersConfig
 from composer_prime.data.pairs import Pair, PairState
-from composer_prime.errors import CapError
 from composer_prime.llm.cache import Message
 from composer_prime.llm.client import NoAnswerError
 from composer_prime.traces.replay.actions import Canonical, actions_in_text, canonical, way_of
 from composer_prime.traces.replay.records import VoteRecord, digest
-from composer_prime.traces.replay.teacher_pool import Teacher
+from composer_prime.traces.replay.teacher_pool import Teacher, TeacherAnswer
 from composer_prime.traces.states import TraceState
 
-MAX_REASONS = 50
-"""Reasons for missing votes that are counted separately. Endpoints may word their errors in any way."""
 _MIN_CHARS = 24
 """Shorter answers count as this long, so that one more word does not matter."""
 
@@ -41,97 +37,68 @@ class Vote:
     message: Message
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Ballot:
     """The votes on one state while they come in."""
 
     state: TraceState
     student: Canonical
     planned: int
+    max_tokens: int
     votes: list[Vote] = field(default_factory=list)
     failed: int = 0
     """Calls that gave no vote. An answer from the cache that gives none is not one."""
     cached_usd: float = 0.0
     """What answers from the cache cost when they were first asked for."""
-    no_vote_reason: str | None = None
-    """Of the last teacher that gave no vote."""
+    without_vote: list[str] = field(default_factory=list)
+    """Why teachers gave no vote."""
 
-    def obstacle(self, form: Canonical) -> str | None:
-        """Return why no action of a majority for this form can run; None where one can."""
-        answers = preferred(self.votes, self.state.student_action, self.student, form)
-        reasons = [obstacle(message, form, self.state) for message in answers]
-        return None if None in reasons else reasons[0]
+    async def fill(self, voters: list[Teacher]) -> None:
+        """Ask one teacher after another while the majority is open. Raises CapError; the votes so far stay."""
+        for teacher in voters:
+            if settled(self.votes, self.planned):
+                break
+            try:
+                self._add(teacher, await teacher.ask(self.state))
+            except NoAnswerError as error:
+                self.failed += 1
+                self.without_vote.append(str(error))
 
-
-class Voting:
-    def __init__(self, config: TeachersConfig, no_vote_reasons: Counter[str]) -> None:
-        """`no_vote_reasons` counts why teachers gave no vote."""
-        self._config = config
-        self._no_vote_reasons = no_vote_reasons
-
-    async def vote(self, ballot: Ballot, voters: list[Teacher]) -> tuple[str, str | None]:
-        """Fill the ballot, one vote after another, while the majority is open.
-
-        Return (outcome, reason), the outcome as in StateRecord or `run_budget`. After an error the ballot holds the
-        votes so far.
-        """
-        try:
-            for teacher in voters:
-                if settled(ballot.votes, ballot.planned):
-                    break
-                await self._ask(ballot, teacher)
-        except CapError as error:
-            return "run_budget", str(error)
-        form = majority(ballot.votes, ballot.planned)
-        if form is None:
-            alone = len({vote.record.family for vote in ballot.votes}) < 2
-            failed = alone and ballot.no_vote_reason is not None
-            return "failed" if failed else "no_majority", ballot.no_vote_reason if failed else None
-        reason = ballot.obstacle(form)
-        if reason is not None:
-            return "cannot_run", f"the majority's action cannot run: {reason}"
-        return "agreed" if form == ballot.student else "overruled", None
-
-    async def _ask(self, ballot: Ballot, teacher: Teacher) -> None:
-        """Add a teacher's vote. An answer that is cut short, filtered or empty is not one. Raises CapError."""
-        try:
-            reply = await teacher.ask(ballot.state)
-        except NoAnswerError as error:
-            self._no_vote(ballot, str(error), called=True)
-            return
-        answer = reply.answer
-        ballot.cached_usd += answer.cost_usd * reply.cached
-        form = canonical(answer.message, ballot.state.tools)
-        fault = None
+    def _add(self, teacher: Teacher, reply: TeacherAnswer) -> None:
+        """Add a teacher's vote. An answer that is cut short, filtered or empty is not one."""
+        answer, form, fault = reply.answer, canonical(reply.answer.message, self.state.tools), None
+        self.cached_usd += answer.cost_usd * reply.cached
         if answer.finish_reason == "length":
-            fault = f"was cut at teachers.max_tokens = {self._config.max_tokens}"
+            fault = f"was cut at teachers.max_tokens = {self.max_tokens}"
         elif answer.finish_reason == "content_filter":
             fault = "was filtered by its endpoint (finish_reason content_filter)"
-        elif form is None:
-            fault = "is empty"
         if form is None or fault is not None:
-            self._no_vote(ballot, f"an answer of {teacher.name} {fault}", called=not reply.cached)
+            self.failed += not reply.cached
+            self.without_vote.append(f"an answer of {teacher.name} {fault or 'is empty'}")
             return
         record = VoteRecord(
             teacher=teacher.name,
             family=teacher.family,
             form=digest(form),
-            agrees=form == ballot.student,
+            agrees=form == self.student,
             answer=reply.key,
             cached=reply.cached,
             cost_usd=0.0 if reply.cached else answer.cost_usd,
             price_usd=answer.cost_usd,
         )
-        ballot.votes.append(Vote(record=record, form=form, message=answer.message))
+        self.votes.append(Vote(record=record, form=form, message=answer.message))
 
-    def _no_vote(self, ballot: Ballot, reason: str, *, called: bool) -> None:
-        ballot.failed += called
-        ballot.no_vote_reason = reason
-        self.count_no_vote(reason)
-
-    def count_no_vote(self, reason: str) -> None:
-        reasons = self._no_vote_reasons
-        reasons[reason if reason in reasons or len(reasons) < MAX_REASONS else "other reasons"] += 1
+    def outcome(self) -> tuple[str, str | None]:
+        """Return (outcome, reason), the outcome as in StateRecord."""
+        form = majority(self.votes, self.planned)
+        if form is None:
+            alone = len({vote.record.family for vote in self.votes}) < 2
+            return ("failed", self.without_vote[-1]) if alone and self.without_vote else ("no_majority", None)
+        answers = preferred(self.votes, self.state.student_action, self.student, form)
+        reasons = [obstacle(message, form, self.state) for message in answers]
+        if None not in reasons:
+            return "cannot_run", f"the majority's action cannot run: {reasons[0]}"
+        return "agreed" if form == self.student else "overruled", None
 
 
 def majority(votes: Sequence[Vote], planned: int) -> Canonical | None:
