@@ -36,7 +36,7 @@ _MAX_SOURCES = 64
 
 
 class HttpSource(ChunkSource):
-    """A host that serves the weight store's folder with Range: `orchestrator weights`, nginx, a public bucket."""
+    """A host that serves a copy of the weight store's folder with Range: nginx, Caddy, a public bucket."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         """Raises ConfigError unless `url` is http://HOST or https://HOST, with a path or without."""

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
-from composer_prime.address import tcp_address
 from composer_prime.config.hints import HintsConfig
 from composer_prime.config.removed import present_name
 from composer_prime.config.sandbox import RuntimeConfig
@@ -212,41 +211,19 @@ class CurriculumConfig(BaseConfig):
         return path.removeprefix("orchestrator.tasks.curriculum:").lower() if path in _SHIPPED_CURRICULA else path
 
 
-class WeightServiceConfig(BaseConfig):
+class WeightCopiesConfig(BaseConfig):
     """The places where nodes on other machines download weights without the gateway."""
 
-    address: str | None = None
-    """HOST:PORT where `orchestrator weights` serves them over HTTP; None serves none. Nodes use this port on the
-    gateway's host. Anyone who can reach it can read the weights.
-    """
-    push: str | None = None
-    """Bucket or folder to copy each version to, for this run only: s3://, gs://, az://, file://. Nodes also download
-    from the bucket.
-    """
     sources: list[str] = []
-    """Additional copies of the weight store for nodes: http://, https:// or bucket URLs."""
+    """Copies of the weight store: http://, https:// or bucket URLs. The host `*` stands for the gateway's."""
 
-    @field_validator("address")
+    @field_validator("sources")
     @classmethod
-    def _has_a_port(cls, address: str | None) -> str | None:
-        if address is not None and tcp_address(address, "orchestrator.weights.address", bind=True, scheme="").port == 0:
-            raise ValueError(f"orchestrator.weights.address is {address!r}: nodes need a fixed port, 1 to 65535")
-        return address
-
-    @field_validator("push", "sources")
-    @classmethod
-    def _are_urls(cls, urls: str | list[str] | None) -> str | list[str] | None:
-        for url in urls if isinstance(urls, list) else [urls or "file://"]:
+    def _are_urls(cls, urls: list[str]) -> list[str]:
+        for url in urls:
             if "://" not in url:
                 raise ValueError(f"{url!r} is not a URL: expected https://HOST/PATH, s3://BUCKET/PATH or the like")
         return urls
-
-    @property
-    def urls(self) -> list[str]:
-        """Addresses for nodes; the host `*` stands for the gateway's."""
-        served = [f"http://*:{self.address.rpartition(':')[2]}"] if self.address is not None else []
-        pushed = [self.push] if self.push is not None and not self.push.startswith("file:") else []
-        return [*served, *pushed, *self.sources]
 
 
 class OrchestratorConfig(BaseConfig):
@@ -290,7 +267,7 @@ class OrchestratorConfig(BaseConfig):
     """Recorded conversations to add to the steps, for SFT."""
     node_address: str = "tcp://127.0.0.1:0"
     """Where inference nodes connect (CURVE-encrypted); bind a public interface for rented nodes."""
-    weights: WeightServiceConfig = WeightServiceConfig()
+    weights: WeightCopiesConfig = WeightCopiesConfig()
     """Where nodes on other machines download weights."""
     step_address: str = "tcp://127.0.0.1:0"
     """Where trainer ranks connect (CURVE-encrypted)."""

@@ -282,8 +282,6 @@ def _addresses(config: Config, findings: Findings) -> None:
         return
     check_address(orchestrator.node_address, "orchestrator.node_address")
     check_address(orchestrator.step_address, "orchestrator.step_address")
-    if orchestrator.weights.address is not None:
-        check_address(f"tcp://{orchestrator.weights.address}", "orchestrator.weights.address")
     if orchestrator.node_address == orchestrator.step_address and not orchestrator.step_address.endswith(":0"):
         findings.problems.append(
             f"orchestrator.node_address and orchestrator.step_address are both {orchestrator.step_address!r}: "

@@ -119,8 +119,8 @@ class PullAllowance:
             return None
         return (
             f"this node pulled {pulled / 1e6:.1f} MB of weights through its link, and {self.num_bytes / 1e6:.1f} MB is "
-            "its allowance until the next versions: keep its state folder (--state-dir) over restarts, or have the run "
-            "serve weights elsewhere ([orchestrator.weights], `orchestrator weights`)"
+            "its allowance until the next versions: keep its state folder (--state-dir) over restarts, or give the run "
+            "a copy of its weights elsewhere (orchestrator.weights.sources)"
         )
 
     def tell_once(self, account: bytes) -> bool:

@@ -127,7 +127,7 @@ class Gateway:
             run_id=self._run_id,
             verify_key=self._verifier.public_bytes_raw(),
             heartbeat_s=self._config.inference.heartbeat_s,
-            sources=self._config.orchestrator.weights.urls,
+            sources=self._config.orchestrator.weights.sources,
             audited=self._config.orchestrator.audit.enabled,
         )
 

@@ -7,7 +7,6 @@ audits.py          answers that wait for an audit; auditors.py has who checks th
 accounts.py        what each node did and costs, on disk and after a restart
 node_control.py    drain, evict and ban in the running orchestrator
 node_commands.py   the same from the command line, over loopback
-weight_service.py  a run's weights over HTTP (weight_server.py) or in a bucket
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ __all__ = ["COMMANDS", "Admission", "Audits", "NodeTrust", "Swarm", "build_swarm
 COMMANDS = {
     **{name: f"orchestrator.swarm.node_commands:{name}" for name in ("nodes", "drain", "evict", "ban", "unban")},
     "invite": "orchestrator.swarm.invite",
-    "weights": "orchestrator.swarm.weight_service",
 }
 """Words after `orchestrator`, each with the module whose `main`, or the function that, runs it."""
 

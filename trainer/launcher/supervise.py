@@ -5,12 +5,12 @@
       ├── orchestrator ┐
       ├── trainer-0 .. ┘            an exit with an error ends the run
       ├── node-0 ..                 restarted after a pause, up to inference.max_restarts times
-      └── auditor-0 .., weights, teachers       same; after that the run continues without them
+      └── auditor-0 .., teachers                same; after that the run continues without them
 
 `role_commands` builds the commands from the configuration alone. The Supervisor runs them, each with its own session
 and log. `poll` never waits. `stop` ends one kind after another: ranks first, which make a checkpoint while the others
 still work and get trainer.checkpoint.stop_timeout_s more for it; then nodes and auditors; then the orchestrator, with
-more time for paid answers; then weights and teachers.
+more time for paid answers; then teachers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from composer_prime.run.process import (
 from composer_prime.run.retry import Restarts
 from composer_prime.run.run_dir import RunDir
 
-Kind = Literal["orchestrator", "node", "auditor", "rank", "weights", "teachers"]
+Kind = Literal["orchestrator", "node", "auditor", "rank", "teachers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class RoleCommand:
     """One process to start."""
 
     name: str
-    """Name of its log: orchestrator, node-0, auditor-0, trainer-0, weights, teachers."""
+    """Name of its log: orchestrator, node-0, auditor-0, trainer-0, teachers."""
     kind: Kind
     """An error of the orchestrator or a rank ends the run; the others are started again when they die."""
     argv: list[str]
@@ -67,7 +67,7 @@ def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCom
     """Return every role that runs on this machine, in start order. Raises ConfigError when there are too few GPUs."""
     placement = place_processes(config, gpus)
     where = ["--run-dir", str(run_dir.root)]
-    commands = [] if config.orchestrator.address is not None else _orchestrator_commands(config, run_dir, where)
+    commands = [] if config.orchestrator.address is not None else _orchestrator_commands(config, where)
     for index, devices in enumerate(placement.nodes):
         argv = [*console_script("inference"), *where, "--node-name", f"node-{index}"]
         env = {**_threads(config.inference.threads), **_devices(devices)}
@@ -77,8 +77,8 @@ def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCom
     return commands
 
 
-def _orchestrator_commands(config: Config, run_dir: RunDir, where: list[str]) -> list[RoleCommand]:
-    """Return the orchestrator with what serves it: teachers, the weight server, auditors."""
+def _orchestrator_commands(config: Config, where: list[str]) -> list[RoleCommand]:
+    """Return the orchestrator with what serves it: teachers, auditors."""
     commands, env = [], _threads(1)
     if models := config.teachers.models_served() if config.teachers.online else []:
         port = free_port()  # the same after a restart
@@ -88,11 +88,6 @@ def _orchestrator_commands(config: Config, run_dir: RunDir, where: list[str]) ->
         env[MODELS_VARIABLE] = f"http://127.0.0.1:{port}/v1"
     argv = [*console_script("orchestrator"), *where]
     commands.append(RoleCommand(name="orchestrator", kind="orchestrator", argv=argv, env=env))
-    weights = config.orchestrator.weights
-    options = [("--listen", weights.address), ("--push", weights.push)]
-    if words := [word for option, value in options if value is not None for word in (option, value)]:
-        argv = [*console_script("orchestrator"), "weights", str(run_dir.root), *words]
-        commands.append(RoleCommand(name="weights", kind="weights", argv=argv, env=_threads(1)))
     audit = config.orchestrator.audit
     for index in range(audit.auditors if audit.enabled else 0):
         argv = [*console_script("inference"), "audit", *where, "--node-name", f"auditor-{index}"]
@@ -133,8 +128,8 @@ CAUSE_WAIT_S = 3.0
 """How long to wait, after a rank failed, for a failed orchestrator that would be the cause."""
 STOP_GRACE_S = 15.0
 """Time between SIGTERM and SIGKILL when a role must stop."""
-_STOP_ORDER: tuple[Kind, ...] = ("rank", "node", "auditor", "orchestrator", "weights", "teachers")
-_RESTARTED = ("node", "auditor", "weights", "teachers")
+_STOP_ORDER: tuple[Kind, ...] = ("rank", "node", "auditor", "orchestrator", "teachers")
+_RESTARTED = ("node", "auditor", "teachers")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -284,8 +279,7 @@ class Supervisor:
         """Raises RoleFailedError when the last node is lost, or a role refuses its configuration."""
         max_restarts = self.config.inference.max_restarts
         pause_s = child.restarts.pause_s(time.monotonic() - child.started, max_restarts)
-        first = child.restarts.count == min(1, max_restarts)
-        ends_run = child.role.kind in ("node", "auditor") or (child.role.kind == "weights" and first)
+        ends_run = child.role.kind in ("node", "auditor")
         if ends_run and child.code == EXIT_USAGE:
             raise RoleFailedError(self._report([child]))
         if pause_s is None:

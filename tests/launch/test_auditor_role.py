@@ -1,4 +1,4 @@
-"""The launcher starts `orchestrator weights` and auditors where the configuration asks for them."""
+"""The launcher starts auditors where the configuration asks for them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,6 @@ from composer_prime.config.load import resolve
 from composer_prime.errors import RoleFailedError
 from composer_prime.run.run_dir import RunDir
 from trainer.launcher.supervise import RoleProcess, Supervisor, role_commands
-
-SETTINGS = [
-    ({}, None),
-    ({"address": "0.0.0.0:5700"}, ["--listen", "0.0.0.0:5700"]),
-    ({"address": "0.0.0.0:5700", "push": "s3://b/r"}, ["--listen", "0.0.0.0:5700", "--push", "s3://b/r"]),
-]
-
-
-@pytest.mark.parametrize(("settings", "options"), SETTINGS)
-def test_the_launcher_starts_what_gives_out_weights(tmp_path, settings, options):
-    words = [word for name, value in settings.items() for word in (f"--orchestrator.weights.{name}", value)]
-    config = resolve(["@", str(config_file(tmp_path)), *words]).config
-    roles = {role.name: role for role in role_commands(config, RunDir(tmp_path / "run"), gpus=0)}
-    assert ("weights" in roles) == (options is not None)
-    if options is not None:
-        assert roles["weights"].argv[-len(options) - 2 :] == ["weights", str(tmp_path / "run"), *options]
 
 
 @pytest.mark.parametrize(("words", "names"), [([], []), (["--orchestrator.audit.enabled"], ["auditor-0"])])
