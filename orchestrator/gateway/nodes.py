@@ -220,8 +220,6 @@ class Nodes:
         """What audits tell, by node id."""
         self.newest_version = 0
         """The newest that is published."""
-        self.contexts: list[float] = []
-        """Each context that a node has or had, ascending."""
         self._by_id: dict[str, AttachedNode] = {}
         self._by_identity: dict[bytes, AttachedNode] = {}
 
@@ -262,7 +260,6 @@ class Nodes:
             node.take_over(former)
         node.reports.note(min(node.version, self.newest_version))
         self._by_id[hello.node_id] = self._by_identity[identity] = node
-        self.contexts = sorted({each.context for each in self})
         logger.info(
             "node %s attached: engine %s, %d places, version %d",
             node.node_id,

@@ -147,10 +147,6 @@ class GatewayRequest:
         return self.state.streamed if isinstance(self.state, Running) else NO_TOKENS
 
     @property
-    def is_done(self) -> bool:
-        return isinstance(self.state, Done)
-
-    @property
     def num_prompt(self) -> int:
         """Tokens that its next node begins with."""
         return len(self.prompt_ids) // INT.itemsize + len(self.kept)
@@ -177,14 +173,6 @@ class GatewayRequest:
     def may_go_to(self, node: AttachedNode) -> bool:
         """Tell whether `node` has not refused it, and may serve it now or later."""
         return not node.draining and node.node_id not in self.tried.refused_by and self.tokens_on(node) >= 1
-
-    def fits(self, node: AttachedNode) -> bool:
-        """Tell whether `node` may answer it in full length."""
-        return (
-            node.context >= self.num_wanted
-            and node.version >= self.least_version
-            and node.node_id not in self.tried.refused_by
-        )
 
     def message(self, running: Running) -> Generate:
         """Return what the node of `running` is sent."""

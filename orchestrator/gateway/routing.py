@@ -5,8 +5,8 @@
                     |                  |  failed | bad answer: another node starts over
                     +---- at the front-+  (new lease: the old one's answer is dropped as late)
 
-request_state.py has the states and their transitions, request_queue.py what waits, placing.py the choice of a node, and
-waits.py finds requests that make no progress. Everything runs on one event loop. Only `generate` waits, at most until
+request_state.py has the states and their transitions, placing.py the choice of a node, and waits.py finds requests that
+make no progress. Everything runs on one event loop. Only `generate` waits, at most until
 one of its deadlines.
 """
 
@@ -17,7 +17,9 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from composer_prime.console import printable
@@ -35,7 +37,6 @@ from composer_prime.wire.node_messages import (
 from orchestrator.gateway.answer_checks import check_sampled
 from orchestrator.gateway.nodes import AttachedNode, Nodes, able_nodes, too_long
 from orchestrator.gateway.placing import Placing
-from orchestrator.gateway.request_queue import Needs, RequestQueue
 from orchestrator.gateway.request_state import (
     Answered,
     Discarded,
@@ -104,7 +105,8 @@ class Router:
         self.nodes = nodes
         self.placing = placing or Placing()
         self.counters = RequestCounters()
-        self.queue = RequestQueue()
+        self.queue: OrderedDict[str, GatewayRequest] = OrderedDict()
+        """Requests without a node, by id, the next one first."""
         self.open: dict[str, GatewayRequest] = {}
         """Every request without an answer, by id."""
         self.oldest_version = 0
@@ -167,7 +169,7 @@ class Router:
         )
         self.counters.requests += 1
         self.open[request_id] = request
-        self.queue.add(request)
+        self.queue[request_id] = request
         try:
             self.place()
             return await request.done
@@ -196,9 +198,10 @@ class Router:
             self._release(request, before, cancel=cancel)
         if isinstance(after, Queued):
             self.counters.reissued += isinstance(before, Running)
-            self.queue.add(request, first=True)  # It has waited before.
+            self.queue[request.request_id] = request
+            self.queue.move_to_end(request.request_id, last=False)  # It has waited before.
         else:
-            self.queue.discard(request)
+            self.queue.pop(request.request_id, None)
         if isinstance(after, Done) and not isinstance(before, Done):
             self._finish(request, after)
 
@@ -246,15 +249,9 @@ class Router:
         if self._placing or self._closed is not None or not self.queue:
             return
         self._placing = True
-        unmet: set[Needs] = set()
-        serving = self.serving()
         try:
-            while (placement := self._next_placement(serving, unmet)) is not None:
-                request, node = placement
-                if isinstance(node, RequestError):
-                    self.end(request, node)
-                else:
-                    self.assign(request, node)
+            while self._place_waiting():
+                pass
         finally:
             self._placing = False
 
@@ -263,32 +260,32 @@ class Router:
         now, oldest, newest = time.monotonic(), self.oldest_version, self.newest_version
         return [node for node in self.nodes.attached() if node.cannot_serve(now, oldest, newest) is None]
 
-    def _next_placement(
-        self, serving: list[AttachedNode], unmet: set[Needs]
-    ) -> tuple[GatewayRequest, AttachedNode | RequestError] | None:
-        """Return the first request that a free node can take, or whose prompt no known node has room for.
+    def _place_waiting(self) -> bool:
+        """Look at each waiting request once. Return whether a node turned out to be gone: its requests came back.
 
-        Requests that need a node that is not free, or that is away for a while, keep their position. What they need
-        goes into `unmet`: nodes only fill up while requests are placed, so others with the same needs are passed over.
+        Requests that need a node that is not free, or that is away for a while, keep their position. Nodes only fill
+        up meanwhile, so what has the same needs as one of them is passed over.
         """
-        roomy = [node for node in serving if node.attached and node.has_room]
-        for needs, request in self.queue.heads() if roomy else []:
-            if needs in unmet:
+        serving, unmet = self.serving(), set[Hashable]()
+        contexts = sorted({node.context for node in serving})
+        roomy = [node for node in serving if node.has_room]
+        for request in list(self.queue.values()):
+            if not roomy:
+                break
+            if (needs := _needs(request, contexts)) in unmet:
                 continue
-            self.queue.looked_at += 1
-            if free := [node for node in roomy if request.fits(node)]:
-                return request, self.placing.choose(request, free)
             able = able_nodes(request, serving)
             if request.kept and not able:
                 self.apply(request, Restarted())
-                return self._next_placement(serving, unmet)
-            largest_known = self.nodes.largest_context(self.no_node_timeout_s)
-            if request.num_prompt >= largest_known:
-                return request, too_long(request, int(largest_known))
+                able = able_nodes(request, serving)
             if free := [node for node in able if node.attached and node.has_room]:
-                return request, self.placing.choose(request, free)
-            unmet.add(needs)
-        return None
+                self.assign(request, self.placing.choose(request, free))
+                roomy = [node for node in roomy if node.attached and node.has_room]
+            elif request.num_prompt >= (largest := self.nodes.largest_context(self.no_node_timeout_s)):
+                self.end(request, too_long(request, int(largest)))
+            else:
+                unmet.add(needs)
+        return not all(node.attached for node in serving)
 
     def assign(self, request: GatewayRequest, node: AttachedNode) -> None:
         """Send `request` to `node`, which continues after the tokens that others have sampled."""
@@ -431,9 +428,7 @@ class Router:
         former = self.nodes.named(hello.node_id)
         if former is not None and former.attached:
             self.leave(former, "came back on a new connection")
-        node = self.nodes.add(identity, hello, key)
-        self.queue.use_contexts(self.nodes.contexts)
-        return node
+        return self.nodes.add(identity, hello, key)
 
     def update_status(self, node: AttachedNode, status: Status) -> None:
         """Take in a heartbeat."""
@@ -455,3 +450,9 @@ class Router:
         for node in self.nodes.attached():
             if now - node.heard.anything > lost_after_s:
                 self.leave(node, f"silent for {now - node.heard.anything:.1f} s")
+
+
+def _needs(request: GatewayRequest, contexts: Sequence[float]) -> Hashable:
+    """Return what is equal for requests that the same nodes may answer. `contexts`: of these nodes, ascending."""
+    length = bisect_left(contexts, request.num_wanted), bisect_left(contexts, request.num_prompt + 1)
+    return length, request.least_version, frozenset(request.tried.refused_by), bool(request.kept)

@@ -57,7 +57,7 @@ class Waits:
         since, limit_s = self._no_node_since, self._router.no_node_timeout_s
         if since is None:
             return None
-        overdue = [r for r in self._router.queue if now - max(since, r.since) >= limit_s]
+        overdue = [r for r in self._router.queue.values() if now - max(since, r.since) >= limit_s]
         if not overdue:
             return None
         clock_time = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - since)))
