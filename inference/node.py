@@ -237,7 +237,7 @@ class InferenceNode:
             case Heard(known=False):
                 self._repeat_hello()
             case Rejected(reason=reason, may_return=may_return):
-                if self._stop_reason.done():  # By Drain, to evict it. A Hello was on its way.
+                if self._stop_reason.done():  # By Drain. A Hello was on its way.
                     return
                 refusal = f"the gateway at {self._link.endpoint} turned this node away: {reason}"
                 raise RunMismatchError(refusal) if not may_return else WireError(refusal)

@@ -4,7 +4,7 @@
     orchestrator @ file.toml [--section.key VALUE]   on its own: nodes and trainer connect from elsewhere
     orchestrator invite RUN_DIR                      one string with which nodes join from elsewhere (swarm/invite.py)
     orchestrator audit RUN_DIR                       an auditor of what nodes sampled (`audit`)
-    orchestrator nodes RUN_DIR, drain|evict|ban NODE look at a live run's nodes, and send them away (swarm)
+    orchestrator nodes RUN_DIR, drain|ban NODE       look at a live run's nodes, and send them away (swarm)
 
 Exit status: 0 finished, 1 failed, 2 wrong configuration, 130 / 143 stopped by Ctrl-C / SIGTERM.
 """
@@ -37,17 +37,18 @@ from composer_prime.plan.check_run_dir import check_run_folder, earlier_output, 
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write_atomic
-from orchestrator.swarm import COMMANDS
 
 FAILED = 1
 _COMMANDS = {
-    **COMMANDS,
+    **{name: f"orchestrator.swarm.node_commands:{name}" for name in ("nodes", "drain", "ban", "unban")},
+    "invite": "orchestrator.swarm.invite",
     "audit": "orchestrator.main:audit",
 }
+"""Words after `orchestrator`, each with the module whose `main`, or the function that, runs it."""
 _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]
        orchestrator invite RUN_DIR (orchestrator invite --help)
        orchestrator audit RUN_DIR (orchestrator audit --help)
-       orchestrator nodes [RUN_DIR] | drain|evict|ban|unban NODE (orchestrator nodes --help)"""
+       orchestrator nodes [RUN_DIR] | drain|ban|unban NODE (orchestrator nodes --help)"""
 _AUDIT_USAGE = """usage: orchestrator audit RUN_DIR [--node-name NAME] [--dry-run]     on the run's host
        orchestrator audit tcp://HOST:PORT --model PATH --token-file trainer.token [...]
 

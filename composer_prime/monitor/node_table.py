@@ -22,8 +22,8 @@ from composer_prime.run.costs import NodeTotals
 SERVING, LOADING, SUSPENDED, DRAINING, AWAY = "serving", "loading", "suspended", "draining", "away"
 """States of a node: takes requests; has no accepted weights yet; gets none for a while, after failures or in
 quarantine; finishes its requests; not connected."""
-EVICTED, BANNED = "evicted", "banned"
-"""States of a node that is not let in: until the orchestrator starts again; for good."""
+BANNED = "banned"
+"""State of a node that is not let in any more."""
 _UNKNOWN = "-"
 
 

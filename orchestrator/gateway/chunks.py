@@ -65,7 +65,6 @@ def _prune(messages: dict[NameT, zmq.MessageTracker | None]) -> dict[NameT, zmq.
 class _Pulled:
     """Bytes of weights that one account was sent."""
 
-    total: int = 0
     counted: int = 0
     """Less what versions gave back."""
     is_told: bool = False
@@ -101,16 +100,10 @@ class PullAllowance:
             account.is_told = False
 
     def charge(self, account: bytes, num_bytes: int) -> None:
-        pulled = self._accounts.setdefault(account, _Pulled())
-        pulled.total += num_bytes
-        pulled.counted += num_bytes
+        self._accounts.setdefault(account, _Pulled()).counted += num_bytes
         if len(self._accounts) > MAX_ACCOUNTS:
-            most = sorted(self._accounts.items(), key=lambda item: (item[1].counted, item[1].total))
+            most = sorted(self._accounts.items(), key=lambda item: item[1].counted)
             self._accounts = dict(most[-MAX_ACCOUNTS // 2 :])
-
-    def total(self, account: bytes) -> int:
-        """Return the bytes that `account` has pulled."""
-        return self._accounts.get(account, _Pulled()).total
 
     def refusal(self, account: bytes) -> str | None:
         """Return why `account` gets no more; None while it may pull."""

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from composer_prime.address import is_loopback
 from composer_prime.config import Config
 from composer_prime.model_source import vocabulary_size
 from composer_prime.run.keys import RunKeys
@@ -42,7 +43,7 @@ from orchestrator.gateway.link import NodeLink
 from orchestrator.gateway.nodes import Nodes
 from orchestrator.gateway.routing import Router
 from orchestrator.gateway.waits import Waits, reclaim_quarantined, reclaim_stalled
-from orchestrator.swarm import Admission, build_swarm
+from orchestrator.swarm import Admission, Audits, NodeAccounts, NodeControl
 
 logger = logging.getLogger(__name__)
 
@@ -94,20 +95,9 @@ class Gateway:
         self._verifier = keys.verifier()
         self._chunks = ChunkServer(weight_store, self._admission.chunk)
         self._link = self._build_link()
-        self._swarm = build_swarm(
-            config,
-            keys=keys,
-            run_id=run_id,
-            run_dir=run_dir,
-            router=self.router,
-            store=weight_store,
-            chunks=self._chunks,
-            send=self.router.send,
-            weights_sent=self._link.weights_sent,
-            on_quarantine=partial(reclaim_quarantined, self.router),
-        )
-        self.audits, self.accounts = self._swarm.audits, self._swarm.accounts
-        """Audits are None unless answers are audited."""
+        self.accounts = NodeAccounts(self.router, run_dir)
+        self._control = NodeControl(self.router, self.accounts, keys)
+        self.audits = self._build_audits(keys, weight_store) if orchestrator.audit.enabled else None
         self.records = RolloutRecords(self.router, self.audits)
         self._chat = ChatFormat(model_dir, config.model.renderer)
         self._generator = self._build_generator(vocab_size)
@@ -131,6 +121,17 @@ class Gateway:
             audited=self._config.orchestrator.audit.enabled,
         )
 
+    def _build_audits(self, keys: RunKeys, store: WeightStore) -> Audits:
+        return Audits(
+            self._config,
+            keys=keys,
+            run_id=self._run_id,
+            store=store,
+            chunks=self._chunks,
+            trust=self.router.nodes.trust,
+            on_quarantine=partial(reclaim_quarantined, self.router),
+        )
+
     def _build_generator(self, vocab_size: int) -> Generator:
         return Generator(
             self.router,
@@ -149,7 +150,7 @@ class Gateway:
             token=os.environ.get(GATEWAY_TOKEN_VARIABLE),
             health=self._health,
             metrics=self.state,
-            control=self._swarm.control.routes(self._run_id),
+            control=self._control.routes(self._run_id),
         )
 
     async def start(self) -> None:
@@ -244,7 +245,7 @@ class Gateway:
 
     def is_tainted(self, rollout_ids: Iterable[str]) -> bool:
         """Tell whether a node that an audit caught sampled a rollout of these that no audit has cleared."""
-        return self._swarm.is_tainted(rollout_ids)
+        return self.audits is not None and self.audits.is_tainted(rollout_ids)
 
     # -- upkeep --------------------------------------------------------------------------------------------------
 
@@ -268,7 +269,8 @@ class Gateway:
             reclaim_stalled(router, max(inference.lost_after_s, _STALL_SHARE * self.router.request_timeout_s))
             if (error := self.waits.enforce()) is not None:
                 self._fail(error)
-            self._swarm.control.tick()
+            self.accounts.tick()
+            self._control.tick()
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -329,18 +331,16 @@ class Gateway:
             "gateway/warm_share": self.router.placing.warm_share,
             "gateway/records_bytes": self.records.num_bytes,
             **oldest,
-            **self._swarm.metrics(),
+            **(self.audits.metrics() if self.audits is not None else {}),
             **self.lag.metrics(),
         }
 
 
 def _join_hint(node_socket: NodeSocket, keys: RunKeys) -> str:
-    return how_to_join(node_socket.endpoint, keys.folder.parent)
-
-
-def how_to_join(endpoint: str, run_dir: Path) -> str:
-    """Return how a node joins the gateway that is bound at `endpoint`, tcp://HOST:PORT."""
-    text = f"run `{shlex.join(['orchestrator', 'invite', str(run_dir)])}` here and what it prints"
-    if urlsplit(endpoint).hostname == "127.0.0.1":
-        return f"{text} on this machine (others need orchestrator.node_address on a public interface)"
-    return f"{text} on another machine"
+    """Return the command that lets a machine join, and where it works."""
+    command = (
+        f"run `{shlex.join(['orchestrator', 'invite', str(keys.folder.parent)])}` here and what it prints elsewhere"
+    )
+    if is_loopback(urlsplit(node_socket.endpoint).hostname or ""):
+        command += " (that needs orchestrator.node_address on a public interface)"
+    return command

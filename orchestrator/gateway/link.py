@@ -229,10 +229,6 @@ class NodeLink:
         """Give nodes back what they may pull of a new version."""
         self._allowance.grant(manifest)
 
-    def weights_sent(self, node: AttachedNode) -> int:
-        """Return the bytes of weights that went through the link to the holder of the node's key."""
-        return self._allowance.total(self._account(node.identity, node.key))
-
     def _send_piece(self, identity: bytes, key: bytes, piece: WeightPiece) -> zmq.MessageTracker | None:
         """Send a piece of a chunk. Its request was due: how fast a node pulls is bounded by the pieces under way."""
         if piece.data is not None:
@@ -309,10 +305,9 @@ class NodeLink:
 
     async def _answer_enrollment(self, identity: bytes, key: bytes, message: Enroll) -> None:
         nodes = self._router.nodes
-        taken_names = {node.node_id for node in nodes if not self._admission.is_own(node.key)}.union(nodes.refused)
-        sent_away = {name: reason for name, (_, reason) in nodes.refused.items()}
+        taken_names = {node.node_id for node in nodes if not self._admission.is_own(node.key)}
         reply = self._second_process(message.key)
-        reply = reply or await self._admission.answer(key, message, self.newest_manifest, taken_names, sent_away)
+        reply = reply or await self._admission.answer(key, message, self.newest_manifest, taken_names)
         if isinstance(reply, Rejected):
             if time.monotonic() - self._said.get(key, -math.inf) > _SAY_AGAIN_S:
                 self._said[key] = time.monotonic()
@@ -393,9 +388,6 @@ class NodeLink:
 
     def _refusal(self, hello: NodeHello) -> str | None:
         """Return why this node stays out, however often it is started."""
-        if hello.node_id in self._router.nodes.refused:
-            _, reason = self._router.nodes.refused[hello.node_id]
-            return reason
         if hello.protocol != PROTOCOL:
             return f"the node speaks protocol {hello.protocol}, this run {PROTOCOL}: install the same release on both"
         if not 1 <= len(hello.node_id) <= 200 or not hello.node_id.isprintable():

@@ -214,8 +214,6 @@ class Nodes:
     """All nodes, by id and by connection."""
 
     def __init__(self) -> None:
-        self.refused: dict[str, tuple[str, str]] = {}
-        """State (EVICTED or BANNED) and reason of names that may not attach."""
         self.trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
         """What audits tell, by node id."""
         self.newest_version = 0

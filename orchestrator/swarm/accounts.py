@@ -3,8 +3,8 @@
     gateway's tick --> NodeAccounts.tick: add time, tokens, dollars --> metrics.jsonl: a line for each change of a node
     scheduler: step taken --> note_trained(step, tokens by node)    --> costs.jsonl: sums, each minute and at departure
 
-Sums continue after a restart: they are read from costs.jsonl. Device and price are the node's claims. Of the
-bytes of weights that it says it pulled and those that the gateway sent it, the larger count is shown.
+Sums continue after a restart: they are read from costs.jsonl. Device, price and the bytes of
+weights that it pulled are the node's claims.
 """
 
 from __future__ import annotations
@@ -54,31 +54,23 @@ class NodeAccount:
     written_at: float = -math.inf
     history: deque[tuple[float, NodeTotals]] = field(default_factory=deque)
     """The sums at times, monotonic seconds."""
-    counted: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "failures": 0, "weights_sent": 0})
+    counted: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "failures": 0})
     """The gateway's counters, and from its first report on the node's own, as of the last tick."""
-    weights_claimed: int = 0
-    """Bytes that it says it pulled since this orchestrator started."""
-    weights_sent: int = 0
-    """Bytes that the gateway sent it since then."""
     seen: float | None = None
     """When it was last counted as attached, monotonic seconds; None while away."""
     line: dict[str, str | int | float | None] = field(default_factory=dict)
     """Its last line in metrics.jsonl."""
     line_at: float = 0.0
 
-    def add(self, node: AttachedNode, now: float, weights_sent: int) -> None:
-        """Take in what `node` did since the last call. `weights_sent`: bytes that the gateway sent it so far."""
+    def add(self, node: AttachedNode, now: float) -> None:
+        """Take in what `node` did since the last call."""
         if node.hello.run_id is None:
             self.counted.setdefault("weight_bytes", 0)
         failures = node.counters.failures + node.counters.bad_answers
-        counters = {"tokens": node.counters.tokens_out, "failures": failures, "weights_sent": weights_sent}
+        counters = {"tokens": node.counters.tokens_out, "failures": failures}
         if node.status is not None:
             counters["weight_bytes"] = node.status.weight_bytes
         added = {name: max(0, count - self._before(name, count)) for name, count in counters.items()}
-        known = max(self.weights_claimed, self.weights_sent)
-        self.weights_claimed += added.pop("weight_bytes", 0)
-        self.weights_sent += added.pop("weights_sent")
-        added["weight_bytes"] = max(self.weights_claimed, self.weights_sent) - known
         seconds = now - self.seen if self.seen is not None and node.attached else 0.0
         usd = None if node.hello.usd_per_hour is None else node.hello.usd_per_hour * seconds / 3600
         self.totals = self.totals.plus(usd, seconds=seconds, **added)
@@ -117,18 +109,13 @@ class NodeAccounts:
         router: Router,
         run_dir: RunDir | None,
         *,
-        weights_sent: Callable[[AttachedNode], int] = lambda _: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`run_dir`: where lines go; None writes none.
-
-        `weights_sent` returns the bytes of weights that the gateway sent a node.
-        """
+        """`run_dir`: where lines go; None writes none."""
         self.step = 0
         """The last step that was trained; lines carry it."""
         self._router = router
         self._clock = clock
-        self._weights_sent = weights_sent
         self._ledger = None if run_dir is None else CostLedger(run_dir.root / "costs.jsonl")
         self._metrics = None if run_dir is None else MetricsFile(run_dir.metrics, "orchestrator")
         self._accounts = {name: NodeAccount(totals=t, written=t) for name, t in _earlier(run_dir).items()}
@@ -148,7 +135,7 @@ class NodeAccounts:
         for node in nodes:
             account = self._accounts.setdefault(node.node_id, NodeAccount())
             was_attached = account.seen is not None
-            account.add(node, now, self._weights_sent(node))
+            account.add(node, now)
             account.remember(now)
             self._log(node, account, now, pause_s=max(_SAMPLE_S, _LINE_S_A_NODE * len(nodes)))
             has_left = was_attached and not node.attached
@@ -203,15 +190,12 @@ class NodeAccounts:
     # -- what they say ---------------------------------------------------------------------------------------------
 
     def rows(self) -> list[NodeRow]:
-        """Return the table's rows as of now, then those of earlier starts and of banned nodes that are not here."""
+        """Return the table's rows as of now, then those of earlier starts that are not here."""
         self.tick()
         now, nodes = self._clock(), {node.node_id: node for node in self._router.nodes}
         rows = [self._row(node, self._accounts[name], now) for name, node in nodes.items()]
-        absent = [name for name in dict.fromkeys([*self._accounts, *self._router.nodes.refused]) if name not in nodes]
-        return rows + [
-            NodeRow(name=name, state=self._absence(name), totals=self._accounts.get(name, NodeAccount()).totals)
-            for name in absent
-        ]
+        absent = {name: account for name, account in self._accounts.items() if name not in nodes}
+        return rows + [NodeRow(name=name, state=AWAY, totals=account.totals) for name, account in absent.items()]
 
     def _row(self, node: AttachedNode, account: NodeAccount, now: float) -> NodeRow:
         router = self._router
@@ -234,17 +218,12 @@ class NodeAccounts:
     def _state(self, node: AttachedNode, now: float) -> str:
         oldest, newest = self._router.oldest_version, self._router.newest_version
         if not node.attached:
-            return self._absence(node.node_id)
+            return AWAY
         if node.draining:
             return DRAINING
         if not max(oldest, node.reports.newest) <= node.version <= newest:
             return LOADING
         return SERVING if node.cannot_serve(now, oldest, newest) is None else SUSPENDED
-
-    def _absence(self, name: str) -> str:
-        """Return `evicted` or `banned` of a node that is refused, else `away`."""
-        state, _ = self._router.nodes.refused.get(name, (AWAY, ""))
-        return state
 
 
 def device_text(device: ComputeDevice | None) -> str:

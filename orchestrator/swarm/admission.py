@@ -16,9 +16,8 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from types import MappingProxyType
 
 from composer_prime.config import Config
 from composer_prime.errors import ComposerError, ConfigError, InviteError
@@ -150,18 +149,14 @@ class Admission:
         message: Enroll,
         manifest: bytes,
         taken_names: Collection[str] = (),
-        sent_away: Mapping[str, str] = MappingProxyType({}),
     ) -> Enrolled | Rejected | None:
         """Enroll the sender, whose connection has proven `key`: an invite's, or its own.
 
         `manifest`: the newest, signed. `taken_names`: names that it may not get, besides those in the registry.
-        `sent_away`: why nodes with these names may not serve in this run; they hear it before they pull. Return None
-        for a fault of this machine, such as a full disk: a node without an answer asks again.
+        Return None for a fault of this machine, such as a full disk: a node without an answer asks again.
         """
         try:
             node = await asyncio.to_thread(self._enroll, key, message, taken_names)
-            if node.name in sent_away:
-                raise InviteError(sent_away[node.name])
             async with self._hashing:  # Nodes wait here for the first one's files, without a thread.
                 self._model = self._model or await asyncio.to_thread(self._sign_model)
         except InviteError as error:

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from composer_prime.config.orchestrator import AuditConfig
+from composer_prime.config import Config
 from composer_prime.monitor.events import event
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
@@ -99,16 +99,13 @@ class Audits:
 
     def __init__(
         self,
-        config: AuditConfig,
+        config: Config,
         *,
         keys: RunKeys,
         run_id: str,
         store: WeightStore,
         chunks: ChunkSender,
         trust: Mapping[str, NodeTrust],
-        max_context: int,
-        heartbeat_s: float,
-        lost_after_s: float,
         on_quarantine: Callable[[str, str], None] = lambda node_id, reason: None,
         chance: Callable[[], float] = random.SystemRandom().random,
         clock: Callable[[], float] = time.monotonic,
@@ -120,14 +117,14 @@ class Audits:
         Raises ConfigError when the trainer's key, the only one that is admitted, is missing.
         """
         self.counters: Counter[str] = Counter()
-        self._config = config
+        self._config = config.orchestrator.audit
         self._keys = keys
         self._run_id = run_id
         self._store = store
         self._chunks = chunks
         self._trust = trust
-        self._heartbeat_s = heartbeat_s
-        self._lost_after_s = lost_after_s
+        self._heartbeat_s = config.inference.heartbeat_s
+        self._lost_after_s = config.inference.lost_after_s
         self._on_quarantine = on_quarantine
         self._chance = chance
         self._clock = clock
@@ -147,7 +144,9 @@ class Audits:
         self._oldest_certain = max(self._versions, default=None)
         """Of later versions it is certain whether the gateway had them."""
         self._auditors: dict[bytes, ConnectedAuditor] = {}
-        self._socket = NodeSocket(keys, max_context, frozenset([keys.curve("trainer").public]).__contains__)
+        self._socket = NodeSocket(
+            keys, config.model.max_context, frozenset([keys.curve("trainer").public]).__contains__
+        )
         self._decoder = msgspec.msgpack.Decoder(FromAuditor)
         self._tasks: list[asyncio.Task[None]] = []
 

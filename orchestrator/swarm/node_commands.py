@@ -1,4 +1,4 @@
-"""`orchestrator nodes [RUN_DIR]` shows a run's inference nodes; drain, evict, ban and unban control who serves it.
+"""`orchestrator nodes [RUN_DIR]` shows a run's inference nodes; drain, ban and unban control who serves it.
 
 They talk to the run's orchestrator over loopback with keys/operator.token, so run them on its machine, as its owner.
 After the run, `nodes` shows what the run recorded.
@@ -132,16 +132,12 @@ def drain(words: list[str]) -> int:
     return _act("drain", words, "send a node no new requests, and stop it after it answered its current ones")
 
 
-def evict(words: list[str]) -> int:
-    return _act("evict", words, "remove a node at once, and refuse it until the orchestrator restarts")
-
-
 def ban(words: list[str]) -> int:
-    return _act("ban", words, "evict a node, and refuse it even after restarts")
+    return _act("ban", words, "send a node away at once and revoke its key")
 
 
 def unban(words: list[str]) -> int:
-    return _act("unban", words, "let a node connect again that was evicted or banned")
+    return _act("unban", words, "let a banned node connect again")
 
 
 def _act(action: str, words: list[str], description: str) -> int:

@@ -1,21 +1,18 @@
-"""What an operator does to nodes: drain, evict, ban.
+"""What an operator does to nodes: drain and ban.
 
-orchestrator drain|evict|ban NODE --HTTP, keys/operator.token--> control_routes --> NodeControl --> router, node
+orchestrator drain|ban NODE --HTTP, keys/operator.token--> NodeControl.routes --> router, registry
 gateway's tick --> NodeControl.tick: end drains
 
 drain   no new request; once the node has answered what it holds, it is sent away. It may come back. With --now it is
         sent away at once: after five seconds it streams what it has sampled, and others continue.
-evict   sent away at once, its requests go elsewhere. Refused until the orchestrator starts again.
-        Its process ends without an error, so nothing starts it again.
-ban     evict that outlasts a restart: the name is in keys/banned.json, a key of its own is revoked, and the invite by
-        which it came is withdrawn.
+ban     its key is revoked in keys/nodes.sqlite, and the invite by which it came is withdrawn. The gateway ends its
+        connection at the next tick. The run's own nodes share a key, so none of them can be banned.
 """
 
 from __future__ import annotations
 
 import difflib
 import hmac
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -27,10 +24,9 @@ from aiohttp import web
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError, RequestError
 from composer_prime.monitor.events import event
-from composer_prime.monitor.node_table import AWAY, BANNED, EVICTED
+from composer_prime.monitor.node_table import BANNED, NodeRow
 from composer_prime.run.keys import RunKeys
-from composer_prime.run.run_dir import write_atomic
-from composer_prime.wire.node_messages import Drain, ToNode
+from composer_prime.wire.node_messages import Drain
 from orchestrator.swarm.accounts import NodeAccounts
 
 if TYPE_CHECKING:
@@ -39,38 +35,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ACTIONS = ("drain", "drain_now", "evict", "ban", "unban")
+ACTIONS = ("drain", "drain_now", "ban", "unban")
 _NAMES_SHOWN = 12
 
 
 class NodeControl:
     """Used on the gateway's event loop."""
 
-    def __init__(
-        self,
-        router: Router,
-        accounts: NodeAccounts,
-        keys: RunKeys,
-        send: Callable[[AttachedNode, ToNode], bool],
-        *,
-        drain_s: float,
-    ) -> None:
-        """`drain_s`: how long a drained node may answer what it holds."""
-        self.accounts = accounts
+    def __init__(self, router: Router, accounts: NodeAccounts, keys: RunKeys) -> None:
+        self._accounts = accounts
         self._router = router
-        self._operator_token = keys.operator_token
+        self._keys = keys
         self._registry = keys.registry
-        self._path = keys.folder / "banned.json"
-        self._send = send
-        self._drain_s = drain_s
-        self._leaving: dict[str, tuple[str, float]] = {}
-        """Why nodes are drained, and until when they may answer, monotonic seconds."""
-        self._banned = self._read_banned()
-        router.nodes.refused |= {name: (BANNED, reason) for name, reason in self._banned.items()}
+        self._leaving: dict[str, float] = {}
+        """Until when drained nodes may answer, monotonic seconds."""
 
     # -- the operator's words --------------------------------------------------------------------------------------
 
-    def drain(self, name: str, reason: str = "by the operator") -> str:
+    def drain(self, name: str) -> str:
         """Give node `name` no further request, and send it away once it has answered. Return what happened.
 
         Raises RequestError when no such node is attached, or it is drained already.
@@ -80,8 +62,8 @@ class NodeControl:
         if name in self._leaving or node.draining:
             raise RequestError(f"node {name} is drained already: it holds {pluralize(held, 'request')}", status=409)
         node.draining = True
-        self._leaving[name] = (reason, time.monotonic() + self._drain_s)
-        logger.warning("node %s is drained: %s", name, reason, extra=event("node", same_as=f"drain/{name}"))
+        self._leaving[name] = time.monotonic() + self._router.request_timeout_s
+        logger.warning("node %s is drained by the operator", name, extra=event("node", same_as=f"drain/{name}"))
         others = len(self._router.serving())
         alone = "" if others else "; no other node serves now, requests wait (orchestrator.no_node_timeout_s)"
         rest = f"once it has answered {pluralize(held, 'request')}" if held else "now"
@@ -92,80 +74,57 @@ class NodeControl:
 
         Raises RequestError when no such node is attached.
         """
-        node, reason = self._attached(name), "by the operator"
+        node = self._attached(name)
         if name not in self._leaving and not node.draining:
-            self.drain(name, reason)
-        self._leaving[name] = reason, 0.0
+            self.drain(name)
+        self._leaving[name] = 0.0
         held = pluralize(len(node.leases), "request")
         return f"node {name} leaves within seconds; other nodes finish what is left of its {held}"
 
-    def evict(self, name: str, reason: str = "evicted by the operator") -> str:
-        """Send node `name` away, and refuse it until the orchestrator starts again. Return what happened.
-
-        Raises RequestError for an unknown node and one that is evicted already.
-        """
-        if name in self._router.nodes.refused:
-            _, why = self._router.nodes.refused[name]
-            raise RequestError(f"node {name} is refused already ({why})", status=409)
-        node = self._known(name)
-        how_long = "until the orchestrator starts again, or `orchestrator unban`"
-        return self._refuse(name, node, EVICTED, reason, how_long)
-
     def ban(self, name: str) -> str:
-        """Evict node `name`, and refuse it after restarts too. Return what happened.
+        """Revoke the key of node `name`. Return what happened.
 
-        Raises RequestError for an unknown node and one that is banned already.
+        Raises RequestError for an unknown node, one without a key of its own, and one that is banned already.
         """
-        if name in self._banned:
+        node = self._registry.find(name)
+        if node is None:
+            self._known(name)
+            raise RequestError(f"node {name} is the run's own and shares its key: drain it instead", status=409)
+        if not self._registry.revoke(node.key, "banned by the operator"):
             raise RequestError(f"node {name} is banned already", status=409)
-        node, reason = self._known(name), "banned by the operator"
-        registered, by = self._registry.find(name), "by name, as it has no key of its own"
         invite = ""
-        if registered is not None:
-            by = "by name and key"
-            self._registry.revoke(registered.key, reason)
-            if registered.invite and self._registry.withdraw(registered.invite):
-                invite = "; the invite by which it came admits no further node (`orchestrator invite` makes another)"
-        self._banned[name] = reason
-        self._write_banned()
-        return self._refuse(name, node, BANNED, reason, f"{by}, until `orchestrator unban {name}`{invite}")
+        if node.invite and self._registry.withdraw(node.invite):
+            invite = "; the invite by which it came admits no further node (`orchestrator invite` makes another)"
+        logger.warning("node %s was banned by the operator", name, extra=event("node", same_as=f"ban/{name}"))
+        return f"node {name} was banned; its key is refused until `orchestrator unban {name}`{invite}"
 
     def unban(self, name: str) -> str:
-        """Let node `name` connect again. Return what happened. Raises RequestError when it is not refused."""
-        refused = self._router.nodes.refused
-        # A revoked key may have no name beside it: banned.json was removed, or the ban was cut short.
-        revoked = {node.name: node for node in self._registry.list() if node.revoked is not None}
-        if name not in refused and name not in revoked:
-            names = {*refused, *revoked}
-            known = f": refused are {_listed(names)}" if names else ": no node is refused"
-            raise RequestError(f"node {name} is not refused{known}", status=404)
-        if (node := revoked.get(name)) is not None:
-            self._registry.admit(node.key, node.name, node.machine)
-        refused.pop(name, None)
-        if self._banned.pop(name, None) is not None:
-            self._write_banned()
+        """Let node `name` connect again. Return what happened. Raises RequestError when it is not banned."""
+        node = self._registry.find(name)
+        if node is None or node.revoked is None:
+            banned = self._banned()
+            known = f": banned are {_listed(banned)}" if banned else ": no node is"
+            raise RequestError(f"node {name} is not banned{known}", status=404)
+        self._registry.admit(node.key, node.name, node.machine)
         logger.info("node %s may connect again", name, extra=event("node", text=f"node {name} may connect again"))
         return f"node {name} may connect again"
 
-    def _refuse(self, name: str, node: AttachedNode | None, state: str, reason: str, how_long: str) -> str:
-        self._router.nodes.refused[name] = state, reason
-        self._leaving.pop(name, None)
-        held = 0
-        if node is not None and node.attached:
-            held = len(node.leases)
-            # Not Rejected, which is an error: the launcher would start it again, and end the run after the last try.
-            self._send(node, Drain(reason=f"this node was {reason}"))
-            self._router.leave(node, reason)
-        logger.warning("node %s was %s", name, reason, extra=event("node", same_as=f"{reason}/{name}"))
-        return f"node {name} was {reason}; requests that go elsewhere now: {held}. It is refused {how_long}"
+    def rows(self) -> list[NodeRow]:
+        """Return the table of nodes. Raises ConfigError when the registry cannot be read."""
+        banned = self._banned()
+        rows = {row.name: row for row in self._accounts.rows()}
+        for name in sorted(banned):
+            rows[name] = msgspec.structs.replace(rows.get(name, NodeRow(name=name, state=BANNED)), state=BANNED)
+        return list(rows.values())
+
+    def _banned(self) -> set[str]:
+        return {node.name for node in self._registry.list() if node.revoked is not None}
 
     def _known(self, name: str) -> AttachedNode | None:
         """Return the node, None for one that enrolled and is not here. Raises RequestError for an unknown name."""
-        for node in self._router.nodes:
-            if node.node_id == name:
-                return node
-        if self._registry.find(name) is not None:
-            return None
+        node = self._router.nodes.named(name)
+        if node is not None or self._registry.find(name) is not None:
+            return node
         known = {node.node_id for node in self._router.nodes} | {node.name for node in self._registry.list()}
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -175,84 +134,67 @@ class NodeControl:
     def _attached(self, name: str) -> AttachedNode:
         node = self._known(name)
         if node is None or not node.attached:
-            _, why = self._router.nodes.refused.get(name, (AWAY, "not connected now"))
-            raise RequestError(f"node {name} is {why}: only a connected node can be drained", status=409)
+            raise RequestError(f"node {name} is not connected now: only a connected node can be drained", status=409)
         return node
 
     # -- upkeep ----------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Count, and send away drained nodes that have answered."""
-        self.accounts.tick()
+        """Send away drained nodes that have answered."""
         now = time.monotonic()
         attached = {node.node_id: node for node in self._router.nodes.attached()}
-        for name, (reason, until) in list(self._leaving.items()):
+        for name, until in list(self._leaving.items()):
             node = attached.get(name)
             if node is None:
                 del self._leaving[name]
                 continue
             node.draining = True  # It may have reconnected.
             if not node.leases or now > until:
-                self._send(node, Drain(reason=f"drained: {reason}"))
+                self._router.send(node, Drain(reason="drained by the operator"))
 
     def routes(self, run_id: str) -> list[web.RouteDef]:
         """Return GET /control/nodes (the table) and POST /control/nodes/ACTION?node=NAME, for the operator's token."""
-        return control_routes(self, run_id=run_id, token=self._operator_token())
+        token = self._keys.operator_token()
 
-    # -- what is remembered ----------------------------------------------------------------------------------------
+        async def show(_: web.Request) -> dict[str, Any]:
+            return {"run_id": run_id, "nodes": self.rows()}
 
-    def _read_banned(self) -> dict[str, str]:
-        try:
-            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, str])
-        except FileNotFoundError:
-            return {}
-        except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError(
-                f"{self._path} cannot be read ({error}): correct it, or remove it to admit every banned name again "
-                "(nodes with a key of their own need `orchestrator unban`, too)"
-            ) from None
+        async def act(request: web.Request) -> dict[str, Any]:
+            action, name = request.match_info["action"], request.query.get("node", "")
+            if action not in ACTIONS or not name:
+                raise RequestError(
+                    f"{request.path} with node={name!r}: an action is one of {', '.join(ACTIONS)}, of a node"
+                )
+            return {"run_id": run_id, "text": getattr(self, action)(name)}
 
-    def _write_banned(self) -> None:
-        write_atomic(self._path, json.dumps(self._banned, indent=1).encode() + b"\n")
+        return [
+            web.get("/control/nodes", _authorized(show, token)),
+            web.post("/control/nodes/{action}", _authorized(act, token)),
+        ]
 
 
-def _listed(names: Any) -> str:
+def _listed(names: set[str]) -> str:
     shown = sorted(names)
     more = f" and {len(shown) - _NAMES_SHOWN} more" if len(shown) > _NAMES_SHOWN else ""
     return ", ".join(shown[:_NAMES_SHOWN]) + more
 
 
-def control_routes(control: NodeControl, *, run_id: str, token: str) -> list[web.RouteDef]:
-    """Return the operator's routes, which require `token`."""
+def _authorized(
+    handle: Callable[[web.Request], Awaitable[dict[str, Any]]], token: str
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return a route that requires `token`."""
 
-    async def show(_: web.Request) -> dict[str, Any]:
-        return {"run_id": run_id, "nodes": control.accounts.rows()}
+    async def answer(request: web.Request) -> web.Response:
+        header = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(header, f"Bearer {token}".encode()):
+            body, status = {"error": {"message": "the operator's token (keys/operator.token) is missing"}}, 401
+        else:
+            try:
+                body, status = await handle(request), 200
+            except RequestError as error:
+                body, status = {"error": {"message": str(error)}}, error.status
+            except (ConfigError, OSError) as error:  # the registry, or the disk that it is on
+                body, status = {"error": {"message": str(error)}}, 503
+        return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
 
-    async def act(request: web.Request) -> dict[str, Any]:
-        action, name = request.match_info["action"], request.query.get("node", "")
-        if action not in ACTIONS or not name:
-            raise RequestError(
-                f"{request.path} with node={name!r}: an action is one of {', '.join(ACTIONS)}, of a node"
-            )
-        return {"run_id": run_id, "text": getattr(control, action)(name)}
-
-    def authorized(handle: Callable[[web.Request], Awaitable[dict[str, Any]]]) -> Any:
-        async def answer(request: web.Request) -> web.Response:
-            header = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-            if not hmac.compare_digest(header, f"Bearer {token}".encode()):
-                body, status = {"error": {"message": "the operator's token (keys/operator.token) is missing"}}, 401
-            else:
-                try:
-                    body, status = await handle(request), 200
-                except RequestError as error:
-                    body, status = {"error": {"message": str(error)}}, error.status
-                except (ConfigError, OSError) as error:  # the registry, or the disk that it is on
-                    body, status = {"error": {"message": str(error)}}, 503
-            return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
-
-        return answer
-
-    return [
-        web.get("/control/nodes", authorized(show)),
-        web.post("/control/nodes/{action}", authorized(act)),
-    ]
+    return answer

@@ -179,20 +179,3 @@ def test_the_table_shows_why_a_node_lacks_weights():
         assert accounts.rows()[0].why == "has policy version 0, needs version 1; pulled 9 MB: keep its state folder"
 
     with_fleet(test, a={})
-
-
-# What the gateway sent counts where a node claims less, and not a second time where it claims it too.
-def test_the_larger_count_of_pulled_bytes_is_shown():
-    async def test(fleet: Fleet) -> None:
-        sent = {"a": 0}
-        accounts = NodeAccounts(fleet.router, None, clock=Clock(), weights_sent=lambda node: sent[node.node_id])
-
-        def shown(sent_bytes: int, claimed: int) -> int:
-            sent["a"] = sent_bytes
-            fleet.router.update_status(fleet.node("a"), status(weight_bytes=claimed))
-            return accounts.rows()[0].totals.weight_bytes
-
-        accounts.tick()
-        assert [shown(700, 0), shown(700, 500), shown(700, 900), shown(1000, 900)] == [700, 700, 900, 1000]
-
-    with_fleet(test, a={})

@@ -228,18 +228,6 @@ async def test_a_node_gets_no_name_of_one_with_the_shared_key(open_gateway, node
         assert isinstance(await joined(gateway, node_keys).ask(hello("node-0")), NodeWelcome)
 
 
-async def test_a_node_gets_no_name_that_was_sent_away(open_gateway, invite, joined):
-    """Its first hello would be refused for what another one did."""
-    async with open_gateway() as gateway:
-        gateway.router.nodes.refused["box"] = ("banned", "lied")
-        own = own_keys(invite)
-        assert (await joined(gateway, invite.keys).ask(enroll(own))).node_id == "box-2"
-        # A node that was sent away hears it before it pulls anything.
-        gateway.router.nodes.refused["box-2"] = ("evicted", "evicted by the operator")
-        answer = await joined(gateway, own).ask(enroll(own))
-        assert isinstance(answer, Rejected) and not answer.may_return
-
-
 async def test_while_model_files_are_hashed_threads_are_free(open_gateway, invite, monkeypatch):
     """Others that enroll wait without one: weights and files are read meanwhile."""
     async with open_gateway() as gateway:

@@ -118,7 +118,7 @@ async def test_a_silent_node_is_found_though_messages_of_many_frames_are_read(op
     ):
         [attached] = gateway.router.nodes.attached()
         ticked = asyncio.Event()
-        monkeypatch.setattr(gateway._swarm.control, "tick", ticked.set)
+        monkeypatch.setattr(gateway._control, "tick", ticked.set)
 
         async def is_lost_after(silent_s: float) -> bool:
             attached.heard.anything = time.monotonic() - silent_s

@@ -1,4 +1,4 @@
-"""Drain, evict, ban and unban, on a router by itself."""
+"""Drain, ban and unban, on a router by itself."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from fleet import Fleet
 
-from composer_prime.errors import ConfigError, InviteError, RequestError
+from composer_prime.errors import InviteError, RequestError
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node_messages import Drain, NodeHello, ToNode
-from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.swarm.accounts import NodeAccounts
 from orchestrator.swarm.node_control import NodeControl
 
@@ -25,19 +24,12 @@ class Controlled:
         self.now = 0.0
         self.fleet = Fleet(**{name: {} for name in names})
         self.keys = RunKeys(folder)
-        self.told: list[tuple[str, ToNode]] = []
-        self.accounts = NodeAccounts(self.fleet.router, None, clock=lambda: self.now)
-        self.control = NodeControl(
-            self.fleet.router,
-            self.accounts,
-            self.keys,
-            self._send,
-            drain_s=600.0,
-        )
+        accounts = NodeAccounts(self.fleet.router, None, clock=lambda: self.now)
+        self.control = NodeControl(self.fleet.router, accounts, self.keys)
 
-    def _send(self, node: AttachedNode, message: ToNode) -> bool:
-        self.told.append((node.node_id, message))
-        return True
+    @property
+    def told(self) -> list[tuple[str, ToNode]]:
+        return self.fleet.told
 
 
 def with_control(folder: Path, test: Callable[[Controlled], Awaitable[None]], *names: str) -> None:
@@ -102,58 +94,30 @@ def test_draining_the_last_node_says_so(tmp_path):
     with_control(tmp_path, test, "a")
 
 
-# An evicted node's requests go elsewhere at once. Its name is refused until it is let in again; a new orchestrator
-# knows nothing of it.
-def test_evict_reissues_at_once(tmp_path):
-    async def test(its: Controlled) -> None:
-        await its.fleet.ask(2)
-        text = its.control.evict("a")
-        assert "requests that go elsewhere now: 1." in text and len(its.fleet.sent["b"]) == 2
-        # Its process ends without an error. What it still answers is dropped: another node has the request.
-        assert [(name, type(message)) for name, message in its.told] == [("a", Drain)]
-        its.fleet.answer("a", its.fleet.sent["a"][0])
-        counters = its.fleet.router.counters
-        assert (counters.answered, counters.late_answers, its.fleet.router.in_flight) == (0, 1, 2)
-        assert its.fleet.router.nodes.refused["a"] == ("evicted", "evicted by the operator")
-        (row,) = [row for row in its.accounts.rows() if row.name == "a"]
-        assert row.state == "evicted"
-        with pytest.raises(RequestError, match="refused already"):
-            its.control.evict("a")
-        with pytest.raises(RequestError, match="only a connected node can be drained"):
-            its.control.drain("a")
-        assert Controlled(tmp_path).fleet.router.nodes.refused == {}
-        its.control.unban("a")
-        assert its.fleet.router.nodes.refused == {}
-
-    with_control(tmp_path, test, "a", "b")
-
-
-# A ban outlasts the orchestrator, of a node without a key of its own by name; unban ends it for good.
-def test_a_ban_is_remembered(tmp_path):
-    async def test(its: Controlled) -> None:
-        assert "by name, as it has no key of its own" in its.control.ban("a")
-        later = Controlled(tmp_path)
-        assert later.fleet.router.nodes.refused == {"a": ("banned", "banned by the operator")}
-        assert [(row.name, row.state) for row in later.accounts.rows()] == [("a", "banned")]
-        with pytest.raises(RequestError, match="banned already"):
-            later.control.ban("a")
-        with pytest.raises(RequestError, match="node x is not refused: refused are a"):
-            later.control.unban("x")
-        later.control.unban("a")
-        assert Controlled(tmp_path).fleet.router.nodes.refused == {}
-
-    with_control(tmp_path, test, "a", "b")
-
-
-# The key of a node that has its own is revoked and admitted again, also while the node is away.
+# The key of a node is revoked, for every later start too, and admitted again by unban; the table shows it meanwhile.
 def test_a_ban_revokes_the_nodes_key(tmp_path):
     async def test(its: Controlled) -> None:
         key = b"k" * 40
         its.keys.registry.admit(key, "rented")
-        assert "refused by name and key" in its.control.ban("rented")
+        assert "its key is refused" in its.control.ban("rented")
         assert not its.keys.registry.is_known(key)
-        its.control.unban("rented")
+        later = Controlled(tmp_path).control
+        assert [(row.name, row.state) for row in later.rows()] == [("rented", "banned")]
+        for act, name in ((later.ban, "rented"), (later.unban, "x")):
+            with pytest.raises(RequestError, match="rented"):
+                act(name)
+        later.unban("rented")
         assert its.keys.registry.is_known(key)
+
+    with_control(tmp_path, test, "a")
+
+
+# The run's own nodes share a key, which a ban would take from all of them.
+def test_a_node_of_the_runs_own_is_not_banned(tmp_path):
+    async def test(its: Controlled) -> None:
+        with pytest.raises(RequestError, match="drain"):
+            its.control.ban("a")
+        assert its.fleet.node("a").attached
 
     with_control(tmp_path, test, "a")
 
@@ -173,23 +137,8 @@ def test_a_ban_withdraws_the_nodes_invite(tmp_path):
     with_control(tmp_path, test, "a")
 
 
-# A revoked key without a name in banned.json, after a crash between the two or a removed file, is let in again.
-def test_unban_finds_a_key_that_is_revoked(tmp_path):
-    async def test(its: Controlled) -> None:
-        its.keys.registry.admit(b"k" * 40, "rented")
-        its.control.ban("rented")
-        (tmp_path / "banned.json").unlink()
-        later = Controlled(tmp_path)
-        with pytest.raises(RequestError, match="node x is not refused: refused are rented"):
-            later.control.unban("x")
-        assert "may connect again" in later.control.unban("rented")
-        assert its.keys.registry.is_known(b"k" * 40)
-
-    with_control(tmp_path, test, "a")
-
-
 # An unknown name is answered with the known ones and the nearest.
-@pytest.mark.parametrize("action", ["drain", "evict", "ban"])
+@pytest.mark.parametrize("action", ["drain", "ban"])
 def test_unknown_names(tmp_path, action):
     async def test(its: Controlled) -> None:
         with pytest.raises(RequestError, match="no node 'node-l': the known ones are node-1, other; did you mean"):
@@ -208,14 +157,3 @@ def test_a_drain_outlasts_a_reconnect(tmp_path):
         assert its.fleet.node("a").draining and isinstance(its.told[-1][1], Drain)
 
     with_control(tmp_path, test, "a", "b")
-
-
-# A damaged list of banned nodes stops the start: an empty one would admit them all.
-def test_a_damaged_list_admits_nobody(tmp_path):
-    (tmp_path / "banned.json").write_text('{"a": ')
-    with pytest.raises(ConfigError, match="remove it to admit every banned name again"):
-        asyncio.run(_make(tmp_path))
-
-
-async def _make(folder: Path) -> Controlled:
-    return Controlled(folder)

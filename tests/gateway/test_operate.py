@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import zmq
 from gateway_config import MODEL, config_with
 from http_calls import generate_body, get, post
 from node_peer import PeerNode
@@ -16,11 +17,11 @@ from node_peer import PeerNode
 from composer_prime.cli.report_command import report_run
 from composer_prime.config import load
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.errors import NotLiveError, RequestError
-from composer_prime.run.keys import RunKeys
+from composer_prime.errors import NotLiveError, RequestError, RunMismatchError
+from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.run.run_dir import RunDir, create_run_id
 from composer_prime.run.weights import WeightStore
-from composer_prime.wire.node_messages import ComputeDevice, NodeWelcome, Rejected
+from composer_prime.wire.node_messages import ComputeDevice, NodeWelcome
 from inference.engines.engine_choice import build_engine
 from orchestrator.gateway import Gateway
 from orchestrator.swarm import node_commands as commands
@@ -62,7 +63,7 @@ async def command(*words: str) -> int:
 
 
 @asynccontextmanager
-async def local_node(name: str, address: str, keys: RunKeys):
+async def local_node(name: str, address: str, keys: ClientKeys):
     """A node with the local engine, as `inference join` makes it; yields the future of its end."""
     from inference.gateway_link import GatewayLink
     from inference.node import InferenceNode
@@ -73,7 +74,7 @@ async def local_node(name: str, address: str, keys: RunKeys):
     )
     engine = build_engine(config, MODEL, 512)
     await engine.start()
-    link = GatewayLink(lambda: address, keys.client("node"))
+    link = GatewayLink(lambda: address, keys)
     receiver = Receiver(engine, link, MODEL, 0.05)
     node = InferenceNode(
         name, engine, link, receiver, config, max_context=512, device=ComputeDevice(name="cpu", count=1)
@@ -89,26 +90,27 @@ async def local_node(name: str, address: str, keys: RunKeys):
         receiver.close()
 
 
-# Two nodes with real engines serve. One is evicted, and its requests are answered by the other. That one is drained: it
-# answers what it holds and leaves. A banned name cannot come back, not even to a new gateway. The report has it all.
+# Two nodes with real engines serve. One is banned, and its requests are answered by the other. That one is drained: it
+# answers what it holds and leaves. A banned node cannot come back, not even to a new gateway. The report has it all.
 @pytest.mark.process
-def test_drain_evict_and_ban_real_nodes(tmp_path, capsys):
+def test_drain_and_ban_real_nodes(tmp_path, capsys):
     async def first_start() -> None:
         async with live_run(tmp_path) as (gateway, run_dir):
             keys, address = RunKeys(run_dir.keys), gateway.node_endpoint
-            async with local_node("a", address, keys) as a, local_node("b", address, keys) as b:
+            keys.registry.admit(own.own.public, "b")
+            async with local_node("a", address, keys.client("node")) as a, local_node("b", address, own) as b:
                 await until(lambda: len(gateway.router.serving()) == 2, "two nodes serve")
                 body = generate_body(5, 6, 7, max_tokens=200, ignore_eos=True)
                 calls = [asyncio.create_task(post(gateway.http_url, body)) for _ in range(4)]
                 await until(lambda: all(node.leases for node in gateway.router.nodes), "both hold requests")
-                assert await command("evict", "b", "--run", str(tmp_path)) == 0
-                await asyncio.wait_for(b, WAIT_S)  # Without an error, so nothing starts it again.
+                assert await command("ban", "b", "--run", str(tmp_path)) == 0
+                with pytest.raises(RunMismatchError, match="banned by the operator"):
+                    await asyncio.wait_for(b, WAIT_S)
                 assert await command("drain", "a", "--run", str(tmp_path)) == 0
                 answers = await asyncio.gather(*calls)
                 lengths = [(status, len(reply["choices"][0]["token_ids"])) for status, reply in answers]
                 assert lengths == [(200, 200)] * 4
                 await asyncio.wait_for(a, WAIT_S)
-            assert await command("ban", "b", "--run", str(tmp_path)) == 0
             first, second = sorted(await asyncio.to_thread(RunConnection(run_dir).nodes), key=lambda row: row.name)
             assert (first.state, first.device, first.usd_per_hour, second.state) == ("away", "cpu", 2.5, "banned")
             assert first.totals.tokens > 0
@@ -116,18 +118,15 @@ def test_drain_evict_and_ban_real_nodes(tmp_path, capsys):
     async def second_start() -> None:
         async with live_run(tmp_path) as (gateway, run_dir):
             keys = RunKeys(run_dir.keys).client("node")
-            async with (
-                PeerNode(gateway.node_endpoint, keys, "b") as banned,
-                PeerNode(gateway.node_endpoint, keys, "c") as other,
-            ):
-                assert isinstance(banned.welcome, Rejected) and "banned by the operator" in banned.welcome.reason
+            assert not gateway._admission.is_admitted(own.own.public)
+            async with PeerNode(gateway.node_endpoint, keys, "c") as other:
                 assert isinstance(other.welcome, NodeWelcome)
 
+    own = ClientKeys(RunKeys.create(tmp_path / "keys").curve("server").public, CurvePair(*zmq.curve_keypair()))
     asyncio.run(first_start())
     asyncio.run(second_start())
     told = capsys.readouterr().out
-    assert "node b was evicted by the operator; requests" in told and "node a is drained: " in told
-    assert "node b was banned by the operator; requests that go elsewhere now: 0." in told
+    assert "node b was banned" in told and "node a is drained: " in told
     table = "\n".join(report_run(RunDir(tmp_path)))
     assert "3 inference nodes" in table and "2.50" in table
 

@@ -126,9 +126,6 @@ async def test_a_node_that_pulls_again_and_again_spends_its_allowance(open_gatew
                 assert await pull_all(again, refs) is not None
             greedy.say_hello()
             await greedy.until(lambda: {"greedy", "honest"} == {node.node_id for node in gateway.router.serving()})
-            table = {row.name: row for row in gateway.accounts.rows()}
-            assert table["greedy"].totals.weight_bytes == 6 * CHUNK_BYTES, "though it claims none"
-            assert table["honest"].totals.weight_bytes == 2 * CHUNK_BYTES
             [new] = empty_chunks(store, "c")
             gateway.publish(signed_manifest(keys, 1, [refs[0], new]))
             for _ in range(3):

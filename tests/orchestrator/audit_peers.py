@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from orch_peers import PeerAuditor
 
-from composer_prime.config.orchestrator import AuditConfig
+from composer_prime.config import Config
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.audit_messages import AuditRequest, AuditVerdict, PartVerdict
@@ -62,15 +62,22 @@ async def serve_audits(
     trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
     left = list(chances or [])
     audits = Audits(
-        AuditConfig(enabled=True, **settings),
+        Config.model_validate(
+            {
+                "run": {"name": "r"},
+                "model": {"path": "tiny", "max_context": 512},
+                "orchestrator": {
+                    "source": [{"name": "s", "taskset": {"id": "t"}}],
+                    "audit": {"enabled": True, **settings},
+                },
+                "inference": {"heartbeat_s": heartbeat_s, "lost_after_s": lost_after_s},
+            }
+        ),
         keys=keys,
         run_id="run-1",
         store=store,
         chunks=ChunkServer(store),
         trust=trust,
-        max_context=512,
-        heartbeat_s=heartbeat_s,
-        lost_after_s=lost_after_s,
         chance=lambda: left.pop(0),
         clock=clock,
         max_queued_bytes=max_queued_bytes,
