@@ -226,7 +226,7 @@ class Gateway:
         self._link.newest_manifest = signed
         self._link.grant(manifest)
         if self.audits is not None:
-            self.audits.publish(signed, manifest.version)
+            self.audits.publish(signed)
         for node in self.router.nodes:
             node.reports.forget(manifest.version)
         message = NewVersion(manifest=signed, sources=self._link.sources)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from dataclasses import dataclass, field
 
 from composer_prime.wire.audit_messages import AuditRequest, AuditVerdict
@@ -59,14 +58,8 @@ class ConnectedAuditor:
     """What it works on by audit number, and when it got that, monotonic seconds."""
     paused_until: float = -math.inf
     """After it could not check what another one may, monotonic seconds."""
-    ended: deque[float] = field(init=False)
-    """When it last ended audits in good time, monotonic seconds; at most as many as it has places."""
-
-    def __post_init__(self) -> None:
-        self.ended = deque(maxlen=self.places)
 
     def has_room(self, now: float, since: float) -> bool:
-        """Tell whether it holds no more than it ended after `since`, nothing from before that, and is not paused."""
-        if now < self.paused_until or any(begun <= since for _, begun in self.held.values()):
-            return False
-        return len(self.held) < min(self.places, 1 + sum(ended > since for ended in self.ended))
+        """Tell whether it has a free place, holds nothing from before `since`, and is not paused."""
+        is_late = any(begun <= since for _, begun in self.held.values())
+        return len(self.held) < self.places and now >= self.paused_until and not is_late

@@ -8,10 +8,9 @@
 Which answers are audited is drawn after they came, by the operating system's randomness: a node cannot know. A rollout
 waits at most five minutes. Everything runs on one event loop.
 
-Auditors may be too slow for all answers. Then a steady share of the rollouts gets each verdict in time, and the others
-get none: rollouts are served by a rank that each draws when it begins. An auditor holds at most one answer more than it
-ended in the last half of `timeout_s`, each within that time, and gets none while it has held one for longer than that.
-It drops an answer when `timeout_s` is over. One that hangs costs what it holds: nobody waits for that in the end.
+Auditors may be too slow for all answers. Then rollouts are served by a rank that each draws when it begins, so some get
+all of their verdicts in time. An auditor gets no more while it has held an answer for half of `timeout_s`, and drops an
+answer when `timeout_s` is over. One that hangs costs what it holds: nobody waits for that in the end.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from bisect import insort
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from itertools import accumulate
 from typing import Any, Protocol
 
 import msgspec
@@ -134,15 +132,9 @@ class Audits:
         """By rollout that has not ended."""
         self._queue: list[OfferedAnswer] = []
         """By rank, the highest last."""
-        self._queued_bytes = 0
-        """Of their requests."""
         self._recent: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_MAX_RECENT))
         """Rollouts with an answer that was not audited, by node."""
         self._tainted: OrderedDict[str, None] = OrderedDict()
-        self._versions = set(store.versions())
-        """Policy versions that the gateway had; of those before its start, the ones that were kept."""
-        self._oldest_certain = max(self._versions, default=None)
-        """Of later versions it is certain whether the gateway had them."""
         self._auditors: dict[bytes, ConnectedAuditor] = {}
         self._socket = NodeSocket(
             keys, config.model.max_context, frozenset([keys.curve("trainer").public]).__contains__
@@ -174,7 +166,6 @@ class Audits:
     def offer(self, record: SampledAnswer, rollout_id: str) -> None:
         """Take note of an answer that was recorded for an open rollout, and have it audited if it is chosen."""
         parts = tuple(record.answer.sampled_by)
-        counts = [count for _, count in parts]
         nodes = {node_id: self._trust[node_id] for node_id, _ in parts}
         others = self._open.setdefault(rollout_id, [])
         answer = OfferedAnswer(
@@ -186,14 +177,6 @@ class Audits:
         )
         others.append(answer)
         self.counters["answers"] += 1
-        if invented := [span for span in record.answer.version_spans if self._is_invented(span.version)]:
-            logger.warning("node %s names policy version %d, which there never was", answer.nodes, invented[0].version)
-            found = []
-            for count, end in zip(counts, accumulate(counts), strict=True):
-                wrong = [count - end + span.start for span in invented if end - count <= span.start < end]
-                found.append(PartVerdict(tokens=count, wrong=wrong))
-            self._note(answer, AuditVerdict(audit=0, parts=found, seconds=0.0))
-            return
         share = max(trust.share(self._config.floor) for trust in nodes.values())
         if share < 1.0 and self._chance() >= share:
             return
@@ -211,15 +194,11 @@ class Audits:
 
     def _enqueue(self, answer: OfferedAnswer) -> None:
         insort(self._queue, answer, key=lambda one: one.rank)
-        self._queued_bytes += answer.num_bytes
-        while self._queued_bytes > self._max_queued_bytes or len(self._queue) > _MAX_QUEUED:
-            error = f"{len(self._queue)} answers of {self._queued_bytes / 1e6:.1f} MB wait for an auditor"
-            self._fail(self._dequeue(0), f"{error}: start more (orchestrator audit)")
-
-    def _dequeue(self, index: int) -> OfferedAnswer:
-        answer = self._queue.pop(index)
-        self._queued_bytes -= answer.num_bytes
-        return answer
+        num_bytes = sum(one.num_bytes for one in self._queue)
+        while num_bytes > self._max_queued_bytes or len(self._queue) > _MAX_QUEUED:
+            error = f"{len(self._queue)} answers of {num_bytes / 1e6:.1f} MB wait for an auditor"
+            num_bytes -= self._queue[0].num_bytes
+            self._fail(self._queue.pop(0), f"{error}: start more (orchestrator audit)")
 
     async def cleared(self, rollout_id: str) -> str | None:
         """Return why a rollout that has ended must not be used; None when nothing speaks against it.
@@ -227,17 +206,18 @@ class Audits:
         Waits for the audits of new nodes' answers, at most TIMEOUT_S.
         """
         answers = self._open.pop(rollout_id, [])
-        waits = [asyncio.ensure_future(answer.done.wait()) for answer in answers if answer.is_awaited]
-        if waits:
-            try:
-                await asyncio.wait(waits, timeout=TIMEOUT_S)
-            finally:
-                for wait in waits:
-                    wait.cancel()
-                late = [answer for answer in answers if answer.is_awaited and not answer.done.is_set()]
-                self._give_up(late)
-            if late:
-                return self._too_late(late)
+        late: list[OfferedAnswer] = []
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                for answer in answers:
+                    if answer.is_awaited:
+                        await answer.done.wait()
+        except TimeoutError:
+            late = [answer for answer in answers if answer.is_awaited and not answer.done.is_set()]
+        finally:
+            self._give_up(answer for answer in answers if answer.is_awaited and not answer.done.is_set())
+        if late:
+            return self._too_late(late)
         for answer in answers:
             if (objection := self._objection(answer)) is not None:
                 return objection
@@ -253,7 +233,6 @@ class Audits:
         """Remove answers that are no longer awaited from the queue. Verdicts under way count for the node."""
         for answer in answers:
             answer.is_unwanted = True
-        self._queued_bytes -= sum(answer.num_bytes for answer in self._queue if answer.is_unwanted)
         self._queue = [answer for answer in self._queue if not answer.is_unwanted]
 
     def _fail(self, answer: OfferedAnswer, error: str) -> None:
@@ -316,21 +295,15 @@ class Audits:
 
     # -- auditors ------------------------------------------------------------------------------------------------
 
-    def _is_invented(self, version: int) -> bool:
-        first = self._oldest_certain
-        return first is not None and version > first and version not in self._versions
-
-    def publish(self, signed: bytes, version: int) -> None:
+    def publish(self, signed: bytes) -> None:
         """Tell the auditors of a new version."""
-        self._versions.add(version)
-        self._oldest_certain = version if self._oldest_certain is None else self._oldest_certain
         for identity in self._auditors:
             self._send(identity, NewVersion(manifest=signed))
 
     def _place(self) -> None:
         """Hand waiting answers to auditors with room, the highest rank first."""
         while self._queue and (identity := self._with_room()) is not None:
-            answer = self._dequeue(-1)
+            answer = self._queue.pop()
             if not self._hand(answer, identity):
                 self._enqueue(answer)
 
@@ -400,14 +373,12 @@ class Audits:
                 self._send(identity, Heard(known=False))
             case AuditVerdict() | AuditFailed():
                 if (held := auditor.held.pop(message.audit, None)) is not None:
-                    answer, since = held
+                    answer, _ = held
                     if isinstance(message, AuditVerdict) and len(message.parts) != len(answer.parts):
                         error = f"its verdict has {len(message.parts)} parts, the answer {len(answer.parts)}"
                         message = AuditFailed(audit=message.audit, error=f"{error}: use one release", retryable=True)
                     if isinstance(message, AuditFailed) and message.retryable:
                         auditor.paused_until = auditor.last_heard + self._heartbeat_s
-                    elif auditor.last_heard - since < TIMEOUT_S / 2:
-                        auditor.ended.append(auditor.last_heard)
                     self._take(auditor, answer, message)
             case Status():
                 self._send(identity, Heard())

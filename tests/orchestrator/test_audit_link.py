@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import json
 import time
@@ -16,7 +15,6 @@ from orch_peers import PeerAuditor, PeerTrainer, ScriptedPool, make_config
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.audit_messages import AuditFailed, AuditRequest
 from composer_prime.wire.node_messages import Heard, NodeWelcome, Rejected
-from composer_prime.wire.types import VersionSpan
 
 DEADLINE_S = 100.0
 
@@ -122,18 +120,6 @@ async def test_each_node_answers_for_its_own_tokens(audited):
         assert trust["n0"].quarantines == 1 and trust["n1"].quarantines == 0 and trust["n1"].clean == 1
 
 
-async def test_a_version_that_there_never_was_is_the_fault_of_who_names_it(audited):
-    # Its position counts in its node's part.
-    async with audited(chances=[1.0]) as (audits, trust, _):
-        audits.publish(b"", 3)
-        one = record("n1", ("n0", 4), ("n1", 4))
-        spans = (VersionSpan(0, 6, 3), VersionSpan(6, 8, 7))
-        answer = msgspec.structs.replace(one.answer, version_spans=list(spans))
-        audits.offer(dataclasses.replace(one, answer=answer), "r1")
-        assert "node n1: 1 of 4 tokens" in (await audits.cleared("r1") or "")
-        assert (trust["n0"].doubtful, trust["n1"].doubtful) == (0, 1)
-
-
 async def test_an_answer_that_cannot_be_checked_is_no_proof(audited):
     # A new node's rollout fails with the reason; its trust stays as it was.
     async with audited() as (audits, trust, connect):
@@ -144,18 +130,6 @@ async def test_an_answer_that_cannot_be_checked_is_no_proof(audited):
         auditor.send(AuditFailed(audit=request.audit, error="version 3 is not available"))
         assert "could not be audited: version 3 is not available" in (await audits.cleared("r1") or "")
         assert trust["n0"].audited == 0 and audits.metrics()["audit/failed"] == 1
-
-
-async def test_a_version_that_there_never_was_is_the_nodes_fault(audited):
-    # Without an auditor and whatever share is audited. Versions before the first one that is known may have been.
-    async with audited(chances=[1.0, 1.0]) as (audits, trust, _):
-        trust["n0"].clean = 10**6
-        for version in (3, 5):
-            audits.publish(b"", version)
-        for version, is_refused in ((2, False), (5, False), (4, True)):
-            audits.offer(record("n0", version=version), f"r{version}")
-            assert bool(await audits.cleared(f"r{version}")) == is_refused
-        assert (trust["n0"].doubtful, trust["n0"].audited, audits.metrics()["audit/wrong"]) == (1, 1, 1)
 
 
 async def test_a_rollout_of_many_answers_is_remembered_once(audited):
