@@ -55,7 +55,6 @@ def rollout_line(
         "cost": {
             "prompt_tokens": rollout.prompt_tokens,
             "sampled_tokens": rollout.sampled_tokens,
-            "cpu_s": rollout.cpu_s,
             "wall_s": rollout.wall_s,
         },
     }

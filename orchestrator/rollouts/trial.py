@@ -73,11 +73,6 @@ def trial_warnings(rollouts: Sequence[FinishedRollout], overlap: str | None = No
             f"in {pluralize(silent, 'episode')} with a reward the model sampled no token: there is nothing to train "
             "on; does the environment ask the model?"
         )
-    if leaks := [rollout for rollout in rollouts if rollout.leaked_answer is not None]:
-        warnings.append(
-            f"the answer is in the prompt of {len(leaks)} of {pluralize(len(rollouts), 'episode')} "
-            f"(task {leaks[0].task_id}: {leaks[0].leaked_answer!r}): a model may copy it"
-        )
     if cut := sum(rollout.truncated for rollout in scored):
         warnings.append(
             f"{pluralize(cut, 'episode')} ended at a limit of turns or tokens: raise model.max_context, "

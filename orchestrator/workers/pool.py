@@ -171,12 +171,7 @@ class WorkerPool:
                     return
                 reason, last_words = str(error), ""
             else:
-                self._children[number] = child  # Before anything is awaited: `close` must find it.
-                self.ready = self.ready or child.ready
-                self.changed.notify()
-                reason = await asyncio.shield(child.ended)
-                self._children.pop(number, None)
-                last_words = child.last_words
+                reason, last_words = await self._until_end(number, child), child.last_words
                 restarts = 0 if child.completed else restarts
             restarts += 1
             if restarts > self._max_restarts:
@@ -190,6 +185,15 @@ class WorkerPool:
             logger.warning("%s; restarting it in %.1f s (restart %d)", reason, wait_s, restarts)
             self.restarts += 1
             await asyncio.sleep(wait_s)
+
+    async def _until_end(self, number: int, child: WorkerProcess) -> str:
+        """Let a worker play until it is gone. Return why it ended."""
+        self._children[number] = child  # Before anything is awaited: `close` must find it.
+        self.ready = self.ready or child.ready
+        self.changed.notify()
+        reason = await asyncio.shield(child.ended)
+        self._children.pop(number, None)
+        return reason
 
     def _fail(self, failure: ComposerError) -> None:
         self._failure = self._failure or failure

@@ -197,10 +197,6 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     failure: RolloutFailure | None = None
     verdict: dict[str, Any] = {}
     """The hack monitor's verdict (`HackVerdict.record`); empty without a monitor."""
-    leaked_answer: str | None = None
-    """The task's answer, where its prompt holds it."""
-    cpu_s: float | None = None
-    """This rollout's share of the worker's CPU time, in seconds."""
     wall_s: float | None = None
 
 

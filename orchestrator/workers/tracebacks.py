@@ -86,31 +86,18 @@ def refuse_plain_rewards(task: Any) -> None:
 
 
 def with_function(failure: RolloutFailure | None, task: Any, trace: Any) -> RolloutFailure | None:
-    """Name the reward or metric of a verifiers Task whose result is not a number, with its file and line.
+    """Name the reward or metric of a verifiers Task whose result is not a number.
 
     verifiers' traceback ends where the result is recorded, after the function has returned.
     """
     match = _RECORDED.search(failure.where or "") if failure is not None else None
     if failure is None or match is None or trace is None:
         return failure
-    kind, functions = match[1], []
+    kind = match[1]
     values = trace.rewards if kind == "reward" else trace.metrics
-    for function in task.hooks(kind):
-        if values.get(function.__name__) is None:  # It has no result, or returned several under other names.
-            functions.append(function)
-        if function.__name__ in values and values[function.__name__] is None:
-            break
-    code = getattr(inspect.unwrap(functions[0]), "__code__", None) if functions else None
-    if code is None:
-        return failure
-    names = " or ".join(f"`{function.__name__}`" for function in functions)
-    remedy = "await what it calls" if "coroutine" in failure.message else "return a number on every way through it"
-    return msgspec.structs.replace(
-        failure,
-        message=f"{kind} {names} returned no number ({failure.message}): {remedy}",
-        where=_frame_text(code.co_filename, str(code.co_firstlineno), functions[0].__name__),
-        retryable=False,
-    )
+    names = [hook.__name__ for hook in task.hooks(kind) if values.get(hook.__name__) is None]
+    message = f"{kind} {' or '.join(names)} returned no number ({failure.message})"
+    return msgspec.structs.replace(failure, message=message, retryable=False)
 
 
 def _distance(file: str) -> int:

@@ -81,8 +81,6 @@ _TOOL_ERROR = re.compile(
     re.IGNORECASE,
 )
 _MESSAGE_CHARS = 2000
-_ANSWER_FIELDS = ("answer", "solution", "target", "expected", "expected_answer", "ground_truth")
-"""Names under which task sets keep the answer."""
 
 
 class Environment:
@@ -263,8 +261,6 @@ def load_env(spec: SourceSpec, taskset: dict[str, Any]) -> Env:
     Raises EnvironmentNotInstalledError or ConfigError.
     """
     verifiers_compat.import_dotted_plugins()
-    verifiers_compat.share_harnesses()
-    verifiers_compat.remember_default_factories()
     _check_plugin(spec.name, "taskset", taskset.get("id"), loaders.taskset_class)
     _check_plugin(spec.name, "harness", spec.harness.get("id"), loaders.harness_class)
     try:
@@ -366,7 +362,6 @@ def to_reply(request: RunRollout, task: vf.Task, episode: Episode, traces: list[
         truncated=bool(main and main.is_truncated),
         failure=failure,
         verdict=_verdict(main),
-        leaked_answer=answer_in_prompt(task.data),
     )
 
 
@@ -375,16 +370,6 @@ def _verdict(main: vf.Trace | None) -> dict[str, Any]:
     verdict = getattr(main.state, "verdict", None) if main is not None else None
     record: Callable[[], dict[str, Any]] | None = getattr(verdict, "record", None)
     return record() if callable(record) else {}
-
-
-def answer_in_prompt(data: vf.TaskData) -> str | None:
-    """Return the answer that a task's data names, when it stands in the prompt as a word of two or more characters."""
-    for name in _ANSWER_FIELDS:
-        value = getattr(data, name, None)
-        answer = str(value).strip() if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
-        if len(answer) > 1 and re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", data.prompt_text or ""):
-            return answer
-    return None
 
 
 def task_id_of(task: vf.Task, index: int) -> str:
@@ -412,16 +397,24 @@ def _failure(episode: Episode, traces: list[vf.Trace], main: vf.Trace | None) ->
         return RolloutFailure(kind="env", message="the environment ran no agent", retryable=False)
     if reason := getattr(main.state, "quarantine", ""):
         return RolloutFailure(kind="quarantine", message=f"kept out of training: {reason}", retryable=False)
+    return _no_turn(traces, main) or _no_reward(main)
+
+
+def _no_turn(traces: list[vf.Trace], main: vf.Trace) -> RolloutFailure | None:
     timed_out = next((trace for trace in traces if trace.is_timeout and trace.stop_condition != "agent_timeout"), None)
     if timed_out is not None:
         return RolloutFailure(kind="timeout", message=f"{timed_out.stop_condition} of the environment", retryable=True)
-    if main.num_turns == 0:
-        last = next((call.error for call in reversed(main.calls) if call.error), None)
-        if last is not None:
-            return _classify(last)
-        return RolloutFailure(kind="harness", message="the harness ended without a model turn", retryable=True)
-    if not main.rewards or any(part is None for part in main.rewards.values()):
-        missing = [name for name, part in main.rewards.items() if part is None]
+    if main.num_turns:
+        return None
+    last = next((call.error for call in reversed(main.calls) if call.error), None)
+    if last is not None:
+        return _classify(last)
+    return RolloutFailure(kind="harness", message="the harness ended without a model turn", retryable=True)
+
+
+def _no_reward(main: vf.Trace) -> RolloutFailure | None:
+    missing = [name for name, part in main.rewards.items() if part is None]
+    if missing or not main.rewards:
         message = f"reward functions without a result: {missing}" if missing else "the task has no reward function"
         return RolloutFailure(kind="no_reward", message=message, retryable=bool(missing))
     if not math.isfinite(main.reward):

@@ -2,15 +2,11 @@
 
 1. `GatewayClient` is verifiers' TrainClient over one aiohttp session. The stock OpenAI client uses httpx, whose pool
    walks every open connection at every request. With 256 rollouts in flight that walk is the largest cost of a turn.
-2. `share_harnesses`: verifiers builds a harness for every rollout, and with it everything that a harness caches. There
-   harnesses are stateless values (Env itself shares them), so one object a configuration is enough.
-3. `install_renderer` puts our renderer where TrainClient looks for one. The stock path uses AutoTokenizer, which
+2. `install_renderer` puts our renderer where TrainClient looks for one. The stock path uses AutoTokenizer, which
    imports torch (0.6 GiB and 7 s in every worker).
-4. `import_dotted_plugins`: the stock loader looks for a plugin in its own namespace first, and fails when the id has a
+3. `import_dotted_plugins`: the stock loader looks for a plugin in its own namespace first, and fails when the id has a
    dot. So `orchestrator.environments.toolsmith` would not load.
-5. `remember_default_factories`: verifiers builds its messages with pydantic's model_construct, which parses the source
-   text of built-in default factories every time. That was a fifth of a turn's CPU.
-6. `keep_folders_in`: the subprocess runtime makes a folder named after the rollout in the user's cache. Two runs could
+4. `keep_folders_in`: the subprocess runtime makes a folder named after the rollout in the user's cache. Two runs could
    use the same one there, and a killed worker would never remove it.
 """
 
@@ -45,8 +41,6 @@ _IDLE_S = 15.0
 _CONNECT_S = 30.0
 _LONGEST_TOKEN = 256
 """Characters of one token at most, in the tokenizers that are known."""
-_HARNESSES = 64
-"""At most this many are shared. An environment with a configuration for every rollout gains nothing from more."""
 
 
 class GatewayHttp:
@@ -155,23 +149,6 @@ def install_renderer(model_path: str, config: RendererConfig, renderer: Any) -> 
 
 
 @functools.cache
-def share_harnesses() -> None:
-    """Use one harness object for every rollout with the same harness configuration object."""
-    build = loaders.load_harness
-    built: dict[int, tuple[Any, Any]] = {}
-
-    def load_harness(config: Any) -> Any:
-        entry = built.get(id(config))
-        if entry is None:
-            entry = (config, build(config))  # Holds the configuration, or its id could be used again.
-            if len(built) < _HARNESSES:
-                built[id(config)] = entry
-        return entry[1]
-
-    loaders.load_harness = load_harness
-
-
-@functools.cache
 def import_dotted_plugins() -> None:
     """Import a plugin id with a dot as a module path."""
     stock = loaders._import_plugin
@@ -180,14 +157,6 @@ def import_dotted_plugins() -> None:
         return importlib.import_module(plugin_id) if "." in plugin_id else stock(plugin_id, kind, group)
 
     loaders._import_plugin = import_plugin
-
-
-@functools.cache
-def remember_default_factories() -> None:
-    """Make pydantic read the signature of a default factory once, not at every `model_construct`."""
-    from pydantic._internal import _fields
-
-    _fields.takes_validated_data_argument = functools.lru_cache(maxsize=4096)(_fields.takes_validated_data_argument)
 
 
 def keep_folders_in(folder: Path) -> None:

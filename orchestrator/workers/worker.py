@@ -77,7 +77,6 @@ class Worker:
         install_renderer(spec.model_path, config, renderer)
         self._environments = {name: Environment(spec, name, config) for name in spec.tasksets}
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._shares = CpuShares()
 
     async def serve(self) -> None:
         """Serve until the parent closes the connection, then abort every rollout."""
@@ -121,7 +120,7 @@ class Worker:
                 logger.warning("a second Start was ignored")
 
     async def _rollout(self, request: RunRollout) -> None:
-        mark, started = self._shares.enter(), time.monotonic()
+        started = time.monotonic()
         try:
             reply = await self._environments[request.taskset].run(request)
         except asyncio.CancelledError:
@@ -131,9 +130,8 @@ class Worker:
             reply = request.failed("internal", f"{type(error).__name__}: {error}", detail=detail, where=where)
         finally:
             self._running.pop(request.rollout_id, None)
-            cpu_s = self._shares.leave(mark)
         try:
-            self._frames.send(msgspec.structs.replace(reply, cpu_s=cpu_s, wall_s=time.monotonic() - started))
+            self._frames.send(msgspec.structs.replace(reply, wall_s=time.monotonic() - started))
         except (ValueError, TypeError, OverflowError) as error:
             # A text is not valid Unicode, or a metric is not a number. The rollout must still end.
             self._frames.send(request.failed("internal", f"its reply cannot be encoded: {error}"))
@@ -152,36 +150,6 @@ class Worker:
                     self._frames.send(Heartbeat())
             finally:
                 faulthandler.cancel_dump_traceback_later()
-
-
-class CpuShares:
-    """Splits the process's CPU time evenly over the rollouts that run at the time (processor sharing).
-
-    The shares of all rollouts add up to the CPU time of the whole process, with its threads, while at least one ran.
-    """
-
-    def __init__(self) -> None:
-        self._running = 0
-        self._per_rollout_s = 0.0
-        self._seen_s = time.process_time()
-
-    def enter(self) -> float:
-        """Begin a rollout. Return a mark to hand to `leave`."""
-        self._advance()
-        self._running += 1
-        return self._per_rollout_s
-
-    def leave(self, mark: float) -> float:
-        """End a rollout. Return its CPU seconds since the mark."""
-        self._advance()
-        self._running -= 1
-        return self._per_rollout_s - mark
-
-    def _advance(self) -> None:
-        now_s = time.process_time()
-        if self._running:
-            self._per_rollout_s += (now_s - self._seen_s) / self._running
-        self._seen_s = now_s
 
 
 def overlap(environments: Mapping[str, Any]) -> str | None:

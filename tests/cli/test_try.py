@@ -56,7 +56,7 @@ def composer(*words: str, cwd: Path | None = None) -> subprocess.CompletedProces
     )
 
 
-def episode(reward: float | None, *, sampled_tokens: int = 5, leaked: str | None = None, truncated: bool = False):
+def episode(reward: float | None, *, sampled_tokens: int = 5, truncated: bool = False):
     return FinishedRollout(
         rollout_id="r",
         sibling=0,
@@ -65,7 +65,6 @@ def episode(reward: float | None, *, sampled_tokens: int = 5, leaked: str | None
         reward=reward,
         sampled_tokens=sampled_tokens,
         truncated=truncated,
-        leaked_answer=leaked,
     )
 
 
@@ -166,7 +165,6 @@ def test_few_transcripts_are_shown():
         ([episode(1.0), episode(0.0)], None),
         ([episode(0.0), episode(0.0)], "all 2 rewards are 0"),
         ([episode(1.0, sampled_tokens=0), episode(0.0)], "in 1 episode with a reward the model sampled no token"),
-        ([episode(1.0, leaked="42"), episode(0.0)], "the answer is in the prompt of 1 of 2 episodes (task t: '42')"),
         ([episode(1.0, truncated=True), episode(0.0)], "1 episode ended at a limit"),
         ([episode(None), episode(1.0)], None),
     ],
@@ -206,7 +204,7 @@ def test_toolsmith_is_played():
     assert loading == "loading orchestrator.environments.toolsmith and tiny ..." and playing == "playing 2 episodes ..."
 
 
-# A reward that raises is named with file and line, and the leak in the prompts is seen.
+# A reward that raises is named with file and line.
 @pytest.mark.slow
 def test_broken_reward_is_named(tmp_path):
     (tmp_path / "echo_env.py").write_text(BROKEN)
@@ -214,4 +212,3 @@ def test_broken_reward_is_named(tmp_path):
     assert done.returncode == 1, done.stderr
     assert "2 x task EchoTask scoring: LookupError: no word list (echo_env.py:16, in exact)" in done.stdout
     assert 'raise LookupError("no word list")' in done.stdout
-    assert "the answer is in the prompt of 2 of 2 episodes" in done.stdout

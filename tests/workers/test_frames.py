@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from composer_prime.errors import WireError
 from composer_prime.wire.frames import Frames
 from orchestrator.workers.protocol import CancelRollout, ToWorker
-from orchestrator.workers.worker import CpuShares
 
 
 async def pair() -> tuple[socket.socket, Frames[Any]]:
@@ -74,17 +73,3 @@ def test_a_cut_frame_is_the_end() -> None:
         frames.close()
 
     asyncio.run(scenario())
-
-
-def test_cpu_shares_add_up() -> None:
-    """Concurrent rollouts' shares sum to the CPU time spent while any ran."""
-    shares = CpuShares()
-    begin = shares._seen_s
-    first = shares.enter()
-    spent = 0.0
-    second = shares.enter()
-    sum(i * i for i in range(300_000))
-    spent += shares.leave(first)
-    sum(i * i for i in range(300_000))
-    spent += shares.leave(second)
-    assert spent == pytest.approx(shares._seen_s - begin, rel=0.02)

@@ -90,7 +90,6 @@ def test_rollouts_of_two_workers_and_task_sets(played: Played) -> None:
         assert replies[-1].turns[0].text == "held 2"
         first = replies[0]
         assert (first.reward, first.parts, first.metrics) == (2.0, {"length": 1.0}, {"turns": 3.0})
-        assert first.cpu_s > 0
         assert first.wall_s > 0.15
 
     runner.run(scenario())
