@@ -71,7 +71,7 @@ class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """Random, drawn at process start: tells a node that reconnects from another one of the same name."""
     protocol: int = PROTOCOL
     max_context: int | None = None
-    """Tokens of prompt and answer together that it can hold; None when it does not say."""
+    """Tokens of prompt and answer together that it can hold, at least the run's; None when it does not say."""
     device: ComputeDevice | None = None
     usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     """What its machine costs, as its operator says (`--price`); None when unknown."""

@@ -114,11 +114,9 @@ class Gateway:
             self.router,
             self._chunks,
             self._admission,
+            self._config,
             run_id=self._run_id,
             verify_key=self._verifier.public_bytes_raw(),
-            heartbeat_s=self._config.inference.heartbeat_s,
-            sources=self._config.orchestrator.weights.sources,
-            audited=self._config.orchestrator.audit.enabled,
         )
 
     def _build_audits(self, keys: RunKeys, store: WeightStore) -> Audits:
@@ -292,9 +290,7 @@ class Gateway:
             "requests": {
                 "queued": router.queued,
                 "in_flight": router.in_flight,
-                "longest_waits": self.waits.longest(),
                 "warm_share": router.placing.warm_share,
-                "sessions_moved": router.placing.moved,
                 **asdict(router.counters),
             },
             "records": {"open_rollouts": len(self.records), "bytes": self.records.num_bytes},

@@ -8,10 +8,9 @@ Nodes hold the run's CURVE key or one of their own, so a stranger never gets a b
 enroll, and nothing else (swarm/admission.py). What a node sends is still not trusted. A message is one frame of bounded
 size, and few are held unread. Of a message with more frames, only the first is copied; wire/unread.py closes
 connections whose messages do not end or have very many. Bytes that do not decode to a message are counted, logged and
-dropped. A connection that sends more of them than its budget is cut off: everything else from it is ignored. The same
-happens after too many unrequested messages: heartbeats, hellos, answers to requests that the node does not hold,
-requests for chunks that yield no piece. Such a connection stays, since a new one would have a new budget: the rest is
-read slowly and waits in the sender's queue.
+dropped. They and unrequested messages (heartbeats, hellos, answers to requests that the node does not hold, requests
+for chunks that yield no piece) have one budget. A connection that spends it is cut off: everything else from it is
+ignored. It stays open, since a new one would have a new budget: the rest is read slowly, and waits at its sender.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
 
 import msgspec
 import zmq
 
+from composer_prime.config import Config
 from composer_prime.console import printable
 from composer_prime.run.weights import Manifest
 from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled
@@ -55,8 +54,8 @@ _BURST = 64
 """Messages handled before the event loop gets to run something else."""
 _MAX_UNKNOWN = 4096
 """Connections without a Hello that are remembered."""
-_GARBAGE_BUDGET_BYTES = 1 << 20
-"""Garbage after which a connection is cut off."""
+_GARBAGE_BYTES = 1 << 8
+"""Bytes that do not decode count as one message for each of this many; so a connection may send 1 MiB of them."""
 _UNASKED_MESSAGES = 4096
 """Unrequested messages that a node may send at once. Each of its places allows two more: when its requests were taken
 back, their answers come late."""
@@ -84,17 +83,12 @@ class NodeLink:
         router: Router,
         chunks: ChunkServer,
         admission: Admission,
+        config: Config,
         *,
         run_id: str,
         verify_key: bytes,
-        heartbeat_s: float,
-        sources: Sequence[str] = (),
-        audited: bool = False,
     ) -> None:
-        """`verify_key`: with it nodes check manifests. `sources`: copies of the weight store for nodes.
-
-        `audited`: whether answers are audited, which nodes with caches of mixed weights would not pass.
-        """
+        """`verify_key`: with it nodes check manifests."""
         self.garbage = 0
         """Messages dropped because they could not be decoded or handled."""
         self.cut_off = 0
@@ -113,14 +107,14 @@ class NodeLink:
         """When the log last named a rejected enrollment, by key."""
         self._run_id = run_id
         self._verify_key = verify_key
-        self._heartbeat_s = heartbeat_s
-        self.sources = list(sources)
-        self._audited = audited
+        self._heartbeat_s = config.inference.heartbeat_s
+        self.sources = config.orchestrator.weights.sources
+        self._max_context = config.model.max_context
         self._decoder = msgspec.msgpack.Decoder(FromNode)
         self._hello_requested: dict[bytes, float] = {}
         """When each unknown connection was last asked to say Hello."""
-        self._garbage_bytes: dict[bytes, int] = {}
-        """By connection; beyond the budget nothing from it is looked at."""
+        self._ignored: set[bytes] = set()
+        """Connections that are cut off: nothing from them is looked at."""
         self._budgets = MessageBudgets(_UNASKED_MESSAGES, _UNASKED_PER_S)
         self._replies: UnderWay[zmq.MessageTracker] = UnderWay()
         """With a manifest; they have no other name."""
@@ -138,7 +132,7 @@ class NodeLink:
         identity, key = received.identity, received.key
         if received.num_frames >= MAX_FRAMES:
             self._admission.turn_away(key)
-        if self._garbage_bytes.get(identity, 0) > _GARBAGE_BUDGET_BYTES or key in self._admission.revoked:
+        if identity in self._ignored or key in self._admission.revoked:
             self.garbage += 1
             return False
         node = self._router.nodes.at(identity)
@@ -173,21 +167,32 @@ class NodeLink:
             request = node.leases.get(message.lease)
             if request is not None and request.request_id == message.request_id:
                 return True
-        if self._charge(received, node, _HELLO_COST if isinstance(message, NodeHello) else 1):
-            return True
-        sender = f"node {node.node_id}" if node else "a connection"
-        reason = (
-            f"{sender} sent unrequested messages, the last a {type(message).__name__}: more than "
-            f"{_UNASKED_MESSAGES + _late_answers(node)} at once and {_UNASKED_PER_S:g} a second; install the same "
-            "release on both sides, and look for a loop in that node's log"
-        )
-        self._cut_off(received, node, reason, "cut off for a flood of messages")
-        return False
+        what = f"unrequested messages, the last a {type(message).__name__}"
+        return self._charge(received, node, _HELLO_COST if isinstance(message, NodeHello) else 1, what)
 
-    def _charge(self, received: FromConnection, node: AttachedNode | None, cost: int) -> bool:
-        """Return whether the sender's account had as much left as a message of this cost and size takes."""
+    def _charge(self, received: FromConnection, node: AttachedNode | None, cost: int, what: str) -> bool:
+        """Take the cost of a message from its sender's account. When that is spent, cut off who sent `what`."""
+        identity, key = received.identity, received.key
         cost += received.num_bytes // _UNASKED_BYTES
-        return self._budgets.charge(self._account(received.identity, received.key), cost, extra=_late_answers(node))
+        late_answers = 2 * node.hello.max_concurrent if node else 0
+        if self._budgets.charge(self._account(identity, key), cost, extra=late_answers):
+            return True
+        reason = (
+            f"{f'node {node.node_id}' if node else 'a connection'} sent {what}: more than "
+            f"{_UNASKED_MESSAGES + late_answers} at once and {_UNASKED_PER_S:g} a second; install the same release on "
+            "both sides, and look for a loop in that node's log"
+        )
+        if len(self._ignored) >= _MAX_UNKNOWN:
+            self._ignored.clear()
+        self._ignored.add(identity)
+        self.cut_off += 1
+        logger.warning("cut off: %s", reason)
+        self._socket.send(identity, Rejected(reason=reason, may_return=True))
+        if not self._admission.is_node(key):  # An invite's key also makes no new connection for a while.
+            self._admission.turn_away(key)
+        if node is not None:
+            self._router.leave(node, "cut off for what it sent")
+        return False
 
     def _account(self, identity: bytes, key: bytes) -> bytes:
         return key if self._admission.is_own(key) else identity
@@ -256,31 +261,14 @@ class NodeLink:
 
     def _drop_garbage(self, received: FromConnection, node: AttachedNode | None, error: Exception) -> None:
         """Count garbage. Empty frames cost time too, so each frame counts as some bytes."""
-        identity, size = received.identity, received.num_bytes + received.num_frames * FRAME_OVERHEAD
+        size = received.num_bytes + received.num_frames * FRAME_OVERHEAD
         self.garbage += 1
         if node is not None:
             node.counters.garbage += 1
-        sender = f"node {node.node_id}" if node else "a connection"
-        if len(self._garbage_bytes) >= _MAX_UNKNOWN:
-            self._garbage_bytes.clear()
-        total = self._garbage_bytes[identity] = self._garbage_bytes.get(identity, 0) + size
-        if not self._charge(received, node, 1) or total > _GARBAGE_BUDGET_BYTES:
-            self._cut_off(received, node, f"{sender} sent {total} bytes that are not messages: the limit is "
-                        f"{_GARBAGE_BUDGET_BYTES}, and {_UNASKED_MESSAGES} messages over all connections of its own key"
-                        "; install the same release on both sides", "cut off for garbage")  # fmt: skip
-        elif self.garbage <= 10 or self.garbage % 1000 == 0:
+        is_kept = self._charge(received, node, 1 + size // _GARBAGE_BYTES, f"{size} bytes that are not a message")
+        if is_kept and (self.garbage <= 10 or self.garbage % 1000 == 0):
+            sender = f"node {node.node_id}" if node else "a connection"
             logger.warning("dropped %d bytes from %s: not a message (%s); %d so far", size, sender, error, self.garbage)
-
-    def _cut_off(self, received: FromConnection, node: AttachedNode | None, reason: str, why: str) -> None:
-        """Ignore a connection from now on. An invite's key also makes no new one for a while."""
-        self._garbage_bytes[received.identity] = _GARBAGE_BUDGET_BYTES + 1
-        self.cut_off += 1
-        logger.warning("cut off: %s", reason)
-        self._socket.send(received.identity, Rejected(reason=reason, may_return=True))
-        if not self._admission.is_node(received.key):
-            self._admission.turn_away(received.key)
-        if node is not None:
-            self._router.leave(node, why)
 
     def _enroll(self, identity: bytes, key: bytes, message: Enroll) -> None:
         waiting = self._enrolling.setdefault(key, {})
@@ -397,11 +385,8 @@ class NodeLink:
                 f"max_concurrent is {hello.max_concurrent} and version {hello.version}: a node has 1 to {MAX_PLACES} "
                 "places (inference.max_concurrent, --max-concurrent) and a version from 0"
             )
-        if hello.max_context is not None and hello.max_context < 2:
-            return f"max_context is {hello.max_context}: a node needs room for a prompt and a token (--max-context)"
+        if hello.max_context is not None and hello.max_context < self._max_context:
+            return (
+                f"the node has room for {hello.max_context} tokens, model.max_context of the run is {self._max_context}"
+            )
         return None
-
-
-def _late_answers(node: AttachedNode | None) -> int:
-    """Return how many unrequested messages a node may send at once because of its places."""
-    return 2 * node.hello.max_concurrent if node else 0

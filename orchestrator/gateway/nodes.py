@@ -9,16 +9,13 @@ this and takes back what a node that leaves held. Nothing here knows the router.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from composer_prime.errors import RequestError
 from composer_prime.monitor.events import event
-from composer_prime.wire.answer import context_overflow
 from composer_prime.wire.node_messages import NodeHello, Status
 from orchestrator.gateway.answer_checks import VersionReports
 from orchestrator.gateway.request_state import GatewayRequest, Running
@@ -109,11 +106,6 @@ class AttachedNode:
     @property
     def node_id(self) -> str:
         return self.hello.node_id
-
-    @property
-    def context(self) -> float:
-        """Tokens of prompt and answer together; infinite when it did not say."""
-        return math.inf if self.hello.max_context is None else self.hello.max_context
 
     @property
     def cache_is_full(self) -> bool:
@@ -278,41 +270,9 @@ class Nodes:
         logger.warning("node %s is gone (%s); it held %d requests", node.node_id, reason, held, extra=event("node"))
         return True
 
-    def largest_context(self, away_s: float) -> float:
-        """Return the largest context of the nodes that are attached or were heard within `away_s`, in tokens."""
-        since = time.monotonic() - away_s
-        return max((node.context for node in self if node.attached or node.heard.anything >= since), default=0)
-
     def snapshot(self, oldest: int, newest: int) -> list[dict[str, Any]]:
         """Return the state of every node, for /metrics."""
         return [_describe(node, oldest, newest) for node in self]
-
-
-def able_nodes(request: GatewayRequest, serving: list[AttachedNode]) -> list[AttachedNode]:
-    """Return the nodes that may answer `request`: with room for prompt and answer, else those with the most room.
-
-    None of them if no node has room for the prompt and one token.
-    """
-    willing = [
-        node
-        for node in serving
-        if node.version >= request.least_version and node.node_id not in request.tried.refused_by
-    ]
-    largest = max((node.context for node in willing), default=0)
-    if request.num_prompt >= largest:
-        return []
-    needed = min(request.num_wanted, largest)
-    return [node for node in willing if node.context >= needed]
-
-
-def too_long(request: GatewayRequest, context: int) -> RequestError:
-    """Return the error of a prompt that no known node has room for."""
-    return RequestError(
-        f"{context_overflow(request.num_prompt, context)}, on the node with the largest context: shorten the "
-        "conversation or start a node with a larger --max-context",
-        code="context_length_exceeded",
-        param="token_ids",
-    )
 
 
 def _describe(node: AttachedNode, oldest: int, newest: int) -> dict[str, Any]:

@@ -56,8 +56,6 @@ class Placing:
         """Tokens of a conversation after a turn; a running mean."""
         self.warm_tokens = self.prompt_tokens = 0
         """Over all placements: prompt tokens, and those of them that were cached where the request went."""
-        self.moved = 0
-        """Turns that went elsewhere though their conversation's node was free."""
         self._sessions: OrderedDict[str, WarmPrefix] = OrderedDict()
         """The one that had a turn last comes last."""
         self._sizes: Counter[str] = Counter()
@@ -112,7 +110,6 @@ class Placing:
             return warm
         if here * self.seconds(request, warm) <= _STAY_FACTOR * there * self.seconds(request, best) + _STAY_S:
             return warm
-        self.moved += 1
         return best
 
     def _rank(self, request: GatewayRequest, node: AttachedNode) -> tuple[bool, float, str]:

@@ -157,31 +157,21 @@ class GatewayRequest:
         return self.sampling.max_tokens - len(self.kept)
 
     @property
-    def num_wanted(self) -> int:
-        """Tokens of the prompt and the longest answer together."""
-        return self.num_prompt + self.num_left
-
-    @property
     def least_version(self) -> int:
         """Oldest policy version that may continue it: versions never fall within an answer."""
         return max(self.oldest_version, self.kept.newest_version)
 
-    def tokens_on(self, node: AttachedNode) -> int:
-        """Return how many tokens it may sample on `node`: what is left, cut where the node's context ends."""
-        return int(min(self.num_left, node.context - self.num_prompt))
-
-    def may_go_to(self, node: AttachedNode) -> bool:
-        """Tell whether `node` has not refused it, and may serve it now or later."""
-        return not node.draining and node.node_id not in self.tried.refused_by and self.tokens_on(node) >= 1
+    def may_run_on(self, node: AttachedNode) -> bool:
+        """Tell whether `node` has not refused it, and has weights that may continue it."""
+        return node.version >= self.least_version and node.node_id not in self.tried.refused_by
 
     def message(self, running: Running) -> Generate:
         """Return what the node of `running` is sent."""
-        max_tokens = self.tokens_on(running.node)
         return Generate(
             request_id=self.request_id,
             lease=running.lease,
             prompt_ids=self.prompt_ids + self.kept.token_ids,
-            sampling=msgspec.structs.replace(self.sampling, max_tokens=max_tokens, resumed=len(self.kept)),
+            sampling=msgspec.structs.replace(self.sampling, max_tokens=self.num_left, resumed=len(self.kept)),
             session=self.session,
         )
 

@@ -17,9 +17,8 @@ import itertools
 import logging
 import secrets
 import time
-from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from composer_prime.console import printable
@@ -35,7 +34,7 @@ from composer_prime.wire.node_messages import (
     ToNode,
 )
 from orchestrator.gateway.answer_checks import check_sampled
-from orchestrator.gateway.nodes import AttachedNode, Nodes, able_nodes, too_long
+from orchestrator.gateway.nodes import AttachedNode, Nodes
 from orchestrator.gateway.placing import Placing
 from orchestrator.gateway.request_state import (
     Answered,
@@ -267,22 +266,18 @@ class Router:
         up meanwhile, so what has the same needs as one of them is passed over.
         """
         serving, unmet = self.serving(), set[Hashable]()
-        contexts = sorted({node.context for node in serving})
         roomy = [node for node in serving if node.has_room]
         for request in list(self.queue.values()):
             if not roomy:
                 break
-            if (needs := _needs(request, contexts)) in unmet:
+            needs = request.least_version, frozenset(request.tried.refused_by), bool(request.kept)
+            if needs in unmet:
                 continue
-            able = able_nodes(request, serving)
-            if request.kept and not able:
+            if request.kept and not any(map(request.may_run_on, serving)):
                 self.apply(request, Restarted())
-                able = able_nodes(request, serving)
-            if free := [node for node in able if node.attached and node.has_room]:
+            if free := [node for node in roomy if request.may_run_on(node)]:
                 self.assign(request, self.placing.choose(request, free))
                 roomy = [node for node in roomy if node.attached and node.has_room]
-            elif request.num_prompt >= (largest := self.nodes.largest_context(self.no_node_timeout_s)):
-                self.end(request, too_long(request, int(largest)))
             else:
                 unmet.add(needs)
         return not all(node.attached for node in serving)
@@ -315,7 +310,7 @@ class Router:
             answer = check_sampled(
                 message,
                 running.streamed,
-                max_tokens=request.tokens_on(node),
+                max_tokens=request.num_left,
                 vocab_size=self._vocab_size,
                 versions=range(request.least_version, self.newest_version + 1),
                 node_id=node.node_id,
@@ -375,7 +370,8 @@ class Router:
     def _refused_by(self, request: GatewayRequest, node: AttachedNode, error: str) -> None:
         """Take note that `node` cannot serve `request`, which ends when no other node may."""
         request.tried.refused_by.add(node.node_id)
-        may_go_on = any(map(request.may_go_to, self.nodes.attached()))
+        others = [node for node in self.nodes.attached() if not node.draining]
+        may_go_on = any(node.node_id not in request.tried.refused_by for node in others)
         if may_go_on and len(request.tried.refused_by) < _MAX_REFUSALS:
             self.apply(request, Discarded(f"{node.node_id}: {error}"), cancel=False)
         else:
@@ -450,9 +446,3 @@ class Router:
         for node in self.nodes.attached():
             if now - node.heard.anything > lost_after_s:
                 self.leave(node, f"silent for {now - node.heard.anything:.1f} s")
-
-
-def _needs(request: GatewayRequest, contexts: Sequence[float]) -> Hashable:
-    """Return what is equal for requests that the same nodes may answer. `contexts`: of these nodes, ascending."""
-    length = bisect_left(contexts, request.num_wanted), bisect_left(contexts, request.num_prompt + 1)
-    return length, request.least_version, frozenset(request.tried.refused_by), bool(request.kept)

@@ -13,10 +13,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 from composer_prime.errors import DeadlineError
-from orchestrator.gateway.nodes import able_nodes
 from orchestrator.gateway.request_state import Discarded, GatewayRequest, Lost
 from orchestrator.gateway.routing import Router
 
@@ -77,7 +75,7 @@ class Waits:
             return DeadlineError(f"{waited}: node {request.node.node_id} has not answered")
         previous = f" (before that, {request.tried.last_error})" if request.tried.last_error else ""
         serving = self._router.serving()
-        able = f"{len(able_nodes(request, serving))} of {len(serving)} serving nodes"
+        able = f"{sum(map(request.may_run_on, serving))} of {len(serving)} serving nodes"
         return DeadlineError(f"{waited}: it was queued, all places of the {able} that may take it are used{previous}")
 
     def why_no_node(self) -> str:
@@ -87,21 +85,6 @@ class Waits:
         if reasons:
             return "; ".join(reasons[:8])
         return f"none has connected: {self._join_hint()}, or set inference.nodes to at least 1"
-
-    def longest(self) -> list[dict[str, Any]]:
-        """Return the requests that have waited longest, and for what."""
-        now = time.monotonic()
-        queue_reason = "a free place" if self._router.serving() else f"a node: {self.why_no_node()}"
-        oldest = sorted(self._router.open.values(), key=lambda request: request.since)[:8]
-        return [
-            {
-                "request_id": request.request_id,
-                "session": request.session,
-                "since_s": round(now - request.since, 3),
-                "for": f"node {request.node.node_id}" if request.node else queue_reason,
-            }
-            for request in oldest
-        ]
 
 
 def reclaim_stalled(router: Router, stall_s: float) -> None:

@@ -19,9 +19,7 @@ import asyncio
 import difflib
 import logging
 import math
-import os
 import re
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -58,8 +56,6 @@ from orchestrator.workers.tracebacks import describe_exception, read_traceback, 
 logger = logging.getLogger(__name__)
 
 _ANY_NUMBER = 1_000_000
-_BACKLOG = 4096
-"""Connections that may wait to be accepted: as many rollouts can start at once."""
 _KINDS = {
     "ProviderError": "provider",
     "RenderError": "render",
@@ -120,7 +116,6 @@ class Environment:
     async def serving(self) -> AsyncIterator[None]:
         """Run the interception server, and what the environment itself starts."""
         async with self._env.serving():
-            self._widen_backlog()
             await make_images(agent.runtime for agent in agent_config_fields(self._env.config).values())
             yield
             self._clients.clear()
@@ -159,14 +154,6 @@ class Environment:
                 sessions=_sessions(traces),
             )
         return to_reply(request, task, episode, traces)
-
-    def _widen_backlog(self) -> None:
-        """Listen again: aiohttp's backlog is 128, and a connection beyond it waits a second for its retransmission."""
-        runner = self._server.runner
-        for site in runner.sites if runner else ():
-            for listening in site._server.sockets:  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
-                with socket.socket(fileno=os.dup(listening.fileno())) as duplicate:
-                    duplicate.listen(_BACKLOG)
 
     @property
     def _server(self) -> InterceptionServer:

@@ -119,8 +119,8 @@ class GatewayClient(TrainClient):
     def __init__(self, config: TrainClientConfig, max_tokens: int | None = None) -> None:
         """`max_tokens`: of a conversation. One whose text cannot fit is refused before it is rendered."""
         self.config = config
-        self.client = GatewayHttp(config.base_url, resolve_api_key(config))
         self._max_chars = None if max_tokens is None else max_tokens * _LONGEST_TOKEN
+        self.client = GatewayHttp(config.base_url, resolve_api_key(config))
 
     async def get_response(self, dialect: Any, body: dict[str, Any], *args: Any, **kwargs: Any) -> Response:
         texts = [message.get("content") for message in body.get("messages") or []]

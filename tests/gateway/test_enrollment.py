@@ -86,7 +86,7 @@ def enroll(own: ClientKeys, **changes) -> Enroll:
 
 def hello(name: str, **changes) -> NodeHello:
     usual = NodeHello(
-        node_id=name, engine="peer", run_id=None, version=0, max_concurrent=4, instance=name, max_context=64
+        node_id=name, engine="peer", run_id=None, version=0, max_concurrent=4, instance=name, max_context=512
     )
     return msgspec.structs.replace(usual, **changes)
 

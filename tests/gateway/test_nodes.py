@@ -178,17 +178,11 @@ async def test_health_tells_whether_a_node_serves(open_gateway, node_keys):
             assert (await get(gateway.http_url + "/health"))[0] == 200
 
 
-async def test_metrics_say_who_waits_for_what(open_gateway, node_keys):
-    """/metrics is plain JSON with nodes, queue and the longest waits."""
-    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=1) as node:
-        call = asyncio.create_task(post(gateway.http_url, generate_body(5), X_Session_ID="r1"))
-        await node.until(lambda: bool(node.running))
+async def test_metrics_describe_the_nodes(open_gateway, node_keys):
+    """/metrics is plain JSON."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a"):
         _, state = await get(gateway.http_url + "/metrics")
         assert state["nodes"][0]["node_id"] == "a" and state["nodes"][0]["serves"] is True
-        [wait] = state["requests"]["longest_waits"]
-        assert (wait["session"], wait["for"]) == ("r1", "node a")
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
 
 
 async def test_a_wrong_key_is_turned_away(open_gateway, node_keys):
