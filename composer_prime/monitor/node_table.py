@@ -41,7 +41,7 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     behind: int | None = None
     """Policy versions that the newest is ahead of it."""
     tokens_per_s: float | None = None
-    """Sampled, counted by the gateway."""
+    """Sampled, counted by the gateway; a mean over the time that it was connected."""
     trained_tokens_per_s: float | None = None
     trust: float | None = None
     usd_per_hour: float | None = None
@@ -67,8 +67,8 @@ def recorded_rows(lines: Iterable[Line], totals: Mapping[str, NodeTotals]) -> li
                 device=str(line.get("node/device", "")),
                 engine=str(line.get("node/engine", "")),
                 version=None if version is None else int(version),
-                tokens_per_s=sums.tokens / sums.seconds if sums.seconds else None,
-                trained_tokens_per_s=sums.trained_tokens / sums.seconds if sums.seconds else None,
+                tokens_per_s=sums.per_second("tokens"),
+                trained_tokens_per_s=sums.per_second("trained_tokens"),
                 trust=numeric_field(line, "node/trust"),
                 usd_per_hour=numeric_field(line, "node/usd_per_hour"),
                 totals=sums,

@@ -41,7 +41,7 @@ class NodeTotals:
     trained_tokens: int = 0
     """Of these, those that the policy loss of a step trained. Steps that a resume repeats count again."""
     weight_bytes: int = 0
-    """Pulled, as the node says, or as the gateway sent it where that is more."""
+    """Pulled, as the node says."""
     failures: int = 0
     """Requests that it returned with an error or answered badly."""
 
@@ -55,6 +55,10 @@ class NodeTotals:
         names = ("seconds", *_NODE_COUNTS)
         added = {name: round(getattr(self, name) - getattr(earlier, name), 3) for name in names}
         return added if self.usd is None else {**added, "usd": round(self.usd - (earlier.usd or 0.0), 8)}
+
+    def per_second(self, count: str) -> float | None:
+        """Return the mean of `tokens` or `trained_tokens` a second of the time attached; None before the first one."""
+        return getattr(self, count) / self.seconds if self.seconds >= 1 else None
 
     @property
     def usd_per_million(self) -> float | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,28 +31,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SAMPLE_S = 5.0
-"""Between two moments of a node's history, and between two lines of a node of which only a count changed."""
+"""Between two lines of a node of which only a count changed."""
 _LINE_S_A_NODE = 0.1
 """With many nodes such lines come less often: ten a second of all nodes together."""
 _LEDGER_S = 60.0
 _LEDGER_LINES = 50
 """Such lines in one tick at most: the event loop waits for them."""
-_RATE_S, _TRAINED_RATE_S = 60.0, 600.0
-"""Sampled and trained tokens a second are of this long."""
 _MAX_WHY = 400
 """Characters of a node's own words in the table."""
 
 
 @dataclass(slots=True, kw_only=True)
 class NodeAccount:
-    """The sums of one node over the whole run, and its recent past."""
+    """The sums of one node over the whole run, and what was written of them."""
 
     totals: NodeTotals = field(default_factory=NodeTotals)
     written: NodeTotals = field(default_factory=NodeTotals)
     """What costs.jsonl has."""
     written_at: float = -math.inf
-    history: deque[tuple[float, NodeTotals]] = field(default_factory=deque)
-    """The sums at times, monotonic seconds."""
     counted: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "failures": 0})
     """The gateway's counters, and from its first report on the node's own, as of the last tick."""
     seen: float | None = None
@@ -85,20 +80,6 @@ class NodeAccount:
         """
         before = self.counted.get(name, count)
         return before if count >= before else 0
-
-    def remember(self, now: float) -> None:
-        """Keep a moment of the history, and drop those before _TRAINED_RATE_S but the last of them."""
-        if not self.history or now - self.history[-1][0] >= _SAMPLE_S:
-            self.history.append((now, self.totals))
-        while len(self.history) > 1 and self.history[1][0] <= now - _TRAINED_RATE_S:
-            self.history.popleft()
-
-    def rate(self, counter: str, now: float, window_s: float) -> float | None:
-        """Return the mean of `tokens` or `trained_tokens` a second over `window_s`, or since the history began."""
-        begun, totals = next((one for one in reversed(self.history) if one[0] <= now - window_s), self.history[0])
-        if now - begun < 1:
-            return None
-        return (getattr(self.totals, counter) - getattr(totals, counter)) / (now - begun)
 
 
 class NodeAccounts:
@@ -136,7 +117,6 @@ class NodeAccounts:
             account = self._accounts.setdefault(node.node_id, NodeAccount())
             was_attached = account.seen is not None
             account.add(node, now)
-            account.remember(now)
             self._log(node, account, now, pause_s=max(_SAMPLE_S, _LINE_S_A_NODE * len(nodes)))
             has_left = was_attached and not node.attached
             if has_left or (now - account.written_at >= _LEDGER_S and len(due) < _LEDGER_LINES):
@@ -207,8 +187,8 @@ class NodeAccounts:
             engine=node.hello.engine,
             version=node.version,
             behind=max(0, router.newest_version - node.version),
-            tokens_per_s=account.rate("tokens", now, _RATE_S),
-            trained_tokens_per_s=account.rate("trained_tokens", now, _TRAINED_RATE_S),
+            tokens_per_s=account.totals.per_second("tokens"),
+            trained_tokens_per_s=account.totals.per_second("trained_tokens"),
             trust=node.expectation,
             usd_per_hour=node.hello.usd_per_hour,
             in_flight=len(node.leases),

@@ -75,20 +75,6 @@ def test_dollars_are_of_the_time_attached():
     with_fleet(test, a={"usd_per_hour": 2.4}, b={})
 
 
-# However short the steps, a node's history has no more moments than its window has samples of five seconds.
-def test_history_is_bounded():
-    async def test(fleet: Fleet) -> None:
-        clock = Clock()
-        accounts = accounts_of(fleet, clock, None)
-        for step in range(1, 400):
-            clock.now += 2
-            accounts.tick()
-            accounts.note_trained(step, {"a": 1})
-        assert len(accounts._accounts["a"].history) <= 600 / 5 + 2
-
-    with_fleet(test, a={})
-
-
 # The lines on disk give the table of the live run again, and a second start of the orchestrator goes on with the sums.
 def test_records_give_the_table_again(tmp_path):
     async def test(fleet: Fleet) -> None:
