@@ -227,7 +227,7 @@ class Gateway:
             self.audits.publish(signed)
         for node in self.router.nodes:
             node.reports.forget(manifest.version)
-        message = NewVersion(manifest=signed, sources=self._link.sources)
+        message = NewVersion(manifest=signed, sources=self._config.orchestrator.weights.sources)
         for node in self.router.nodes.attached():
             self._node_socket.send(node.identity, message)
         return manifest.version

@@ -107,9 +107,8 @@ class NodeLink:
         """When the log last named a rejected enrollment, by key."""
         self._run_id = run_id
         self._verify_key = verify_key
-        self._heartbeat_s = config.inference.heartbeat_s
-        self.sources = config.orchestrator.weights.sources
-        self._max_context = config.model.max_context
+        self._config = config
+        self._sources = config.orchestrator.weights.sources
         self._decoder = msgspec.msgpack.Decoder(FromNode)
         self._hello_requested: dict[bytes, float] = {}
         """When each unknown connection was last asked to say Hello."""
@@ -252,7 +251,7 @@ class NodeLink:
     def _ask_for_hello(self, identity: bytes) -> None:
         """Ask at most once a heartbeat: each Hello attaches the node from scratch, and one is enough."""
         now = time.monotonic()
-        if now - self._hello_requested.get(identity, -math.inf) < self._heartbeat_s:
+        if now - self._hello_requested.get(identity, -math.inf) < self._config.inference.heartbeat_s:
             return
         if len(self._hello_requested) >= _MAX_UNKNOWN:
             self._hello_requested.clear()
@@ -302,7 +301,7 @@ class NodeLink:
                 logger.warning("rejected an enrollment: %s", reply.reason)
             self._socket.send(identity, reply)
         elif reply is not None:
-            self._send_with_manifest(identity, key, msgspec.structs.replace(reply, sources=self.sources))
+            self._send_with_manifest(identity, key, msgspec.structs.replace(reply, sources=self._sources))
 
     def end_revoked(self) -> None:
         """Learn which nodes were revoked, and send those away that are attached."""
@@ -325,8 +324,8 @@ class NodeLink:
             run_id=self._run_id,
             manifest=self.newest_manifest,
             verify_key=self._verify_key,
-            heartbeat_s=self._heartbeat_s,
-            sources=self.sources,
+            heartbeat_s=self._config.inference.heartbeat_s,
+            sources=self._sources,
         )
         self._send_with_manifest(identity, key, welcome)
         self._router.place()
@@ -383,10 +382,9 @@ class NodeLink:
         if not 1 <= hello.max_concurrent <= MAX_PLACES or hello.version < 0:
             return (
                 f"max_concurrent is {hello.max_concurrent} and version {hello.version}: a node has 1 to {MAX_PLACES} "
-                "places (inference.max_concurrent, --max-concurrent) and a version from 0"
+                "places (inference.max_concurrent) and a version from 0"
             )
-        if hello.max_context is not None and hello.max_context < self._max_context:
-            return (
-                f"the node has room for {hello.max_context} tokens, model.max_context of the run is {self._max_context}"
-            )
+        context = self._config.model.max_context
+        if hello.max_context is not None and hello.max_context < context:
+            return f"the node has room for {hello.max_context} tokens, the run's model.max_context is {context}"
         return None

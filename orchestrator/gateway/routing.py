@@ -273,14 +273,22 @@ class Router:
             needs = request.least_version, frozenset(request.tried.refused_by), bool(request.kept)
             if needs in unmet:
                 continue
-            if request.kept and not any(map(request.may_run_on, serving)):
-                self.apply(request, Restarted())
-            if free := [node for node in roomy if request.may_run_on(node)]:
-                self.assign(request, self.placing.choose(request, free))
-                roomy = [node for node in roomy if node.attached and node.has_room]
-            else:
+            node = self._node_for(request, serving, roomy)
+            if node is None:
                 unmet.add(needs)
+                continue
+            self.assign(request, node)
+            roomy = [node for node in roomy if node.attached and node.has_room]
         return not all(node.attached for node in serving)
+
+    def _node_for(
+        self, request: GatewayRequest, serving: list[AttachedNode], roomy: list[AttachedNode]
+    ) -> AttachedNode | None:
+        """Return the best of the `roomy` nodes. A request that no node can continue starts over."""
+        if request.kept and not any(map(request.may_run_on, serving)):
+            self.apply(request, Restarted())
+        free = [node for node in roomy if request.may_run_on(node)]
+        return self.placing.choose(request, free) if free else None
 
     def assign(self, request: GatewayRequest, node: AttachedNode) -> None:
         """Send `request` to `node`, which continues after the tokens that others have sampled."""

@@ -206,24 +206,24 @@ class Audits:
         Waits for the audits of new nodes' answers, at most TIMEOUT_S.
         """
         answers = self._open.pop(rollout_id, [])
-        late: list[OfferedAnswer] = []
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                for answer in answers:
-                    if answer.is_awaited:
-                        await answer.done.wait()
-        except TimeoutError:
-            late = [answer for answer in answers if answer.is_awaited and not answer.done.is_set()]
-        finally:
-            self._give_up(answer for answer in answers if answer.is_awaited and not answer.done.is_set())
-        if late:
+        if late := await self._wait([answer for answer in answers if answer.is_awaited]):
             return self._too_late(late)
-        for answer in answers:
-            if (objection := self._objection(answer)) is not None:
-                return objection
+        if objection := next(filter(None, map(self._objection, answers)), None):
+            return objection
         for node_id in {name for answer in answers if answer.verdict is None for name in answer.quarantines}:
             self._recent[node_id].append(rollout_id)
         return None
+
+    async def _wait(self, answers: list[OfferedAnswer]) -> list[OfferedAnswer]:
+        """Wait for audits. Return the answers that got none in time; they are given up, also when this is cancelled."""
+        with suppress(TimeoutError):
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    for answer in answers:
+                        await answer.done.wait()
+            finally:
+                self._give_up(answer for answer in answers if not answer.done.is_set())
+        return [answer for answer in answers if not answer.done.is_set()]
 
     def forget(self, rollout_id: str) -> None:
         """Forget a rollout whose answers will not be used."""
