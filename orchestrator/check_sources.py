@@ -2,7 +2,7 @@
 
 `trainer --dry-run`, `orchestrator --dry-run` and `composer plan` start it (plan/source_check.py), because
 only the plugins know their settings, and importing verifiers takes seconds. Its last line on stdout is a JSON object:
-`problems` and `warnings`, sentences, and `tasks`, the number of tasks by source and task set (null without an end).
+`problems` and `warnings`, sentences, and `tasks`, the number of tasks by source and task set.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TOOL: ToolSpec = {
 }
 
 
-def open_sources(config: Config, scratch: Path) -> tuple[list[str], dict[str, dict[str, int | None]], list[str]]:
+def open_sources(config: Config, scratch: Path) -> tuple[list[str], dict[str, dict[str, int]], list[str]]:
     """Return what is wrong, the number of tasks by source and task set, and warnings. `scratch`: an empty folder."""
     from orchestrator.workers.verifiers_adapter import Environment
     from orchestrator.workers.worker import overlap, runtime_types
@@ -51,7 +51,7 @@ def open_sources(config: Config, scratch: Path) -> tuple[list[str], dict[str, di
         renderer = _check_chat(config, scratch)
     except ComposerError as error:
         problems.append(str(error))
-    tasks: dict[str, dict[str, int | None]] = {}
+    tasks: dict[str, dict[str, int]] = {}
     for source in config.orchestrator.source:
         spec = source_spec(source, model_path="", renderer=None, max_context=config.model.max_context)
         environments: dict[str, Environment] = {}

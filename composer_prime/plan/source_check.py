@@ -21,8 +21,8 @@ DEADLINE_S = 300.0
 """How long the other process may take: about ten seconds, and longer on a busy machine."""
 
 
-Tasks = dict[str, dict[str, int | None]]
-"""Numbers of tasks by source and task set, `train` or `eval`; None for an endless one."""
+Tasks = dict[str, dict[str, int]]
+"""Numbers of tasks by source and task set, `train` or `eval`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +81,8 @@ def load_sources(config: Config, program: str, *, deadline_s: float = DEADLINE_S
     return LoadedSources(**json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def _counts(tasks: dict[str, int | None]) -> str:
-    return ", ".join(f"{'endless' if count is None else f'{count:,}'} {name} tasks" for name, count in tasks.items())
+def _counts(tasks: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name} tasks" for name, count in tasks.items())
 
 
 def _installed(taskset: dict, harness: dict) -> bool:

@@ -90,8 +90,8 @@ class WorkerPool:
             await self.close()
             raise
 
-    def num_tasks(self, taskset: str = TRAIN) -> int | None:
-        """Return the number of tasks, or None for a task set that never ends."""
+    def num_tasks(self, taskset: str = TRAIN) -> int:
+        """Return the number of tasks."""
         assert self.ready is not None, "start the pool first"
         return self.ready.num_tasks[taskset]
 

@@ -53,8 +53,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The environment has loaded."""
 
-    num_tasks: dict[str, int | None]
-    """By task set; None for one that never ends."""
+    num_tasks: dict[str, int]
+    """By task set."""
     difficulty: dict[str, list[float | None]] = {}
     """By task set: estimates in [0, 1] of its tasks, in their order. Task sets without estimates are left out."""
     runtimes: list[str] = []

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import itertools
 import logging
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -37,7 +38,7 @@ from verifiers.v1.utils import loaders
 
 from composer_prime.config.removed import what_holds_now
 from composer_prime.config.sandbox import RuntimeConfig
-from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError, RolloutError
+from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError
 from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE
 from orchestrator.coding.door import make_images, runtime_settings
 from orchestrator.workers import verifiers_compat
@@ -56,6 +57,8 @@ from orchestrator.workers.tracebacks import describe_exception, read_traceback, 
 logger = logging.getLogger(__name__)
 
 _ANY_NUMBER = 1_000_000
+_ENDLESS = 4096
+"""Tasks that are made of a set that never ends."""
 _KINDS = {
     "ProviderError": "provider",
     "RenderError": "render",
@@ -88,22 +91,24 @@ class Environment:
         self.name = taskset
         self._renderer = renderer
         self._env = load_env(spec, spec.tasksets[taskset])
-        self._tasks = _Tasks(self._env, spec, taskset)
+        self._tasks = _make_tasks(self._env, spec, taskset)
         refuse_plain_rewards(self._tasks[0])
         self._clients: dict[str, vf.TrainClientConfig] = {}
 
     @property
-    def num_tasks(self) -> int | None:
-        """None for a task set that never ends."""
-        return self._tasks.count
+    def num_tasks(self) -> int:
+        """Tasks of the set; one that never ends counts as its first _ENDLESS."""
+        return len(self._tasks)
 
     @property
     def difficulty(self) -> list[float | None]:
-        """Estimates in [0, 1] of a bounded set's tasks, whose data has `difficulty`; empty where no task has one."""
-        return self._tasks.difficulty()
+        """Estimates in [0, 1] of the tasks, whose data has `difficulty`; empty where no task has one."""
+        values = [getattr(task.data, "difficulty", None) for task in self._tasks]
+        estimates = [value if isinstance(value, float) and 0 <= value <= 1 else None for value in values]
+        return estimates if any(estimate is not None for estimate in estimates) else []
 
     def describe(self, index: int) -> tuple[str, str]:
-        """Return id and prompt of a task. Raises IndexError past the end, RolloutError for a broken task set."""
+        """Return id and prompt of a task. Raises IndexError past the end."""
         task = self._tasks[index]
         return task_id_of(task, index), task.data.prompt_text
 
@@ -125,13 +130,10 @@ class Environment:
 
         Cancelling the task aborts the episode, closes its connection to the gateway and raises CancelledError.
         """
-        try:
-            task = self._tasks[request.task_index]
-        except IndexError:
+        if not 0 <= request.task_index < self.num_tasks:
             message = f"task {request.task_index} of {self.spec.name}/{self.name}, which has {self.num_tasks} tasks"
             return failed_reply(request.rollout_id, "", "request", message, retryable=False)
-        except RolloutError as error:
-            return failed_reply(request.rollout_id, "", "task", str(error), retryable=False)
+        task = self._tasks[request.task_index]
         traces: list[vf.Trace] = []
 
         def name_session(trace: vf.Trace) -> None:
@@ -189,57 +191,17 @@ class Environment:
         return config
 
 
-class _Tasks:
-    """The tasks of one set, by index. Those of an endless set are made on first use."""
-
-    def __init__(self, env: Env, spec: SourceSpec, taskset: str) -> None:
-        """Make all tasks, or the first one of an endless set. Raises ConfigError when the task set raises here."""
-        self._name = f"task set {taskset!r} of source {spec.name!r}"
-        try:
-            self._taskset = env.taskset
-            self._rest: Iterator[vf.Task] = iter(env.taskset)
-        except Exception as error:
-            raise ConfigError(f"{self._name} raised {describe_exception(error)}") from error
-        self._made: list[vf.Task] = []
-        self._broken: str | None = None
-        """Why an endless set makes no more tasks; None while it does."""
-        self.count: int | None = None
-        self._make(None if env.taskset.bounded else 1)
-        if self._broken is not None and (env.taskset.bounded or not self._made):
-            raise ConfigError(self._broken)
-        if env.taskset.bounded:
-            self.count = len(self._made)
-        if self.count == 0:
-            raise EmptyTaskSetError(
-                f"source {spec.name!r}: its task set {taskset!r} ({spec.tasksets[taskset]}) has no task: "
-                "check its settings"
-            )
-
-    def __getitem__(self, index: int) -> vf.Task:
-        """Raises IndexError past the end, RolloutError for a task that a broken endless set did not make."""
-        if index < 0:
-            raise IndexError(index)
-        if self.count is None and self._broken is None:
-            self._make(index + 1)
-        if self._broken is not None and index >= len(self._made):
-            raise RolloutError(self._broken)
-        return self._made[index]
-
-    def difficulty(self) -> list[float | None]:
-        values = [getattr(task.data, "difficulty", None) for task in self._made] if self.count is not None else []
-        estimates = [value if isinstance(value, float) and 0 <= value <= 1 else None for value in values]
-        return estimates if any(estimate is not None for estimate in estimates) else []
-
-    def _make(self, count: int | None) -> None:
-        """Make tasks until there are `count`, or all. A generator that raised is over, so its error is kept."""
-        try:
-            while count is None or len(self._made) < count:
-                self._made.append(next(self._rest))
-        except StopIteration:
-            if count is not None:
-                self._broken = f"{self._name} says that it never ends, but ended after {len(self._made)} tasks"
-        except Exception as error:
-            self._broken = f"{self._name} raised {describe_exception(error)}"
+def _make_tasks(env: Env, spec: SourceSpec, taskset: str) -> list[vf.Task]:
+    """Make the tasks of a set. Raises ConfigError when the task set raises, EmptyTaskSetError when it has none."""
+    try:
+        tasks = list(env.taskset if env.taskset.bounded else itertools.islice(env.taskset, _ENDLESS))
+    except Exception as error:
+        raise ConfigError(f"task set {taskset!r} of source {spec.name!r} raised {describe_exception(error)}") from error
+    if not tasks:
+        raise EmptyTaskSetError(
+            f"source {spec.name!r}: its task set {taskset!r} ({spec.tasksets[taskset]}) has no task: check its settings"
+        )
+    return tasks
 
 
 def load_env(spec: SourceSpec, taskset: dict[str, Any]) -> Env:

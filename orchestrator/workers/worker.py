@@ -155,10 +155,10 @@ class Worker:
 def overlap(environments: Mapping[str, Any]) -> str | None:
     """Return a sentence where held-out prompts, the first _COMPARED of them, are training prompts too.
 
-    `environments`: an Environment by task set. Endless sets are not compared.
+    `environments`: an Environment by task set.
     """
     train, held_out = environments.get(TRAIN), environments.get(EVAL)
-    if train is None or held_out is None or train.num_tasks is None or held_out.num_tasks is None:
+    if train is None or held_out is None:
         return None
     training_prompts = {train.describe(index)[1] for index in range(train.num_tasks)} - {"", None}
     count = min(held_out.num_tasks, _COMPARED)

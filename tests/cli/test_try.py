@@ -174,10 +174,10 @@ def test_warnings(episodes, beginning):
     assert [warning[: len(beginning or "")] for warning in warnings] == ([] if beginning is None else [beginning])
 
 
-# Held-out prompts that are training prompts are counted; the worker finds them, and endless sets are left alone.
+# Held-out prompts that are training prompts are counted; the worker finds them.
 def test_overlapping_splits_are_named():
-    def prompts(*texts: str, endless: bool = False):
-        return SimpleNamespace(num_tasks=None if endless else len(texts), describe=lambda index: ("id", texts[index]))
+    def prompts(*texts: str):
+        return SimpleNamespace(num_tasks=len(texts), describe=lambda index: ("id", texts[index]))
 
     train = prompts("1 + 2", "2 + 2", "")
     sentence = overlap({"train": train, "eval": prompts("2 + 2", "1 + 2", "3 + 3", "")})
@@ -185,7 +185,6 @@ def test_overlapping_splits_are_named():
     assert trial_warnings([episode(1.0), episode(0.0)], sentence) == [sentence]
     assert overlap({"train": train, "eval": prompts("3 + 3")}) is None
     assert overlap({"train": train}) is None
-    assert overlap({"train": train, "eval": prompts("1 + 2", endless=True)}) is None
 
 
 # One command plays toolsmith with the embedded model and prints transcript, parts, tools and tokens. It says at once

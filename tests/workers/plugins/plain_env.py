@@ -12,8 +12,6 @@ class PlainConfig(vf.TasksetConfig):
     endless: bool = False
     raise_at: int | None = None
     """The generator raises instead of making this task."""
-    end_at: int | None = None
-    """The generator ends before this task."""
 
 
 class PlainTaskset(vf.Taskset[vf.Task, PlainConfig]):
@@ -25,8 +23,6 @@ class PlainTaskset(vf.Taskset[vf.Task, PlainConfig]):
         for index in itertools.count() if self.config.endless else range(2):
             if index == self.config.raise_at:
                 raise LookupError("no word list")
-            if index == self.config.end_at:
-                return
             yield vf.Task(vf.TaskData(prompt=f"plain {index}"), self.config.task)
 
 
