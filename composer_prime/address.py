@@ -5,12 +5,13 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from composer_prime.errors import ConfigError
 
-MAX_PORT = 65535
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 class Address(NamedTuple):
@@ -23,7 +24,12 @@ class Address(NamedTuple):
         return ":" in self.host
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if self.is_ipv6 else f"{self.host}:{self.port}"
+        return f"{bracketed(self.host)}:{self.port}"
+
+
+def bracketed(host: str) -> str:
+    """Return a host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def tcp_address(text: str, key: str, *, bind: bool = False, scheme: str = "tcp://") -> Address:
@@ -31,14 +37,20 @@ def tcp_address(text: str, key: str, *, bind: bool = False, scheme: str = "tcp:/
 
     Raises ConfigError, which names `key`, for anything else.
     """
-    host, colon, port = text.removeprefix(scheme).rpartition(":")
-    if not text.startswith(scheme) or not colon or not host:
-        raise ConfigError(f"{key} is {text!r}; expected {scheme}HOST:PORT")
-    lowest = 0 if bind else 1
-    if not re.fullmatch(r"[0-9]{1,5}", port) or not lowest <= int(port) <= MAX_PORT:
-        free = " (0 takes a free one)" if bind else ""
-        raise ConfigError(f"{key} is {text!r}, with port {port!r}; expected {lowest} to {MAX_PORT}{free}")
-    return Address(_host(host, text, key, bind), int(port))
+    place = text.removeprefix(scheme)
+    with suppress(ValueError):  # Of a wrong IP address, and of the port.
+        parts = urlsplit(f"//{place}")
+        host, port = parts.hostname or "", parts.port
+        is_whole = text == scheme + parts.netloc and place.lower().rpartition(":")[0] == bracketed(host)
+        if ":" in host or re.fullmatch(r"[0-9.]+", host):
+            host = str(ipaddress.ip_address(host))
+        is_host = ":" in host or _NAME.fullmatch(host) or (bind and host == "*")
+        if is_host and is_whole and port is not None and (port or bind):
+            return Address(host, port)
+    raise ConfigError(
+        f"{key} is {text!r}; expected {scheme}HOST:PORT, with a port from {0 if bind else 1} to 65535 and an IPv6 "
+        "address in brackets"
+    )
 
 
 def endpoint_url(text: str, key: str) -> str:
@@ -82,21 +94,6 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
     except ValueError:
         return None
     return getattr(address, "ipv4_mapped", None) or address
-
-
-def _host(host: str, text: str, key: str, bind: bool) -> str:
-    try:
-        if host.startswith("[") and host.endswith("]"):
-            return str(ipaddress.IPv6Address(host[1:-1]))
-        if re.fullmatch(r"[0-9.]+", host):
-            return str(ipaddress.IPv4Address(host))
-    except ValueError as error:
-        raise ConfigError(f"{key} is {text!r}: {error}") from None
-    if ":" in host:
-        raise ConfigError(f"{key} is {text!r}; an IPv6 address stands in brackets: [ADDRESS]:PORT")
-    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", host) or (bind and host == "*"):
-        return host
-    raise ConfigError(f"{key} is {text!r}: {host!r} is not a host name or address")
 
 
 def free_port() -> int:

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from composer_prime.config.layers import Layer
-from composer_prime.config.problems import COMMAND_LINE, in_table, is_kind, key_types, names_of
+from composer_prime.config.problems import COMMAND_LINE, is_kind, key_types, names_of
 from composer_prime.console import program
 from composer_prime.errors import ConfigError
 
@@ -60,7 +60,7 @@ def _value(location: Location, words: list[str]) -> Any:
     word, kind = words[0], _kind(location)
     if word == "None":
         return None
-    if in_table(location):
+    if kind is None:  # In a free table, or a key that is not known.
         try:
             return json.loads(word)
         except ValueError:

@@ -95,12 +95,6 @@ def leaf_keys() -> list[str]:
     return [key for key, kind in key_types().items() if section_of(kind) is None]
 
 
-def in_table(location: Location) -> bool:
-    """Return whether `location` is below a free table."""
-    names = names_of(location)
-    return any(is_kind(key_types().get(_dotted(names[:depth])), dict) for depth in range(1, len(names)))
-
-
 def is_kind(annotation: Any, *kinds: type) -> bool:
     """Return whether a value of the key may be a list, a table or the like."""
     return any(get_origin(member) in kinds for member in _members(annotation))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -44,18 +45,13 @@ def environment() -> dict[str, Any]:
 
 def _commit() -> str | None:
     """Return the commit of the source tree that this package runs from; None where it is installed."""
-    git = Path(__file__).parents[2] / ".git"
-    try:
-        head = (git / "HEAD").read_text().strip()
-        name = head.removeprefix("ref: ")
-        if name == head:
-            return head[:12]
-        if (git / name).is_file():
-            return (git / name).read_text().strip()[:12]
-        packed = (git / "packed-refs").read_text().splitlines()
-    except OSError:
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
         return None
-    return next((line.split()[0][:12] for line in packed if line.endswith(f" {name}")), None)
+    command = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return None
 
 
 def _gpus() -> list[str]:

@@ -38,8 +38,8 @@ def test_configurations():
 @pytest.mark.parametrize(
     ("endpoint", "why"),
     [
-        ("51820", "expected HOST:PORT"), (":51820", "expected HOST:PORT"), ("hub:99999", "expected 1 to 65535"),
-        ("hub:0", "expected 1 to 65535"), ("2001:db8::1:51820", "an IPv6 address stands in brackets: [ADDRESS]:PORT"),
+        ("51820", "expected HOST:PORT"), (":51820", "expected HOST:PORT"), ("hub:99999", "from 1 to 65535"),
+        ("hub:0", "from 1 to 65535"), ("2001:db8::1:51820", "an IPv6 address in brackets"),
     ],
 )  # fmt: skip
 def test_wrong_endpoints(endpoint, why, tmp_path, monkeypatch, capsys):
