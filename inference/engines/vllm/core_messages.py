@@ -18,8 +18,6 @@ import msgspec
 from composer_prime.wire.node_messages import Sampling
 
 LENGTH = struct.Struct("<I")
-MAX_BYTES = 256 << 20
-"""Limit of one message. A longer one means that the stream holds something else."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
@@ -114,9 +112,8 @@ FromChild = EngineReady | Broken | Reply | Failed | EngineProgress
 
 encode = msgspec.msgpack.Encoder().encode
 to_child: Callable[[bytes], ToChild] = msgspec.msgpack.Decoder(ToChild).decode
-from_child: Callable[[bytes], FromChild] = msgspec.msgpack.Decoder(FromChild).decode
 
 
-def frame(message: ToChild | FromChild) -> bytes:
+def frame(message: FromChild) -> bytes:
     body = encode(message)
     return LENGTH.pack(len(body)) + body

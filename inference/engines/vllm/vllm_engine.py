@@ -26,6 +26,7 @@ from composer_prime.model_source import check_model_folder, tensor_shapes, text_
 from composer_prime.run.process import child_options, exit_text, last_words, stop
 from composer_prime.run.scratch import Scratch
 from composer_prime.wire.answer import Answer
+from composer_prime.wire.frames import Frames
 from composer_prime.wire.node_messages import Sampling
 from inference.engines.base import (
     EngineStats,
@@ -93,7 +94,7 @@ class VllmEngine:
         try:
             self._child = await VllmProcess.spawn(self._inference, self._log or self._private.path / "vllm.log")
             self._listener = asyncio.create_task(self._listen(self._child))
-            self._child.send(
+            self._child.frames.send(
                 core_messages.Setup(model=str(self._folder), max_context=self._max_context, inference=setup)
             )
             await self._within(self._ready, _START_TIMEOUT_S, f"vLLM to start on {self._folder}")
@@ -236,7 +237,7 @@ class VllmEngine:
 
     def _send(self, message: core_messages.ToChild) -> None:
         if self._child is not None and self._failure is None:
-            self._child.send(message)
+            self._child.frames.send(message)
 
     async def _within(self, awaitable: Any, seconds: float, what: str) -> Any:
         begin = time.monotonic()
@@ -249,13 +250,11 @@ class VllmEngine:
     async def _listen(self, child: VllmProcess) -> None:
         broken = ""
         try:
-            while True:
-                message = await child.receive()
+            while (message := await child.frames.receive()) is not None:
                 if isinstance(message, core_messages.Broken):
                     broken = message.error + "\n"
                 else:
                     self._receive(message)
-        except (EOFError, ConnectionError):
             self._fail(EngineError(broken + await child.end_report()))
         except WireError as error:
             self._fail(EngineError(f"{error}: something else writes to its link; see its log {child.log}"))
@@ -286,11 +285,10 @@ class VllmEngine:
 
 @dataclass(frozen=True, slots=True)
 class VllmProcess:
-    """A running child: `receive`, `send`, `stop`."""
+    """A running child."""
 
     process: asyncio.subprocess.Process
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+    frames: Frames[core_messages.FromChild]
     log: Path
 
     @classmethod
@@ -305,21 +303,7 @@ class VllmProcess:
                 **child_options(_environment(config), pass_fds=[theirs.fileno()]),
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        return cls(process, reader, writer, log)
-
-    def send(self, message: core_messages.ToChild) -> None:
-        self.writer.write(core_messages.frame(message))
-
-    async def receive(self) -> core_messages.FromChild:
-        """Return the next message. Raises EOFError when the child has closed its end, WireError for a bad message."""
-        (length,) = core_messages.LENGTH.unpack(await self.reader.readexactly(core_messages.LENGTH.size))
-        if length > core_messages.MAX_BYTES:
-            raise WireError(f"vLLM's process announces a message of {length} bytes, at most {core_messages.MAX_BYTES}")
-        body = await self.reader.readexactly(length)
-        try:
-            return core_messages.from_child(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise WireError(f"vLLM's process sent {length} bytes that are not a message ({error})") from None
+        return cls(process, Frames(reader, writer, core_messages.FromChild, "vLLM's process"), log)
 
     async def end_report(self) -> str:
         """Describe how the child ended, with the last lines of its log."""
@@ -334,7 +318,7 @@ class VllmProcess:
 
         The session outlives its leader where vLLM has worker processes (tensor parallelism).
         """
-        self.writer.close()
+        self.frames.close()
         await stop(self.process, _EXIT_GRACE_S, request=False)
 
 
