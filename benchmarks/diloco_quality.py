@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from composer_prime.config.diloco import CodecConfig, OuterConfig
-from diloco.codec import Codec, ErrorFeedback, build_codec
+from composer_prime.config.diloco import OuterConfig
+from diloco.codec import Codec, ErrorFeedback, codec_of
 from diloco.fragments import partition
 from diloco.global_model import GlobalModel
 
@@ -113,7 +113,7 @@ def gradient_bytes(model: nn.Module, steps: int) -> int:
 
 def streaming(seed: int, codec_type: str, outer: OuterConfig, every: int, words: argparse.Namespace) -> Outcome:
     peers, steps = words.peers, words.steps
-    chain, codec = Chain(seed), build_codec(CodecConfig.model_validate({"type": codec_type}))
+    chain, codec = Chain(seed), codec_of(codec_type)
     models = [Decoder(seed) for _ in range(peers)]
     optimizers = [optimizer_of(model, words) for model in models]
     copies = [GlobalModel(partition(model.named_parameters(), words.fragments), outer) for model in models]

@@ -16,38 +16,22 @@ import torch
 import zstandard
 from torch import Tensor
 
-from composer_prime.config.diloco import BLOCK, CodecConfig
-
-MAX_BLOCK = 1 << 20
-"""Largest block that a peer decodes."""
+from composer_prime.config.diloco import BLOCK
 
 
-def build_codec(config: CodecConfig) -> Codec:
-    """Return the codec that `config` asks for."""
-    if config.type in _FLOAT_TYPES:
-        return codec_from_spec(config.type)
-    return codec_from_spec(f"{config.type}/{BLOCK}")
-
-
-def codec_from_spec(spec: str) -> Codec:
-    """Return the codec that a header's `codec` field names, such as "int4/256".
-
-    Raises ValueError for an unknown name.
-    """
-    kind, _, number = spec.partition("/")
-    if kind in _FLOAT_TYPES and not number:
-        return FloatCodec(kind)
-    bits = {"int8": 8, "int4": 4}.get(kind)
-    if bits and number.isdecimal() and 0 < (block := int(number)) <= MAX_BLOCK and block % 2 == 0:
-        return IntegerCodec(bits=bits, block=block)
-    raise ValueError(f"no codec is called {spec!r}")
+def codec_of(name: str) -> Codec:
+    """Return the codec that diloco.codec.type or a header names. Raises ValueError for an unknown name."""
+    if name in _FLOAT_TYPES:
+        return FloatCodec(name)
+    if name in _BITS:
+        return IntegerCodec(name)
+    raise ValueError(f"no codec is called {name!r}")
 
 
 class Codec(Protocol):
     """Encodes float32 [n] to uint8 [bytes] and back."""
 
-    spec: str
-    """Its name in headers, with its parameter."""
+    name: str
 
     def size(self, n: int) -> int:
         """Return the bytes of an encoded vector of n elements; the most, where an entropy code makes them vary."""
@@ -95,9 +79,9 @@ _FLOAT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class FloatCodec:
     """fp32 is exact. bf16 rounds to nearest, ties to even: a relative error of at most 2^-8 for normal numbers."""
 
-    def __init__(self, spec: str) -> None:
-        self.spec = spec
-        self.dtype = _FLOAT_TYPES[spec]
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dtype = _FLOAT_TYPES[name]
 
     def size(self, n: int) -> int:
         return self.dtype.itemsize * n
@@ -106,19 +90,20 @@ class FloatCodec:
         return as_bytes(values_n.to(self.dtype))
 
     def decode(self, data: Tensor, n: int) -> Tensor:
-        _check_size(self.spec, data, n, self.size(n))
+        _check_size(self.name, data, n, self.size(n))
         return from_bytes(data, self.dtype).to(torch.float32)
 
 
-def _check_size(spec: str, data: Tensor, n: int, expected: int) -> None:
+def _check_size(name: str, data: Tensor, n: int, expected: int) -> None:
     if data.numel() != expected:
-        raise ValueError(f"{spec}: {data.numel()} bytes, but {n} values take {expected}")
+        raise ValueError(f"{name}: {data.numel()} bytes, but {n} values take {expected}")
 
 
 # -- blocks with one scale ---------------------------------------------------------------------------------------
 
 SCALE = torch.bfloat16
 """Type of a block's scale. It has float32's range, so NaN, infinity and the smallest deltas travel."""
+_BITS = {"int8": 8, "int4": 4}
 _PLAIN, _ZSTD = 0, 1
 _LEVEL = 1
 """Codes have no repeats to look for: zstd's Huffman coder does all of the work at any level."""
@@ -131,18 +116,16 @@ class IntegerCodec:
     scales [blocks] bfloat16, then the codes, at 4 bits two to a byte. 4-bit codes take about 3.2 to 3.8 bits.
     """
 
-    def __init__(self, *, bits: int, block: int) -> None:
-        """`bits`: 8 or 4."""
-        self.spec = f"int{bits}/{block}"
-        self.bits = bits
-        self.block = block
-        self.top = 2 ** (bits - 1) - 1
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.bits = _BITS[name]
+        self.top = 2 ** (self.bits - 1) - 1
 
     def size(self, n: int) -> int:
         return 1 + self._plain_size(n)
 
     def _plain_size(self, n: int) -> int:
-        return -(-n // self.block) * (2 + self.block * self.bits // 8)
+        return -(-n // BLOCK) * (2 + BLOCK * self.bits // 8)
 
     def encode(self, values_n: Tensor) -> Tensor:
         plain = self.encode_plain(values_n).numpy()
@@ -152,7 +135,7 @@ class IntegerCodec:
 
     def encode_plain(self, values_n: Tensor) -> Tensor:
         """Return uint8 [bytes] without the entropy code."""
-        scales, relative = in_scale(in_blocks(values_n, self.block), self.top)
+        scales, relative = in_scale(in_blocks(values_n), self.top)
         # At most top + 1/4, because the scale is rounded: that rounds to top.
         codes = relative.round_().nan_to_num_().clamp_(-self.top, self.top).to(torch.int8)
         packed = as_bytes(codes) if self.bits == 8 else pack_nibbles((codes + 8).to(torch.uint8))
@@ -161,32 +144,31 @@ class IntegerCodec:
     def decode(self, data: Tensor, n: int) -> Tensor:
         raw, plain_size = data.numpy().data, self._plain_size(n)
         if not len(raw) or raw[0] not in (_PLAIN, _ZSTD):
-            raise ValueError(f"{self.spec}: {len(raw)} bytes do not begin with {_PLAIN} (as is) or {_ZSTD} (zstd)")
+            raise ValueError(f"{self.name}: {len(raw)} bytes do not begin with {_PLAIN} (as is) or {_ZSTD} (zstd)")
         if raw[0] == _PLAIN:
             return self.decode_plain(data[1:], n)
         try:
             # Check the announced size first, so that a small frame cannot take all memory.
             if (announced := zstandard.frame_content_size(raw[1:])) != plain_size:
-                raise ValueError(f"{self.spec}: a frame of {announced} bytes, but {n} values take {plain_size}")
+                raise ValueError(f"{self.name}: a frame of {announced} bytes, but {n} values take {plain_size}")
             plain = zstandard.ZstdDecompressor().decompress(raw[1:], allow_extra_data=False)
         except zstandard.ZstdError as error:
-            raise ValueError(f"{self.spec}: {error}") from None
+            raise ValueError(f"{self.name}: {error}") from None
         return self.decode_plain(torch.frombuffer(bytearray(plain), dtype=torch.uint8), n)
 
     def decode_plain(self, data: Tensor, n: int) -> Tensor:
         """Reverse `encode_plain`."""
-        _check_size(self.spec, data, n, self._plain_size(n))
-        end = 2 * -(-n // self.block)
+        _check_size(self.name, data, n, self._plain_size(n))
+        end = 2 * -(-n // BLOCK)
         scales = from_bytes(data[:end], SCALE).to(torch.float32).view(-1, 1)
         packed = data[end:]
         codes = from_bytes(packed, torch.int8) if self.bits == 8 else unpack_nibbles(packed).to(torch.int8) - 8
-        return (codes.to(torch.float32).view(-1, self.block) * scales).view(-1)[:n]
+        return (codes.to(torch.float32).view(-1, BLOCK) * scales).view(-1)[:n]
 
 
-def in_blocks(values_n: Tensor, block: int) -> Tensor:
-    """Return [blocks, block], the last block padded with zeros."""
-    missing = -values_n.numel() % block
-    return torch.nn.functional.pad(values_n, (0, missing)).view(-1, block)
+def in_blocks(values_n: Tensor) -> Tensor:
+    """Return [blocks, BLOCK], the last block padded with zeros."""
+    return torch.nn.functional.pad(values_n, (0, -values_n.numel() % BLOCK)).view(-1, BLOCK)
 
 
 def in_scale(blocks: Tensor, top: int) -> tuple[Tensor, Tensor]:

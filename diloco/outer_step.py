@@ -23,7 +23,7 @@ from torch import Tensor
 
 from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import DeadlineError, RunMismatchError
-from diloco.codec import codec_from_spec, shared_bytes
+from diloco.codec import codec_of, shared_bytes
 from diloco.fragments import Schedule
 from diloco.outer_optimizer import largest_of
 from diloco.ranks import POLL_S, Ranks
@@ -71,7 +71,7 @@ class AcceptedDeltas:
 
     def deltas(self) -> Iterator[Tensor]:
         """Decode float32 [n] one by one: several whole deltas at once would be the peak of a cluster's host memory."""
-        return (codec_from_spec(header.codec).decode(shared_bytes(body), self.n) for header, body in self.counted)
+        return (codec_of(header.codec).decode(shared_bytes(body), self.n) for header, body in self.counted)
 
 
 def accept(
@@ -184,7 +184,7 @@ def _decode(header: Header, body: memoryview, fragment: int, n: int) -> Tensor:
         raise ValueError(f"it is of fragment {header.fragment}, this round is of fragment {fragment}")
     if not 0 <= header.weight <= MAX_WEIGHT:
         raise ValueError(f"its weight is {header.weight:g}, expected 0 to {MAX_WEIGHT:g}")
-    return codec_from_spec(header.codec).decode(shared_bytes(body), n)
+    return codec_of(header.codec).decode(shared_bytes(body), n)
 
 
 # -- the outer step ----------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from diloco.codec import ErrorFeedback, shared_bytes
 from diloco.fragments import Fragment, parameter_layout
 from diloco.global_model import GlobalModel
 from diloco.ranks import Ranks
-from diloco.transport.messages import Header, layout_hash
+from diloco.transport.messages import PROTOCOL, Header, layout_hash
 
 
 class LocalWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -263,7 +263,8 @@ class Replica:
         self.progress.held = msgspec.convert(facts["work"]["held"], list[LocalWork])
         self.progress.totals = msgspec.convert(facts["work"]["totals"], ProgressTotals)
         self.pending = None
-        if "pending" in facts:
+        # A header of another release is refused by the rendezvous; its work is in the next delta.
+        if "pending" in facts and facts["pending"]["protocol"] == PROTOCOL:
             work, due, late = msgspec.convert(facts["offer"], tuple[LocalWork, LocalWork | None, bool])
             self.pending = PendingDelta(
                 header=msgspec.convert(facts["pending"], Header),

@@ -36,7 +36,7 @@ from types import TracebackType
 import torch
 
 from composer_prime.config.diloco import DilocoConfig
-from diloco.codec import build_codec
+from diloco.codec import codec_of
 from diloco.fragments import NamedParameter, Schedule, frozen_digest, parameter_layout, partition
 from diloco.heal import Healer
 from diloco.outer_step import OuterSteps
@@ -76,7 +76,7 @@ class StreamingDiLoCo:
         self.fragments = partition(named, config.fragments)
         self.replica = Replica(self.fragments, config, self.ranks)
         self.global_model = self.replica.global_model
-        self._codec = build_codec(config.codec)
+        self._codec = codec_of(config.codec.type)
         hello = PeerHello(
             protocol=PROTOCOL, run=config.run, peer=config.peer_id, rank=self.ranks.rank, ranks=self.ranks.size,
             instance=self.ranks.smallest([secrets.randbits(62)])[0], layout=parameter_layout(self.fragments),
@@ -157,7 +157,7 @@ class StreamingDiLoCo:
         data, residual_n = replica.feedback.encode(fragment, model.delta(fragment), self._codec)
         body = data.numpy().data.cast("B")
         header = self._link.seal(self._link.header(
-            "delta", body, model.outer_step, model.hash, fragment=fragment, codec=self._codec.spec,
+            "delta", body, model.outer_step, model.hash, fragment=fragment, codec=self._codec.name,
             weight=float(coverage.work.tokens), inner_steps=round(coverage.work.steps),
         ))  # fmt: skip
         replica.pending = PendingDelta(header, body, residual_n, coverage)
