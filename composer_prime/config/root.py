@@ -205,7 +205,7 @@ def _whole_distribution(config: Config) -> Iterator[str]:
 def _family_of_own_rollouts(config: Config) -> Iterator[str]:
     teachers = config.teachers
     unknown = family_of(config.model.path) == UNKNOWN and teachers.assume_family is None
-    if teachers.online and teachers.states is None and unknown:
+    if teachers.online and unknown:
         yield (
             f"teachers.online replays this run's rollouts, but no rule knows the family of model.path = "
             f"{config.model.path!r}, and a teacher must never judge its own family: set teachers.assume_family"

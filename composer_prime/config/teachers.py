@@ -128,9 +128,7 @@ class TeachersConfig(BaseConfig):
     teacher: list[TeacherConfig] = []
     """Teachers of at least two families other than the one that wrote the traces."""
     online: bool = False
-    """Replay during training; writes pairs.jsonl in the run directory."""
-    states: Path | None = None
-    """States file (`composer ingest`) to replay online; None: the run's own rollouts."""
+    """Replay the run's own rollouts during training; writes pairs.jsonl in the run directory."""
     voters: int = Field(default=3, ge=2)
     """N: number of votes, requested one by one until the majority is decided; it must include two families."""
     system_prompt: str = (
@@ -151,7 +149,7 @@ class TeachersConfig(BaseConfig):
     assume_family: str | None = None
     """Family of traces that do not name a model; without it these states are refused."""
     select: SelectConfig = SelectConfig()
-    """Which states of a file to replay; the run's own rollouts are replayed completely."""
+    """Which states `composer replay` takes of a file; the run's own rollouts are replayed completely."""
     budget: BudgetConfig = BudgetConfig()
     """Hard cost cap."""
 

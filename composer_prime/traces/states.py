@@ -9,7 +9,7 @@ lines, and a file of plain lines is read too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -32,8 +32,6 @@ _READ_BYTES = 1 << 13
 """Compressed bytes that are read at once: they may stand for thousands of times as many."""
 _BEGINNING = b'{"trace'
 """Lines of states, of pairs and of votes begin with it."""
-_OLD_FORM = b'{"trace":'
-"""What states of earlier releases begin with."""
 _AGAIN = "make the file again with `composer ingest`"
 
 
@@ -56,9 +54,6 @@ class TraceState(msgspec.Struct, frozen=True, kw_only=True):
     """Function tools that the agent had; where the format does not list them, all that its file calls."""
     error: str | None = None
     """The first error that followed the action, cut to 500 characters; None where there was none, or none is known."""
-    entropy: float | None = None
-    """How uncertain the student was: mean surprisal (-log p) of the action's tokens in nats, which estimates the mean
-    entropy of what they were sampled from. Rollouts of this project hold it; None for traces of other agents."""
     format: str
     """The format of the trace, with the version that the reader was written for: `claude_code/2`."""
     schema_version: int = SCHEMA_VERSION
@@ -140,40 +135,30 @@ def _decompressed_lines(file: BinaryIO) -> Iterator[bytes]:
 def state_names(path: Path) -> Iterator[StateName | None]:
     """Yield the name of each state of a file, without its context; None for a line that is no state.
 
-    Raises as `state_lines` does, and for a file of another release.
+    Raises as `state_lines` does.
     """
     decoder = msgspec.json.Decoder(StateName)
-    for number, line in enumerate(state_lines(path), 1):
-        _check_form(path, number, line)
+    for line in state_lines(path):
         try:
             yield decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError):
             yield None
 
 
-def read_states(path: Path, on_bad: Callable[[ConfigError], None] | None = None) -> Iterator[TraceState]:
+def read_states(path: Path) -> Iterator[TraceState]:
     """Yield every state of a file of states.
 
-    Raises ConfigError, which names the line, for one that is not a state or has another schema. With `on_bad`
-    such a line is given to it and left out. A file that cannot be read is an error in any case.
+    Raises ConfigError where it cannot be read, and for a line that is not a state or has another schema.
     """
     decoder = msgspec.json.Decoder(TraceState)
     for number, line in enumerate(state_lines(path), 1):
-        _check_form(path, number, line)
-        try:
-            yield _decoded(decoder, line, f"{path}:{number}")
-        except ConfigError as error:
-            if on_bad is None:
-                raise
-            on_bad(error)
+        yield _decoded(decoder, line, f"{path}:{number}")
 
 
-def selected_states(
-    path: Path, select: SelectConfig, on_bad: Callable[[ConfigError], None] | None = None
-) -> Iterator[TraceState]:
+def selected_states(path: Path, select: SelectConfig) -> Iterator[TraceState]:
     """Yield the states that `teachers.select` takes of a file, in its order. Raises as `read_states` does."""
     taken = None if select.states is None and select.per_trace is None else _taken(path, select)
-    for state in read_states(path, on_bad):
+    for state in read_states(path):
         if taken is None or (state.trace_id, state.state_id) in taken:
             yield state
 
@@ -197,11 +182,6 @@ def _taken(path: Path, select: SelectConfig) -> set[tuple[str, str]]:
     ]
     turns = (place for turn in zip_longest(*traces) for place in turn if place is not None)
     return set(islice(turns, select.states))
-
-
-def _check_form(path: Path, number: int, line: bytes) -> None:
-    if number == 1 and line.startswith(_OLD_FORM):
-        raise ConfigError(f"the states file {path} is of an earlier release, in a form that is not read now: {_AGAIN}")
 
 
 def _decoded(decoder: msgspec.json.Decoder[TraceState], line: bytes, where: str) -> TraceState:
@@ -234,11 +214,10 @@ def check_own(path: Path, kind: type, what: str) -> None:
         if not torn:
             msgspec.json.decode(line, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        if not line.startswith(_OLD_FORM):
-            raise ConfigError(
-                f"{path} does not hold {what}, for it begins with {line[:60].decode('utf-8', 'replace').rstrip()!r}. "
-                "It was left as it is: name another file, or move this one elsewhere"
-            ) from None
+        raise ConfigError(
+            f"{path} does not hold {what}, for it begins with {line[:60].decode('utf-8', 'replace').rstrip()!r}. "
+            "It was left as it is: name another file, or move this one elsewhere"
+        ) from None
 
 
 def same_file(one: Path, other: Path) -> bool:

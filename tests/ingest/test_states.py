@@ -57,9 +57,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
         other.write_bytes(content)
         with pytest.raises(ConfigError, match=named):
             list(read_states(other))
-    other.write_bytes(write_state(state) + b'{"trace_id": 1}\n')
-    bad: list[ConfigError] = []
-    assert list(read_states(other, bad.append)) == [state] and len(bad) == 1
 
 
 # Blocks, blocks whose first tag stands in the prompt, answers that were cut, and tags that are only spoken of.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.costs import read_costs
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.records import read_pairs
-from composer_prime.traces.states import write_state
+from composer_prime.traces.states import TraceState
 from tests.teachers.loopback import Endpoint, configured, serving, state
 
 
@@ -21,12 +22,15 @@ def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
     return "cat", {"path": "a.py"}
 
 
+async def three_states(self: OnlineReplay) -> AsyncIterator[TraceState]:
+    for number in range(3):
+        yield state(number)
+
+
 def config_of(tmp_path: Path, url: str) -> Config:
-    """A run of one step that replays three states, two at a time."""
-    states = tmp_path / "states.jsonl"
-    states.write_bytes(b"".join(write_state(state(number)) for number in range(3)))
+    """A run of one step that asks teachers about two states at a time."""
     config = make_config(tmp_path, max_steps=1)
-    config.teachers = configured(tmp_path, url, online=True, states=states, concurrent_states=2)
+    config.teachers = configured(tmp_path, url, online=True, concurrent_states=2)
     return config
 
 
@@ -35,6 +39,7 @@ def config_of(tmp_path: Path, url: str) -> Config:
 @pytest.mark.parametrize("interrupted", [False, True])
 async def test_answers_in_flight_are_kept(open_run, run_dir, tmp_path, monkeypatch, interrupted: bool) -> None:
     monkeypatch.setenv("LOOPBACK_KEY", "made-up")
+    monkeypatch.setattr(OnlineReplay, "_states", three_states)
     hold = asyncio.Event()
     hold.set()
 

@@ -349,11 +349,10 @@ def test_an_error_of_the_source_waits_for_the_calls_in_flight(tmp_path: Path) ->
 
 # Whatever breaks the replay beside a run, here a ledger that somebody edited, is told; training goes on.
 def test_a_broken_ledger_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_dir, path = RunDir(tmp_path / "x"), tmp_path / "states.jsonl"
+    run_dir = RunDir(tmp_path / "x")
     run_dir.root.mkdir(parents=True)
-    path.write_bytes(write_state(state(0)))
     (run_dir.root / "costs.jsonl").write_text('{"kind": "settled"}\n')
-    values = run_config(tmp_path, "http://127.0.0.1:9/v1", online=True, states=path)
+    values = run_config(tmp_path, "http://127.0.0.1:9/v1", online=True)
     asyncio.run(OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1).run())
     assert "replay failed, training continues" in caplog.text and "costs.jsonl:1 is not a ledger line" in caplog.text
     assert json.loads(run_dir.metrics.read_text().splitlines()[-1])["replay/failed"] == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.records import read_pairs, votes_beside
 from composer_prime.traces.replay.replay import open_replay
 from composer_prime.traces.replay.teacher_pool import models_at
-from composer_prime.traces.states import write_state
+from composer_prime.traces.states import TraceState
 
 
 def rollout(number: int) -> bytes:
@@ -118,15 +119,19 @@ def test_pairs_that_cannot_be_written_end_the_replay_only(tmp_path: Path, caplog
     assert "logs/orchestrator.log" in report_channels.pair_lines([], lines)[0]
 
 
+async def one_state(self: OnlineReplay) -> AsyncIterator[TraceState]:
+    yield state(0)
+
+
 # The end of the run does not wait for ever: a call that is given up counts at what was held for it, and a resume makes
 # it again.
-def test_the_end_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_dir, path = RunDir(tmp_path / "x"), tmp_path / "states.jsonl"
+def test_the_end_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+    run_dir = RunDir(tmp_path / "x")
     run_dir.root.mkdir(parents=True)
-    path.write_bytes(write_state(state(0)))
+    monkeypatch.setattr(OnlineReplay, "_states", one_state)
 
     def online(url: str) -> OnlineReplay:
-        values = run_config(tmp_path, url, online=True, states=path)
+        values = run_config(tmp_path, url, online=True)
         return OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
 
     async def run() -> None:
@@ -150,25 +155,6 @@ def test_the_end_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptur
     settled = [line for line in read_costs(run_dir.root / "costs.jsonl") if line["kind"] == "settled"]
     assert [line["status"] for line in settled] == ["cancelled", "ok", "ok"] and settled[0]["usd"] > 0.02
     assert len(list(read_pairs(run_dir.root / "pairs.jsonl"))) == 1
-
-
-# Lines that are no states are counted and left out; the rest is replayed. A file that is not there is still an error.
-def test_bad_lines_of_a_states_file_are_left_out(tmp_path: Path) -> None:
-    run_dir, path = RunDir(tmp_path / "x"), tmp_path / "states.jsonl"
-    run_dir.root.mkdir(parents=True)
-    path.write_bytes(write_state(state(0)) + b'{"trace_id": 1}\n\xff\n' + write_state(state(1)))
-
-    async def run(states: Path) -> None:
-        async with serving(Endpoint(answers=overrule)) as endpoint:
-            values = run_config(tmp_path, endpoint.url, online=True, states=states)
-            online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
-            await asyncio.wait_for(online.run(), 100)
-
-    asyncio.run(run(path))
-    logged = json.loads(run_dir.metrics.read_text().splitlines()[-1])
-    assert logged["replay/states"] == logged["replay/pairs"] == logged["replay/bad_lines"] == 2
-    with pytest.raises(ConfigError, match="cannot be read"):
-        asyncio.run(run(tmp_path / "nowhere.jsonl"))
 
 
 # Two replays of one file would each count its own money: the second is refused while the first runs, and not after it.

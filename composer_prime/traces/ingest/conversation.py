@@ -64,7 +64,6 @@ class TraceBuilder:
         key: str | None = None,
         mark: str | None = None,
         model: str | None = None,
-        entropy: float | None = None,
         aside: str | None = None,
     ) -> None:
         """Start a turn, or extend the open turn when `key` is its key (one turn written as several records).
@@ -74,7 +73,7 @@ class TraceBuilder:
         """
         if self._turn is None or key is None or key != self._turn.key:
             self.close()
-            self._turn = self._maker.turn(key, model, entropy)
+            self._turn = self._maker.turn(key, model)
         self._maker.model = model or self._maker.model
         self._turn.add(text, calls, reasoning)
         self._turn.aside = self._turn.aside or aside

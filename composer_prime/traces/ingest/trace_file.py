@@ -119,7 +119,6 @@ class Turn:
     calls: list[Call] = field(default_factory=list)
     results: dict[str, str] = field(default_factory=dict)
     error: str | None = None
-    entropy: float | None = None
     aside: str | None = None
     """Why the turn is context only and gives no state."""
 
@@ -283,11 +282,11 @@ class StateMaker:
         observed = self._observed.get(function["name"]) or _schema(function["name"], {})["function"]["parameters"]
         return {**tool, "function": {**function, "parameters": observed}}
 
-    def turn(self, key: str | None, model: str | None, entropy: float | None = None) -> Turn:
+    def turn(self, key: str | None, model: str | None) -> Turn:
         """Start the next turn. `model` made it and those that follow, until another model is named."""
         self.model = model or self.model
         self._steps += 1
-        return Turn(key, self.model, self._steps - 1, entropy=entropy)
+        return Turn(key, self.model, self._steps - 1)
 
     def message(self, role: str, text: str) -> Message:
         return {"role": role, "content": self._masked(text)}
@@ -363,7 +362,6 @@ class StateMaker:
             source_family=options.family or family_of(model),
             tools=self.tools,
             error=None if turn.error is None else self._masker.text(turn.error[: 4 * ERROR_CHARS])[:ERROR_CHARS],
-            entropy=turn.entropy,
             format=self._file.format,
         )
 

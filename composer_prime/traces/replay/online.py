@@ -1,6 +1,6 @@
-"""Replay during training: states in, pairs.jsonl of the run directory out. Replay-DPO reads it as it grows.
+"""Replay during training: rollouts in, pairs.jsonl of the run directory out. Replay-DPO reads it as it grows.
 
-    teachers.states (a file), or the run's own rollouts/step_*.jsonl as they appear ──> Replay ──> pairs.jsonl
+    the run's own rollouts/step_*.jsonl as they appear ──> Replay ──> pairs.jsonl
 
 It never delays training, which uses the pairs as they come. If a cap, failing calls or an error end the replay, the log
 and metrics.jsonl report it, and the run continues with the pairs so far. A resumed run continues the replay, and no
@@ -30,7 +30,7 @@ from composer_prime.traces.ingest.ingest import ingest
 from composer_prime.traces.ingest.trace_file import Options, Tally
 from composer_prime.traces.replay.records import votes_beside
 from composer_prime.traces.replay.replay import Replay, open_replay
-from composer_prime.traces.states import TraceState, read_states, selected_states
+from composer_prime.traces.states import TraceState
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,6 @@ LOOK_S = 1.0
 """How often the run directory is searched for new rollouts."""
 REPORT_S = 5.0
 END = "the run ended"
-NAMED_LINES = 10
-"""Bad lines of a states file that the log names. Others are only counted, as replay/bad_lines."""
 
 
 class OnlineReplay:
@@ -50,7 +48,6 @@ class OnlineReplay:
         self._metrics = metrics
         self._step = step
         self._tally = Tally()
-        self._bad_lines = 0
         self._logged = set[str]()
         """Reasons for missing votes that the log has."""
         self._replay: Replay | None = None
@@ -59,16 +56,14 @@ class OnlineReplay:
         self._ending_since: float | None = None
 
     async def run(self) -> None:
-        """Replay until the states end or the task is canceled.
+        """Replay until something stops it or the task is canceled.
 
-        Raises ConfigError before it begins: no key, no price, no such file. Any other error ends the replay and not the
+        Raises ConfigError before it begins: no key, no price. Any other error ends the replay and not the
         run, also a pairs.jsonl that cannot be written, or a costs.jsonl that does not tell what was spent.
         """
         pairs, costs = self._run_dir.root / "pairs.jsonl", self._run_dir.root / "costs.jsonl"
-        begun, states = False, self._config.teachers.states
+        begun = False
         try:
-            if states is not None:
-                next(read_states(states, lambda error: None), None)  # fail before anything is loaded
             async with open_replay(self._config, pairs=pairs, votes=votes_beside(pairs), costs=costs) as replay:
                 begun = True
                 if self._ending_since is not None:
@@ -131,12 +126,6 @@ class OnlineReplay:
         return f"answers of teachers that may charge: {calls} in flight, given up in {self._left_s():.0f} s"
 
     async def _states(self) -> AsyncIterator[TraceState]:
-        path = self._config.teachers.states
-        if path is not None:
-            states = selected_states(path, self._config.teachers.select, self._left_out)
-            while (state := await asyncio.to_thread(next, states, None)) is not None:
-                yield state
-            return
         # A rollout that is in the files of two steps gives its states once.
         seen, fingerprints, names = set[Path](), set[bytes](), set[str]()
         while True:
@@ -147,11 +136,6 @@ class OnlineReplay:
                     yield state
             if not fresh:
                 await asyncio.sleep(LOOK_S)
-
-    def _left_out(self, error: ConfigError) -> None:
-        self._bad_lines += 1
-        if self._bad_lines <= NAMED_LINES:
-            logger.warning("left out of the replay: %s", error)
 
     def _ingested(self, path: Path, fingerprints: set[bytes], names: set[str]) -> list[TraceState]:
         """Return the states of one step's rollouts, masked for remote teachers: they hold what tools printed."""
@@ -173,7 +157,6 @@ class OnlineReplay:
             self._step(),
             {
                 "replay/states": float(progress.states + progress.resumed),
-                "replay/bad_lines": float(self._bad_lines),
                 "replay/pairs": float(progress.pairs),
                 "replay/calls": float(progress.calls),
                 "replay/cached": float(progress.cached),

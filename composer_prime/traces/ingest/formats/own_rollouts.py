@@ -7,7 +7,6 @@ the one in the run's config.json, two folders up.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,8 +50,7 @@ def _rollout(file: TraceFile, record: Any, model: str | None) -> Iterator[TraceS
 def _take(builder: TraceBuilder, position: int, turn: dict[str, Any]) -> None:
     text = string(turn.get("text")) or ""
     if turn["role"] == "assistant":
-        reasoning, entropy = string(turn.get("reasoning")) or "", _entropy(turn.get("surprisal"))
-        builder.assistant(text, _calls(position, turn), reasoning, entropy=entropy)
+        builder.assistant(text, _calls(position, turn), string(turn.get("reasoning")) or "")
     elif turn["role"] == "tool":
         error = string(turn.get("error"))
         if not builder.tool_result(None, text, error=error):
@@ -60,11 +58,6 @@ def _take(builder: TraceBuilder, position: int, turn: dict[str, Any]) -> None:
             builder.context("user", text, error=error)
     else:
         builder.context("system" if turn["role"] == "system" else "user", text)
-
-
-def _entropy(surprisal: Any) -> float | None:
-    is_number = isinstance(surprisal, int | float) and not isinstance(surprisal, bool)
-    return float(surprisal) if is_number and math.isfinite(surprisal) else None
 
 
 def _calls(position: int, turn: dict[str, Any]) -> list[Call]:
