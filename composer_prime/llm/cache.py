@@ -15,12 +15,13 @@ from typing import Any
 import msgspec
 
 from composer_prime.errors import UnwritableError
-from composer_prime.sqlite import BUSY_S, switch_to_wal
 
 Message = dict[str, Any]
 """A message in the form of OpenAI's chat completions."""
 VERSION = 1
 """Part of every question's key. Raise it when the meaning of a stored answer changes."""
+_BUSY_S = 30.0
+"""How long one process waits for another that writes the same file."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer BLOB, cost_usd REAL NOT NULL DEFAULT 0);
 """
@@ -76,10 +77,8 @@ class AnswerCache:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._database = sqlite3.connect(
-                path or ":memory:", timeout=BUSY_S, isolation_level=None, check_same_thread=False
+                path or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
-            switch_to_wal(self._database)
-            self._database.execute("PRAGMA synchronous = NORMAL")
             self._database.execute(_SCHEMA)
         except (sqlite3.Error, OSError) as error:
             raise UnwritableError(
