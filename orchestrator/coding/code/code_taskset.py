@@ -27,8 +27,7 @@ from orchestrator.coding.code.code_harness import (
     seal_of,
 )
 from orchestrator.coding.code.grading import allowed_files, grade
-from orchestrator.coding.code.tool_schemas import TOOL_NAMES
-from orchestrator.coding.code.tools import is_tool_error
+from orchestrator.coding.code.tools import TOOL_NAMES, is_tool_error
 from orchestrator.coding.monitor.judge import second_opinion
 from orchestrator.coding.sandbox.box import WORK
 from orchestrator.coding.sandbox.opening import box_class

@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from orchestrator.coding.code.tool_schemas import SCHEMAS, TOOL_NAMES
 from orchestrator.coding.sandbox.box import WORK, Box, CommandResult
 from orchestrator.coding.task import CodeTask, check_path
 from orchestrator.workers.call_schema import violation
@@ -39,6 +38,59 @@ eval "$1"
 """
 _TESTS = ["-q", "--tb=short", "--no-header", "-rfE", "-p", "no:cacheprovider", "-o", "addopts="]
 _ENV = {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+def _tool(description: str, required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {**required, **(optional or {})}, "required": list(required)}
+    return {"description": description, "parameters": parameters}
+
+
+def _argument(kind: str, description: str) -> dict[str, Any]:
+    return {"type": kind, "description": description}
+
+
+def _strings(description: str) -> dict[str, Any]:
+    return {"type": "array", "items": {"type": "string"}, "description": description}
+
+
+_PATH = _argument("string", "Path below the work folder.")
+
+_TOOLS = {
+    "bash": _tool(
+        "Run a command in bash. The directory and exported variables are kept for the next call; processes are not.",
+        {"command": _argument("string", "The command.")},
+        {"timeout_s": _argument("number", "Seconds after which the command is ended.")},
+    ),
+    "view": _tool(
+        "Show a text file with line numbers, or list the files of a folder.",
+        {"path": _argument("string", "File or folder; '.' for the work folder.")},
+        {
+            "start_line": _argument("integer", "First line to show, from 1."),
+            "end_line": _argument("integer", "Last line to show."),
+        },
+    ),
+    "str_replace": _tool(
+        "Replace a text that occurs exactly once in a file.",
+        {
+            "path": _PATH,
+            "old_str": _argument("string", "The text, exactly as it is in the file."),
+            "new_str": _argument("string", "The text in its place."),
+        },
+    ),
+    "create": _tool(
+        "Write a file, also over an old one.",
+        {"path": _PATH, "text": _argument("string", "The whole content.")},
+    ),
+    "run_tests": _tool(
+        "Run tests with pytest and show what fails.",
+        {},
+        {"tests": _strings("Files or node ids; all tests of the task where it is left out.")},
+    ),
+}
+
+TOOL_NAMES = tuple(_TOOLS)
+SCHEMAS = {name: {"type": "function", "function": {"name": name, **tool}} for name, tool in _TOOLS.items()}
+"""By name."""
 
 
 class ToolFailure(Exception):

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-import logging
 import re
 import tomllib
 from collections.abc import Iterable
@@ -29,8 +28,6 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
 from orchestrator.coding.sandbox.python_image import python_image
-
-logger = logging.getLogger(__name__)
 
 ONE_DAY_S = 86_400.0
 """Limit of a harness's program and of its CPU time. The rollout's own deadline is shorter, and cancels it."""
@@ -101,11 +98,6 @@ class BubblewrapRuntime(Runtime):
             stdout=finished.stdout.decode(errors="replace"),
             stderr=finished.stderr.decode(errors="replace") + note,
         )
-
-    async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-        started = await self.run(["sh", "-c", 'log=$1; shift; "$@" >"$log" 2>&1 </dev/null &', "sh", log, *argv], env)
-        if started.exit_code != 0:
-            raise RuntimeSandboxError(f"the sandbox could not start {argv[0]!r}: {started.stderr}")
 
     async def prepare_uv_script(
         self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
