@@ -4,7 +4,7 @@
     orchestrator @ file.toml [--section.key VALUE]   on its own: nodes and trainer connect from elsewhere
     orchestrator invite RUN_DIR                      one string with which nodes join from elsewhere (swarm/invite.py)
     orchestrator audit RUN_DIR                       an auditor of what nodes sampled (`audit`)
-    orchestrator nodes RUN_DIR, drain|ban NODE       look at a live run's nodes, and send them away (swarm)
+    orchestrator nodes|drain|ban RUN_DIR [NODE]      look at a live run's nodes, and send them away (swarm)
 
 Exit status: 0 finished, 1 failed, 2 wrong configuration, 130 / 143 stopped by Ctrl-C / SIGTERM.
 """
@@ -48,7 +48,7 @@ _COMMANDS = {
 _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]
        orchestrator invite RUN_DIR (orchestrator invite --help)
        orchestrator audit RUN_DIR (orchestrator audit --help)
-       orchestrator nodes [RUN_DIR] | drain|ban|unban NODE (orchestrator nodes --help)"""
+       orchestrator nodes RUN_DIR | drain|ban|unban RUN_DIR NODE (orchestrator nodes --help)"""
 _AUDIT_USAGE = """usage: orchestrator audit RUN_DIR [--node-name NAME] [--dry-run]     on the run's host
        orchestrator audit tcp://HOST:PORT --model PATH --token-file trainer.token [...]
 

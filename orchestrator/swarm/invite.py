@@ -54,8 +54,6 @@ def main(words: list[str]) -> int:
     print(f"\nshell   {shell_line(text)}")
     if package:
         print(f"uvx     {uvx_line(text, package)}")
-    if options.image:
-        print(f"docker  {docker_line(text, options.image)}")
     print(
         f"For {options.nodes} nodes of run {invite.run_id} at {', '.join(addresses)}, until "
         f"{utc_text(invite.expires)}. Who has the string can join: hand it over as a password.",
@@ -128,14 +126,6 @@ def shell_line(text: str) -> str:
 
 def uvx_line(text: str, package: str) -> str:
     return f"{INVITE_VARIABLE}={text} uvx --from {shlex.quote(package)} inference join"
-
-
-def docker_line(text: str, image: str) -> str:
-    """The volume keeps the node's key and the weights over a restart of the container."""
-    return (
-        f"{INVITE_VARIABLE}={text} docker run --rm --gpus all --shm-size 8g -e {INVITE_VARIABLE} "
-        f"-v composer-prime:/home/composer/.local/state/composer-prime {shlex.quote(image)} inference join"
-    )
 
 
 def node_addresses(run_dir: RunDir, given: list[str], *, allow_loopback: bool = False) -> list[str]:
@@ -227,7 +217,6 @@ def _parser() -> argparse.ArgumentParser:
                         "what they answer is trained unchecked")  # fmt: skip
     parser.add_argument("--package", metavar="SPEC", help="what uv installs on the other machines; default: this "
                         "release, from where it was installed here")  # fmt: skip
-    parser.add_argument("--image", help="also print a docker line with this image (infra/images/Dockerfile)")
     parser.add_argument("--quiet", action="store_true", help="print the string only")
     parser.add_argument("--withdraw", action="store_true", help="cancel all invites of the run and create none")
     return parser

@@ -1,4 +1,4 @@
-"""`orchestrator nodes [RUN_DIR]` shows a run's inference nodes; drain, ban and unban control who serves it.
+"""`orchestrator nodes RUN_DIR` shows a run's inference nodes; drain, ban and unban control who serves it.
 
 They talk to the run's orchestrator over loopback with keys/operator.token, so run them on its machine, as its owner.
 After the run, `nodes` shows what the run recorded.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,7 +22,6 @@ from composer_prime.run.run_dir import RunDir, read_run_id
 
 _TIMEOUT_S = 20.0
 """For an answer of the orchestrator, whose event loop may be busy."""
-_OUTPUTS = Path("outputs")
 
 
 class RunConnection:
@@ -79,39 +77,19 @@ class RunConnection:
         return NotLiveError(f"run {self.run_dir.root} is not live on this machine: {why}")
 
 
-def live_run(folder: str | None) -> RunConnection:
-    """Return the run in `folder`; with None, the only live one below outputs/. Raises ConfigError."""
-    if folder is not None:
-        return RunConnection(open_run(folder))
-    live: dict[Path, RunConnection] = {}
-    for path in sorted([*_OUTPUTS.glob("*/endpoints.json"), *_OUTPUTS.glob("*/*/endpoints.json")]):
-        try:
-            connection = RunConnection(RunDir(path.parent))
-            connection.nodes()
-        except (ConfigError, RequestError, DeadlineError):
-            continue
-        live[path.parent] = connection
-    if len(live) != 1:
-        several = ", ".join(map(str, live))
-        what = f"{len(live)} runs are live ({several})" if live else f"no run below {_OUTPUTS} is live on this machine"
-        raise ConfigError(f"{what}: name the run directory (nodes RUN_DIR, or --run RUN_DIR)")
-    return next(iter(live.values()))
-
-
 # -- commands ------------------------------------------------------------------------------------------------------
 
 
 def nodes(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="orchestrator nodes", allow_abbrev=False, description=__doc__)
-    parser.add_argument("run_dir", nargs="?", help="run directory; by default the only live run below outputs/")
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="such as outputs/a1; the run may be over")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     options = parser.parse_args(words)
+    run_dir = open_run(options.run_dir)
     try:
-        rows, note = live_run(options.run_dir).nodes(), ""
+        rows, note = RunConnection(run_dir).nodes(), ""
     except NotLiveError as error:
-        if options.run_dir is None:
-            raise
-        rows, note = recorded(open_run(options.run_dir)), f"{error}; this is what it recorded"
+        rows, note = recorded(run_dir), f"{error}; this is what it recorded"
     if options.json:
         print(json.dumps([_json(row) for row in rows], indent=1))
     else:
@@ -142,11 +120,11 @@ def unban(words: list[str]) -> int:
 
 def _act(action: str, words: list[str], description: str) -> int:
     parser = argparse.ArgumentParser(prog=f"orchestrator {action}", allow_abbrev=False, description=description)
-    parser.add_argument("node", help="name of the node, as in `orchestrator nodes`")
-    parser.add_argument("--run", help="run directory; by default the only live run below outputs/")
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="of a run that is live on this machine")
+    parser.add_argument("node", metavar="NODE", help="name of the node, as in `orchestrator nodes`")
     if action == "drain":
         parser.add_argument("--now", action="store_true", help="have other nodes finish what it has begun")
     options = parser.parse_args(words)
     action = "drain_now" if action == "drain" and options.now else action
-    print(live_run(options.run).act(action, options.node))
+    print(RunConnection(open_run(options.run_dir)).act(action, options.node))
     return 0

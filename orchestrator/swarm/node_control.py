@@ -1,6 +1,6 @@
 """What an operator does to nodes: drain and ban.
 
-orchestrator drain|ban NODE --HTTP, keys/operator.token--> NodeControl.routes --> router, registry
+orchestrator drain|ban RUN_DIR NODE --HTTP, keys/operator.token--> NodeControl.routes --> router, registry
 gateway's tick --> NodeControl.tick: end drains
 
 drain   no new request; once the node has answered what it holds, it is sent away. It may come back. With --now it is
@@ -96,7 +96,7 @@ class NodeControl:
         if node.invite and self._registry.withdraw(node.invite):
             invite = "; the invite by which it came admits no further node (`orchestrator invite` makes another)"
         logger.warning("node %s was banned by the operator", name, extra=event("node", same_as=f"ban/{name}"))
-        return f"node {name} was banned; its key is refused until `orchestrator unban {name}`{invite}"
+        return f"node {name} was banned; its key is refused until `orchestrator unban`{invite}"
 
     def unban(self, name: str) -> str:
         """Let node `name` connect again. Return what happened. Raises RequestError when it is not banned."""

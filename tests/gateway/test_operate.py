@@ -103,10 +103,10 @@ def test_drain_and_ban_real_nodes(tmp_path, capsys):
                 body = generate_body(5, 6, 7, max_tokens=200, ignore_eos=True)
                 calls = [asyncio.create_task(post(gateway.http_url, body)) for _ in range(4)]
                 await until(lambda: all(node.leases for node in gateway.router.nodes), "both hold requests")
-                assert await command("ban", "b", "--run", str(tmp_path)) == 0
+                assert await command("ban", str(tmp_path), "b") == 0
                 with pytest.raises(RunMismatchError, match="banned by the operator"):
                     await asyncio.wait_for(b, WAIT_S)
-                assert await command("drain", "a", "--run", str(tmp_path)) == 0
+                assert await command("drain", str(tmp_path), "a") == 0
                 answers = await asyncio.gather(*calls)
                 lengths = [(status, len(reply["choices"][0]["token_ids"])) for status, reply in answers]
                 assert lengths == [(200, 200)] * 4
@@ -152,16 +152,16 @@ def test_errors_of_commands(tmp_path, capsys):
         keys = RunKeys.create(tmp_path / "keys").client("node")
         async with live_run(tmp_path) as (gateway, _), PeerNode(gateway.node_endpoint, keys, "peer-1"):
             with pytest.raises(RequestError, match="no node 'x': the known ones are peer-1"):
-                await command("drain", "x", "--run", str(tmp_path))
+                await command("drain", str(tmp_path), "x")
             await command("nodes", str(tmp_path), "--json")
             (row,) = json.loads(capsys.readouterr().out)
             assert (row["name"], row["state"], row["usd_per_million"]) == ("peer-1", "serving", None)
-            await command("drain", "peer-1", "--now", "--run", str(tmp_path))
+            await command("drain", str(tmp_path), "peer-1", "--now")
             assert "node peer-1 leaves within seconds" in capsys.readouterr().out
 
     asyncio.run(run())
     with pytest.raises(NotLiveError, match="is not live on this machine: nothing of it answers at http://127"):
-        commands.drain(["peer-1", "--run", str(tmp_path)])
+        commands.drain([str(tmp_path), "peer-1"])
     assert commands.nodes([str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "this is what it recorded" in told and "price unknown for peer-1: pass --price" in told

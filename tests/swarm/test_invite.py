@@ -43,20 +43,19 @@ def started(tmp_path):
     return make
 
 
-def test_it_prints_one_string_that_holds_everything_and_three_lines_around_it(started, capsys):
+def test_it_prints_one_string_that_holds_everything_and_two_lines_around_it(started, capsys):
     run_dir = started()
     words = ["--nodes", "3", "--expires", "2h", "--package", "composer-prime @ git+https://example.org/c@abc"]
     words.append("--trust-nodes")
-    assert main([str(run_dir.root), *words, "--image", "example.org/composer:1"]) == 0
+    assert main([str(run_dir.root), *words]) == 0
     string, _, *lines = capsys.readouterr().out.splitlines()
-    assert string.startswith(INVITE_PREFIX) and len(lines) == 3
-    for line, (label, word) in zip(lines, (("shell", ""), ("uvx", "uvx "), ("docker", "docker run")), strict=True):
+    assert string.startswith(INVITE_PREFIX) and len(lines) == 2
+    for line, (label, word) in zip(lines, (("shell", ""), ("uvx", "uvx ")), strict=True):
         command = line.removeprefix(label).strip()
         # As an argument every user of the machine would see it.
         assert command.startswith(f"COMPOSER_INVITE={string} {word}") and command.endswith("inference join")
         assert command.count(string) == 1
     assert "--from 'composer-prime @ git+https://example.org/c@abc' " in lines[1]
-    assert "-e COMPOSER_INVITE " in lines[2] and " example.org/composer:1 " in lines[2]
     invite, keys = Invite.read(string), RunKeys(run_dir.keys)
     assert invite.addresses == ["192.0.2.7:5500"]
     assert invite.run_id == (run_dir.root / "run_id").read_text().strip()
@@ -95,7 +94,6 @@ def test_a_line_that_cannot_work_elsewhere_is_not_printed(started, capsys):
     shown = capsys.readouterr()
     if release_package() is None:
         assert "uvx --from" not in shown.out and "no uvx line, because" in shown.err and "--package SPEC" in shown.err
-    assert "docker run" not in shown.out
 
 
 def test_the_secret_of_an_invite_is_in_its_string_only(started):
