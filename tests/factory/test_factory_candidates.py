@@ -33,7 +33,9 @@ def place_of(index: FunctionIndex, qualname: str) -> str:
 
 def made_baseline(index: FunctionIndex) -> Baseline:
     node = "tests/test_shapes.py::test_all"
-    tested = [place for place, function in index.functions.items() if function.name not in ("never_tested", "register")]
+    tested = [
+        place for place, function in index.functions.items() if function.qualname not in ("never_tested", "register")
+    ]
     return Baseline(
         stable=frozenset([node]),
         reach={place: frozenset([node]) for place in tested},
