@@ -218,17 +218,21 @@ class OuterSteps:
             result = self.link.wait(min(POLL_S, timeout_s))
             rating = {RoundResult: 2, MustRejoin: 1}.get(type(result), 0)
             lowest, in_time = self.ranks.smallest([rating, time.monotonic() < deadline and not should_stop()])
-            if lowest == 2 and isinstance(result, RoundResult):
-                if self._same_on_all_ranks(result):
-                    return result
-                time.sleep(POLL_S)  # a rendezvous may be replacing another
-                self.link.retry_round()
-            elif lowest == 0 and rating == 2 and self.link.rendezvous_restarted:
-                self.link.retry_round()  # the other ranks get nothing unless this one takes part
-            if lowest == 1:
-                return result if isinstance(result, MustRejoin) else MustRejoin("another rank was left behind")
-            if not in_time:
-                return None
+            if (agreed := self._agreed(result, lowest)) is not None or not in_time:
+                return agreed
+
+    def _agreed(self, result: RoundResult | MustRejoin | None, lowest: int) -> RoundResult | MustRejoin | None:
+        """Return what all ranks take, None where they have to ask again. `lowest`: of the ranks' ratings."""
+        if lowest == 1:
+            return result if isinstance(result, MustRejoin) else MustRejoin("another rank was left behind")
+        if isinstance(result, RoundResult) and lowest == 2:
+            if self._same_on_all_ranks(result):
+                return result
+            time.sleep(POLL_S)  # a rendezvous may be replacing another
+            self.link.retry_round()
+        elif isinstance(result, RoundResult) and self.link.rendezvous_restarted:
+            self.link.retry_round()  # the other ranks get nothing unless this one takes part
+        return None
 
     def next(self, newest: int, timeout_s: float) -> RoundResult | MustRejoin | None:
         """Return the next closed round of those up to `newest`; None when there is none. A collective."""

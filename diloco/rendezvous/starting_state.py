@@ -102,15 +102,19 @@ class Joins:
             return RoundNotReady(waiting_for=f"a sign of life of {', '.join(sorted(silent))}")
         if not training:
             return self._gather(peer, join, now)
-        newest, step = self.rounds.newest, join.outer_step
         leaders = leading(training)
-        front = max(leaders[0].outer_step, newest + 1)
-        if step > front:
+        front = max(leaders[0].outer_step, self.rounds.newest + 1)
+        if join.outer_step > front:
             return self._ahead(peer, join, front)
+        return self._catch_up(join, training, rank, now)
+
+    def _catch_up(self, join: JoinAttempt, training: list[Peer], rank: int, now: float) -> JoinAnswer:
+        """Answer a peer that is not ahead of `training`: its own state, another's, or to wait for one."""
+        newest, step, leaders = self.rounds.newest, join.outer_step, leading(training)
         same = any(each.outer_step == step and each.base == join.base for each in leaders)
         if same or self._replayable(step, join.base):
             return self._keep(join)
-        if step == front and leaders[0].outer_step < front:
+        if step == newest + 1 and leaders[0].outer_step <= newest:
             behind = ", ".join(each.name for each in leaders)
             return RoundNotReady(waiting_for=f"the outcome of round {newest} to reach {behind}")
         sources = [each for each in training if each in leaders or self._replayable(each.outer_step, each.base)]
