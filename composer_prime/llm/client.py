@@ -13,12 +13,10 @@ no connection came about.
 from __future__ import annotations
 
 import asyncio
-import functools
 import ipaddress
 import json
 import logging
 import random
-import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -283,7 +281,6 @@ def http_client(endpoint: Endpoint) -> httpx.AsyncClient:
         headers["Authorization"] = f"Bearer {endpoint.api_key}"
     return httpx.AsyncClient(
         headers=headers,
-        verify=_tls_context(),
         # Connecting ends before the whole attempt does, which may have been charged for.
         timeout=httpx.Timeout(endpoint.timeout_s, connect=min(endpoint.timeout_s / 2, _CONNECT_S)),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=endpoint.max_concurrent),
@@ -291,12 +288,6 @@ def http_client(endpoint: Endpoint) -> httpx.AsyncClient:
         # A proxy leads out of this machine: what runs on it would not be found there.
         trust_env=not _is_loopback(endpoint.base_url),
     )
-
-
-@functools.cache
-def _tls_context() -> ssl.SSLContext:
-    """Return the context that all clients share, for reading the certificates takes 40 ms. SSL_CERT_FILE counts."""
-    return httpx.create_ssl_context()
 
 
 def _is_loopback(url: str) -> bool:

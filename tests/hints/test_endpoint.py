@@ -6,18 +6,14 @@ import asyncio
 import contextlib
 import json
 import sqlite3
-import ssl
 from contextlib import closing
-from pathlib import Path
 
-import certifi
 import pytest
 from endpoint_peer import chat_peer
 
 from composer_prime.config.hints import EndpointConfig
 from composer_prime.errors import BudgetError, ConfigError, EndpointError
 from composer_prime.llm.cache import AnswerCache
-from composer_prime.llm.client import _tls_context
 from composer_prime.run.costs import CostLedger, spent
 from orchestrator.hints.endpoint import ChatEndpoint
 
@@ -229,18 +225,6 @@ def test_a_missing_key_opens_no_cache(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"judge\.api_key_var is 'HINT_KEY'"):
         ChatEndpoint(config, name="judge", cache=tmp_path / "judge.sqlite")
     assert not (tmp_path / "judge.sqlite").exists()
-
-
-def test_a_private_authority_is_trusted(tmp_path, monkeypatch):
-    # The authority that SSL_CERT_FILE names counts.
-    certificate = "-----END CERTIFICATE-----\n"
-    first, _, _ = Path(certifi.where()).read_text().partition(certificate)
-    (tmp_path / "company.pem").write_text(first + certificate)
-    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "company.pem"))
-    monkeypatch.delenv("SSL_CERT_DIR", raising=False)
-    context = _tls_context.__wrapped__()
-    assert context.cert_store_stats()["x509_ca"] == 1
-    assert context.verify_mode == ssl.CERT_REQUIRED and context.check_hostname
 
 
 def test_after_failures_in_a_row_an_endpoint_is_left_alone(monkeypatch):

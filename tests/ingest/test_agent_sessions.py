@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from ingest_traces import lines, roles, taken, text
-from mutations import keys_of, mutated
 
 from composer_prime.traces.states import TraceState
 
@@ -209,40 +205,3 @@ def test_atif_of_several_trajectories(tmp_path: Path) -> None:
     assert [state.trace_id for state in states] == ["trial-1"]
     assert roles(states[0])[-3:] == ["assistant", "tool", "assistant"] and tally.passed_over.total() == 2
     assert tally.skipped == {"no ATIF trajectory": 1}
-
-
-LINES = {
-    "codex": [*CODEX, codex("compacted", message="s", replacement_history=[CODEX[5]["payload"]])],
-    "atif": [ATIF, {**ATIF, "subagent_trajectories": [ATIF]}],
-}
-DOCUMENTS = {
-    "atif": ATIF,
-}
-
-
-# Whatever happened to a file of lines, each line is counted, and no reader fails.
-@pytest.mark.parametrize("name", LINES)
-@settings(max_examples=25)
-@given(data=st.data())
-def test_damaged_lines(name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    rng, base = random.Random(data.draw(st.integers(0, 10_000))), LINES[name]
-    keys = keys_of(base)
-    order = data.draw(st.permutations(base)) if data.draw(st.booleans()) else base
-    raw = b"\n".join(mutated(rng, line, keys) for line in order)
-    path = tmp_path_factory.mktemp("damaged") / "a.jsonl"
-    path.write_bytes(raw[: len(raw) * data.draw(st.integers(0, 100)) // 100])
-    taken(path)
-    _, tally = taken(path, format=name)
-    if name != "atif":  # whose records are steps
-        assert tally.seen == sum(1 for line in path.read_bytes().split(b"\n") if line.strip())
-
-
-@pytest.mark.parametrize("name", DOCUMENTS)
-@settings(max_examples=25)
-@given(data=st.data())
-def test_damaged_documents(name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    raw = mutated(random.Random(data.draw(st.integers(0, 10_000))), DOCUMENTS[name], keys_of(DOCUMENTS[name]))
-    path = tmp_path_factory.mktemp("damaged") / "a.json"
-    path.write_bytes(raw)
-    for named in (None, name):
-        taken(path, format=named)

@@ -34,12 +34,6 @@ def test_thinking_is_kept_in_the_action_only(tmp_path: Path) -> None:
     assert "look first" not in str(second.messages)
 
 
-# Results may come between the lines of one answer, as they do when tools run while the model still writes.
-def test_results_between_the_lines_of_an_answer(tmp_path: Path) -> None:
-    records = [*SESSION[:4], SESSION[5], SESSION[4], *SESSION[6:]]
-    assert [len(state.messages) for state in taken(lines(tmp_path / "s.jsonl", *records))[0]] == [1, 4]
-
-
 # A prompt whose parent lies further back leaves the later messages behind.
 def test_going_back_starts_another_branch(tmp_path: Path) -> None:
     records = [*SESSION, prompt("u2", "u1", "Rather explain it."), answer("a9", "u2", text("It tests x."))]
@@ -156,23 +150,6 @@ def test_microcompaction_makes_room(tmp_path: Path) -> None:
     ]
     states, tally = taken(lines(tmp_path / "s.jsonl", *records), limits=Limits(context_chars=500))
     assert len(states) == 3 and not tally.passed_over
-
-
-# A context that is too long all the same is not shown: how much was taken out is counted before the next turn.
-def test_microcompaction_of_too_little(tmp_path: Path) -> None:
-    metadata = {"compactedToolIds": ["t1"]}
-    cleared = _beside("system", "c1", "a2", subtype="microcompact_boundary", microcompactMetadata=metadata)
-    records = [
-        prompt("u1", None, "x" * 300),
-        answer("a1", "u1", use("t1", "Read", file_path="a.py")),
-        result("r1", "a1", "t1", "Read."),
-        answer("a2", "r1", text("Read.")),
-        cleared,
-        prompt("u2", "c1", "y" * 300),
-        answer("a3", "u2", text("Done.")),
-    ]
-    states, tally = taken(lines(tmp_path / "s.jsonl", *records), limits=Limits(context_chars=500))
-    assert len(states) == 2 and tally.passed_over == {"context over 500 characters": 1}
 
 
 # The model saw what Claude Code attached: a file named with @, a nested CLAUDE.md, a hook's words.
@@ -299,14 +276,6 @@ def test_contexts_are_walks(tmp_path: Path, moves: list[tuple[int, int, bool]], 
     assert {said(state): state.messages for state in states} == forest.expected
     assert tally.taken == sum(record["type"] != "system" for record in forest.records.values())
     assert len({state.state_id for state in states}) == len(states) == len(forest.expected)
-
-
-# The user returns to an earlier branch: what was said on the other one is not there.
-def test_returning_to_a_branch(tmp_path: Path) -> None:
-    records = [prompt("u1", None, "task"), answer("a1", "u1", text("plan")), prompt("u2", "a1", "do X")]
-    records += [answer("a2", "u2", text("did X")), prompt("u3", "a1", "do Y"), answer("a3", "u3", text("did Y"))]
-    states, _ = taken(lines(tmp_path / "s.jsonl", *records, prompt("u4", "a2", "more"), answer("a4", "u4", text("X2"))))
-    assert contents(states[-1]) == ["task", "plan", "do X", "did X", "more"]
 
 
 # A note between the parts of one answer does not make two turns of it; it stands behind the answer and its results.

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from ingest_traces import MESSAGES, OPENHANDS, ROLLOUT, TOOLS, lines, roles, taken, text, use
 
-from composer_prime.model_families import family_of
 from composer_prime.traces.states import TraceState
 
 
@@ -248,43 +247,6 @@ def test_model_and_family_from_the_user(tmp_path: Path) -> None:
     path = lines(tmp_path / "m.jsonl", {"messages": MESSAGES}, {"messages": MESSAGES[1:], "model": "gpt-4o"})
     assert [state.source_model for state in taken(path, model="qwen3-8b")[0]] == ["qwen3-8b"] * 2 + ["gpt-4o"] * 2
     assert {state.source_family for state in taken(path, family="mine")[0]} == {"mine"}
-
-
-# Names as providers and proxies write them.
-@pytest.mark.parametrize(
-    ("model", "family"),
-    [
-        ("anthropic/claude-sonnet-4", "claude"),
-        ("us.anthropic.claude-3-5-sonnet-20241022-v2:0", "claude"),
-        ("openai/o3-mini", "gpt"),
-        ("litellm_proxy/minimax-m2.7", "minimax"),
-        ("openai/qwen3-coder", "qwen"),
-        ("openai/kimi-k2", "kimi"),
-        ("anthropic/kimi-k2", "kimi"),
-        ("openai/SWE-agent-LM-32B", "unknown"),
-        ("Qwen/Qwen2.5-Coder-32B-GPTQ", "qwen"),
-        ("anthropic/latest", "claude"),
-        ("bedrock/amazon.titan-text", "nova"),
-        ("writer/palmyra-x5", "unknown"),
-        ("arcee-ai/supernova-lite", "unknown"),
-        ("amazon/nova-pro-v1", "nova"),
-        ("ollama/deepseek-r1:8b", "deepseek"),
-        ("codellama/CodeLlama-7b-hf", "llama"),
-        ("gpt-4o", "gpt"),
-        ("runs/qwen3-8b-seed-1", "qwen"),
-        ("dolphin-2", "unknown"),
-        ("deepseek-r1-distill-qwen-7b", "unknown"),
-        ("Qwen/Qwen3-8B", "qwen"),
-        ("google/gemini-2.5-pro", "gemini"),
-        ("z-ai/glm-4.6", "glm"),
-        ("tiny", "tiny-policy"),
-        ("tiny/teacher_a", "tiny-teacher_a"),
-        ("", "unknown"),
-        ("outputs/my-run/final", "unknown"),
-    ],
-)
-def test_families(model: str, family: str) -> None:
-    assert family_of(model) == family
 
 
 METADATA = {

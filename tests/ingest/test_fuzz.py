@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from ingest_traces import MESSAGES, OPENHANDS, ROLLOUT, SESSION, taken, text, use
 from mutations import keys_of, mutated
+from test_agent_sessions import ATIF, CODEX
 
 from composer_prime.traces.replay.actions import canonical
 from composer_prime.traces.replay.records import digest
@@ -37,10 +38,12 @@ LINES = {
         {"conversations": SHAREGPT},
     ],
     "rollouts": [ROLLOUT],
+    "codex": CODEX,
 }
 DOCUMENTS = {
     "swe_agent": {"history": HISTORY, "trajectory": [{"action": "ls", "observation": "x", "thought": "y"}]},
     "openhands": {"instance_id": "i", "history": OPENHANDS},
+    "atif": ATIF,
 }
 
 

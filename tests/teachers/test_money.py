@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import threading
 from contextlib import closing
@@ -10,8 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from composer_prime.cli.replay_command import NO_RUN
@@ -20,7 +17,6 @@ from composer_prime.config.teachers import TeacherConfig
 from composer_prime.errors import ConfigError, LedgerError, UnwritableError
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.reply import Usage
-from composer_prime.plan.plan import build_plan
 from composer_prime.run.costs import CostLedger, read_costs, spent
 from composer_prime.traces.replay.replay_console import parse_arguments
 from composer_prime.traces.replay.teacher_pool import price_of
@@ -217,38 +213,8 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
         spent(path)
 
 
-# Whatever stands in a line, there is a sum or that message.
-@given(
-    st.dictionaries(
-        st.sampled_from(("kind", "call", "usd", "bound", "status", "trace", "seconds", "gpu_seconds", "link", "bytes")),
-        st.sampled_from(("reserved", "settled", "hint", "seconds", "bytes", "ok", "a"))
-        | st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats()
-        | st.lists(st.integers(), max_size=1),
-    )
-)  # fmt: skip
-def test_any_line_is_summed_or_named(tmp_path_factory: pytest.TempPathFactory, line: dict) -> None:
-    path = tmp_path_factory.mktemp("ledger") / "costs.jsonl"
-    path.write_text(GOOD + json.dumps(line) + "\n")
-    try:
-        assert spent(path).usd >= 0
-    except LedgerError as error:
-        assert "costs.jsonl:2" in str(error)
-
-
 # What is no JSON, as a crash leaves it, or of a kind that is not known, is passed over.
 def test_other_lines_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "costs.jsonl"
     path.write_text('{"kind": "settl\n[1]\n{"kind": "stopped"}\n{"kind": 3}\n{}\n' + GOOD)
     assert (spent(path).usd, spent(path).unsettled) == (2, 1)
-
-
-# The plan of a run with teachers says what is wrong in a row: it is no reason not to train.
-def test_the_plan_names_a_wrong_line(tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "costs.jsonl").write_text('{"kind": "settled", "call": "a", "usd": null}\n')
-    words = ["@", "configs/a1.toml", "@", "configs/teachers/openrouter.toml", "--teachers.online", "true"]
-    words += ["--run.name", "one", "--run.output_dir", str(tmp_path)]
-    plan = build_plan(resolve(words).config)
-    shown = plan.text()
-    assert "spent so far: not known" in shown and not any("costs.jsonl" in problem for problem in plan.problems)
-    assert "costs.jsonl:1 is not a ledger line (usd is None, expected a number of at least 0)" in shown

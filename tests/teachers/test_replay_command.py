@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from loopback import Endpoint, overrule, run_config, serving, state
 
-from composer_prime import console as progress_lines
 from composer_prime.cli.replay_command import NO_RUN, main
 from composer_prime.config import Config
 from composer_prime.errors import ConfigError
@@ -131,24 +130,6 @@ def test_an_interruption_pays_nothing_twice(tmp_path: Path, number: int) -> None
     settled = [line for line in read_costs(tmp_path / "p.costs.jsonl") if line["kind"] == "settled"]
     assert len(settled) == 6 and {line["status"] for line in settled} == {"ok"}
     assert len(list(read_pairs(pairs))) == 3
-
-
-# Without a terminal (a log file) progress comes in lines: the first at once, then one each PROGRESS_INTERVAL_S.
-def test_progress_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
-    states, pairs = tmp_path / "s.jsonl", tmp_path / "p.jsonl"
-    states.write_bytes(b"".join(write_state(state(number)) for number in range(3)))
-    monkeypatch.setattr(progress_lines, "PROGRESS_INTERVAL_S", 0.1)
-
-    async def run() -> None:
-        async with serving(Endpoint(answers=overrule, delay_s=0.2)) as endpoint:
-            config = run_config(tmp_path, endpoint.url, concurrent_states=1)
-            await replay(Arguments(states=states, pairs=pairs, config=config))
-
-    asyncio.run(run())
-    told = [line.split("] ")[1] for line in capsys.readouterr().err.splitlines() if "] replaying: " in line]
-    assert told[0] == "replaying: 0 of 3 states, 0 pairs, $0.0000"
-    assert any(line.startswith("replaying: 2 of 3 states, 2 pairs, $0.4400") for line in told)
-    assert len(told) > 3
 
 
 # Teachers that give no vote: the summary says why, and the command does not call that a success.
