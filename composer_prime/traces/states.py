@@ -59,14 +59,6 @@ class TraceState(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
 
-class StateName(msgspec.Struct, frozen=True, kw_only=True):
-    """What tells a line of states from others, in every release."""
-
-    trace_id: str
-    state_id: str
-    error: str | None = None
-
-
 class _RequiredFunction(msgspec.Struct):
     name: str
     arguments: str
@@ -132,19 +124,6 @@ def _decompressed_lines(file: BinaryIO) -> Iterator[bytes]:
         raise zstandard.ZstdError("it ends in the middle")
 
 
-def state_names(path: Path) -> Iterator[StateName | None]:
-    """Yield the name of each state of a file, without its context; None for a line that is no state.
-
-    Raises as `state_lines` does.
-    """
-    decoder = msgspec.json.Decoder(StateName)
-    for line in state_lines(path):
-        try:
-            yield decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            yield None
-
-
 def read_states(path: Path) -> Iterator[TraceState]:
     """Yield every state of a file of states.
 
@@ -166,16 +145,15 @@ def selected_states(path: Path, select: SelectConfig) -> Iterator[TraceState]:
 def count_selected(path: Path, select: SelectConfig) -> int:
     """Return how many states of a file are taken. Raises ConfigError where the file cannot be read."""
     if select.states is None and select.per_trace is None:
-        return sum(name is not None for name in state_names(path))
+        return sum(1 for _ in read_states(path))
     return len(_taken(path, select))
 
 
 def _taken(path: Path, select: SelectConfig) -> set[tuple[str, str]]:
     """Return (trace, state) of the states that are taken: those that errors followed first, and traces by turns."""
     failed, others = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
-    for name in state_names(path):
-        if name is not None:
-            (others if name.error is None else failed)[name.trace_id].append(name.state_id)
+    for state in read_states(path):
+        (others if state.error is None else failed)[state.trace_id].append(state.state_id)
     traces = [
         [(trace, state) for state in (failed[trace] + others[trace])[: select.per_trace]]
         for trace in dict.fromkeys([*failed, *others])

@@ -13,7 +13,7 @@ from ingest_traces import MESSAGES, lines, taken
 from composer_prime.errors import ConfigError
 from composer_prime.llm.reply import split_thinking
 from composer_prime.traces.ingest.ingest_command import main
-from composer_prime.traces.states import TraceState, read_states, state_lines, state_names, write_state
+from composer_prime.traces.states import TraceState, read_states, state_lines, write_state
 
 
 def made(tmp_path: Path) -> tuple[Path, list[TraceState]]:
@@ -23,14 +23,13 @@ def made(tmp_path: Path) -> tuple[Path, list[TraceState]]:
     return tmp_path / "s.zst", taken(path)[0]
 
 
-# Every state comes back, from the compressed file and from plain lines, and its name without its context.
+# Every state comes back, from the compressed file and from plain lines.
 def test_states_come_back(tmp_path: Path) -> None:
     path, states = made(tmp_path)
     assert list(read_states(path)) == states and len(states) == 4
     plain = tmp_path / "plain.jsonl"
     plain.write_bytes(b"".join(state_lines(path)))
     assert list(read_states(plain)) == states
-    assert [name.state_id for name in state_names(path) if name] == [state.state_id for state in states]
 
 
 # The same trace in two files is read once, and other states of its name get a name of their own.

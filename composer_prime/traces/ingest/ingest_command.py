@@ -20,7 +20,7 @@ from composer_prime.traces.ingest.ingest import FORMATS, ingest
 from composer_prime.traces.ingest.reading import FileStart
 from composer_prime.traces.ingest.trace_file import Options, Tally
 from composer_prime.traces.states import (
-    StateName,
+    TraceState,
     check_own,
     compressed_lines,
     is_compressed,
@@ -73,7 +73,7 @@ def ingest_files(options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.output} is a folder: name the states file with -o")
     if options.output.exists() and not options.overwrite:
         raise ConfigError(f"{options.output} exists already: give another -o, or --overwrite to replace it")
-    check_own(options.output, StateName, "states")
+    check_own(options.output, TraceState, "states")
     files = find_files(options.paths, options.output)
     how = Options(mask=not options.no_mask, model=options.model, family=options.family, format=options.format)
     tallies = _write(files, options, how)
