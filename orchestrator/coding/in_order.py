@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 async def in_order(
     work: Callable[[Item], Awaitable[Result]], items: Iterable[Item], jobs: int
-) -> AsyncIterator[Result]:
+) -> AsyncGenerator[Result, None]:
     """Yield what `work` returns for each item, in the items' order; `jobs` of them are under way at a time.
 
     Close it (`contextlib.aclosing`) to cancel what is still under way. Raises what the work of an item raises.
