@@ -208,8 +208,6 @@ class Nodes:
     def __init__(self) -> None:
         self.trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
         """What audits tell, by node id."""
-        self.newest_version = 0
-        """The newest that is published."""
         self._by_id: dict[str, AttachedNode] = {}
         self._by_identity: dict[bytes, AttachedNode] = {}
 
@@ -234,7 +232,7 @@ class Nodes:
             return None
         return None if hello.instance and hello.instance == namesake.hello.instance else namesake
 
-    def add(self, identity: bytes, hello: NodeHello, key: bytes) -> AttachedNode:
+    def add(self, identity: bytes, hello: NodeHello, key: bytes, newest_version: int) -> AttachedNode:
         """Return the new node of connection `identity`. No attached node may have its name or connection."""
         former = self._by_id.pop(hello.node_id, None)
         node = AttachedNode(
@@ -248,7 +246,7 @@ class Nodes:
         )
         if former is not None:
             node.take_over(former)
-        node.reports.note(min(node.version, self.newest_version))
+        node.reports.note(min(node.version, newest_version))
         self._by_id[hello.node_id] = self._by_identity[identity] = node
         logger.info(
             "node %s attached: engine %s, %d places, version %d",

@@ -110,6 +110,8 @@ class Router:
         """Every request without an answer, by id."""
         self.oldest_version = 0
         """Nodes with older weights get no request: they are catching up."""
+        self.newest_version = 0
+        """The newest that is published. Nodes with newer weights get no request: their future was rewound."""
         self._send = send
         self._vocab_size = vocab_size
         self._suspend_s = suspend_s
@@ -119,15 +121,6 @@ class Router:
         self._leases = itertools.count(secrets.randbits(48))
         self._placing = False
         self._closed: RequestError | None = None
-
-    @property
-    def newest_version(self) -> int:
-        """Nodes with newer weights get no request: they belong to a future that was rewound."""
-        return self.nodes.newest_version
-
-    @newest_version.setter
-    def newest_version(self, version: int) -> None:
-        self.nodes.newest_version = version
 
     @property
     def queued(self) -> int:
@@ -432,7 +425,7 @@ class Router:
         former = self.nodes.named(hello.node_id)
         if former is not None and former.attached:
             self.leave(former, "came back on a new connection")
-        return self.nodes.add(identity, hello, key)
+        return self.nodes.add(identity, hello, key, self.newest_version)
 
     def update_status(self, node: AttachedNode, status: Status) -> None:
         """Take in a heartbeat."""
