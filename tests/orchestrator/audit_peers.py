@@ -68,6 +68,7 @@ async def serve_audits(
                 "model": {"path": "tiny", "max_context": 512},
                 "orchestrator": {
                     "source": [{"name": "s", "taskset": {"id": "t"}}],
+                    "sampling": {"max_tokens": 64},
                     "audit": {"enabled": True, **settings},
                 },
                 "inference": {"heartbeat_s": heartbeat_s, "lost_after_s": lost_after_s},

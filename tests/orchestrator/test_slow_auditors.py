@@ -92,7 +92,7 @@ async def test_what_is_forgotten_meanwhile_goes_to_no_other_auditor(audited):
 
 async def test_an_auditor_that_fails_gets_no_more_for_a_while(audited):
     # It says at once that its disk is full. That must not look like an auditor that is fast.
-    async with audited(heartbeat_s=100.0) as (audits, _, connect):
+    async with audited(heartbeat_s=100.0, lost_after_s=300.0) as (audits, _, connect):
         broken, good = connect(), connect()
         broken.hello("a", max_concurrent=8)
         audits.offer(record("n0", prompt=0), "r0")
