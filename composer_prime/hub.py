@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from composer_prime.errors import ComposerError, ModelNotFoundError
 from composer_prime.host import free_bytes
@@ -73,7 +73,7 @@ class HubModel(NamedTuple):
         self._snapshot(_SMALL)
         return Path(self._snapshot([*_SMALL, *_WEIGHTS]))
 
-    def _snapshot(self, names: list[str], *, dry_run: bool = False):
+    def _snapshot(self, names: list[str], *, dry_run: bool = False) -> Any:
         """Download the files of these names, and return their folder; return what is missing with `dry_run`."""
         from huggingface_hub import snapshot_download
 

@@ -115,7 +115,7 @@ def _print_help(section: str) -> NoReturn:
     part: Any = create_model("Part", __base__=BaseConfig, **chosen)  # pyright: ignore[reportCallIssue, reportArgumentType]
     usage = f"usage: {program()} @ FILE.toml [@ FILE.toml ...] [--section.key VALUE ...] [--resume] [--dry-run]"
     print(f"{usage}\n\n{_DESCRIPTION}\n")
-    cli(part, args=["--help"], prog=program(), plain=True)
+    cli(part, args=["--help"])
     raise SystemExit(0)
 
 

@@ -48,11 +48,6 @@ def read_rows(files: Sequence[Path], key: str) -> list[ConversationRow]:
     return [_row(f"{path}:{number}", text) for path in files for number, text in _lines(path, key)]
 
 
-def count_rows(files: Sequence[Path], key: str) -> int:
-    """Return the number of rows. Raises ConfigError for a missing or an empty file; reads no JSON."""
-    return sum(1 for path in files for _ in _lines(path, key))
-
-
 def digest(files: Sequence[Path]) -> str:
     """Return the SHA-256 of the files' contents, in order."""
     contents = hashlib.sha256()

@@ -15,7 +15,7 @@ from composer_prime.cli import rollouts_command
 from composer_prime.cli.eval_command import evaluation_config
 from composer_prime.config.load import dump, resolve
 from composer_prime.config.root import Config
-from composer_prime.data.conversation_rows import count_rows, digest, read_rows, rollout_row
+from composer_prime.data.conversation_rows import digest, read_rows, rollout_row
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.run import ledger
 from composer_prime.wire.types import StepReply, TermUnit, flags, ints, pack_flags, pack_ints
@@ -205,10 +205,10 @@ def test_a_wrong_file_is_refused_with_its_line(tmp_path, lines, said):
 
 def test_a_missing_file_and_one_of_bytes(tmp_path):
     with pytest.raises(ConfigError, match=r"demonstrations.files names .*gone.jsonl, but there is no such file"):
-        count_rows([tmp_path / "gone.jsonl"], KEY)
+        read_rows([tmp_path / "gone.jsonl"], KEY)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read as text"):
-        count_rows([tmp_path / "binary"], KEY)
+        read_rows([tmp_path / "binary"], KEY)
 
 
 def made(count: int, per_step: int = 4, **more: Any) -> DemonstrationRows:
@@ -338,7 +338,7 @@ def test_the_command_writes_the_chosen_rollouts(tmp_path, capsys):
     words = [str(run), "--min-reward", "1", "--limit", "1", "--messages"]
     assert rollouts_command.main([*words, str(tmp_path / "new" / "good.jsonl")]) == 0
     assert "3 rows in" in (said := capsys.readouterr().out) and "1 rollout with branches" in said
-    assert count_rows([tmp_path / "new" / "good.jsonl"], KEY) == 3
+    assert len(read_rows([tmp_path / "new" / "good.jsonl"], KEY)) == 3
     with pytest.raises(ConfigError, match="none of 0 chosen rollouts can be a row"):
         rollouts_command.main([str(run), "--min-reward", "2", "--messages", str(tmp_path / "none.jsonl")])
     with pytest.raises(ConfigError, match="cannot be written"):

@@ -190,7 +190,7 @@ def test_environment_that_is_not_installed_is_a_problem(tmp_path):
 
 def test_a_requested_tracker_that_is_missing_stops_the_start(tmp_path, monkeypatch):
     # The run would go on without the figures that were asked for. Only the launcher feeds trackers.
-    monkeypatch.setattr(sys, "path", [])  # nothing is installed
+    monkeypatch.setattr("composer_prime.plan.preflight.module_file", lambda name: None)  # nothing is installed
     config = quickstart(tmp_path, "--monitor.trackers", "wandb")
     said = f"monitor.trackers has 'wandb', which is not installed: run {install_command('wandb')}, or leave it out"
     assert said in check_start(config, gpus=0).problems
