@@ -41,7 +41,7 @@ PROGRESS_INTERVAL_S = 30.0
 
 
 def program() -> str:
-    """Return the command that the user typed, for messages: `trainer`, `composer plan`."""
+    """Return the command that the user typed, for messages: `trainer`, `composer report`."""
     name = os.path.basename(sys.argv[0] or "trainer").removesuffix(".py")
     if name == "composer" and sys.argv[1:] and re.fullmatch("[a-z]+", sys.argv[1]):
         return f"composer {sys.argv[1]}"

@@ -6,20 +6,17 @@ Loads no torch and runs none of the modules.
 from __future__ import annotations
 
 import ctypes
-import errno
 import importlib.machinery
 import importlib.util
 import os
 import shutil
-import socket
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer_prime.address import tcp_address
-from composer_prime.errors import ConfigError, PortInUseError
+from composer_prime.errors import ConfigError
 
 if TYPE_CHECKING:
     from composer_prime.config import Config
@@ -39,8 +36,6 @@ class Machine:
     """Physical memory, or the control group's limit when that is lower."""
     gpus: tuple[int, ...]
     """Memory of each visible GPU, bytes."""
-    imagined: bool = False
-    """Whether the GPUs belong to another machine. Then the memory and disk of this one do not matter."""
 
 
 def this_machine() -> Machine:
@@ -105,29 +100,6 @@ def module_file(name: str) -> Path | None:
         folders = spec.submodule_search_locations if spec is not None else None
         spec = importlib.machinery.PathFinder.find_spec(part, list(folders)) if folders else None
     return Path(spec.origin) if spec is not None and spec.origin else None
-
-
-def check_address(address: str, key: str) -> None:
-    """Raise PortInUseError when the fixed port of a tcp address cannot be bound, ConfigError when it is malformed."""
-    host, port = tcp_address(address, key, bind=True)
-    if not port:
-        return
-    host = "0.0.0.0" if host == "*" else host
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise PortInUseError(
-                    f"{key}: port {port} at {host} is held by another process; stop it, or set another port "
-                    "(0 chooses a free one)"
-                ) from None
-            reason = error.strerror
-            if error.errno == errno.EADDRNOTAVAIL:
-                reason = f"this machine has no such address ({reason}); `ip address` lists those it has"
-            raise ConfigError(f"{key}: cannot listen at {host}, port {port}: {reason}") from None
 
 
 def free_bytes(path: Path) -> int:

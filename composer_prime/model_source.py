@@ -17,7 +17,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -209,11 +208,6 @@ def block_of(name: str) -> tuple[str, int] | None:
     """Return (block, number) of a parameter; None for one outside the blocks, such as embeddings and head."""
     match = _BLOCK.match(name)
     return None if match is None else (match[1], int(match[2]))
-
-
-def count_parts(names: Iterable[str]) -> int:
-    """Count the blocks and the single tensors outside them, the most parts that a model can be divided into."""
-    return len({name if (block := block_of(name)) is None else block for name in names})
 
 
 def model_folder(model: str) -> str:

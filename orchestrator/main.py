@@ -126,10 +126,8 @@ def audit(words: list[str]) -> int:
 
 def _dry_run(config: Config) -> int:
     from composer_prime.plan.plan import build_plan
-    from composer_prime.plan.source_check import check_sources
 
     plan = build_plan(config, starter="orchestrator")
-    check_sources(config, plan, "orchestrator.check_sources")
     print(plan.text(columns()))
     return EXIT_USAGE if plan.problems else 0
 

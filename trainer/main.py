@@ -34,10 +34,8 @@ def _main() -> int:
 
             plan = build_plan(config)
         if command.dry_run:
-            from composer_prime.plan.source_check import check_sources
             from diloco.link_forecast import link_rows
 
-            check_sources(config, plan, "orchestrator.check_sources")
             plan.rows.extend(link_rows(config))
             print(plan.text(columns()))
             return EXIT_USAGE if plan.problems else 0

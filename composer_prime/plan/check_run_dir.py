@@ -59,25 +59,26 @@ def check_run_folder(run_dir: RunDir, config: Config, starter: Starter = "launch
         raise ConfigError(f"{root} is a file: set run.name or run.output_dir to another place")
     if run.resume and run.overwrite:
         raise ConfigError("run.resume and run.overwrite are both on: one continues the run, the other deletes it")
-    used = bool(earlier_output(run_dir, starter))
-    steps = run_dir.complete_checkpoints()
-    if used and not is_run_directory(root):
+    if not earlier_output(run_dir, starter):
+        if run.resume:
+            raise ConfigError(
+                f"--resume: there is no run in {root}; start without --resume, or set run.name and run.output_dir to "
+                "the run to continue"
+            )
+        return []
+    if not is_run_directory(root):
         raise ConfigError(
             f"{root} is not empty and is not a run directory, so nothing is written or deleted there: "
             "set run.name or run.output_dir to another place"
         )
-    if used and not (run.resume or run.overwrite):
+    if run.overwrite:
+        return []
+    steps = run_dir.complete_checkpoints()
+    if not run.resume:
         state = f"a checkpoint of step {steps[-1]}" if steps else "no complete checkpoint"
         raise ConfigError(
             f"the run directory {root} exists already, with {state}: continue it with --resume, empty it with "
             "--run.overwrite true, or choose another run.name"
-        )
-    if not run.resume:
-        return []
-    if not used:
-        raise ConfigError(
-            f"--resume: there is no run in {root}; start without --resume, or set run.name and run.output_dir to the "
-            "run to continue"
         )
     if starter == "orchestrator" and not steps:
         raise ConfigError(
@@ -123,16 +124,7 @@ def folder_state(run_dir: RunDir) -> str:
 def check_continuation(before: Config, now: Config) -> list[str]:
     """Return one note for each allowed change. Raises ConfigError with both values of every change that is not."""
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
-    broken = []
-    for key in BINDING:
-        old_value, new_value = (_without_free_keys(_value_at(tree, key)) for tree in (old, new))
-        broken += _lines(changed_settings(old_value, new_value, key))
-    for key in NOT_LOWER:
-        old_value, new_value = _value_at(old, key), _value_at(new, key)
-        if new_value < old_value:
-            lines = _lines([(key, old_value, new_value)])
-            broken += [f"{line} (batches formed under it must still fit)" for line in lines]
-    if broken:
+    if broken := [*_changed_bindings(old, new), *_lowered(old, new)]:
         listed = "\n".join(f"  {line}" for line in broken)
         raise ConfigError(
             "--resume cannot continue this run, because its saved state was made under other settings:\n"
@@ -145,6 +137,20 @@ def check_continuation(before: Config, now: Config) -> list[str]:
         changes = [change for change in changes if change[0] != _DIVISOR]
         notes = _divisor_notes(before, now)
     return notes + [f"changed {line}" for line in _lines(changes) if not line.startswith(_NOT_REPORTED)]
+
+
+def _changed_bindings(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    changes = []
+    for key in BINDING:
+        old_value, new_value = (_without_free_keys(_value_at(tree, key)) for tree in (old, new))
+        changes += changed_settings(old_value, new_value, key)
+    return _lines(changes)
+
+
+def _lowered(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    values = [(key, _value_at(old, key), _value_at(new, key)) for key in NOT_LOWER]
+    lowered = [change for change in values if change[2] < change[1]]
+    return [f"{line} (batches formed under it must still fit)" for line in _lines(lowered)]
 
 
 def with_length_divisor(config: Config, run_dir: RunDir) -> Config:

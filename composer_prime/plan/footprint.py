@@ -30,7 +30,6 @@ _CUDA_CONTEXT_BYTES = int(0.6 * GIB)
 class ModelShape:
     """The sizes of a decoder that memory estimates need."""
 
-    architecture: str
     parameters: int
     """Number of parameters, tied embeddings counted once."""
     hidden: int
@@ -39,8 +38,6 @@ class ModelShape:
     """Key/value heads times head size: cached values of one token, layer and side."""
     mlp_width: int
     vocabulary: int
-    tied: bool
-    """Whether the output layer is the embeddings' matrix."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
@@ -64,17 +61,14 @@ class ModelShape:
         mlp = text.get("intermediate_size") or 4 * hidden
         attention = 2 * hidden * heads * head + 2 * hidden * kv_width
         norms = 2 * hidden + (2 * head if text.get("model_type", "").startswith("qwen3") else 0)
-        tied = bool(text.get("tie_word_embeddings"))
-        embeddings = vocabulary * hidden * (1 if tied else 2)
+        embeddings = vocabulary * hidden * (1 if text.get("tie_word_embeddings") else 2)
         return cls(
-            architecture=text.get("model_type", "decoder"),
             parameters=layers * (attention + 3 * hidden * mlp + norms) + embeddings + hidden,
             hidden=hidden,
             layers=layers,
             kv_width=kv_width,
             mlp_width=mlp,
             vocabulary=vocabulary,
-            tied=tied,
         )
 
 
@@ -129,34 +123,23 @@ def node_need(config: Config, shape: ModelShape, *, cuda: bool, device_bytes: in
     vLLM on a GPU takes its configured share of `device_bytes`, whatever the model.
     """
     inference = config.inference
+    vllm = inference.engine == "vllm"
+    weights = shape.parameters * _node_width(inference, cuda=cuda)
     per_token = 2 * shape.layers * shape.kv_width * _node_width(inference, cuda=cuda)
     cache = per_token * inference.local.max_batch * config.model.max_context
-    if inference.engine == "vllm":
-        cache = GIB
-        if cuda and device_bytes:
-            cache = int(inference.vllm.gpu_memory_utilization * device_bytes) - _CUDA_CONTEXT_BYTES
-            cache = max(0, cache - shape.parameters * _node_width(inference, cuda=cuda))
-    parts = node_parts(inference, shape.parameters, cuda=cuda, cache=cache, vocabulary=shape.vocabulary)
+    if vllm and cuda and device_bytes:
+        parts = {"share of a GPU": int(inference.vllm.gpu_memory_utilization * device_bytes)}
+    else:
+        parts = {
+            "weights": weights,
+            "swap": 0 if vllm and cuda else weights,
+            "KV cache": GIB if vllm else min(cache, int(inference.local.kv_cache_gib * GIB)),
+            "logits": 12 * shape.vocabulary * inference.local.max_batch,
+            "runtime": _CUDA_CONTEXT_BYTES if cuda else _RUNTIME_BYTES["node"] + (GIB if vllm else 0),
+        }
     total = sum(parts.values())
-    host = _RUNTIME_BYTES["node"] + parts["weights"] if cuda else total
+    host = _RUNTIME_BYTES["node"] + weights if cuda else total
     return Need(role="inference node", host_bytes=host, device_bytes=total if cuda else 0, parts=parts)
-
-
-def node_parts(
-    inference: InferenceConfig, parameters: int, *, cuda: bool, cache: int, vocabulary: int
-) -> dict[str, int]:
-    """Return the bytes of a node where it computes, by purpose. `cache`: of the KV cache."""
-    vllm = inference.engine == "vllm"
-    weights = parameters * _node_width(inference, cuda=cuda)
-    batch = inference.vllm.max_num_seqs if vllm else inference.local.max_batch
-    runtime = _CUDA_CONTEXT_BYTES if cuda else _RUNTIME_BYTES["node"]
-    return {
-        "weights": weights,
-        "swap": 0 if vllm and cuda else weights,
-        "KV cache": cache if vllm else min(cache, int(inference.local.kv_cache_gib * GIB)),
-        "logits": 0 if vllm and cuda else 12 * vocabulary * batch,
-        "runtime": runtime + (GIB if vllm and not cuda else 0),
-    }
 
 
 def _node_width(inference: InferenceConfig, *, cuda: bool) -> int:
@@ -165,12 +148,9 @@ def _node_width(inference: InferenceConfig, *, cuda: bool) -> int:
 
 
 def orchestrator_need(config: Config) -> Need:
-    """Return the memory of the orchestrator, its environment workers and the samples it holds."""
+    """Return the memory of the orchestrator and its environment workers."""
     workers = sum(source.workers for source in config.orchestrator.source)
-    orchestrator = config.orchestrator
-    rollouts = orchestrator.groups_per_step * orchestrator.group_size * (orchestrator.max_staleness + 2)
-    samples = rollouts * config.model.max_context * 32
-    parts = {"workers": workers * _WORKER_BYTES, "samples": samples, "runtime": _RUNTIME_BYTES["orchestrator"]}
+    parts = {"workers": workers * _WORKER_BYTES, "runtime": _RUNTIME_BYTES["orchestrator"]}
     return Need(role="orchestrator", host_bytes=sum(parts.values()), device_bytes=0, parts=parts)
 
 

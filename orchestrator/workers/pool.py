@@ -86,6 +86,8 @@ class WorkerPool:
                 raise self._failure
             assert self.ready is not None
             await asyncio.to_thread(check_runtimes, self.spec.name, self.ready.runtimes)
+            if self.ready.overlap is not None:
+                logger.warning("source %s: %s", self.spec.name, self.ready.overlap)
         except BaseException:
             await self.close()
             raise

@@ -11,7 +11,7 @@ import pytest
 
 from composer_prime.config.load import dump, make_importable, parse_command_line, read_config, resolve
 from composer_prime.errors import ConfigError
-from composer_prime.plan.preflight import find_plugin
+from composer_prime.host import module_file
 
 BASE = """
 [run]
@@ -255,7 +255,7 @@ def test_a_module_beside_the_configuration_file_can_be_imported(tmp_path, monkey
     (mine / "module_beside.py").write_text("")
     config = resolve(["@", str(mine / "base.toml"), "@", str(other / "base.toml")]).config
     assert config.run.import_from == [mine] and sys.path[-1] == str(mine)
-    assert find_plugin("taskset", {"id": "module_beside"}, "s") == mine / "module_beside.py"
+    assert module_file("module_beside") == mine / "module_beside.py"
     sys.path.remove(str(mine))
     (tmp_path / "config.json").write_text(dump(config))
     written = read_config(tmp_path / "config.json")

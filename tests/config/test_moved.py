@@ -4,7 +4,7 @@ import pytest
 
 from composer_prime.config.orchestrator import SourceConfig
 from composer_prime.config.removed import MOVED, present_name
-from composer_prime.plan.preflight import find_plugin
+from composer_prime.host import module_file
 
 
 # A configuration that names a moved task set finds it, also below a package; each former name gives a warning.
@@ -13,7 +13,7 @@ def test_former_names_of_task_sets_work(former, caplog):
     present_name.cache_clear()
     source = SourceConfig(name="code", taskset={"id": former, "split": "all"}, eval_taskset={"split": "eval"})
     assert source.taskset["id"].startswith(("orchestrator.coding.", "examples.")) and source.taskset["split"] == "all"
-    assert find_plugin("taskset", source.taskset, "").exists()
+    assert module_file(source.taskset["id"]) is not None
     assert source.taskset["id"] in caplog.text
 
 

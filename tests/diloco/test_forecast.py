@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from composer_prime.cli.plan_command import main
 from composer_prime.config.diloco import CodecConfig
 from composer_prime.config.load import resolve
 from diloco.link_forecast import JointRun, link_rows
+from trainer.main import main
 
 ROOT = Path(__file__).parents[2]
+WRONG = ["--model.chat_template", "none.jinja"]
 FILES = ["@", str(ROOT / "configs/a1.toml"), "@", str(ROOT / "configs/diloco/peer.toml")]
 
 
@@ -51,13 +52,14 @@ def test_utilization():
     assert dataclasses.replace(run, hidden_s=1e3).exposed_s(1000.0) == pytest.approx(busy_s)
 
 
-# `composer plan` shows them among its rows, in lines that the terminal has room for: the rest of a row stands below its
+# A dry run shows them among its rows, in lines that the terminal has room for: the rest of a row stands below its
 # text, and nothing is lost. A plan with problems ends with status 2.
 @pytest.mark.process
-def test_composer_plan(tmp_path, capsys, monkeypatch):
+def test_dry_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("COLUMNS", "72")
-    assert main([*FILES, "--run.output_dir", str(tmp_path)]) == 2  # there is no key file
+    monkeypatch.setattr("sys.argv", ["trainer", *FILES, "--run.output_dir", str(tmp_path), "--dry-run", *WRONG])
+    assert main() == 2
     shown = capsys.readouterr().out
     assert shown.index("disk ") < shown.index("link ") < shown.index("this run from starting")
     rows = shown[shown.index("link ") : shown.index("\n\n")].splitlines()

@@ -10,10 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from composer_prime.config.load import resolve
 from composer_prime.errors import ConfigError
-from composer_prime.model_source import resolve_model
-from composer_prime.plan.preflight import check_start
 from diloco.fragments import parameter_layout, partition
 from diloco.transport.messages import difference, layout_hash
 
@@ -96,35 +93,3 @@ def test_too_many_fragments():
         partition(stack(2).named_parameters(), 9)
     with pytest.raises(ConfigError, match="nothing to synchronize"):
         partition([], 1)
-
-
-# The check before any role starts allows as many fragments as the model can be divided into, and refuses one more.
-@pytest.mark.parametrize("lora", [(), ("--trainer.lora.rank", "4")])
-def test_fragments_are_checked_against_the_model(tmp_path, lora):
-    transformers = pytest.importorskip("transformers")
-    settings = transformers.AutoConfig.from_pretrained(resolve_model("tiny"))
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(settings)
-    if lora:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad = "_proj." in name  # as adapters would stand
-    most = max(count for count in range(1, 20) if _divides(model, count))
-
-    def problems(fragments: int) -> list[str]:
-        words = ["--diloco.delay", "0", "--diloco.fragments", str(fragments)]
-        words += [word for key in ("--diloco.sync-every", "--run.max-steps") for word in (key, str(fragments))]
-        files = ["@", str(ROOT / "configs/a1.toml"), "@", str(ROOT / "configs/diloco/peer.toml")]
-        config = resolve([*files, "--run.output_dir", str(tmp_path), *words, *lora]).config
-        return [each for each in check_start(config, gpus=0).problems if "diloco.fragments" in each]
-
-    assert problems(most) == []
-    (problem,) = problems(most + 1)
-    assert f"diloco.fragments is {most + 1}, but the model 'tiny' has only {most} " in problem
-    assert f"use diloco.fragments <= {most}" in problem
-
-
-def _divides(model: nn.Module, count: int) -> bool:
-    try:
-        return len(partition(model.named_parameters(), count)) == count
-    except ConfigError:
-        return False

