@@ -192,8 +192,7 @@ class BatchScheduler:
         self._start()
         while self._unlogged:
             step, groups = self._unlogged.pop(0)
-            with_tokens = self.run.config.monitor.tokens
-            await asyncio.to_thread(_log_rollouts, self.run.run_dir, step, groups, with_tokens=with_tokens)
+            await asyncio.to_thread(_log_rollouts, self.run.run_dir, step, groups)
 
     @property
     def oldest_version(self) -> int:
@@ -471,11 +470,8 @@ def _without_stale_tokens(groups: list[FinishedGroup], oldest: int) -> list[Fini
     return [group.without_stale_tokens(oldest) for group in groups]
 
 
-def _log_rollouts(run_dir: RunDir, step: int, groups: list[FinishedGroup], *, with_tokens: bool) -> None:
+def _log_rollouts(run_dir: RunDir, step: int, groups: list[FinishedGroup]) -> None:
     try:
-        if with_tokens:
-            tokens = (line for group in groups for line in rollout_log.token_lines(group))
-            rollout_log.write(run_dir.rollout_tokens(step), tokens)
         lines = [line for group in groups for line in rollout_log.group_lines(step, group)]
         rollout_log.write(run_dir.rollouts(step), lines)
     except OSError as error:

@@ -28,7 +28,6 @@ from composer_prime.config.trainer import ScheduleConfig
 from composer_prime.errors import NonFiniteStepError
 from composer_prime.wire.types import StepTotals
 from trainer.data.rows import PackedRow
-from trainer.data.token_figures import TokenFigures
 from trainer.head.fused import TokenStatistics
 from trainer.model.policy_model import Policy
 from trainer.teacher.self_teacher import AuxiliaryLogprobs
@@ -43,8 +42,6 @@ class LossSettings:
     """The terms that are on, the policy loss first."""
     reduce_each: bool = False
     """Sum gradients over ranks after each row instead of after the last."""
-    figures: TokenFigures | None = None
-    """Notes figures of single tokens; None where the run does not record them."""
 
 
 def train_step(
@@ -132,8 +129,6 @@ def loss_of(
         term.name: term.inputs(_tokens(term, row, statistics, auxiliary.references.get(term.name)))
         for term in settings.terms
     }
-    if settings.figures is not None:
-        settings.figures.note(inputs)
     parts = total_loss(settings.terms, inputs, totals, step)
     bad_R = ~torch.isfinite(statistics.logprobs_R.detach())
     if statistics.divergence_D is not None:

@@ -47,7 +47,6 @@ from diloco.streaming import StreamingDiLoCo
 from trainer import world as worlds
 from trainer.data.rows import PackedRow, checked_row, unpack
 from trainer.data.step_client import RankInfo, StepClient, Stopped, find_endpoint, next_batch, wait_together
-from trainer.data.token_figures import TokenFigures
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
 from trainer.step import LossSettings, rate, score_held_out, train_step
@@ -91,7 +90,6 @@ class Trainer:
         self.settings = LossSettings(
             terms=channels.terms(config.completion_length),
             reduce_each=self.world.device.type == "cuda",
-            figures=TokenFigures() if config.monitor.tokens else None,
         )
         self.publisher = Publisher(
             config, run_dir, self.run_id, self.model_folder, self.world, self.outer, self.optimizer
@@ -232,7 +230,6 @@ class Trainer:
                 auxiliary=auxiliary,
             )  # fmt: skip
             self._skipped = 0
-            self._write_figures(reply, step)
         except NonFiniteStepError as error:  # on all ranks alike
             left_out = error.samples
             metrics = self._skip(error, reply, step)
@@ -259,14 +256,6 @@ class Trainer:
             "tokens/total": sum(row.packed_tokens for row in rows),
             "tokens/computed": sum(row.input_ids.numel() for row in rows),
         })  # fmt: skip
-
-    def _write_figures(self, reply: StepReply, step: int) -> None:
-        if self.settings.figures is None:
-            return
-        try:
-            self.settings.figures.write(self.run_dir.trained_tokens(step, self.world.rank), reply.micro_batches)
-        except OSError as error:
-            logger.error("the token figures of step %d could not be written: %s", step, error)
 
     def _rows(self, reply: StepReply) -> tuple[list[PackedRow], StepTotals]:
         """Return the rows of this rank, and the step's totals with what the user's own terms count."""
@@ -297,8 +286,6 @@ class Trainer:
     def _skip(self, error: NonFiniteStepError, reply: StepReply, step: int) -> dict[str, float]:
         """Keep the weights, log the samples to blame, and return the step's metrics."""
         self._skipped += 1
-        if self.settings.figures is not None:
-            self.settings.figures.drop()
         if self.outer:
             self.outer.take_back()
         self.optimizer.skip()

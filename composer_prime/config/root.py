@@ -72,10 +72,6 @@ class ModelConfig(BaseConfig):
 class MonitorConfig(BaseConfig):
     trackers: list[Literal["trackio", "wandb", "tensorboard"]] = []
     """Trackers to use; each needs the extra of the same name. A failing tracker is disabled; the run continues."""
-    tokens: bool = False
-    """Record the tokens of trained rollouts with log-probabilities, advantages, mismatch and divergence, so that
-    `composer view` can color them: rollouts/tokens_*.jsonl and trained_*.jsonl, about 30 bytes per token.
-    """
 
 
 class Config(BaseConfig):

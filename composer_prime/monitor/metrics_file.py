@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 Metric = float | int | str | bool | None
 Line = dict[str, Any]
 
@@ -67,8 +69,8 @@ class Tail:
 
 def _decode(raw: bytes) -> Line | None:
     try:
-        line = json.loads(raw)
-    except ValueError:
+        line = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return line if isinstance(line, dict) else None
 

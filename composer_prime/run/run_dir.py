@@ -105,14 +105,6 @@ class RunDir:
     def rollouts(self, step: int) -> Path:
         return self.root / "rollouts" / f"step_{step:06d}.jsonl"
 
-    def rollout_tokens(self, step: int) -> Path:
-        """Tokens of the samples of a batch, where monitor.tokens is on."""
-        return self.root / "rollouts" / f"tokens_{step:06d}.jsonl"
-
-    def trained_tokens(self, step: int, rank: int | str) -> Path:
-        """What a trainer rank computed of the tokens of a batch, where monitor.tokens is on."""
-        return self.root / "rollouts" / f"trained_{step:06d}_{rank}.jsonl"
-
     def eval_rollouts(self, step: int) -> Path:
         return self.root / "rollouts" / f"eval_{step:06d}.jsonl"
 

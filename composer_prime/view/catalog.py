@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +39,21 @@ def find_runs(folders: list[Path]) -> dict[str, FoundRun]:
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder}: name the folder that holds the runs, such as outputs")
+        top = folder.resolve().name
         for root in _run_directories(folder, 0):
-            top = folder.resolve().name
-            name = top if root == folder else root.relative_to(folder).as_posix()
-            names = chain([name, f"{top}/{name}"], (f"{top}/{name}-{number}" for number in count(2)))
-            run_id = next(each for each in names if each not in runs)
+            run_id = next(each for each in _names(folder, root) if each not in runs)
             is_cluster = bool(read_settings(RunDir(root)).get("diloco"))
             joint = run_id.rpartition("/")[0] or top if is_cluster else None
             runs[run_id] = FoundRun(run_id=run_id, run_dir=RunDir(root), joint=joint)
     return runs
+
+
+def _names(folder: Path, root: Path) -> Iterator[str]:
+    """Yield the names that a run may have on the page, the shortest first."""
+    top = folder.resolve().name
+    name = top if root == folder else root.relative_to(folder).as_posix()
+    yield from (name, f"{top}/{name}")
+    yield from (f"{top}/{name}-{number}" for number in count(2))
 
 
 def _run_directories(folder: Path, depth: int) -> Iterator[Path]:
@@ -124,18 +130,12 @@ def flatten(value: Any, name: str = "") -> dict[str, Any]:
 
 def distinguishing(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return for each run the settings in which it differs from most of the runs. `settings`: flat, by run id."""
-    counts: dict[str, Counter[str]] = {}
-    for flat in settings.values():
-        for key, value in flat.items():
-            counts.setdefault(key, Counter())[json.dumps(value, default=str)] += 1
-    usual: dict[str, str] = {}
-    for key, counter in counts.items():
-        missing = len(settings) - counter.total()
-        if len(counter) + bool(missing) > 1 and not key.startswith(_OF_ONE_RUN):
-            usual[key] = "null" if missing > counter.total() else counter.most_common(1)[0][0]
-    return {
-        run_id: {
-            key: flat.get(key) for key, common in usual.items() if json.dumps(flat.get(key), default=str) != common
-        }
-        for run_id, flat in settings.items()
-    }
+    names = {name for flat in settings.values() for name in flat if not name.startswith(_OF_ONE_RUN)}
+    differs: dict[str, dict[str, Any]] = {run_id: {} for run_id in settings}
+    for name in sorted(names):
+        texts = {run_id: json.dumps(flat.get(name), default=str) for run_id, flat in settings.items()}
+        usual = Counter(texts.values()).most_common(1)[0][0]
+        for run_id, text in texts.items():
+            if text != usual:
+                differs[run_id][name] = settings[run_id].get(name)
+    return differs

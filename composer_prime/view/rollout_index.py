@@ -10,64 +10,20 @@ from __future__ import annotations
 import os
 import re
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from composer_prime.monitor.rollouts import failure_text
 from composer_prime.run.run_dir import RunDir
 
 _FILE = re.compile(r"(step|eval)_(\d{1,12})\.jsonl|failed\.jsonl")
 _FAILED = "failed.jsonl"
 Entry = dict[str, Any]
 """One rollout's figures, with `file`, `offset` and `length` of its line."""
-
-
-class _Failure(msgspec.Struct):
-    kind: Any = None
-    message: Any = None
-    where: Any = None
-
-
-class _Message(msgspec.Struct):
-    role: Any = None
-    error: Any = None
-    hint: Any = None
-
-
-class _Cost(msgspec.Struct):
-    sampled_tokens: Any = None
-
-
-class _Line(msgspec.Struct):
-    """The fields of a rollout's line that the index holds; the others are skipped without being decoded."""
-
-    step: Any = None
-    status: Any = None
-    source: Any = None
-    task_id: Any = None
-    group: Any = None
-    rollout_id: Any = None
-    reward: Any = None
-    advantage: Any = None
-    policy_versions: Any = None
-    truncated: Any = None
-    error: _Failure | str | None = None
-    turns: list[_Message] = []
-    cost: _Cost | None = None
-    node: Any = None
-    nodes: Any = None
-    verdict: Any = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """What was read of a file."""
-
-    stamp: tuple[int, int, int]
-    """Size, time and inode."""
-    entries: list[Entry]
+Stamp = tuple[int, int, int]
+"""Size, time and inode of a file."""
 
 
 class RolloutIndex:
@@ -76,14 +32,14 @@ class RolloutIndex:
     def __init__(self, run_dir: RunDir) -> None:
         self._folder = run_dir.root / "rollouts"
         self._lock = threading.Lock()
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, tuple[Stamp, list[Entry]]] = {}
 
     def entries(self, kind: str, step: int | None = None) -> list[Entry]:
         """Return the entries of `kind`, of one step where given, the newest step first."""
         with self._lock:
             self._refresh()
             prefix = _FAILED if kind == "failed" else f"{kind}_"
-            found = [entry for name, file in self._files.items() if name.startswith(prefix) for entry in file.entries]
+            found = [each for name, (_, file) in self._files.items() if name.startswith(prefix) for each in file]
         if step is not None:
             found = [entry for entry in found if entry["step"] == step]
         return sorted(found, key=lambda entry: -(entry["step"] or 0))
@@ -93,94 +49,89 @@ class RolloutIndex:
         try:
             with (self._folder / entry["file"]).open("rb") as file:
                 file.seek(entry["offset"])
-                rollout = msgspec.json.decode(file.read(entry["length"]))
-        except (OSError, msgspec.DecodeError, RecursionError):
+                rollout = _decode(file.read(entry["length"]))
+        except OSError:
             return None
-        is_same = isinstance(rollout, dict) and str(rollout.get("rollout_id")) == str(entry["rollout_id"])
-        return rollout if is_same else None
+        return rollout if str(rollout.get("rollout_id")) == str(entry["rollout_id"]) else None
 
     def _refresh(self) -> None:
-        stats = {}
+        known, self._files = self._files, {}
         try:
-            for found in os.scandir(self._folder):
-                if _FILE.fullmatch(found.name) and found.is_file(follow_symlinks=False):
-                    stats[found.name] = found.stat(follow_symlinks=False)
+            found = [each for each in os.scandir(self._folder) if _FILE.fullmatch(each.name)]
         except OSError:
-            stats = {}
-        self._files = {name: file for name, file in self._files.items() if name in stats}
-        for name, stat in stats.items():
+            return
+        for each in found:
+            if not each.is_file(follow_symlinks=False):
+                continue
+            stat = each.stat(follow_symlinks=False)
             stamp = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
-            known = self._files.get(name)
-            if known is None or known.stamp != stamp:
-                self._files[name] = _File(stamp=stamp, entries=_read(self._folder / name))
+            old = known.get(each.name)
+            self._files[each.name] = old if old and old[0] == stamp else (stamp, _read(self._folder / each.name))
 
 
 def _read(path: Path) -> list[Entry]:
     """Return the entries of a file's whole lines."""
-    kind = "failed" if path.name == _FAILED else path.name.partition("_")[0]
     entries, offset = [], 0
     try:
         with path.open("rb") as file:
             for raw in file:
-                if raw.endswith(b"\n") and (entry := _entry(path.name, offset, kind, raw)) is not None:
-                    entries.append(entry)
+                line = _decode(raw) if raw.endswith(b"\n") else {}
+                if isinstance(line.get("turns"), list):
+                    entries.append({"file": path.name, "offset": offset, "length": len(raw), **_figures(path, line)})
                 offset += len(raw)
     except OSError:
         return []
     return entries
 
 
-_decode_line = msgspec.json.Decoder(_Line).decode
-
-
-def _entry(file: str, offset: int, kind: str, raw: bytes) -> Entry | None:
-    """Return the entry of a line; None if it is not a rollout."""
+def _decode(raw: bytes) -> dict[str, Any]:
+    """Return the object of a line; empty for anything else."""
     try:
-        line = _decode_line(raw)
+        line = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    versions = line.policy_versions if isinstance(line.policy_versions, list) and line.policy_versions else [None]
-    error = line.error
-    if isinstance(error, _Failure):
-        error = f"{error.message or error.kind or 'failed'}{f' ({error.where})' if error.where else ''}"
-    node = line.node if line.node is not None else line.nodes
+        return {}
+    return line if isinstance(line, dict) else {}
+
+
+def _figures(path: Path, line: dict[str, Any]) -> Entry:
+    """Return what the page lists of a rollout. Odd values become None."""
+    turns = [turn for turn in line["turns"] if isinstance(turn, dict)]
+    cost, node = line.get("cost"), line.get("node", line.get("nodes"))
+    versions = line.get("policy_versions") or [None]
+    kind, _, step = path.stem.partition("_")
+    first, last = (versions[0], versions[-1]) if isinstance(versions, list) else (None, None)
     return {
-        "file": file,
-        "offset": offset,
-        "length": len(raw),
         "kind": kind,
-        "step": _number(line.step),
-        "rollout_id": _text(line.rollout_id),
-        "grp": _number(line.group),
-        "source": _text(line.source),
-        "task_id": _text(line.task_id),
-        "status": _text(line.status),
-        "reward": _number(line.reward),
-        "advantage": _number(line.advantage),
-        "turns": sum(message.role == "assistant" for message in line.turns),
-        "tokens": _number(line.cost.sampled_tokens) if line.cost else None,
-        "tool_errors": sum(message.role == "tool" and bool(message.error) for message in line.turns),
-        "hints": sum(bool(message.hint) for message in line.turns),
-        "error": error[:300] if error else None,
-        "verdict": _verdict(line),
+        "step": int(step) if step else _number(line.get("step")),
+        "rollout_id": _text(line.get("rollout_id")),
+        "grp": _number(line.get("group")),
+        "source": _text(line.get("source")),
+        "task_id": _text(line.get("task_id")),
+        "status": _text(line.get("status")),
+        "reward": _number(line.get("reward")),
+        "advantage": _number(line.get("advantage")),
+        "turns": sum(turn.get("role") == "assistant" for turn in turns),
+        "tokens": _number(cost.get("sampled_tokens")) if isinstance(cost, dict) else None,
+        "tool_errors": sum(turn.get("role") == "tool" and bool(turn.get("error")) for turn in turns),
+        "hints": sum(bool(turn.get("hint")) for turn in turns),
+        "error": _text(failure_text(line)),
+        "verdict": _verdict(line.get("verdict")),
         "node": ", ".join(map(str, node)) if isinstance(node, list) else _text(node),
-        "version_min": _number(versions[0]),
-        "version_max": _number(versions[-1]),
-        "truncated": bool(line.truncated),
+        "version_min": _number(first),
+        "version_max": _number(last),
+        "truncated": bool(line.get("truncated")),
     }
 
 
-def _verdict(line: _Line) -> str | None:
+def _verdict(verdict: Any) -> str | None:
     """Return what the monitor for reward hacks says: hack, suspicious or clean; None where none looked."""
-    if not isinstance(line.verdict, dict):
-        return _text(line.verdict)
-    if line.verdict.get("hack"):
+    if not isinstance(verdict, dict):
+        return _text(verdict)
+    if verdict.get("hack"):
         return "hack"
-    findings = line.verdict.get("findings")
-    weights = (
-        [each.get("severity") for each in findings if isinstance(each, dict)] if isinstance(findings, list) else []
-    )
-    return "suspicious" if "suspicious" in weights else "clean"
+    findings = verdict.get("findings")
+    found = [each for each in findings if isinstance(each, dict)] if isinstance(findings, list) else []
+    return "suspicious" if any(each.get("severity") == "suspicious" for each in found) else "clean"
 
 
 def _number(value: Any) -> float | int | None:

@@ -1,22 +1,13 @@
-"""The JSON about rollouts: a filtered list, one with its siblings, its tokens, and what training fixed or broke.
-
-Also the pairs, a page of them at a time.
-"""
+"""The JSON about rollouts: a filtered list, one with its siblings, its tokens, and what training fixed or broke."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from functools import lru_cache
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import msgspec
-
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import Scores
-from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
 from composer_prime.view.rollout_index import Entry, RolloutIndex
 
@@ -29,12 +20,11 @@ _FAULTS: dict[str, Callable[[Entry], bool]] = {
     "hinted": lambda row: row["hints"] > 0,
     "truncated": lambda row: row["truncated"],
 }
+_SEARCHED = {"task": ("task_id",), "node": ("node",), "q": ("task_id", "rollout_id", "error")}
+"""By filter: the columns in which its text may stand."""
 _MAX_ROWS = 500
 _MAX_SIBLINGS = 16
 _HIDDEN = ("file", "offset", "length")
-_PAIRS_PER_PAGE = 25
-_EMBEDDED_PAIRS = Path(__file__).parent.parent / "assets" / "tiny" / "pairs.jsonl"
-_MAX_PAIR_BYTES = 4_000_000
 Query = Mapping[str, str]
 
 
@@ -42,7 +32,7 @@ def rollout_list(index: RolloutIndex, query: Query) -> dict[str, Any]:
     """Return the entries that pass the query's filters. Raises ConfigError for a value that is not a number."""
     kind = query.get("kind", "step")
     everything = index.entries(kind)
-    rows = _sorted([row for row in everything if _passes(row, query)], query.get("sort", ""))
+    rows = _sorted([row for row in everything if passes(row, query)], query.get("sort", ""))
     offset = max(0, _integer(query, "offset") or 0)
     limit = max(1, min(_integer(query, "limit") or 100, _MAX_ROWS))
     return {
@@ -66,26 +56,27 @@ def _sorted(rows: list[Entry], order: str) -> list[Entry]:
     return sorted(rows, key=lambda row: (row[column] is None, sign * (row[column] or 0)))
 
 
-def _passes(row: Entry, query: Query) -> bool:
+def passes(row: Entry, query: Query) -> bool:
     """Return whether a row passes every filter. Text that is searched for is text, without patterns."""
-    for name, column in {"step": "step", "group": "grp"}.items():
-        if (number := _integer(query, name)) is not None and row[column] != number:
-            return False
+    wanted = {"step": _integer(query, "step"), "grp": _integer(query, "group")}
+    wanted |= {name: query.get(name) or None for name in ("source", "status", "verdict")}
+    if any(value is not None and row[name] != value for name, value in wanted.items()):
+        return False
     least, most = _figure(query, "min"), _figure(query, "max")
-    if (least is not None or most is not None) and row["reward"] is None:
+    if not (least is most is None or _is_between(row["reward"], least, most)):
         return False
-    if (least is not None and row["reward"] < least) or (most is not None and row["reward"] > most):
-        return False
-    if any(query.get(name) and row[name] != query[name] for name in ("source", "status", "verdict")):
-        return False
-    if not (_holds(row, ("task_id",), query.get("task")) and _holds(row, ("node",), query.get("node"))):
+    if not all(_holds(row, columns, query.get(name, "")) for name, columns in _SEARCHED.items()):
         return False
     fault = _FAULTS.get(query.get("error", ""))
-    return _holds(row, ("task_id", "rollout_id", "error"), query.get("q")) and (fault is None or fault(row))
+    return fault is None or fault(row)
 
 
-def _holds(row: Entry, columns: tuple[str, ...], text: str | None) -> bool:
-    return not text or any(text.lower() in (row[column] or "").lower() for column in columns)
+def _is_between(value: float | None, least: float | None, most: float | None) -> bool:
+    return value is not None and (least is None or value >= least) and (most is None or value <= most)
+
+
+def _holds(row: Entry, columns: tuple[str, ...], text: str) -> bool:
+    return any(text.lower() in (row[column] or "").lower() for column in columns)
 
 
 def one_rollout(index: RolloutIndex, query: Query) -> dict[str, Any] | None:
@@ -131,14 +122,13 @@ def evaluation_difference(
     tasks = [{"task": task, "before": fmean(first[task]), "after": fmean(second[task])} for task in sorted(shared)]
     solved = [(row["before"] >= threshold, row["after"] >= threshold) for row in tasks]
     groups = {"fixed": (False, True), "broken": (True, False), "solved": (True, True), "unsolved": (False, False)}
-    result |= {"before": before, "after": after, "first": _interval(first), "second": _interval(second)}
+    result |= {"before": before, "after": after, "first": mean_interval(first), "second": mean_interval(second)}
     for name, flags in groups.items():
         chosen = [row for row, flag in zip(tasks, solved, strict=True) if flag == flags]
         result[f"{name}_count"] = len(chosen)
         result[name] = sorted(chosen, key=lambda row: row["before"] - row["after"])[:300]
     if shared:
-        change = difference_interval(first, second)
-        result["change"] = {"mean": change.mean, "low": change.low, "high": change.high, "tasks": change.count}
+        result["change"] = difference_interval(first, second)
     return result
 
 
@@ -148,11 +138,6 @@ def _chosen(step: int | None, steps: list[int], position: int) -> int | None:
     if step not in steps:
         raise ConfigError(f"there is no evaluation of step {step}; there are {', '.join(map(str, steps)) or 'none'}")
     return step
-
-
-def _interval(scores: Scores) -> dict[str, Any]:
-    mean = mean_interval(scores)
-    return {"mean": mean.mean, "low": mean.low, "high": mean.high, "tasks": mean.count}
 
 
 def public(entry: dict[str, Any]) -> dict[str, Any]:
@@ -175,113 +160,3 @@ def _figure(query: Query, name: str) -> float | None:
         return float(text) if text else None
     except ValueError:
         raise ConfigError(f"{name}={text!r} is not a number") from None
-
-
-# -- tokens with their figures, where the run recorded them (monitor.tokens) --------------------------------------
-
-
-def rollout_tokens(run_dir: RunDir, entry: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the recorded samples of a rollout: token texts with log-probabilities and advantages; empty without."""
-    if entry["kind"] != "step" or not isinstance(entry["step"], int):
-        return []
-    step = entry["step"]
-    samples = _lines(run_dir.rollout_tokens(step), "rollout_id", str(entry["rollout_id"]))
-    trained = sorted(run_dir.rollouts(step).parent.glob(run_dir.trained_tokens(step, "*").name))
-    model = settings.get("model")
-    path = model.get("path") if isinstance(model, dict) else None
-    for sample in samples:
-        sample["texts"] = _texts(str(path), sample.pop("token_ids"))
-        for figures in (found for file in trained for found in _lines(file, "sample_id", str(sample["sample_id"]))):
-            sample |= _of_tokens(figures, sample["mask"])
-    return samples
-
-
-def _of_tokens(figures: dict[str, Any], mask: list[int]) -> dict[str, list[float]]:
-    """Return the trainer's figures by token, 0 for tokens without one; no divergence without a hinted turn."""
-    mismatch = iter(figures["mismatch"])
-    found = {"mismatch": [next(mismatch, 0.0) if trained else 0.0 for trained in mask]}
-    if figures["divergence"]:
-        found["divergence"] = [0.0] * len(mask)
-    for start, values in figures["divergence"]:
-        found["divergence"][start : start + len(values)] = values
-    return found
-
-
-def _lines(path: Path, key: str, name: str) -> list[dict[str, Any]]:
-    """Return the lines that begin with this key and name; the others are not decoded."""
-    start = b'{"' + key.encode() + b'":' + msgspec.json.encode(name) + b","
-    try:
-        with path.open("rb") as file:
-            return [msgspec.json.decode(raw) for raw in file if raw.startswith(start)]
-    except (OSError, msgspec.DecodeError):
-        return []
-
-
-def _texts(model: str, ids: list[int]) -> list[str]:
-    """Return each token's text; `#id` where the model's tokenizer cannot be read."""
-    tokenizer = _tokenizer(model)
-    return [f"#{token}" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-
-
-@lru_cache(maxsize=8)
-def _tokenizer(model: str) -> Any:
-    from tokenizers import Tokenizer
-
-    from composer_prime.model_source import present_model
-
-    folder = present_model(model)
-    if folder is None:
-        return None
-    try:
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception:  # tokenizers raises no other class for a file that it cannot read
-        return None
-
-
-# -- the preference pairs of a run ------------------------------------------------------------------------------
-
-
-def pair_list(run_dir: RunDir, settings: dict[str, Any], offset: int) -> dict[str, Any]:
-    """Return a page of pairs from the `offset`-th on, and how many there are. A file that is not there has none."""
-    path = _pairs_file(run_dir, settings)
-    pairs: list[dict[str, Any]] = []
-    total = 0
-    try:
-        with path.open("rb") as file:
-            for raw in file:
-                if not raw.strip():
-                    continue
-                if offset <= total < offset + _PAIRS_PER_PAGE and len(raw) <= _MAX_PAIR_BYTES and (pair := _pair(raw)):
-                    pairs.append(pair)
-                total += 1
-    except OSError:
-        return {"pairs": [], "total": 0, "offset": 0, "file": None}
-    return {"pairs": pairs, "total": total, "offset": offset, "file": path.name, "page": _PAIRS_PER_PAGE}
-
-
-def _pairs_file(run_dir: RunDir, settings: dict[str, Any]) -> Path:
-    """Return the run's own pairs.jsonl, or the one that ships with the tiny model where the run trained on that."""
-    own = run_dir.root / "pairs.jsonl"
-    if own.is_file():
-        return own
-    table = settings.get("orchestrator")
-    preferences = table.get("preferences") if isinstance(table, dict) else None
-    named = preferences.get("pairs") if isinstance(preferences, dict) else None
-    return _EMBEDDED_PAIRS if named == "tiny" else own
-
-
-def _pair(raw: bytes) -> dict[str, Any] | None:
-    try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(line, dict):
-        return None
-    state = line.get("state")
-    messages = state.get("messages") if isinstance(state, dict) else []
-    return {
-        "trace": line.get("trace"),
-        "messages": messages[-4:] if isinstance(messages, list) else [],
-        "earlier": max(0, len(messages) - 4) if isinstance(messages, list) else 0,
-        **{name: line.get(name) for name in ("chosen", "rejected", "epsilon", "teachers", "cost_usd", "density")},
-    }

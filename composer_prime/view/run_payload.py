@@ -1,10 +1,11 @@
-"""The JSON of one run's page: verdict, figures by step, evaluations, events, lanes, time, money, settings."""
+"""The JSON of one run's page: verdict, figures by step, evaluations, events, time, money, settings."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -18,19 +19,13 @@ from composer_prime.monitor.progress import RunProgress, numeric_field
 from composer_prime.monitor.rollouts import Scores, only_evaluated, without_sources
 from composer_prime.run.costs import NodeTotals, Spent, read_costs, spent
 from composer_prime.run.run_dir import RunDir
-from composer_prime.stats.intervals import difference_interval, mean_interval
+from composer_prime.stats.intervals import Interval, difference_interval, mean_interval
 from composer_prime.view.catalog import FoundRun, flatten, max_steps, read_settings, run_state
-from composer_prime.view.metrics_reader import ended, trained_lines
 from composer_prime.view.run_verdict import verdict
 
 _MAX_POINTS = 1200
 """Steps of a figure that reach the page; of a longer run every n-th."""
-_MAX_MOMENTS = 800
 _MAX_EVENTS = 400
-_LANES = (
-    "queue/rollouts_running", "queue/rollouts_waiting", "queue/groups_in_flight", "queue/groups_ready",
-    "queue/batches_ahead", "gateway/nodes", "gateway/in_flight", "gateway/queued", "gateway/tokens_per_s",
-)  # fmt: skip
 _TOLD = ("problem", "event", "warning")
 """Fields of metrics.jsonl that hold words for people."""
 
@@ -39,7 +34,8 @@ def run_payload(found: FoundRun, evaluations: dict[int, Scores]) -> dict[str, An
     """Return the page of one run."""
     run_dir, settings = found.run_dir, read_settings(found.run_dir)
     lines = read_history(run_dir.metrics)
-    trained, (paid, problem) = trained_lines(lines), _paid(run_dir)
+    trained = dict(sorted((line["step"], line) for line in lines if "loss/total" in line))
+    paid, problem = _paid(run_dir)
     evaluations = without_sources(evaluations, only_evaluated(run_dir))
     progress = RunProgress()
     progress.update(lines)
@@ -51,14 +47,12 @@ def run_payload(found: FoundRun, evaluations: dict[int, Scores]) -> dict[str, An
         "state": run_state(run_dir, last, settings, ended(lines)),
         "step": last,
         "max_steps": max_steps(settings),
-        "trained_tokens": trained_tokens(trained.values()),
+        "trained_tokens": int(sum(step.tokens or 0.0 for step in progress.steps.values())),
         "verdict": verdict(evaluations, progress.rewards()),
         "figures": figures(trained),
         "evaluations": evaluation_points(evaluations),
         "waiting": {role: wait.what for role, wait in progress.waiting.items()},
         "events": events(run_dir, lines),
-        "lanes": lanes(lines),
-        "waits": waits(lines),
         "nodes": node_rows(lines, paid.nodes),
         "span": _span(lines),
         "costs": {"problem": problem} if problem else costs(run_dir, paid),
@@ -68,9 +62,10 @@ def run_payload(found: FoundRun, evaluations: dict[int, Scores]) -> dict[str, An
     }
 
 
-def trained_tokens(trained: Iterable[Line]) -> int:
-    """Return the tokens of all steps."""
-    return int(sum(numeric_field(line, "tokens/trained") or 0.0 for line in trained))
+def ended(lines: list[Line]) -> str | None:
+    """Return how the run ended, by the launcher's last note since the last resume."""
+    notes = [line for line in lines if line.get("event") in ("ended", "resume")]
+    return str(notes[-1].get("state")) if notes and notes[-1]["event"] == "ended" else None
 
 
 def figures(trained: dict[int, Line]) -> dict[str, Any]:
@@ -90,21 +85,28 @@ def figures(trained: dict[int, Line]) -> dict[str, Any]:
     return {"steps": kept, "times": times, "columns": columns, "stride": stride}
 
 
-def evaluation_points(evaluations: dict[int, Scores]) -> list[dict[str, Any]]:
-    """Return one entry for each source of each evaluation: mean, interval, paired change from the first one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationPoint:
+    """One evaluation of one source."""
+
+    step: int
+    source: str
+    level: Interval
+    change: Interval | None
+    """Paired by task with the source's first evaluation; None for that one."""
+
+
+def evaluation_points(evaluations: dict[int, Scores]) -> list[EvaluationPoint]:
+    """Return one entry for each source of each evaluation, by step."""
     points = []
     first: dict[str, Scores] = {}
-    for step, scores in sorted(evaluations.items()):
-        for source in sorted({task.partition("/")[0] for task in scores}):
-            part = {task: values for task, values in scores.items() if task.partition("/")[0] == source}
-            mean = mean_interval(part)
-            point: dict[str, Any] = {"step": step, "source": source, "tasks": mean.count}
-            point |= {"mean": _rounded(mean.mean), "low": _rounded(mean.low), "high": _rounded(mean.high)}
-            if source in first and first[source].keys() & part.keys():
-                change = difference_interval(first[source], part)
-                point["change"] = [_rounded(change.mean), _rounded(change.low), _rounded(change.high)]
-            first.setdefault(source, part)
-            points.append(point)
+    for step, scored in sorted(evaluations.items()):
+        for source in sorted({task.partition("/")[0] for task in scored}):
+            part = {task: values for task, values in scored.items() if task.startswith(f"{source}/")}
+            start = first.setdefault(source, part)
+            is_paired = start is not part and bool(start.keys() & part.keys())
+            change = difference_interval(start, part) if is_paired else None
+            points.append(EvaluationPoint(step=step, source=source, level=mean_interval(part), change=change))
     return points
 
 
@@ -136,41 +138,10 @@ def _event(line: dict[str, Any], kind: str, text: str) -> dict[str, Any]:
     }
 
 
-def lanes(lines: Iterable[Line]) -> dict[str, Any]:
-    """Return the orchestrator's queues and nodes over time: `times`, and by name one value a moment."""
-    moments = [line for line in lines if any(name in line for name in _LANES)]
-    moments = moments[:: -(-len(moments) // _MAX_MOMENTS) or 1]
-    columns = {name: [_rounded(numeric_field(line, name)) for line in moments] for name in _LANES}
-    return {
-        "times": [numeric_field(line, "time") for line in moments],
-        "columns": {name: column for name, column in columns.items() if any(value is not None for value in column)},
-    }
-
-
 def node_rows(lines: list[Line], totals: Mapping[str, NodeTotals]) -> list[dict[str, Any]]:
     """Return the table of the run's inference nodes."""
     rows = recorded_rows(lines, totals)
     return [{**msgspec.to_builtins(row), "usd_per_million": row.totals.usd_per_million} for row in rows]
-
-
-def waits(lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """Return which process waited for what, and when. Consecutive lines about one subject are one wait."""
-    open_waits: dict[str, dict[str, Any]] = {}
-    ended: list[dict[str, Any]] = []
-    for line in lines:
-        what, now = line.get("waiting_for"), numeric_field(line, "time")
-        if not isinstance(what, str) or now is None:
-            continue
-        role, subject = str(line.get("role", "?")), what.partition(":")[0]
-        current = open_waits.get(role)
-        if current is not None:
-            current["to"] = now
-            if current["what"] != subject:
-                ended.append(open_waits.pop(role))
-        if subject and role not in open_waits:
-            open_waits[role] = {"role": role, "what": subject, "from": now, "to": now}
-    found = [wait for wait in [*ended, *open_waits.values()] if wait["to"] > wait["from"]]
-    return sorted(found, key=lambda wait: wait["from"])[-_MAX_MOMENTS:]
 
 
 def _span(lines: list[Line]) -> list[float] | None:

@@ -9,7 +9,9 @@ from typing import Any
 from composer_prime.console import pluralize
 from composer_prime.monitor.rollouts import Scores
 from composer_prime.stats.intervals import difference_interval, mean_interval
-from composer_prime.view.metrics_reader import MEAN_STEPS
+
+MEAN_STEPS = 10
+"""Steps of a mean; with fewer steps no trend is claimed."""
 
 
 def verdict(evaluations: Mapping[int, Scores], rewards: list[float]) -> dict[str, Any]:

@@ -53,7 +53,6 @@ class ViewServer(ThreadingHTTPServer):
             "/api/rollouts": workspace.rollouts,
             "/api/rollout": workspace.rollout,
             "/api/evaluation": workspace.evaluation,
-            "/api/pairs": workspace.pairs,
         }
         self.assets = {f"/{path.name}": path for path in ASSETS.iterdir() if path.suffix in _TYPES}
         self.assets["/"] = ASSETS / "index.html"

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from composer_prime.errors import ConfigError
+from composer_prime.monitor.metrics_file import Line, read_history
+from composer_prime.monitor.progress import RunProgress, numeric_field
 from composer_prime.monitor.rollouts import Scores
 from composer_prime.view.catalog import (
     FoundRun,
@@ -18,20 +22,19 @@ from composer_prime.view.catalog import (
     read_settings,
     run_state,
 )
-from composer_prime.view.metrics_reader import RunGlance, read_glance
 from composer_prime.view.rollout_index import RolloutIndex
 from composer_prime.view.rollout_payload import (
     Query,
     evaluation_difference,
     one_rollout,
-    pair_list,
     read_evaluations,
     rollout_list,
-    rollout_tokens,
 )
-from composer_prime.view.run_payload import run_payload
+from composer_prime.view.run_payload import ended, run_payload
+from composer_prime.view.run_verdict import MEAN_STEPS
 
 _SEARCH_EVERY_S = 2.0
+_SPARK_POINTS = 48
 
 
 class Workspace:
@@ -43,7 +46,7 @@ class Workspace:
         self._lock = threading.RLock()
         self._runs = find_runs(folders)
         self._searched_at = time.monotonic()
-        self._glances: dict[str, tuple[tuple[int, int, int], RunGlance]] = {}
+        self._figures: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {}
         """By run id, with inode, size and time of the file that was read."""
         self._indexes: dict[str, RolloutIndex] = {}
 
@@ -66,33 +69,24 @@ class Workspace:
         return {"folders": [str(folder) for folder in self._folders], "runs": rows}
 
     def _list_row(self, run: FoundRun, settings: dict[str, Any], differs: dict[str, Any]) -> dict[str, Any]:
-        glance = self._glance(run)
-        evaluations = [glance.held_out[step] for step in sorted(glance.held_out)]
-        ends = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations
+        """Return the row of a run. Its figures are read again when its metrics.jsonl changed."""
+        try:
+            stat = run.run_dir.metrics.stat()
+            stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        except OSError:
+            stamp = (0, 0, 0)
+        known = self._figures.get(run.run_id)
+        if known is None or known[0] != stamp:
+            self._figures[run.run_id] = known = (stamp, list_figures(read_history(run.run_dir.metrics)))
+        figures = known[1]
         return {
             "id": run.run_id,
             "joint": run.joint,
-            "state": run_state(run.run_dir, glance.step, settings, glance.ended),
-            "step": glance.step,
+            "state": run_state(run.run_dir, figures["step"], settings, figures["ended"]),
             "max_steps": max_steps(settings),
-            "reward": glance.recent_reward(),
-            "spark": glance.spark(),
-            "held_out": [{"step": each.step, "mean": each.mean, "low": each.low, "high": each.high} for each in ends],
-            "updated": glance.updated,
             "differs": differs,
+            **{name: figures[name] for name in ("step", "reward", "spark", "held_out", "updated")},
         }
-
-    def _glance(self, run: FoundRun) -> RunGlance:
-        """Return the account of a run, read again when its metrics.jsonl changed."""
-        try:
-            stat = run.run_dir.metrics.stat()
-        except OSError:
-            return RunGlance()
-        stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        known = self._glances.get(run.run_id)
-        if known is None or known[0] != stamp:
-            self._glances[run.run_id] = known = (stamp, read_glance(run.run_dir.metrics))
-        return known[1]
 
     def run(self, query: Query) -> dict[str, Any]:
         """Return the page of one run. Raises ConfigError for an unknown run."""
@@ -108,7 +102,6 @@ class Workspace:
         page = one_rollout(self._index(found), query)
         if page is None:
             raise ConfigError(f"{found.run_id} has no rollout {query.get('id', '')!r} of this kind and step")
-        page["tokens"] = rollout_tokens(found.run_dir, page["entry"], read_settings(found.run_dir))
         return page
 
     def evaluation(self, query: Query) -> dict[str, Any]:
@@ -116,11 +109,6 @@ class Workspace:
         found = self.find(query)
         steps = [int(text) if (text := query.get(name, "")).isdecimal() else None for name in ("before", "after")]
         return evaluation_difference(self._evaluations(found), *steps, threshold=self._threshold(found))
-
-    def pairs(self, query: Query) -> dict[str, Any]:
-        found = self.find(query)
-        offset = int(text) if (text := query.get("offset", "")).isdecimal() else 0
-        return pair_list(found.run_dir, read_settings(found.run_dir), offset)
 
     def _evaluations(self, found: FoundRun) -> dict[int, Scores]:
         return read_evaluations(self._index(found))
@@ -142,3 +130,30 @@ class Workspace:
             if found.run_id not in self._indexes:
                 self._indexes[found.run_id] = RolloutIndex(found.run_dir)
             return self._indexes[found.run_id]
+
+
+def list_figures(lines: list[Line]) -> dict[str, Any]:
+    """Return what the list of runs shows of one run's metrics."""
+    progress = RunProgress()
+    progress.update(lines)
+    rewards = progress.rewards()
+    count = min(_SPARK_POINTS, len(rewards))
+    edges = [round(index * len(rewards) / count) for index in range(count + 1)] if count else []
+    held_out = [point for step in sorted(progress.evals) if (point := _held_out(step, progress.evals[step]))]
+    return {
+        "step": progress.last.step if progress.last else 0,
+        "reward": fmean(rewards[-MEAN_STEPS:]) if rewards else None,
+        "spark": [round(fmean(rewards[start:end]), 4) for start, end in pairwise(edges)],
+        "held_out": [held_out[0], held_out[-1]] if len(held_out) > 1 else held_out,
+        "updated": numeric_field(lines[-1], "time") if lines else None,
+        "ended": ended(lines),
+    }
+
+
+def _held_out(step: int, figures: dict[str, float]) -> dict[str, Any] | None:
+    """Return the mean over sources of one evaluation, and the interval of an only source."""
+    names = [name for name in figures if name.endswith("/reward_mean")]
+    if not names:
+        return None
+    bounds = {way: figures.get(f"{names[0]}_{way}") if len(names) == 1 else None for way in ("low", "high")}
+    return {"step": step, "mean": fmean(figures[name] for name in names), **bounds}

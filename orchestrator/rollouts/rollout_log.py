@@ -7,14 +7,13 @@ not double its lines. rollouts/failed.jsonl gets each failed rollout as it ends,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from composer_prime.run.run_dir import append_line, write_atomic
-from composer_prime.wire.types import flags, floats, ints
 from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOutcome
 from orchestrator.workers.protocol import MessageRecord, RolloutFailure
 
@@ -58,24 +57,6 @@ def rollout_line(
             "wall_s": rollout.wall_s,
         },
     }
-
-
-def token_lines(group: FinishedGroup) -> Iterator[dict[str, Any]]:
-    """Yield each sample's T tokens. `sampled` marks those with a log-probability, `mask` those that are trained."""
-    for sample in group.samples:
-        count = sample.num_tokens
-        sampled = [0] * count
-        for span in sample.version_spans:
-            sampled[span.start : span.end] = [1] * (span.end - span.start)
-        yield {
-            "rollout_id": sample.sample_id.rpartition("/")[0],
-            "sample_id": sample.sample_id,
-            "token_ids": ints(sample.input_ids).tolist(),
-            "sampled": sampled,
-            "mask": flags(sample.loss_mask).tolist(),
-            "logprobs": [round(value, 4) for value in floats(sample.logprobs).tolist()],
-            "advantages": [round(value, 4) for value in floats(sample.advantages).tolist()],
-        }
 
 
 def write(path: Path, lines: Iterable[dict[str, Any]]) -> None:

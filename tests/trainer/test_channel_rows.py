@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import msgspec
 import numpy as np
@@ -24,7 +23,6 @@ from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import NonFiniteError, RunMismatchError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import StepTotals, flags, floats, ints, pack_floats, pack_ints
-from trainer.data.token_figures import TokenFigures
 from trainer.head.fused import TeacherMixture, TeacherPart
 from trainer.model.attention import PACKED
 from trainer.model.policy_model import Policy
@@ -264,33 +262,3 @@ def test_what_the_packer_does_not_know_is_refused():
     for changes in ({"turns": [beyond]}, {"lengths": batch.lengths[1:]}, {"logprobs": batch.logprobs[4:]}):
         with pytest.raises(RunMismatchError):
             row_of(msgspec.structs.replace(batch, **changes), CPU, **ON)
-
-
-def test_figures_of_tokens_are_those_of_samples_alone(tmp_path):
-    # What is written for the page from packed rows: each trained token's mismatch and each hinted token's divergence
-    # equal those of its sample alone, and stand at its place.
-    samples, pairs = make_hinted(3, 9, temperature=0.7), make_pairs(3)
-    units = [pair_unit(pair) for pair in pairs]
-    (batches,) = pack(samples, units, run_id="r", step=1, world_size=1, max_tokens=200)
-    policy, figures = Policy(MODEL, PACKED), TokenFigures()
-    assert len(batches) > 1
-    for batch in batches:
-        row = row_of(batch, CPU, **ON, teacher_in_row=True)
-        settings = LossSettings(terms=CHANNELS.terms(64), figures=figures)
-        loss_of(policy, row, counts(samples, pairs), settings, auxiliary=auxiliary_of(policy, row, pairs))
-    figures.write(tmp_path / "figures.jsonl", batches)
-    found = {line["sample_id"]: line for line in map(json.loads, (tmp_path / "figures.jsonl").read_text().splitlines())}
-    assert found.keys() == {sample.sample_id for sample in samples}
-    for sample in samples:
-        ids, mask, line = ints(sample.input_ids), flags(sample.loss_mask).astype(bool), found[sample.sample_id]
-        with torch.no_grad():
-            scores = logits_of(ids) / sample.temperature
-            hinted = [logits_of(ints(turn.teacher_ids))[turn.teacher_start :] for turn in sample.distillations]
-        mismatch = picked(scores, ids).numpy() - floats(sample.logprobs)
-        np.testing.assert_allclose(line["mismatch"], mismatch[mask], atol=2e-5)
-        assert [start for start, _ in line["divergence"]] == [turn.start for turn in sample.distillations]
-        for (_, values), turn, teacher in zip(line["divergence"], sample.distillations, hinted, strict=True):
-            span = slice(turn.start, turn.end)
-            targets = torch.tensor(ids[span]).long()
-            expected = divergence(scores[span], teacher / sample.temperature, CHANNELS.sdpo, targets)
-            np.testing.assert_allclose(values, expected, atol=2e-5)

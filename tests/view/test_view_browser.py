@@ -54,10 +54,7 @@ def outputs(tmp_path_factory):
     """Two runs that may be looked at and not changed."""
     folder = tmp_path_factory.mktemp("view") / "outputs"
     make_run(folder / "a1")
-    second = make_run(folder / "a2", seed=1, learns=False, channels={"sdpo": {"weight": 0.0}})
-    recorded = {"rollout_id": "g000024-1", "sample_id": "g000024-1/0", "token_ids": [5, 6, 7], "sampled": [0, 1, 1],
-                "mask": [0, 1, 1], "logprobs": [0, -0.1, -4.0], "advantages": [0, 0.5, 0.5]}  # fmt: skip
-    write_lines(second.rollout_tokens(12), [recorded])
+    make_run(folder / "a2", seed=1, learns=False, channels={"sdpo": {"weight": 0.0}})
     return folder
 
 
@@ -158,8 +155,6 @@ def test_a_walk_by_mouse(browser, server):
     page.until("$0.25 in 1 call", "#costs")
     page.click_text("nav.tabs a", "Settings")
     page.until("orchestrator.eval.pass_threshold", "#settings")
-    page.click_text("nav.tabs a", "Pairs")
-    page.until("no preference pairs")
     page.check_clean()
 
 
@@ -212,25 +207,6 @@ def test_keys(browser, server):
     page.keys("t")
     themes.add(page.browser.execute_script("return document.documentElement.dataset.theme"))
     assert themes == {"light", "dark"}
-    page.check_clean()
-
-
-# Recorded tokens are colored by what was recorded; where nothing was, the page says which setting records them.
-def test_tokens_are_colored(browser, server):
-    page = Page(browser, f"{server.address}#/run/a2/rollout/step/12/g000024-1")
-    page.until_true(lambda: page.all(".tokens .token"), "tokens")
-    colors = [span.value_of_css_property("background-color") for span in page.all(".tokens .token")]
-    assert len(colors) == 2 == len(set(colors)) and len(page.all(".tokens .quiet")) == 1
-    page.choose("#shade", "advantages")
-    page.until_true(lambda: page.all(".tokens[data-shade='advantages']"), "advantages")
-    assert page.hash.endswith("?color=advantages") and "made likelier" in page.text()
-    browser.get(f"{server.address}#/run/a2/rollout/step/12/g000024-1?color=none")
-    page.until_true(lambda: page.all("#shade") and not page.all("#shades"), "no color, from the address")
-    page.keys("\ue00c")  # Escape leaves the select
-    page.keys("c")
-    page.until("unlikely", "#shades")
-    browser.get(f"{server.address}#/run/a1/rollout/step/12/g000024-1")
-    page.until("monitor.tokens")
     page.check_clean()
 
 

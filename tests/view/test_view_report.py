@@ -1,4 +1,4 @@
-"""report.html and the model card."""
+"""report.html: a run in one file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 from composer_prime.cli import report_command
 from composer_prime.errors import ConfigError
-from composer_prime.view.model_card import model_card, write_model_card
 from composer_prime.view.report_html import joined_script, report_page
 from composer_prime.view.server import ASSETS
 from tests.view.run_made import HOSTILE, make_run, rollout, write_lines
@@ -85,28 +84,6 @@ def test_the_report_command_writes_a_page(tmp_path, capsys):
         report_command.main([str(run_dir.root), "--html", str(tmp_path)])
     with pytest.raises(ConfigError, match="--html shows one run, not 2"):
         report_command.main([str(run_dir.root), str(run_dir.root), "--html", str(tmp_path / "x.html")])
-
-
-# The card has what a reader of a published model asks for, and the loading code names the folder.
-def test_the_model_card(tmp_path):
-    run_dir = make_run(tmp_path / "a1", model={"path": "org/base"})
-    assert write_model_card(run_dir) is None
-    run_dir.final.mkdir()
-    path = write_model_card(run_dir)
-    assert path is not None and path == run_dir.final / "README.md"
-    card = path.read_text()
-    assert card.startswith("---\nlibrary_name: transformers\n") and "base_model: org/base\n---" in card
-    assert 'AutoModelForCausalLM.from_pretrained("final")' in card and "- SDPO: weight 0.5" in card
-    assert "it learned" in card and "12 optimizer steps, 12,000 trained tokens" in card
-    assert "base_model" not in model_card(make_run(tmp_path / "b", model={"path": "tiny"}))
-
-
-# A published card holds no path of the machine: of absolute ones the last part is left.
-def test_the_model_card_names_no_folders(tmp_path):
-    source = {"name": "s", "taskset": {"id": "/home/ann/tasks/mine.py", "folder": "/home/ann/tasks"}}
-    settings = {"model": {"path": "/home/ann/base"}, "orchestrator": {"source": [source]}}
-    card = model_card(make_run(tmp_path / "a1", **settings))
-    assert "ann" not in card and "`base`" in card and "`mine.py`" in card
 
 
 # A failed rollout has no reward, so it is neither the best nor the worst.

@@ -99,7 +99,7 @@ def test_flipped_tasks(run_dir, index):
     assert [row["task"] for row in found["fixed"]] == [f"s/task-{task}" for task in range(2, 7)]
     assert [row["task"] for row in found["broken"]] == ["s/task-0"]
     assert (found["solved_count"], found["unsolved_count"]) == (1, 0)
-    assert found["change"]["tasks"] == 7
+    assert found["change"].count == 7
     with pytest.raises(ConfigError, match="there is no evaluation of step 8; there are 0, 3"):
         evaluation_difference(read_evaluations(index), 8, None)
 

@@ -145,7 +145,7 @@ def test_the_verdict_is_of_all_evaluations(tmp_path):
     workspace = Workspace([tmp_path / "outputs"])
     run = workspace.run({"run": "a1"})
     assert "(0.250 after step 0, 1.000 after step 39)" in run["verdict"]["text"]
-    assert [point["step"] for point in run["evaluations"]] == [0, 3, *range(4, 40)]
+    assert [point.step for point in run["evaluations"]] == [0, 3, *range(4, 40)]
     assert run["trained_tokens"] == 3000
 
 

@@ -83,7 +83,7 @@ def launch(config: Config, commands: Commands | None = None) -> int:
         monitor.note_end(state, failure)
     with suppress(KeyboardInterrupt):  # Ctrl-C skips what is left of closing, never the summary.
         monitor.close()
-    _write_pages(prepared, status, state)
+    _write_report(prepared, state)
     print(run_summary(prepared, monitor.progress, status, monitor.peak_bytes), flush=True)
     if failure is not None:  # Its cause is the last word.
         print(f"\nthe run failed: {printable(failure)}", file=sys.stderr)
@@ -131,15 +131,12 @@ def _answers_text(supervisor: Supervisor) -> str:
     return f"waiting for pending answers of teachers, at most {answers_s:g} s" if asks and answers_s else ""
 
 
-def _write_pages(prepared: Prepared, status: int, state: str) -> None:
-    """Write report.html and the model card. What goes wrong with them, or Ctrl-C, does not fail the run."""
+def _write_report(prepared: Prepared, state: str) -> None:
+    """Write report.html. What goes wrong with it, or Ctrl-C, does not fail the run."""
     try:
-        from composer_prime.view.model_card import write_model_card
         from composer_prime.view.report_html import write_report
 
         write_report(prepared.run_dir, state=state)
-        if status == 0 and prepared.config.run.max_steps:
-            write_model_card(prepared.run_dir)
     except (Exception, KeyboardInterrupt) as error:
         note = f"report.html could not be written ({type(error).__name__}: {error}); the run is not affected"
         print(note, file=sys.stderr, flush=True)

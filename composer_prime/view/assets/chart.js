@@ -1,5 +1,5 @@
-// Charts as inline SVG: lines with a ten-step mean and intervals, stacked bars, lanes over time.
-import { h, svg, figure, clock, seconds } from "./dom.js";
+// Charts as inline SVG: lines with a ten-step mean and intervals, stacked bars.
+import { h, svg, figure, seconds } from "./dom.js";
 
 const WIDTH = 460;
 const HEIGHT = 190;
@@ -227,56 +227,6 @@ export function stackedBars(spec) {
   );
   const caption = h("figcaption", null, h("b", null, spec.title), h("span", { class: "quiet" }, ` ${spec.note || ""}`));
   return h("figure", { class: "chart" }, caption, drawing, h("div", { class: "legend" }, legend));
-}
-
-// Rows over one time axis. spec: title, span [from, to], rows [{name, times, values}] and waits [{role, what, from, to}].
-export function laneChart(spec) {
-  const roles = [...new Set(spec.waits.map((wait) => wait.role))];
-  if (!spec.rows.length && !roles.length) return null;
-  const [width, left, row, gap] = [940, 150, 26, 6];
-  const height = (spec.rows.length + roles.length) * (row + gap) + 24;
-  const [from, to] = spec.span;
-  const x = (time) => left + ((time - from) / (to - from || 1)) * (width - left - 10);
-  const top = (index) => index * (row + gap) + 4;
-  const name = (index, text, value) => [
-    svg("text", { class: "lane", x: left - 8, y: top(index) + row / 2 - 1, "text-anchor": "end" }, text),
-    value && svg("text", { class: "tick", x: left - 8, y: top(index) + row / 2 + 10, "text-anchor": "end" }, value),
-  ];
-  const areas = spec.rows.map((lane, index) => laneArea(lane, index, { x, top, row, name }));
-  const waiting = roles.map((role, offset) => {
-    const index = spec.rows.length + offset;
-    return [
-      name(index, role, "waits"),
-      svg("rect", { class: "rest", x: left, y: top(index), width: width - left - 10, height: row }),
-      spec.waits
-        .filter((wait) => wait.role === role)
-        .map((wait) => {
-          const size = Math.max(x(wait.to) - x(wait.from), 1.5);
-          const rect = svg("rect", { class: "area soft c3", x: x(wait.from), y: top(index), width: size, height: row });
-          rect.append(svg("title", null, `${role} waited ${seconds(wait.to - wait.from)} for ${wait.what}`));
-          return rect;
-        }),
-    ];
-  });
-  const marks = ticks(0, to - from, 6).map((passed) =>
-    svg("text", { class: "tick", x: x(from + passed), y: height - 6, "text-anchor": "middle" }, seconds(passed)),
-  );
-  const label = `${spec.title}: ${[...spec.rows.map((lane) => lane.name), ...roles].join(", ")}`;
-  const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label }, areas, waiting, marks);
-  const note = h("span", { class: "quiet" }, ` from ${clock(from)}; hover a wait for what it was for`);
-  return h("figure", { class: "chart wide" }, h("figcaption", null, h("b", null, spec.title), note), drawing);
-}
-
-function laneArea(lane, index, { x, top, row, name }) {
-  const high = Math.max(...lane.values.map((value) => value ?? 0)) || 1;
-  const y = (value) => top(index) + row - ((value ?? 0) / high) * row;
-  let d = "";
-  lane.values.forEach((value, place) => {
-    d += place ? `H${x(lane.times[place]).toFixed(1)}V${y(value).toFixed(1)}` : `M${x(lane.times[0]).toFixed(1)} ${top(index) + row}V${y(value).toFixed(1)}`;
-  });
-  d += `V${top(index) + row}Z`;
-  const base = svg("line", { class: "grid", x1: x(lane.times[0]), x2: x(lane.times[lane.times.length - 1]), y1: top(index) + row, y2: top(index) + row });
-  return [name(index, lane.name, `most ${figure(Math.max(...lane.values.map((value) => value ?? 0)))}`), base, svg("path", { class: "area soft c0", d })];
 }
 
 export function sparkline(values) {

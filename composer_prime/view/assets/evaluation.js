@@ -13,7 +13,7 @@ export function evaluationBlock(run, answer, go) {
   return [
     go && h("p", { class: "filters" }, choose("before"), "→", choose("after")),
     change && h("p", null, `held-out ${short(answer.first.mean)}${interval(answer.first.low, answer.first.high)} → ${short(answer.second.mean)}${interval(answer.second.low, answer.second.high)}, change `,
-      h("b", null, `${short(change.mean, true)}${interval(change.low, change.high, true)}`), ` over ${plural(change.tasks, "task")}`),
+      h("b", null, `${short(change.mean, true)}${interval(change.low, change.high, true)}`), ` over ${plural(change.count, "task")}`),
     h("p", { class: "quiet" }, counts.map(([name, tone], index) => [index ? " · " : "", h("span", { class: tone }, `${answer[`${name}_count`]} ${NAMES[name]}`)]), `. A task is solved from a mean reward of ${answer.threshold}.`),
     h("div", { class: "two" }, section("Fixed by training", flips(run, answer, answer.fixed, "fixed", go)), section("Broken by training", flips(run, answer, answer.broken, "broken", go))),
   ];

@@ -1,6 +1,6 @@
 // The charts of a run, or of several runs laid over each other, by subject.
 import { h, section } from "./dom.js";
-import { lineChart, stackedBars, laneChart } from "./chart.js";
+import { lineChart, stackedBars } from "./chart.js";
 
 const GROUPS = [
   ["Reward", [
@@ -40,18 +40,6 @@ const TIME = [
   ["optimizer", "time/optimizer_s", 2],
 ];
 
-const QUEUES = {
-  "gateway/nodes": "nodes",
-  "gateway/in_flight": "requests at nodes",
-  "gateway/queued": "requests waiting",
-  "gateway/tokens_per_s": "tokens a second",
-  "queue/rollouts_running": "rollouts running",
-  "queue/rollouts_waiting": "rollouts waiting",
-  "queue/groups_in_flight": "groups running",
-  "queue/groups_ready": "groups ready",
-  "queue/batches_ahead": "batches ahead",
-};
-
 function points(run, name) {
   const column = run.figures.columns[name];
   return column ? run.figures.steps.map((step, index) => [step, column[index]]) : [];
@@ -74,7 +62,7 @@ function figureChart(runs, spec) {
     : runs.map((run, index) => ({ name: run.id, color: index % 8, points: points(run, names[0] || ""), mean: spec.mean, plain: true }));
   const intervals = spec.heldOut
     ? runs.flatMap((run, index) =>
-        run.evaluations.map((each) => ({ x: each.step, mean: each.mean, low: each.low, high: each.high, color: isAlone ? 1 : index % 8 })),
+        run.evaluations.map((each) => ({ x: each.step, mean: each.level.mean, low: each.level.low, high: each.level.high, color: isAlone ? 1 : index % 8 })),
       )
     : [];
   return lineChart({ ...spec, series, intervals });
@@ -110,15 +98,6 @@ export function timeCharts(run) {
   charts.push(lineChart({ title: "Trainer memory", note: "GiB at most", series: [{ name: "GiB", points: memory }] }));
   const usable = charts.filter(Boolean);
   return usable.length ? section("Time", h("div", { class: "charts" }, usable)) : null;
-}
-
-export function queueLanes(run) {
-  if (!run.span) return null;
-  const rows = Object.entries(QUEUES)
-    .filter(([name]) => run.lanes.columns[name])
-    .map(([name, title]) => ({ name: title, times: run.lanes.times, values: run.lanes.columns[name] }));
-  const chart = laneChart({ title: "Queues, nodes and waits", span: run.span, rows, waits: run.waits });
-  return chart && section("Queues and nodes", h("div", { class: "charts" }, chart));
 }
 
 // Any figure of metrics.jsonl by its name.

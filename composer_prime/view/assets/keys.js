@@ -1,4 +1,4 @@
-// Keys: j k move, Enter opens, / finds, s shows siblings side by side, c colors tokens by the next figure, u goes up; in a conversation n begins anew and x stops; t changes the colors, ? lists them.
+// Keys: j k move, Enter opens, / finds, s shows siblings side by side, u goes up, t changes the colors, ? lists them.
 import { readHash, link } from "./source.js";
 import { rolloutLink } from "./rollouts.js";
 
@@ -38,13 +38,6 @@ function up(go) {
   else go("#/");
 }
 
-function nextColor() {
-  const select = document.getElementById("shade");
-  if (!select) return;
-  select.selectedIndex = (select.selectedIndex + 1) % select.options.length;
-  select.dispatchEvent(new Event("change"));
-}
-
 export function installKeys({ state, redraw, showHelp, go }) {
   document.addEventListener("click", (event) => {
     const row = event.target.closest("tr[data-href]");
@@ -61,7 +54,6 @@ export function installKeys({ state, redraw, showHelp, go }) {
       k: () => move(-1, { state, go }),
       "/": () => document.getElementById("search")?.focus(),
       s: () => { state.sideBySide = !state.sideBySide; redraw(); },
-      c: nextColor,
       u: () => up(go),
       t: () => document.getElementById("theme")?.click(),
       "?": showHelp,

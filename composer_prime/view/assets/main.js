@@ -6,7 +6,6 @@ import { runHead, overview, costsBlock, settingsBlock, environmentBlock } from "
 import { rolloutsPage } from "./rollouts.js";
 import { rolloutPage, flipPage } from "./rollout.js";
 import { evaluationBlock } from "./evaluation.js";
-import { pairsBlock } from "./pairs.js";
 import { chartGroups } from "./figures.js";
 import { installKeys, markCurrent } from "./keys.js";
 
@@ -14,7 +13,7 @@ const LIVE_MS = 2000;
 const IDLE_MS = 8000;
 const main = document.getElementById("main");
 const bar = document.getElementById("bar");
-const state = { picked: new Set(), filter: "", figure: "", sideBySide: false, shade: "logprobs", siblings: [] };
+const state = { picked: new Set(), filter: "", figure: "", sideBySide: false, siblings: [] };
 let shown = { hash: null, answers: null };
 let drawing = 0;
 let timer = 0;
@@ -44,13 +43,10 @@ async function draw({ force = false } = {}) {
   if (number === drawing) timer = setTimeout(() => (document.hidden ? (timer = 0) : draw()), wait);
 }
 
-// Another color of the same rollout is the same place.
-const samePlace = (hash) => hash.replace(/[?&]color=[^&]*/, "");
-
 function show(page, hash) {
   const focus = document.activeElement?.id;
   const caret = document.activeElement?.selectionStart;
-  const isSamePage = shown.hash !== null && samePlace(shown.hash) === samePlace(hash);
+  const isSamePage = shown.hash === hash;
   const place = isSamePage ? window.scrollY : 0;
   const opened = new Set([...main.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent));
   shown = { hash, answers: page.answers };
@@ -100,7 +96,6 @@ async function runPart(run, tab, rest, query) {
     return { ...page, nodes: [head, list.nodes], live: page.live, answers: [await ask("rollouts", { ...query, run: run.id, limit: 100 })] };
   }
   if (tab === "rollout") {
-    if (query.color) state.shade = query.color === "none" ? "" : query.color;
     const found = await rolloutPage(run, rest, state, redraw);
     state.siblings = found.page.siblings.map((each) => each.entry);
     return { ...page, nodes: [head, found.nodes], answers: [found.page] };
@@ -109,10 +104,6 @@ async function runPart(run, tab, rest, query) {
   if (tab === "evaluation") {
     const answer = await ask("evaluation", { ...query, run: run.id });
     return { ...page, nodes: [head, evaluationBlock(run, answer, go)], answers: [answer] };
-  }
-  if (tab === "pairs") {
-    const answer = await ask("pairs", { ...query, run: run.id });
-    return { ...page, nodes: [head, pairsBlock(run, answer, (offset) => go(link(["run", run.id, "pairs"], { offset: offset || "" })))], answers: [answer] };
   }
   if (tab === "costs") return { ...page, nodes: [head, costsBlock(run)] };
   if (tab === "settings") return { ...page, nodes: [head, section("Configuration", settingsBlock(run)), section("Environment", environmentBlock(run))] };
@@ -128,7 +119,7 @@ async function clusters(run) {
 }
 
 function showHelp() {
-  const keys = [["j / k", "next and previous row, or sibling"], ["Enter", "open the row"], ["/", "find"], ["s", "siblings side by side"], ["c", "color tokens by the next figure"], ["u", "one level up"], ["n / x", "in a conversation: begin anew, stop the answer"], ["t", "light or dark"], ["?", "these keys"]];
+  const keys = [["j / k", "next and previous row, or sibling"], ["Enter", "open the row"], ["/", "find"], ["s", "siblings side by side"], ["u", "one level up"], ["t", "light or dark"], ["?", "these keys"]];
   const dialog = h("dialog", { "aria-label": "keys" }, h("h2", null, "Keys"), h("dl", null, keys.map(([key, text]) => [h("dt", null, h("kbd", null, key)), h("dd", null, text)])),
     h("p", { class: "quiet" }, "The address of a page is a link to what it shows."), h("form", { method: "dialog" }, h("button", { autofocus: true }, "Close")));
   replace(document.getElementById("help"), dialog);

@@ -1,12 +1,12 @@
 // A rollout among its siblings, alone or side by side.
 import { h, figure } from "./dom.js";
-import { ask, link, readHash } from "./source.js";
-import { rolloutCard, shadeLegend, shadesOf } from "./transcript.js";
+import { ask, link } from "./source.js";
+import { rolloutCard } from "./transcript.js";
 import { rolloutLink } from "./rollouts.js";
 
 export async function rolloutPage(run, [kind, step, id], state, redraw) {
   const page = await ask("rollout", { run: run.id, kind, step, id });
-  const { entry, rollout, siblings, tokens } = page;
+  const { entry, rollout, siblings } = page;
   const chosen = state.sideBySide ? siblings.map((each) => each.rollout) : [rollout];
   const rewards = siblings.map((each) => each.entry.reward);
   const isEqual = siblings.length > 1 && new Set(rewards).size === 1;
@@ -14,8 +14,6 @@ export async function rolloutPage(run, [kind, step, id], state, redraw) {
     rolloutCard(each, {
       current: state.sideBySide && each.rollout_id === id,
       detail: !state.sideBySide,
-      tokens: state.sideBySide ? [] : tokens,
-      shade: state.shade,
     }),
   );
   return {
@@ -25,7 +23,6 @@ export async function rolloutPage(run, [kind, step, id], state, redraw) {
         h("b", null, rollout.task_id), h("span", { class: "quiet" }, ` ${kind === "eval" ? "held-out, after" : ""} step ${step}${entry.grp === null ? "" : `, group ${entry.grp}`}`)),
       siblingBar(run, siblings, id, state, redraw),
       isEqual && h("p", { class: "quiet" }, "All rewards of this group are equal, so no token has an advantage."),
-      !state.sideBySide && shadePicker(tokens, kind, state, redraw),
       h("div", { class: `columns ${state.sideBySide ? "" : "single"}` }, cards),
     ],
   };
@@ -37,19 +34,6 @@ function siblingBar(run, siblings, id, state, redraw) {
   return h("nav", { class: "sibs", "aria-label": "siblings of the group" },
     siblings.map(({ entry }) => h("a", { href: rolloutLink(run, entry), "aria-current": entry.rollout_id === id && "true" }, entry.error ? "failed" : figure(entry.reward))),
     h("button", { type: "button", id: "side", "aria-pressed": String(Boolean(state.sideBySide)), onclick: toggle }, "Side by side"));
-}
-
-function shadePicker(tokens, kind, state, redraw) {
-  if (!tokens.length) {
-    return kind === "step" ? h("p", { class: "quiet small" }, "Tokens were not recorded: set monitor.tokens = true to color them.") : null;
-  }
-  const options = shadesOf(tokens).map(([name, title]) => h("option", { value: name, selected: name === (state.shade || "") }, title));
-  const choose = (event) => {
-    const { parts, query } = readHash(location.hash);
-    history.replaceState(null, "", link(parts, { ...query, color: event.target.value || "none" }));
-    redraw();
-  };
-  return h("p", { class: "filters" }, h("label", null, "color tokens by", h("select", { id: "shade", onchange: choose }, options)), shadeLegend(tokens, state.shade));
 }
 
 // A held-out task before and after training, side by side.

@@ -1,9 +1,9 @@
 // One run: the verdict first, then charts, events, money and settings.
 import { h, bytes, clock, dollars, figure, interval, plural, seconds, section, short, table } from "./dom.js";
-import { chartGroups, timeCharts, queueLanes, anyFigure } from "./figures.js";
+import { chartGroups, timeCharts, anyFigure } from "./figures.js";
 import { link } from "./source.js";
 
-export const TABS = [["", "Overview"], ["rollouts", "Rollouts"], ["evaluation", "Fixed and broken"], ["pairs", "Pairs"], ["costs", "Costs"], ["settings", "Settings"], ["clusters", "Clusters"]];
+export const TABS = [["", "Overview"], ["rollouts", "Rollouts"], ["evaluation", "Fixed and broken"], ["costs", "Costs"], ["settings", "Settings"], ["clusters", "Clusters"]];
 
 export function runHead(run, tab) {
   const has = { clusters: run.joint || run.joint_rounds.length };
@@ -23,7 +23,6 @@ export function overview(run, state, redraw) {
     problemNotes(run),
     chartGroups([run]),
     timeCharts(run),
-    queueLanes(run),
     nodesBlock(run),
     anyFigure([run], state.figure, (name) => { state.figure = name; redraw(); }),
     eventLog(run),
@@ -41,7 +40,7 @@ export function runFacts(run) {
   const facts = [
     ["state", h("span", { class: `state ${run.state}` }, run.state)],
     ["step", run.max_steps ? `${run.step} of ${run.max_steps}` : run.step],
-    ended && ["held-out", `${short(ended.mean)}${interval(ended.low, ended.high)} after step ${ended.step}`],
+    ended && ["held-out", `${short(ended.level.mean)}${interval(ended.level.low, ended.level.high)} after step ${ended.step}`],
     last("reward/mean") !== undefined && ["last step's reward", figure(last("reward/mean"))],
     run.span && ["time", seconds(run.span[1] - run.span[0])],
     run.trained_tokens > 0 && ["trained tokens", run.trained_tokens.toLocaleString("en-US")],
