@@ -1,6 +1,6 @@
 """Held-out rollouts of one model outside a run: `composer eval`. Each is on disk as it ends, so a stop loses none.
 
-evaluate --every (source, task, sample) that the file lacks--> play_held_out --> rollouts/eval_000000.jsonl
+evaluate --every (source, task, sample)--> play_held_out --> rollouts/eval_000000.jsonl
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 
 from composer_prime.config.orchestrator import OrchestratorConfig, SourceConfig
 from composer_prime.errors import plain_errors
-from composer_prime.monitor.rollouts import read_rollouts
 from composer_prime.run.run_dir import RunDir
 from orchestrator.evals import play_held_out
 from orchestrator.gateway import Gateway
@@ -19,9 +18,6 @@ from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import EVAL
-
-Place = tuple[str, str, int]
-"""Source, task index as text, and sample of a rollout."""
 
 
 async def evaluate(
@@ -40,20 +36,18 @@ async def evaluate(
     runner = RolloutRunner(pools, gateway.records, Permits(config.max_concurrent, eval_share=1.0))
     requests = RequestFactory(config=config, gateway_url=f"{gateway.http_url}/v1", seed=seed)
     failures = FailureLog(path=run_dir.failed_rollouts)
-    done = _played(run_dir)
     sources = [source for source in config.source if source.name in pools]
     places = [place for source in sources for place in _places(config, source, pools[source.name])]
     path, count, writing = run_dir.eval_rollouts(0), 0, asyncio.Lock()
 
     async def play(source: str, task_index: int, sample: int) -> None:
         nonlocal count
-        if (source, str(task_index), sample) not in done:
-            rollout = await play_held_out(
-                config, runner, requests, failures, source, step=0, version=0, task_index=task_index, sample=sample
-            )
-            line = rollout_log.rollout_line(0, source, rollout, "evaluated")
-            async with writing:
-                await asyncio.to_thread(rollout_log.append, path, line)
+        rollout = await play_held_out(
+            config, runner, requests, failures, source, step=0, version=0, task_index=task_index, sample=sample
+        )
+        line = rollout_log.rollout_line(0, source, rollout, "evaluated")
+        async with writing:
+            await asyncio.to_thread(rollout_log.append, path, line)
         count += 1
         on_progress(count, len(places))
 
@@ -67,14 +61,3 @@ def _places(config: OrchestratorConfig, source: SourceConfig, pool: WorkerPool) 
     available = pool.num_tasks(EVAL)
     tasks = config.eval.tasks if available is None else min(config.eval.tasks, available)
     return [(source.name, task, sample) for task in range(tasks) for sample in range(config.eval.samples)]
-
-
-def _played(run_dir: RunDir) -> set[Place]:
-    """Return the places of the rollouts that are on disk with a reward, from their ids (RequestFactory.evaluation)."""
-    path = run_dir.eval_rollouts(0)
-    places: set[Place] = set()
-    for rollout in read_rollouts(path) if path.is_file() else ():
-        name, _, sample = str(rollout.get("rollout_id")).rpartition("-")
-        if rollout.get("reward") is not None:
-            places.add((str(rollout.get("source")), name.rpartition("-")[2], int(sample.partition("r")[0])))
-    return places

@@ -2,8 +2,8 @@
 
 This process serves one model after the other with one node. For several nodes, run
 `trainer @ FILE --run.max_steps 0`. All models get the same tasks with the same seeds, so two of them are compared task
-by task. Without a file the configuration of the run directory counts. What that run has evaluated itself, before its
-first step and after its last, is read instead of evaluated again.
+by task. Without a file the configuration of the run directory counts. `composer report` has what that run has evaluated
+itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from statistics import fmean
+from typing import Any
 
 from composer_prime.config import Config
 from composer_prime.config.load import dump, read_config, resolve
@@ -24,7 +24,9 @@ from composer_prime.errors import ConfigError
 from composer_prime.model_source import model_folder, resolve_model
 from composer_prime.monitor.rollouts import Scores, failure_text, read_rollouts, scores
 from composer_prime.run.run_dir import RunDir, write_atomic
-from composer_prime.stats.intervals import difference_interval, mean_interval, pass_at_k
+from composer_prime.stats.intervals import mean_interval, pass_at_k
+from composer_prime.view.rollout_payload import evaluation_difference
+from composer_prime.view.run_payload import evaluation_points
 
 USAGE = """\
 usage: composer eval RUN                                    the run's final model against its initial model
@@ -32,8 +34,8 @@ usage: composer eval RUN                                    the run's final mode
        composer eval MODEL [MODEL ...] --env ENV            any verifiers task set: a module, or a module's file
 
 MODEL is a model folder, a run directory (its final/ is used), a Hugging Face Hub id, tiny, or smollm2. All models
-get the same tasks with the same seeds. Rollouts go to OUTPUT_DIR/evals/NAME-MODEL[-NUMBER]. A run's own evaluations are
-reused unless a flag changes the evaluation, so `composer eval outputs/a1` may have nothing to run.
+get the same tasks with the same seeds. Rollouts go to OUTPUT_DIR/evals/NAME-MODEL[-NUMBER]. `composer report RUN` has
+what the run itself has evaluated.
 Useful flags: --orchestrator.eval.tasks 256 --orchestrator.eval.samples 4 --orchestrator.eval.pass_k 1 4;
 with --env also --taskset.KEY VALUE and --eval_taskset.KEY VALUE."""
 
@@ -49,41 +51,23 @@ def main(words: list[str]) -> int:
     models, rest = split_models(words)
     with tempfile.TemporaryDirectory(prefix="composer-eval-") as folder:
         rest = _with_environment(rest, models, Path(folder))
-        run_dir = None
         if not any(word.startswith("@") for word in rest):
             run_dir = run_of_models(models)
-            if len(models) == 1:
-                models = [read_config(run_dir.config).model.path, *models]
-            rest = [*_words_of_run(run_dir, rest), *rest]
+            models = [read_config(run_dir.config).model.path, *models] if len(models) == 1 else models
+            rest = [*words_of_run(run_dir, rest), *rest]
         config = evaluation_config(rest)
-        for model in models:  # check all of them before the first one takes minutes
-            resolve_model(model_folder(model))
-        may_read = run_dir is not None and rest == _words_of_run(run_dir, [])
-        scored: dict[str, Evaluation] = {}
-        missing = []
-        for model in models:
-            recorded = recorded_scores(model, run_dir) if run_dir is not None and may_read else None
-            if recorded is None:
-                missing.append(model)
-            elif run_dir is not None:
-                step = 0 if model == models[0] and len(models) > 1 else read_config(run_dir.config).run.max_steps
-                scored[model] = Evaluation(scores=recorded, folder=run_dir.root, step=step)
-        if missing and config.inference.nodes > 1:
-            print(f"note: inference.nodes is {config.inference.nodes}; an evaluation uses one node", flush=True)
-        if missing:
-            scored |= evaluate_here(missing, config)
-    print(printable("\n".join(["", *report({model: scored[model] for model in models}, config)])))
+    for model in models:  # check all of them before the first one takes minutes
+        resolve_model(model_folder(model))
+    print(printable("\n".join(["", *report(evaluate_here(models, config), config)])))
     return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The held-out scores of one model, and where its rollouts are."""
+    """The held-out scores of one model, and the folder with its rollouts."""
 
     scores: Scores
     folder: Path
-    """A run directory, or that of the evaluation."""
-    step: int = 0
 
 
 def report(evaluations: dict[str, Evaluation], config: Config) -> list[str]:
@@ -93,7 +77,7 @@ def report(evaluations: dict[str, Evaluation], config: Config) -> list[str]:
     lines += _pass_lines(evaluations, settings.pass_k, settings.pass_threshold)
     lines += ["", "look at the rollouts of a task:"]
     for model, each in evaluations.items():
-        lines.append(f"  {COMPOSER} rollouts {each.folder} --eval --step {each.step} --task TASK    ({model})")
+        lines.append(f"  {COMPOSER} rollouts {each.folder} --eval --task TASK    ({model})")
     return lines
 
 
@@ -133,30 +117,11 @@ def run_of_models(models: list[str]) -> RunDir:
     raise ConfigError(f"no model of {', '.join(models)} is a run directory, so a configuration is needed\n{USAGE}")
 
 
-def _words_of_run(run_dir: RunDir, given: list[str]) -> list[str]:
+def words_of_run(run_dir: RunDir, given: list[str]) -> list[str]:
     """Return the words for the configuration of a run, without what made it continue, replace or join others."""
     own = {"--run.overwrite": "false", "--diloco": "None"}
     words = [word for flag, value in own.items() if flag not in given for word in (flag, value)]
     return ["@", str(run_dir.config), *words]
-
-
-def recorded_scores(model: str, run_dir: RunDir) -> Scores | None:
-    """Return what the run's own evaluation gave the model it began with, or its final one; None for any other.
-
-    The final model of a joint run comes out of its last round, which ends after the last evaluation.
-    """
-    trained = read_config(run_dir.config)
-    if model == trained.model.path:
-        step = 0
-    elif trained.diloco is None and Path(model).resolve() == run_dir.root.resolve():
-        step = trained.run.max_steps
-    else:
-        return None
-    path = run_dir.eval_rollouts(step)
-    if not path.is_file():
-        return None
-    print(f"{model}: the evaluation after step {step} of {run_dir.root}", flush=True)
-    return _scores_with_notice(path)
 
 
 def split_models(words: list[str]) -> tuple[list[str], list[str]]:
@@ -187,24 +152,25 @@ def evaluation_config(words: list[str]) -> Config:
 
 def evaluate_here(models: list[str], config: Config) -> dict[str, Evaluation]:
     """Return the evaluations of `models`, played by this process one after the other with the same workers."""
-    from composer_prime.cli.served_model import held_out_workers, serve
+    from composer_prime.cli.served_model import serve_with_workers
     from composer_prime.run.scratch import Scratch
     from orchestrator.held_out import evaluate as play
 
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("orchestrator.workers.pool").setLevel(logging.WARNING)  # It names held-out tasks that are not.
+
+    sources = [source for source in config.orchestrator.source if source.eval_taskset]
+    orchestrator = config.orchestrator.model_copy(update={"source": sources})
 
     async def one(model: str, scratch: Path) -> Evaluation:
-        served = config.model_copy(update={"model": config.model.model_copy(update={"path": model_folder(model)})})
+        update = {"model": config.model.model_copy(update={"path": model_folder(model)}), "orchestrator": orchestrator}
+        served = config.model_copy(update=update)
         run_dir = _evaluation_folder(model, served)
         print(f"evaluating {model} ({run_dir.root})", flush=True)
         lines = ProgressLines()
-        folder = scratch / _as_name(model)
-        async with (
-            serve(served, folder) as (gateway, chat),
-            held_out_workers(served, chat, folder / "logs") as pools,
-        ):
+        async with serve_with_workers(served, scratch / _as_name(model)) as (gateway, pools):
             await play(
-                config.orchestrator, pools, gateway, run_dir, seed=config.run.seed,
+                orchestrator, pools, gateway, run_dir, seed=config.run.seed,
                 on_progress=lambda done, count: lines.tell(lambda: f"{model}: {done} of {count} rollouts"),
             )  # fmt: skip
         return Evaluation(scores=_scores_with_notice(run_dir.eval_rollouts(0)), folder=run_dir.root)
@@ -241,44 +207,30 @@ def _scores_with_notice(path: Path) -> Scores:
 
 
 def eval_table(scores_by_model: dict[str, Scores], threshold: float = 1.0) -> list[str]:
-    """Return means with intervals by source; of two models also the paired difference and the tasks that flipped.
+    """Return means with intervals by source, each with its paired change from the first model.
 
-    A task is solved when its mean reward is at least `threshold`.
+    Of two models also the tasks that flipped: a task is solved when its mean reward is at least `threshold`.
     """
-    width = max(map(len, scores_by_model))
-    sources = sorted({task.partition("/")[0] for scored in scores_by_model.values() for task in scored})
-    lines = [f"{'model':<{width}}  {'source':<14} mean reward [95 %]       tasks"]
-    for source in sources:
-        for model, scored in scores_by_model.items():
-            part = _of_source(scored, source)
-            text = mean_interval(part).text() if part else "no scored rollout"
-            lines.append(f"{model:<{width}}  {source:<14} {text:<24} {len(part)}")
-        if len(scores_by_model) == 2:
-            (first, before), (second, after) = scores_by_model.items()
-            change = difference_interval(_of_source(before, source), _of_source(after, source))
-            count = pluralize(change.count, "task")
-            lines.append(f"{source}: {second} - {first} = {change.text(sign=True)}, paired over {count}")
-            lines += _flips(first, _of_source(before, source), second, _of_source(after, source), threshold)
+    models, by_number = list(scores_by_model), dict(enumerate(scores_by_model.values()))
+    width = max(map(len, models))
+    lines = [f"{'model':<{width}}  {'source':<14} {'mean reward [95 %]':<24} tasks  paired change from {models[0]}"]
+    for point in sorted(evaluation_points(by_number), key=lambda each: each.source):
+        change = f"  {point.change.text(sign=True)}" if point.change else ""
+        cells = f"{models[point.step]:<{width}}  {point.source:<14} {point.level.text():<24} {point.level.count:>5}"
+        lines.append(f"{cells}{change}")
+    if len(models) == 2 and all(by_number.values()):
+        flips = evaluation_difference(by_number, 0, 1, threshold)
+        lines.append(_flipped(flips["fixed"], models[1], models[0]))
+        lines.append(_flipped(flips["broken"], models[0], models[1]))
     return lines
 
 
-def _flips(first: str, before: Scores, second: str, after: Scores, threshold: float) -> list[str]:
+def _flipped(rows: list[dict[str, Any]], winner: str, loser: str) -> str:
     """Return which tasks only one of two models solved."""
-    lines = []
-    for winner, won, loser, lost in ((second, after, first, before), (first, before, second, after)):
-        names = [
-            task.partition("/")[2].removeprefix(f"{task.partition('/')[0]}/")  # Some ids begin with the source.
-            for task in won
-            if task in lost and fmean(won[task]) >= threshold > fmean(lost[task])
-        ]
-        more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        which = f": {', '.join(names[:_NAMED])}{more}" if names else ""
-        lines.append(f"  {pluralize(len(names), 'task')} solved by {winner}, not by {loser}{which}")
-    return lines
-
-
-def _of_source(scored: Scores, source: str) -> Scores:
-    return {task: values for task, values in scored.items() if task.partition("/")[0] == source}
+    names = [row["task"].partition("/")[2] for row in rows]
+    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    which = f": {', '.join(names[:_NAMED])}{more}" if names else ""
+    return f"  {pluralize(len(names), 'task')} solved by {winner}, not by {loser}{which}"
 
 
 def _evaluation_only(words: list[str]) -> list[str]:

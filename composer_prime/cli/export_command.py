@@ -21,16 +21,23 @@ _BESIDE = ("chat_template.jinja", "generation_config.json", "README.md", "LICENS
 
 
 def main(words: list[str]) -> int:
-    options = _parser().parse_args(words)
+    parser = argparse.ArgumentParser(
+        prog="composer export",
+        description="Write a trained model as a Hugging Face folder for other programs.",
+        epilog="example:  composer export outputs/a1 --step 40 -o a1-step-40 --dtype bfloat16",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="RUN|MODEL", help="run directory, model folder, Hub id, tiny, or smollm2")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="new folder")
+    parser.add_argument("--step", type=int, help="the checkpoint of this step instead of a run's final model")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: as stored)")
+    options = parser.parse_args(words)
     target = options.output
-    if target.suffix == ".gguf":
-        raise ConfigError(f"-o {target}: name a folder, and run convert_hf_to_gguf.py of llama.cpp on it")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already: name another place, or remove it")
     target.parent.mkdir(parents=True, exist_ok=True)
     if options.step is None:
-        folder = resolve_model(model_folder(options.model))
-        _write_model(folder, target, options, _exported_from(folder))
+        _write_model(resolve_model(model_folder(options.model)), target, options.dtype)
         return 0
     run_dir = _run_with_checkpoint(options.model, options.step)
     from trainer.weights.checkpoint import write_checkpoint_model
@@ -38,7 +45,7 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as scratch:
         folder = Path(scratch) / "model"
         write_checkpoint_model(run_dir, options.step, folder)
-        _write_model(folder, target, options, f"step {options.step} of {run_dir.root} (adapters merged)")
+        _write_model(folder, target, options.dtype)
     return 0
 
 
@@ -57,41 +64,17 @@ def _run_with_checkpoint(run: str, step: int) -> RunDir:
     return run_dir
 
 
-def _write_model(folder: Path, target: Path, options: argparse.Namespace, name: str) -> None:
-    """Write the model and tokenizer of `folder`, which the message calls `name`. Without a dtype it stays as stored."""
+def _write_model(folder: Path, target: Path, dtype: str | None) -> None:
+    """Write the model and tokenizer of `folder`. Without a dtype it stays as stored."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    stored = getattr(torch, options.dtype) if options.dtype else "auto"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=stored, local_files_only=True)
-    model.save_pretrained(target, max_shard_size=options.shard_size)
+    stored = getattr(torch, dtype) if dtype else "auto"
+    AutoModelForCausalLM.from_pretrained(folder, dtype=stored, local_files_only=True).save_pretrained(target)
     AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(target)
     for file in _BESIDE:
         if (folder / file).is_file() and not (target / file).exists():
             shutil.copyfile(folder / file, target / file)
     check_model_folder(target, str(target))
     size = sum(path.stat().st_size for path in target.iterdir() if path.is_file())
-    print(f"wrote {name} to {target}: {size / 1e6:,.1f} MB")
-
-
-def _exported_from(folder: Path) -> str:
-    """Return what the model came from, for the message."""
-    run = RunDir(folder.parent)
-    return f"the final model of {run.root} (adapters merged)" if run.config.is_file() else str(folder)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="composer export",
-        description="Write a trained model as a Hugging Face folder for other programs.",
-        epilog="examples:  composer export outputs/a1 -o a1-model --dtype bfloat16\n"
-        "           composer export outputs/a1 --step 40 -o a1-step-40",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("model", metavar="RUN|MODEL", help="run directory, model folder, Hub id, tiny, or smollm2")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="new folder")
-    parser.add_argument("--step", type=int, help="the checkpoint of this step instead of a run's final model")
-    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: as stored)")
-    parser.add_argument("--shard-size", default="5GB", help="largest weight file (default 5GB)")
-    return parser
+    print(f"wrote {target}: {size / 1e6:,.1f} MB")

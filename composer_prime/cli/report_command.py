@@ -18,11 +18,11 @@ from composer_prime.monitor.events import read_events
 from composer_prime.monitor.metrics_file import Line, read_history
 from composer_prime.monitor.node_table import recorded_rows, table_lines
 from composer_prime.monitor.progress import RunProgress, ends, numeric_field, sparkline
-from composer_prime.monitor.rollouts import Scores, eval_scores, only_evaluated, open_run
+from composer_prime.monitor.rollouts import only_evaluated, open_run, rollout_files, scores
 from composer_prime.run.costs import Spent, spent
 from composer_prime.run.ledger import check_ledger, effective
 from composer_prime.run.run_dir import RunDir
-from composer_prime.stats.intervals import difference_interval, mean_interval
+from composer_prime.view.run_payload import evaluation_points, joint_rounds
 
 _INDENT = " " * 15
 _EVENTS_SHOWN = 8
@@ -68,7 +68,7 @@ def report_run(run_dir: RunDir) -> list[str]:
     trained = [line for line in lines if "loss/total" in line]
     text = [f"{run_dir.root.name}  ({run_dir.root})"]
     if trained:
-        text += _curve(trained, progress) + _health(trained, progress) + hint_lines(trained)
+        text += _curve(trained, progress) + _time(trained, progress) + hint_lines(trained)
         text += pair_lines(trained, lines) + joint_lines(lines, progress)
     else:
         text.append("  no optimizer step yet")
@@ -77,23 +77,20 @@ def report_run(run_dir: RunDir) -> list[str]:
     text += _ledger(run_dir)
     try:
         paid = spent(run_dir.root / "costs.jsonl")
-        text += _costs(paid) + _nodes(lines, paid)
+        text += _costs(paid)
+        if rows := recorded_rows(lines, paid.nodes):
+            text.append(f"  nodes        {pluralize(len(rows), 'inference node')}")
+            text += [f"      {line}" for line in table_lines(rows)]
     except LedgerError as error:
         text.append(f"  costs        {error}")
-    text += _events(run_dir) + _evaluated(eval_scores(run_dir), "held-out tasks")
-    for source in only_evaluated(run_dir):
-        text += _evaluated(eval_scores(run_dir, source), f"tasks of {source}, which is never trained on")
-    return text
+    return text + _events(run_dir) + _evaluated(run_dir)
 
 
 def _curve(trained: list[Line], progress: RunProgress) -> list[str]:
     latest = {line["step"]: line for line in trained}
     steps = sorted(latest)
-    rewards = progress.rewards()
-    text = [f"  steps        {len(steps)}", f"  reward       {sparkline(rewards)}"]
-    first, last = ends(rewards)
-    if first:
-        text.append(f"{_INDENT}first {len(first)} {fmean(first):.3f}   last {len(last)} {fmean(last):.3f}")
+    text = [f"  steps        {len(steps)}", f"  reward       {sparkline(progress.rewards())}"]
+    text += _moved("mean", trained, "reward/mean", ".3f", "training tasks, others at each step")
     text.append("      steps         reward     loss  entropy  mismatch_kl  staleness  filtered")
     count = min(_ROWS, len(steps))
     for start, end in pairwise(round(index * len(steps) / count) for index in range(count + 1)):
@@ -109,12 +106,11 @@ def _mean(part: list[Line], name: str, shape: str) -> str:
     return format(fmean(values), shape) if values else "-".rjust(width)
 
 
-def _health(trained: list[Line], progress: RunProgress) -> list[str]:
-    """Return how the time of all steps was spent, and how many rollouts were stale, masked or failed."""
+def _time(trained: list[Line], progress: RunProgress) -> list[str]:
+    """Return how the time of all steps was spent, and how many rollouts failed."""
     text = []
-    timed = [line for line in trained if numeric_field(line, "time/step_s")]
-    if timed:
-        whole = sum(_values(timed, "time/step_s"))
+    if whole := sum(_values(trained, "time/step_s")):
+        timed = [line for line in trained if numeric_field(line, "time/step_s")]
         names = {"time/wait_s": "waiting for a batch", "time/forward_backward_s": "forward and backward"}
         spent_s = {label: sum(_values(timed, name)) for name, label in names.items()}
         spent_s["the rest"] = max(0.0, whole - sum(spent_s.values()))
@@ -122,10 +118,6 @@ def _health(trained: list[Line], progress: RunProgress) -> list[str]:
         text.append(f"  a step       {whole / len(timed):.2f} s on average: {parts}")
     if (rate := progress.tokens_per_s()) is not None:
         text.append(f"  throughput   {rate:,.0f} trained tokens/s, including waits")
-    if staleness := _values(trained, "policy/staleness_max"):
-        text.append(f"  staleness    {max(staleness):.0f} at most")
-    if masked := _values(trained, "policy/masked_fraction"):
-        text.append(f"  masked       {fmean(masked):.2%} of tokens by the off-policy correction")
     if failed := sum(_values(trained, "rollout/failed")):
         text.append(f"  failures     {failed:.0f} rollout attempts failed ({COMPOSER} rollouts RUN --all --failed)")
     return text
@@ -142,8 +134,7 @@ def hint_lines(trained: list[Line]) -> list[str]:
         f"  hints        {hinted:,.0f} of {pluralize(int(wrong_turns), 'error turn')} got a hint{share}; "
         f"{sum(turns):,.0f} distilled, in {sum(count > 0 for count in turns)} of {pluralize(len(trained), 'step')}"
     ]
-    text += _counts("kinds", trained, "hints/kind/") + _counts("written by", trained, "hints/layer/")
-    text += _counts("left out", trained, "hints/skipped/")
+    text += _counts("kinds", trained, "hints/kind/") + _counts("left out", trained, "hints/skipped/")
     text += _moved("jsd", trained, "sdpo/jsd", ".4f", "nats a token, of the steps that had such turns")
     return text + _moved("turn errors", trained, "rollout/turn_error_rate", ".3f", "of assistant turns")
 
@@ -158,7 +149,6 @@ def pair_lines(trained: list[Line], lines: list[Line]) -> list[str]:
         text.append(f"  pairs        {trained_pairs}; {held:,.0f} in the file, {refused:,.0f} of them refused")
         text += _counts("refused", [last], "pairs/refused/")
         text += _moved("accuracy", trained, "dpo/accuracy", ".3f", "of the pairs agree with the teachers")
-        text += _moved("displacement", trained, "dpo/displacement", "+.3f", "of the chosen answers, nats a token")
     if last := next((line for line in reversed(lines) if "replay/states" in line or "replay/failed" in line), None):
         pairs, states, calls = (numeric_field(last, f"replay/{name}") or 0 for name in ("pairs", "states", "calls"))
         early = last.get("replay/stopped") or last.get("replay/failed")
@@ -169,8 +159,6 @@ def pair_lines(trained: list[Line], lines: list[Line]) -> list[str]:
 
 def joint_lines(lines: list[Line], progress: RunProgress) -> list[str]:
     """Describe a joint run as this peer logged it; empty for a run that trained alone, or before its first round."""
-    from composer_prime.view.run_payload import joint_rounds
-
     rounds = joint_rounds(lines)
     if not rounds:
         return []
@@ -237,13 +225,6 @@ def _costs(paid: Spent) -> list[str]:
     return text
 
 
-def _nodes(lines: list[Line], paid: Spent) -> list[str]:
-    """Return the table of inference nodes; empty where none was recorded. Rates are means over the run."""
-    rows = recorded_rows(lines, paid.nodes)
-    head = f"  nodes        {pluralize(len(rows), 'inference node')}"
-    return [head, *(f"      {line}" for line in table_lines(rows))] if rows else []
-
-
 def _events(run_dir: RunDir) -> list[str]:
     """Return the warnings and errors of the run, the newest last."""
     events = [each for each in read_events(run_dir.root / "events.jsonl") if each.level != "info"]
@@ -256,16 +237,14 @@ def _events(run_dir: RunDir) -> list[str]:
     return text
 
 
-def _evaluated(evaluations: dict[int, Scores], name: str) -> list[str]:
-    scored = {step: scores for step, scores in evaluations.items() if scores}
-    if not scored:
-        return []
-    text = [f"  evaluation on {name}, mean reward [95 %]"]
-    first = scored[min(scored)]
-    for step, scores in scored.items():
-        change = ""
-        if step != min(scored) and first.keys() & scores.keys():
-            change = f"   change {difference_interval(first, scores).text(sign=True)}"
-        interval = mean_interval(scores)
-        text.append(f"      after {step:>5} steps  {interval.text()}   {interval.count} tasks{change}")
+def _evaluated(run_dir: RunDir) -> list[str]:
+    """Return each source's held-out rewards with their intervals, and the paired change since the first evaluation."""
+    points = evaluation_points({step: scores(path) for step, path in rollout_files(run_dir, "eval").items()})
+    text = []
+    for source in dict.fromkeys(point.source for point in points):
+        never = ", which is never trained on" if source in only_evaluated(run_dir) else ""
+        text.append(f"  evaluation on held-out tasks of {source}{never}, mean reward [95 %]")
+        for point in (each for each in points if each.source == source):
+            change = f"   change {point.change.text(sign=True)}" if point.change else ""
+            text.append(f"      after {point.step:>5} steps  {point.level.text()}   {point.level.count} tasks{change}")
     return text

@@ -1,4 +1,4 @@
-"""`composer rollouts RUN`: list rollouts of a run, filter them, show one turn by turn."""
+"""`composer rollouts RUN`: list rollouts of a run, or show one turn by turn. `composer view` has more filters."""
 
 from __future__ import annotations
 
@@ -12,22 +12,31 @@ from typing import Any
 from composer_prime.console import COMPOSER, pluralize, printable
 from composer_prime.data.conversation_rows import rollout_row
 from composer_prime.errors import ConfigError
-from composer_prime.monitor.rollouts import Rollout, failure_text, open_run, read_rollouts, rollout_files
-from composer_prime.run.run_dir import RunDir
+from composer_prime.monitor.rollouts import Rollout, failure_text, open_run
+from composer_prime.view.rollout_index import Entry, RolloutIndex
+from composer_prime.view.rollout_payload import passes
+
+_FIGURES = ("step", "status", "reward", "advantage", "parts", "metrics", "policy_versions", "stop_reason", "cost")
 
 
 def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
     run_dir = open_run(options.run)
+    index = RolloutIndex(run_dir)
     if options.id:
-        print(printable("\n".join(show(find(run_dir, options.id)))))
+        print(printable("\n".join(show(find(index, options.id)))))
         return 0
-    chosen = [rollout for rollout in select(run_dir, options) if passes(rollout, options)]
+    chosen = select(index, options)
     if options.messages is not None:
-        print(export_rows(chosen, options.messages))
+        print(export_rows([rollout for entry in chosen if (rollout := index.read(entry))], options.messages))
         return 0
-    shown = chosen[-options.limit :] if options.last else chosen[: options.limit]
-    print(printable("\n".join(listing(shown, with_findings=options.hacks))))
+    shown = chosen[: options.limit]
+    lines = [f"{'step':>5} {'rollout':<16} {'reward':>7} {'adv':>7} {'turns':>5} {'tokens':>6} {'versions':<9} task"]
+    for entry in shown:
+        lines.append(listed(entry))
+        rollout = (index.read(entry) if options.hacks else None) or {}
+        lines += [f"{'':>6}{_finding(each)}" for each in _findings(rollout) if each.get("severity") != "note"]
+    print(printable("\n".join(lines)))
     count = f"{len(shown)} of {pluralize(len(chosen), 'rollout')}"
     print(f"{count}; show one with: {COMPOSER} rollouts {options.run} ROLLOUT_ID")
     return 0
@@ -40,17 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--step", type=int, help="only the batch of this step (the newest by default)")
     parser.add_argument("--all", action="store_true", help="every step")
     parser.add_argument("--eval", action="store_true", help="held-out evaluations instead of training")
-    parser.add_argument("--source", help="only this source")
-    parser.add_argument("--task", help="only tasks whose id contains this")
+    parser.add_argument("--task", default="", help="only tasks whose id contains this")
     parser.add_argument("--min-reward", type=float, help="only rollouts with at least this reward")
-    parser.add_argument("--max-reward", type=float, help="only rollouts with at most this reward")
     parser.add_argument("--failed", action="store_true", help="every rollout that failed (it has no reward)")
-    parser.add_argument("--tool-errors", action="store_true", help="only rollouts in which a tool call was an error")
     parser.add_argument("--hacks", action="store_true", help="findings of the hack monitor, all steps")
-    parser.add_argument("--status", help="only trained, filtered, stale, failed or evaluated ones")
     parser.add_argument("--messages", type=Path, metavar="FILE", help="write all selected ones to FILE as SFT rows")
     parser.add_argument("--limit", type=int, default=20, help="lines of the list (default 20)")
-    parser.add_argument("--last", action="store_true", help="the last ones instead of the first")
     return parser
 
 
@@ -73,83 +77,58 @@ def export_rows(rollouts: list[Rollout], file: Path) -> str:
     )
 
 
-def select(run_dir: RunDir, options: argparse.Namespace) -> Iterator[Rollout]:
-    """Yield the rollouts of the chosen step or steps. Raises ConfigError when there is no such file."""
-    if options.failed and run_dir.failed_rollouts.is_file():
-        yield from _select_failed(run_dir, options)
-        return
+def select(index: RolloutIndex, options: argparse.Namespace) -> list[Entry]:
+    """Return the chosen entries, the newest first. Raises ConfigError for a step without any."""
     kind = "eval" if options.eval else "step"
-    files = rollout_files(run_dir, kind)
-    if not files:
-        raise ConfigError(f"{run_dir.root} has no rollouts of this kind yet ({kind}_*.jsonl)")
-    every = options.all or ((options.failed or options.hacks) and options.step is None)
-    steps = list(files) if every else [options.step if options.step is not None else max(files)]
-    for step in steps:
-        if step not in files:
-            present = f"steps {min(files)} to {max(files)} ({pluralize(len(files), 'file')})"
-            raise ConfigError(f"there is no {kind} file of step {step}; there are {present}")
-        yield from read_rollouts(files[step])
+    entries = _failed(index, kind) if options.failed else index.entries(kind)
+    query = {"step": _step(entries, options), "task": options.task, "min": options.min_reward}
+    texts = {name: str(value) for name, value in query.items() if value is not None}
+    found = [entry for entry in entries if passes(entry, texts)]
+    return [entry for entry in found if not options.hacks or entry["verdict"] in ("hack", "suspicious")]
 
 
-def _select_failed(run_dir: RunDir, options: argparse.Namespace) -> list[Rollout]:
-    """Return failures by step, from failed.jsonl, which has them before their batch."""
-    failed = [
-        rollout
-        for rollout in read_rollouts(run_dir.failed_rollouts)
-        if (rollout.get("group") is None) == options.eval and options.step in (None, rollout.get("step"))
-    ]
-    return sorted(failed, key=lambda rollout: rollout.get("step") or 0)
+def _step(entries: list[Entry], options: argparse.Namespace) -> int | None:
+    """Return the step whose rollouts are listed; None for all. Raises ConfigError for a step without any."""
+    if options.failed or (options.step is None and (options.all or options.hacks)):
+        return options.step
+    steps = [entry["step"] for entry in entries]
+    step = options.step if options.step is not None else max(steps, default=0)
+    if step not in steps:
+        present = f"steps {min(steps)} to {max(steps)}" if steps else "none"
+        raise ConfigError(f"{options.run} has no rollouts of this kind of step {step}; there are {present}")
+    return step
 
 
-def find(run_dir: RunDir, rollout_id: str) -> Rollout:
+def _failed(index: RolloutIndex, kind: str) -> list[Entry]:
+    """Return the failed rollouts of `kind`: failed.jsonl has them before the batch of their step."""
+    failed = [entry for entry in index.entries("failed") if (entry["grp"] is None) == (kind == "eval")]
+    return failed or [entry for entry in index.entries(kind) if entry["error"]]
+
+
+def find(index: RolloutIndex, rollout_id: str) -> Rollout:
     """Return the newest rollout with this id. Raises ConfigError when the run has none."""
-    paths = [path for kind in ("step", "eval") for path in reversed(rollout_files(run_dir, kind).values())]
-    for path in [*paths, run_dir.failed_rollouts]:
-        for rollout in read_rollouts(path) if path.is_file() else ():
-            if rollout.get("rollout_id") == rollout_id:
+    for kind in ("step", "eval", "failed"):
+        for entry in index.entries(kind):
+            if entry["rollout_id"] == rollout_id and (rollout := index.read(entry)):
                 return rollout
-    raise ConfigError(
-        f"{run_dir.root} has no rollout {rollout_id!r}: list them with {COMPOSER} rollouts {run_dir.root}"
+    raise ConfigError(f"there is no rollout {rollout_id!r}: leave it out to list them")
+
+
+def listed(entry: Entry) -> str:
+    """Return the line of a rollout in the list."""
+    tokens = "-" if entry["tokens"] is None else entry["tokens"]
+    versions = "-".join(
+        str(each) for each in dict.fromkeys((entry["version_min"], entry["version_max"])) if each is not None
+    )
+    return (
+        f"{entry['step'] or 0:>5} {entry['rollout_id'] or '':<16} {_figure(entry['reward']):>7} "
+        f"{_figure(entry['advantage']):>7} {entry['turns']:>5} {tokens:>6} {versions or '-':<9} {_task(entry)}"
+        f"{'  FAILED: ' + entry['error'][:200] if entry['error'] else ''}"
     )
 
 
-def passes(rollout: Rollout, options: argparse.Namespace) -> bool:
-    """Return whether `rollout` passes every filter."""
-    reward = rollout.get("reward")
-    checks = [
-        options.source is None or rollout.get("source") == options.source,
-        options.task is None or options.task in str(rollout.get("task_id")),
-        options.status is None or rollout.get("status") == options.status,
-        options.min_reward is None or (reward is not None and reward >= options.min_reward),
-        options.max_reward is None or (reward is not None and reward <= options.max_reward),
-        not options.failed or failure_text(rollout) is not None,
-        not options.hacks or bool(_findings(rollout)),
-        not options.tool_errors or any(turn.get("error") for turn in rollout.get("turns", [])),
-    ]
-    return all(checks)
-
-
-def listing(rollouts: list[Rollout], *, with_findings: bool = False) -> list[str]:
-    """Return a table with one line a rollout, and below each what the hack monitor found, without mere notes."""
-    lines = [f"{'step':>5} {'rollout':<16} {'reward':>7} {'adv':>7} {'turns':>5} {'tokens':>6} {'versions':<9} task"]
-    for rollout in rollouts:
-        turns = sum(turn.get("role") == "assistant" for turn in rollout.get("turns", []))
-        tokens = (rollout.get("cost") or {}).get("sampled_tokens")
-        versions = rollout.get("policy_versions")
-        note = failure_text(rollout)
-        lines.append(
-            f"{rollout.get('step', '')!s:>5} {rollout.get('rollout_id', '')!s:<16} {_figure(rollout.get('reward')):>7} "
-            f"{_figure(rollout.get('advantage')):>7} {turns:>5} {tokens if tokens is not None else '-':>6} "
-            f"{'-'.join(map(str, dict.fromkeys(versions))) if versions else '-':<9} "
-            f"{_task(rollout)}{'  FAILED: ' + note[:200] if note else _parts(rollout)}"
-        )
-        lines += [f"{'':>6}{_finding(each)}" for each in _findings(rollout) if with_findings]
-    return lines
-
-
 def _findings(rollout: Rollout) -> list[dict[str, Any]]:
-    findings = (rollout.get("verdict") or {}).get("findings") or []
-    return [finding for finding in findings if finding.get("severity") != "note"]
+    return (rollout.get("verdict") or {}).get("findings") or []
 
 
 def _finding(finding: dict[str, Any]) -> str:
@@ -159,28 +138,30 @@ def _finding(finding: dict[str, Any]) -> str:
 def show(rollout: Rollout) -> list[str]:
     """Return everything about one rollout: its figures, the tools on offer, the failure, then turn by turn."""
     lines = [f"rollout {rollout.get('rollout_id')}  ({_task(rollout)})"]
-    for name in ("step", "status", "reward", "advantage", "parts", "metrics", "policy_versions", "stop_reason", "cost"):
-        value = rollout.get(name)
-        if value not in (None, {}, []):
-            lines.append(f"  {name:<16} {_value(value)}")
-    lines += [f"  {'failed':<16} {text}" for text in _failures(rollout)]
-    detail = (rollout.get("error") or {}).get("detail")
-    lines += [f"    {line}" for line in str(detail).splitlines()] if detail else []
     lines += [
-        f"  {'monitor':<16} {_finding(finding)}" for finding in (rollout.get("verdict") or {}).get("findings") or []
+        f"  {name:<16} {_value(value)}" for name in _FIGURES if (value := rollout.get(name)) not in (None, {}, [])
     ]
-    lines += [f"  {'tool' if index == 0 else '':<16} {text}" for index, text in enumerate(_tools(rollout))]
+    lines += [f"  {'failed':<16} {text}" for text in _failures(rollout)]
+    lines += [f"    {line}" for line in str((rollout.get("error") or {}).get("detail") or "").splitlines()]
+    lines += [f"  {'monitor':<16} {_finding(finding)}" for finding in _findings(rollout)]
+    lines += [f"  {'' if index else 'tool':<16} {text}" for index, text in enumerate(_tools(rollout))]
     for index, turn in enumerate(rollout.get("turns", [])):
-        count, error, text = turn.get("token_count"), turn.get("error"), str(turn.get("text") or "")
-        is_failed_call = bool(error) and text.lstrip().startswith(str(error))  # The text says it in full.
-        notes = [f"{count} tokens"] if count else []
-        notes += ["a failed call"] if is_failed_call else []
-        lines += ["", f"[{index}] {', '.join([str(turn.get('role')), *notes])}"]
-        lines += [f"    {line}" for line in text.splitlines()]
-        lines += [f"    -> {call.get('name')}({call.get('arguments')})" for call in turn.get("tool_calls") or []]
-        lines += [f"    error: {error}"] if error and not is_failed_call else []
-        lines += [f"    hint: {turn['hint']}"] if turn.get("hint") else []
+        lines += ["", *_turn(index, turn)]
     return lines
+
+
+def _turn(index: int, turn: dict[str, Any]) -> Iterator[str]:
+    """Yield a message: its text, calls, error and hint. A failed call's text says its error in full."""
+    count, error, text = turn.get("token_count"), turn.get("error"), str(turn.get("text") or "")
+    is_failed_call = bool(error) and text.lstrip().startswith(str(error))
+    notes = [f"{count} tokens"] if count else []
+    yield f"[{index}] {', '.join([str(turn.get('role')), *notes, *(['a failed call'] if is_failed_call else [])])}"
+    yield from (f"    {line}" for line in text.splitlines())
+    yield from (f"    -> {call.get('name')}({call.get('arguments')})" for call in turn.get("tool_calls") or [])
+    if error and not is_failed_call:
+        yield f"    error: {error}"
+    if turn.get("hint"):
+        yield f"    hint: {turn['hint']}"
 
 
 def _failures(rollout: Rollout) -> Iterator[str]:
@@ -192,15 +173,12 @@ def _failures(rollout: Rollout) -> Iterator[str]:
 
 
 def _tools(rollout: Rollout) -> Iterator[str]:
-    """Yield `name(parameter: type, optional?: type)  description` for each tool on offer."""
+    """Yield `name(parameter, optional?)  description` for each tool on offer."""
     for tool in rollout.get("tools") or []:
         function = tool.get("function") or tool
         schema = function.get("parameters") or {}
         required = schema.get("required") or []
-        parameters = ", ".join(
-            f"{name}{'' if name in required else '?'}: {each.get('type', 'any') if isinstance(each, dict) else 'any'}"
-            for name, each in (schema.get("properties") or {}).items()
-        )
+        parameters = ", ".join(f"{name}{'' if name in required else '?'}" for name in schema.get("properties") or {})
         first_line = next(iter(str(function.get("description") or "").splitlines()), "")
         yield f"{function.get('name')}({parameters})  {first_line}".rstrip()
 
@@ -214,14 +192,9 @@ def _value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _task(rollout: Rollout) -> str:
+def _task(rollout: Rollout | Entry) -> str:
     source, task = str(rollout.get("source")), str(rollout.get("task_id"))
     return task if task.startswith(f"{source}/") else f"{source}/{task}"
-
-
-def _parts(rollout: Rollout) -> str:
-    parts = rollout.get("parts") or {}
-    return "  " + ", ".join(f"{name} {_figure(value)}" for name, value in parts.items()) if len(parts) > 1 else ""
 
 
 def _figure(value: object) -> str:

@@ -1,8 +1,7 @@
 """A model served by this process alone, for commands that play episodes or talk: a gateway on loopback and one node.
 
-    serve                   Gateway (HTTP for environments) <--CURVE, loopback--> InferenceNode in a task
-    serve_with_environment  the same, and the worker processes of one source; both load at the same time
-    held_out_workers        the worker processes of all sources with held-out tasks
+    serve               Gateway (HTTP for environments) <--CURVE, loopback--> InferenceNode in a task
+    serve_with_workers  the same, and the worker processes of the sources; both load at the same time
 
 Nothing is trained, so the weights stay those of the model folder (policy version 0). A run has processes instead, which
 the launcher starts.
@@ -75,39 +74,28 @@ async def serve(
 
 
 @asynccontextmanager
-async def serve_with_environment(config: Config, folder: Path) -> AsyncIterator[tuple[Gateway, WorkerPool]]:
-    """Serve `config.model` and start the workers of the first source. Yield the gateway and the workers.
+async def serve_with_workers(config: Config, folder: Path) -> AsyncIterator[tuple[Gateway, dict[str, WorkerPool]]]:
+    """Serve `config.model` and start the workers of all sources. Yield the gateway and the workers by source.
 
     `folder`: an empty one. Raises what `serve` and `WorkerPool.start` raise.
     """
     from orchestrator.chat_template import chat_folder
 
     chat = chat_folder(resolve_model(config.model.path), config.model.chat_template, folder / "worker")
-    pool = _pool(config, config.orchestrator.source[0], chat, folder / "logs")
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(pool.close)
-        with tell_waits(f"loading the environment and {config.model.path}"):
-            model = asyncio.ensure_future(stack.enter_async_context(serve(config, folder / "served")))
-            environment = asyncio.ensure_future(pool.start())
-            try:
-                (gateway, _), _ = await asyncio.gather(model, environment)
-            finally:
-                for task in (model, environment):
-                    task.cancel()
-                await asyncio.gather(model, environment, return_exceptions=True)
-        yield gateway, pool
-
-
-@asynccontextmanager
-async def held_out_workers(config: Config, chat: Path, logs: Path) -> AsyncIterator[dict[str, WorkerPool]]:
-    """Start the workers of every source with held-out tasks, for the chat template in `chat`. Yield them by source."""
-    sources = [source for source in config.orchestrator.source if source.eval_taskset]
-    pools = {source.name: _pool(config, source, chat, logs) for source in sources}
+    pools = {source.name: _pool(config, source, chat, folder / "logs") for source in config.orchestrator.source}
     async with AsyncExitStack() as stack:
         for pool in pools.values():
             stack.push_async_callback(pool.close)
-        await asyncio.gather(*(pool.start() for pool in pools.values()))
-        yield pools
+        with tell_waits(f"loading {', '.join(pools)} and {config.model.path}"):
+            model = asyncio.ensure_future(stack.enter_async_context(serve(config, folder / "served")))
+            loading = [model, *(asyncio.ensure_future(pool.start()) for pool in pools.values())]
+            try:
+                (gateway, _), *_ = await asyncio.gather(*loading)
+            finally:
+                for task in loading:
+                    task.cancel()
+                await asyncio.gather(*loading, return_exceptions=True)
+        yield gateway, pools
 
 
 def _pool(config: Config, source: SourceConfig, chat: Path, logs: Path) -> WorkerPool:

@@ -1,49 +1,30 @@
-"""`composer eval`: the base as baseline, pass@k, folders, and environments without a run."""
+"""`composer eval`: two models, pass@k, folders, and environments without a run."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from composer_prime.cli import eval_command
 from composer_prime.cli.eval_command import Evaluation, evaluation_config
-from composer_prime.config.load import dump, resolve
+from composer_prime.config.load import resolve
 from composer_prime.errors import ConfigError
-from composer_prime.model_source import resolve_model
 
 ROOT = Path(__file__).parents[2]
 
 
-def write_run(folder: Path) -> Path:
-    """A finished run of six steps whose first and last evaluations are on disk."""
-    config = resolve(["@", str(ROOT / "configs/a1.toml"), "--run.max_steps", "6"]).config
-    shutil.copytree(resolve_model("tiny"), folder / "final")
-    (folder / "config.json").write_text(dump(config))
-    (folder / "run_id").write_text("run-1")
-    (folder / "rollouts").mkdir()
-    for step in (0, 6):
-        rows = [
-            {"step": step, "source": "toolsmith", "task_id": f"t{task}", "rollout_id": f"e{task}",
-             "reward": float(step > 0 and task % 2)}
-            for task in range(8)
-        ]  # fmt: skip
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / "rollouts" / f"eval_{step:06d}.jsonl").write_text(text)
-    return folder
-
-
-# A run alone is compared with the model it began with, and each flipped task can be looked at.
-def test_a_run_alone(tmp_path, capsys):
-    run = write_run(tmp_path / "run")
-    assert eval_command.main([str(run)]) == 0
-    text = capsys.readouterr().out
-    assert f"toolsmith: {run} - tiny = +0.500" in text
-    assert f"4 tasks solved by {run}, not by tiny: t1, t3, t5, t7" in text
-    assert f"uv run composer rollouts {run} --eval --step 0 --task TASK    (tiny)" in text
-    assert f"uv run composer rollouts {run} --eval --step 6 --task TASK    ({run})" in text
+# Two models are compared task by task, and each flipped task can be looked at.
+def test_two_models(tmp_path):
+    config = resolve(["@", str(ROOT / "configs/a1.toml")]).config
+    folders = {"tiny": tmp_path / "tiny", "a1": tmp_path / "a1"}
+    before, after = ({f"toolsmith/t{task}": [float(task % odd == 1)] for task in range(8)} for odd in (9, 2))
+    evaluations = {
+        name: Evaluation(scores=scores, folder=folders[name]) for name, scores in (("tiny", before), ("a1", after))
+    }
+    text = "\n".join(eval_command.report(evaluations, config))
+    assert "  +0.375 [" in text and "3 tasks solved by a1, not by tiny: t3, t5, t7" in text
+    assert f"uv run composer rollouts {folders['a1']} --eval --task TASK    (a1)" in text
 
 
 # pass@k has an interval over tasks; a task with fewer samples than k has no part in it.
@@ -71,15 +52,3 @@ def test_environment_without_a_run(tmp_path):
     assert source.eval_taskset == {"id": "orchestrator.environments.toolsmith", "split": "eval"}
     with pytest.raises(ConfigError, match="--env needs an environment"):
         eval_command._with_environment(["--env"], ["tiny"], tmp_path)
-
-
-# A stop loses nothing: what is on disk with a reward is not played again, failures are.
-def test_played_rollouts_are_known(tmp_path):
-    from composer_prime.run.run_dir import RunDir
-    from orchestrator.held_out import _played
-
-    (tmp_path / "rollouts").mkdir()
-    rows = [("eval0-my-env-3-1", 0.0), ("eval0-my-env-12-0r2", 1.0), ("eval0-my-env-4-0", None)]
-    lines = [json.dumps({"rollout_id": name, "source": "my-env", "reward": reward}) + "\n" for name, reward in rows]
-    (tmp_path / "rollouts" / "eval_000000.jsonl").write_text("".join(lines))
-    assert _played(RunDir(tmp_path)) == {("my-env", "3", 1), ("my-env", "12", 0)}

@@ -26,5 +26,5 @@ def test_eval_of_two_models_prints_intervals_and_their_difference(tmp_path):
         timeout=560,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "mean reward [95 %]" in done.stdout and "paired over 8 tasks" in done.stdout
+    assert "mean reward [95 %]" in done.stdout and "solved by" in done.stdout
     assert len(list((tmp_path / "evals").iterdir())) == 2

@@ -15,15 +15,14 @@ from trainer import world as worlds
 from trainer.model.build import build_policy
 
 
-# The folder loads as any Hugging Face model, in the type and the shards that were asked for.
+# The folder loads as any Hugging Face model, in the type that was asked for.
 @pytest.mark.slow
 def test_folder(tmp_path, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     target = tmp_path / "out"
-    assert main(["tiny", "-o", str(target), "--dtype", "float32", "--shard-size", "2MB"]) == 0
-    assert len(list(target.glob("*.safetensors"))) > 1
-    assert f"to {target}" in capsys.readouterr().out
+    assert main(["tiny", "-o", str(target), "--dtype", "float32"]) == 0
+    assert f"wrote {target}" in capsys.readouterr().out
     source = load_file(resolve_model("tiny") / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(target)
     assert model.dtype == torch.float32
@@ -31,13 +30,6 @@ def test_folder(tmp_path, capsys):
     assert AutoTokenizer.from_pretrained(target).chat_template
     with pytest.raises(ConfigError, match="exists already"):
         main(["tiny", "-o", str(target)])
-
-
-# A GGUF file is for llama.cpp's converter; nothing is written.
-def test_a_gguf_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="convert_hf_to_gguf"):
-        main(["tiny", "-o", str(tmp_path / "model.gguf")])
-    assert not any(tmp_path.iterdir())
 
 
 # A checkpoint's model, not the one that the run began with; a step without a checkpoint names those there are.

@@ -33,7 +33,7 @@ def test_words_for_every_run_are_told_apart() -> None:
             "4",
             "-o",
             "out",
-            "--monitor.tokens",
+            "--run.overwrite",
             "--seeds",
             "2",
             "a2.toml",
@@ -41,7 +41,7 @@ def test_words_for_every_run_are_told_apart() -> None:
         ]
     )
     assert [str(file) for file in options.config] == ["a1.toml", "a2.toml"] and options.seeds == 2
-    assert common == ["@", "x.toml", "--run.seed", "4", "--monitor.tokens", "@y.toml"]
+    assert common == ["@", "x.toml", "--run.seed", "4", "--run.overwrite", "@y.toml"]
 
 
 # A0 is an arm without training, A1 the baseline; the plan names the runs.
@@ -66,11 +66,10 @@ def test_a_ladder_is_planned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([A1, "--baseline", "a7"], "--baseline a7: no arm of that name trains; there is a1"),
         ([A0], "no arm trains"),
         ([A1, "--held-out", "far"], "held-out source 'far' is not evaluated by arm a1, which has toolsmith"),
         ([A1, "--orchestrator.eval.every_steps", "0"], "arm a1 is never evaluated on held-out tasks"),
-        ([A2, "--run.name", "again", A2.replace("a2", "a1"), "--baseline", "again"], "2 configurations have run.name"),
+        ([A2, "--run.name", "again", A2.replace("a2", "a1")], "2 configurations have run.name"),
         ([A1, "--effect", "0"], "--effect 0.0"),
         ([A1, str(ROOT / "configs/code/a1.toml")], "run.max_steps is a1 60, code-a1"),
     ],

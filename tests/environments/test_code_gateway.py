@@ -13,7 +13,7 @@ from code_rollouts_made import source
 from code_tasks_made import BODY, STUB, make_folder, make_task
 from transformers import AutoTokenizer
 
-from composer_prime.cli.served_model import serve_with_environment
+from composer_prime.cli.served_model import serve_with_workers
 from composer_prime.config import Config
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
@@ -100,8 +100,8 @@ async def test_a_scripted_policy_solves_a_task_through_the_gateway(
 async def test_the_tiny_model_plays_through_the_local_engine(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "tasks", make_task(prompt="Write demo.numbers.total."))
     config = configuration(folder)
-    async with serve_with_environment(config, tmp_path / "run") as (gateway, pool):
-        rollouts = await played(config, gateway, pool, 3)
+    async with serve_with_workers(config, tmp_path / "run") as (gateway, pools):
+        rollouts = await played(config, gateway, pools["code"], 3)
     assert [rollout.failure for rollout in rollouts] == [None] * 3
     assert [rollout.reward for rollout in rollouts] == [0.0] * 3
     assert all(rollout.sampled_tokens for rollout in rollouts)

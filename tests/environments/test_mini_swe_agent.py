@@ -15,7 +15,7 @@ import pytest
 from code_tasks_made import STUB, make_folder
 from transformers import AutoTokenizer
 
-from composer_prime.cli.served_model import serve_with_environment
+from composer_prime.cli.served_model import serve_with_workers
 from composer_prime.config import Config
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
@@ -154,8 +154,8 @@ async def test_the_local_engine_saw_what_trains(tmp_path: Path, model: Path) -> 
     from transformers import AutoModelForCausalLM
 
     config = configuration(model, make_folder(tmp_path / "tasks"))
-    async with serve_with_environment(config, tmp_path / "run") as (gateway, pool):
-        result, samples = await play(config, gateway, pool)
+    async with serve_with_workers(config, tmp_path / "run") as (gateway, pools):
+        result, samples = await play(config, gateway, pools["code"])
     assert score_failure(result) is None and result.reply.reward == 0.0, result.reply
     assert sum(len(sample.turns) for sample in samples) == len(result.records) > 1
     sampled = sum(len(record.answer) for record in result.records)

@@ -21,10 +21,9 @@ from typing import Any
 
 from composer_prime.cli.rollouts_command import show
 from composer_prime.config import Config
-from composer_prime.config.layers import read_table_file
 from composer_prime.config.load import read_config, resolve
 from composer_prime.config.removed import present_name
-from composer_prime.console import COMPOSER, pluralize, printable
+from composer_prime.console import pluralize, printable
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import model_folder, resolve_model, text_settings
 from composer_prime.monitor.rollouts import failure_text
@@ -59,11 +58,7 @@ def main(words: list[str]) -> int:
     resolve_model(config.model.path)
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("orchestrator.workers.worker_process").setLevel(logging.WARNING)  # It names code that blocks.
-    try:
-        return asyncio.run(_try(config, options))
-    except KeyboardInterrupt:
-        print("composer try: stopped", file=sys.stderr)
-        raise SystemExit(130) from None
+    return asyncio.run(_try(config, options))
 
 
 def _report(line: str) -> None:
@@ -85,10 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         "--model", help="model folder, Hub id, tiny, smollm2, or run directory (default: ENV's, or tiny)"
     )
     parser.add_argument("--task", type=int, help="play this task every time; default: the first n tasks once each")
-    parser.add_argument("--source", help="source of the configuration (default: the first)")
     parser.add_argument("--eval", action="store_true", help="held-out tasks instead of training tasks")
     parser.add_argument("--all", action="store_true", help=f"print all transcripts (default: {_SHOWN} at most)")
-    parser.add_argument("--json", action="store_true", help="print the rollouts as JSON lines")
     return parser
 
 
@@ -96,49 +89,32 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def trial_config(options: argparse.Namespace, rest: list[str]) -> Config:
-    """Return a configuration with one source. Raises ConfigError for an environment that names nothing."""
+    """Return a configuration with the first source alone. Raises ConfigError for an environment that names nothing."""
     if options.episodes < 1:
         raise ConfigError(f"-n is {options.episodes}: play one episode or more")
     with tempfile.TemporaryDirectory(prefix="composer-try-") as folder:
-        words = [*_configuration(options, rest, Path(folder)), *full_names(rest)]
+        words = [*_configuration(options, Path(folder)), *full_names(rest)]
         if options.model is not None:
             words += ["--model.path", model_folder(options.model)]
         config = resolve(words).config
-    sources = config.orchestrator.source
-    chosen = [source for source in sources if options.source in (None, source.name)][:1]
-    if not chosen:
-        raise ConfigError(f"--source {options.source}: there are {', '.join(source.name for source in sources)}")
-    if options.eval and not chosen[0].eval_taskset:
-        raise ConfigError(f"--eval: the source {chosen[0].name!r} has no eval_taskset, so no held-out tasks")
-    update = {"orchestrator": config.orchestrator.model_copy(update={"source": chosen})}
+    source = config.orchestrator.source[0]
+    if options.eval and not source.eval_taskset:
+        raise ConfigError(f"--eval: the source {source.name!r} has no eval_taskset, so no held-out tasks")
+    update = {"orchestrator": config.orchestrator.model_copy(update={"source": [source]})}
     return config.model_copy(update=update)
 
 
-def _configuration(options: argparse.Namespace, rest: list[str], folder: Path) -> list[str]:
+def _configuration(options: argparse.Namespace, folder: Path) -> list[str]:
     """Return the words that configure what ENV names."""
     path = Path(options.env)
     if path.suffix == ".toml":
-        _refuse_overlay(path, rest)
         return ["@", options.env]
     if (path / "run_id").is_file():
         run = RunDir(path)
         model = str(run.final) if run.final.is_dir() else read_config(run.config).model.path
         return ["@", str(run.config), "--run.resume", "false", "--diloco", "None", "--model.path", model]
-    held_out = options.eval
-    return [
-        "@",
-        str(module_configuration(options.env, model_folder(options.model or "tiny"), folder, held_out=held_out)),
-    ]
-
-
-def _refuse_overlay(file: Path, rest: list[str]) -> None:
-    """Raise ConfigError for a file with sources alone, and no further file."""
-    values = read_table_file(str(file)) if file.is_file() else {"run": {}}
-    if not {"run", "model"} & values.keys() and "@" not in rest:
-        raise ConfigError(
-            f"{file} has neither [run] nor [model], so it extends another file: try the module of its task set "
-            f"(`{COMPOSER} try MODULE.py`), or a whole configuration (`{COMPOSER} try configs/a1.toml @ {file}`)"
-        )
+    model = model_folder(options.model or "tiny")
+    return ["@", str(module_configuration(options.env, model, folder, held_out=options.eval))]
 
 
 def module_configuration(env: str, model: str, folder: Path, *, held_out: bool) -> Path:
@@ -163,7 +139,7 @@ def module_configuration(env: str, model: str, folder: Path, *, held_out: bool) 
 
 
 def _held_out_settings(module: str, home: Path) -> dict[str, str]:
-    """Return `split` where the task set has that setting; warn where it has none. A worker names what cannot load."""
+    """Return `split` where the task set has that setting. A worker names what cannot load."""
     from orchestrator.workers.verifiers_compat import taskset_settings
 
     sys.path += [str(home)] if str(home) not in sys.path else []
@@ -171,13 +147,7 @@ def _held_out_settings(module: str, home: Path) -> dict[str, str]:
         settings = taskset_settings(module)
     except Exception:
         return {}
-    if "split" in settings:
-        return {"split": "eval"}
-    _report(
-        f"warning: {module} has no setting `split`, so these may be training tasks: its settings are "
-        f"{', '.join(settings) or 'none'}; choose held-out tasks with --eval_taskset.KEY VALUE"
-    )
-    return {}
+    return {"split": "eval"} if "split" in settings else {}
 
 
 def _module(env: str) -> tuple[str, Path]:
@@ -210,7 +180,7 @@ def full_names(rest: list[str]) -> list[str]:
 async def _try(config: Config, options: argparse.Namespace) -> int:
     source, began = config.orchestrator.source[0], time.monotonic()
     _report(f"loading {source.taskset.get('id')} and {config.model.path} ...")
-    from composer_prime.cli.served_model import serve_with_environment
+    from composer_prime.cli.served_model import serve_with_workers
     from composer_prime.run.scratch import Scratch
     from orchestrator.rollouts.rollout import RequestFactory
     from orchestrator.rollouts.rollout_log import rollout_line
@@ -220,7 +190,8 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
     taskset = EVAL if options.eval else TRAIN
     scratch = Scratch("try")
     try:
-        async with serve_with_environment(config, scratch.path) as (gateway, pool):
+        async with serve_with_workers(config, scratch.path) as (gateway, pools):
+            pool = pools[source.name]
             loaded = time.monotonic()
             _report(f"playing {pluralize(options.episodes, 'episode')} ...")
             rollouts = await play_episodes(
@@ -236,16 +207,13 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
     finally:
         scratch.close()
     lines = [rollout_line(0, source.name, rollout, "played") for rollout in rollouts]
-    if options.json:
-        print("\n".join(json.dumps(line) for line in lines))
-    else:
-        shown = lines if options.all else chosen(lines)
-        print(printable("\n".join([*_transcripts(shown), *_summary(lines)])))
-        if left_out := len(lines) - len(shown):
-            print(f"{pluralize(left_out, 'transcript')} not shown; --all prints every one")
-        print(f"loaded in {loaded - began:.1f} s, played in {ended - loaded:.1f} s")
+    shown = lines if options.all else chosen(lines)
+    print(printable("\n".join([*_transcripts(shown), *_summary(lines)])))
+    if left_out := len(lines) - len(shown):
+        print(f"{pluralize(left_out, 'transcript')} not shown; --all prints every one")
+    print(f"loaded in {loaded - began:.1f} s, played in {ended - loaded:.1f} s")
     for warning in trial_warnings(rollouts, pool.ready.overlap if pool.ready else None):
-        print(f"warning: {printable(warning)}", file=sys.stderr if options.json else sys.stdout)
+        print(f"warning: {printable(warning)}")
     return 0 if any(line["reward"] is not None for line in lines) else FAILED
 
 
@@ -279,12 +247,12 @@ def _summary(lines: list[dict[str, Any]]) -> Iterator[str]:
     yield f"{pluralize(len(lines), 'episode')}, {len(rewards)} with a reward"
     if rewards:
         yield f"  reward    {', '.join(f'{reward:g}' for reward in rewards)}   mean {fmean(rewards):.3f}"
-        for name in dict.fromkeys(name for line in lines for name in line["parts"]):
-            values = [line["parts"][name] for line in lines if name in line["parts"]]
-            yield f"  {name:<9} mean {fmean(values):.3f}, {min(values):g} to {max(values):g}"
-    sampled = sum(line["cost"]["sampled_tokens"] or 0 for line in lines)
-    prompt = sum(line["cost"]["prompt_tokens"] or 0 for line in lines)
+    parts: dict[str, list[float]] = {}
+    for name, value in (part for line in lines if line["reward"] is not None for part in line["parts"].items()):
+        parts.setdefault(name, []).append(value)
+    for name, values in parts.items():
+        yield f"  {name:<9} mean {fmean(values):.3f}, {min(values):g} to {max(values):g}"
+    sampled, prompt = (sum(line["cost"][f"{kind}_tokens"] or 0 for line in lines) for kind in ("sampled", "prompt"))
     yield f"  tokens    {sampled:,} sampled, {prompt:,} of prompts and tools"
     failures = Counter(text for line in lines if (text := failure_text(line)) is not None)
-    for text, count in failures.most_common():
-        yield f"  failed    {count} x {text}"
+    yield from (f"  failed    {count} x {text}" for text, count in failures.most_common())

@@ -59,11 +59,15 @@ def parser() -> argparse.ArgumentParser:
         epilog="`@ FILE` and `--section.key VALUE` apply to every run. `composer ladder FOLDER` repeats the report; "
         "its --help explains the verdicts.",
     )
-    text.add_argument("config", nargs="+", type=Path, help="configuration files or folders of them, the baseline first")
+    text.add_argument(
+        "config",
+        nargs="+",
+        type=Path,
+        help="files or folders of them; the first that trains is the baseline",
+    )
     text.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder of the ladder's runs")
     text.add_argument("--seeds", type=int, default=3, metavar="N", help="train each arm with seeds 0..N-1 (default 3)")
     text.add_argument("--steps", type=int, help="optimizer steps of every arm that trains (default: run.max_steps)")
-    text.add_argument("--baseline", metavar="ARM", help="arm to compare with (default: the first that trains)")
     text.add_argument("--held-out", metavar="SOURCE", help="source of the primary outcome (default: the first)")
     text.add_argument("--effect", type=float, default=0.05, help="smallest difference of interest (default 0.05)")
     return text
@@ -128,14 +132,10 @@ def _check_arm(arm: PlannedArm, config: Config) -> None:
 
 def preregistration(options: argparse.Namespace, arms: list[PlannedArm]) -> Preregistration:
     """Return what the command line plans. Raises ConfigError for figures out of range and names that no arm has."""
-    trained = [arm.name for arm in arms if arm.steps]
+    trained = [arm for arm in arms if arm.steps]
     if not trained:
         raise ConfigError("no arm trains (run.max_steps is 0 everywhere): add one, or use `composer eval`")
-    baseline = options.baseline or trained[0]
-    if baseline not in trained:
-        raise ConfigError(f"--baseline {baseline}: no arm of that name trains; there is {', '.join(trained)}")
-    base = next(arm for arm in arms if arm.name == baseline)
-    held_out = options.held_out or base.sources[0]
+    held_out = options.held_out or trained[0].sources[0]
     for arm in arms:
         if held_out not in arm.sources:
             raise ConfigError(
@@ -146,7 +146,7 @@ def preregistration(options: argparse.Namespace, arms: list[PlannedArm]) -> Prer
         raise ConfigError(f"--seeds is {options.seeds} and --effect {options.effect}; give numbers above 0")
     return Preregistration(
         arms=arms,
-        baseline=baseline,
+        baseline=trained[0].name,
         seeds=list(range(options.seeds)),
         held_out=held_out,
         minimal_effect=options.effect,
