@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 def words_of(text: str) -> frozenset[str]:
@@ -33,7 +33,7 @@ def documents(text: str) -> list[str]:
     return [match[4] for match in _DOCUMENT.finditer(text)]
 
 
-def program_of(words: list[str] | tuple[str, ...]) -> str:
+def program_of(words: Sequence[str]) -> str:
     return words[0].rpartition("/")[2]
 
 
