@@ -25,7 +25,7 @@ WORDS = ("key", "pass", "pwd", "secret", "token", "cookie")
 """The name of a secret holds one of these, in lower case."""
 _ENDS = r"(?:[\s\"'`;&|$<>(){}\[\],\\]|$)"
 _ATTRIBUTE = rf"[A-Za-z_]{{1,64}}(?:\.[A-Za-z_]{{1,64}}){{1,8}}{_ENDS}"
-VARIABLE = re.compile(
+VARIABLE = (
     rf"(?:(?<![A-Za-z])|(?<=\\[nrt]))(?:(?:API_?KEY|ACCESS_KEY|SECRET(?:_KEY)?|TOKEN(?!=[\"']?\d{{1,15}}{_ENDS})|(?<=(?:GH|UB|AB|XT)_)PAT)="
     rf"(?![\"']?{_ATTRIBUTE})"
     r"|(?:PASSWORD|PASSWD|PGPASSWORD|SSHPASS|REDISCLI_AUTH|(?<=_)(?:PASS|PWD|PW))=)(?!=)[\"']?"
