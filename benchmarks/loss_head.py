@@ -81,12 +81,11 @@ def trl_jsd(hidden: Tensor, weight: Tensor, _: Tensor, teacher: Tensor) -> Tenso
 
 def ours_jsd(hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Tensor) -> Tensor:
     from composer_prime.channels.sdpo import divergence
-    from trainer.head.fused import Head, TeacherMixture, TeacherPart, token_statistics
+    from trainer.head.fused import Head, Teacher, token_statistics
 
-    part = TeacherPart(share=1.0, hidden_DH=teacher, head=Head(weight_VH=weight.detach()))
     measure = lambda student, other, wanted: divergence(student, other, _sdpo(), wanted)
-    mixture = TeacherMixture(parts=(part,), divergence=measure)
-    return token_statistics(Head(weight_VH=weight), hidden, targets, None, mixture).divergence_D
+    taught = Teacher(hidden_DH=teacher, head=Head(weight_VH=weight.detach()), divergence=measure)
+    return token_statistics(Head(weight_VH=weight), hidden, targets, None, taught).divergence_D
 
 
 def _sdpo():

@@ -51,7 +51,7 @@ from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
 from trainer.step import LossSettings, rate, score_held_out, train_step
 from trainer.teacher.reference import ReferenceLogprobs
-from trainer.teacher.self_teacher import ReadCost, SelfTeacher, teachers_in_row
+from trainer.teacher.self_teacher import SelfTeacher
 from trainer.weights.checkpoint import Checkpoints
 from trainer.weights.publish import Publisher, export
 from trainer.world import LEAVE_S, StopSignal
@@ -86,7 +86,6 @@ class Trainer:
         self.teacher = SelfTeacher(self.policy, channels, reference)
         self.optimizer = build_optimizer(self.policy, trainer.optim)
         self.outer = self._build_outer()
-        self.read_cost = ReadCost.of(self.policy.lm.config, trainer)
         self.settings = LossSettings(
             terms=channels.terms(config.completion_length),
             reduce_each=self.world.device.type == "cuda",
@@ -262,7 +261,6 @@ class Trainer:
         share, max_tokens = self.policy.shares_prefixes, self.config.trainer.micro_batch_tokens
         terms = self.settings.terms
         rows = [checked_row(batch, self.policy.vocabulary) for batch in reply.micro_batches]
-        in_row = teachers_in_row(rows, self.config.channels, self.read_cost, share=share, max_tokens=max_tokens)
         totals = reply.totals
         if self.config.channels.own:
             counts = [sum(term.count(row) for row in rows) for term in terms]
@@ -270,11 +268,7 @@ class Trainer:
             own = {term.name: count for term, count in zip(terms, over_ranks, strict=True)}
             totals = msgspec.structs.replace(totals, own=own)
         device = self.world.device
-        packed = [
-            unpack(row, terms, device, share=share, teacher_in_row=reads_teacher, max_tokens=max_tokens)
-            for row, reads_teacher in zip(rows, in_row, strict=True)
-        ]
-        return packed, totals
+        return [unpack(row, terms, device, share=share, max_tokens=max_tokens) for row in rows], totals
 
     def _score(self, reply: StepReply) -> dict[str, float]:
         """Return the metrics of the step's held-out demonstrations; empty if it has none."""

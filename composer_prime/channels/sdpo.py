@@ -56,9 +56,8 @@ LOGIT_FLOOR = -1e30
 class SelfTeacherConfig(BaseConfig):
     """The weights of the teacher, which sees the hint."""
 
-    kind: Literal["live", "ema", "frozen", "trust_region"] = "live"
-    """The trained weights, their moving average, the initial weights, or a mix of the live and initial distributions.
-    """
+    kind: Literal["live", "ema", "frozen"] = "live"
+    """The trained weights, their moving average, or the initial weights."""
     rate: float = Field(default=0.05, gt=0, le=1)
     """ema: share of the trained weights added to the average at each step."""
 

@@ -74,7 +74,7 @@ class WeightSets:
     """The weights that a run keeps besides the trained ones."""
 
     teacher: WeightSet | None
-    """The self-teacher, or a part of it; None for the live weights alone, and without SDPO."""
+    """The self-teacher; None for the live weights, and without SDPO."""
     reference: WeightSet | None
     """The origin of the KL penalty; None without a penalty."""
     scores_pairs: bool
@@ -89,9 +89,9 @@ class WeightSets:
 def weight_sets(channels: ChannelsConfig) -> WeightSets:
     """Return the weights that `channels` needs; a term of weight 0 needs none."""
     kl, sdpo = channels.policy.kl, channels.sdpo
-    teachers: dict[str, WeightSet | None] = {"live": None, "ema": "teacher"}
+    teachers: dict[str, WeightSet | None] = {"live": None, "ema": "teacher", "frozen": "frozen"}
     return WeightSets(
-        teacher=teachers.get(sdpo.teacher.kind, "frozen") if sdpo.weight > 0 else None,
+        teacher=teachers[sdpo.teacher.kind] if sdpo.weight > 0 else None,
         reference=None if kl.weight == 0 else "reference" if kl.reference == "ema" else "frozen",
         scores_pairs=channels.replay_dpo.weight > 0 and channels.replay_dpo.loss != "simpo",
     )

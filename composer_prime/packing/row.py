@@ -82,11 +82,6 @@ class Row:
     def teachers(self) -> range:
         return range(self.first_teacher, len(self.starts) - 1)
 
-    def taught(self) -> np.ndarray:
-        """Return the positions of hinted turns in their teacher documents, turn by turn."""
-        ends = self.starts[1:][self.first_teacher :]
-        return joined(np.arange(end - turn.count, end) for end, turn in zip(ends, self.batch.turns, strict=True))
-
     def units(self, term: str) -> list[UnitInRow]:
         """Return the units of `term`, in order."""
         return [unit for unit in self.batch.units if unit.term == term]

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.channels.sdpo import divergence
 from composer_prime.packing.pack import totals
-from trainer.head.fused import TeacherMixture, TeacherPart
+from trainer.head.fused import Teacher
 from trainer.model.attention import PACKED
 from trainer.model.policy_model import Policy
 from trainer.step import LossSettings, loss_of
@@ -22,24 +22,20 @@ CUDA = torch.device("cuda", 0)
 CHANNELS = three_channels()
 
 
-@pytest.mark.parametrize("teacher_in_row", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_step_in_bfloat16_on_cuda_mixes_no_devices_or_types(teacher_in_row, temperature):
+def test_a_step_in_bfloat16_on_cuda_mixes_no_devices_or_types(temperature):
     # Rows, forward pass, head and the three loss terms of a bfloat16 model on a GPU: every operation's operands lie
     # together and fit (an operation on a CPU and a CUDA tensor raises), and loss and figures come out on the GPU. What
     # a real kernel computes, and the backward pass, are the GPU tests' business.
     samples, pairs = make_hinted(3, 9, temperature=temperature), make_pairs(3)
     with FakeTensorMode(allow_non_fake_inputs=False):
         policy = bfloat16_policy()
-        (row,) = rows_of(
-            samples, CUDA, 4096, pairs, distil=True, prefer=True, share=True, teacher_in_row=teacher_in_row
-        )
+        (row,) = rows_of(samples, CUDA, 4096, pairs, distil=True, prefer=True, share=True)
         arrays = [array for term in row.terms.values() for array in term.arrays.values()]
         assert len(arrays) > 1 and {each.device for each in (row.input_ids, row.source_R, *arrays)} == {CUDA}
-        states = None if teacher_in_row else policy.states(row.taught.readings[0])
+        states = policy.states(row.taught[0]).detach()
         measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets)
-        part = TeacherPart(share=1.0, hidden_DH=states, head=None)
-        teacher = TeacherMixture(parts=(part,), divergence=measure)
+        teacher = Teacher(hidden_DH=states, head=policy.head(), divergence=measure)
         auxiliary = AuxiliaryLogprobs(
             teacher=teacher, references={"replay_dpo": torch.zeros(2 * len(pairs), device=CUDA)}
         )

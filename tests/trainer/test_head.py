@@ -17,7 +17,7 @@ from composer_prime.channels.sdpo import divergence
 from composer_prime.config.channels import SdpoConfig
 from composer_prime.errors import ConfigError
 from trainer.head import fused
-from trainer.head.fused import Head, TeacherMixture, TeacherPart, head_of, token_statistics
+from trainer.head.fused import Head, Teacher, head_of, token_statistics
 from trainer.head.kernels import LogitKernels, TorchLogitKernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning:triton")  # 0 * -inf, which is not taken
@@ -76,10 +76,9 @@ class Case:
         self.targets = torch.randint(0, V, (rows,), generator=draw).to(device)
         self.temperature = torch.rand(rows, generator=draw, dtype=torch.float64).to(device) + 0.5
         self.taught, self.cap, self.config = taught, cap, KINDS[kind]
-        self.states, self.other = [self.new(taught, H) for _ in range(2)], self.new(V, H)
+        self.states, self.other, self.other_bias = self.new(taught, H), self.new(V, H), self.new(V)
         for tensor in (self.hidden, self.weight, self.bias):
             tensor.requires_grad_()
-        self.live = self.head(self.weight, self.bias).detached(copy=True)
 
     def inputs(self) -> tuple[Tensor, ...]:
         return self.hidden, self.weight, self.bias
@@ -88,15 +87,10 @@ class Case:
         return Head(weight_VH=weight, bias_V=bias, scale=0.7, cap=self.cap)
 
     def fused(self, chunk_rows: int | None, hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-        """The teacher is 0.3 * another layer's logits + 0.7 * the frozen values of this one's."""
         teacher = None
         if self.taught:
-            parts = (
-                TeacherPart(share=0.3, hidden_DH=self.states[0], head=Head(weight_VH=self.other)),
-                TeacherPart(share=0.7, hidden_DH=self.states[1], head=self.live),
-            )
             measure = lambda student, other, targets: divergence(student, other, self.config, targets)
-            teacher = TeacherMixture(parts=parts, divergence=measure)
+            teacher = Teacher(hidden_DH=self.states, head=self.head(self.other, self.other_bias), divergence=measure)
         out = token_statistics(
             self.head(weight, bias), hidden, self.targets, self.temperature, teacher,
             chunk_rows=chunk_rows, kernels=self.kernels,
@@ -114,8 +108,8 @@ class Case:
         return (*out, divergence(logits[last], self.teacher_logits(), self.config, self.targets[last]))
 
     def teacher_logits(self) -> Tensor:
-        own = self._capped(0.7 * (self.states[1] @ self.live.weight_VH.T + self.live.bias_V))
-        return (0.3 * (self.states[0] @ self.other.T) + 0.7 * own) / self.temperature[-self.taught :, None]
+        logits = self._capped(0.7 * (self.states @ self.other.T + self.other_bias))
+        return logits / self.temperature[-self.taught :, None]
 
     def _capped(self, logits: Tensor) -> Tensor:
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
@@ -238,11 +232,11 @@ def test_empty_results_are_attached_to_the_graph():
 def test_the_teacher_gets_no_gradient(chunk_rows):
     # Teacher states and teacher layer have no gradient after a backward pass, although they could have one.
     case = Case(8, 5)
-    case.states = [state.requires_grad_() for state in case.states]
+    case.states.requires_grad_()
     case.other.requires_grad_()
     case.fused(chunk_rows, *case.inputs())[2].sum().backward()
     assert case.hidden.grad is not None and case.weight.grad is not None
-    assert case.states[0].grad is case.states[1].grad is case.other.grad is None
+    assert case.states.grad is case.other.grad is None
 
 
 def test_rows_without_a_teacher_are_not_touched_by_the_divergence():

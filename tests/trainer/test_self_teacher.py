@@ -1,4 +1,4 @@
-"""Other weights in the policy's place: exchanges, averages, the four teachers, cached reference log-probabilities."""
+"""Other weights in the policy's place: exchanges, averages, the three teachers, cached reference log-probabilities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
 from trainer.step import LossSettings, train_step
 from trainer.teacher.reference import ReferenceLogprobs
-from trainer.teacher.self_teacher import MIX, SelfTeacher, WeightSnapshot, adapters_off
+from trainer.teacher.self_teacher import SelfTeacher, WeightSnapshot, adapters_off
 from trainer.weights.publish import whole_parameters
 
 
@@ -63,7 +63,7 @@ def answer_sums(lm, pairs) -> list[float]:
 
 
 def taught(model_folder, tmp_path, world, kind: str, **trainer):
-    """Three steps with a teacher of `kind`; the teacher's mixed logits at the last step, and those of plain copies."""
+    """Three steps with a teacher of `kind`; the teacher's logits at the last step, and those of plain copies."""
     channels, samples, pairs = three_channels(kind), make_hinted(1, 8), make_pairs(1)
     policy, optimizer = setup(model_folder, tmp_path, world, **trainer)
     teacher = SelfTeacher(policy, channels, cache_of(model_folder, tmp_path, world))
@@ -78,10 +78,9 @@ def taught(model_folder, tmp_path, world, kind: str, **trainer):
             teacher.follow()
             copies.append(copy_of(policy, world))
     (of_row,) = auxiliary
-    live = policy.head()
-    mixed = sum(part.share * part.hidden_DH @ (part.head or live).weight_VH.T for part in of_row.teacher.parts)
+    found = of_row.teacher.hidden_DH @ of_row.teacher.head.weight_VH.T
     order = [next(s for s in samples if s.sample_id == name) for name in row.sample_ids]
-    return mixed, order, copies, policy, of_row
+    return found, order, copies, policy, of_row
 
 
 def averaged(copies, rate: float):
@@ -97,9 +96,6 @@ def averaged(copies, rate: float):
 EXPECTED = {
     "live": lambda order, copies: turn_logits(copies[2], order),
     "frozen": lambda order, copies: turn_logits(copies[0], order),
-    "trust_region": lambda order, copies: (
-        (1 - MIX) * turn_logits(copies[0], order) + MIX * turn_logits(copies[2], order)
-    ),
     "ema": lambda order, copies: turn_logits(averaged(copies, 0.3), order),
 }
 
@@ -107,26 +103,26 @@ EXPECTED = {
 @pytest.mark.parametrize("kind", EXPECTED)
 @torch.no_grad()
 def test_teachers_are_what_they_are_called(model_folder, tmp_path, world, kind):
-    # After two steps, the teacher's logits equal those of plain copies of the start, of the present, of their mix, or
-    # of the moving average; the policy's own parameters are untouched by the reading, to the last bit.
+    # After two steps, the teacher's logits equal those of plain copies of the start, of the present, or of
+    # the moving average; the policy's own parameters are untouched by the reading, to the last bit.
     with torch.enable_grad():
-        mixed, order, copies, policy, _ = taught(model_folder, tmp_path, world, kind, optim={"lr": 1e-2})
+        found, order, copies, policy, _ = taught(model_folder, tmp_path, world, kind, optim={"lr": 1e-2})
     present = copy_of(policy, world)
     assert all(torch.equal(a, b) for a, b in zip(present.parameters(), copies[2].parameters(), strict=True))
-    assert (mixed - EXPECTED[kind](order, copies)).abs().max() < 1e-4
+    assert (found - EXPECTED[kind](order, copies)).abs().max() < 1e-4
     if kind != "live":
-        assert (mixed - turn_logits(present, order)).abs().max() > 1e-2
+        assert (found - turn_logits(present, order)).abs().max() > 1e-2
 
 
 @torch.no_grad()
 def test_with_adapters_the_frozen_teacher_is_the_base(model_folder, tmp_path, world):
     # Low-rank adapters: no second set of weights is held; the frozen teacher is the start model, whatever was trained.
     with torch.enable_grad():
-        mixed, order, copies, policy, of_row = taught(
+        found, order, copies, policy, of_row = taught(
             model_folder, tmp_path, world, "frozen", optim={"lr": 1e-2}, lora={"rank": 4}
         )
     base = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="sdpa")
-    assert (mixed - turn_logits(base, order)).abs().max() < 1e-4
+    assert (found - turn_logits(base, order)).abs().max() < 1e-4
     moved = [torch.equal(a, b) for a, b in zip(copies[2].parameters(), base.parameters(), strict=True)]
     assert not all(moved)
     expected = answer_sums(base, make_pairs(1))

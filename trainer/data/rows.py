@@ -1,8 +1,9 @@
 """A micro-batch as tensors on the device: what the forward pass, the head and the loss terms need, and nothing else.
 
-    documents            sample ... | units of other terms ... | teacher document ...
+    documents            sample ... | units of other terms ...
     N computed tokens    all of them in one forward pass; what starts alike is computed once
     R head rows          tokens that a term reads ... | tokens of hinted turns ...     each token once
+    teacher documents    of the hinted turns, in passes of their own
 
 A position counts the tokens of all documents (composer_prime/packing/row.py); terms name the positions that they read.
 `computed_N` leads from a position to its place in the forward pass (-1: not read), `head_row_N` to its row of the head
@@ -51,17 +52,6 @@ class TermRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaughtRow:
-    """The teacher documents of a row's hinted turns. The turns' D tokens are the head's last D rows."""
-
-    turns: int
-    source_D: Tensor | None
-    """int64 [D]: the teacher's hidden states among those of the row; None where the row does not read them."""
-    readings: tuple[Reading, ...] = ()
-    """The documents in passes of their own, with D predicted tokens; empty where the row reads them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredDocuments:
     """S documents whose ends the frozen base scores."""
 
@@ -83,8 +73,8 @@ class PackedRow(Reading):
     """int64 [R]: the document of each token."""
     terms: Mapping[str, TermRow]
     """By the term's name."""
-    taught: TaughtRow | None
-    """None where no term has a teacher."""
+    taught: tuple[Reading, ...]
+    """The passes that read the teacher documents; their D predicted tokens are the head's last D rows."""
     scored: ScoredDocuments | None
     """What the frozen base scores (preference pairs); None where no term asks for it."""
     names: tuple[str, ...]
@@ -100,19 +90,15 @@ def unpack(
     device: torch.device,
     *,
     share: bool = False,
-    teacher_in_row: bool = False,
     max_tokens: int | None = None,
 ) -> PackedRow:
     """Make the tensors of a checked micro-batch for `terms`. Documents of other terms are not read.
 
-    `share` merges common beginnings. `teacher_in_row`: the forward pass reads a live teacher's documents, too; else
-    passes of at most `max_tokens` do.
+    `share` merges common beginnings. Teacher documents are read in passes of at most `max_tokens` computed tokens.
     """
     put = partial(_tensor, device=device)
     asked = {term.name: term.rows(row) for term in terms}
-    is_taught = any(term.is_taught for term in terms)
-    in_row = is_taught and teacher_in_row
-    read = [*range(row.samples), *(row.teachers() if in_row else ()), *row.documents(asked)]
+    read = [*range(row.samples), *row.documents(asked)]
     read = read or [0]  # the row may hold nothing but other terms' documents
     layout = prefix_layout([row.tokens(document) for document in read], share=share)
     positions = joined(np.arange(*row.starts[document : document + 2]) for document in read)
@@ -123,7 +109,6 @@ def unpack(
     predicted, head_row_N = _head_rows(len(row.ids_N), [rows.positions for rows in asked.values()], hinted)
     document_R = row.document_of(predicted)
     own_rows = {name: head_row_N[rows.positions] for name, rows in asked.items()}
-    taught = _taught_row(row, computed_N if in_row else None, device, share, max_tokens) if is_taught else None
     temperatures = np.asarray(row.batch.temperatures, dtype=np.float32)
     return PackedRow(
         input_ids=put(row.ids_N[computed], torch.int64)[None],
@@ -134,7 +119,7 @@ def unpack(
         temperature_R=None if (temperatures == 1.0).all() else put(temperatures[document_R], torch.float32),
         document_R=put(document_R, torch.int64),
         terms={name: _term_row(rows, own_rows[name], len(predicted), put) for name, rows in asked.items()},
-        taught=taught,
+        taught=_taught(row, device, share, max_tokens) if any(term.is_taught for term in terms) else (),
         scored=next((_scored(row, term.name) for term in terms if term.is_scored), None),
         names=tuple(row.name(index) for index in range(len(row.starts) - 1)),
         packed_tokens=len(row.ids_N),
@@ -168,21 +153,15 @@ def _scored(row: Row, term: str) -> ScoredDocuments:
     )
 
 
-def _taught_row(
-    row: Row, computed_N: np.ndarray | None, device: torch.device, share: bool, max_tokens: int | None
-) -> TaughtRow:
-    """Return where the teacher documents are read: in the row, which has `computed_N`, or in passes of their own."""
-    turns = row.batch.turns
-    if computed_N is not None:
-        source_D = _tensor(computed_N[row.taught() - 1], torch.int64, device=device)
-        return TaughtRow(turns=len(turns), source_D=source_D)
+def _taught(row: Row, device: torch.device, share: bool, max_tokens: int | None) -> tuple[Reading, ...]:
+    """Return the passes that read the teacher documents."""
     readings = []
-    for teachers in teacher_passes(row, share=share, max_tokens=max_tokens):
+    for teachers in _teacher_passes(row, share=share, max_tokens=max_tokens):
         ids = [row.tokens(teacher) for teacher in teachers]
-        counts = [turns[teacher - row.first_teacher].count for teacher in teachers]
+        counts = [row.batch.turns[teacher - row.first_teacher].count for teacher in teachers]
         predicted = [np.arange(len(each) - count, len(each)) for each, count in zip(ids, counts, strict=True)]
         readings.append(reading_of(ids, predicted, device, share=share))
-    return TaughtRow(turns=len(turns), source_D=None, readings=tuple(readings))
+    return tuple(readings)
 
 
 def reading_of(
@@ -211,7 +190,7 @@ def _tensor(values: np.ndarray, dtype: torch.dtype, *, device: torch.device) -> 
     return torch.from_numpy(np.array(values)).to(device=device, dtype=dtype, non_blocking=True)
 
 
-def teacher_passes(row: Row, *, share: bool, max_tokens: int | None) -> list[range]:
+def _teacher_passes(row: Row, *, share: bool, max_tokens: int | None) -> list[range]:
     """Cut the teacher documents, in order, into passes of at most `max_tokens` computed tokens each."""
     passes: list[range] = []
     for teacher in row.teachers():

@@ -50,32 +50,10 @@ class Head:
     def vocabulary(self) -> int:
         return self.weight_VH.shape[0]
 
-    def detached(self, *, copy: bool = False) -> Head:
-        """Return it without gradient; `copy` takes new memory, for weights that are about to be overwritten."""
-        weight, bias = self.weight_VH.detach(), None if self.bias_V is None else self.bias_V.detach()
-        if copy:
-            weight, bias = weight.clone(), None if bias is None else bias.clone()
-        return dataclasses.replace(self, weight_VH=weight, bias_V=bias)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherPart:
-    """One summand of the teacher's logits: share * head(hidden).
-
-    A part of the policy itself has `head` None until `Policy.forward`, which knows its output layer. `hidden_DH` is
-    None as well where the policy reads the teacher's documents in the row itself.
-    """
-
-    share: float
-    hidden_DH: Tensor | None
-    """[D, H], detached: the states that predict the hinted turns' tokens behind the hint."""
-    head: Head | None
-
-    @property
-    def filled(self) -> tuple[Tensor, Head]:
-        """Return both of a part that `Policy.forward` has seen."""
-        assert self.hidden_DH is not None and self.head is not None
-        return self.hidden_DH, self.head
+    def copied(self) -> Head:
+        """Return a copy without gradient, for weights that are about to be overwritten."""
+        bias = None if self.bias_V is None else self.bias_V.detach().clone()
+        return dataclasses.replace(self, weight_VH=self.weight_VH.detach().clone(), bias_V=bias)
 
 
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -83,15 +61,13 @@ Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherMixture:
-    """The teacher of the head's last D rows: logits as a weighted sum. The parts' shares add up to 1."""
+class Teacher:
+    """The teacher of the head's last D rows."""
 
-    parts: tuple[TeacherPart, ...]
+    hidden_DH: Tensor
+    """[D, H], detached: the states that predict the hinted turns' tokens behind the hint."""
+    head: Head
     divergence: Divergence
-
-    @property
-    def rows(self) -> int:
-        return len(self.parts[0].filled[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +91,7 @@ def token_statistics(
     hidden_RH: Tensor,
     targets_R: Tensor,
     temperature_R: Tensor | None = None,
-    teacher: TeacherMixture | None = None,
+    teacher: Teacher | None = None,
     *,
     chunk_rows: int | None = None,
     kernels: LogitKernels | None = None,
@@ -127,7 +103,7 @@ def token_statistics(
     `kernels` None what choice.choose_kernels chooses.
     """
     budget = CHUNK_LOGITS.get(hidden_RH.device.type, CHUNK_LOGITS["cpu"])
-    count = len(targets_R) + (teacher.rows if teacher else 0)
+    count = len(targets_R) + (len(teacher.hidden_DH) if teacher else 0)
     job = _Job(
         head=head,
         targets_R=targets_R,
@@ -194,7 +170,7 @@ class _Job:
     head: Head
     targets_R: Tensor
     temperature_R: Tensor | None
-    teacher: TeacherMixture | None
+    teacher: Teacher | None
     kernels: LogitKernels
     chunk_rows: int
     keeps_logits: bool
@@ -205,7 +181,7 @@ class _Job:
     @property
     def plain_rows(self) -> int:
         """Rows before those that have a teacher."""
-        return len(self.targets_R) - (self.teacher.rows if self.teacher else 0)
+        return len(self.targets_R) - (len(self.teacher.hidden_DH) if self.teacher else 0)
 
     def chunks(self) -> list[slice]:
         """Return the rows of each chunk; none mixes rows with and without a teacher."""
@@ -346,25 +322,19 @@ class _Logits:
         self.hidden_RH = _operand(hidden_RH, dtype)
         self.weight_VH = _operand(weight_VH, dtype)
         self._memory: dict[str, Tensor] = {}
-        parts = [(*part.filled, part.share) for part in job.teacher.parts] if job.teacher else []
-        self._parts = [(*part, _operand(part[1].weight_VH.detach(), dtype)) for part in parts]
+        self._teacher_VH = _operand(job.teacher.head.weight_VH.detach(), dtype) if job.teacher else None
 
     def student(self, chunk: slice, bias_V: Tensor | None) -> Tensor:
         """Return [C, V], scaled and capped, at temperature 1."""
         return self._make("student", self.hidden_RH[chunk], self.weight_VH, bias_V, self._job.head)
 
     def teacher(self, chunk: slice) -> Tensor | None:
-        """Return [C, V] at temperature 1, the weighted sum of the parts; None for rows without a teacher."""
-        if chunk.start < self._job.plain_rows:
+        """Return [C, V] at temperature 1; None for rows without a teacher."""
+        teacher = self._job.teacher
+        if teacher is None or self._teacher_VH is None or chunk.start < self._job.plain_rows:
             return None
-        mixed_CV, *others = [
-            self._make(f"teacher {index}", _operand(hidden_DH[self._job.teacher_rows(chunk)], self._dtype),
-                       weight_VH, head.bias_V, head).mul_(share)
-            for index, (hidden_DH, head, share, weight_VH) in enumerate(self._parts)
-        ]  # fmt: skip
-        for other_CV in others:
-            mixed_CV += other_CV
-        return mixed_CV
+        hidden_CH = _operand(teacher.hidden_DH[self._job.teacher_rows(chunk)], self._dtype)
+        return self._make("teacher", hidden_CH, self._teacher_VH, teacher.head.bias_V, teacher.head)
 
     def _make(self, name: str, hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, head: Head) -> Tensor:
         out = self._room(name, len(hidden_CH), len(weight_VH))

@@ -5,8 +5,6 @@ The head runs inside this module's forward, so FSDP gathers its root group (embe
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -14,7 +12,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from composer_prime.config.trainer import HeadKernels
 from trainer.data.rows import PackedRow, Reading
-from trainer.head.fused import Head, TeacherMixture, TokenStatistics, head_of, likeliest, token_statistics
+from trainer.head.fused import Head, Teacher, TokenStatistics, head_of, likeliest, token_statistics
 from trainer.head.kernel_choice import choose_kernels
 from trainer.head.kernels import LogitKernels
 from trainer.model.attention import SHARING, packing_arguments
@@ -45,11 +43,9 @@ class Policy(nn.Module):
     def vocabulary(self) -> int:
         return self.lm.config.get_text_config().vocab_size
 
-    def forward(self, row: PackedRow, teacher: TeacherMixture | None = None) -> TokenStatistics:
+    def forward(self, row: PackedRow, teacher: Teacher | None = None) -> TokenStatistics:
         """Return statistics of the row's R wanted tokens, the last D of them beside their teacher."""
         hidden_NH, head = self._hidden(row), head_of(self.lm)
-        if teacher is not None:
-            teacher = _with_policy_parts(teacher, row, hidden_NH, head)
         hidden_RH = hidden_NH[row.source_R]
         return token_statistics(
             head, hidden_RH, row.targets_R, row.temperature_R, teacher, kernels=self._kernels(hidden_RH)
@@ -73,7 +69,7 @@ class Policy(nn.Module):
 
     def head(self) -> Head:
         """Return a copy of the output layer as it is now."""
-        return head_of(self.lm).detached(copy=True)
+        return head_of(self.lm).copied()
 
     def _kernels(self, hidden_RH: Tensor) -> LogitKernels:
         return choose_kernels(self._head_kernels, hidden_RH, self.vocabulary)
@@ -100,17 +96,3 @@ class Policy(nn.Module):
             past_key_values=None,
             position_ids=reading.position_ids,
         )
-
-
-def _with_policy_parts(teacher: TeacherMixture, row: PackedRow, hidden_NH: Tensor, head: Head) -> TeacherMixture:
-    """Fill in the parts that are the policy itself; nothing of a teacher has a gradient."""
-    parts = []
-    for part in teacher.parts:
-        if part.head is None:
-            hidden_DH = part.hidden_DH
-            if hidden_DH is None:
-                assert row.taught is not None
-                hidden_DH = hidden_NH[row.taught.source_D]
-            part = dataclasses.replace(part, hidden_DH=hidden_DH.detach(), head=head.detached())
-        parts.append(part)
-    return dataclasses.replace(teacher, parts=tuple(parts))
