@@ -90,9 +90,7 @@ class Trainer:
             terms=channels.terms(config.completion_length),
             reduce_each=self.world.device.type == "cuda",
         )
-        self.publisher = Publisher(
-            config, run_dir, self.run_id, self.model_folder, self.world, self.outer, self.optimizer
-        )
+        self.publisher = Publisher(config, run_dir, self.run_id, self.model_folder, self.world, self.outer)
         self.checkpoints = Checkpoints(
             run_dir=run_dir,
             world=self.world,

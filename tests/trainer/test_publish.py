@@ -145,31 +145,6 @@ def test_training_goes_on_while_a_version_is_published(make_run, model_folder, w
         assert torch.equal(tensor, before[name]) and not published(run, 2)[1][name].any()
 
 
-# On one CPU rank the thread copies while the next step computes. The update of that step waits for it, even where the
-# thread begins late: the version is the model before the update.
-def test_an_update_waits_for_the_copy(make_run, model_folder, world, monkeypatch):
-    run = make_run(inference={"dtype": "float32"}, trainer={"optim": {"lr": 1e-2}})
-    policy = build_policy(run.config, model_folder, world)
-    before = {name: parameter.full_tensor().clone() for name, parameter in policy.lm.named_parameters()}
-    optimizer = build_optimizer(policy, run.config.trainer.optim)
-    publisher = Publisher(run.config, run.dir, "run", model_folder, world, None, optimizer)
-    computed = threading.Event()
-
-    def begin_late(_: int) -> None:
-        assert computed.wait(60)
-        time.sleep(0.3)
-
-    grad_norm = optimizer.grad_norm
-    monkeypatch.setattr(optimizer, "grad_norm", lambda: (computed.set(), grad_norm())[1])
-    monkeypatch.setattr(torch, "set_num_threads", begin_late)
-    publisher.publish(policy, 1)
-    samples = make_samples(1, 6)
-    train_step(policy, optimizer, rows_of(samples, world.device), totals(samples), SETTINGS, step=1, ratio=1.0)
-    publisher.wait()
-    assert any(not parameter.full_tensor().equal(before[name]) for name, parameter in policy.lm.named_parameters())
-    assert all(tensor.equal(before[name]) for name, tensor in published(run, 1)[1].items())
-
-
 def test_an_unexpected_failure_of_the_thread_is_said(make_run, model_folder, world):
     # Whatever ends the thread is an error of ours: rank 0 says it, and so do the ranks that wait for it.
     run = make_run()

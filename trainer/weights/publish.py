@@ -2,7 +2,6 @@
 
     for each parameter, all ranks: cast the shard (half the traffic for bfloat16) -> gather -> rank 0 copies to the CPU
        (over the version before: rank 0 holds one model in the published type there, unless only adapters are written)
-       (where one CPU rank's optimizer alone changes parameters: the thread copies, and the next update waits for it)
     canary: logprobs of a fixed prompt, on the GPU (on a CPU the background thread computes them)
     ---- training continues; a thread of rank 0 does the rest ----
     safetensors bytes -> whole, or what differs from the versions before -> chunks -> manifest, signed -> prune
@@ -33,7 +32,6 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from composer_prime.config import Config
-from composer_prime.config.channels import weight_sets
 from composer_prime.errors import CheckpointError, ComposerError, WeightError
 from composer_prime.model_source import tensor_shapes
 from composer_prime.run.keys import RunKeys
@@ -43,7 +41,6 @@ from diloco.streaming import StreamingDiLoCo
 from trainer.model.adapters import factors, merged_parameters
 from trainer.model.build import empty_model
 from trainer.model.policy_model import Policy
-from trainer.step import Optimizer
 from trainer.weights.version_file import VersionWriter
 from trainer.world import World
 
@@ -60,10 +57,8 @@ class Publisher:
     """
 
     def __init__(
-        self, config: Config, run_dir: RunDir, run_id: str, folder: Path, world: World, outer: StreamingDiLoCo | None,
-        optimizer: Optimizer | None = None,
-    ) -> None:  # fmt: skip
-        """`optimizer`: its updates wait for a copy under way. Without it every copy is made in `publish`."""
+        self, config: Config, run_dir: RunDir, run_id: str, folder: Path, world: World, outer: StreamingDiLoCo | None
+    ) -> None:
         self._config = config
         self._folder = folder
         self._run_id = run_id
@@ -78,13 +73,6 @@ class Publisher:
         self._highest_version = -1
         self._copies: dict[str, Tensor] = {}
         """The tensors published last. The next ones take their place: fresh memory would take twice as long to fill."""
-        self._copied = threading.Event()
-        self._copied.set()
-        others = outer or lora or weight_sets(config.channels).needed
-        self._copies_beside = optimizer is not None and world.size == 1 and world.device.type == "cpu" and not others
-        """Whether the thread copies: nothing but the optimizer changes the parameters, which are whole here."""
-        for part in optimizer.parts if optimizer else ():
-            part.register_step_pre_hook(self.wait_for_copy)
         self._thread: threading.Thread | None = None
         self._failure: ComposerError | None = None
         self._closing = threading.Event()
@@ -113,7 +101,7 @@ class Publisher:
             self.rewind(step)
         self.version, self._highest_version = version, max(version, self._highest_version)
         with self._outer.global_values(swept=True) if self._outer else contextlib.nullcontext():
-            uncopied = self._copy(policy)
+            self._copy(policy)
             adapters = factors(policy.lm) if policy.adapted else None  # after the parameters are sharded again
         if not self._world.first:
             return 0
@@ -122,26 +110,20 @@ class Publisher:
         size = sum(tensor.nbytes for tensor in written.values())  # the thread may clear them
         # A GPU may have no room for the canary beside a backward pass.
         canary = self._canary.score(self._copies) if self._world.device.type != "cpu" else None
-        self._copied.clear()
-        self._begin(lambda: self._finish(version, uncopied, written, canary, announce))
+        self._begin(lambda: self._finish(version, written, canary, announce))
         return size
 
     def _finish(
         self,
         version: int,
-        uncopied: list[tuple[Tensor, Tensor]],
         written: dict[str, Tensor],
         canary: Canary | None,
         announce: Callable[[int], None],
     ) -> None:
-        """Copy, score, write and announce a version. Runs on the thread.
+        """Score, write and announce a version. Runs on the thread.
 
-        `uncopied`: (copy, parameter), while the optimizer waits. `written`: the adapters' factors where the nodes have
-        the whole base, else all tensors of the plain model.
+        `written`: the adapters' factors where the nodes have the whole base, else all tensors of the plain model.
         """
-        for copy, master in uncopied:
-            copy.copy_(master)
-        self._copied.set()
         tensors = self._copies
         adapted = [] if written is tensors else [*tensors]
         canary = canary or self._canary.score(tensors)
@@ -163,29 +145,19 @@ class Publisher:
         self._write(manifest, stored, size)
         announce(version)
 
-    def _copy(self, policy: Policy) -> list[tuple[Tensor, Tensor]]:
-        """Copy the parameters over the version before. Return what the thread is to copy: (copy, parameter)."""
-        uncopied = []
+    def _copy(self, policy: Policy) -> None:
+        """Copy the parameters over the version before."""
         for name, whole in whole_parameters(policy, self._world, self.dtype):
-            if not self._world.first:
-                continue
-            copy = self._copies.get(name)
-            copy = self._copies[name] = torch.empty(whole.shape, dtype=self.dtype) if copy is None else copy
-            if self._copies_beside:
-                uncopied.append((copy, whole))
-            else:
-                copy.copy_(whole)
-        return uncopied
+            if self._world.first:
+                if name not in self._copies:
+                    self._copies[name] = torch.empty(whole.shape, dtype=self.dtype)
+                self._copies[name].copy_(whole)
 
     def wait(self) -> None:
         """Wait until the publication under way is complete and announced, then `check`."""
         if self._thread is not None:
             self._thread.join()
         self.check()
-
-    def wait_for_copy(self, *_: object) -> None:
-        """Wait until the parameters may change: the publication under way has its own copy of them."""
-        self._copied.wait()
 
     def is_idle(self) -> bool:
         """Return whether no publication is under way here, then `check`."""
@@ -223,8 +195,6 @@ class Publisher:
                 if not self.is_closing():
                     self._failure = WeightError(f"{publication} failed: {type(error).__name__}: {error}")
                     self._failure.__cause__ = error
-            finally:
-                self._copied.set()
 
         self._thread = threading.Thread(target=run, name="publication", daemon=True)
         self._thread.start()
