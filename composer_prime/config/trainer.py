@@ -7,9 +7,6 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
-HeadKernels = Literal["auto", "torch", "triton"]
-
-
 CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
 """Logits (elements) that the trainer's head computes at a time (trainer/head/fused.py). The output layer's gradient is
 read and written once a chunk, so a chunk must not have too few rows."""
@@ -97,9 +94,6 @@ class TrainerConfig(BaseConfig):
     """Precision of forward and backward; master weights are always float32. auto: float32 on CPU, bfloat16 on CUDA."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass: less memory, about a third more compute."""
-    head_kernels: HeadKernels = "auto"
-    """Element-wise operations of the loss head. auto: torch on the CPU; on CUDA the faster of torch and Triton, timed
-    once at first use. Both agree up to rounding."""
     micro_batch_tokens: int = Field(default=4096, ge=16)
     """Tokens in one packed row; a step uses as many micro-batches as its samples need."""
     optim: OptimConfig = OptimConfig()

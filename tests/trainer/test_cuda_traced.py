@@ -54,4 +54,4 @@ def bfloat16_policy() -> Policy:
     )  # fmt: skip
     with CUDA:
         lm = transformers.Qwen3ForCausalLM._from_config(config, attn_implementation=PACKED, dtype=torch.bfloat16)
-    return Policy(lm, PACKED, head_kernels="torch")
+    return Policy(lm, PACKED)

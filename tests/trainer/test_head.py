@@ -1,7 +1,6 @@
 """The fused head against dense float64 formulas: values, gradients, chunks, teachers, adapted and tied layers.
 
-What goes through the element-wise passes is tested on both of them: torch, and the Triton kernels in Triton's
-interpreter; with a GPU (-m gpu) both natively.
+With a GPU (-m gpu) it is tested there, too.
 """
 
 from __future__ import annotations
@@ -18,18 +17,10 @@ from composer_prime.config.channels import SdpoConfig
 from composer_prime.errors import ConfigError
 from trainer.head import fused
 from trainer.head.fused import Head, Teacher, head_of, token_statistics
-from trainer.head.kernels import LogitKernels, TorchLogitKernels
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning:triton")  # 0 * -inf, which is not taken
 V, H = 19, 5
-TRITON_BLOCK = 8
-"""Logits a kernel takes at a time, so that a row has three pieces and the last is cut."""
 GPU = pytest.mark.gpu
-PATHS = pytest.mark.parametrize(
-    ("path", "device"),
-    [("torch", "cpu"), ("triton", "cpu"), pytest.param("torch", "cuda", marks=GPU),
-     pytest.param("triton", "cuda", marks=GPU)],
-)  # fmt: skip
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 KINDS = {
     "jsd": SdpoConfig(weight=1),
     "forward": SdpoConfig(weight=1, beta=0),
@@ -46,31 +37,14 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(fused.BLOCK_LOGITS, device, 3 * V)
 
 
-def kernels_of(path: str, device: str) -> LogitKernels:
-    """Return torch's kernels or Triton's: compiled on a GPU, interpreted elsewhere."""
-    if path == "torch":
-        return TorchLogitKernels()
-    pytest.importorskip("triton")
-    from triton.runtime.interpreter import InterpretedFunction
-
-    from trainer.head.triton_kernels import TritonLogitKernels, gradient_kernel, statistics_kernel
-
-    if device == "cuda":
-        return TritonLogitKernels(block=TRITON_BLOCK)
-    return TritonLogitKernels(
-        InterpretedFunction(statistics_kernel.fn), InterpretedFunction(gradient_kernel.fn), block=TRITON_BLOCK
-    )
-
-
 class Case:
     """Random hidden states, output layers and teacher of R rows, the last D of which are taught; float64."""
 
     def __init__(
         self, rows: int, taught: int, *, seed: int = 0, cap: float | None = None, kind: str = "jsd",
-        path: str = "torch", device: str = "cpu",
+        device: str = "cpu",
     ) -> None:  # fmt: skip
         draw = torch.Generator().manual_seed(seed)
-        self.kernels = kernels_of(path, device)
         self.new = lambda *shape: torch.randn(*shape, generator=draw, dtype=torch.float64).to(device)
         self.hidden, self.weight, self.bias = self.new(rows, H), self.new(V, H), self.new(V)
         self.targets = torch.randint(0, V, (rows,), generator=draw).to(device)
@@ -93,7 +67,7 @@ class Case:
             teacher = Teacher(hidden_DH=self.states, head=self.head(self.other, self.other_bias), divergence=measure)
         out = token_statistics(
             self.head(weight, bias), hidden, self.targets, self.temperature, teacher,
-            chunk_rows=chunk_rows, kernels=self.kernels,
+            chunk_rows=chunk_rows,
         )  # fmt: skip
         self.statistics = out
         return (out.logprobs_R, out.entropy_R) + ((out.divergence_D,) if self.taught else ())
@@ -127,24 +101,18 @@ def worst(case: Case, chunk_rows: int | None) -> float:
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 256, 9, None])
-@pytest.mark.parametrize(
-    ("taught", "path", "device"),
-    [(0, "torch", "cpu"), (4, "torch", "cpu"), (9, "torch", "cpu"), (4, "triton", "cpu"),
-     pytest.param(4, "torch", "cuda", marks=GPU), pytest.param(4, "triton", "cuda", marks=GPU)],
-)  # fmt: skip
-def test_gradcheck(chunk_rows, taught, path, device):
+@pytest.mark.parametrize(("taught", "device"), [(0, "cpu"), (4, "cpu"), (9, "cpu"), pytest.param(4, "cuda", marks=GPU)])
+def test_gradcheck(chunk_rows, taught, device):
     # float64: every gradient is that of finite differences, for chunks of 1, 7, 256, N rows and kept logits, without
-    # and with taught rows (finite differences move the student alone: the teacher's layer is a copy). In the
-    # interpreter, which is slow, along a random direction.
-    case, fast = Case(9, taught, path=path, device=device), (path, device) == ("triton", "cpu")
-    assert torch.autograd.gradcheck(lambda *inputs: case.fused(chunk_rows, *inputs), case.inputs(), fast_mode=fast)
+    # and with taught rows (finite differences move the student alone: the teacher's layer is another).
+    case = Case(9, taught, device=device)
+    assert torch.autograd.gradcheck(lambda *inputs: case.fused(chunk_rows, *inputs), case.inputs())
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, None])
-@pytest.mark.parametrize(("path", "device"), [("torch", "cpu"), ("triton", "cpu")])
-def test_teacher_statistics_are_dense_ones(chunk_rows, path, device):
+def test_teacher_statistics_are_dense_ones(chunk_rows):
     # The teacher's entropies and its log-probabilities of the targets, at the rows' temperatures.
-    case = Case(9, 4, path=path, device=device, cap=2.0)
+    case = Case(9, 4, cap=2.0)
     case.fused(chunk_rows, *case.inputs())
     logprobs = case.teacher_logits().log_softmax(-1)
     expected = logprobs.gather(1, case.targets[-4:, None]).squeeze(1)
@@ -166,23 +134,15 @@ def test_any_shape_is_the_dense_head(rows, share, chunk, cap, kind, seed):
     assert worst(Case(rows, round(share * rows), seed=seed, cap=cap, kind=kind), chunk) < 1e-10
 
 
-@settings(max_examples=15, deadline=None)
-@given(rows=st.integers(0, 6), **SHAPES)
-def test_any_shape_in_triton_is_the_dense_head(rows, share, chunk, cap, kind, seed):
-    # The same holds for the Triton kernels in the interpreter.
-    assert worst(Case(rows, round(share * rows), seed=seed, cap=cap, kind=kind, path="triton"), chunk) < 1e-10
-
-
-@PATHS
+@DEVICES
 @pytest.mark.parametrize("temperature", [None, 0.7])
 @pytest.mark.parametrize("wanted", [0, 1])
-def test_one_output_alone(wanted, temperature, path, device):
+def test_one_output_alone(wanted, temperature, device):
     # Only log-probabilities or only entropies come back with a gradient, with and without a temperature, no bias,
     # float32 temperatures beside float64 logits: as the dense formulas.
-    case = Case(5, 0, path=path, device=device)
+    case = Case(5, 0, device=device)
     heat = None if temperature is None else torch.full((5,), temperature, device=device)
-    out = token_statistics(Head(weight_VH=case.weight), case.hidden, case.targets, heat, chunk_rows=2,
-                           kernels=case.kernels)  # fmt: skip
+    out = token_statistics(Head(weight_VH=case.weight), case.hidden, case.targets, heat, chunk_rows=2)
     logprobs = (case.hidden @ case.weight.T / (1.0 if heat is None else heat[:, None])).log_softmax(-1)
     dense = (logprobs.gather(1, case.targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1))[wanted]
     ours = (out.logprobs_R, out.entropy_R)[wanted]
@@ -191,17 +151,16 @@ def test_one_output_alone(wanted, temperature, path, device):
     assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(found, expected, strict=True))
 
 
-@PATHS
+@DEVICES
 @pytest.mark.parametrize("chunk_rows", [2, None])
-def test_masked_logits_do_not_count(chunk_rows, path, device):
+def test_masked_logits_do_not_count(chunk_rows, device):
     # A bias of -inf takes tokens out of the vocabulary: values and gradients are those of a head without these tokens,
     # also where a whole piece of a row is masked. NaN logits show in every statistic of their rows, and only there.
-    case = Case(4, 0, path=path, device=device)
+    case = Case(4, 0, device=device)
     open_V = torch.tensor([*range(8, 12), 17], device=device)
     bias = torch.full((V,), float("-inf"), device=device, dtype=torch.float64).index_fill(0, open_V, 0.0)
     at = torch.tensor([0, 4, 2, 1], device=device)
-    out = token_statistics(Head(weight_VH=case.weight, bias_V=bias), case.hidden, open_V[at], chunk_rows=chunk_rows,
-                           kernels=case.kernels)  # fmt: skip
+    out = token_statistics(Head(weight_VH=case.weight, bias_V=bias), case.hidden, open_V[at], chunk_rows=chunk_rows)
     logprobs = (case.hidden @ case.weight[open_V].T).log_softmax(-1)
     dense = logprobs.gather(1, at[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
     pairs = zip((out.logprobs_R, out.entropy_R), dense, strict=True)
@@ -212,9 +171,7 @@ def test_masked_logits_do_not_count(chunk_rows, path, device):
 
     broken = case.hidden.detach().clone()
     broken[1] = float("nan")
-    out = token_statistics(
-        Head(weight_VH=case.weight), broken, case.targets, chunk_rows=chunk_rows, kernels=case.kernels
-    )
+    out = token_statistics(Head(weight_VH=case.weight), broken, case.targets, chunk_rows=chunk_rows)
     for values in (out.logprobs_R, out.entropy_R):
         assert values.isnan().tolist() == [False, True, False, False]
 
@@ -331,19 +288,16 @@ def test_an_output_layer_that_is_not_linear_is_refused():
 
 
 @GPU
-@pytest.mark.parametrize("path", ["torch", "triton", None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_the_head_is_that_of_the_cpu(dtype, path):
-    # The same rows on CUDA (both passes, and the faster ones) and on the CPU give the same statistics and gradients, to
-    # the type's rounding.
+def test_on_a_gpu_the_head_is_that_of_the_cpu(dtype):
+    # The same rows on CUDA and on the CPU give the same statistics and gradients, to the type's rounding.
     results = []
     for device in ("cpu", "cuda"):
         draw = torch.Generator().manual_seed(0)
         hidden = torch.randn(50, 64, generator=draw).to(device, dtype).requires_grad_()
         weight = torch.randn(1000, 64, generator=draw).to(device, dtype).requires_grad_()
         targets = torch.randint(0, 1000, (50,), generator=draw).to(device)
-        kernels = None if path is None or device == "cpu" else kernels_of(path, device)
-        out = token_statistics(Head(weight_VH=weight, scale=0.1), hidden, targets, chunk_rows=16, kernels=kernels)
+        out = token_statistics(Head(weight_VH=weight, scale=0.1), hidden, targets, chunk_rows=16)
         out.logprobs_R.sum().backward()
         results.append([t.detach().float().cpu() for t in (out.logprobs_R, out.entropy_R, hidden.grad, weight.grad)])
     for one, other in zip(*results, strict=True):

@@ -30,8 +30,7 @@ from transformers import PreTrainedModel
 
 from composer_prime.config.trainer import CHUNK_LOGITS
 from composer_prime.errors import ConfigError
-from trainer.head.kernel_choice import choose_kernels
-from trainer.head.kernels import GradientInputs, LogitKernels, wide
+from trainer.head.kernels import GradientInputs, row_statistics, turn_into_gradient, wide
 
 BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits (elements) of a block, by device."""
@@ -94,13 +93,11 @@ def token_statistics(
     teacher: Teacher | None = None,
     *,
     chunk_rows: int | None = None,
-    kernels: LogitKernels | None = None,
 ) -> TokenStatistics:
     """Return statistics of `targets_R` int64 [R] under softmax(head(hidden_RH) / temperature_R).
 
     hidden_RH is [R, H]. temperature_R is float [R], or None for 1; the teacher's logits are divided by it too. With
-    R = 0 the results are empty and attached to the graph. `chunk_rows` None takes what the device's budget allows,
-    `kernels` None what choice.choose_kernels chooses.
+    R = 0 the results are empty and attached to the graph. `chunk_rows` None takes what the device's budget allows.
     """
     budget = CHUNK_LOGITS.get(hidden_RH.device.type, CHUNK_LOGITS["cpu"])
     count = len(targets_R) + (len(teacher.hidden_DH) if teacher else 0)
@@ -109,7 +106,6 @@ def token_statistics(
         targets_R=targets_R,
         temperature_R=temperature_R,
         teacher=teacher,
-        kernels=kernels or choose_kernels("auto", hidden_RH, head.vocabulary),
         chunk_rows=chunk_rows or max(1, budget // head.vocabulary),
         keeps_logits=chunk_rows is None and count * head.vocabulary <= budget,
     )
@@ -171,7 +167,6 @@ class _Job:
     targets_R: Tensor
     temperature_R: Tensor | None
     teacher: Teacher | None
-    kernels: LogitKernels
     chunk_rows: int
     keeps_logits: bool
     """Whether the backward pass finds the logits of the forward pass in `kept_logits`."""
@@ -225,7 +220,7 @@ class _FusedHead(torch.autograd.Function):
         logprobs_R, entropy_R, log_sum_R = (hidden_RH.new_empty(count, dtype=dtype) for _ in range(3))
         divergence_D, *teacher = (hidden_RH.new_empty(count - job.plain_rows, dtype=dtype) for _ in range(3))
         teacher_entropy_D, teacher_logprobs_D = teacher
-        logits, kernels, overwrite = _Logits(job, dtype, hidden_RH, weight_VH), job.kernels, not job.keeps_logits
+        logits, overwrite = _Logits(job, dtype, hidden_RH, weight_VH), not job.keeps_logits
         for chunk in job.chunks():
             student_CV, teacher_CV = logits.student(chunk, bias_V), logits.teacher(chunk)
             for block, rows in job.blocks(chunk):
@@ -234,9 +229,9 @@ class _FusedHead(torch.autograd.Function):
                     student_BV, temperature_B = job.cooled(student_BV, rows), None
                     teacher_BV, taught = job.cooled(teacher_CV[block], rows), job.teacher_rows(rows)
                     divergence_D[taught] = job.teacher.divergence(student_BV, teacher_BV, targets_B)
-                    row = kernels.statistics(teacher_BV, targets_B, None, overwrite=overwrite)
+                    row = row_statistics(teacher_BV, targets_B, None, overwrite=overwrite)
                     teacher_logprobs_D[taught], teacher_entropy_D[taught], _ = row
-                row = kernels.statistics(student_BV, targets_B, temperature_B, overwrite=overwrite)
+                row = row_statistics(student_BV, targets_B, temperature_B, overwrite=overwrite)
                 logprobs_R[rows], entropy_R[rows], log_sum_R[rows] = row
             if job.keeps_logits:
                 job.kept_logits.append((student_CV, teacher_CV))
@@ -280,7 +275,7 @@ class _FusedHead(torch.autograd.Function):
                     scale=job.head.scale,
                     cap=job.head.cap,
                 )
-                job.kernels.gradient(student_CV[block], inputs)
+                turn_into_gradient(student_CV[block], inputs)
             _multiply(student_CV, logits.weight_VH, hidden_grad[chunk])
             if weight_grad is not None:
                 _multiply(student_CV.t(), logits.hidden_RH[chunk], weight_grad, add=True)

@@ -31,7 +31,6 @@ from transformers.utils import logging as transformers_logging
 from composer_prime.config import Config
 from composer_prime.errors import ConfigError, ModelNotFoundError
 from trainer.data.rows import reading_of
-from trainer.head.kernel_choice import check_kernels
 from trainer.model.adapters import inject_adapters
 from trainer.model.attention import PACKED, attention_name
 from trainer.model.policy_model import FORWARD_METHODS, Policy
@@ -47,18 +46,12 @@ logger = logging.getLogger(__name__)
 def build_policy(config: Config, folder: Path, world: World) -> Policy:
     """Return the policy of `config`, sharded over all ranks, with the weights of `folder` as float32 masters.
 
-    Raises ModelNotFoundError (no loadable model) or ConfigError (a model that packed rows cannot train; attention or
-    head kernels that are not to be had here).
+    Raises ModelNotFoundError (no loadable model) or ConfigError (a model that packed rows cannot train; attention that
+    is not to be had here).
     """
     attention = attention_name(config.model.attention, world.device.type, world.compute_dtype)
-    check_kernels(config.trainer.head_kernels, world.device)
     torch.manual_seed(config.run.seed)
-    policy = Policy(
-        empty_model(folder, attention, config),
-        attention,
-        adapted=config.trainer.lora is not None,
-        head_kernels=config.trainer.head_kernels,
-    )
+    policy = Policy(empty_model(folder, attention, config), attention, adapted=config.trainer.lora is not None)
     buffers = {name: buffer.to(world.device, copy=True) for name, buffer in policy.named_buffers()}
     shard_policy(policy, world)
     policy.to_empty(device=world.device)

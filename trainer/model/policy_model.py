@@ -10,11 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from composer_prime.config.trainer import HeadKernels
 from trainer.data.rows import PackedRow, Reading
 from trainer.head.fused import Head, Teacher, TokenStatistics, head_of, likeliest, token_statistics
-from trainer.head.kernel_choice import choose_kernels
-from trainer.head.kernels import LogitKernels
 from trainer.model.attention import SHARING, packing_arguments
 
 FORWARD_METHODS = ("states", "scores", "grades", "head")
@@ -24,15 +21,12 @@ FORWARD_METHODS = ("states", "scores", "grades", "head")
 class Policy(nn.Module):
     """A Hugging Face causal language model as the trainer sees it; its parameters keep their names below `lm.`."""
 
-    def __init__(
-        self, lm: PreTrainedModel, attention: str, *, adapted: bool = False, head_kernels: HeadKernels = "auto"
-    ) -> None:
+    def __init__(self, lm: PreTrainedModel, attention: str, *, adapted: bool = False) -> None:
         """`attention` is transformers' name; `adapted`: `lm` carries low-rank adapters."""
         super().__init__()
         self.lm = lm
         self.attention = attention
         self.adapted = adapted
-        self._head_kernels: HeadKernels = head_kernels
 
     @property
     def shares_prefixes(self) -> bool:
@@ -46,10 +40,7 @@ class Policy(nn.Module):
     def forward(self, row: PackedRow, teacher: Teacher | None = None) -> TokenStatistics:
         """Return statistics of the row's R wanted tokens, the last D of them beside their teacher."""
         hidden_NH, head = self._hidden(row), head_of(self.lm)
-        hidden_RH = hidden_NH[row.source_R]
-        return token_statistics(
-            head, hidden_RH, row.targets_R, row.temperature_R, teacher, kernels=self._kernels(hidden_RH)
-        )
+        return token_statistics(head, hidden_NH[row.source_R], row.targets_R, row.temperature_R, teacher)
 
     def states(self, reading: Reading) -> Tensor:
         """Return the hidden states [R, H] that predict the reading's wanted tokens."""
@@ -58,21 +49,17 @@ class Policy(nn.Module):
     def scores(self, reading: Reading, targets_R: Tensor) -> Tensor:
         """Return the log-probabilities [R] of `targets_R` at the reading's wanted places, at temperature 1."""
         hidden_RH = self._hidden(reading)[reading.source_R]
-        return token_statistics(head_of(self.lm), hidden_RH, targets_R, kernels=self._kernels(hidden_RH)).logprobs_R
+        return token_statistics(head_of(self.lm), hidden_RH, targets_R).logprobs_R
 
     @torch.no_grad()
     def grades(self, row: PackedRow) -> tuple[Tensor, Tensor]:
         """Return for each wanted token its log-probability [R], and whether it is the likeliest one [R], bool."""
         hidden_RH, head = self._hidden(row)[row.source_R], head_of(self.lm)
-        statistics = token_statistics(head, hidden_RH, row.targets_R, kernels=self._kernels(hidden_RH))
-        return statistics.logprobs_R, likeliest(head, hidden_RH) == row.targets_R
+        return token_statistics(head, hidden_RH, row.targets_R).logprobs_R, likeliest(head, hidden_RH) == row.targets_R
 
     def head(self) -> Head:
         """Return a copy of the output layer as it is now."""
         return head_of(self.lm).copied()
-
-    def _kernels(self, hidden_RH: Tensor) -> LogitKernels:
-        return choose_kernels(self._head_kernels, hidden_RH, self.vocabulary)
 
     def _hidden(self, reading: Reading) -> Tensor:
         return self.lm.base_model(

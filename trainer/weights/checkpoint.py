@@ -165,7 +165,7 @@ def write_checkpoint_model(run_dir: RunDir, step: int, target: Path) -> None:
     Runs outside a run, alone. Raises CheckpointError for a checkpoint that cannot be read.
     """
     config = read_config(run_dir.config)
-    trainer = config.trainer.model_copy(update={"device": "cpu", "head_kernels": "torch", "compute_dtype": "float32"})
+    trainer = config.trainer.model_copy(update={"device": "cpu", "compute_dtype": "float32"})
     config = config.model_copy(update={"trainer": trainer})
     model_folder, folder = resolve_model(config.model.path), run_dir.checkpoint(step) / "trainer"
     try:
