@@ -118,7 +118,7 @@ def rollout_line(draw: random.Random, step: int, place: int, turns: list[list[di
         "step": step, "status": "trained", "source": "toolsmith",
         "task_id": f"toolsmith/train/{draw.randrange(10**12)}",
         "group": group, "rollout_id": f"g{group:06d}-{place % GROUP}", "seed": place, "reward": reward,
-        "advantage": reward - 0.4, "task_reward": reward, "parts": {"correct": reward}, "metrics": {},
+        "advantage": reward - 0.4, "parts": {"correct": reward}, "metrics": {},
         "policy_versions": [step - 1, step], "stop_reason": "agent_completed", "truncated": False, "error": None,
         "failed_attempts": [], "tools": [], "turns": draw.choice(turns),
         "cost": {"prompt_tokens": 400, "sampled_tokens": draw.randrange(200), "cpu_s": 0.1, "wall_s": 2.0},

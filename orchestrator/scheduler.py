@@ -110,7 +110,8 @@ class DroppedGroups:
             if self._failed_in_row >= _MAX_FAILED_GROUPS:
                 failure = next(rollout.failure for rollout in group.rollouts if rollout.failure is not None)
                 raise RolloutError(
-                    f"{pluralize(self._failed_in_row, 'group')} in a row failed; "
+                    f"{pluralize(self._failed_in_row, 'group')} in a row failed "
+                    f"(`{COMPOSER} rollouts RUN --failed` shows them); "
                     f"the last error, from source {group.plan.source!r}: {failure.text()}"
                 )
 

@@ -24,7 +24,6 @@ from orchestrator.durability.resume import OrchestratorState, resume
 from orchestrator.evals import Evaluator
 from orchestrator.hints.stage import build_hints
 from orchestrator.preferences import build_mixer
-from orchestrator.rollouts.behavior import BehaviorRewards
 from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner
 from orchestrator.scheduler import BatchScheduler, GroupPlans, Supply
@@ -104,7 +103,6 @@ def _sources(run: OpenRun) -> Sources:
         seed=run.config.run.seed,
         num_tasks={name: pool.num_tasks() for name, pool in run.pools.items()},
         shard=(run.config.diloco and run.config.diloco.task_shard) or WHOLE,
-        difficulty={name: pool.difficulty() for name, pool in run.pools.items()},
     )
 
 
@@ -129,13 +127,11 @@ async def _build_dispatcher(
     )
     if hints is not None:
         stack.push_async_callback(hints.close)
-    behavior = run.config.orchestrator.behavior
     dispatcher = Dispatcher(
         run=run,
         runner=runner,
         requests=requests,
         failures=failures,
-        behavior=BehaviorRewards(behavior) if behavior.active else None,
         hints=hints,
     )
     stack.push_async_callback(dispatcher.close)

@@ -49,46 +49,6 @@ class DemonstrationsConfig(BaseConfig):
         return files
 
 
-class AuxiliaryConfig(BaseConfig):
-    """A scalar of the rollout that counts toward its reward."""
-
-    name: str
-    """Name of the reward part."""
-    scalar: str
-    """tool_errors, turn_error_rate, calls, turns, truncated, or a metric or reward part of the environment."""
-    weight: float
-    """Reward per unit of the scalar; negative for a penalty."""
-
-
-class BehaviorConfig(BaseConfig):
-    """Rewards for how the model solves a task (Composer 2, arXiv 2603.24477)."""
-
-    penalty: float = Field(default=0.0, ge=0)
-    """Reward lost per unit of C(x); 0 disables the effort penalty."""
-    k: float = Field(default=0.001, gt=0)
-    """Scale of effort: the penalty bends at about 1 / k sampled tokens."""
-    q: float = Field(default=1.0, ge=0)
-    """Curvature of C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)): 0 is linear, 1 logarithmic, above 1 bounded."""
-    auxiliary: list[AuxiliaryConfig] = []
-    """Additional scalars."""
-
-    @field_validator("auxiliary")
-    @classmethod
-    def _unique_names(cls, auxiliary: list[AuxiliaryConfig]) -> list[AuxiliaryConfig]:
-        names = ["effort", *(scalar.name for scalar in auxiliary)]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        if repeated:
-            raise ValueError(
-                f"orchestrator.behavior.auxiliary uses the names {repeated} twice ('effort' is the penalty's): rename "
-                "one"
-            )
-        return auxiliary
-
-    @property
-    def active(self) -> bool:
-        return self.penalty > 0 or bool(self.auxiliary)
-
-
 class SamplingConfig(BaseConfig):
     """How the policy samples."""
 
@@ -257,8 +217,6 @@ class OrchestratorConfig(BaseConfig):
     """Evaluation on held-out tasks."""
     audit: AuditConfig = AuditConfig()
     """Audits of inference nodes' answers."""
-    behavior: BehaviorConfig = BehaviorConfig()
-    """Rewards for how the model solves a task."""
     hints: HintsConfig | None = None
     """Hints at error turns, for SDPO; None: no hints."""
     preferences: PreferencesConfig = PreferencesConfig()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 
 from composer_prime.wire.types import VersionSpan
-from orchestrator.rollouts.groups import BEHAVIOR_PART, FinishedGroup, FinishedRollout, GroupOutcome, turn_error_rate
+from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOutcome, turn_error_rate
 
 
 def batch_metrics(
@@ -55,8 +55,6 @@ def _rewards(scored: Sequence[FinishedGroup]) -> dict[str, float]:
         for rollout in group.rollouts:
             for name, value in rollout.parts.items() if rollout.failure is None else ():
                 parts[name].append(value)
-    if any(name.startswith(BEHAVIOR_PART) for name in parts):
-        metrics["reward/task_mean"] = fmean(reward for group in scored for reward in group.task_rewards)
     metrics |= {f"reward/{source}/mean": fmean(values) for source, values in by_source.items() if values}
     return metrics | {f"reward/part/{name}": fmean(values) for name, values in parts.items()}
 

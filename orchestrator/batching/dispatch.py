@@ -33,7 +33,6 @@ from composer_prime.monitor.events import event
 from composer_prime.wire.types import Sample
 from orchestrator.batching.open_run import OpenRun
 from orchestrator.hints.stage import HintStage
-from orchestrator.rollouts.behavior import BehaviorRewards
 from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.groups import CompiledRollout, FinishedGroup, GroupOutcome, GroupPlan
 from orchestrator.rollouts.rollout import RequestFactory, RolloutRunner, play_with_retries
@@ -65,7 +64,6 @@ class Dispatcher:
     runner: RolloutRunner
     requests: RequestFactory
     failures: FailureLog
-    behavior: BehaviorRewards | None
     hints: HintStage | None
     in_flight: dict[int, GroupInFlight] = field(default_factory=dict, init=False)
     """By group number."""
@@ -124,8 +122,7 @@ class Dispatcher:
                 raise fatal
             ended = [result for result in results if not isinstance(result, BaseException)]
             finished = await self._finish(group, ended)
-            on_end(finished)  # First: a resume must not start again what ends the run here.
-            self.failures.note_group(plan, finished.rollouts, self._open_groups(plan.source) - {plan.group})
+            on_end(finished)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -134,9 +131,6 @@ class Dispatcher:
             for sibling in group.siblings:
                 sibling.cancel()
             self.in_flight.pop(plan.group, None)
-
-    def _open_groups(self, source: str) -> set[int]:
-        return {number for number, group in self.in_flight.items() if group.plan.source == source}
 
     def _next_step(self) -> int:
         """Return the step that rollouts are gathered for."""
@@ -189,16 +183,7 @@ class Dispatcher:
             result = await self.runner.run(plan.source, request, order=plan.group, on_begin=on_begin)
         finally:
             group.running -= has_begun
-        add_rewards = self.behavior.add_to if self.behavior is not None else None
-        finish = partial(
-            finish_rollout,
-            plan,
-            result,
-            sibling=sibling,
-            seed=request.seed or 0,
-            earlier=earlier,
-            add_rewards=add_rewards,
-        )
+        finish = partial(finish_rollout, plan, result, sibling=sibling, seed=request.seed or 0, earlier=earlier)
         return await asyncio.get_running_loop().run_in_executor(self._threads, finish)
 
 

@@ -83,7 +83,7 @@ class RuleDetector:
 
     def _of_failed_task(self, rollout: FinishedRollout, index: int, last: int | None) -> ErrorTurn | None:
         """Blame the last turn of a rollout that got no reward from its environment."""
-        reward = rollout.task_reward
+        reward = rollout.reward
         if "failed" not in self._detect or index != last or reward is None or reward > 0:
             return None
         return error_turn(rollout, index, FAILED, "The task was not solved.")

@@ -248,9 +248,9 @@ async def introspection(endpoint: ChatEndpoint, request: HintRequest) -> str | N
 
 async def sibling_demonstration(request: HintRequest) -> str | None:
     """Show the calls of the group's best rollout if its reward is higher than this rollout's."""
-    reward = max(request.rollout.task_reward or 0.0, 0.0)
-    better = [sibling for sibling in request.siblings if (sibling.task_reward or 0.0) > reward]
-    best = max(better, key=lambda sibling: (sibling.task_reward, -sibling.sibling), default=None)
+    reward = max(request.rollout.reward or 0.0, 0.0)
+    better = [sibling for sibling in request.siblings if (sibling.reward or 0.0) > reward]
+    best = max(better, key=lambda sibling: (sibling.reward, -sibling.sibling), default=None)
     return None if best is None else f"Reminder: This worked before: {_steps(best)}"
 
 

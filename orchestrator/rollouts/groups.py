@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -18,11 +18,8 @@ import msgspec
 from composer_prime.wire.types import HintedTurn, Sample, VersionSpan, flags, floats, pack_flags, pack_floats
 from orchestrator.workers.protocol import MessageRecord, RolloutFailure, RolloutReply
 
-BEHAVIOR_PART = "behavior/"
-"""Prefix of the reward parts that orchestrator/rollouts/behavior.py adds."""
 _ODD = 0x9E3779B1
 _SEED_MASK = (1 << 31) - 1
-_REWARD_DIGITS = 9
 
 
 def derive_seed(*parts: object) -> int:
@@ -89,11 +86,6 @@ class FinishedRollout(RolloutReply, frozen=True, kw_only=True, tag=False):
     turn_nodes: list[int] = msgspec.field(default_factory=list)
     """By turn number of its samples (TurnSpan): which of `nodes` sampled it."""
 
-    @property
-    def task_reward(self) -> float | None:
-        """`reward` without behavior parts: whether the task was done, whatever that cost."""
-        return None if self.reward is None else task_reward(self.reward, self.parts)
-
 
 CompiledRollout = tuple[FinishedRollout, list[Sample]]
 """A rollout and its training samples."""
@@ -112,11 +104,6 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
     def rewards(self) -> list[float]:
         """Rewards of the rollouts that finished; between 0 and G of them."""
         return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
-
-    @property
-    def task_rewards(self) -> list[float]:
-        """`rewards` without behavior parts."""
-        return [rollout.task_reward for rollout in self.rollouts if rollout.task_reward is not None]
 
     @property
     def version_min(self) -> int:
@@ -196,15 +183,6 @@ def _without_stale_tokens(sample: Sample, oldest: int) -> Sample | None:
         version_spans=[span for span in sample.version_spans if span.version >= oldest],
         distillations=hinted,
     )
-
-
-def task_reward(reward: float, parts: Mapping[str, float]) -> float:
-    """Return the environment's part of a reward with behavior parts.
-
-    Rounded if there are such parts: subtraction can be off by the last bit, and a rollout passes with exactly 1.0.
-    """
-    behavior = [value for name, value in parts.items() if name.startswith(BEHAVIOR_PART)]
-    return round(reward - sum(behavior), _REWARD_DIGITS) if behavior else reward
 
 
 def tool_replies(turns: Sequence[MessageRecord]) -> dict[int, list[int]]:

@@ -247,7 +247,6 @@ async def play_with_retries(
     while True:
         rollout, samples = await play(len(earlier), earlier)
         if rollout.failure is None:
-            failures.note_reward(source)
             return rollout, samples
         failures.note_try(source, rollout.rollout_id, rollout.failure)
         if not rollout.failure.retryable or len(earlier) == max_retries:

@@ -39,7 +39,6 @@ def rollout_line(
         "seed": rollout.seed,
         "reward": rollout.reward,
         "advantage": rollout.advantage,
-        "task_reward": rollout.task_reward,
         "parts": rollout.parts,
         "metrics": rollout.metrics,
         "policy_versions": versions,

@@ -10,7 +10,7 @@ recur they stand in a prompt, with mask 0. So every sampled token is trained exa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -32,27 +32,22 @@ def finish_rollout(
     sibling: int = 0,
     seed: int,
     earlier: Sequence[RolloutFailure] = (),
-    add_rewards: Callable[[RolloutReply], RolloutReply] | None = None,
 ) -> CompiledRollout:
-    """Return a rollout that ended, with its final reward and numbered turns, and its samples; none for a failed one.
+    """Return a rollout that ended, with numbered turns, and its samples; none for a failed one.
 
-    `earlier`: failures of the tries before this one. `add_rewards` completes the reward of the environment.
+    `earlier`: failures of the tries before this one.
     """
     samples: list[Sample] = []
     sampled_by: list[str] = []
-    failure, kind = score_failure(result), "no_reward"
+    failure = score_failure(result)
     try:
-        if failure is None and add_rewards is not None:
-            result = replace(result, reply=add_rewards(result.reply))
-            failure = score_failure(result)
         if failure is None:
-            kind = "tokens"
             reply = msgspec.structs.replace(result.reply, turns=numbered_turns(result.reply, result.records))
             samples = compile_rollout(plan, reply, result.records)
             sampled_by = turn_nodes(reply, result.records)
             result = replace(result, reply=reply)
     except RolloutError as error:
-        failure = RolloutFailure(kind=kind, message=str(error), retryable=True)
+        failure = RolloutFailure(kind="tokens", message=str(error), retryable=True)
     rollout = finished_rollout(
         result,
         sibling=sibling,

@@ -22,8 +22,6 @@ A1 = str(Path(__file__).parents[2] / "configs" / "a1.toml")
         (["--orchestrator.hints.layers", '["template", "template"]'], "each only once"),
         (["--orchestrator.hints.weights", '{"judged": -1}'], r"weights\.judged = -1: expected greater"),
         (["--orchestrator.hints.placement", "nowhere"], "placement"),
-        (["--orchestrator.behavior.penalty", "-1"], "penalty"),
-        (["--orchestrator.behavior.k", "0"], "behavior.k"),
     ],
 )
 def test_a_loss_term_without_its_input_is_refused(words, said):

@@ -236,18 +236,6 @@ def test_a_successful_sibling_shows_how():
     assert done[1].rollout.hints["skipped/no_hint"] == 1
 
 
-def test_the_best_sibling_is_the_one_that_solved_the_task():
-    # With an effort penalty the solver may end below a rollout that gave up at once; that one shows nothing.
-    solved = play("tiny", "Add.", [GOOD, LAST], rollout_id="g000003-1", reward=-0.2)
-    solver = msgspec.structs.replace(solved.rollout, parts={"correct": 1.0, "behavior/effort": -1.2})
-    lazy = play("tiny", "Add.", [Step("9")], rollout_id="g000003-2", reward=0.1)
-    idler = msgspec.structs.replace(lazy.rollout, parts={"correct": 0.0, "behavior/short": 0.1})
-    bad = play("tiny", "Add.", [WRONG, Step("9")])
-    others = [PlayedRollout(solver, solved.samples, []), PlayedRollout(idler, lazy.samples, [])]
-    done = attached(stage(layers={"sibling": sibling_demonstration}), bad, *others)
-    assert done[0].rollout.turns[1].hint == 'Reminder: This worked before: add {"a": 1, "b": 2}; then 3'
-
-
 def test_a_long_hint_is_cut_at_a_word():
     config = HintsConfig(max_hint_chars=24)
     [done] = attached(stage(config), play("tiny", "Add.", [WRONG, LAST]))
