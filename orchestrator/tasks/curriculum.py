@@ -1,16 +1,14 @@
 """Which task of a source comes next: the hook, a default and an adaptive one.
 
 `orchestrator.curriculum.import_path` names a curriculum: `shuffled`, `frontier` or `module:Class`. Each source gets
-one, built as `Class(num_tasks=…, seed=…, **kwargs)`, with `difficulty=…` where it takes that. Its state is part of
-every checkpoint. After a crash the journal replays the calls since then in their order, so a curriculum
-without randomness of its own continues exactly.
+one, built as `Class(num_tasks=…, seed=…, **kwargs)`. Its state is part of every checkpoint. After a crash the journal
+replays the calls since then in their order, so a curriculum without randomness of its own continues exactly.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +16,6 @@ from composer_prime.config.orchestrator import CurriculumConfig
 from composer_prime.errors import ConfigError
 from composer_prime.import_path import build_part
 from orchestrator.rollouts.groups import FinishedGroup, derive_seed
-from orchestrator.tasks.difficulty import DifficultyModel
 
 CURRICULA = {
     "shuffled": "orchestrator.tasks.curriculum:Shuffled",
@@ -84,8 +81,7 @@ class Frontier:
     """Prefers tasks with an intermediate pass rate: p(1-p) is largest where a group carries most signal.
 
     A task's weight is 4 p (1 - p), with p the mean of its last `window` group pass rates; an unplayed task counts as
-    p = 1/2. For a task with an estimate of its difficulty, the rate that is expected of it (`difficulty.py`) counts as
-    one more group. So harder tasks come in as easier ones become sure, and wait while those fail.
+    p = 1/2.
 
     Of `candidates` tasks drawn uniformly the heaviest is played (ties: the first drawn). So a draw costs the
     same for ten tasks and ten million. With probability `explore` it is any task: what was hard may now be easy.
@@ -97,11 +93,8 @@ class Frontier:
     candidates: int = 8
     explore: float = 0.05
     pass_threshold: float = 1.0
-    difficulty: Sequence[float | None] = ()
-    """Estimates in [0, 1] by task. None for a task without one; empty if no task has one."""
     _drawn: int = field(default=0, init=False)
     _rates: dict[int, deque[float]] = field(default_factory=dict, init=False)
-    _expected: DifficultyModel = field(default_factory=DifficultyModel, init=False)
 
     def __post_init__(self) -> None:
         if self.num_tasks is None:
@@ -125,53 +118,32 @@ class Frontier:
         return max(candidates, key=self._signal)
 
     def observe(self, group: FinishedGroup) -> None:
-        rewards = group.task_rewards
+        rewards = group.rewards
         if rewards:
             rate = sum(reward >= self.pass_threshold for reward in rewards) / len(rewards)
             task = group.plan.task_index
             self._rates.setdefault(task, deque(maxlen=self.window)).append(rate)
-            if (difficulty := self._difficulty_of(task)) is not None:
-                self._expected.observe(difficulty, rate)
-
-    @property
-    def _count(self) -> int:
-        assert self.num_tasks is not None  # An endless set is refused.
-        return self.num_tasks
-
-    def _difficulty_of(self, task: int) -> float | None:
-        return self.difficulty[task] if task < len(self.difficulty) else None
 
     def _signal(self, task: int) -> float:
-        rate = self._rate(task)
+        rates = self._rates.get(task, ())
+        rate = sum(rates) / len(rates) if rates else 0.5
         return 4 * rate * (1 - rate)
 
-    def _rate(self, task: int) -> float:
-        """Return the pass rate of a task, played or expected; 1/2 where nothing is known."""
-        rates = list(self._rates.get(task, ()))
-        difficulty = self._difficulty_of(task)
-        if difficulty is not None:
-            rates.append(self._expected.pass_rate(difficulty))
-        return sum(rates) / len(rates) if rates else 0.5
-
     def state(self) -> dict[str, Any]:
-        state = {"drawn": self._drawn, "rates": {str(task): list(rates) for task, rates in self._rates.items()}}
-        return state | {"expected": [self._expected.played, self._expected.passed]}
+        return {"drawn": self._drawn, "rates": {str(task): list(rates) for task, rates in self._rates.items()}}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._drawn = int(state["drawn"])
         self._rates = {int(task): deque(rates, maxlen=self.window) for task, rates in state["rates"].items()}
-        self._expected = DifficultyModel(*state["expected"])
 
 
-def build_curriculum(
-    config: CurriculumConfig, *, num_tasks: int | None, seed: int, difficulty: Sequence[float | None] = ()
-) -> Curriculum:
-    """Build the curriculum of one source. `difficulty`: estimates by task, for a class that takes them.
+def build_curriculum(config: CurriculumConfig, *, num_tasks: int | None, seed: int) -> Curriculum:
+    """Build the curriculum of one source.
 
     Raises ConfigError when `import_path` names no class, or the class does not take `kwargs`.
     """
     where = f"orchestrator.curriculum.import_path is {config.import_path!r}"
-    given = {"num_tasks": num_tasks, "seed": seed, "difficulty": difficulty}
+    given = {"num_tasks": num_tasks, "seed": seed}
     curriculum = build_part(config.import_path, config.kwargs, CURRICULA, "orchestrator.curriculum.import_path", given)
     missing = [name for name in ("next_task", "observe", "state", "load_state") if not hasattr(curriculum, name)]
     if missing:

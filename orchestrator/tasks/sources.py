@@ -13,9 +13,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -30,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 WHOLE = (0, 1)
 """The shard that holds all tasks."""
-NO_ESTIMATES: Mapping[str, Sequence[float | None]] = MappingProxyType({})
 _SHARD_KEY = "task_shard"
 _GOLDEN = 0.6180339887498949
 
@@ -43,11 +41,8 @@ class Sources:
         seed: int,
         num_tasks: dict[str, int | None],
         shard: tuple[int, int] = WHOLE,
-        difficulty: Mapping[str, Sequence[float | None]] = NO_ESTIMATES,
     ) -> None:
         """`num_tasks`: training tasks by source name, None for an endless set. `shard`: diloco.task_shard.
-
-        `difficulty`: estimates by source name and task, for the sources that have some.
 
         Raises EmptyTaskSetError for a source without a task here.
         """
@@ -73,12 +68,7 @@ class Sources:
                 )
             part = None if available is None else len(range(first, available, every))
             curriculum_seed = derive_seed(seed, "curriculum", name)
-            curriculum = build_curriculum(
-                config.curriculum,
-                num_tasks=part,
-                seed=curriculum_seed,
-                difficulty=difficulty.get(name, ())[first::every],
-            )
+            curriculum = build_curriculum(config.curriculum, num_tasks=part, seed=curriculum_seed)
             self.curricula[name] = TaskShard(name, curriculum, shard)
 
     def source_of(self, group: int) -> str:

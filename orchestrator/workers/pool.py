@@ -97,11 +97,6 @@ class WorkerPool:
         assert self.ready is not None, "start the pool first"
         return self.ready.num_tasks[taskset]
 
-    def difficulty(self) -> list[float | None]:
-        """Return estimates of the training tasks' difficulty, in [0, 1]; an empty list for a task set without any."""
-        assert self.ready is not None, "start the pool first"
-        return self.ready.difficulty.get(TRAIN, [])
-
     @property
     def pids(self) -> list[int]:
         return [child.pid for child in self._children.values()]

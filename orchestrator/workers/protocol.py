@@ -55,8 +55,6 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
     num_tasks: dict[str, int]
     """By task set."""
-    difficulty: dict[str, list[float | None]] = {}
-    """By task set: estimates in [0, 1] of its tasks, in their order. Task sets without estimates are left out."""
     runtimes: list[str] = []
     """Types of the runtimes in which the source executes code."""
     overlap: str | None = None

@@ -100,13 +100,6 @@ class Environment:
         """Tasks of the set; one that never ends counts as its first _ENDLESS."""
         return len(self._tasks)
 
-    @property
-    def difficulty(self) -> list[float | None]:
-        """Estimates in [0, 1] of the tasks, whose data has `difficulty`; empty where no task has one."""
-        values = [getattr(task.data, "difficulty", None) for task in self._tasks]
-        estimates = [value if isinstance(value, float) and 0 <= value <= 1 else None for value in values]
-        return estimates if any(estimate is not None for estimate in estimates) else []
-
     def describe(self, index: int) -> tuple[str, str]:
         """Return id and prompt of a task. Raises IndexError past the end."""
         task = self._tasks[index]

@@ -84,17 +84,8 @@ class Worker:
             for environment in self._environments.values():
                 await stack.enter_async_context(environment.serving())
             num_tasks = {name: environment.num_tasks for name, environment in self._environments.items()}
-            estimates = {name: environment.difficulty for name, environment in self._environments.items()}
-            difficulty = {name: by_task for name, by_task in estimates.items() if by_task}
             runtimes = sorted({kind for each in self._environments.values() for kind in runtime_types(each)})
-            self._frames.send(
-                WorkerReady(
-                    num_tasks=num_tasks,
-                    difficulty=difficulty,
-                    runtimes=runtimes,
-                    overlap=overlap(self._environments),
-                )
-            )
+            self._frames.send(WorkerReady(num_tasks=num_tasks, runtimes=runtimes, overlap=overlap(self._environments)))
             heartbeats = asyncio.create_task(self._heartbeats())
             try:
                 while (message := await self._frames.receive()) is not None:

@@ -205,9 +205,6 @@ class ScriptedPool:
     def num_tasks(self, taskset: str = "train") -> int | None:
         return 5 if taskset == EVAL else self._tasks
 
-    def difficulty(self) -> list[float | None]:
-        return []
-
     async def run(self, request: RunRollout, on_begin: Callable[[], None] = lambda: None) -> RolloutReply:
         on_begin()
         self.requests.append(request)

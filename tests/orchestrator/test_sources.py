@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from orch_groups import plan, ready, rollout
+from orch_groups import plan, ready
 
 from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig
 from composer_prime.errors import ConfigError, EmptyTaskSetError
@@ -98,14 +98,6 @@ def test_the_frontier_prefers_tasks_that_sometimes_pass():
     assert [again.next_task() for _ in range(50)] == [curriculum.next_task() for _ in range(50)]
 
 
-def test_an_effort_penalty_fails_no_task_in_the_frontiers_eyes():
-    """A solved task stays solved however long its rollouts were: it counts by the environment's own reward."""
-    curriculum = Frontier(num_tasks=2, seed=1)
-    spent = rollout("a", 0.7, parts={"correct": 1.0, "behavior/effort": -0.3})
-    curriculum.observe(msgspec.structs.replace(ready(0), rollouts=[spent, spent]))
-    assert curriculum.state()["rates"] == {"0": [1.0]}
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -120,23 +112,6 @@ def test_a_curriculum_that_cannot_be_made_is_a_config_error(settings, said):
     """The message names the key and what is wrong with it."""
     with pytest.raises(ConfigError, match=said):
         build_curriculum(CurriculumConfig(**settings), num_tasks=5, seed=1)
-
-
-class Estimating(Shuffled):
-    """A curriculum that cannot be made without estimates."""
-
-    def __init__(self, *, num_tasks, seed, difficulty):
-        super().__init__(num_tasks=num_tasks, seed=seed)
-        self.difficulty = difficulty
-
-
-def test_a_curriculum_may_need_the_estimates():
-    """A required `difficulty` gets the tasks' estimates; kwargs replace them."""
-    path = f"{__name__}:Estimating"
-    for kwargs, expected in (({}, (0.5, None)), ({"difficulty": [1.0]}, [1.0])):
-        config = CurriculumConfig(import_path=path, kwargs=kwargs)
-        curriculum = build_curriculum(config, num_tasks=2, seed=1, difficulty=(0.5, None))
-        assert isinstance(curriculum, Estimating) and curriculum.difficulty == expected
 
 
 def test_the_frontier_needs_tasks_to_return_to():
