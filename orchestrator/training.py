@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from composer_prime.run.ledger import left_out
-from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE
 from orchestrator.batching.dispatch import Dispatcher
 from orchestrator.batching.open_run import OpenRun
 from orchestrator.durability.journal import Entry, Journal
@@ -120,8 +118,6 @@ async def _build_dispatcher(
         build_hints,
         run.config,
         chat_folder=run.model_dir,
-        gateway_url=f"{run.gateway.http_url}/v1",
-        gateway_token=os.environ.get(GATEWAY_TOKEN_VARIABLE),
         run_root=run.run_dir.root,
         distil=run.config.channels.sdpo.weight > 0,
     )

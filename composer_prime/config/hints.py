@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
@@ -11,8 +11,8 @@ from pydantic_config import BaseConfig
 from composer_prime.address import endpoint_url
 from composer_prime.config.part import PartConfig, as_parts, check_names
 
-RULES = ("tool_error", "exception", "test_failure", "schema", "failed", "judge")
-LAYERS = ("template", "raw_error", "llm", "introspection", "sibling")
+RULES = ("tool_error", "exception", "test_failure", "schema", "failed")
+LAYERS = ("template", "raw_error", "llm", "sibling")
 
 
 class EndpointConfig(BaseConfig):
@@ -47,23 +47,18 @@ class HintsConfig(BaseConfig):
     detect: list[str | PartConfig] = ["tool_error", "exception", "test_failure", "schema"]
     """Rules that find error turns: a reply that reports a failed call; an exception or a failed test in a tool's
     output; a call that violates its tool's schema. `failed` (off by default) selects the last turn of a rollout without
-    reward, with a successful rollout of the group as an example (SDPO's feedback, arXiv 2601.20802). `judge` asks the
-    model of `llm` for wasteful turns and bad style. An own detector is `module:Class`, or { name = "module:Class",
-    settings = { … } }; see orchestrator/hints/detect.py.
+    reward, with a successful rollout of the group as an example (SDPO's feedback, arXiv 2601.20802). An own
+    detector is `module:Class`, or { name = "module:Class", settings = { … } }; see orchestrator/hints/detect.py.
     """
     layers: list[str | PartConfig] = ["template"]
-    """Writers of the hint, in order; the first one with a hint wins: template, raw_error, llm, introspection, sibling,
-    or `module:Class` of your own, with settings as in `detect`; see orchestrator/hints/generate.py.
+    """Writers of the hint, in order; the first one with a hint wins: template, raw_error, llm, sibling, or
+    `module:Class` of your own, with settings as in `detect`; see orchestrator/hints/generate.py.
     """
     templates_file: Path | None = None
     """Additional templates (TOML, in the format of orchestrator/hints/templates.toml); tried before the built-in ones.
     """
     llm: EndpointConfig | None = None
-    """The model of the layer `llm` and of the detector `judge`."""
-    placement: Literal["message_end", "user", "system"] = "message_end"
-    """Where the hint goes: at the end of the user or tool message before the turn, or in a separate message."""
-    control: Literal["none", "other_error", "other_episode"] = "none"
-    """Control arms: replace each hint with one for another kind of error, or for another task's error."""
+    """The model of the layer `llm`."""
     max_turns: int = Field(default=16, ge=1)
     """Maximum hinted turns per rollout; later ones are skipped and counted."""
     max_hint_chars: int = Field(default=600, ge=16)
@@ -91,12 +86,12 @@ class HintsConfig(BaseConfig):
     def _llm_has_an_endpoint(self) -> HintsConfig:
         if self.asks_model and self.llm is None:
             raise ValueError(
-                f"orchestrator.hints.detect is {self.detect} and layers is {self.layers}, but orchestrator.hints.llm "
-                "names no endpoint: set orchestrator.hints.llm.base_url and .model, or leave out 'judge' and 'llm'"
+                f"orchestrator.hints.layers is {self.layers}, but orchestrator.hints.llm names no endpoint: set "
+                "orchestrator.hints.llm.base_url and .model, or leave out 'llm'"
             )
         return self
 
     @property
     def asks_model(self) -> bool:
         """Tell whether the endpoint of `llm` is used."""
-        return bool({"judge", "llm"} & {part.name for part in as_parts([*self.detect, *self.layers])})
+        return "llm" in {part.name for part in as_parts(self.layers)}

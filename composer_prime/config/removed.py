@@ -58,7 +58,10 @@ def without_removed(values: dict[str, Any], origin: str) -> dict[str, Any]:
 
 def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, None]) -> Any:
     if isinstance(node, list):
-        return [_kept(element, location, dropped) for element in node]
+        elements = [_kept(element, location, dropped) for element in node]
+        return elements if elements == node else [each for at, each in enumerate(elements) if each not in elements[:at]]
+    if isinstance(node, str):
+        return _present_value(".".join(location), node)
     if not isinstance(node, dict):
         return node
     kept = {}
@@ -69,3 +72,11 @@ def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, None]) -> Any
         elif value not in (None, False, 0, "", [], {}):
             dropped[".".join(where)] = None
     return kept
+
+
+def _present_value(key: str, value: str) -> str:
+    present = REMOVED_VALUES.get((key, value))
+    if present is None:
+        return value
+    logger.warning("%s = %r is gone: it is %r now", key, value, present)
+    return present

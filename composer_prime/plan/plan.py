@@ -118,8 +118,7 @@ def _policy_text(config: Config) -> str:
 
 
 def _hints_text(hints: HintsConfig) -> str:
-    layers = " then ".join(part.name for part in as_parts(hints.layers))
-    return layers + (f"; control arm: {hints.control}" if hints.control != "none" else "")
+    return " then ".join(part.name for part in as_parts(hints.layers))
 
 
 def _model(config: Config, findings: Findings) -> Rows:

@@ -1,4 +1,4 @@
-"""Find error turns: by rule in the tools' answers and the calls' schemas, and with a model as judge.
+"""Find error turns: by rule in the tools' answers and the calls' schemas.
 
 An own detector is a class in `orchestrator.hints.detect`, by import path. It is built once, as `Class(**settings)`, and
 called with each finished rollout: `async def __call__(self, rollout) -> list[ErrorTurn]`. `error_turn` builds one.
@@ -7,31 +7,17 @@ called with each finished rollout: `async def __call__(self, rollout) -> list[Er
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Executor
 
-import msgspec
-
-from composer_prime.errors import EndpointError
-from orchestrator.hints.endpoint import ChatEndpoint
-from orchestrator.hints.generate import OTHER, ErrorTurn, Templates, transcript
+from orchestrator.hints.generate import OTHER, ErrorTurn, Templates
 from orchestrator.rollouts.groups import FinishedRollout, tool_replies
 from orchestrator.workers.call_schema import violation
 
 FAILED = "failed"
-JUDGED = "judged"
-_JUDGE_PROMPT = (
-    "You review the work of a software agent. Below is one conversation; the agent's turns are numbered. Name the "
-    "turns that were wasteful (repeated work, needless calls, circling) or in bad style (unclear, careless, against "
-    "what was asked). Most turns are fine; an empty list is a good answer. Reply with JSON only:\n"
-    '{"turns": [{"turn": 3, "reason": "one short sentence that tells the agent what to do instead"}]}'
-)
-_OBJECT = re.compile(r"\{.*\}", re.DOTALL)
-_REASON_CHARS = 300
 
 Detector = Callable[[FinishedRollout], Awaitable[list[ErrorTurn]]]
-"""Finds turns that went wrong, at most one error a turn. Raises EndpointError where it asks a model."""
+"""Finds turns that went wrong, at most one error a turn."""
 
 
 class RuleDetector:
@@ -89,47 +75,10 @@ class RuleDetector:
         return error_turn(rollout, index, FAILED, "The task was not solved.")
 
 
-class _Flag(msgspec.Struct, frozen=True):
-    turn: int
-    reason: str
-
-
-class _Verdict(msgspec.Struct, frozen=True):
-    turns: list[_Flag]
-
-
-async def judged_turns(endpoint: ChatEndpoint, rollout: FinishedRollout) -> list[ErrorTurn]:
-    """Ask a model to flag wasteful turns and bad style, which no rule sees.
-
-    Raises EndpointError, also for an answer that is not the requested JSON.
-    """
-    position_of = {turn.turn: index for index, turn in enumerate(rollout.turns) if turn.turn is not None}
-    if not position_of:
-        return []
-    messages = [
-        {"role": "system", "content": _JUDGE_PROMPT},
-        {"role": "user", "content": transcript(rollout.turns, numbered=True)},
-    ]
-    verdict = _verdict(await endpoint.ask(messages, check=_verdict))
-    return [
-        error_turn(rollout, position_of[flag.turn], JUDGED, flag.reason[:_REASON_CHARS])
-        for flag in {flag.turn: flag for flag in verdict.turns}.values()
-        if flag.turn in position_of and flag.reason.strip()
-    ]
-
-
-def _verdict(text: str) -> _Verdict:
-    match = _OBJECT.search(text)
-    try:
-        return msgspec.json.decode(match[0] if match else text, type=_Verdict)
-    except (msgspec.DecodeError, UnicodeEncodeError) as error:
-        raise EndpointError(f"the judge's answer is not the JSON it was asked for ({error}): {text[:120]!r}") from None
-
-
 def error_turn(rollout: FinishedRollout, index: int, kind: str, text: str, tool: str | None = None) -> ErrorTurn:
     """Return the error `kind` of the sampled turn at position `index` of the rollout's messages."""
     turn = rollout.turns[index].turn
-    assert turn is not None  # Both kinds of search look at numbered turns only.
+    assert turn is not None, "only a sampled turn can be an error turn"
     return ErrorTurn(message=index, turn=turn, kind=kind, text=text, tool=tool, tools=tools_of(rollout, index))
 
 

@@ -1,4 +1,4 @@
-"""The endpoint behind a judge or a hint writer: text in, text out, within one budget for the run.
+"""The endpoint behind a hint writer or a judge of rollouts: text in, text out, within one budget for the run.
 
 Only usable answers are cached. The cost of the others is kept in the same file, so that a resumed run counts all that
 was spent. A call that was sent costs its worst case until the reply tells less: a count of tokens, or a refusal.
@@ -50,16 +50,14 @@ class ChatEndpoint:
         *,
         name: str,
         cache: Path | None = None,
-        key: str | None = None,
         ledger: CostLedger | None = None,
     ) -> None:
         """`name`: the configuration key that messages name. `cache`: where answers are kept (SQLite); None keeps
-        them in memory. `key`: the bearer token, where it is known here.
-        `ledger`: where calls that cost something are written down.
+        them in memory. `ledger`: where calls that cost something are written down.
 
         Raises ConfigError when the configured key variable is not set, or the cache cannot be opened.
         """
-        api_key = key or (os.environ.get(config.api_key_var) if config.api_key_var else None)
+        api_key = os.environ.get(config.api_key_var) if config.api_key_var else None
         if config.api_key_var and not api_key:
             raise ConfigError(
                 f"{name}.api_key_var is {config.api_key_var!r}, but the environment has no such variable: "

@@ -1,4 +1,4 @@
-"""Write the text of a hint for an error turn: from templates, the error itself, a model, the policy, or a sibling.
+"""Write the text of a hint for an error turn: from templates, the error itself, a model, or a sibling.
 
 templates.toml documents the format of templates: patterns that name an error, and hints with fields.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import random
 import string
 import tomllib
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -23,7 +21,7 @@ import regex
 
 from composer_prime.errors import ConfigError
 from orchestrator.hints.endpoint import ChatEndpoint
-from orchestrator.rollouts.groups import FinishedRollout, derive_seed, messages_before, tool_replies
+from orchestrator.rollouts.groups import FinishedRollout, messages_before, tool_replies
 from orchestrator.workers.call_schema import json_type
 from orchestrator.workers.protocol import MessageRecord
 
@@ -42,9 +40,7 @@ _WRITE = (
     "short reminder that it should have read just before that turn: the fact or rule that it missed. Do not solve the "
     "task, do not write the turn for it, do not mention this conversation. Reply with the reminder only."
 )
-_INTROSPECT = "Your last turn went wrong: {error}\nIn one sentence: what should you have kept in mind before it?"
 _ERROR_CHARS = 400
-_POOL = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +52,10 @@ class ErrorTurn:
     turn: int
     """Its number in TurnSpan."""
     kind: str
-    """tool_not_found, bad_json, argument_name, argument_type, test_failure, exception, tool_error, failed, judged, or
-    a kind of the user's templates."""
+    """tool_not_found, bad_json, argument_name, argument_type, test_failure, exception, tool_error, failed, or a kind of
+    the user's templates."""
     text: str
-    """Describes the error: the tool's answer, the broken rule of the schema, or the judge's reason."""
+    """Describes the error: the tool's answer, or the broken rule of the schema."""
     tool: str | None = None
     """The tool that was called."""
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -228,22 +224,11 @@ async def raw_error(request: HintRequest) -> str | None:
 async def model_hint(endpoint: ChatEndpoint, request: HintRequest) -> str | None:
     """Ask a model, which reads the conversation, the turn and the error."""
     turns, position = request.rollout.turns, request.error.message
-    conversation = transcript(messages_before(turns, position))
+    conversation = _transcript(messages_before(turns, position))
     error = f"What went wrong ({request.error.kind}):\n{request.error.text[:1000]}"
     content = f"{conversation}\n\nThe turn:\n{_message_text(turns[position])}\n\n{error}"
-    return _one_paragraph(
-        await endpoint.ask([{"role": "system", "content": _WRITE}, {"role": "user", "content": content}])
-    )
-
-
-async def introspection(endpoint: ChatEndpoint, request: HintRequest) -> str | None:
-    """Ask the policy, through the run's own gateway, what it should have kept in mind."""
-    turns, position = request.rollout.turns, request.error.message
-    conversation = {"role": "user", "content": transcript([*messages_before(turns, position), turns[position]])}
-    question = {"role": "user", "content": _INTROSPECT.format(error=request.error.text[:1000])}
-    # The policy changes from step to step, so its answers are not shared between rollouts.
-    variant = f"{request.rollout.rollout_id}/{request.error.turn}"
-    return _one_paragraph(await endpoint.ask([conversation, question], variant=variant))
+    text = await endpoint.ask([{"role": "system", "content": _WRITE}, {"role": "user", "content": content}])
+    return " ".join(text.split()) or None
 
 
 async def sibling_demonstration(request: HintRequest) -> str | None:
@@ -266,48 +251,18 @@ def _steps(rollout: FinishedRollout) -> str:
     return "; then ".join([*steps, *([last] if last else [])])
 
 
-class WrongHints:
-    """A control arm: replaces the right hint by one that another error turn got.
-
-    `other_error` takes a hint for another kind of error, `other_episode` one of another task. Both draw from the
-    newest right hints, so the first turns of a run find none.
-    """
-
-    def __init__(self, mode: str, seed: int) -> None:
-        self._mode = mode
-        self._seed = seed
-        self._pool: deque[tuple[str, str, str]] = deque(maxlen=_POOL)
-
-    def replace(self, right: str, request: HintRequest) -> str | None:
-        """Return a wrong hint for the turn, and add `right` to those that other turns draw from."""
-        kind, task = request.error.kind, request.rollout.task_id
-        others = [
-            text
-            for other_kind, other_task, text in self._pool
-            if text != right and (other_kind != kind if self._mode == "other_error" else other_task != task)
-        ]
-        self._pool.append((kind, task, right))
-        seed = derive_seed(self._seed, "wrong hint", request.rollout.rollout_id, request.error.turn)
-        return random.Random(seed).choice(others) if others else None
-
-
 # -- texts ---------------------------------------------------------------------------------------------------------
 
 
-def _one_paragraph(text: str) -> str | None:
-    return " ".join(text.split()) or None
-
-
-def transcript(turns: Sequence[MessageRecord], *, numbered: bool = False) -> str:
+def _transcript(turns: Sequence[MessageRecord]) -> str:
     """Return one paragraph a message, without the middle of long messages and of a long conversation."""
-    return _without_middle("\n\n".join(_message_text(turn, numbered) for turn in turns), _TOTAL_CHARS)
+    return _without_middle("\n\n".join(map(_message_text, turns)), _TOTAL_CHARS)
 
 
-def _message_text(turn: MessageRecord, numbered: bool = False) -> str:
-    """Return role, text and calls of a message; with `numbered` also the turn number of a sampled one."""
-    number = f" turn {turn.turn}" if numbered and turn.turn is not None else ""
+def _message_text(turn: MessageRecord) -> str:
+    """Return role, text and calls of a message."""
     parts = [turn.text.strip(), *(f"calls {call.name} {call.arguments}" for call in turn.tool_calls)]
-    return "\n".join([f"[{turn.role}{number}]", *(_without_middle(part, _MESSAGE_CHARS) for part in parts if part)])
+    return "\n".join([f"[{turn.role}]", *(_without_middle(part, _MESSAGE_CHARS) for part in parts if part)])
 
 
 def _without_middle(text: str, limit: int) -> str:

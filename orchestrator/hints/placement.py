@@ -1,12 +1,11 @@
-"""Place a hint between two token ids of the context from which the turn was sampled.
+"""Place a hint at the end of the message before the turn, between two token ids of the turn's context.
 
-    message_end   … <|im_start|>user question [\n hint] <|im_end|> <|im_start|>assistant  turn
-    user, system  … <|im_start|>user question <|im_end|> [<|im_start|>user hint <|im_end|>] <|im_start|>assistant  turn
+    … <|im_start|>user question [\n hint] <|im_end|> <|im_start|>assistant  turn
 
 The context is never rendered again. What the template would strip (earlier thinking) or tokenize otherwise stays as it
-was, and so do the turn's own ids. The renderer is used for two things only, on made-up conversations: the text that
-closes a message before the assistant's turn begins, and the ids of a message that holds the hint. That closing must
-stand at the end of the context's own ids; otherwise there is no place for a hint.
+was, and so do the turn's own ids. The renderer is used for one thing only, on made-up conversations: the text that
+closes a message before the assistant's turn begins. That closing must stand at the end of the context's own ids;
+otherwise there is no place for a hint.
 
 The result is a HintedTurn: hinted context, then the turn's own ids. Everything here is pure and runs in a thread.
 """
@@ -14,16 +13,14 @@ The result is a HintedTurn: hinted context, then the turn's own ids. Everything 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from composer_prime.errors import ConfigError, EmptyMaskError
+from composer_prime.errors import ConfigError
 from composer_prime.wire.types import HintedTurn, Sample, TurnSpan, ints, pack_ints
 from orchestrator.chat_template import RENDER_ERRORS
 from orchestrator.hints.generate import ErrorTurn
-
-Placement = Literal["message_end", "user", "system"]
 
 _MARK = "xyzzy"
 _CALL = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -44,33 +41,26 @@ _SLACK = 8
 class HintPlacer:
     """Puts hints into contexts. Not thread-safe, because renderers are not."""
 
-    def __init__(self, renderer: Any, tokenizer: Any, placement: Placement) -> None:
+    def __init__(self, renderer: Any, tokenizer: Any) -> None:
         """`renderer`: the one that renders rollouts. Raises ConfigError when the chat template has no such place."""
         self._renderer = renderer
         self._tokenizer = tokenizer
-        self._placement = placement
         self._reserved = _special_texts(tokenizer)
         self._ids_of_ending: dict[str, np.ndarray] = {}
         """The last ids of each ending: most contexts end in the same ones, and decoding is slow."""
-        self._opening = self._find_opening()
-        self._closings = {role: self._closing(role) for role in _CONVERSATIONS}
+        opening = self._opening()
+        self._closings = {role: self._closing(role, opening) for role in _CONVERSATIONS}
         """By role: the text after a message's content, up to where the assistant's turn begins; None: not found."""
         context = np.array(self._render(_CONVERSATIONS["user"], opening=True), np.int32)
         if self.hinted(context, "user", "probe") is None:
-            raise ConfigError(_no_place(placement, "the end of a user message cannot be found in its rendering"))
+            raise ConfigError(_no_place("the end of a user message cannot be found in its rendering"))
 
     def hinted(self, context_ids: np.ndarray, role: str, hint: str) -> np.ndarray | None:
         """Return `context_ids` [T] with the hint's ids in it: int32 [T + hint]. None where there is no place.
 
         `role`: of the last message before the turn. Taking the hint's ids out again gives `context_ids`.
         """
-        hint = self._harmless(hint)
-        if self._placement == "message_end":
-            return self._at_message_end(context_ids, self._closings.get(role), hint)
-        at = self._find(context_ids, self._opening)
-        return None if at is None else _inserted(context_ids, at, self._message_ids(hint))
-
-    def _at_message_end(self, context_ids: np.ndarray, closing: str | None, hint: str) -> np.ndarray | None:
+        hint, closing = self._harmless(hint), self._closings.get(role)
         if closing is None:
             return None
         at = self._find(context_ids, closing)
@@ -104,34 +94,23 @@ class HintPlacer:
         tools = _TOOLS if any(message["role"] == "tool" for message in messages) else None
         return list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=opening))
 
-    def _find_opening(self) -> str:
-        """Return the text that opens the assistant's turn."""
-        probe = _CONVERSATIONS["user"]
-        return self._decode(self._added(probe, probe, True, "the assistant's turn has no opening of its own"))
+    def _opening(self) -> str:
+        """Return the text that opens the assistant's turn. Raises ConfigError."""
+        try:
+            shorter, longer = (self._render(_CONVERSATIONS["user"], opening=opening) for opening in (False, True))
+        except RENDER_ERRORS as error:
+            raise ConfigError(_no_place(f"{type(error).__name__}: {error}")) from None
+        if longer[: len(shorter)] != shorter or len(longer) == len(shorter):
+            raise ConfigError(_no_place("the assistant's turn has no opening of its own"))
+        return self._decode(longer[len(shorter) :])
 
-    def _closing(self, role: str) -> str | None:
+    def _closing(self, role: str, opening: str) -> str | None:
         try:
             text = self._decode(self._render(_CONVERSATIONS[role], opening=True))
         except RENDER_ERRORS:
             return None
         _, mark, closing = text.rpartition(_MARK)
-        return closing if mark and closing.endswith(self._opening) else None
-
-    def _message_ids(self, hint: str) -> list[int]:
-        """Return the ids of a message with the hint, after another message. Raises ConfigError."""
-        before = [{"role": "user", "content": "question"}]
-        after = [*before, {"role": self._placement, "content": hint}]
-        return self._added(before, after, False, "a further message changes the tokens before it")
-
-    def _added(self, before: list[dict], after: list[dict], opening: bool, reason: str) -> list[int]:
-        """Return the ids that `after` adds to `before`. Raises ConfigError, with `reason` where it changes others."""
-        try:
-            shorter, longer = self._render(before, opening=False), self._render(after, opening=opening)
-        except RENDER_ERRORS as error:
-            raise ConfigError(_no_place(self._placement, f"{type(error).__name__}: {error}")) from None
-        if longer[: len(shorter)] != shorter or len(longer) == len(shorter):
-            raise ConfigError(_no_place(self._placement, reason))
-        return longer[len(shorter) :]
+        return closing if mark and closing.endswith(opening) else None
 
     # -- tokens --------------------------------------------------------------------------------------------------
 
@@ -157,11 +136,10 @@ def _inserted(ids: np.ndarray, at: int, new: list[int]) -> np.ndarray:
     return np.concatenate([ids[:at], np.asarray(new, np.int32), ids[at:]]).astype(np.int32)
 
 
-def _no_place(placement: str, reason: str) -> str:
-    others = ", ".join(sorted({"message_end", "user", "system"} - {placement}))
+def _no_place(reason: str) -> str:
     return (
-        f"orchestrator.hints.placement is {placement!r}, for which the model's chat template has no place ({reason}): "
-        f"use another placement ({others}), or another template (model.chat_template)"
+        f"the model's chat template has no place for a hint at the end of a message ({reason}): use another template "
+        "(model.chat_template), or remove orchestrator.hints"
     )
 
 
@@ -171,33 +149,20 @@ def span_of(samples: Sequence[Sample], turn: int) -> tuple[Sample, TurnSpan] | N
     return next(((sample, span) for sample, span in spans if span.turn == turn), None)
 
 
-def hinted_turn(sample: Sample, span: TurnSpan, hinted_ids: np.ndarray, error: ErrorTurn, weight: float) -> HintedTurn:
-    """Join `hinted_ids`, int32 [U_context], and the turn's ids. Raises EmptyMaskError for a turn without tokens."""
-    turn_ids = ints(sample.input_ids)[span.start : span.end]
-    if len(turn_ids) == 0:
-        raise EmptyMaskError(
-            f"sample {sample.sample_id}, turn {span.turn} ({error.kind}): tokens [{span.start}, {span.end}) are none, "
-            "so SDPO has nothing to learn there"
-        )
+def place_hint(
+    placer: HintPlacer, sample: Sample, span: TurnSpan, *, role: str, hint: str, error: ErrorTurn, weight: float
+) -> HintedTurn | None:
+    """Return the turn at `span` after a context with `hint`; None where there is no place for it."""
+    ids = ints(sample.input_ids)
+    hinted_ids = placer.hinted(ids[: span.start], role, hint)
+    if hinted_ids is None:
+        return None
     return HintedTurn(
         start=span.start,
         end=span.end,
-        teacher_ids=pack_ints(np.concatenate([hinted_ids, turn_ids])),
+        teacher_ids=pack_ints(np.concatenate([hinted_ids, ids[span.start : span.end]])),
         teacher_start=len(hinted_ids),
         weight=weight,
         turn=span.turn,
         error=error.kind,
     )
-
-
-def place_hint(
-    sample: Sample, span: TurnSpan, *, placer: HintPlacer, role: str, hint: str, error: ErrorTurn, weight: float,
-    max_context: int,
-) -> HintedTurn | str:  # fmt: skip
-    """Return the hinted turn, or why not: no_place or too_long (for `max_context`). Raises EmptyMaskError."""
-    context_ids = ints(sample.input_ids)[: span.start]
-    hinted_ids = placer.hinted(context_ids, role, hint)
-    if hinted_ids is None:
-        return "no_place"
-    hinted = hinted_turn(sample, span, hinted_ids, error, weight)
-    return "too_long" if len(ints(hinted.teacher_ids)) > max_context else hinted

@@ -30,24 +30,21 @@ from typing import Any
 import msgspec
 
 from composer_prime.config import Config
-from composer_prime.config.hints import EndpointConfig, HintsConfig
+from composer_prime.config.hints import HintsConfig
 from composer_prime.config.part import PartConfig, as_parts
 from composer_prime.errors import BudgetError, ComposerError, ConfigError, EmptyMaskError
 from composer_prime.import_path import build_part
 from composer_prime.monitor.events import event
 from composer_prime.run.costs import CostLedger
-from composer_prime.wire.answer import POLICY
-from composer_prime.wire.types import HintedTurn, Sample
-from orchestrator.hints.detect import FAILED, JUDGED, Detector, RuleDetector, judged_turns
+from composer_prime.wire.types import HintedTurn, Sample, ints
+from orchestrator.hints.detect import FAILED, Detector, RuleDetector
 from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.hints.generate import (
     ErrorTurn,
     HintLayer,
     HintRequest,
     Templates,
-    WrongHints,
     cut,
-    introspection,
     model_hint,
     raw_error,
     sibling_demonstration,
@@ -63,8 +60,6 @@ _GROUP_TIMEOUT_S = 120.0
 """How long a finished group waits for its hints; late ones are skipped and counted."""
 _LOGGED_FIRST = 20
 _EMPTY_LIMIT = 32
-_POLICY_HINT_TOKENS = 96
-"""The most that introspection answers."""
 
 
 @dataclass(slots=True)
@@ -103,32 +98,33 @@ class HintStage:
     """By name. Of two detectors that name one turn, the first one counts."""
     layers: Mapping[str, HintLayer]
     """By name, in the order in which they are tried."""
-    wrong: WrongHints | None
-    """The control arm that replaces hints."""
     placer: HintPlacer
     max_context: int
     """Tokens of a hinted context and its turn at most."""
     threads: ThreadPoolExecutor
     """One thread, the renderer's."""
-    endpoints: Sequence[ChatEndpoint] = ()
+    endpoint: ChatEndpoint | None = None
+    """The model that writes hints."""
     distil: bool = True
     """When False, hints are logged, but nothing learns from them."""
     _num_placed: int = field(default=0, init=False)
-    _empty: list[str] = field(default_factory=list, init=False)
-    """Descriptions of the first error turns without a token."""
     _num_empty: int = field(default=0, init=False)
     _num_failures: int = field(default=0, init=False)
 
     async def close(self) -> None:
-        await asyncio.gather(*(endpoint.close() for endpoint in self.endpoints))
+        if self.endpoint is not None:
+            await self.endpoint.close()
         self.threads.shutdown(wait=True, cancel_futures=True)
 
     def metrics(self) -> dict[str, float]:
-        """Return what the endpoints cost so far."""
+        """Return what the model's hints cost so far."""
+        if self.endpoint is None:
+            return {"hints/cost_usd": 0.0, "hints/calls": 0.0, "hints/cached": 0.0}
+        client = self.endpoint.client
         return {
-            "hints/cost_usd": sum(endpoint.cost_usd for endpoint in self.endpoints),
-            "hints/calls": float(sum(endpoint.client.calls for endpoint in self.endpoints)),
-            "hints/cached": float(sum(endpoint.client.cached for endpoint in self.endpoints)),
+            "hints/cost_usd": self.endpoint.cost_usd,
+            "hints/calls": float(client.calls),
+            "hints/cached": float(client.cached),
         }
 
     async def attach(self, group: Sequence[CompiledRollout]) -> list[CompiledRollout]:
@@ -190,12 +186,9 @@ class HintStage:
         if work.counts["hinted"] >= self.config.max_turns:
             return "max_turns"
         request = HintRequest(error=error, rollout=work.rollout, siblings=siblings)
-        right = await self._right_hint(work, request)
-        if right is None:
-            return "no_hint"
-        hint = right if self.wrong is None else self.wrong.replace(right, request)
+        hint = await self._write_hint(work, request)
         if hint is None:
-            return "no_wrong_hint"
+            return "no_hint"
         loop = asyncio.get_running_loop()
         hinted = await loop.run_in_executor(self.threads, self._place, work, error, hint)
         if isinstance(hinted, str):
@@ -205,7 +198,7 @@ class HintStage:
             work.attach(hinted)
         return None
 
-    async def _right_hint(self, work: _HintedRollout, request: HintRequest) -> str | None:
+    async def _write_hint(self, work: _HintedRollout, request: HintRequest) -> str | None:
         """Return the hint of the first layer that has one."""
         for name, write in self.layers.items():
             try:
@@ -229,26 +222,28 @@ class HintStage:
             )
             return "empty_mask"
         hinted = place_hint(
+            self.placer,
             *sample_and_span,
-            placer=self.placer,
             role="user" if turn.parent is None else work.turns[turn.parent].role,
             hint=hint,
             error=error,
             weight=self.config.weights.get(error.kind, 1.0),
-            max_context=self.max_context,
         )
-        self._num_placed += not isinstance(hinted, str)
+        if hinted is None:
+            return "no_place"
+        if len(ints(hinted.teacher_ids)) > self.max_context:
+            return "too_long"
+        self._num_placed += 1
         return hinted
 
     def _count_empty(self, description: str) -> None:
         self._num_empty += 1
         if self._num_empty <= _LOGGED_FIRST:
-            self._empty.append(description)
             logger.error("SDPO: %s", description)
         if self._num_placed == 0 and self._num_empty >= _EMPTY_LIMIT:
             raise EmptyMaskError(
                 f"none of {self._num_empty} error turns holds a token for SDPO, so it would train nothing: "
-                f"{'; '.join(self._empty[:3])}. Every token of a turn belongs to it, thinking included: look "
+                f"{description}. Every token of a turn belongs to it, thinking included: look "
                 "at the environment's turns, or remove orchestrator.hints"
             )
 
@@ -262,13 +257,11 @@ class HintStage:
             logger.warning("hints, %s: %s", name, text, exc_info=None if ours else error, extra=about)
 
 
-def build_hints(
-    config: Config, *, chat_folder: Path, gateway_url: str, gateway_token: str | None, run_root: Path, distil: bool
-) -> HintStage | None:
+def build_hints(config: Config, *, chat_folder: Path, run_root: Path, distil: bool) -> HintStage | None:
     """Build the stage, or return None without [orchestrator.hints]. Loads the renderer, so call it from a thread.
 
-    `chat_folder`: tokenizer and chat template. `gateway_url`: http://host:port/v1. `run_root`: the run
-    directory, for paid answers and their cost. Raises ConfigError.
+    `chat_folder`: tokenizer and chat template. `run_root`: the run directory, for paid answers and their cost. Raises
+    ConfigError.
     """
     hints = config.orchestrator.hints
     if hints is None:
@@ -278,9 +271,9 @@ def build_hints(
     templates = Templates.load(hints.templates_file)
     check_kinds(hints, templates)
     _, renderer = build_renderer(str(chat_folder), config.model.renderer)
-    placer = HintPlacer(renderer, read_tokenizer(str(chat_folder)), hints.placement)
+    placer = HintPlacer(renderer, read_tokenizer(str(chat_folder)))
     threads = ThreadPoolExecutor(1, thread_name_prefix="hints")
-    endpoints = _endpoints(hints, gateway_url, gateway_token, run_root)
+    endpoint = _endpoint(hints, run_root)
     rules = [part.name for part in as_parts(hints.detect) if not part.is_own]
     detectors: dict[str, Detector] = {"rules": functools.partial(RuleDetector(templates, rules).find, threads)}
     detectors |= own_parts(hints.detect, "orchestrator.hints.detect")
@@ -290,21 +283,16 @@ def build_hints(
         "sibling": sibling_demonstration,
     }
     layers |= own_parts(hints.layers, "orchestrator.hints.layers")
-    if "llm" in endpoints:
-        layers["llm"] = functools.partial(model_hint, endpoints["llm"])
-    if "judge" in {part.name for part in as_parts(hints.detect)}:
-        detectors["judge"] = functools.partial(judged_turns, endpoints["llm"])
-    if "introspection" in endpoints:
-        layers["introspection"] = functools.partial(introspection, endpoints["introspection"])
+    if endpoint is not None:
+        layers["llm"] = functools.partial(model_hint, endpoint)
     return HintStage(
         config=hints,
         detectors=detectors,
         layers={part.name: layers[part.name] for part in as_parts(hints.layers)},
-        wrong=None if hints.control == "none" else WrongHints(hints.control, config.run.seed),
         placer=placer,
         max_context=config.model.max_context,
         threads=threads,
-        endpoints=list(endpoints.values()),
+        endpoint=endpoint,
         distil=distil,
     )
 
@@ -318,7 +306,7 @@ def own_parts(entries: Sequence[str | PartConfig], setting: str) -> dict[str, An
 
 def check_kinds(hints: HintsConfig, templates: Templates) -> None:
     """Raise ConfigError when orchestrator.hints.weights names a kind of error that nothing finds."""
-    kinds = templates.kinds | SCHEMA_KINDS | {FAILED, JUDGED}
+    kinds = templates.kinds | SCHEMA_KINDS | {FAILED}
     unknown = sorted(set(hints.weights) - kinds)
     if unknown and not any(part.is_own for part in as_parts(hints.detect)):
         near = get_close_matches(unknown[0], kinds, n=1)
@@ -328,20 +316,8 @@ def check_kinds(hints: HintsConfig, templates: Templates) -> None:
         )
 
 
-def _endpoints(
-    hints: HintsConfig, gateway_url: str, gateway_token: str | None, run_root: Path
-) -> dict[str, ChatEndpoint]:
-    endpoints: dict[str, ChatEndpoint] = {}
-    ledger = CostLedger(run_root / "costs.jsonl")
-    if hints.llm is not None and hints.asks_model:
-        cache = run_root / "hints" / "llm.sqlite"
-        endpoints["llm"] = ChatEndpoint(hints.llm, name="orchestrator.hints.llm", cache=cache, ledger=ledger)
-    if "introspection" in hints.layers:
-        policy = EndpointConfig(
-            base_url=gateway_url,
-            model=POLICY,
-            max_tokens=_POLICY_HINT_TOKENS,
-            timeout_s=_GROUP_TIMEOUT_S,
-        )
-        endpoints["introspection"] = ChatEndpoint(policy, name="orchestrator.hints.introspection", key=gateway_token)
-    return endpoints
+def _endpoint(hints: HintsConfig, run_root: Path) -> ChatEndpoint | None:
+    if hints.llm is None or not hints.asks_model:
+        return None
+    cache, ledger = run_root / "hints" / "llm.sqlite", CostLedger(run_root / "costs.jsonl")
+    return ChatEndpoint(hints.llm, name="orchestrator.hints.llm", cache=cache, ledger=ledger)

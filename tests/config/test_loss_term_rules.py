@@ -20,8 +20,7 @@ A1 = str(Path(__file__).parents[2] / "configs" / "a1.toml")
         (["--orchestrator.preferences.pairs_per_step", "4"], r"weight is 0 and .*pairs_per_step is 4"),
         (["--orchestrator.hints.layers", '["llm"]'], r"orchestrator\.hints\.llm names no endpoint"),
         (["--orchestrator.hints.layers", '["template", "template"]'], "each only once"),
-        (["--orchestrator.hints.weights", '{"judged": -1}'], r"weights\.judged = -1: expected greater"),
-        (["--orchestrator.hints.placement", "nowhere"], "placement"),
+        (["--orchestrator.hints.weights", '{"failed": -1}'], r"weights\.failed = -1: expected greater"),
     ],
 )
 def test_a_loss_term_without_its_input_is_refused(words, said):
@@ -30,7 +29,7 @@ def test_a_loss_term_without_its_input_is_refused(words, said):
 
 
 def test_a_loss_term_with_its_input_is_accepted():
-    words = ["--orchestrator.hints.placement", "system", "--channels.sdpo.weight", "0.5"]
+    words = ["--orchestrator.hints.max_turns", "4", "--channels.sdpo.weight", "0.5"]
     words += ["--orchestrator.preferences.pairs_per_step", "4", "--channels.replay_dpo.weight", "0.1"]
     config = resolve(["@", A1, *words]).config
     assert config.orchestrator.hints.layers == ["template"] and config.orchestrator.preferences.pairs is None

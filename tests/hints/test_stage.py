@@ -17,12 +17,10 @@ from composer_prime.errors import ConfigError, EmptyMaskError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import Sample, flags, floats, ints
 from orchestrator.batching.dispatch import score_group
-from orchestrator.hints.detect import RuleDetector, judged_turns
+from orchestrator.hints.detect import RuleDetector
 from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.hints.generate import (
     Templates,
-    WrongHints,
-    introspection,
     model_hint,
     raw_error,
     sibling_demonstration,
@@ -49,10 +47,9 @@ def stage(config: HintsConfig | None = None, *, limits: dict[str, int] | None = 
     config = config or HintsConfig()
     rules = partial(RuleDetector(TEMPLATES, config.detect).find, threads)
     values = {
-        "detectors": {"rules": rules, **parts.pop("more_detectors", {})},
+        "detectors": {"rules": rules},
         "layers": {"template": TEMPLATES.hint},
-        "wrong": None,
-        "placer": HintPlacer(*chat("tiny"), config.placement),
+        "placer": HintPlacer(*chat("tiny")),
         **(limits or {"max_context": 384}),
         "threads": threads,
     }
@@ -176,7 +173,7 @@ def test_weights_name_kinds_that_there_are(tmp_path):
         check_kinds(HintsConfig(weights={"argument_nme": 0.5}), TEMPLATES)
     file = tmp_path / "own.toml"
     file.write_text("[[template]]\nkind = 'lint'\npattern = 'lint'\nhint = 'Mind the linter.'\n")
-    every = ["lint", "tool_error", "bad_json", "argument_type", "tool_not_found", "exception", "failed", "judged"]
+    every = ["lint", "tool_error", "bad_json", "argument_type", "tool_not_found", "exception", "failed"]
     check_kinds(HintsConfig(weights=dict.fromkeys(every, 0.5)), Templates.load(file))
 
 
@@ -242,20 +239,6 @@ def test_a_long_hint_is_cut_at_a_word():
     assert done.rollout.turns[1].hint == "Reminder: Available..."
 
 
-@pytest.mark.parametrize("mode", ["other_error", "other_episode"])
-def test_the_control_arm_gives_hints_that_belong_elsewhere(mode):
-    # Whatever a wrong turn gets, it is not its own hint, and it came from another kind of error or another task.
-    rollouts = [
-        play("tiny", "Add.", [WRONG, OTHER, LAST], rollout_id=f"g00000{n}-0", task_id=f"t{n}") for n in range(4)
-    ]
-    made = stage(wrong=WrongHints(mode, seed=3))
-    right = {"tool_not_found": TOOL_HINT, "argument_name": ARGUMENT_HINT}
-    done = attached(made, *rollouts)
-    given = [(turn.error, turn.hint) for each in done for turn in each.rollout.turns if turn.hint]
-    assert given and all(hint != right[kind] for kind, hint in given)
-    assert sum(each.rollout.hints.get("skipped/no_wrong_hint", 0) for each in done) >= 1
-
-
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
@@ -272,20 +255,12 @@ async def _with_peer(mode: str, build, answer=lambda body: "use add", **settings
 def test_a_model_writes_the_hint_from_conversation_turn_and_error():
     rollout, samples, peer = asyncio.run(
         _with_peer(
-            "answer", lambda e: stage(layers={"llm": partial(model_hint, e)}, endpoints=[e]), lambda body: " use\n add "
+            "answer", lambda e: stage(layers={"llm": partial(model_hint, e)}, endpoint=e), lambda body: " use\n add "
         )
     )
     assert rollout.turns[1].hint == "use add" and samples[0].distillations
     asked = peer.bodies[0]["messages"][1]["content"]
     assert "Add 1 and 2." in asked and "calls plus {}" in asked and "Tool not found: plus" in asked
-
-
-def test_the_policy_is_asked_what_it_should_have_known():
-    rollout, _, peer = asyncio.run(
-        _with_peer("answer", lambda e: stage(layers={"introspection": partial(introspection, e)}, endpoints=[e]))
-    )
-    assert rollout.turns[1].hint == "use add"
-    assert "Your last turn went wrong: Tool not found: plus" in peer.bodies[0]["messages"][-1]["content"]
 
 
 @pytest.mark.parametrize(
@@ -299,7 +274,7 @@ def test_the_policy_is_asked_what_it_should_have_known():
 )
 def test_a_bad_hint_writer_costs_its_hint_only(mode, settings, count):
     # The next layer is tried, and the rollout keeps its sample. The peer answers from the same event loop.
-    build = lambda e: stage(layers={"llm": partial(model_hint, e), "template": TEMPLATES.hint}, endpoints=[e])
+    build = lambda e: stage(layers={"llm": partial(model_hint, e), "template": TEMPLATES.hint}, endpoint=e)
     rollout, samples, _ = asyncio.run(_with_peer(mode, build, **settings))
     assert rollout.hints[count] == 1 and rollout.hints["layer/template"] == 1
     assert rollout.turns[1].hint == TOOL_HINT and samples[0].distillations
@@ -309,7 +284,7 @@ def test_a_bad_hint_writer_costs_its_hint_only(mode, settings, count):
 def test_a_group_waits_for_its_hints_so_long_and_no_longer(monkeypatch):
     # A writer is silent past the stage's own limit, not its own: the turn is late, and the rollout goes on.
     monkeypatch.setattr("orchestrator.hints.stage._GROUP_TIMEOUT_S", 0.3)
-    build = lambda e: stage(layers={"llm": partial(model_hint, e)}, endpoints=[e])
+    build = lambda e: stage(layers={"llm": partial(model_hint, e)}, endpoint=e)
     rollout, samples, _ = asyncio.run(_with_peer("silent", build, timeout_s=30.0))
     assert rollout.hints["skipped/late"] == 1 and not samples[0].distillations
     assert rollout.turns[1].error == "tool_not_found" and rollout.turns[1].hint is None
@@ -330,30 +305,6 @@ def test_own_parts():
     for wrong in ({"detect": ["tool_err"]}, {"layers": [{"name": "template", "settings": {"a": 1}}]}):
         with pytest.raises(ValueError, match=r"orchestrator\.hints"):
             HintsConfig.model_validate(wrong)
-
-
-def test_a_judge_flags_what_no_rule_sees():
-    # Turn 0 was a good call, but a needless one; the judge's reason becomes the hint. Turns it makes up are ignored.
-    verdict = '```json\n{"turns": [{"turn": 1, "reason": "Answer at once."}, {"turn": 77, "reason": "x"}]}\n```'
-
-    def build(endpoint):
-        return stage(more_detectors={"judge": partial(judged_turns, endpoint)}, endpoints=[endpoint])
-
-    rollout, samples, peer = asyncio.run(_with_peer("answer", build, lambda body: verdict))
-    assert [made.error for made in samples[0].distillations] == ["tool_not_found", "judged"]
-    assert rollout.turns[3].hint == "Reminder: Answer at once."
-    assert "[assistant turn 1]" in peer.bodies[0]["messages"][1]["content"]
-
-
-@pytest.mark.parametrize("mode", ["silent", "500", "nonsense", "answer"])
-def test_a_bad_judge_leaves_the_rules_their_turns(mode):
-    # "answer" here is prose where JSON was asked for.
-    def build(endpoint):
-        return stage(more_detectors={"judge": partial(judged_turns, endpoint)}, endpoints=[endpoint])
-
-    rollout, samples, _ = asyncio.run(_with_peer(mode, build, timeout_s=0.3))
-    assert rollout.hints["failed/judge"] == 1 and rollout.hints["hinted"] == 1
-    assert len(samples[0].distillations) == 1
 
 
 # -- groups without advantage ----------------------------------------------------------------------------------------

@@ -181,15 +181,3 @@ def distilling(root, **orchestrator: Any) -> Config:
     values = make_config(root, max_steps=4, **orchestrator).model_dump()
     values["channels"]["sdpo"] |= {"weight": 0.5}
     return Config.model_validate(values)
-
-
-async def test_the_policy_hints_itself_through_the_gateway(open_run, run_dir, tmp_path):
-    """Introspection asks the run's own nodes; its requests are no part of any rollout's record."""
-    config = make_config(tmp_path, max_steps=1, hints={"layers": ["introspection"]})
-    async with open_run(config, ToolPool()) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
-        [reply] = await trainer.train(1)
-        assert reply.metrics["hints/layer/introspection"] > 0
-        assert not [name for name in reply.metrics if name.startswith("hints/failed")]
-        hints = {turn["hint"] for line in await run.rollouts(1) for turn in line["turns"]} - {None}
-        assert hints and not any(hint.startswith("Reminder: Available") for hint in hints)
