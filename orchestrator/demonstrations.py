@@ -15,7 +15,7 @@ import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from composer_prime.channels.sft import NAME as SFT
 from composer_prime.config import Config
@@ -43,18 +43,14 @@ class DemonstrationRows:
         per_step: int,
         seed: int,
         digest: str = "",
-        cut: int = 0,
         left_out: frozenset[str] = frozenset(),
     ) -> None:
-        """`rows`: None for one that was skipped. `cut`: rows that were cut. `left_out`: rows (`row NAME`) that made a
-        step not finite.
-        """
+        """`rows`: None for one that is too long. `left_out`: rows (`row NAME`) that made a step not finite."""
         self.held_out = list(held_out)
         self.digest = digest
         self._rows = list(rows)
         self._per_step = per_step
         self._seed = seed
-        self._cut = cut
         self._left_out = left_out
 
     def leave_out(self, names: set[str]) -> None:
@@ -80,7 +76,6 @@ class DemonstrationRows:
             "sft/rows": float(len(served)),
             "sft/pass": float((step - 1) // -(-len(self._rows) // self._per_step)),
             "sft/rows_in_files": float(len(self._rows)),
-            "sft/rows_cut": float(self._cut),
             "sft/rows_skipped": float(sum(row is None for row in self._rows)),
         }
 
@@ -99,19 +94,16 @@ NO_ROWS = DemonstrationRows([], per_step=1, seed=0)
 class RowTokenizer:
     """Turns conversations into token ids with the tokens to imitate. Not thread-safe."""
 
-    def __init__(self, renderer: Any, *, max_context: int, too_long: Literal["refuse", "cut", "skip"]) -> None:
+    def __init__(self, renderer: Any, *, max_context: int) -> None:
         """`renderer`: the one that rollouts are rendered with. `max_context`: longest row, in tokens."""
         self._renderer = renderer
         self._max_context = max_context
-        self._too_long = too_long
         self._stops = set(renderer.get_stop_token_ids())
-        self.cut = 0
-        """Rows that were cut so far."""
 
     def demonstration(self, row: ConversationRow) -> TermUnit | None:
-        """Return the row as ids; None where it is skipped.
+        """Return the row as ids; None where it is too long.
 
-        Raises ConfigError: the template cannot render it, or not mark what an assistant wrote, or it is too long.
+        Raises ConfigError: the template cannot render it, or not mark what an assistant wrote.
         """
         if row.tools and not getattr(self._renderer, "supports_tools", True):
             raise ConfigError(
@@ -128,17 +120,7 @@ class RowTokenizer:
                 "model.chat_template to another"
             ) from None
         if len(ids) > self._max_context:
-            if self._too_long == "refuse":
-                raise ConfigError(
-                    f"{row.name} has {len(ids)} tokens, but model.max_context is {self._max_context}: raise it, or set "
-                    "orchestrator.demonstrations.too_long = 'cut' or 'skip'"
-                )
-            if self._too_long == "skip":
-                return None
-            ids, mask = ids[: self._max_context], mask[: self._max_context]
-            if True not in mask:
-                return None
-            self.cut += 1
+            return None
         return TermUnit(term=SFT, name=f"row {row.name}", documents=[pack_ints(ids)], masks=[pack_flags(mask)])
 
     def _marked(self, row: ConversationRow) -> tuple[list[int], list[bool]]:
@@ -206,27 +188,25 @@ def build_demonstrations(
     from orchestrator.chat_renderer import build_renderer
 
     _, renderer = build_renderer(str(chat_folder), config.model.renderer)
-    tokenizer = RowTokenizer(renderer, max_context=config.model.max_context, too_long=settings.too_long)
+    tokenizer = RowTokenizer(renderer, max_context=config.model.max_context)
     rows = [tokenizer.demonstration(row) for row in read_rows(settings.files, FILES)]
-    cut, skipped = tokenizer.cut, rows.count(None)
+    skipped = rows.count(None)
     if rows and skipped == len(rows):
         raise ConfigError(
             f"all {len(rows)} rows of {FILES} are longer than model.max_context = {config.model.max_context}: raise it"
         )
     held_out = [tokenizer.demonstration(row) for row in read_rows(settings.eval_files, EVAL_FILES)]
-    held_out_skipped = held_out.count(None)
     tokens = sum(row.num_trained for row in rows if row is not None)
     text = (
-        f"{pluralize(len(rows), 'demonstration')} with {tokens:,} tokens to imitate ({cut} cut, {skipped} skipped); "
-        f"{len(held_out)} held out ({tokenizer.cut - cut} cut, {held_out_skipped} skipped)"
+        f"{pluralize(len(rows), 'demonstration')} with {tokens:,} tokens to imitate, {len(held_out)} held out; "
+        f"{skipped} and {held_out.count(None)} are longer than model.max_context and left out"
     )
-    logger.log(logging.WARNING if cut or skipped else logging.INFO, text, extra=event("demonstrations"))
+    logger.log(logging.WARNING if skipped else logging.INFO, text, extra=event("demonstrations"))
     return DemonstrationRows(
         rows,
         [row for row in held_out if row is not None],
         per_step=settings.rows_per_step,
         seed=config.run.seed,
         digest=digest(settings.files) if settings.files else "",
-        cut=cut,
         left_out=left_out,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
@@ -35,8 +35,6 @@ class DemonstrationsConfig(BaseConfig):
     """JSON Lines files: one object per line with `messages` and, optionally, `tools`."""
     rows_per_step: int = Field(default=32, ge=1)
     """Rows in each optimizer step. Each pass reshuffles the rows; its last step may have fewer."""
-    too_long: Literal["refuse", "cut", "skip"] = "refuse"
-    """What to do with rows longer than model.max_context: stop before the first step, truncate them, or skip them."""
     eval_files: list[Path] = []
     """Held-out rows: loss and token accuracy before the first step, every orchestrator.eval.every_steps and after the
     last."""

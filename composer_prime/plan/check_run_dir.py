@@ -31,7 +31,6 @@ BINDING = (
     "orchestrator.groups_per_step",
     "orchestrator.curriculum",
     "orchestrator.demonstrations.rows_per_step",
-    "orchestrator.demonstrations.too_long",
     "channels.policy.objective",
     "channels.policy.import_path",
     "trainer.optim.type",

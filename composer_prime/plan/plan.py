@@ -106,7 +106,7 @@ def _loss(config: Config) -> Rows:
     if sft.weight:
         settings = config.orchestrator.demonstrations
         files = ", ".join(map(str, settings.files))
-        terms.append(f"{sft.weight:g} x sft on {files} ({settings.too_long} rows longer than model.max_context)")
+        terms.append(f"{sft.weight:g} x sft on {files}")
     return [("" if number else "loss", f"+ {term}" if number else term) for number, term in enumerate(terms)]
 
 

@@ -147,7 +147,7 @@ def test_trl_has_the_same_loss_and_gradients(tmp_path):
         for number in range(6)
     ]
     rows = [ConversationRow(name=f"f:{number}", messages=talk, tools=None) for number, talk in enumerate(talks)]
-    maker = RowTokenizer(ChatTemplateRenderer(tokenizer), max_context=512, too_long="refuse")
+    maker = RowTokenizer(ChatTemplateRenderer(tokenizer), max_context=512)
     loss, grads, _ = ours(
         model(torch.float32, vocabulary=len(tokenizer)), list(map(maker.demonstration, rows)), budget=128
     )
