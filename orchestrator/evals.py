@@ -5,9 +5,9 @@
 
 One evaluation runs at a time, during training. If the next one is due meanwhile, it waits; of several that wait only
 the newest runs. The first evaluation takes all permits, so that it is over before the first weight swap. Without
-training rollouts the batch of the next evaluated step waits for the current evaluation. An evaluation begins when half
-of the serving nodes have its version, or after ten minutes with those that do. Only such nodes answer it, so a stuck
-node delays nothing. Failed rollouts are counted and left out of the estimates; they are never scored 0.
+training rollouts the batch of the next evaluated step waits for the current evaluation. An evaluation begins when a
+node serves its version. Only such nodes answer it, so a stuck node delays nothing. Failed rollouts are counted and left
+out of the estimates; they are never scored 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
-from statistics import fmean, median_high
+from statistics import fmean
 
 from composer_prime.config.orchestrator import EvalConfig, OrchestratorConfig, SourceConfig
 from composer_prime.console import pluralize
@@ -149,7 +149,7 @@ class Evaluator:
         await self._await_version(step, version)
         self._awaited_version = None
         self.runner.permits.eval_share = 1.0 if step == 0 else EVAL_SHARE
-        start, shared_s = time.monotonic(), self.runner.permits.shared_s
+        start = time.monotonic()
         by_source = [self._evaluate_source(source, step, version, counts[source.name]) for source in self.sources]
         results = dict(zip(counts, await asyncio.gather(*by_source), strict=True))
         rollouts = [(name, rollout) for name, tasks in results.items() for task in tasks for rollout in task]
@@ -160,10 +160,7 @@ class Evaluator:
                 "evaluation of step %d: %d of %d rollouts have no reward after at most %d tries, the first for %s: %s",
                 step, len(failures), len(rollouts), self.config.max_retries + 1, failures[0].kind, failures[0].message,
             )  # fmt: skip
-        figures = {
-            "time/eval_s": time.monotonic() - start,
-            "time/eval_beside_training_s": self.runner.permits.shared_s - shared_s,
-        }
+        figures = {"time/eval_s": time.monotonic() - start}
         for source, tasks in results.items():
             figures |= eval_summary(source, tasks, self.config.eval)
         await asyncio.to_thread(self.run.metrics.log, step, figures)
@@ -173,23 +170,13 @@ class Evaluator:
         logger.info("evaluation of step %d: %s", step, shown, extra=about)
 
     async def _await_version(self, step: int, version: int) -> None:
-        """Wait until half of the serving nodes have `version` or newer weights, after _VERSION_TIMEOUT_S for any.
-
-        Raises DeadlineError when none has them by then.
-        """
+        """Wait until a serving node has `version` or newer weights. Raises DeadlineError."""
         deadline = time.monotonic() + _VERSION_TIMEOUT_S
-        while (
-            newest := max(versions := [node.version for node in self.run.gateway.router.serving()], default=None)
-        ) is None or median_high(versions) < version:
-            late = time.monotonic() >= deadline
-            if late and newest is not None and newest >= version:
-                logger.warning("evaluation of step %d: fewer than half of %d nodes have policy version %d after %.0f s",
-                               step, len(versions), version, _VERSION_TIMEOUT_S)  # fmt: skip
-                return
-            if late:
+        while (newest := max((node.version for node in self.run.gateway.router.serving()), default=-1)) < version:
+            if time.monotonic() >= deadline:
                 raise DeadlineError(
                     f"evaluation of step {step} waited {_VERSION_TIMEOUT_S:.0f} s for nodes with policy version "
-                    f"{version}; they serve {'nothing' if newest is None else newest}"
+                    f"{version}; they serve {'nothing' if newest < 0 else newest}"
                 )
             await self.run.changed.wait(0.1)
 

@@ -49,12 +49,12 @@ from orchestrator.tasks.sources import Sources
 logger = logging.getLogger(__name__)
 
 _FILTERED_TOO_MANY = (
-    "%.0f %% of the last groups had no advantage (the limit is %.0f %%): the tasks are too easy "
+    "%.0f %% of the groups since the last batch had no advantage: the tasks are too easy "
     "or too hard; change the task set or add --orchestrator.curriculum.import_path "
     "frontier; to look: %s try MODULE -n 32"
 )
 _MAX_FILTERED_SHARE = 0.9
-"""Warn if more than this share of the last groups was dropped for equal rewards."""
+"""Warn if more than this share of the groups since the last batch had equal rewards."""
 _MAX_FAILED_GROUPS = 32
 """Groups in a row that fail for lack of finished rollouts, at which the run ends with the last error."""
 _DROPPED_WHOLE = 1024
@@ -226,7 +226,7 @@ class BatchScheduler:
             dropped = self.dropped.take()
             groups = await asyncio.to_thread(_without_stale_tokens, taken, oldest)
             metrics = await asyncio.to_thread(batch_metrics, self._newest_version, groups, dropped, taken)
-            metrics |= self._filtered_metrics()
+            _warn_of_filtered(metrics["groups/filtered_share"])
             preferences = []
             if self.pairs is not None:
                 draw = await asyncio.to_thread(self.pairs.draw, step)
@@ -249,15 +249,6 @@ class BatchScheduler:
         with_distilled = self.batches.distils(step)
         oldest, newest = self.oldest_version, self._newest_version
         return self.buffer.take(self.config.groups_per_step, oldest, newest, with_distilled=with_distilled)
-
-    def _filtered_metrics(self) -> dict[str, float]:
-        """Return the share of the last groups that had no advantage. Warn where it is too large."""
-        share, limit = self.buffer.filtered_share, _MAX_FILTERED_SHARE
-        if share is None:
-            return {}
-        if share > limit:
-            logger.warning(_FILTERED_TOO_MANY, 100 * share, 100 * limit, COMPOSER, extra=event("groups"))
-        return {"groups/filtered_share_recent": share, "groups/filtered_too_many": float(share > limit)}
 
     async def _commit(self, batch: Batch, oldest: int, dropped: list[FinishedGroup]) -> None:
         """Write the batch to the journal, then let the trainer have it."""
@@ -305,7 +296,6 @@ class BatchScheduler:
 
     def _group_ended(self, group: FinishedGroup) -> None:
         """Take in a group from the dispatcher. Raises RolloutError when too many groups fail."""
-        self.buffer.note(group.outcome)
         self.plans.sources.observe(group)
         if group.outcome in (GroupOutcome.READY, GroupOutcome.DISTILLED):
             self.dropped.counters[group.outcome.value] += 1
@@ -465,6 +455,11 @@ class BatchScheduler:
         complete = self.run.run_dir.complete_checkpoints()
         oldest = min(complete, default=newest.step)
         return newest if oldest >= newest.step else load_state(self.run.run_dir, oldest, self.run.run_id)
+
+
+def _warn_of_filtered(share: float) -> None:
+    if share > _MAX_FILTERED_SHARE:
+        logger.warning(_FILTERED_TOO_MANY, 100 * share, COMPOSER, extra=event("groups"))
 
 
 def _without_stale_tokens(groups: list[FinishedGroup], oldest: int) -> list[FinishedGroup]:

@@ -31,7 +31,6 @@ def batch_metrics(
         **_rewards(scored),
         **_staleness(version, groups, whole),
         **_shapes(groups, rollouts),
-        **_lengths(groups, dropped, whole),
         **_hints(rollout for group in everything for rollout in group.rollouts),
         "groups/filtered": float(filtered),
         "groups/distilled": float(sum(group.outcome is GroupOutcome.DISTILLED for group in groups)),
@@ -74,32 +73,6 @@ def _staleness(version: int, groups: Sequence[FinishedGroup], whole: Sequence[Fi
 
 def _spans(groups: Sequence[FinishedGroup]) -> list[VersionSpan]:
     return [span for group in groups for sample in group.samples for span in sample.version_spans]
-
-
-def _lengths(
-    groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup], whole: Sequence[FinishedGroup]
-) -> dict[str, float]:
-    """Return the mean length of the rollouts that are trained and of those that were dropped as too old.
-
-    Too old are also those that lost every sample while their group is trained. Those that never had one are neither.
-    """
-    kept, sampled = _with_samples(groups), _with_samples(whole)
-    accepted = [rollout for group in whole for rollout in group.rollouts if rollout.rollout_id in kept]
-    stale = [rollout for group in whole for rollout in group.rollouts if rollout.rollout_id in sampled - kept]
-    for group in dropped:
-        if group.outcome is GroupOutcome.STALE:
-            stale += [rollout for rollout in group.rollouts if rollout.failure is None]
-    lots = {"accepted": accepted, "dropped": stale}
-    return {
-        f"rollout/{name}_tokens_mean": fmean(rollout.sampled_tokens for rollout in lot)
-        for name, lot in lots.items()
-        if lot
-    }
-
-
-def _with_samples(groups: Sequence[FinishedGroup]) -> set[str]:
-    """Return the ids of the rollouts that have a sample."""
-    return {sample.sample_id.rpartition("/")[0] for group in groups for sample in group.samples}
 
 
 def _shapes(groups: Sequence[FinishedGroup], rollouts: Sequence[FinishedRollout]) -> dict[str, float]:

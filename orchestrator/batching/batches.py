@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -40,9 +39,6 @@ from orchestrator.demonstrations import NO_ROWS, DemonstrationRows
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 
 logger = logging.getLogger(__name__)
-
-_SHARE_WINDOW = 64
-"""Scored groups that `filtered_share` looks back on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +106,12 @@ def free_slots(
 class Buffer:
     """Groups are taken in order of group number: data order depends on which groups are ready and on nothing else.
 
-    Groups that no future batch accepts are swept out. Groups without advantage are counted here. Those with hinted
-    turns (DISTILLED) wait for a batch to join; all others never enter.
+    Groups that no future batch accepts are swept out. Groups without advantage but with hinted turns (DISTILLED) wait
+    for a batch to join.
     """
 
     def __init__(self) -> None:
         self._ready: dict[int, FinishedGroup] = {}
-        self._recent: deque[bool] = deque(maxlen=_SHARE_WINDOW)
 
     def __len__(self) -> int:
         """Return the number of groups that a batch can be made of; DISTILLED groups do not count."""
@@ -132,16 +127,6 @@ class Buffer:
         if number in self._ready:
             raise ValueError(f"group {number} is in the buffer already")
         self._ready[number] = group
-
-    def note(self, outcome: GroupOutcome) -> None:
-        """Count an ended group for `filtered_share`."""
-        if outcome in (GroupOutcome.READY, GroupOutcome.FILTERED, GroupOutcome.DISTILLED):
-            self._recent.append(outcome is not GroupOutcome.READY)
-
-    @property
-    def filtered_share(self) -> float | None:
-        """Share of the last 64 scored groups that were filtered out; None before the first."""
-        return sum(self._recent) / len(self._recent) if self._recent else None
 
     def sweep(self, oldest: int) -> list[FinishedGroup]:
         """Remove and return the groups without a token of version `oldest` or newer to train."""

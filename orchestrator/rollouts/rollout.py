@@ -18,7 +18,6 @@ import contextlib
 import heapq
 import itertools
 import math
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,9 +99,6 @@ class Permits:
         """`limit`: rollouts that may run at a time. `eval_share` of them may evaluate while others train."""
         self.eval_share = eval_share
         self.running: dict[str, int] = {TRAIN: 0, EVAL: 0}
-        self.shared_s = 0.0
-        """How long rollouts of both have run at the same time."""
-        self._counted_at = 0.0
         self.limit = limit
         self._waiting: dict[str, list[tuple[int, int, asyncio.Future[None]]]] = {TRAIN: [], EVAL: []}
         """Heaps of (order, ticket, future)."""
@@ -126,15 +122,8 @@ class Permits:
             self._release(taskset)
 
     def _release(self, taskset: str) -> None:
-        self._count(taskset, -1)
+        self.running[taskset] -= 1
         self.grant()
-
-    def _count(self, taskset: str, change: int) -> None:
-        now = time.monotonic()
-        if all(self.running.values()):
-            self.shared_s += now - self._counted_at
-        self._counted_at = now
-        self.running[taskset] += change
 
     def waiting(self, taskset: str) -> int:
         return sum(not future.done() for _, _, future in self._waiting[taskset])
@@ -143,7 +132,7 @@ class Permits:
         """Grant what the limit allows now."""
         while sum(self.running.values()) < self.limit and (taskset := self._next_taskset()) is not None:
             future = heapq.heappop(self._waiting[taskset])[2]
-            self._count(taskset, 1)
+            self.running[taskset] += 1
             future.set_result(None)
 
     def _next_taskset(self) -> str | None:

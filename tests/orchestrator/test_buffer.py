@@ -136,22 +136,6 @@ def test_a_group_enters_once():
         buffer.add(ready(1, 0))
 
 
-def test_filtered_share_counts_scored_groups_only():
-    """Failed and stale groups say nothing about how hard the tasks are."""
-    buffer = Buffer()
-    assert buffer.filtered_share is None
-    for outcome in (
-        GroupOutcome.READY,
-        GroupOutcome.FILTERED,
-        GroupOutcome.FAILED,
-        GroupOutcome.STALE,
-        GroupOutcome.FILTERED,
-        GroupOutcome.FILTERED,
-    ):
-        buffer.note(outcome)
-    assert buffer.filtered_share == 0.75
-
-
 class Rollouts:
     """Tasks that hold a permit until told to leave."""
 
@@ -211,19 +195,6 @@ async def test_evaluation_takes_its_share_and_all_that_training_leaves():
     for event in rollouts.leave.values():
         event.set()
     await asyncio.gather(*tasks)
-
-
-async def test_time_counts_as_shared_while_both_lanes_run():
-    """Not while one of them does."""
-    permits, shared = Permits(2, eval_share=0.5), []
-    async with permits.hold(EVAL, 0):
-        await asyncio.sleep(0.01)
-        async with permits.hold(TRAIN, 0):
-            shared.append(permits.shared_s)
-            await asyncio.sleep(0.01)
-        shared.append(permits.shared_s)
-        await asyncio.sleep(0.01)
-    assert shared[0] == 0.0 < shared[1] == permits.shared_s
 
 
 async def test_a_cancelled_waiter_takes_no_permit_and_a_raised_limit_is_used():

@@ -49,10 +49,6 @@ def test_distilled_groups_join_a_batch_and_make_none():
 
 def test_a_distilled_group_counts_as_filtered():
     """It carried no advantage, whatever else it is good for."""
-    buffer = Buffer()
-    for outcome in (GroupOutcome.READY, GroupOutcome.DISTILLED, GroupOutcome.FILTERED, GroupOutcome.DISTILLED):
-        buffer.note(outcome)
-    assert buffer.filtered_share == 0.75
     hinted = rollout("a", 0.0, hints={"found": 2, "hinted": 1, "skipped/cut": 1, "kind/bad_json": 2})
     group = msgspec.structs.replace(distilled(1), rollouts=[hinted, rollout("b", 0.0)])
     metrics = batch_metrics(0, lot := [ready(0, 0), group], [ended(2, GroupOutcome.FILTERED, 1.0)], lot)
