@@ -123,21 +123,6 @@ class DroppedGroups:
         return parts + ([f"{pluralize(lost, 'group')} failed or stale"] if lost else [])
 
 
-class Supply:
-    """When batches came and went, in monotonic seconds, for the watchdog's deadlines."""
-
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-        self.note()
-
-    def note(self) -> None:
-        """Record that a batch was formed or trained."""
-        self.last = time.monotonic()
-        is_starved = self._batches.formed == self._batches.trained
-        self.starved_since = self.last if is_starved else None
-        """Since when no formed batch waits for the trainer; None while one does."""
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class BatchScheduler:
     run: OpenRun
@@ -147,9 +132,10 @@ class BatchScheduler:
     evaluator: Evaluator
     """May hold a batch until an evaluation is done."""
     pairs: PairMixer | None
-    supply: Supply
     buffer: Buffer = field(default_factory=Buffer, init=False)
     dropped: DroppedGroups = field(default_factory=DroppedGroups, init=False)
+    changed_at: float = field(default_factory=time.monotonic, init=False)
+    """When a batch was formed or trained last; monotonic seconds."""
     _unlogged: list[tuple[int, list[FinishedGroup]]] = field(default_factory=list, init=False)
     """(step, groups) of batches whose rollouts are still to be written to the rollout log."""
     _saved_step: int | None = field(default=None, init=False)
@@ -163,6 +149,11 @@ class BatchScheduler:
     @property
     def batches(self) -> Batches:
         return self.run.batches
+
+    @property
+    def starved_since(self) -> float | None:
+        """Since when no formed batch waits for the trainer; None while one does."""
+        return self.changed_at if self.batches.formed == self.batches.trained else None
 
     def restore(self, state: OrchestratorState, resumed: ResumedRun) -> None:
         """Continue where checkpoint `state` and the journal end."""
@@ -181,7 +172,7 @@ class BatchScheduler:
         for step, batch in resumed.batches.items():
             if batch.groups and not self.run.run_dir.rollouts(step).exists():
                 self._unlogged.append((step, batch.groups))
-        self.supply.note()
+        self.changed_at = time.monotonic()
 
     # -- decisions -----------------------------------------------------------------------------------------------
 
@@ -265,7 +256,7 @@ class BatchScheduler:
         await self.journal.append(entry)
         self.batches.add(batch)
         self.dropped.counters["batches"] += 1
-        self.supply.note()
+        self.changed_at = time.monotonic()
 
     def serving_version(self) -> int:
         """Return the policy version that will probably sample a rollout that starts now.
@@ -329,7 +320,7 @@ class BatchScheduler:
             )
         self.run.gateway.accounts.note_trained(step, trained_by_node(batch.groups))
         self.batches.done(step, message.version, message.last_step)
-        self.supply.note()
+        self.changed_at = time.monotonic()
         self.run.changed.notify()
 
     async def _attach(self, message: StepDone) -> None:
@@ -358,7 +349,7 @@ class BatchScheduler:
             versions=versions, formed=self.batches.formed, batches=batches, last_step=message.last_step
         )
         self._saved_step = None
-        self.supply.note()
+        self.changed_at = time.monotonic()
         self.run.changed.notify()
 
     # -- state ---------------------------------------------------------------------------------------------------

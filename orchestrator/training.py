@@ -24,7 +24,7 @@ from orchestrator.hints.stage import build_hints
 from orchestrator.preferences import build_mixer
 from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner
-from orchestrator.scheduler import BatchScheduler, GroupPlans, Supply
+from orchestrator.scheduler import BatchScheduler, GroupPlans
 from orchestrator.step_server import StepServer
 from orchestrator.tasks.sources import WHOLE, Sources
 from orchestrator.watchdog import RunCompletion, RunWatchdog
@@ -73,7 +73,6 @@ async def build_training(
         dispatcher=await _build_dispatcher(run, runner, requests, failures, stack),
         evaluator=evaluator,
         pairs=await asyncio.to_thread(build_mixer, config, run.model_dir, run.run_dir.root),
-        supply=Supply(run.batches),
     )
     watchdog = RunWatchdog(
         run=run,

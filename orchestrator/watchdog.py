@@ -132,13 +132,13 @@ class RunWatchdog:
             await asyncio.sleep(_WATCH_S)
             now = time.monotonic()
             all_trained = self.completion.all_trained
-            starved_since = None if all_trained else self.scheduler.supply.starved_since
+            starved_since = None if all_trained else self.scheduler.starved_since
             if starved_since is not None and now - starved_since > settings.batch_timeout_s:
                 raise DeadlineError(
                     f"waited {settings.batch_timeout_s:.0f} s (orchestrator.batch_timeout_s) for "
                     f"{self.waiting_for_batch(self.run.batches.formed + 1)}"
                 )
-            silent_s = now - max(self.server.last_heard or 0.0, self.scheduler.supply.last)
+            silent_s = now - max(self.server.last_heard or 0.0, self.scheduler.changed_at)
             trainer_is_due = starved_since is None and not (all_trained and self.completion.checkpoint_saved)
             if trainer_is_due and silent_s > settings.trainer_timeout_s:
                 raise DeadlineError(
