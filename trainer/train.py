@@ -82,7 +82,7 @@ class Trainer:
         self.world = worlds.join(trainer)
         self.policy = build_policy(config, self.model_folder, self.world)
         scores_pairs = weight_sets(channels).scores_pairs
-        reference = ReferenceLogprobs(run_dir.reference, self.model_folder, self.world) if scores_pairs else None
+        reference = ReferenceLogprobs(self.world) if scores_pairs else None
         self.teacher = SelfTeacher(self.policy, channels, reference)
         self.optimizer = build_optimizer(self.policy, trainer.optim)
         self.outer = self._build_outer()

@@ -27,8 +27,8 @@ PAID_ENTRIES = frozenset(
 )  # fmt: skip
 """Entries of a run directory that stay valid for any training and may have cost money.
 
-Preference pairs with votes, verdict and chart; the costs; hints by question; reference log-probabilities by the base
-model's hash; and which machines an earlier release rented, which may still be billed.
+Preference pairs with votes, verdict and chart; the costs; hints by question; what earlier releases kept: reference
+log-probabilities, and which machines were rented, which may still be billed.
 """
 
 _PARTIAL = ".partial"
@@ -92,8 +92,6 @@ class RunDir:
         self.weights = root / "weights"
         self.keys = root / "keys"
         self.final = root / "final"
-        self.reference = root / "reference" / "logprobs.jsonl"
-        """Cached reference log-probabilities of preference pairs."""
         self.failed_rollouts = root / "rollouts" / "failed.jsonl"
         self.checkpoints = root / "checkpoints"
         self.endpoints = root / "endpoints.json"

@@ -1,8 +1,7 @@
-"""Three loss terms in real rank processes: 2 ranks equal 1, weight 0 changes nothing, averages and caches survive."""
+"""Three loss terms in real rank processes: 2 ranks equal 1, weight 0 changes nothing, averages survive."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 
@@ -83,10 +82,9 @@ def test_weight_0_is_the_policy_loss_to_the_last_bit(make_run):
 
 
 @pytest.mark.slow
-def test_averages_and_cached_references_survive_a_kill(make_run):
+def test_averages_survive_a_kill(make_run):
     # Killed after step 3 with a checkpoint of step 2 on 2 ranks, resumed on 1: moving averages (teacher and reference)
-    # go on from the checkpoint, so the end is that of a run that was never killed; the cached reference values are
-    # the same, and one that was damaged meanwhile is computed again.
+    # go on from the checkpoint, so the end is that of a run that was never killed.
     settings = {
         "run": {"max_steps": 5},
         "trainer": {"checkpoint": {"every_steps": 2}, "optim": {"lr": 1e-3}},
@@ -104,18 +102,9 @@ def test_averages_and_cached_references_survive_a_kill(make_run):
         ranks[0].wait_for("step 3:")
         [os.kill(rank.pid, signal.SIGKILL) for rank in ranks]
         assert [rank.wait(200) for rank in ranks] == [-9, -9]
-    kept = run.dir.reference.read_text().splitlines()
-    assert len(kept) == 3 * 6
-    damaged = kept[-1].replace('"logprob": -', '"logprob": -9')  # of step 3, which is taken again
-    run.dir.reference.write_text("\n".join([*kept[:-1], damaged]) + "\n")
-
     resumed = run.write(run.config.model_copy(update={"run": run.config.run.model_copy(update={"resume": True})}))
     with StepPeer(run.dir, make_hinted, pairs_of=make_pairs, max_steps=5):
         codes, outputs = resumed.train(1)
     assert codes == [0], "\n".join(outputs)
-    assert "1 damaged line of" in outputs[0] and "starts from the policy's weights" not in outputs[0]
+    assert "starts from the policy's weights" not in outputs[0]
     assert difference(whole, run) < 1e-5
-    values = [{entry["key"]: entry["logprob"] for entry in map(json.loads, folder.reference.read_text().splitlines())}
-              for folder in (whole.dir, run.dir)]  # fmt: skip
-    assert values[0].keys() == values[1].keys() and len(values[0]) == 5 * 6
-    assert max(abs(values[0][key] - values[1][key]) for key in values[0]) < 1e-4
