@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
 
-import pytest
-from orch_peers import MODEL, RUN_ID, PeerTrainer, ScriptedPool, make_config, sample_ids
+from orch_peers import RUN_ID, PeerTrainer, ScriptedPool, make_config, sample_ids
 
 from composer_prime.errors import CheckpointError, DeadlineError
 from composer_prime.run import ledger
 from composer_prime.wire.types import RunFinished, StepRefused, StepRequest
 from orchestrator.durability.resume import state_path
-from orchestrator.workers.protocol import SourceSpec
 
 
 async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir, tmp_path):
@@ -130,20 +127,6 @@ async def test_evaluation_only(open_run, tmp_path):
         assert line["eval/s/version_max"] == 0
 
 
-@pytest.mark.parametrize(("count", "batch", "running"), [(2, "2 groups", "16 rollouts of 4 groups"),
-                                                        (1, "1 group", "8 rollouts of 2 groups")])  # fmt: skip
-async def test_not_ready_says_what_the_batch_waits_for(open_run, run_dir, tmp_path, count, batch, running):
-    """A rank that asks too early learns how many groups are ready, what runs, and since when."""
-    pool = ScriptedPool()
-    pool.pause_s = lambda request: 1.0
-    config = make_config(tmp_path, groups_per_step=count)
-    async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
-        await trainer.ask(1, 0)
-        said = rf"batch 1: 0 of {batch}; {running} running, oldest \d s; served by 1 node"
-        assert re.fullmatch(said, trainer.waits[0])
-
-
 class LoadingPool(ScriptedPool):
     """Workers that are ready when the test says so."""
 
@@ -174,23 +157,6 @@ async def test_a_starting_run_says_what_is_really_missing(open_run, run_dir, tmp
                 pool.ready.set()
     assert waits[0] == f"batch 1: the environment workers of s are loading; {no_node}"
     assert all(said.endswith(no_node) for said in waits) and "workers" not in "".join(waits[1:])
-
-
-class StartedPool(ScriptedPool):
-    """Workers that note when they begin to load and when they have."""
-
-    spec = SourceSpec(name="s", tasksets={}, harness={}, model_path=str(MODEL))
-    is_loading = False
-
-    def __init__(self, name: str, starts: list[str]) -> None:
-        super().__init__()
-        self._name, self._starts = name, starts
-
-    async def start(self) -> None:
-        self._starts.append(f"{self._name} begins")
-        await super().start()
-        await asyncio.sleep(0)
-        self._starts.append(f"{self._name} has loaded")
 
 
 async def test_a_run_that_begins_with_an_evaluation_says_that_it_waits_for_it(open_run, tmp_path):
