@@ -255,6 +255,12 @@ def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> 
     return figures
 
 
+def _chances(scored: list[list[float]], k: int, threshold: float) -> list[float]:
+    """Return pass@k of each task with at least `k` rollouts."""
+    enough = [rewards for rewards in scored if len(rewards) >= k]
+    return [pass_at_k(len(rewards), sum(reward >= threshold for reward in rewards), k) for rewards in enough]
+
+
 def _estimate(name: str, values: list[float]) -> dict[str, float]:
     least, most = scale_of(values)
     interval = bounded_interval(values, least=least, most=most)

@@ -58,8 +58,7 @@ def without_removed(values: dict[str, Any], origin: str) -> dict[str, Any]:
 
 def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, None]) -> Any:
     if isinstance(node, list):
-        elements = [_kept(element, location, dropped) for element in node]
-        return elements if elements == node else [each for at, each in enumerate(elements) if each not in elements[:at]]
+        return _without_repeats(node, [_kept(element, location, dropped) for element in node])
     if isinstance(node, str):
         return _present_value(".".join(location), node)
     if not isinstance(node, dict):
@@ -72,6 +71,13 @@ def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, None]) -> Any
         elif value not in (None, False, 0, "", [], {}):
             dropped[".".join(where)] = None
     return kept
+
+
+def _without_repeats(before: list[Any], elements: list[Any]) -> list[Any]:
+    """Return `elements`, each once where a removed value became one of the others."""
+    if elements == before:
+        return elements
+    return [element for at, element in enumerate(elements) if element not in elements[:at]]
 
 
 def _present_value(key: str, value: str) -> str:

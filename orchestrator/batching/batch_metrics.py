@@ -7,7 +7,7 @@ passed or all failed: a mean without them would hide both.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
 
 from composer_prime.wire.types import VersionSpan
@@ -42,20 +42,22 @@ def batch_metrics(
 
 
 def _rewards(scored: Sequence[FinishedGroup]) -> dict[str, float]:
-    rewards = [reward for group in scored for reward in group.rewards]
     metrics: dict[str, float] = {}
-    if rewards:
+    if rewards := [reward for group in scored for reward in group.rewards]:
         metrics |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
         metrics["reward/group_std"] = fmean(pstdev(group.rewards) for group in scored if group.rewards)
-    by_source: dict[str, list[float]] = defaultdict(list)
-    parts: dict[str, list[float]] = defaultdict(list)
+    figures: dict[str, list[float]] = defaultdict(list)
     for group in scored:
-        by_source[group.plan.source] += group.rewards
-        for rollout in group.rollouts:
-            for name, value in rollout.parts.items() if rollout.failure is None else ():
-                parts[name].append(value)
-    metrics |= {f"reward/{source}/mean": fmean(values) for source, values in by_source.items() if values}
-    return metrics | {f"reward/part/{name}": fmean(values) for name, values in parts.items()}
+        figures[f"reward/{group.plan.source}/mean"] += group.rewards
+    finished = (rollout for group in scored for rollout in group.rollouts if rollout.failure is None)
+    for name, value in (part for rollout in finished for part in rollout.parts.items()):
+        figures[f"reward/part/{name}"].append(value)
+    return metrics | _means(figures)
+
+
+def _means(figures: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the mean of each list; what was not measured is absent."""
+    return {name: fmean(values) for name, values in figures.items() if values}
 
 
 def _staleness(version: int, groups: Sequence[FinishedGroup], whole: Sequence[FinishedGroup]) -> dict[str, float]:
@@ -82,19 +84,19 @@ def _shapes(groups: Sequence[FinishedGroup], rollouts: Sequence[FinishedRollout]
         "batch/samples": float(len(samples)),
         "batch/tokens": float(sum(sample.num_tokens for sample in samples)),
     }
-    if rollouts:
-        turns = [sum(turn.role == "assistant" for turn in rollout.turns) for rollout in rollouts]
-        metrics["rollout/turns_mean"] = fmean(turns)
-        metrics["rollout/sampled_tokens_mean"] = fmean(rollout.sampled_tokens for rollout in rollouts)
-        metrics["rollout/truncated_share"] = fmean(rollout.truncated for rollout in rollouts)
-        walls_s = [rollout.wall_s for rollout in rollouts if rollout.wall_s is not None]
-        if walls_s:
-            metrics["rollout/wall_s_mean"] = fmean(walls_s)
-            metrics["rollout/wall_s_max"] = max(walls_s)
-    # Both error rates should fall with hints.
+    walls_s = [rollout.wall_s for rollout in rollouts if rollout.wall_s is not None]
     tool_messages = [turn for rollout in rollouts for turn in rollout.turns if turn.role == "tool"]
-    if tool_messages:
-        metrics["rollout/tool_error_rate"] = fmean(turn.error is not None for turn in tool_messages)
+    metrics |= _means(
+        {
+            "rollout/turns_mean": [sum(turn.role == "assistant" for turn in rollout.turns) for rollout in rollouts],
+            "rollout/sampled_tokens_mean": [rollout.sampled_tokens for rollout in rollouts],
+            "rollout/truncated_share": [rollout.truncated for rollout in rollouts],
+            "rollout/wall_s_mean": walls_s,
+            "rollout/tool_error_rate": [turn.error is not None for turn in tool_messages],
+        }
+    )
+    if walls_s:
+        metrics["rollout/wall_s_max"] = max(walls_s)
     if (rate := turn_error_rate(rollouts)) is not None:
         metrics["rollout/turn_error_rate"] = rate
     return metrics
