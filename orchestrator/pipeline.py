@@ -23,7 +23,7 @@ import json
 import logging
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,16 +61,12 @@ logger = logging.getLogger(__name__)
 MakePool = Callable[[SourceConfig, SourceSpec], WorkerPool]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Intervals:
-    tick_s: float = 0.25
-    """How often limits and node versions, which change without a notification, are checked."""
-    report_s: float = 5.0
-    """How often a status line is logged."""
-    poll_s: float = POLL_S
-    """How long a trainer rank's request waits for its batch before the answer BatchNotReady."""
-    farewell_s: float = 2.0
-    """How long, after a failure, requests of ranks are still answered with the reason."""
+TICK_S = 0.25
+"""How often limits and node versions, which change without a notification, are checked."""
+REPORT_S = 5.0
+"""How often a status line is logged."""
+FAREWELL_S = 2.0
+"""How long, after a failure, requests of ranks are still answered with the reason."""
 
 
 class Pipeline:
@@ -81,13 +77,11 @@ class Pipeline:
         run_id: str,
         model_dir: Path,
         make_pool: MakePool | None = None,
-        intervals: Intervals = Intervals(),
     ) -> None:
         """`make_pool` builds a source's workers; None gives worker processes. Needs a running event loop.
 
         Raises CheckpointError when the checkpoint to resume from is unusable, ConfigError for an unreadable template.
         """
-        self.intervals = intervals
         self.keys = RunKeys(run_dir.keys)
         self.store = WeightStore(run_dir.weights)
         self.state = load_state(run_dir, run_dir.newest_checkpoint(), run_id) if config.run.resume else None
@@ -137,7 +131,7 @@ class Pipeline:
                 logger.error("the run failed: %s", error)
                 server.finish(f"the orchestrator failed: {error}", failed=True)
                 if not self.completion.all_trained and server.last_heard is not None:
-                    await asyncio.sleep(self.intervals.farewell_s)
+                    await asyncio.sleep(FAREWELL_S)
                 raise error from None
             finally:
                 for task in self._tasks:
@@ -162,7 +156,7 @@ class Pipeline:
             on_step_done=self._step_done,
             on_checkpoint=self._checkpoint,
             on_error=self.fail,
-            poll_s=self.intervals.poll_s,
+            poll_s=POLL_S,
         )
         stack.push_async_callback(server.close)
         addresses = {
@@ -237,16 +231,16 @@ class Pipeline:
             oldest = min(training.scheduler.oldest_version, router.newest_version)
             if router.oldest_version != oldest:
                 self.gateway.require_version(oldest)
-            await self.opened.changed.wait(self.intervals.tick_s)
+            await self.opened.changed.wait(TICK_S)
 
     async def _report(self, server: StepServer) -> None:
         """Log a line every few seconds, and at once when the environments are loaded; until cancelled."""
         while True:
             self._log_status(server)
             if self._loaded.done():
-                await asyncio.sleep(self.intervals.report_s)
+                await asyncio.sleep(REPORT_S)
             else:
-                await asyncio.wait({self._loaded}, timeout=self.intervals.report_s)
+                await asyncio.wait({self._loaded}, timeout=REPORT_S)
 
     def _log_status(self, server: StepServer) -> None:
         figures: dict[str, float | str | None] = {

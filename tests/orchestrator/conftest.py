@@ -17,7 +17,7 @@ from orch_peers import MODEL, RUN_ID, PeerNode, ScriptedPool
 from composer_prime.config import Config
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
-from orchestrator.pipeline import Intervals, Pipeline
+from orchestrator.pipeline import Pipeline
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def open_run(run_dir: RunDir) -> OpenRun:
+def open_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> OpenRun:
     @asynccontextmanager
     async def opened(
         config: Config,
@@ -70,9 +70,10 @@ def open_run(run_dir: RunDir) -> OpenRun:
     ) -> AsyncIterator[Running]:
         run_dir.endpoints.unlink(missing_ok=True)
         pool = pool or ScriptedPool()
-        intervals = Intervals(tick_s=0.05, report_s=report_s, poll_s=0.3, farewell_s=0.3)
+        for name, value in {"TICK_S": 0.05, "REPORT_S": report_s, "POLL_S": 0.3, "FAREWELL_S": 0.3}.items():
+            monkeypatch.setattr(f"orchestrator.pipeline.{name}", value)
         make_pool = lambda source, spec: pools.get(source.name, pool)
-        pipeline = Pipeline(config, run_dir, RUN_ID, MODEL, make_pool=make_pool, intervals=intervals)
+        pipeline = Pipeline(config, run_dir, RUN_ID, MODEL, make_pool=make_pool)
         task = asyncio.create_task(pipeline.run())
         async with asyncio.timeout(60):
             while not run_dir.endpoints.exists():
