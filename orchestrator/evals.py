@@ -236,22 +236,16 @@ def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> 
     rollouts = [rollout for task in tasks for rollout in task]
     figures: dict[str, float] = {f"{name}/tasks": len(scored), f"{name}/rollouts": sum(map(len, scored))}
     figures[f"{name}/failed"] = sum(rollout.failure is not None for rollout in rollouts)
-    if scored:
-        figures |= _estimate(f"{name}/reward_mean", [fmean(rewards) for rewards in scored])
-    for k in config.pass_k:
-        chances = [
-            pass_at_k(len(rewards), sum(reward >= config.pass_threshold for reward in rewards), k)
-            for rewards in scored
-            if len(rewards) >= k
-        ]
-        if chances:
-            figures |= _estimate(f"{name}/pass@{k}", chances)
-    if rates := [rate for task in tasks if (rate := turn_error_rate(task)) is not None]:
-        figures |= _estimate(f"{name}/turn_error_rate", rates)
-    if oldest := [rollout.version_min for rollout in rollouts if rollout.version_min is not None]:
-        figures[f"{name}/version_min"] = min(oldest)
-    if newest := [rollout.version_max for rollout in rollouts if rollout.version_max is not None]:
-        figures[f"{name}/version_max"] = max(newest)
+    estimated = {
+        "reward_mean": [fmean(rewards) for rewards in scored],
+        **{f"pass@{k}": _chances(scored, k, config.pass_threshold) for k in config.pass_k},
+        "turn_error_rate": [rate for task in tasks if (rate := turn_error_rate(task)) is not None],
+    }
+    for figure, values in estimated.items():
+        figures |= _estimate(f"{name}/{figure}", values) if values else {}
+    if versions := [rollout for rollout in rollouts if rollout.version_min is not None]:
+        figures[f"{name}/version_min"] = min(rollout.version_min or 0 for rollout in versions)
+        figures[f"{name}/version_max"] = max(rollout.version_max or 0 for rollout in versions)
     return figures
 
 

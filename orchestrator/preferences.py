@@ -68,7 +68,7 @@ class PairMixer:
         self.cursor: PairCursor | None = None
         """Where the pairs continue after the last draw; None before the first."""
         self._refused: dict[int, str] = {}
-        """Why a pair that passed the gate cannot be trained, by number."""
+        """Why a pair of the file cannot be trained, by number."""
         self._digest: tuple[int, str] = (0, "")
         """A number of pairs from the file's start, and their digest."""
         self._warned_at = 0
@@ -95,16 +95,13 @@ class PairMixer:
             available = self._file.refresh()
         preferences: dict[str, Preference] = {}
         for _ in range(2 * available):
-            if len(preferences) >= min(self._per_step, len(passed) - len(self._refused)):
+            if len(preferences) == self._per_step or len(self._refused) + len(preferences) >= available:
                 break
             index = self._order.next(available)
-            if index not in passed or index in self._refused:
-                continue
-            if (preference := self._preference(index)) is not None:
+            preference = None if index in self._refused else self._preference(index)
+            if preference is not None:
                 preferences.setdefault(preference.pair_id, preference)
         refused = Counter(self._refused.values())
-        if withheld := available - len(passed):
-            refused["gate"] = withheld
         if not preferences and available not in (0, self._warned_at):
             self._warned_at = available
             reasons = ", ".join(f"{reason} {count}" for reason, count in refused.most_common())
@@ -114,7 +111,7 @@ class PairMixer:
             "pairs/in_file": float(len(self._file)),
             "pairs/served": float(len(preferences)),
             "pairs/pass": float(self._order.cursor.number),
-            "pairs/refused": float(refused.total()),
+            "pairs/refused": float(len(self._refused)),
             **{f"pairs/refused/{reason}": float(count) for reason, count in sorted(refused.items())},
         }
         self.cursor = self._next_cursor()
@@ -126,15 +123,6 @@ class PairMixer:
         if cursor.known != self._digest[0]:
             self._digest = (cursor.known, self._file.digest(cursor.known))
         return msgspec.structs.replace(cursor, digest=self._digest[1])
-
-    def _gate(self) -> Gate:
-        """Return the verdicts on the file; none where they are not on its pairs."""
-        self._file.refresh()
-        try:
-            return checked_gate(self._file)
-        except ConfigError as error:
-            logger.warning("replay-DPO trains no pair: %s", error)
-            return Gate(verdicts=[])
 
     def _preference(self, index: int) -> Preference | None:
         try:

@@ -38,6 +38,15 @@ def present_name(module: str) -> str:
     return module
 
 
+REMOVED_VALUES = {
+    ("channels.sdpo.teacher.kind", "trust_region"): "frozen",
+    ("trainer.optim.type", "muon"): "adamw",
+    ("orchestrator.hints.detect", "judge"): "tool_error",
+    ("orchestrator.hints.layers", "introspection"): "raw_error",
+}
+"""(key, value that earlier releases had) -> what an older run's config.json means by it now."""
+
+
 def what_holds_now(location: Sequence[str | int]) -> str | None:
     """Return what holds in place of the key at `location`; None where it was not removed."""
     names = [str(segment) for segment in location if not str(segment).isdecimal()]
