@@ -81,10 +81,10 @@ def trl_jsd(hidden: Tensor, weight: Tensor, _: Tensor, teacher: Tensor) -> Tenso
 
 def ours_jsd(hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Tensor) -> Tensor:
     from composer_prime.channels.sdpo import divergence
-    from trainer.head.fused import Head, Teacher, token_statistics
+    from trainer.head.fused import Head, HeadTeacher, token_statistics
 
     measure = lambda student, other, wanted: divergence(student, other, _sdpo(), wanted)
-    taught = Teacher(hidden_DH=teacher, head=Head(weight_VH=weight.detach()), divergence=measure)
+    taught = HeadTeacher(hidden_DH=teacher, head=Head(weight_VH=weight.detach()), divergence=measure)
     return token_statistics(Head(weight_VH=weight), hidden, targets, None, taught).divergence_D
 
 

@@ -24,7 +24,7 @@ from composer_prime.errors import NonFiniteError, RunMismatchError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import HintedTurn, Sample, StepTotals, flags, floats, ints, pack_floats, pack_ints
 from trainer.data.rows import checked_row, unpack
-from trainer.head.fused import Teacher
+from trainer.head.fused import HeadTeacher
 from trainer.model.attention import PACKED
 from trainer.model.policy_model import Policy
 from trainer.step import LossSettings, loss_of
@@ -119,7 +119,7 @@ def auxiliary_of(policy: Policy, row, pairs) -> AuxiliaryLogprobs:
         with torch.no_grad():
             states = [policy.states(reading) for reading in row.taught]
         measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets)
-        teacher = Teacher(hidden_DH=torch.cat(states), head=policy.head(), divergence=measure)
+        teacher = HeadTeacher(hidden_DH=torch.cat(states), head=policy.head(), divergence=measure)
     return AuxiliaryLogprobs(
         teacher=teacher, references={"replay_dpo": torch.stack(sides) if sides else torch.zeros(0)}
     )

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.channels.sdpo import divergence
 from composer_prime.packing.pack import totals
-from trainer.head.fused import Teacher
+from trainer.head.fused import HeadTeacher
 from trainer.model.attention import PACKED
 from trainer.model.policy_model import Policy
 from trainer.step import LossSettings, loss_of
@@ -35,7 +35,7 @@ def test_a_step_in_bfloat16_on_cuda_mixes_no_devices_or_types(temperature):
         assert len(arrays) > 1 and {each.device for each in (row.input_ids, row.source_R, *arrays)} == {CUDA}
         states = policy.states(row.taught[0]).detach()
         measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets)
-        teacher = Teacher(hidden_DH=states, head=policy.head(), divergence=measure)
+        teacher = HeadTeacher(hidden_DH=states, head=policy.head(), divergence=measure)
         auxiliary = AuxiliaryLogprobs(
             teacher=teacher, references={"replay_dpo": torch.zeros(2 * len(pairs), device=CUDA)}
         )

@@ -16,7 +16,7 @@ from composer_prime.channels.sdpo import divergence
 from composer_prime.config.channels import SdpoConfig
 from composer_prime.errors import ConfigError
 from trainer.head import fused
-from trainer.head.fused import Head, Teacher, head_of, token_statistics
+from trainer.head.fused import Head, HeadTeacher, head_of, token_statistics
 
 V, H = 19, 5
 GPU = pytest.mark.gpu
@@ -64,7 +64,9 @@ class Case:
         teacher = None
         if self.taught:
             measure = lambda student, other, targets: divergence(student, other, self.config, targets)
-            teacher = Teacher(hidden_DH=self.states, head=self.head(self.other, self.other_bias), divergence=measure)
+            teacher = HeadTeacher(
+                hidden_DH=self.states, head=self.head(self.other, self.other_bias), divergence=measure
+            )
         out = token_statistics(
             self.head(weight, bias), hidden, self.targets, self.temperature, teacher,
             chunk_rows=chunk_rows,

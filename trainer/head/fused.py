@@ -60,7 +60,7 @@ Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Teacher:
+class HeadTeacher:
     """The teacher of the head's last D rows."""
 
     hidden_DH: Tensor
@@ -90,7 +90,7 @@ def token_statistics(
     hidden_RH: Tensor,
     targets_R: Tensor,
     temperature_R: Tensor | None = None,
-    teacher: Teacher | None = None,
+    teacher: HeadTeacher | None = None,
     *,
     chunk_rows: int | None = None,
 ) -> TokenStatistics:
@@ -166,7 +166,7 @@ class _Job:
     head: Head
     targets_R: Tensor
     temperature_R: Tensor | None
-    teacher: Teacher | None
+    teacher: HeadTeacher | None
     chunk_rows: int
     keeps_logits: bool
     """Whether the backward pass finds the logits of the forward pass in `kept_logits`."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from trainer.data.rows import PackedRow, Reading
-from trainer.head.fused import Head, Teacher, TokenStatistics, head_of, likeliest, token_statistics
+from trainer.head.fused import Head, HeadTeacher, TokenStatistics, head_of, likeliest, token_statistics
 from trainer.model.attention import SHARING, packing_arguments
 
 FORWARD_METHODS = ("states", "scores", "grades", "head")
@@ -37,7 +37,7 @@ class Policy(nn.Module):
     def vocabulary(self) -> int:
         return self.lm.config.get_text_config().vocab_size
 
-    def forward(self, row: PackedRow, teacher: Teacher | None = None) -> TokenStatistics:
+    def forward(self, row: PackedRow, teacher: HeadTeacher | None = None) -> TokenStatistics:
         """Return statistics of the row's R wanted tokens, the last D of them beside their teacher."""
         hidden_NH, head = self._hidden(row), head_of(self.lm)
         return token_statistics(head, hidden_NH[row.source_R], row.targets_R, row.temperature_R, teacher)

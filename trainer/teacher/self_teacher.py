@@ -30,7 +30,7 @@ from composer_prime.channels.policy import PolicyTerm
 from composer_prime.channels.sdpo import divergence
 from composer_prime.config.channels import AVERAGES, ChannelsConfig, weight_sets
 from trainer.data.rows import PackedRow, ScoredDocuments, reading_of
-from trainer.head.fused import Teacher
+from trainer.head.fused import HeadTeacher
 from trainer.model.policy_model import Policy
 from trainer.teacher.reference import ReferenceLogprobs
 from trainer.world import gather_words
@@ -45,7 +45,7 @@ _REFERENCE_RATE = 0.01
 class AuxiliaryLogprobs:
     """What one row's loss needs of other weights."""
 
-    teacher: Teacher | None = None
+    teacher: HeadTeacher | None = None
     references: dict[str, Tensor] = field(default_factory=dict)
     """By term: the policy's float32 [T], for the KL penalty; replay_dpo's [2 P], each answer's sum."""
 
@@ -144,7 +144,7 @@ class SelfTeacher:
             idle = [reading_of([], [], row.input_ids.device, share=False)] * (count - len(row.taught))
             states = [self._policy.states(each) for each in (*row.taught, *idle)]
             if row.taught:
-                result.teacher = Teacher(
+                result.teacher = HeadTeacher(
                     hidden_DH=torch.cat(states),
                     head=head,
                     divergence=lambda student, teacher, targets: divergence(student, teacher, sdpo, targets),
