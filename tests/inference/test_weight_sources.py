@@ -161,7 +161,7 @@ def test_a_hostile_source_is_refused(training, tmp_path, kind, how):
     asyncio.run(scenario())
 
 
-# With an honest source beside it the version comes all the same. Who gave wrong chunks is named and asked no more.
+# With an honest gateway behind it the version comes all the same. Who gave wrong chunks is named and asked no more.
 @pytest.mark.parametrize("how", HOSTILE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_liar_is_named_and_put_aside(training, tmp_path, kind, how, caplog):
@@ -171,8 +171,8 @@ def test_a_liar_is_named_and_put_aside(training, tmp_path, kind, how, caplog):
         for ref in training.written[2][0].refs:
             honest.put_chunks(training.store.read(ref))
         spoil(training, how)
-        async with served(kind, training.store.root) as liar, served("server", honest.root) as other:
-            async with pulling(tmp_path, Untouchable(), [liar, other]) as (node, sources):
+        async with served(kind, training.store.root) as liar:
+            async with pulling(tmp_path, FolderSource(honest), [liar]) as (node, sources):
                 await check(node, training, 2)
                 assert list(sources._aside_until) == [liar]
             return liar
