@@ -77,18 +77,10 @@ def scores(path: Path) -> Scores:
     return by_task
 
 
-def eval_scores(run_dir: RunDir, source: str | None = None) -> dict[int, Scores]:
-    """Return the scores of every evaluation of the run, by the step before it.
-
-    They are those of `source`, by default of all sources that the run trains on.
-    """
+def eval_scores(run_dir: RunDir) -> dict[int, Scores]:
+    """Return the scores of every evaluation by the step before it, on the sources that the run trains on."""
     evaluations = {step: scores(path) for step, path in rollout_files(run_dir, "eval").items()}
-    if source is None:
-        return without_sources(evaluations, only_evaluated(run_dir))
-    return {
-        step: {task: rewards for task, rewards in by_task.items() if task.startswith(f"{source}/")}
-        for step, by_task in evaluations.items()
-    }
+    return without_sources(evaluations, only_evaluated(run_dir))
 
 
 def only_evaluated(run_dir: RunDir) -> list[str]:

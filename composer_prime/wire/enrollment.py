@@ -48,21 +48,20 @@ def release() -> str:
     return importlib.metadata.version("composer-prime")
 
 
-def release_package(extra: str = "") -> str | None:
+def release_package() -> str | None:
     """Return what uv installs on another machine to have this release; None where only this machine has it."""
-    return package_of(importlib.metadata.distribution("composer-prime").read_text("direct_url.json"), extra)
+    return package_of(importlib.metadata.distribution("composer-prime").read_text("direct_url.json"))
 
 
-def package_of(direct_url: str | None, extra: str = "") -> str | None:
+def package_of(direct_url: str | None) -> str | None:
     """Return the same for the direct_url.json of an installation; None: it came from an index."""
-    name = f"composer-prime[{extra}]" if extra else "composer-prime"
     if direct_url is None:
-        return f"{name}=={release()}"
+        return f"composer-prime=={release()}"
     origin = json.loads(direct_url)
     url, vcs = origin["url"], origin.get("vcs_info")
     if url.startswith("file:"):
         return None
-    return f"{name} @ {vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else f"{name} @ {url}"
+    return f"composer-prime @ {vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else f"composer-prime @ {url}"
 
 
 class Gpu(msgspec.Struct, frozen=True, array_like=True):

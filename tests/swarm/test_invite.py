@@ -84,10 +84,10 @@ def test_strangers_are_not_invited_to_a_run_without_audits(started):
 def test_a_line_that_cannot_work_elsewhere_is_not_printed(started, capsys):
     """The package is what another machine can install; of a folder of this machine there is none."""
     git = {"url": "https://example.org/c.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}
-    assert package_of(None, "vllm") == f"composer-prime[vllm]=={release()}"
+    assert package_of(None) == f"composer-prime=={release()}"
     assert package_of(json.dumps(git)) == "composer-prime @ git+https://example.org/c.git@abc"
     wheel = {"url": "https://example.org/c-1-py3-none-any.whl", "archive_info": {}}
-    assert package_of(json.dumps(wheel), "vllm") == "composer-prime[vllm] @ https://example.org/c-1-py3-none-any.whl"
+    assert package_of(json.dumps(wheel)) == "composer-prime @ https://example.org/c-1-py3-none-any.whl"
     for url in ("file:///home/me/composer", "file:///tmp/c-1-py3-none-any.whl"):
         assert package_of(json.dumps({"url": url, "dir_info": {"editable": True}})) is None
     assert main([str(started().root), "--trust-nodes"]) == 0
