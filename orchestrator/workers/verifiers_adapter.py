@@ -229,7 +229,7 @@ def _problems(error: pydantic.ValidationError, spec: SourceSpec, taskset: dict[s
         if problem["type"] == "extra_forbidden" and fields is not None:
             near = difflib.get_close_matches(place[-1], fields, n=3)
             message = f"no such setting; did you mean {' or '.join(near)}?" if near else f"it has {', '.join(fields)}"
-            message = what_holds_now(("orchestrator", "source", "taskset", place[-1])) or message
+            message = what_holds_now(("orchestrator", "source", *place)) or message
         lines.append(f"{'.'.join(place)}: {message}")
     return "\n".join(lines)
 
