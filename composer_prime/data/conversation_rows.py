@@ -65,6 +65,17 @@ def rollout_row(rollout: Mapping[str, Any]) -> dict[str, Any] | None:
     parents = [turn.get("parent") for turn in turns]
     if rollout.get("reward") is None or rollout.get("truncated") or parents != [None, *range(len(turns) - 1)]:
         return None
+    messages = _messages(turns)
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if not messages:
+        return None
+    tools = rollout.get("tools")
+    return {"messages": messages, **({"tools": tools} if tools else {})}
+
+
+def _messages(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the turns as messages. A tool's message answers the first call of the turn before that has no answer."""
     messages: list[dict[str, Any]] = []
     unanswered: list[str] = []
     for index, turn in enumerate(turns):
@@ -81,12 +92,7 @@ def rollout_row(rollout: Mapping[str, Any]) -> dict[str, Any] | None:
         if turn["role"] == "tool" and unanswered:
             message["tool_call_id"] = unanswered.pop(0)
         messages.append(message)
-    while messages and messages[-1]["role"] != "assistant":
-        messages.pop()
-    if not messages:
-        return None
-    tools = rollout.get("tools")
-    return {"messages": messages, **({"tools": tools} if tools else {})}
+    return messages
 
 
 def _lines(path: Path, key: str) -> Iterator[tuple[int, str]]:
@@ -121,7 +127,7 @@ def _row(name: str, text: str) -> ConversationRow:
             raise ConfigError(f"{name}: message {index} has role {role!r}; the roles are {', '.join(ROLES)}")
         _check_message(f"{name}: message {index}", message)
     tools = values.get("tools") or None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+    if not (tools is None or _are_objects(tools)):
         raise ConfigError(f"{name}: tools is {str(tools)[:60]!r}; write a list of tool schemas, or leave it out")
     row = ConversationRow(name=name, messages=messages, tools=tools)
     if not row.imitated:
@@ -135,14 +141,17 @@ def _row(name: str, text: str) -> ConversationRow:
 def _check_message(where: str, message: dict[str, Any]) -> None:
     """Raise ConfigError for content or tool calls that templates would print as something else, or leave out."""
     content, calls = message.get("content"), message.get("tool_calls")
-    is_parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
-    if not (content is None or isinstance(content, str) or is_parts):
+    if not (content is None or isinstance(content, str) or _are_objects(content)):
         raise ConfigError(f"{where} has content {str(content)[:60]!r}; write a string, null or a list of parts")
     if calls is not None and not (isinstance(calls, list) and all(map(_names_function, calls))):
         raise ConfigError(
             f"{where} has tool_calls {str(calls)[:60]!r}; write a list of "
             '{"type": "function", "function": {"name": "...", "arguments": "..."}}'
         )
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def _names_function(call: Any) -> bool:
