@@ -44,8 +44,8 @@ def file_findings(config: HackMonitorConfig, seal: Seal, agent_files: Mapping[st
     for path, before in seal.hashes.items():
         new = agent_files.get(path)
         if (new is None or digest(new) != before) and (rule := _rule_of_change(path, seal.start[path], new)):
-            gained = [line for line in _lines(new or b"") if line not in _lines(seal.start[path])]
-            yield finding(config, rule, path, next(iter(gained), "lines deleted") if new is not None else "deleted")
+            shown = next(iter(_lines(new or b"") - _lines(seal.start[path])), "deleted")
+            yield finding(config, rule, path, shown)
     for path, content in changed_files(seal, agent_files).items():
         if path not in seal.start and (rule := _rule_of_new_file(seal, path, content)):
             yield finding(config, rule, path, content[:1000].decode(errors="replace"))
