@@ -47,7 +47,7 @@ def run_payload(found: FoundRun, evaluations: dict[int, Scores]) -> dict[str, An
         "state": run_state(run_dir, last, settings, ended(lines)),
         "step": last,
         "max_steps": max_steps(settings),
-        "trained_tokens": int(sum(step.tokens or 0.0 for step in progress.steps.values())),
+        "trained_tokens": int(sum(numeric_field(line, "tokens/trained") or 0.0 for line in trained.values())),
         "verdict": verdict(evaluations, progress.rewards()),
         "figures": figures(trained),
         "evaluations": evaluation_points(evaluations),

@@ -141,7 +141,7 @@ def list_figures(lines: list[Line]) -> dict[str, Any]:
     edges = [round(index * len(rewards) / count) for index in range(count + 1)] if count else []
     held_out = [point for step in sorted(progress.evals) if (point := _held_out(step, progress.evals[step]))]
     return {
-        "step": progress.last.step if progress.last else 0,
+        "step": progress.last_step or 0,
         "reward": fmean(rewards[-MEAN_STEPS:]) if rewards else None,
         "spark": [round(fmean(rewards[start:end]), 4) for start, end in pairwise(edges)],
         "held_out": [held_out[0], held_out[-1]] if len(held_out) > 1 else held_out,
