@@ -141,9 +141,7 @@ class Evaluator:
         counts = {}
         for source in self.sources:
             available = self.run.pools[source.name].num_tasks(EVAL)
-            counts[source.name] = (
-                self.config.eval.tasks if available is None else min(self.config.eval.tasks, available)
-            )
+            counts[source.name] = min(self.config.eval.tasks, available)
         self._all_rollouts = sum(counts.values()) * self.config.eval.samples
         self._awaited_version = version
         await self._await_version(step, version)

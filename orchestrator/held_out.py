@@ -58,6 +58,5 @@ async def evaluate(
 
 
 def _places(config: OrchestratorConfig, source: SourceConfig, pool: WorkerPool) -> list[tuple[str, int, int]]:
-    available = pool.num_tasks(EVAL)
-    tasks = config.eval.tasks if available is None else min(config.eval.tasks, available)
+    tasks = min(config.eval.tasks, pool.num_tasks(EVAL))
     return [(source.name, task, sample) for task in range(tasks) for sample in range(config.eval.samples)]

@@ -45,10 +45,10 @@ class Curriculum(Protocol):
 class Shuffled:
     """Every task once per epoch, each epoch in its own order.
 
-    Only the draw number decides, so the state is one integer. An endless task set (`num_tasks` None) goes in order.
+    Only the draw number decides, so the state is one integer.
     """
 
-    num_tasks: int | None
+    num_tasks: int
     seed: int
     _drawn: int = field(default=0, init=False)
     _epoch: int = field(default=-1, init=False)
@@ -57,8 +57,6 @@ class Shuffled:
     def next_task(self) -> int:
         draw = self._drawn
         self._drawn += 1
-        if self.num_tasks is None:
-            return draw
         epoch, position = divmod(draw, self.num_tasks)
         if epoch != self._epoch:
             self._epoch = epoch
@@ -87,7 +85,7 @@ class Frontier:
     same for ten tasks and ten million. With probability `explore` it is any task: what was hard may now be easy.
     """
 
-    num_tasks: int | None
+    num_tasks: int
     seed: int
     window: int = 4
     candidates: int = 8
@@ -97,11 +95,6 @@ class Frontier:
     _rates: dict[int, deque[float]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        if self.num_tasks is None:
-            raise ConfigError(
-                "orchestrator.curriculum is Frontier, which returns to tasks, but the task set never ends: "
-                "limit the task set or use shuffled"
-            )
         if self.candidates < 1 or self.window < 1 or not 0 <= self.explore <= 1:
             raise ConfigError(
                 f"orchestrator.curriculum.kwargs: candidates = {self.candidates}, window = {self.window}, "
@@ -111,7 +104,6 @@ class Frontier:
     def next_task(self) -> int:
         rng = random.Random(derive_seed(self.seed, "frontier", self._drawn))
         self._drawn += 1
-        assert self.num_tasks is not None
         candidates = [rng.randrange(self.num_tasks) for _ in range(self.candidates)]
         if rng.random() < self.explore:
             return candidates[0]
@@ -137,7 +129,7 @@ class Frontier:
         self._rates = {int(task): deque(rates, maxlen=self.window) for task, rates in state["rates"].items()}
 
 
-def build_curriculum(config: CurriculumConfig, *, num_tasks: int | None, seed: int) -> Curriculum:
+def build_curriculum(config: CurriculumConfig, *, num_tasks: int, seed: int) -> Curriculum:
     """Build the curriculum of one source.
 
     Raises ConfigError when `import_path` names no class, or the class does not take `kwargs`.

@@ -39,10 +39,10 @@ class Sources:
         config: OrchestratorConfig,
         *,
         seed: int,
-        num_tasks: dict[str, int | None],
+        num_tasks: dict[str, int],
         shard: tuple[int, int] = WHOLE,
     ) -> None:
-        """`num_tasks`: training tasks by source name, None for an endless set. `shard`: diloco.task_shard.
+        """`num_tasks`: training tasks by source name. `shard`: diloco.task_shard.
 
         Raises EmptyTaskSetError for a source without a task here.
         """
@@ -61,12 +61,12 @@ class Sources:
                 raise EmptyTaskSetError(
                     f"source {name!r} has an empty task set: check its taskset's settings in [[orchestrator.source]]"
                 )
-            if available is not None and available <= first:
+            if available <= first:
                 raise EmptyTaskSetError(
                     f"source {name!r} has {available} training task(s), so part {first} of {every} "
                     f"(diloco.task_shard) has none: use task_shard = [i, n] with n <= {available}, or more tasks"
                 )
-            part = None if available is None else len(range(first, available, every))
+            part = len(range(first, available, every))
             curriculum_seed = derive_seed(seed, "curriculum", name)
             curriculum = build_curriculum(config.curriculum, num_tasks=part, seed=curriculum_seed)
             self.curricula[name] = TaskShard(name, curriculum, shard)

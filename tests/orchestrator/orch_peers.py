@@ -202,7 +202,7 @@ class ScriptedPool:
     async def close(self) -> None:
         await self._session.close()
 
-    def num_tasks(self, taskset: str = "train") -> int | None:
+    def num_tasks(self, taskset: str = "train") -> int:
         return 5 if taskset == EVAL else self._tasks
 
     async def run(self, request: RunRollout, on_begin: Callable[[], None] = lambda: None) -> RolloutReply:

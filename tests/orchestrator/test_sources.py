@@ -72,12 +72,6 @@ def test_shuffled_plays_every_task_once_an_epoch_in_another_order():
     assert [again.next_task() for _ in range(11)] == [*epochs[1][3:], *epochs[2]]
 
 
-def test_an_endless_task_set_is_played_in_order():
-    """There is no epoch to permute."""
-    curriculum = Shuffled(num_tasks=None, seed=3)
-    assert [curriculum.next_task() for _ in range(4)] == [0, 1, 2, 3]
-
-
 def test_the_frontier_prefers_tasks_that_sometimes_pass():
     """Tasks that always or never pass are seldom played; explore keeps them from vanishing for ever."""
     curriculum = Frontier(num_tasks=30, seed=1, explore=0.1)
@@ -110,12 +104,6 @@ def test_the_frontier_prefers_tasks_that_sometimes_pass():
 def test_a_curriculum_that_cannot_be_made_is_a_config_error(settings):
     with pytest.raises(ConfigError, match=r"orchestrator\.curriculum"):
         build_curriculum(CurriculumConfig(**settings), num_tasks=5, seed=1)
-
-
-def test_the_frontier_needs_tasks_to_return_to():
-    """An endless task set has no pass rates to steer by."""
-    with pytest.raises(ConfigError, match="never ends"):
-        build_curriculum(CurriculumConfig(import_path="orchestrator.tasks.curriculum:Frontier"), num_tasks=None, seed=1)
 
 
 def test_an_empty_task_set_is_named():
@@ -156,9 +144,8 @@ def test_task_shards_are_a_partition(tasks, clusters):
     assert sorted(played) == list(range(tasks))
 
 
-# An endless set is cut too; the frontier learns about its own part; a part without a task is refused with a remedy.
+# The frontier learns about its own part; a part without a task is refused with a remedy.
 def test_task_shard_of_any_curriculum():
-    assert drawn(sources(1, tasks=None, shard=(1, 3)), 3) == [1, 4, 7]
     adaptive = CurriculumConfig(import_path="orchestrator.tasks.curriculum:Frontier", kwargs={"explore": 0.0})
     found = Sources(config(1, curriculum=adaptive), seed=1, num_tasks={"s0": 4}, shard=(1, 2))
     for task, rewards in ((1, (1.0, 1.0)), (3, (1.0, 0.0))):

@@ -217,13 +217,13 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
     return 0 if any(line["reward"] is not None for line in lines) else FAILED
 
 
-def _tasks(options: argparse.Namespace, count: int | None) -> list[int]:
+def _tasks(options: argparse.Namespace, count: int) -> list[int]:
     """Return the index of each episode's task. Raises ConfigError for a task that is not there."""
     if options.task is not None:
-        if not 0 <= options.task < (count or sys.maxsize):
-            raise ConfigError(f"--task {options.task}: there are {pluralize(count or 0, 'task')}, counted from 0")
+        if not 0 <= options.task < count:
+            raise ConfigError(f"--task {options.task}: there are {pluralize(count, 'task')}, counted from 0")
         return [options.task] * options.episodes
-    return [number % (count or options.episodes) for number in range(options.episodes)]
+    return [number % count for number in range(options.episodes)]
 
 
 def chosen(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
