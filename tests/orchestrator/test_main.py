@@ -107,7 +107,7 @@ def test_an_environment_that_is_not_installed_is_a_configuration_error(prepared,
 # --help and a mistyped command show the commands. A file without @ and --help SECTION mean what they meant.
 def test_commands_are_listed(call):
     status, said = call("--help")
-    assert status == 0 and "orchestrator nodes [RUN_DIR]" in said and "--help SECTION" in said
+    assert status == 0 and "orchestrator nodes RUN_DIR" in said and "--help SECTION" in said
     status, said = call("nodez", "outputs/a")
     assert status == 2 and "unknown command 'nodez'; did you mean nodes?" in said and "orchestrator invite" in said
     assert "put @ before a configuration file" in call("configs/a1.toml")[1]
