@@ -1,32 +1,123 @@
-"""The optimizer of a configuration: AdamW, or one of the user's."""
+"""The optimizer of a configuration: AdamW, or Muon for matrices and AdamW for the rest.
+
+Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/; arXiv 2502.16982) works on whole matrices; a tensor of
+fused experts [experts, rows, columns] is a matrix an expert. The ranks share the work:
+
+    rank r: momentum on its shard --gather--> owner rank orthogonalizes --scatter--> every rank updates its shard
+
+torch.optim.Muon accepts DTensors. But it multiplies the shards of one matrix across ranks inside each of its five
+iterations, in bfloat16, so two ranks end elsewhere than one (measured: 10 % of an update). Here one rank orthogonalizes
+each matrix whole, and any number of ranks takes the same step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
 from composer_prime.config.trainer import OptimConfig
 from composer_prime.errors import ConfigError
 from composer_prime.import_path import build_part
+from trainer.model.build import blocks
 from trainer.model.policy_model import Policy
 from trainer.step import Optimizer
 
+_MUON_MOMENTUM = 0.95
+
 
 def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
-    """Return the optimizer of all trainable parameters; norms and biases keep their scale.
+    """Return AdamW for all trainable parameters, Muon for the matrices of the blocks and AdamW for the rest, or the
+    user's optimizer for all.
 
     Raises ConfigError when nothing is trainable, or an optimizer of the user's cannot be built.
     """
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if not trainable:
         raise ConfigError("no parameter of the model is trainable: check trainer.lora.target_modules")
+    matrices = []
+    if config.type == "muon":
+        matrices = _matrices(policy.lm)
+    matrix_ids = {id(parameter) for parameter in matrices}
+    rest = [parameter for parameter in trainable if id(parameter) not in matrix_ids]
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},  # norms and biases keep their scale
     ]
     filled = [group for group in groups if group["params"]]
     if ":" in config.type:
         given = {"params": filled, "lr": config.lr}
         own = build_part(config.type, config.settings, {}, "trainer.optim.type", given)
-        return Optimizer(own, config.max_grad_norm)
+        return Optimizer([own], config.max_grad_norm)
     adamw = torch.optim.AdamW(filled, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    return Optimizer(adamw, config.max_grad_norm)
+    parts: list[torch.optim.Optimizer] = [adamw]
+    if matrices:
+        parts.append(ShardedMuon(matrices, config.muon_lr, _MUON_MOMENTUM, config.weight_decay))
+    return Optimizer(parts, config.max_grad_norm)
+
+
+def _matrices(lm: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the matrices of the blocks, and stacks of one matrix an expert; kernels of convolutions are none."""
+    return [
+        parameter
+        for block in blocks(lm)
+        for module in block.modules()
+        if not isinstance(module, nn.Conv1d)
+        for parameter in module.parameters(recurse=False)
+        if parameter.ndim in (2, 3) and parameter.requires_grad
+    ]
+
+
+class ShardedMuon(torch.optim.Optimizer):
+    """torch.optim.Muon (nesterov, learning rate scaled by sqrt(max(1, rows / columns))) for DTensors and tensors."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        index = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                direction = _orthogonal(self._lookahead(parameter, parameter.grad, group["momentum"]), owner=index)
+                parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+                parameter.add_(direction, alpha=-group["lr"])
+                index += 1
+
+    def _lookahead(self, parameter: nn.Parameter, grad: Tensor, momentum: float) -> Tensor:
+        """Return Nesterov's mixture of the gradient and its running mean, sharded like the parameter."""
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        state["momentum_buffer"].lerp_(grad, 1.0 - momentum)
+        return grad.lerp(state["momentum_buffer"], momentum)
+
+
+def _orthogonal(update: Tensor, owner: int) -> Tensor:
+    """Return the scaled orthogonal factor of `update`, with its sharding; one rank computes it, by turns."""
+    if not isinstance(update, DTensor):
+        return _whole(update)
+    mesh = update.device_mesh
+    source = owner % mesh.size()
+    gathered = update.full_tensor()
+    result = _whole(gathered) if dist.get_rank(mesh.get_group()) == source else torch.empty_like(gathered)
+    return distribute_tensor(result, mesh, update.placements, src_data_rank=source)
+
+
+def _whole(matrix: Tensor) -> Tensor:
+    """Return what torch's Muon subtracts for a gradient `matrix` at rate 1 without momentum: one step from zero.
+
+    A tensor with three dimensions is a stack of matrices, each taken for itself.
+    """
+    if matrix.ndim == 3:
+        return torch.stack([_whole(each) for each in matrix])
+    scratch = nn.Parameter(torch.zeros_like(matrix))
+    scratch.grad = matrix
+    torch.optim.Muon([scratch], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0).step()
+    return -scratch.detach()

@@ -209,24 +209,23 @@ def rate(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
 
 
 class Optimizer:
-    """A torch optimizer with its peak rates, so that each step can set its own."""
+    """One or two torch optimizers that step together. It keeps the peak rates, so each step can set its own."""
 
-    def __init__(self, inner: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
-        self.inner = inner
-        self._peaks = [group["lr"] for group in self.groups]
+    def __init__(self, parts: list[torch.optim.Optimizer], max_grad_norm: float | None) -> None:
+        self.parts = parts
+        self._peaks = [[group["lr"] for group in part.param_groups] for part in parts]
         self._max_grad_norm = max_grad_norm
 
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        return self.inner.param_groups  # Loading a state replaces the list.
-
     def parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for group in self.groups for parameter in group["params"])
+        return (parameter for group in self.groups() for parameter in group["params"])
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
 
     def settings(self) -> list[dict[str, Any]]:
         """Return the hyper-parameters of each group but its rate, which each step sets."""
         left_out = ("params", "param_names", "lr")
-        return [{name: value for name, value in group.items() if name not in left_out} for group in self.groups]
+        return [{name: value for name, value in group.items() if name not in left_out} for group in self.groups()]
 
     def grad_norm(self) -> Tensor:
         """Return the global L2 norm of the gradients over all ranks; a scalar on the device."""
@@ -234,19 +233,22 @@ class Optimizer:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def step(self, ratio: float, norm: Tensor) -> float:
-        """Clip by `norm`, set each rate to `ratio` of its peak, update, drop the gradients. Returns the first rate."""
+        """Clip by `norm`, set each rate to `ratio` of its peak, update, drop the gradients. Returns AdamW's rate."""
         if self._max_grad_norm is not None:
             clip_grads_with_norm_(list(self.parameters()), self._max_grad_norm, norm)
-        for group, peak in zip(self.groups, self._peaks, strict=True):
-            group["lr"] = peak * ratio
-        self.inner.step()
+        for part, peaks in zip(self.parts, self._peaks, strict=True):
+            for group, peak in zip(part.param_groups, peaks, strict=True):
+                group["lr"] = peak * ratio
+            part.step()
         self.zero_grad()
-        return self.groups[0]["lr"]
+        return self.parts[0].param_groups[0]["lr"]
 
     def skip(self) -> None:
         """Run the hooks of a step without changing anything: other clusters count the steps of this one."""
         self.zero_grad()
-        self.inner.step()
+        for part in self.parts:
+            part.step()
 
     def zero_grad(self) -> None:
-        self.inner.zero_grad(set_to_none=True)
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)

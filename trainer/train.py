@@ -129,7 +129,7 @@ class Trainer:
         agreed = {"trainer.lora.rank": str(lora.rank), "trainer.lora.alpha": str(lora.alpha)} if lora else {}
         return StreamingDiLoCo(
             self.policy.named_parameters(),
-            self.optimizer.inner,
+            self.optimizer.parts[-1],
             self.config.diloco,
             agreed=agreed,
             should_stop=self.stop.is_requested,

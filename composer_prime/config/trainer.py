@@ -14,11 +14,15 @@ read and written once a chunk, so a chunk must not have too few rows."""
 
 class OptimConfig(BaseConfig):
     type: str = "adamw"
-    """adamw, or `module:Class` of your own: a torch optimizer that takes the parameter groups and lr."""
+    """adamw; muon, which updates matrices of the blocks (each expert's alone where experts are fused) and leaves the
+    rest to AdamW; or `module:Class` of your own, a torch optimizer that takes the parameter groups and lr.
+    """
     settings: dict[str, Any] = Field(default={})
     """Further keyword arguments of your own optimizer."""
     lr: float = Field(default=1e-6, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate of AdamW (and of everything under adamw)."""
+    muon_lr: float = Field(default=2e-4, gt=0)
+    """Peak learning rate of matrices under Muon."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW moment decay."""
     eps: float = Field(default=1e-8, gt=0)
@@ -31,8 +35,8 @@ class OptimConfig(BaseConfig):
     @field_validator("type")
     @classmethod
     def _is_known(cls, name: str) -> str:
-        if name != "adamw" and ":" not in name:
-            raise ValueError("expected adamw, or `module:Class` of your own")
+        if name not in ("adamw", "muon") and ":" not in name:
+            raise ValueError("expected adamw, muon, or `module:Class` of your own")
         return name
 
     @model_validator(mode="after")
@@ -102,3 +106,12 @@ class TrainerConfig(BaseConfig):
     """Checkpoints."""
     weights: WeightStoreConfig = WeightStoreConfig()
     """Storage of published versions."""
+
+    @model_validator(mode="after")
+    def _lora_with_adamw(self) -> TrainerConfig:
+        if self.lora is not None and self.optim.type == "muon":
+            raise ValueError(
+                "trainer.lora is set and trainer.optim.type is 'muon': orthogonalized updates of low-rank factors are "
+                "not supported; use trainer.optim.type = 'adamw' or remove trainer.lora"
+            )
+        return self

@@ -159,7 +159,7 @@ def test_wrong_values_name_key_value_place_and_expectation(base, tmp_path):
     assert "3 things are wrong" in text
     assert f"trainer.optim.lr = 'fast' ({wrong}): expected a valid number" in text
     assert "run.max_steps = '-3' (the command line): expected greater than or equal to 0" in text
-    assert "expected adamw" in text
+    assert "expected adamw, muon" in text
 
 
 def test_missing_required_key_says_how_to_set_it(tmp_path):

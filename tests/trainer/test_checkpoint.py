@@ -58,7 +58,7 @@ def trained(run, folder, world, *, thaw: str | None = None):
 
 
 def moments(policy, optimizer) -> dict[str, torch.Tensor]:
-    states = optimizer.inner.state
+    states = optimizer.parts[0].state
     return {name: states[p]["exp_avg"].full_tensor() for name, p in policy.named_parameters() if states.get(p)}
 
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_of_adapters_has_no_frozen_base(make_run, model_folder, wor
 def test_an_older_checkpoint_with_the_frozen_base_is_loaded(make_run, model_folder, world):
     run = make_run(trainer={"lora": {"rank": 2}})
     policy, optimizer, checkpoints = trained(run, model_folder, world)
-    model, of_optimizer = get_state_dict(policy, optimizer.inner)
+    model, of_optimizer = get_state_dict(policy, optimizer.parts)
     assert any("base_layer" in name for name in model)
     state = {"model": model, "optimizer": of_optimizer, "meta": {"step": 1, "format": 1}}
     dcp.save(state, checkpoint_id=run.dir.checkpoint(1) / "trainer")

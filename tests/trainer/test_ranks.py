@@ -37,6 +37,7 @@ def moved(run) -> float:
 
 VARIANTS = {
     "adamw": {"optim": {"lr": 1e-3, "weight_decay": 0.01}},
+    "muon": {"optim": {"type": "muon", "lr": 1e-3}, "activation_checkpointing": True},
     "lora": {"lora": {"rank": 4}, "optim": {"lr": 1e-3}, "activation_checkpointing": True},
 }
 
@@ -45,8 +46,8 @@ VARIANTS = {
     "variant", [name if name == "adamw" else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
 )
 def test_two_ranks_are_one_rank(make_run, variant):
-    # After 5 steps on the same samples, 2-rank FSDP2 on gloo has the 1-rank losses and parameters to 1e-5; with AdamW
-    # and LoRA (this with activation checkpointing), gradients reduced once a step or with each micro-batch.
+    # After 5 steps on the same samples, 2-rank FSDP2 on gloo has the 1-rank losses and parameters to 1e-5; with AdamW,
+    # Muon and LoRA (these with activation checkpointing), gradients reduced once a step or with each micro-batch.
     runs = {}
     for ranks in (1, 2):
         run = runs[ranks] = make_run(f"ranks-{ranks}", run={"max_steps": 5}, trainer=VARIANTS[variant])

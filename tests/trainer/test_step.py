@@ -1,4 +1,4 @@
-"""One step in this process: gradients against plain autograd, the finite check, empty rows, schedules, LoRA."""
+"""One step in this process: gradients against plain autograd, the finite check, empty rows, schedules, Muon, LoRA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_runs import VOCABULARY, make_config, make_samples, row_of, rows_of
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from composer_prime.channels.policy import PolicyConfig
 from composer_prime.config.channels import ChannelsConfig
@@ -22,7 +22,7 @@ from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import ints
 from trainer.model.build import build_policy
 from trainer.model.policy_model import Policy
-from trainer.optim import build_optimizer
+from trainer.optim import ShardedMuon, build_optimizer
 from trainer.step import LossSettings, loss_of, rate, train_step
 
 CHANNELS = ChannelsConfig(policy=PolicyConfig(correction="none"))
@@ -135,19 +135,20 @@ def test_a_gradient_of_rows_alone_is_blamed_on_all_rows(model_folder, tmp_path, 
     assert caught.value.samples == ["row f:1", "row f:2"]
 
 
-def test_a_skipped_step_runs_the_hooks_and_changes_nothing(model_folder, tmp_path, world):
-    # The outer loop of a joint run counts steps by a hook. Gradients are dropped, moments stay.
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_skipped_step_runs_the_hooks_and_changes_nothing(model_folder, tmp_path, world, kind):
+    # The outer loop of a joint run counts steps by a hook of the last part. Gradients are dropped, moments stay.
     samples = make_samples(1, 6)
-    policy, optimizer = setup(model_folder, tmp_path, world)
+    policy, optimizer = setup(model_folder, tmp_path, world, optim={"type": kind})
     train_step(policy, optimizer, rows_of(samples, world.device), totals(samples), SETTINGS, step=1, ratio=1.0)
     counted = []
-    optimizer.inner.register_step_post_hook(lambda *_: counted.append(1))
+    optimizer.parts[-1].register_step_post_hook(lambda *_: counted.append(1))
     loss_of(policy, rows_of(samples, world.device)[0], totals(samples), SETTINGS)[0].total.backward()
-    before, moments = whole(policy), copy.deepcopy(optimizer.inner.state_dict()["state"])
+    before, moments = whole(policy), copy.deepcopy([part.state_dict()["state"] for part in optimizer.parts])
     optimizer.skip()
     assert counted == [1] and all(p.grad is None for p in policy.parameters())
     assert all(torch.equal(before[name], value) for name, value in whole(policy).items())
-    assert str(moments) == str(optimizer.inner.state_dict()["state"])
+    assert str(moments) == str([part.state_dict()["state"] for part in optimizer.parts])
 
 
 def test_models_with_dropout_are_trained_without_it(tmp_path, caplog):
@@ -226,6 +227,62 @@ def test_clipping_bounds_the_update(model_folder, tmp_path, world):
     norm = optimizer.grad_norm()
     plain = math.sqrt(sum(p.grad.full_tensor().square().sum().item() for p in policy.parameters()))
     assert norm > 1e-3 and math.isclose(norm.item(), plain, rel_tol=1e-5)
+
+
+def test_sharded_muon_is_torch_s_muon(world):
+    # On plain matrices and on shards of a 1-rank mesh, three steps equal torch.optim.Muon's to rounding. A stack of
+    # matrices, as fused experts have it, steps as its matrices do alone.
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    draw = torch.Generator().manual_seed(0)
+    start = [
+        torch.randn(12, 5, generator=draw),
+        torch.randn(4, 9, generator=draw),
+        torch.randn(3, 6, 4, generator=draw),
+    ]
+    grads = [[torch.randn(m.shape, generator=draw) for m in start] for _ in range(3)]
+    split = lambda tensors: [matrix for m in tensors for matrix in (m.unbind() if m.ndim == 3 else [m])]
+
+    def run(make, optimizer, of=lambda tensors: tensors):
+        parameters = [torch.nn.Parameter(make(m.clone())) for m in of(start)]
+        muon = optimizer(parameters)
+        for step in grads:
+            for parameter, gradient in zip(parameters, of(step), strict=True):
+                parameter.grad = make(gradient.clone())
+            muon.step()
+        return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in parameters]
+
+    theirs = run(lambda m: m, lambda p: torch.optim.Muon(p, lr=0.1, momentum=0.9, weight_decay=0.01), split)
+    for make in (lambda m: m, lambda m: distribute_tensor(m, world.mesh, [Shard(0)])):
+        ours = run(make, lambda p: ShardedMuon(p, lr=0.1, momentum=0.9, weight_decay=0.01))
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(split(ours), theirs, strict=True))
+
+
+def test_muon_takes_block_matrices_and_adamw_the_rest(model_folder, tmp_path, world):
+    # Two parts; norms and the (tied) embedding stay with AdamW, every matrix of a block goes to Muon.
+    _, optimizer = setup(model_folder, tmp_path, world, optim={"type": "muon"})
+    adamw, muon = ([p for group in part.param_groups for p in group["params"]] for part in optimizer.parts)
+    assert len(muon) == 2 * 7 and all(p.ndim == 2 for p in muon)
+    assert sum(p.ndim == 2 for p in adamw) == 1
+
+
+def test_muon_takes_fused_experts(tmp_path, world):
+    # Qwen3-MoE keeps its experts in tensors of three dimensions: each of its block weights but norms is Muon's.
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
+                       num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=4,
+                       num_experts_per_tok=2)
+    ).save_pretrained(tmp_path / "moe")  # fmt: skip
+    policy, optimizer = setup(tmp_path / "moe", tmp_path, world, optim={"type": "muon"})
+    muon = {id(p) for group in optimizer.parts[1].param_groups for p in group["params"]}
+    adamw = {name for name, p in policy.lm.named_parameters() if id(p) not in muon}
+    assert all("norm" in name or ".layers." not in name for name in adamw)
+    assert sum(p.ndim == 3 for p in policy.parameters()) == 4
+    samples, before = make_samples(1, 6), whole(policy)
+    train_step(policy, optimizer, rows_of(samples, world.device), totals(samples), SETTINGS, step=1, ratio=1.0)
+    after = whole(policy)
+    assert all(not torch.equal(before[name], value) for name, value in after.items() if "experts" in name)
 
 
 def test_lora_trains_adapters_only_and_starts_as_the_base(model_folder, tmp_path, world):

@@ -96,9 +96,9 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {folder} says {state['meta']}, expected step {step}, format {FORMAT}")
         # Moments come from the checkpoint, hyper-parameters from the configuration: a resumed run may change them.
         settings = self.optimizer.settings()
-        set_state_dict(self.policy, self.optimizer.inner, model_state_dict=state["model"],
+        set_state_dict(self.policy, self.optimizer.parts, model_state_dict=state["model"],
                        optim_state_dict=state["optimizer"], options=PARTIAL)  # fmt: skip
-        for group, configured in zip(self.optimizer.groups, settings, strict=True):
+        for group, configured in zip(self.optimizer.groups(), settings, strict=True):
             group.update(configured)
         for name in absent:
             self.teacher.begin(name)
@@ -134,7 +134,7 @@ class Checkpoints:
         return ""
 
     def _state(self, step: int) -> dict[str, Any]:
-        model, moments = get_state_dict(self.policy, self.optimizer.inner)
+        model, moments = get_state_dict(self.policy, self.optimizer.parts)
         model = _without_frozen(self.policy, model)
         random = {f"{self.world.rank}-cpu": torch.get_rng_state()}
         if self.world.device.type == "cuda":
