@@ -40,7 +40,6 @@ def present_name(module: str) -> str:
 
 REMOVED_VALUES = {
     ("channels.sdpo.teacher.kind", "trust_region"): "frozen",
-    ("trainer.optim.type", "muon"): "adamw",
     ("orchestrator.hints.detect", "judge"): "tool_error",
     ("orchestrator.hints.layers", "introspection"): "raw_error",
 }
