@@ -116,6 +116,7 @@ async def _serve(settings: RendezvousSettings, key: JointKey) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
         print(f"rendezvous of run {settings.run!r} at {server.endpoint}", flush=True)
+        print(f"members: {server.lighthouse.url} (this machine only)", flush=True)
         with contextlib.suppress(asyncio.CancelledError):
             await serving
 

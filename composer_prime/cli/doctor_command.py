@@ -19,7 +19,7 @@ from composer_prime.plan.sandboxes import probe_all
 Check = tuple[Literal["ok", "note", "bad"], str, str]
 """note: something is missing that not every run needs; bad: nothing runs without it. Then name and finding."""
 _PACKAGES = ("torch", "transformers", "verifiers", "renderers", "pyzmq", "msgspec")
-_EXTRAS = ("vllm", "trackio", "wandb", "tensorboard", "pytest", "detect_secrets")
+_EXTRAS = ("vllm", "torchft", "trackio", "wandb", "tensorboard", "pytest", "publicsuffixlist")
 
 
 def checks(output_dir: Path) -> Iterator[Check]:

@@ -1,7 +1,7 @@
 """The rendezvous of a joint run: relays deltas and states between clusters, and closes rounds.
 
     trainer rank (a, 0) ──┐   one CURVE connection each, outwards from the cluster: no cluster needs an open port
-    trainer rank (a, 1) ──┼──> rendezvous
+    trainer rank (a, 1) ──┼──> rendezvous ──> lighthouse.py (torchft): quorum of each round
     trainer rank (b, 0) ──┘        │
                                    └ request_handler.py: rounds (deltas, closed with whom), joins (which peer joins
                                      with which state), bodies (deltas and states on their way)
@@ -23,8 +23,9 @@ import time
 
 import zmq
 
-from composer_prime.errors import ComposerError
+from composer_prime.errors import ComposerError, DeadlineError
 from composer_prime.wire.sockets import SecureServer, bind_router
+from diloco.rendezvous.lighthouse import Lighthouse
 from diloco.rendezvous.peers import Base
 from diloco.rendezvous.request_handler import RendezvousSettings, RequestHandler
 from diloco.transport.connection import WINDOW
@@ -34,6 +35,7 @@ from diloco.transport.peer_keys import JointKey
 logger = logging.getLogger(__name__)
 _TICK_S = 0.02
 _LONG_POLL_S = 1.0
+_QUORUM_TIMEOUT_S = 10.0
 _MAX_UNSENT = 2 * WINDOW
 """Answers under way to one connection: the pieces that a rank requests at once, and what else it asks."""
 
@@ -42,8 +44,9 @@ class Rendezvous:
     """`async with Rendezvous(settings, key) as server: await server.serve()`."""
 
     def __init__(self, settings: RendezvousSettings, key: JointKey) -> None:
-        """Raises PortInUseError, or ConfigError for an address that this machine does not have."""
+        """Raises PortInUseError, or ConfigError for an address that this machine does not have or without torchft."""
         self.settings = settings
+        self.lighthouse = Lighthouse(settings.min_peers)
         self._server: SecureServer = bind_router(
             settings.bind, key.server(), [key.client().own.public], max_unsent=_MAX_UNSENT
         )
@@ -64,6 +67,7 @@ class Rendezvous:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._server.close()
+        await asyncio.to_thread(self.lighthouse.close)
 
     async def serve(self) -> None:
         """Answer until cancelled."""
@@ -126,7 +130,7 @@ class Rendezvous:
             self._log_arrivals(now)
             may_close, members = self.handler.may_close(now), self.rounds.closable(now, self.settings.min_peers)
             if may_close and members is not None:
-                self._close(members)
+                await self._close(members)
             await asyncio.sleep(_TICK_S)
 
     def _log_arrivals(self, now: float) -> None:
@@ -141,9 +145,26 @@ class Rendezvous:
                 logger.info("peer %s has left", name)
         self._present = set(present)
 
-    def _close(self, members: dict[str, Base]) -> None:
-        late = sorted(peer.name for peer in self.rounds.training(time.monotonic()) if peer.name not in members)
-        closed = self.handler.close(members)
+    async def _close(self, members: dict[str, Base]) -> None:
+        current = self.rounds.open_round()
+        assert current is not None
+        try:
+            quorum = await asyncio.to_thread(
+                self.lighthouse.quorum, list(members), current.outer_step, _QUORUM_TIMEOUT_S
+            )
+        except DeadlineError as error:
+            logger.warning("round %d stays open, and the lighthouse is restarted: %s", current.outer_step, error)
+            await asyncio.to_thread(self.lighthouse.restart)
+            return
+        if self.rounds.open_round() is not current:
+            return
+        # A member whose process was replaced while the lighthouse deliberated has no contribution any more.
+        whole = current.contributors(self.rounds.peers)
+        still = {name: base for name, base in members.items() if name in quorum.peers and whole.get(name) == base}
+        if len(still) < self.settings.min_peers:
+            return
+        late = sorted(peer.name for peer in self.rounds.training(time.monotonic()) if peer.name not in still)
+        closed = self.handler.close(still)
         without = f"; without {', '.join(late)}" if late else ""
         logger.info("round %d closed with %s%s", closed.outer_step, ", ".join(closed.members), without)
         self._wake_waiting()

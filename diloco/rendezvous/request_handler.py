@@ -196,7 +196,7 @@ class RequestHandler:
         if not self.may_close(now):
             absent = self.settings.start_peers - len(training)
             waits += [f"{absent} more peer(s) to train (--start-peers)" if absent > 0 else "peers that may come yet"]
-        return " and ".join(waits) or "its end"
+        return " and ".join(waits) or "the lighthouse's quorum"
 
 
 def _starts_from(ask: messages.AskRound, base: Base) -> bool:

@@ -190,6 +190,8 @@ def _make_tasks(env: Env, spec: SourceSpec, taskset: str) -> list[vf.Task]:
         tasks = list(env.taskset if env.taskset.bounded else itertools.islice(env.taskset, _ENDLESS))
     except Exception as error:
         raise ConfigError(f"task set {taskset!r} of source {spec.name!r} raised {describe_exception(error)}") from error
+    if not env.taskset.bounded:
+        logger.warning("source %s: task set %r never ends: its first %d tasks are played", spec.name, taskset, _ENDLESS)
     if not tasks:
         raise EmptyTaskSetError(
             f"source {spec.name!r}: its task set {taskset!r} ({spec.tasksets[taskset]}) has no task: check its settings"

@@ -25,6 +25,7 @@ def key_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def make_rendezvous(key_file: Path):
     """make_rendezvous(**settings) -> RendezvousThread."""
+    pytest.importorskip("torchft")
     started: list[RendezvousThread] = []
 
     def make(**settings) -> RendezvousThread:

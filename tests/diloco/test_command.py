@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -55,26 +56,33 @@ def test_wrong_input(words, message, capsys):
 
 # An address that this machine does not have, as when the overlay is down, gives an error that explains it.
 def test_rendezvous_without_its_overlay(key_file, capsys):
+    pytest.importorskip("torchft")
     assert main(["rendezvous", "--run", "r", "--key-file", str(key_file), "--bind", "tcp://192.0.2.1:29600"]) == 2
     said = capsys.readouterr().err
     assert "cannot listen at tcp://192.0.2.1:29600: this machine has no such address" in said and "`wg show`" in said
 
 
-# The rendezvous listens where it was told to and nowhere else, and SIGTERM ends it cleanly.
+# The rendezvous listens where it was told to and nowhere else but on loopback, and SIGTERM ends it cleanly. Its first
+# line is the address: before that no clock runs that would count importing torchft as a pause.
 @pytest.mark.process
 def test_rendezvous_process(key_file):
+    pytest.importorskip("torchft")
     command = [sys.executable, "-m", "diloco.main", "rendezvous", "--run", "r", "--key-file", str(key_file)]
     process = subprocess.Popen(
         [*command, "--bind", "tcp://127.0.0.1:0", "--beat-timeout-s", "1"], stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     try:
-        first = process.stdout.readline()
+        first, second = process.stdout.readline(), process.stdout.readline()
         assert re.match(r"rendezvous of run 'r' at tcp://127\.0\.0\.1:\d+\n", first), first
+        port = int(second.partition("http://127.0.0.1:")[2].split()[0])
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass
         assert {address for address, _ in listening(process.pid)} == {"127.0.0.1"}
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(200) == 0
+    assert "torchft::" not in process.stdout.read()
 
 
 def listening(pid: int) -> set[tuple[str, int]]:

@@ -36,6 +36,7 @@ def same_weights(first: Path, second: Path) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_clusters(tmp_path):
+    pytest.importorskip("torchft")
     JointKey.create(tmp_path / "joint.key")
     command = [sys.executable, "-m", "diloco.main", "rendezvous", "--run", "joint", "--start-peers", "2"]
     rendezvous = subprocess.Popen(

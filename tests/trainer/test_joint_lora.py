@@ -56,6 +56,7 @@ def start_rendezvous(key: Path, stack: ExitStack) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_joint_lora_run(make_run, tmp_path):
+    pytest.importorskip("torchft")
     JointKey.create(tmp_path / "joint.key")
     with ExitStack() as stack:
         facts = {"rendezvous": start_rendezvous(tmp_path / "joint.key", stack), "key_file": str(tmp_path / "joint.key")}

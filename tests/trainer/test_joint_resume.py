@@ -98,6 +98,7 @@ class JointRun:
 
 @pytest.fixture
 def joint(tmp_path, make_run):
+    pytest.importorskip("torchft")
     with ExitStack() as stack:
         yield lambda name, *options: JointRun(tmp_path, name, make_run, stack, *options)
 

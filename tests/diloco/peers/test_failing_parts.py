@@ -1,11 +1,13 @@
-"""A part of a joint run fails while the others live: one rank of a peer, or its answers."""
+"""A part of a joint run fails while the others live: one rank of a peer, its answers, torchft's lighthouse."""
 
 from __future__ import annotations
 
 import signal
+from functools import partial
 
 import msgspec
 import pytest
+from joint_run import assert_same_globals, settings, together, train
 from peer_process import start_ranks
 
 from diloco.transport.messages import AskRound, RoundOutcome, ToPeer
@@ -80,3 +82,26 @@ def test_rendezvous_restarts_under_ranks(make_rendezvous, key_file, tmp_path):
     for index in range(2):
         mine, theirs = (ranks[index].seen for ranks in peers)
         assert max(mine) == 60 and all(mine[step] == theirs[step] for step in mine.keys() & theirs.keys())
+
+
+# torchft's lighthouse is restarted, or dies and is replaced by the rendezvous: the peers notice nothing but a wait.
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [False, True])
+def test_lighthouse_alone_restarts(make_rendezvous, key_file, dies):
+    server = make_rendezvous(start_peers=2, beat_timeout_s=4)
+
+    def disturb(step, engine):
+        lighthouse = server.server.lighthouse
+        if step == 5 and dies:
+            lighthouse.close()
+            lighthouse._clients.clear()  # connections that are up outlive torchft's shutdown
+        elif step == 5:
+            lighthouse.restart()
+
+    waits = {"sync_every": 2, "round_timeout_s": 30, "offline_timeout_s": 40}
+    seen = together(
+        partial(train, settings(server.endpoint, key_file, "a", **waits), 0, 12, before_step=disturb),
+        partial(train, settings(server.endpoint, key_file, "b", **waits), 1, 12),
+    )
+    assert_same_globals(*seen)
+    assert max(seen[0].hashes) == 6 and seen[1].metrics[6]["diloco/participants"] == 2

@@ -1,0 +1,131 @@
+"""Which peers a round may close with, as torchft's lighthouse grants it.
+
+    rendezvous --heartbeat and quorum request of each peer that contributed--> lighthouse (torchft, on loopback)
+               <--the quorum: who is alive and has asked---------------------
+
+The rendezvous asks for all peers: they reach it over CURVE alone, and the lighthouse has no password.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+from composer_prime.errors import ConfigError, DeadlineError
+
+HEARTBEAT_TIMEOUT_S = 1.0
+_TICK_MS = 10
+_ATTEMPT_S = 2 * HEARTBEAT_TIMEOUT_S
+
+
+class Quorum(NamedTuple):
+    id: int
+    """Changes with the participants."""
+    peers: frozenset[str]
+
+
+class Lighthouse:
+    """torchft's lighthouse server in this process, and a client of it. Calls block: run them in threads.
+
+    It grants a quorum of at least min_peers that are more than half of the peers heard of within `HEARTBEAT_TIMEOUT_S`.
+    So a peer that stopped contributing delays one round by that long, and two halves of a split run cannot both
+    continue while they share one rendezvous.
+
+    It serves its dashboard, kill button and RPCs on one port without a password. So it listens on loopback only, on a
+    port that changes. torchft's Manager is not used: its server listens on every interface and obeys an unauthenticated
+    kill, its commit is a vote among one cluster's ranks only, and its healing unpickles what it receives.
+    """
+
+    def __init__(self, min_peers: int) -> None:
+        """Raises ConfigError when torchft is not installed."""
+        # Without it several lines a round are logged; its logger reads this once, when it is imported.
+        os.environ.setdefault("RUST_LOG", "warn")
+        try:
+            from torchft.coordination import LighthouseClient, LighthouseServer
+        except ImportError:
+            raise ConfigError(
+                "torchft is not installed: `diloco rendezvous` needs it for membership; install the extra with "
+                "pip install 'composer-prime[diloco]' (Linux)"
+            ) from None
+        self._make_client = LighthouseClient
+        self._make_server = partial(
+            LighthouseServer,
+            bind="127.0.0.1:0",
+            min_replicas=min_peers,
+            join_timeout_ms=100,
+            quorum_tick_ms=_TICK_MS,
+            heartbeat_timeout_ms=int(HEARTBEAT_TIMEOUT_S * 1000),
+        )
+        self._start()
+
+    def _start(self) -> None:
+        self._server: Any = self._make_server()
+        self.url = f"http://127.0.0.1:{self._server.address().rpartition(':')[2]}"
+        """Dashboard; reachable from this machine only."""
+        self._clients: dict[str, Any] = {}
+        self._members: frozenset[str] = frozenset()
+
+    def restart(self) -> None:
+        """Replace a lighthouse that does not answer. It holds no state that matters: quorum ids start over."""
+        self.close()
+        self._start()
+
+    def quorum(self, peers: Sequence[str], outer_step: int, timeout_s: float) -> Quorum:
+        """Return a quorum that holds all of `peers`.
+
+        Raises DeadlineError when the lighthouse grants none within `timeout_s`.
+        """
+        began = time.monotonic()
+        while time.monotonic() - began < timeout_s:
+            quorum = self._attempt(peers, outer_step)
+            if quorum is not None:
+                self._members = quorum.peers
+                if quorum.peers >= set(peers):
+                    return quorum
+        raise DeadlineError(
+            f"the lighthouse granted no quorum of {', '.join(sorted(peers))} for outer step {outer_step} within "
+            f"{timeout_s:g} s; its view is at {self.url}"
+        )
+
+    def _attempt(self, peers: Sequence[str], outer_step: int) -> Quorum | None:
+        """Ask for all at once. Newcomers first: once the former members have asked, the quorum is closed."""
+        self._beat(peers)  # the lighthouse waits a moment for peers that it has just heard
+        order = sorted(peers, key=lambda peer: (peer in self._members, peer))
+        with ThreadPoolExecutor(max_workers=len(order)) as threads:
+            calls = []
+            for index, peer in enumerate(order):
+                if index and peer in self._members and order[index - 1] not in self._members:
+                    time.sleep(3 * _TICK_MS / 1000)
+                calls.append(threads.submit(self._ask, peer, outer_step))
+            # The waiting peers must stay alive for the lighthouse until it counts those that left as dead.
+            while wait(calls, timeout=HEARTBEAT_TIMEOUT_S / 4).not_done:
+                self._beat(order)
+            answers = [answer for call in calls if (answer := call.result()) is not None]
+        return max(answers, key=lambda quorum: quorum.id, default=None)
+
+    def _beat(self, peers: Sequence[str]) -> None:
+        for peer in peers:
+            with contextlib.suppress(TimeoutError, RuntimeError):
+                self._client(peer).heartbeat(peer, timedelta(seconds=_ATTEMPT_S))
+
+    def _client(self, peer: str) -> Any:
+        if peer not in self._clients:
+            self._clients[peer] = self._make_client(self.url, timedelta(seconds=_ATTEMPT_S))
+        return self._clients[peer]
+
+    def _ask(self, peer: str, outer_step: int) -> Quorum | None:
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            answer = self._client(peer).quorum(
+                peer, timedelta(seconds=_ATTEMPT_S), address="", store_address="", step=outer_step, world_size=1
+            )
+            return Quorum(int(answer.quorum_id), frozenset(member.replica_id for member in answer.participants))
+        return None
+
+    def close(self) -> None:
+        self._server.shutdown()
