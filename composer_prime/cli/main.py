@@ -12,6 +12,7 @@ from composer_prime.console import INTERRUPTED, console_main, did_you_mean, exit
 from composer_prime.errors import ComposerError
 
 COMMANDS = {
+    "plan": ("composer_prime.cli.plan_command", "check a configuration and print its plan (@ file.toml ...)"),
     "try": ("composer_prime.cli.environments.try_command", "play a few episodes of an environment (ENV)"),
     "new": ("composer_prime.cli.environments.new_command", "write an environment, a hint or a reward (KIND NAME)"),
     "chat": ("composer_prime.cli.chat_command", "talk to a trained model in the terminal (RUN|MODEL)"),

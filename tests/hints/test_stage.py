@@ -16,6 +16,7 @@ from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import ConfigError, EmptyMaskError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import Sample, flags, floats, ints
+from examples.wrong_hints import WrongHints
 from orchestrator.batching.dispatch import score_group
 from orchestrator.hints.detect import RuleDetector
 from orchestrator.hints.endpoint import ChatEndpoint
@@ -305,6 +306,20 @@ def test_own_parts():
     for wrong in ({"detect": ["tool_err"]}, {"layers": [{"name": "template", "settings": {"a": 1}}]}):
         with pytest.raises(ValueError, match=r"orchestrator\.hints"):
             HintsConfig.model_validate(wrong)
+
+
+@pytest.mark.parametrize("mode", ["other_error", "other_episode"])
+def test_the_control_arm_gives_hints_that_belong_elsewhere(mode):
+    # Whatever a wrong turn gets, it is not its own hint, and it came from another kind of error or another task.
+    steps = [WRONG, OTHER, LAST]
+    rollouts = [play("tiny", "Add.", steps, rollout_id=f"g00000{n}-0", task_id=f"t{n}") for n in range(4)]
+    done = attached(stage(layers={"wrong": WrongHints(mode, seed=3)}), *rollouts)
+    right = {"tool_not_found": TOOL_HINT, "argument_name": ARGUMENT_HINT}
+    given = [(turn.error, turn.hint) for each in done for turn in each.rollout.turns if turn.hint]
+    assert given and all(hint != right[kind] for kind, hint in given)
+    assert sum(each.rollout.hints.get("skipped/no_hint", 0) for each in done) >= 1
+    with pytest.raises(ConfigError, match="mode"):
+        WrongHints("none")
 
 
 # -- groups without advantage ----------------------------------------------------------------------------------------
