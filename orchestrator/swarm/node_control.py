@@ -49,6 +49,8 @@ class NodeControl:
         self._registry = keys.registry
         self._leaving: dict[str, float] = {}
         """Until when drained nodes may answer, monotonic seconds."""
+        if (old := keys.folder / "banned.json").exists():
+            logger.warning("%s is of an older release and bans nobody: ban its nodes again, then remove it", old)
 
     # -- the operator's words --------------------------------------------------------------------------------------
 
@@ -90,11 +92,11 @@ class NodeControl:
         if node is None:
             self._known(name)
             raise RequestError(f"node {name} is the run's own and shares its key: drain it instead", status=409)
-        if not self._registry.revoke(node.key, "banned by the operator"):
-            raise RequestError(f"node {name} is banned already", status=409)
         invite = ""
-        if node.invite and self._registry.withdraw(node.invite):
+        if node.invite and self._registry.withdraw(node.invite):  # first: repeating a ban that was cut short ends it
             invite = "; the invite by which it came admits no further node (`orchestrator invite` makes another)"
+        if not self._registry.revoke(node.key, "banned by the operator") and not invite:
+            raise RequestError(f"node {name} is banned already", status=409)
         logger.warning("node %s was banned by the operator", name, extra=event("node", same_as=f"ban/{name}"))
         return f"node {name} was banned; its key is refused until `orchestrator unban`{invite}"
 
@@ -110,8 +112,12 @@ class NodeControl:
         return f"node {name} may connect again"
 
     def rows(self) -> list[NodeRow]:
-        """Return the table of nodes. Raises ConfigError when the registry cannot be read."""
-        banned = self._banned()
+        """Return the table of nodes; without who is banned while the registry cannot be read."""
+        banned: set[str] = set()
+        try:
+            banned = self._banned()
+        except ConfigError as error:
+            logger.warning("who is banned is not shown: %s", error)
         rows = {row.name: row for row in self._accounts.rows()}
         for name in sorted(banned):
             rows[name] = msgspec.structs.replace(rows.get(name, NodeRow(name=name, state=BANNED)), state=BANNED)

@@ -6,11 +6,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from fleet import Fleet
 
-from composer_prime.errors import InviteError, RequestError
+from composer_prime.errors import ConfigError, InviteError, RequestError
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node_messages import Drain, NodeHello, ToNode
 from orchestrator.swarm.accounts import NodeAccounts
@@ -135,6 +136,43 @@ def test_a_ban_withdraws_the_nodes_invite(tmp_path):
             registry.enroll(b"open", b"another", "again", "")
 
     with_control(tmp_path, test, "a")
+
+
+# A ban that was cut short between the invite and the key is ended by repeating it, in either order.
+@pytest.mark.parametrize("cut", ["revoke", "withdraw"])
+def test_a_ban_that_was_cut_short(tmp_path, monkeypatch, cut):
+    async def test(its: Controlled) -> None:
+        registry = its.keys.registry
+        registry.invite(b"open", uses=2, expires=time.time() + 1000)
+        registry.enroll(b"open", b"key", "rented", "")
+        with monkeypatch.context() as patch:
+            patch.setattr(type(registry), cut, Mock(side_effect=ConfigError("locked")))
+            with pytest.raises(ConfigError):
+                its.control.ban("rented")
+        its.control.ban("rented")
+        assert not registry.open_invites() and not registry.is_known(b"key")
+        with pytest.raises(RequestError, match="banned already"):
+            its.control.ban("rented")
+
+    with_control(tmp_path, test, "a")
+
+
+# While the registry cannot be read the table shows the nodes all the same.
+def test_the_table_without_the_registry(tmp_path, monkeypatch):
+    async def test(its: Controlled) -> None:
+        monkeypatch.setattr(type(its.keys.registry), "list", Mock(side_effect=ConfigError("locked")))
+        assert [row.name for row in its.control.rows()] == ["a"]
+
+    with_control(tmp_path, test, "a")
+
+
+# Bans by name of an older release do not hold any more, and this is said.
+def test_an_old_list_of_bans(tmp_path, caplog):
+    async def test(its: Controlled) -> None:
+        assert "bans nobody" in caplog.text
+
+    (tmp_path / "banned.json").write_text("{}")
+    with_control(tmp_path, test)
 
 
 # An unknown name is answered with the known ones and the nearest.
