@@ -30,8 +30,8 @@ def moved(key_file, peer, steps):
 def delta(engine):
     """Of its first fragment."""
     data, residual_n = engine.replica.feedback.encode(0, engine.global_model.delta(0), engine._codec)
-    body, spec = memoryview(data.numpy()).cast("B"), engine._codec.spec
-    facts = {"fragment": 0, "codec": spec, "weight": 1.0}
+    body, name = memoryview(data.numpy()).cast("B"), engine._codec.name
+    facts = {"fragment": 0, "codec": name, "weight": 1.0}
     header = engine._link.seal(engine._link.header("delta", body, 0, engine.global_model.hash, **facts))
     return PendingDelta(header, body, residual_n, DeltaCoverage(LocalWork(steps=1, tokens=1)))
 
