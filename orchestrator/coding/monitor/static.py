@@ -53,6 +53,8 @@ _ATTRIBUTES = {
     **dict.fromkeys(("read_text", "read_bytes", "rglob", "iterdir"), "file-access"),
 }  # fmt: skip
 """Attribute of any object, also as a text -> rule."""
+_INNER_STARS = ("os.*", "sys.*", "builtins.*")
+"""What `from os import *` and its like bring: the names that they give are not followed."""
 _TEST_MODULE = re.compile(r"(^|\.)(tests?|conftest|test_\w+|\w+_test)(\.|$)")
 
 MIN_BITS = 5.0
@@ -122,6 +124,9 @@ class _Names:
         if isinstance(node, ast.Attribute):
             owner = self.dotted(node.value)
             return f"{owner}.{node.attr}" if owner else None
+        if isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            owner = self.dotted(node.args[0]) if self.dotted(node.func) == "getattr" else None
+            return f"{owner}.{node.args[1].value}" if owner else None
         if not isinstance(node, ast.Name):
             return None
         is_built_in = hasattr(builtins, node.id) or node.id == "__builtins__"
@@ -156,6 +161,8 @@ def _uses(node: ast.AST, names: _Names, modules: frozenset[str]) -> Iterator[tup
         yield (_rule_of(dotted) if dotted else None) or _ATTRIBUTES.get(node.attr), dotted or f".{node.attr}"
         if not isinstance(node.ctx, ast.Load):
             yield from _patched(node.value, names, modules)
+    elif isinstance(node, ast.Call) and (dotted := names.dotted(node)):
+        yield _rule_of(dotted), dotted
     elif isinstance(node, ast.Call) and names.dotted(node.func) in ("setattr", "delattr") and node.args:
         yield from _patched(node.args[0], names, modules)
     elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 80:
@@ -164,7 +171,7 @@ def _uses(node: ast.AST, names: _Names, modules: frozenset[str]) -> Iterator[tup
 
 
 def _import_uses(dotted: str) -> Iterator[tuple[str | None, str]]:
-    yield _rule_of(dotted), dotted
+    yield "dynamic-code" if dotted in _INNER_STARS else _rule_of(dotted), dotted
     is_standard = dotted.partition(".")[0] in sys.stdlib_module_names
     yield "test-import" if _TEST_MODULE.search(dotted) and not is_standard else None, dotted
 
