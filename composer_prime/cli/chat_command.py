@@ -34,12 +34,15 @@ def main(words: list[str]) -> int:
 
 
 async def _chat(config: Config, limits: dict[str, Any]) -> int:
+    import httpx
     from openai import AsyncOpenAI, OpenAIError
 
     print(f"loading {config.model.path} ...", file=sys.stderr, flush=True)
     async with (
         open_endpoint(config, 0) as (url, key),
-        AsyncOpenAI(base_url=url, api_key=key, timeout=_REQUEST_S, max_retries=0) as client,
+        # Loopback: a proxy of the environment must not see the key.
+        httpx.AsyncClient(trust_env=False, timeout=_REQUEST_S) as http,
+        AsyncOpenAI(base_url=url, api_key=key, timeout=_REQUEST_S, max_retries=0, http_client=http) as client,
     ):
         print("/quit leaves, /new starts over", file=sys.stderr)
         messages: list[dict[str, str]] = []
@@ -50,7 +53,7 @@ async def _chat(config: Config, limits: dict[str, Any]) -> int:
                 question = {"role": "user", "content": text}
                 try:
                     answer = await _answer(client, [*messages, question], limits)
-                except OpenAIError as error:
+                except (OpenAIError, httpx.HTTPError) as error:
                     print(printable(str(error)), file=sys.stderr)
                 else:
                     messages += [question, {"role": "assistant", "content": answer}]
@@ -66,7 +69,7 @@ def _next_line() -> str | None:
 
 
 async def _answer(client: AsyncOpenAI, messages: list[Any], limits: dict[str, Any]) -> str:
-    """Print the answer as it is sampled, and return its content. Raises OpenAIError."""
+    """Print the answer as it is sampled, and return its content. Raises OpenAIError or HTTPError."""
     text = ""
     stream = await client.chat.completions.create(model="policy", messages=messages, stream=True, **limits)
     async for chunk in stream:

@@ -12,14 +12,25 @@ from typing import Literal
 
 from composer_prime.console import GIB, pluralize
 from composer_prime.errors import ComposerError
-from composer_prime.host import existing_folder, free_bytes, module_file, this_machine, why_not_writable
+from composer_prime.host import (
+    existing_folder,
+    free_bytes,
+    install_command,
+    module_file,
+    this_machine,
+    why_not_writable,
+)
 from composer_prime.model_source import model_ready
 from composer_prime.plan.sandboxes import probe_all
 
 Check = tuple[Literal["ok", "note", "bad"], str, str]
 """note: something is missing that not every run needs; bad: nothing runs without it. Then name and finding."""
 _PACKAGES = ("torch", "transformers", "verifiers", "renderers", "pyzmq", "msgspec")
-_EXTRAS = ("vllm", "torchft", "trackio", "wandb", "tensorboard", "pytest", "publicsuffixlist")
+_EXTRAS = {
+    "vllm": "vllm", "torchft": "diloco", "trackio": "trackio", "wandb": "wandb", "tensorboard": "tensorboard",
+    "pytest": "coding", "publicsuffixlist": "traces",
+}  # fmt: skip
+"""Module -> the extra that installs it."""
 
 
 def checks(output_dir: Path) -> Iterator[Check]:
@@ -32,8 +43,8 @@ def checks(output_dir: Path) -> Iterator[Check]:
     sizes = ", ".join(f"{size / GIB:.0f} GiB" for size in machine.gpus)
     yield "ok" if sizes else "note", "GPUs", sizes or "none visible to the CUDA driver; everything runs on the CPU"
     yield _packages()
-    missing = [module for module in _EXTRAS if module_file(module) is None]
-    text = f"missing: {', '.join(missing)} (docs/reference/commands.md has their extras)" if missing else "installed"
+    missing = [extra for module, extra in _EXTRAS.items() if module_file(module) is None]
+    text = f"missing: {', '.join(missing)}; for one of them: {install_command('EXTRA')}" if missing else "installed"
     yield "note" if missing else "ok", "extras", text
     for name in ("tiny", "smollm2"):
         try:

