@@ -4,8 +4,8 @@
          none of them gives the chunk, after a short wait --> GatewayLink
 
 No source is trusted. Each answer is bounded in bytes and time, and VersionFolder hashes every chunk. A source that
-fails is put aside for a minute; one whose chunk was wrong for ten. Manifests never come from here: the gateway sends
-them, so a source cannot offer an old version as a new one.
+fails or is slow is put aside for a minute; one whose chunk was wrong for ten. Manifests never come from here: the
+gateway sends them, so a source cannot offer an old version as a new one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 
 import aiohttp
 from yarl import URL
@@ -30,9 +31,13 @@ logger = logging.getLogger(__name__)
 
 _ASIDE_S, _WRONG_ASIDE_S = 60.0, 600.0
 _POLL_S = 0.5
+_SLOW_S = 10.0
+"""A piece that takes longer puts its copy aside."""
 _PATIENCE_S = 10.0
-"""How long a version may take to reach a copy of the store before the gateway is asked for it."""
+"""How long a chunk may take to reach a copy of the store before the gateway is asked for it."""
 _MAX_SOURCES = 64
+_MAX_CHUNKS = 4096
+"""The most chunks of which something is remembered."""
 
 
 class HttpSource(ChunkSource):
@@ -57,10 +62,8 @@ class HttpSource(ChunkSource):
             async with asyncio.timeout(self._timeout_s), self._asking(sha256, offset) as response:
                 if response.status in (404, 410):
                     return None
-                self._check(response, offset)
-                while len(received) < PIECE_BYTES and (
-                    part := await response.content.read(PIECE_BYTES - len(received))
-                ):
+                size = self._check(response, offset)
+                while len(received) < size and (part := await response.content.read(size - len(received))):
                     received += part
         except TimeoutError:
             raise DeadlineError(
@@ -69,6 +72,8 @@ class HttpSource(ChunkSource):
             ) from None
         except (aiohttp.ClientError, ValueError) as error:
             raise OSError(f"{self.name}: {type(error).__name__}: {error}") from None
+        if len(received) < size:
+            raise OSError(f"{self.name} sends {len(received)} bytes of {sha256} from {offset}, expected {size}")
         return bytes(received)
 
     def _asking(self, sha256: str, offset: int) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
@@ -77,8 +82,8 @@ class HttpSource(ChunkSource):
         headers = {"Range": f"bytes={offset}-{offset + PIECE_BYTES - 1}", "Accept-Encoding": "identity"}
         return self._session.get(self._url / "chunks" / sha256, headers=headers, allow_redirects=False)
 
-    def _check(self, response: aiohttp.ClientResponse, offset: int) -> None:
-        """Raise OSError for an answer that cannot be bytes of a chunk from `offset` on."""
+    def _check(self, response: aiohttp.ClientResponse, offset: int) -> int:
+        """Return how many bytes have to come. Raises OSError for an answer that is not the piece from `offset` on."""
         if target := response.headers.get("Location"):
             host = response.url.join(URL(target)).host or "elsewhere"
             raise OSError(f"{self.name} redirects to {host}: give that address itself, if it is to be asked")
@@ -87,9 +92,11 @@ class HttpSource(ChunkSource):
         if response.headers.get("Content-Encoding", "identity") != "identity":
             raise OSError(f"{self.name} sends {response.headers['Content-Encoding']!r} content, asked for as it is")
         sent = response.headers.get("Content-Range", "")
-        first = re.match(r"bytes ([0-9]+)-", sent)
-        if first is None or int(first[1]) != offset:
-            raise OSError(f"{self.name} sends {sent!r}, asked for bytes from {offset}")
+        match = re.fullmatch(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})", sent)
+        first, last, total = map(int, match.groups()) if match else (-1, -1, -1)
+        if first != offset or last + 1 != min(offset + PIECE_BYTES, total) or last < first:
+            raise OSError(f"{self.name} sends {sent!r}, asked for {PIECE_BYTES} bytes from {offset}")
+        return last + 1 - first
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -133,6 +140,16 @@ class BucketSource(ChunkSource):
 Opened = HttpSource | BucketSource
 
 
+@dataclass(slots=True)
+class _Chunk:
+    """What is known of a chunk."""
+
+    givers: dict[str, int | None] = field(default_factory=dict)
+    """The URLs of the copies that gave bytes of it; where it ended there, after a short piece."""
+    patient_until: float | None = None
+    """Set when a copy was first found to lack it."""
+
+
 class WeightSources(ChunkSource):
     """Reads from copies of the store, each chunk from another one, and from `last` what none of them gives."""
 
@@ -150,9 +167,10 @@ class WeightSources(ChunkSource):
         self._refused_urls: set[str] = set()
         self._aside_until: dict[str, float] = {}
         """By URL."""
-        self._givers: dict[str, set[str]] = {}
-        """Which copies gave bytes of a chunk, since the last version."""
-        self._patient_until = clock() + _PATIENCE_S
+        self._chunks: dict[str, _Chunk] = {}
+        """By name."""
+        self._hurried_until = 0.0
+        """A copy lacked a chunk for too long: until then others are not waited for."""
         self._closing: set[asyncio.Task[None]] = set()
 
     def _open(self, url: str) -> Opened:
@@ -173,26 +191,42 @@ class WeightSources(ChunkSource):
                 except ConfigError as error:
                     self._refused_urls.add(url)
                     logger.warning("weights are not pulled from there: %s", error)
-        self._patient_until = self._clock() + _PATIENCE_S
-        self._givers.clear()
 
     async def read(self, sha256: str, offset: int) -> bytes | None:
         """Raises what `last` raises."""
+        chunk = self._chunks.setdefault(sha256, _Chunk())
+        if len(self._chunks) > _MAX_CHUNKS:
+            del self._chunks[next(iter(self._chunks))]
         while True:
             lacking = False
             for url, copy in self._in_order(sha256):
+                if chunk.givers.get(url) == offset:
+                    self._put_aside(url, _ASIDE_S, f"its weight chunk {sha256} ends too early, at byte {offset}")
+                    continue
+                start = self._clock()
                 try:
                     piece = await copy.read(sha256, offset)
                 except (ComposerError, OSError) as error:
                     self._put_aside(url, _ASIDE_S, str(error))
                     continue
                 if piece is not None:
-                    self._givers.setdefault(sha256, set()).add(url)
+                    chunk.givers[url] = offset + len(piece) if len(piece) < PIECE_BYTES else None
+                    if (seconds := self._clock() - start) > _SLOW_S:
+                        self._put_aside(url, _ASIDE_S, f"{len(piece)} bytes took {seconds:.1f} s")
                     return piece
                 lacking = True
-            if not lacking or self._clock() >= self._patient_until:
+            if not lacking or not self._waits(chunk):
                 return await self._last.read(sha256, offset)
             await asyncio.sleep(_POLL_S)  # The new version may be on its way to the copies.
+
+    def _waits(self, chunk: _Chunk) -> bool:
+        """Tell whether to give the copies some more time for a chunk that they lack."""
+        now = self._clock()
+        if chunk.patient_until is None:
+            chunk.patient_until = now + _PATIENCE_S
+        if now >= chunk.patient_until:
+            self._hurried_until = now + _ASIDE_S
+        return now >= self._hurried_until
 
     def _in_order(self, sha256: str) -> list[tuple[str, Opened]]:
         """Return the copies to ask, one after the other.
@@ -205,7 +239,7 @@ class WeightSources(ChunkSource):
 
     def refuse(self, sha256: str) -> bool:
         """Put the copies aside that gave a wrong chunk, or a part of it."""
-        givers = self._givers.pop(sha256, set())
+        givers = self._chunks.pop(sha256, _Chunk()).givers
         for url in givers:
             self._put_aside(url, _WRONG_ASIDE_S, f"it gave a wrong weight chunk, or a part of it: {sha256}")
         return bool(givers)

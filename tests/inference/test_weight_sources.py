@@ -199,7 +199,8 @@ async def scripted(handler) -> AsyncIterator[str]:
 
 
 async def endless(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(status=206, headers={"Content-Range": "bytes 0-9/10"})
+    headers = {"Content-Range": f"bytes 0-{PIECE_BYTES - 1}/{1 << 40}"}
+    response = web.StreamResponse(status=206, headers=headers)
     response.enable_chunked_encoding()
     await response.prepare(request)
     with contextlib.suppress(ConnectionError):
@@ -236,8 +237,10 @@ FAULTS = [
     (cut_off, OSError, "payload"),
     (answering(302, Location="http://198.51.100.7/secret"), OSError, "198.51.100.7"),
     (answering(302), OSError, "302"),
-    (answering(206, Content_Range="bytes 7-9/10"), OSError, "asked for bytes from 0"),
-    (answering(206), OSError, "asked for bytes from 0"),
+    (answering(206, Content_Range="bytes 7-9/10"), OSError, "bytes from 0"),
+    (answering(206, Content_Range="bytes 0-0/10"), OSError, "bytes from 0"),
+    (answering(206, Content_Range="bytes 0-9/10"), OSError, "sends 0 bytes"),
+    (answering(206), OSError, "bytes from 0"),
     (answering(206, Content_Encoding="gzip"), OSError, "'gzip' content"),
     (answering(200), OSError, "Range"),
     (answering(403), OSError, "403"),
@@ -317,7 +320,8 @@ def hosting(store: WeightStore, asked: list[str]):
         if data is None:
             return web.Response(status=404)
         asked.append(name)
-        return web.Response(body=data, status=206, headers={"Content-Range": f"bytes {first}-"})
+        last, total = first + len(data) - 1, (store.root / "chunks" / name).stat().st_size
+        return web.Response(body=data, status=206, headers={"Content-Range": f"bytes {first}-{last}/{total}"})
 
     return handler
 
@@ -360,9 +364,32 @@ def test_a_failing_source_is_put_aside_for_a_while(tmp_path):
                 clock.now += pause_s
                 await pull_one_by_one(sources, [ref])
             assert asked == [1000, 1061]
-            sources._givers[ref.sha256] = {url}
+            sources._chunks[ref.sha256].givers[url] = None
             assert sources.refuse(ref.sha256) and not sources.refuse(ref.sha256)
             assert sources._aside_until[url] == clock.now + 600
+            await sources.close()
+
+    asyncio.run(scenario())
+
+
+# Whoever gives a byte at a time, each as the chunk's last, or takes long for a piece, is left alone after the first.
+@pytest.mark.parametrize(("piece", "seconds"), [(1, 0), (PIECE_BYTES, 11)])
+def test_a_source_cannot_hold_a_node(tmp_path, piece, seconds):
+    async def scenario() -> None:
+        store, clock, asked = WeightStore(tmp_path), Clock(), []
+        (ref,) = store.put_chunks(b"x" * (PIECE_BYTES + 100))
+
+        async def handler(request: web.Request) -> web.Response:
+            first = request.http_range.start or 0
+            asked.append(first)
+            clock.now += seconds
+            span = f"bytes {first}-{first + piece - 1}/{ref.size if piece > 1 else first + 1}"
+            return web.Response(body=b"x" * piece, status=206, headers={"Content-Range": span})
+
+        async with scripted(handler) as url:
+            sources = sources_of(FolderSource(store), [url], clock=clock)
+            await pull_one_by_one(sources, [ref])
+            assert asked == [0] and url in sources._aside_until
             await sources.close()
 
     asyncio.run(scenario())
@@ -383,11 +410,11 @@ def test_a_copy_may_lag(tmp_path):
     asyncio.run(scenario())
 
 
-# After its patience a node asks the gateway.
+# After its patience a node asks the gateway, also when newer versions come all the time; then it waits no more.
 def test_the_gateway_is_asked_last(tmp_path):
     async def scenario() -> None:
         store, clock = WeightStore(tmp_path / "weights"), Clock()
-        (ref,) = store.put_chunks(b"x" * 100)
+        (ref,), (other,) = store.put_chunks(b"x" * 100), store.put_chunks(b"y" * 100)
         async with scripted(hosting(WeightStore(tmp_path / "empty"), [])) as url:
             sources = WeightSources(FolderSource(store), TIMEOUT_S, clock=clock)
             sources.learn([url], "127.0.0.1")
@@ -395,7 +422,9 @@ def test_the_gateway_is_asked_last(tmp_path):
             await asyncio.sleep(0.05)
             assert not pull.done()
             clock.now += 10
+            sources.learn([url], "127.0.0.1")
             await pull
+            await pull_one_by_one(sources, [other])
             await sources.close()
 
     asyncio.run(scenario())
