@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.config.hints import HintsConfig
-from composer_prime.config.removed import present_name
+from composer_prime.config.removed import present_name, removed_settings
 from composer_prime.config.sandbox import RuntimeConfig
 
 TOOL_LOOP = "orchestrator.environments.tool_loop"
@@ -85,6 +85,12 @@ class SourceConfig(BaseConfig):
     def _present_names(cls, table: dict[str, Any]) -> dict[str, Any]:
         is_named = isinstance(table.get("id"), str)
         return {**table, "id": present_name(table["id"])} if is_named else table
+
+    @model_validator(mode="after")
+    def _has_present_settings(self) -> SourceConfig:
+        if removed := removed_settings(self.taskset, self.eval_taskset):
+            raise ValueError(f"orchestrator.source {self.name!r}: {'; '.join(removed)}")
+        return self
 
     @model_validator(mode="after")
     def _is_used(self) -> SourceConfig:

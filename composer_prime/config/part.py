@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import model_validator
 from pydantic_config import BaseConfig
 
+from composer_prime.config.removed import value_now
 from composer_prime.console import did_you_mean
 
 
@@ -45,7 +46,7 @@ def check_names(entries: Iterable[str | PartConfig], known: Sequence[str], setti
         if part.is_own:
             continue
         if part.name not in known:
-            hint = did_you_mean(part.name, known)
+            hint = value_now(setting, part.name) or did_you_mean(part.name, known)
             raise ValueError(f"{setting} has {part.name!r}; expected {', '.join(known)}, or `module:Class`{hint}")
         if part.settings:
             raise ValueError(f"{setting} has settings {sorted(part.settings)} for {part.name!r}, which takes none")

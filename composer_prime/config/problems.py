@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from composer_prime.config.layers import Layer
-from composer_prime.config.removed import what_holds_now
+from composer_prime.config.removed import value_now, what_holds_now
 from composer_prime.config.root import Config, DisagreementError
 from composer_prime.console import did_you_mean, what_is_wrong
 from composer_prime.errors import ConfigError
@@ -57,7 +57,7 @@ def _sentence(location: Location, problems: list[Any], layers: Sequence[Layer]) 
         keys = ", ".join(section.model_fields)
         return f"{shown}: a section, not a value: set {dash}{key}.KEY, where KEY is one of {keys}"
     expected = " or ".join(dict.fromkeys(problem["msg"].removeprefix("Input should be ") for problem in problems))
-    return f"{shown}: expected {expected}"
+    return f"{shown}: expected {expected}{value_now('.'.join(names_of(location)), first['input'])}"
 
 
 def _suggestion(location: Location, dash: str) -> str:

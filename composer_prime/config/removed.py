@@ -25,6 +25,30 @@ MOVED = {
 }
 """Former name of a package that configurations name -> its present name. What lies below it moved with it."""
 _SHOWN = 6
+_OURS = "orchestrator.coding."
+"""Begins the modules of task sets whose settings this file knows. Those of other people's task sets stay."""
+_TASKSETS = (("orchestrator", "source", "taskset"), ("orchestrator", "source", "eval_taskset"))
+# fmt: off
+_FORMER_DEFAULTS = {
+    "stop_grace_s": 15, "prefill_tokens": 4096, "prefix_cache": True, "kv_at_swap": "keep", "cpu_kv_cache_gib": 1,
+    "start_timeout_s": 600, "swap_timeout_s": 300, "chunk_timeout_s": 30, "drain_timeout_s": 5, "worth_window_s": 600,
+    "file_mb": 64, "output_kb": 256, "output_mb": 16, "min_group": 2, "max_filtered_share": 0.9, "temperature": 1,
+    "pass_threshold": 1, "share": 0.25, "version_timeout_s": 600, "quarantine_s": 600, "max_epsilon": 0.5,
+    "too_long": "refuse", "gateway_processes": 1, "relays": True, "worker_start_timeout_s": 600, "momentum": 0.95,
+    "max_failed_groups": 32, "head_kernels": "auto", "anchor_every": 20, "max_skipped_steps": 3,
+    "collective_timeout_s": 600, "orchestrator_timeout_s": 120, "ratio_level": "token", "cispo_cap": 5,
+    "correction_level": "token", "tis_cap": 2, "mis_cap": 3, "icepop_low": 0.5, "icepop_high": 5,
+    "dppo_threshold": 0.2, "opsm_threshold": 0.5, "ema_rate": 0.01, "start_step": 1, "is_clip": 2,
+    "entropy_weighting": "none", "entropy_scale": 1, "taid_start": 0.2, "mix": 0.05, "simpo_margin": 0.5,
+    "voting": "sequential", "samples": 1, "max_retries": 4, "retry_base_s": 1, "retry_max_s": 30, "score": True,
+    "local_threads": 1, "local_start_timeout_s": 180, "usd_per_call": 1, "usd_per_trace": 5, "window_pairs": 64,
+    "mean_usd_per_trace": 5, "p95_s_per_step": 120, "error_rate": 0.25, "min_states": 20, "min_pairs_a_trace": 5,
+    "project": "composer-prime", "wandb_mode": "offline", "view": "auto", "refresh_s": 1, "k": 0.001, "q": 1,
+    "applies_to": "all", "thinking_tokens": 1, "tool_call_tokens": 1, "final_message_tokens": 1, "timeout_s": 300,
+    "placement": "message_end", "control": "none", "filtered_groups": True, "max_concurrent": 8, "rest_s": 30,
+}
+# fmt: on
+"""Last part of a removed key -> what it was unless it was set. A warning leaves such values out."""
 
 
 @functools.cache
@@ -33,7 +57,9 @@ def present_name(module: str) -> str:
     for former, present in MOVED.items():
         if module == former or module.startswith(f"{former}."):
             name = present + module.removeprefix(former)
-            logger.warning("the module %s is %s now: write the new name", module, name)
+            is_example = name.startswith("examples.")
+            place = " (in the checkout; found only where run.import_from has its root)" if is_example else ""
+            logger.warning("the module %s is %s now%s: write the new name", module, name, place)
             return name
     return module
 
@@ -47,26 +73,53 @@ REMOVED_VALUES = {
 
 
 def what_holds_now(location: Sequence[str | int]) -> str | None:
-    """Return what holds in place of the key at `location`; None where it was not removed."""
+    """Return what holds in place of the key at `location`; None where it was not removed.
+
+    Settings of a shipped task set lie below its module; its table `runtime` has the keys of the source's.
+    """
     names = [str(segment) for segment in location if not str(segment).isdecimal()]
+    if ".".join(names).startswith(_OURS) and "runtime" in names:
+        names = ["orchestrator", "source", *names[names.index("runtime") :]]
     prefixes = (".".join(names[: depth + 1]) for depth in range(len(names)))
     return next((REMOVED[prefix] for prefix in prefixes if prefix in REMOVED), None)
 
 
+def value_now(key: str, value: Any) -> str:
+    """Return the end of a sentence about a wrong value: what to write for a removed one, else nothing."""
+    present = REMOVED_VALUES.get((key, value)) if isinstance(value, str) else None
+    return f"; {value!r} was removed, and {present!r} comes nearest" if present else ""
+
+
+def removed_settings(taskset: dict[str, Any], eval_taskset: dict[str, Any]) -> list[str]:
+    """Return a sentence for each removed setting of a source's task sets."""
+    dropped: dict[str, Any] = {}
+    _kept({"taskset": taskset, "eval_taskset": eval_taskset}, _TASKSETS[0][:-1], dropped)
+    return [f"{key} was removed: {what_holds_now(key.split('.'))}" for key in dropped]
+
+
 def without_removed(values: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return the tables of an older run's config.json without removed keys. Warn of those that had a value."""
-    dropped: dict[str, None] = {}
+    """Return the tables of an older run's config.json without removed keys. Warn of those that were set."""
+    dropped: dict[str, Any] = {}
     kept = _kept(values, (), dropped)
-    if dropped:
-        shown = [f"{key} ({what_holds_now(key.split('.'))})" for key in list(dropped)[:_SHOWN]]
-        more = f", and {len(dropped) - _SHOWN} more" if len(dropped) > _SHOWN else ""
+    if were_set := [key for key, value in dropped.items() if _was_set(key.rpartition(".")[2], value)]:
+        shown = [f"{key} ({what_holds_now(key.split('.'))})" for key in were_set[:_SHOWN]]
+        more = f", and {len(were_set) - _SHOWN} more" if len(were_set) > _SHOWN else ""
         logger.warning("%s has settings that this release no longer has: %s%s", origin, ", ".join(shown), more)
     return kept
 
 
-def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, None]) -> Any:
+def _was_set(name: str, value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_was_set(key, inner) for key, inner in value.items())
+    return value not in (None, False, 0, "", [], _FORMER_DEFAULTS.get(name))
+
+
+def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, Any]) -> Any:
+    """Return `node` without removed keys. They are added to `dropped`, with their values."""
     if isinstance(node, list):
         return _without_repeats(node, [_kept(element, location, dropped) for element in node])
+    if isinstance(node, dict) and value_now(".".join(location), node.get("name")):
+        node = node["name"]
     if isinstance(node, str):
         return _present_value(".".join(location), node)
     if not isinstance(node, dict):
@@ -74,11 +127,21 @@ def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, None]) -> Any
     kept = {}
     for key, value in node.items():
         where = (*location, key)
-        if what_holds_now(where) is None:
+        if where in _TASKSETS:
+            kept[key] = _kept_settings(node, value, dropped)
+        elif what_holds_now(where) is None:
             kept[key] = _kept(value, where, dropped)
-        elif value not in (None, False, 0, "", [], {}):
-            dropped[".".join(where)] = None
+        else:
+            dropped[".".join(where)] = value
     return kept
+
+
+def _kept_settings(source: dict[str, Any], settings: Any, dropped: dict[str, Any]) -> Any:
+    """Return the settings of a task set of `source` without the removed ones of a shipped task set."""
+    tables = [table for table in (settings, source.get("taskset")) if isinstance(table, dict)]
+    name = next((table["id"] for table in tables if isinstance(table.get("id"), str)), "")
+    module = present_name(name)
+    return _kept(settings, tuple(module.split(".")), dropped) if module.startswith(_OURS) else settings
 
 
 def _without_repeats(before: list[Any], elements: list[Any]) -> list[Any]:

@@ -36,7 +36,6 @@ from verifiers.v1.trace import Error
 from verifiers.v1.types import AssistantMessage, ToolMessage, content_text
 from verifiers.v1.utils import loaders
 
-from composer_prime.config.removed import what_holds_now
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError
 from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE
@@ -231,7 +230,6 @@ def _problems(error: pydantic.ValidationError, spec: SourceSpec, taskset: dict[s
         if problem["type"] == "extra_forbidden" and fields is not None:
             near = difflib.get_close_matches(place[-1], fields, n=3)
             message = f"no such setting; did you mean {' or '.join(near)}?" if near else f"it has {', '.join(fields)}"
-            message = what_holds_now(("orchestrator", "source", *place)) or message
         lines.append(f"{'.'.join(place)}: {message}")
     return "\n".join(lines)
 

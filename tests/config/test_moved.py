@@ -15,6 +15,7 @@ def test_former_names_of_task_sets_work(former, caplog):
     assert source.taskset["id"].startswith(("orchestrator.coding.", "examples.")) and source.taskset["split"] == "all"
     assert module_file(source.taskset["id"]) is not None
     assert source.taskset["id"] in caplog.text
+    assert ("run.import_from" in caplog.text) == source.taskset["id"].startswith("examples.")
 
 
 # Other names stay.

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from composer_prime.config.load import dump, read_config, resolve
-from composer_prime.config.removed import REMOVED
+from composer_prime.config.removed import REMOVED, without_removed
 from composer_prime.errors import ConfigError
+from orchestrator.hints.generate import Templates
+from orchestrator.hints.stage import check_kinds
 
 NOW = "now four are drawn"
 
@@ -52,3 +54,69 @@ def test_unknown_key(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError):
         read_config(tmp_path / "config.json")
+
+
+# Settings of a shipped task set, also by its former name, are refused in a new file and left out of an old run's.
+# Another task set's, of the same names, stay.
+@pytest.mark.parametrize(
+    ("taskset", "setting", "value"),
+    [
+        ("orchestrator.environments.code", "conflicting", 3),
+        ("orchestrator.coding.code", "runtime", {"allow": ["example.org"], "limits": {"file_mb": 1}}),
+        ("orchestrator.coding.formats.harbor", "output_chars", 900),
+        ("orchestrator.coding.formats.programs", "shown_tests", 3),
+        ("orchestrator.coding.formats.openenv", "task", {"reward": "last"}),
+    ],
+)
+def test_settings_of_task_sets(taskset: str, setting: str, value):
+    def source(name: str) -> dict:
+        tables = {"taskset": {"id": name, "seed": 1}, "eval_taskset": {setting: value}}
+        return {"orchestrator": {"source": [{"name": "a", **tables}]}}
+
+    def flags(name: str) -> list[str]:
+        tables = source(name)["orchestrator"]["source"][0]
+        return [
+            w for key in tables if key != "name" for w in (f"--orchestrator.source.0.{key}", json.dumps(tables[key]))
+        ]
+
+    with pytest.raises(ConfigError, match=f"{setting}.* was removed: "):
+        resolve(["@", "configs/a1.toml", *flags(taskset)])
+    evaluation = without_removed(source(taskset), "old")["orchestrator"]["source"][0]["eval_taskset"]
+    assert evaluation in ({}, {setting: {}}, {setting: {"limits": {}}})
+    assert resolve(["@", "configs/a1.toml", *flags("theirs")]).config.orchestrator.source[0].eval_taskset[setting]
+    assert without_removed(source("theirs"), "old") == source("theirs")
+
+
+# What is still a setting of another shipped task set stays.
+def test_present_settings_stay():
+    source = {"name": "a", "taskset": {"id": "orchestrator.coding.code", "output_chars": 900}}
+    assert without_removed({"orchestrator": {"source": [source]}}, "old") == {"orchestrator": {"source": [source]}}
+
+
+# A warning names what was set, not former defaults.
+def test_former_defaults_are_not_named(caplog):
+    behavior = {"penalty": 0.0, "k": 0.001, "q": 1.0, "auxiliary": []}
+    values = {"orchestrator": {"behavior": behavior}, "inference": {"local": {"prefix_cache": True}}}
+    assert without_removed(values, "old") == {"orchestrator": {}, "inference": {"local": {}}}
+    assert not caplog.text
+    behavior["penalty"] = 0.1
+    without_removed(values, "old")
+    assert "orchestrator.behavior" in caplog.text and "prefix_cache" not in caplog.text
+
+
+# Removed values are read as the nearest present ones, also in the long form. A new file is told which these are.
+def test_removed_values(tmp_path: Path):
+    values = json.loads(dump(resolve(["@", "configs/a1.toml", "--orchestrator.hints.weights", '{"judged": 2}']).config))
+    values["orchestrator"]["hints"] |= {"detect": [{"name": "judge", "settings": {}}, "tool_error"]}
+    values["orchestrator"]["hints"] |= {"layers": [{"name": "introspection"}, "raw_error"]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    hints = read_config(tmp_path / "config.json").orchestrator.hints
+    assert hints is not None and (hints.detect, hints.layers) == (["tool_error"], ["raw_error"])
+    check_kinds(hints, Templates.load())
+    for flag, value, present in [
+        ("orchestrator.hints.detect", '["judge"]', "tool_error"),
+        ("orchestrator.hints.layers", '["introspection"]', "raw_error"),
+        ("channels.sdpo.teacher.kind", "trust_region", "frozen"),
+    ]:
+        with pytest.raises(ConfigError, match=f"was removed, and '{present}' comes nearest"):
+            resolve(["@", "configs/a1.toml", f"--{flag}", value])
