@@ -151,9 +151,11 @@ class Bodies:
     clock: Callable[[], float]
     on_change: Callable[[], None]
     """Called when a body is whole."""
+    _short_since: list[float] = field(default_factory=list)
+    """When an offer first found no room since one last did; empty while there is room."""
 
     def offer(self, header: messages.Header, instance: int) -> messages.ToPeer:
-        """Answer from which byte a body may be sent.
+        """Answer from which byte a body may be sent, or that there is no room yet.
 
         Raises WireErrors for one that does not belong here.
         """
@@ -179,15 +181,17 @@ class Bodies:
             messages.Position(header.outer_step, header.base_hash, peer.positions[header.rank].training),
             now,
         )
-        self._make_room(header)
+        if (wait := self._make_room(header, now)) is not None:
+            return wait
         blob = self.rounds.delta(header)
         if blob.complete:
             self.rounds.note_whole(header.outer_step, now)
         return messages.Received(name=header.name, size=blob.received)
 
     def _offer_state(self, header: messages.Header, now: float) -> messages.ToPeer:
-        if self.transfers.requested_from(header.peer) == header.serial:
-            self._make_room(header)
+        wanted = self.transfers.requested_from(header.peer) == header.serial
+        if wanted and (wait := self._make_room(header, now)) is not None:
+            return wait
         blob = self.transfers.state(header, now)
         if blob is None:
             return messages.Gone(reason="this state is not wanted")
@@ -235,17 +239,22 @@ class Bodies:
         kept = self.rounds.rounds.get(int(number))
         return kept.blobs.get((peer, int(rank))) if kept else None
 
-    def _make_room(self, header: messages.Header) -> None:
+    def _make_room(self, header: messages.Header, now: float) -> messages.RoundNotReady | None:
         """Drop the oldest rounds for a body that is to come, and for a delta also the state.
 
-        The newest round stays for late peers. Raises WireError when the body does not fit even so.
+        Return an answer to wait while it does not fit yet. Raises WireError when it would not fit even alone.
         """
-        known = self.find(header.name)
+        known, limit, short = self.find(header.name), self.max_bytes, self._short_since
         if known is not None and known.header.checksum == header.checksum:
-            return
-        while self.held_bytes + header.size > self.max_bytes:
-            if self.rounds.oldest < self.rounds.newest:
-                self.rounds.drop_oldest()
+            return None
+        if header.size > limit:
+            raise WireError(
+                f"{header.name} has {header.size / 1e9:.3g} GB, more than the rendezvous' {limit / 1e9:.3g} GB: start "
+                "`diloco rendezvous` with a larger --memory-gb"
+            )
+        short_s = now - short[0] if short else 0.0
+        while self.held_bytes + header.size > limit:
+            if self.rounds.drop_oldest(now, short_s):
                 self.transfers.expire(self.rounds.oldest)
             elif header.kind == "delta" and self.transfers.current is not None:
                 logger.warning(
@@ -254,18 +263,21 @@ class Bodies:
                 )
                 self.transfers.drop()
             else:
-                raise WireError(
-                    f"{header.name} has {header.size / 1e9:.3g} GB, and {self.held_bytes / 1e9:.3g} of the rendezvous' "
-                    f"{self.max_bytes / 1e9:.3g} GB are in use: start `diloco rendezvous` with a larger --memory-gb"
+                short[:] = short or [now]
+                return messages.RoundNotReady(
+                    waiting_for=f"room for the {header.size / 1e9:.3g} GB of {header.name}: what is under way holds "
+                    f"{self.held_bytes / 1e9:.3g} of the rendezvous' {limit / 1e9:.3g} GB (--memory-gb)"
                 )
+        short.clear()
+        return None
 
     def check_room(self, hello: messages.PeerHello, now: float) -> None:
-        """Raises WireError when two rounds of the peers that are here and of this one do not fit in memory at once."""
+        """Raises WireError when the deltas of the peers that are here and of this one do not fit in memory at once."""
         others = {peer.name: peer.ranks * max(peer.delta_bytes.values()) for peer in self.rounds.alive(now)}
         needed = others | {hello.peer: hello.ranks * hello.delta_bytes}
-        if (total := 2 * sum(needed.values())) > self.max_bytes:
+        if (total := sum(needed.values())) > self.max_bytes:
             raise WireError(
-                f"two rounds of the peers {', '.join(sorted(needed))} take up to {total / 1e9:.3g} GB, more than the "
+                f"the deltas of the peers {', '.join(sorted(needed))} take up to {total / 1e9:.3g} GB, more than the "
                 f"rendezvous' {self.max_bytes / 1e9:.3g} GB: start `diloco rendezvous` with a larger --memory-gb, or "
                 "raise diloco.fragments"
             )

@@ -268,5 +268,16 @@ class Rounds:
         kept = [step for step, each in self.rounds.items() if each.is_closed]
         return min(kept, default=self.newest + 1)
 
-    def drop_oldest(self) -> None:
+    def drop_oldest(self, now: float, short_s: float) -> bool:
+        """Drop the oldest closed round; return whether there was one to drop.
+
+        Keep the newest until all peers that train have taken it, or room was short (`short_s`) for longer than their
+        deadlines: those that have not must rejoin.
+        """
+        behind = [
+            peer.deadline_s for peer in self.training(now) if peer.outer_step <= self.newest and not peer.standing
+        ]
+        if self.oldest > self.newest or (self.oldest == self.newest and short_s <= max(behind, default=-1.0)):
+            return False
         del self.rounds[self.oldest]
+        return True

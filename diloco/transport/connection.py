@@ -158,13 +158,25 @@ class Connection:
             except WireError as error:
                 future.set_exception(error)
 
-    async def upload(self, header: messages.Header, body: memoryview, instance: int) -> bool:
-        """Upload a blob; return False when its round closed or it is not wanted any more. Raises RefusedError."""
+    async def upload(
+        self,
+        header: messages.Header,
+        body: memoryview,
+        instance: int,
+        on_wait: Callable[[str], None] = lambda waiting_for: None,
+    ) -> bool:
+        """Upload a blob; return False when its round closed or it is not wanted any more. Raises RefusedError.
+
+        `on_wait` gets what the rendezvous waits for while it has no room; then the round's deadline ends the wait.
+        """
         flow = Flow()
         while True:
             answer = await self.call(messages.DeltaOffer(header=header, instance=instance))
             if isinstance(answer, messages.RoundClosed | messages.Gone):
                 return False
+            if isinstance(answer, messages.RoundNotReady):
+                on_wait(answer.waiting_for)
+                continue
             assert isinstance(answer, messages.Received)
             if answer.size == header.size:
                 return True

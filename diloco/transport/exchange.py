@@ -69,8 +69,10 @@ class Exchange:
         )
         began = time.monotonic()
         while True:
-            if header is not None and await self.connection.upload(header, body, hello.instance) and began:
-                began, self.upload_s = 0.0, time.monotonic() - began
+            if header is not None:
+                uploaded = await self.connection.upload(header, body, hello.instance, self._note_wait)
+                if uploaded and began:
+                    began, self.upload_s = 0.0, time.monotonic() - began
             match await self.connection.call(ask):
                 case messages.RoundOutcome() as outcome:
                     self._check_outcome(outcome, outer_step, base_hash)
@@ -81,6 +83,9 @@ class Exchange:
                     return MustRejoin(reason)
                 case messages.RoundNotReady(waiting_for=waiting_for):
                     self.waiting_for = waiting_for
+
+    def _note_wait(self, waiting_for: str) -> None:
+        self.waiting_for = waiting_for
 
     def _check_outcome(self, outcome: messages.RoundOutcome, outer_step: int, base_hash: str) -> None:
         """Raises WireErrors when a header is forged, of another run, or of another round."""

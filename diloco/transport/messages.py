@@ -2,7 +2,8 @@
 
     PeerHello ----> PeerWelcome                run, layout and settings must be those of the others
     Beat ---------> BeatReply                  alive; is a round open, is this peer's state wanted
-    DeltaOffer ---> Received | RoundClosed | Gone     the header of a blob; its bytes may come, from this one on
+    DeltaOffer ---> Received | RoundClosed | RoundNotReady | Gone     the header of a blob; its bytes may come, from
+                                               this one on, or there is no room for them yet
     BodyChunk ----> Received | Gone            some of its bytes
     AskRound -----> RoundOutcome | RoundNotReady | Gone     whose deltas make up an outer step
     AskState -----> Current | StateReady | RoundNotReady    whether to join with one's own state or with another peer's;

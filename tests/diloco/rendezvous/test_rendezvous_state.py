@@ -46,16 +46,40 @@ def test_deltas_before_states():
     for peer in "abc":
         assert isinstance(rendezvous.offer(peer, 1, body=b"y" * 140), Received)
     assert rendezvous.transfers.current is None and rendezvous.rounds.newest == 0
-    with pytest.raises(WireError, match="--memory-gb"):
-        rendezvous.offer("c", 1, body=b"z" * 300)
+    assert isinstance(rendezvous.offer("c", 1, body=b"z" * 300), RoundNotReady)
 
 
-# Peers of whose deltas two rounds do not fit at once are told so when they come; those that are there train on.
+# Three peers, room for 4.5 deltas. Who is ahead waits until all have taken the last round, whose deltas then go.
+# Before, it was refused, and its process died. A peer that does not take it is waited for as long as its deadline.
+@pytest.mark.parametrize("taken", [True, False])
+def test_peers_wait_for_room(taken):
+    rendezvous = RendezvousState(max_bytes=450)
+    rendezvous.begin("a", "b", "c")
+    rendezvous.close(0, "a", "b", "c", body=b"x" * 100)
+    for peer in "ab":
+        rendezvous.beat(peer, 1)
+    assert isinstance(rendezvous.offer("a", 1, body=b"y" * 100), Received)
+    told = rendezvous.offer("b", 1, body=b"y" * 100)
+    assert isinstance(told, RoundNotReady)
+    held = "what is under way holds 4e-07 of the rendezvous' 4.5e-07 GB (--memory-gb)"
+    assert told.waiting_for == f"room for the 1e-07 GB of delta/1/b/0: {held}"
+    if taken:
+        rendezvous.beat("c", 1)
+    else:
+        rendezvous.now += DEADLINE_S
+        assert isinstance(rendezvous.offer("b", 1, body=b"y" * 100), RoundNotReady)
+        rendezvous.now += 1
+        rendezvous.beat("c", 0)
+    assert isinstance(rendezvous.offer("b", 1, body=b"y" * 100), Received)
+    assert rendezvous.rounds.closed(0) is None and rendezvous.rounds.newest == 0
+
+
+# Peers whose deltas do not fit at once are told so when they come, with both figures; those that are there train on.
 def test_room_is_known_at_the_hello():
-    rendezvous = RendezvousState(max_bytes=900)
+    rendezvous = RendezvousState(max_bytes=450)
     for peer in "abcd":
         rendezvous.hello(peer, delta_bytes=100)
-    with pytest.raises(WireError, match=r"a, b, c, d, e .*--memory-gb"):
+    with pytest.raises(WireError, match=r"of the peers a, b, c, d, e take up to 5e-07 GB, more than .* 4.5e-07 GB: .*"):
         rendezvous.hello("e", delta_bytes=100)
 
 
