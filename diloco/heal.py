@@ -15,13 +15,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import CheckpointError, ChecksumError, DeadlineError
 from diloco.fragments import Schedule
 from diloco.outer_step import OuterSteps
 from diloco.ranks import POLL_S, Ranks
 from diloco.state import Replica, unpack_state
-from diloco.transport.exchange import JoinSource, MustRejoin, RoundResult
+from diloco.transport.exchange import MustRejoin, RoundResult
 from diloco.transport.messages import Header
 from diloco.transport.peer_link import PeerLink
 
@@ -81,19 +83,22 @@ class Healer:
     def _choose_state(self, deadline: float) -> int:
         """Take over the state that the rendezvous names, unless this peer's own will do; return the last closed round.
 
-        The ranks ask in step, and all take over the same. A collective. Raises DeadlineError, CheckpointError.
+        The ranks ask in step, and all take over or none. A collective. Raises DeadlineError.
         """
         model = self.replica.global_model
         self.link.request_source(model.outer_step, model.hash)
         while True:
             source = self.link.join_source(POLL_S)
             ready, in_time = self.ranks.smallest([source is not None, time.monotonic() < deadline])
-            if ready and source is not None and self._same_on_all_ranks(source):
-                self.link.release_source()
-                if source.header is not None:
-                    self._take_over(source.header, source.body)
-                return source.newest
-            if ready:
+            if ready and source is not None:
+                serial = source.header.serial if source.header is not None else 0
+                if self.ranks.equal([serial, source.newest]):
+                    tensors = self._unpack(source.header, source.body) if source.header is not None else None
+                    if self.ranks.all(source.header is None or tensors is not None):
+                        self.link.release_source()
+                        if source.header is not None and tensors is not None:
+                            self._take_over(source.header, tensors)
+                        return source.newest
                 self.link.request_source(model.outer_step, model.hash)
             if not in_time:
                 raise DeadlineError(
@@ -101,23 +106,22 @@ class Healer:
                     f"rendezvous waits for {self.link.waiting_for}. Raise it if that only needs longer"
                 )
 
-    def _same_on_all_ranks(self, source: JoinSource) -> bool:
-        return self.ranks.equal([source.header.serial if source.header is not None else 0, source.newest])
-
-    def _take_over(self, header: Header, body: bytearray) -> None:
-        """Take over another peer's state. Raises CheckpointError when it is not what its header says."""
+    def _unpack(self, header: Header, body: bytearray) -> dict[str, Tensor] | None:
+        """Return None for a state that this rank cannot take over: the rendezvous then asks another source."""
         try:
             tensors, _ = unpack_state(body)
             self.replica.global_model.verify(tensors, header.outer_step, header.base_hash)
+            return tensors
         except (CheckpointError, ChecksumError) as error:
-            raise CheckpointError(
-                f"the state that peer {header.peer} serves is refused: {error}. Restart that peer without --resume"
-            ) from None
+            problem = f"the state that peer {header.peer} serves is refused: {error}"
+            logger.warning("%s", problem)
+            self.link.refuse_state(header.serial, problem)
+            return None
+
+    def _take_over(self, header: Header, tensors: dict[str, Tensor]) -> None:
         tokens_given_up = self.replica.take_over(tensors, header.outer_step)
         self.on_state_replaced()
         logger.info(
-            "took over the state of peer %s at outer step %d; own work on %.0f tokens is given up",
-            header.peer,
-            header.outer_step,
-            tokens_given_up,
-        )
+            "took over the state of peer %s at outer step %d; own work on %.0f tokens is given up", header.peer,
+            header.outer_step, tokens_given_up,
+        )  # fmt: skip

@@ -4,7 +4,7 @@
     StateTransfers     which training peer is asked for its state, for the peers that join
 
 A source uploads its state once. The state stays for later joining peers while the rounds since then are
-kept. A source that dies or makes no progress is replaced by another.
+kept. A source that dies or makes no progress is replaced by another, as is one whose state is refused.
 """
 
 from __future__ import annotations
@@ -116,10 +116,14 @@ class StateTransfers:
         current.progress_at = now
         return blob
 
-    def refuse(self, transfer: StateTransfer) -> None:
-        """Drop the current state as a failure of its source."""
-        self._failures[transfer.source] += 1
+    def refuse(self, serial: int) -> str | None:
+        """Drop this state as a failure of its source; return the source, None when the state is not here any more."""
+        current = self.current
+        if current is None or current.serial != serial:
+            return None
+        self._failures[current.source] += 1
         self.drop()
+        return current.source
 
     def drop(self) -> None:
         """Drop the current state, which is of a void part of the run."""

@@ -87,6 +87,8 @@ class RequestHandler:
                 return self._outcome(request)
             case messages.AskState():
                 return self.joins.answer(request, self._clock())
+            case messages.Unusable():
+                return self._unusable(request)
 
     def _sender(self, request: messages.FromPeer) -> tuple[str, int] | None:
         """Return the peer and which start of it; None where it does not matter."""
@@ -141,6 +143,15 @@ class RequestHandler:
             left_s=self.rounds.left_s(current, now) if current else None,
             state_wanted=self.transfers.requested_from(beat.peer, beat.rank),
         )
+
+    def _unusable(self, unusable: messages.Unusable) -> messages.ToPeer:
+        source = self.transfers.refuse(unusable.serial)
+        if source is not None:
+            logger.warning(
+                "the state of peer %s is dropped, peer %s reports: %s", source, unusable.peer, unusable.reason
+            )
+            self._on_change()
+        return messages.Gone(reason="this state is no longer used")
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 

@@ -194,7 +194,7 @@ class Joins:
         if closed is not None and closed.base != transfer.base:  # it fits no round that would follow on it
             step = closed.outer_step
             logger.warning("the state of peer %s is not the others' of outer step %d", transfer.source, step)
-            self.transfers.refuse(transfer)
+            self.transfers.refuse(transfer.serial)
             return RoundNotReady(waiting_for="a state that the later rounds build on")
         newest = join.newest_by_state.setdefault(transfer.serial, self.rounds.newest)
         return StateReady(header=transfer.blobs[rank].header, newest=newest)

@@ -9,6 +9,7 @@
     AskState -----> Current | StateReady | RoundNotReady    whether to join with one's own state or with another peer's;
                                                decided once all ranks of the peer have asked, for all of them
     Get ----------> Piece | Gone               some bytes of a blob that another peer offered
+    Unusable -----> Gone                       a state cannot be taken over: ask another source
     (any) --------> RequestRefused             does not belong here, and why
 
 Every request may be repeated: the answer to the second is that to the first.
@@ -230,6 +231,14 @@ class Get(Message, frozen=True, tag="get"):
     length: int
 
 
+class Unusable(Message, frozen=True, tag="unusable"):
+    peer: str
+    """The sender."""
+    instance: int
+    serial: int
+    reason: str
+
+
 class PeerWelcome(Message, frozen=True, tag="welcome"):
     beat_s: float
     """Seconds between beats."""
@@ -297,7 +306,7 @@ class RequestRefused(Message, frozen=True, tag="refused"):
     error: str
 
 
-FromPeer = PeerHello | Beat | DeltaOffer | BodyChunk | AskRound | AskState | Get
+FromPeer = PeerHello | Beat | DeltaOffer | BodyChunk | AskRound | AskState | Get | Unusable
 ToPeer = (
     PeerWelcome | BeatReply | Received | RoundClosed | Gone | RoundNotReady | RoundOutcome | Current | StateReady
     | Piece | RequestRefused

@@ -169,6 +169,13 @@ class PeerLink:
             return None
         return status.left_s - (time.monotonic() - self._status_at) - self._live.upload_s
 
+    def refuse_state(self, serial: int, reason: str) -> None:
+        """Report that this state cannot be taken over: another source is asked. Never waits."""
+        self._live.waiting_for = f"another state, because {reason}"
+        hello = self._hello
+        unusable = messages.Unusable(peer=hello.peer, instance=hello.instance, serial=serial, reason=reason)
+        self._submit(self._live.connection.call(unusable))
+
     def request_source(self, outer_step: int, base_hash: str) -> None:
         """Ask which state to join with, being at `outer_step` with `base_hash`; all ranks of the peer must ask."""
         if self._source is not None:

@@ -1,14 +1,16 @@
-"""States that no peer can join with: the joining peer refuses them."""
+"""States that no peer can join with: the joining peer refuses them, and gets one from another source."""
 
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import msgspec
 import pytest
+import torch
 from joint_run import settings, together, train
 
-from composer_prime.errors import CheckpointError
+from composer_prime.errors import DeadlineError
 from diloco.state import pack_state, unpack_state
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport.messages import body_checksum
@@ -41,30 +43,59 @@ def leave_a_part_out(engine: StreamingDiLoCo) -> None:
     engine._link._state_blob = without
 
 
-# Peer a has a damaged model in memory, or serves a state that is not what its header says, or half of one: the joining
-# peer refuses it, and names the peer.
+# Peer a, which is asked first, has a damaged model in memory, or serves a state that is not what its header says, or
+# half of one: the joining peer refuses it and gets the state of peer b, the very model that b holds.
 @pytest.mark.parametrize("fault", [damage, claim_another_hash, leave_a_part_out])
-def test_a_bad_state_is_refused(make_rendezvous, key_file, fault):
+def test_another_source_is_asked(make_rendezvous, key_file, caplog, fault):
+    server = make_rendezvous()
+    values = {"sync_every": 1000, "outer": {"lr": 0.7, "momentum": 0.9}}  # no round comes in between
+    apart = partial(settings, server.endpoint, key_file, **values)
+    ready, finished = threading.Barrier(3), threading.Event()
+
+    def steady(name: str, peer: int):
+        def before_step(step, engine):
+            if step == 1:
+                if name == "a":
+                    fault(engine)
+                ready.wait(200)
+            finished.wait(0.02)
+
+        return train(apart(name), peer, 5000, before_step=before_step, stop=finished.is_set)
+
+    def join():
+        ready.wait(200)
+        try:
+            return train(apart("c", heal_timeout_s=20), 2, 1, seed=7)
+        finally:
+            finished.set()
+
+    _, b, c = together(partial(steady, "a", 0), partial(steady, "b", 1), join)
+    assert torch.equal(c.masters[0], b.masters[0]) and c.hashes[0] == b.hashes[0]
+    assert "the state of peer a is dropped" in caplog.text and server.server.transfers.current.source == "b"
+
+
+# With no other source the joining peer asks until its timeout, and its error names what it waits for.
+def test_no_other_source(make_rendezvous, key_file):
     server = make_rendezvous()
     ready, finished = threading.Event(), threading.Event()
-    values = {"sync_every": 1000, "outer": {"lr": 0.7, "momentum": 0.9}}  # no round comes in between
 
     def steady():
         def before_step(step, engine):
             if step == 1:
-                fault(engine)
+                damage(engine)
                 ready.set()
             finished.wait(0.02)
 
-        train(
-            settings(server.endpoint, key_file, "a", **values), 0, 5000, before_step=before_step, stop=finished.is_set
-        )
+        config = settings(server.endpoint, key_file, "a", sync_every=1000)
+        train(config, 0, 5000, before_step=before_step, stop=finished.is_set)
 
     def join():
         assert ready.wait(200)
         try:
-            with pytest.raises(CheckpointError, match="the state that peer a serves"):
-                train(settings(server.endpoint, key_file, "c", heal_timeout_s=20, **values), 1, 1, seed=7)
+            with pytest.raises(
+                DeadlineError, match=r"heal_timeout_s = 2 s: .* waits for another state, because .* peer a "
+            ):
+                train(settings(server.endpoint, key_file, "c", heal_timeout_s=2), 1, 1, seed=7)
         finally:
             finished.set()
 

@@ -14,6 +14,7 @@ from diloco.transport.messages import (
     PeerWelcome,
     Received,
     RoundNotReady,
+    Unusable,
 )
 
 
@@ -239,6 +240,7 @@ def test_a_thawed_predecessor_brings_nothing():
     for request in (
         DeltaOffer(header=blob.header, instance=1),
         BodyChunk(name=blob.header.name, offset=0, data=b"predecess", instance=1),
+        Unusable(peer="b", instance=1, serial=1, reason="damaged"),
     ):
         with pytest.raises(RunMismatchError, match="another process has taken its place"):
             rendezvous.handler.answer(request)
