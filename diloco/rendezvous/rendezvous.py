@@ -125,12 +125,17 @@ class Rendezvous:
     # -- closing rounds ------------------------------------------------------------------------------------------
 
     async def _close_rounds(self) -> None:
+        beat_s, last = self.settings.beat_timeout_s / 5, time.monotonic()
         while True:
+            if time.monotonic() - last > beat_s:  # it was suspended: beats wait in the socket, hear them first
+                logger.warning("this process stood still: rounds close when its peers had time for a beat")
+                await asyncio.sleep(beat_s)
             now = time.monotonic()
             self._log_arrivals(now)
             may_close, members = self.handler.may_close(now), self.rounds.closable(now, self.settings.min_peers)
             if may_close and members is not None:
                 await self._close(members)
+            last = time.monotonic()
             await asyncio.sleep(_TICK_S)
 
     def _log_arrivals(self, now: float) -> None:
