@@ -11,7 +11,7 @@ tokens behind the swap would not be compared with suspect weights (inference/aud
 from __future__ import annotations
 
 import time
-from collections.abc import Container
+from collections.abc import Collection, Container
 
 import numpy as np
 
@@ -62,10 +62,12 @@ def check_sampled(
     versions: range,
     node_id: str,
     swaps: Container[int] = (),
+    published: Collection[int] = (),
 ) -> Answer:
     """Return the answer in `message`, which begins with what its node `streamed`; or the part, which comes after it.
 
     `versions`: policy versions that may have sampled it. `swaps`: those that its node swapped in meanwhile.
+    `published`: all versions from the first of them on; the numbers jump in joint runs.
 
     Raises WireError naming what is wrong with it.
     """
@@ -76,6 +78,9 @@ def check_sampled(
         _check_end(message.finish_reason, len(token_ids), max_tokens)
     _check_values(token_ids, logprobs, vocab_size)
     _check_spans(message.version_spans, len(token_ids), versions, swaps)
+    for span in message.version_spans:
+        if span.version not in published and span.version > min(published, default=span.version):
+            raise WireError(f"there never was a version {span.version}")
     if streamed and message.is_part:
         _check_seam(streamed.newest_version, message.version_spans[0].version, swaps)
     elif streamed:

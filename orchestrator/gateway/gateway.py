@@ -88,6 +88,7 @@ class Gateway:
             no_node_timeout_s=orchestrator.no_node_timeout_s,
             request_timeout_s=max((source.timeout_s for source in orchestrator.source), default=0.0),
         )
+        self.router.published.update(weight_store.versions())
         self.waits = Waits(self.router, partial(_join_hint, self._node_socket, keys))
         self._config = config
         self._run_id = run_id
@@ -221,6 +222,7 @@ class Gateway:
         manifest = open_signed(signed, self._verifier, run_id=self._run_id)
         self.version = self.router.newest_version = manifest.version
         self.router.oldest_version = min(self.router.oldest_version, manifest.version)
+        self.router.published = {old for old in self.router.published if old < manifest.version} | {manifest.version}
         self._link.newest_manifest = signed
         self._link.grant(manifest)
         if self.audits is not None:

@@ -112,6 +112,8 @@ class Router:
         """Nodes with older weights get no request: they are catching up."""
         self.newest_version = 0
         """The newest that is published. Nodes with newer weights get no request: their future was rewound."""
+        self.published: set[int] = set()
+        """The versions that there were, from the first of them on."""
         self._send = send
         self._vocab_size = vocab_size
         self._suspend_s = suspend_s
@@ -316,6 +318,7 @@ class Router:
                 versions=range(request.least_version, self.newest_version + 1),
                 node_id=node.node_id,
                 swaps=node.reports.swaps_since(running.placed),
+                published=self.published,
             )
         except WireError as error:
             self._refuse(request, node, error, cancel=message.is_part)

@@ -106,3 +106,15 @@ async def test_a_rewound_version_is_served_again():
     await fleet.ask()
     assert len(fleet.sent["a"]) == 1
     await fleet.close()
+
+
+@pytest.mark.parametrize(("version", "bad"), [(4, 0), (6, 1), (8, 0), (2, 0)])
+async def test_a_version_that_never_was(version, bad):
+    """In joint runs the numbers jump. What there was before the first known version is not known."""
+    fleet = Fleet(a={"version": version})
+    fleet.router.newest_version, fleet.router.published = 8, {4, 8}
+    await fleet.ask()
+    [request] = fleet.sent["a"]
+    fleet.finish("a", request, [10], version=version)
+    assert fleet.node("a").counters.bad_answers == bad
+    await fleet.close()
