@@ -56,7 +56,7 @@ _FILTERED_TOO_MANY = (
 _MAX_FILTERED_SHARE = 0.9
 """Warn if more than this share of the groups since the last batch had equal rewards."""
 _MAX_FAILED_GROUPS = 32
-"""Groups in a row that fail for lack of finished rollouts, at which the run ends with the last error."""
+"""Groups of one source in a row that fail for lack of finished rollouts. Then the run ends with the last error."""
 _DROPPED_WHOLE = 1024
 """Groups dropped since the last batch that are held with their texts. A batch that never fills must not fill memory."""
 
@@ -87,7 +87,8 @@ class DroppedGroups:
         """Groups by outcome, and batches, over the whole run."""
         self.since_batch: list[FinishedGroup] = []
         """Dropped since the last batch was formed."""
-        self._failed_in_row = 0
+        self._failed_in_row: Counter[str] = Counter()
+        """By source."""
 
     def add(self, group: FinishedGroup) -> None:
         self.counters[group.outcome.value] += 1
@@ -102,17 +103,16 @@ class DroppedGroups:
         return taken
 
     def count_failures(self, group: FinishedGroup) -> None:
-        """Raise RolloutError when too many groups in a row have failed."""
+        """Raise RolloutError when too many groups of a source in a row have failed."""
         if group.outcome in (GroupOutcome.READY, GroupOutcome.DISTILLED, GroupOutcome.FILTERED):
-            self._failed_in_row = 0
+            del self._failed_in_row[group.plan.source]
         elif group.outcome is GroupOutcome.FAILED:
-            self._failed_in_row += 1
-            if self._failed_in_row >= _MAX_FAILED_GROUPS:
+            self._failed_in_row[group.plan.source] += 1
+            if (count := self._failed_in_row[group.plan.source]) >= _MAX_FAILED_GROUPS:
                 failure = next(rollout.failure for rollout in group.rollouts if rollout.failure is not None)
                 raise RolloutError(
-                    f"{pluralize(self._failed_in_row, 'group')} in a row failed "
-                    f"(`{COMPOSER} rollouts RUN --failed` shows them); "
-                    f"the last error, from source {group.plan.source!r}: {failure.text()}"
+                    f"{pluralize(count, 'group')} in a row of source {group.plan.source!r} failed "
+                    f"(`{COMPOSER} rollouts RUN --failed` shows them); the last error: {failure.text()}"
                 )
 
     def describe(self) -> list[str]:

@@ -7,7 +7,9 @@ import json
 import logging
 from typing import Any
 
-from orch_groups import plan
+import msgspec
+import pytest
+from orch_groups import ended, plan
 from orch_peers import PeerTrainer, ScriptedPool, draw, make_config, sample_ids
 
 from composer_prime.errors import EnvironmentWorkerError, RolloutError
@@ -15,7 +17,9 @@ from composer_prime.monitor.events import EventFile, EventHandler, read_events
 from composer_prime.wire.types import RunFinished
 from orchestrator.durability.journal import Dropped, Journal
 from orchestrator.gateway.generation import RolloutRecords
+from orchestrator.rollouts.groups import GroupOutcome
 from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner, score_failure
+from orchestrator.scheduler import DroppedGroups
 from orchestrator.workers.protocol import RolloutFailure, RunRollout
 
 BROKEN = RolloutFailure(kind="sandbox", message="the sandbox is gone", retryable=True)
@@ -88,10 +92,26 @@ async def test_a_run_whose_every_group_fails_ends_with_the_last_error(open_run, 
         finished = await trainer.ask(1, 0)
         assert isinstance(finished, RunFinished)
         assert finished.failed
-        assert "6 groups in a row failed" in finished.reason
+        assert "6 groups in a row of source 's' failed" in finished.reason
         [error] = await asyncio.gather(run.task, return_exceptions=True)
         assert isinstance(error, RolloutError)
         assert "context_overflow: the prompt is too long" in str(error)
+
+
+def test_failures_in_a_row_are_counted_by_source(monkeypatch):
+    """A healthy source beside a broken one does not keep the run going; a group that ends well starts its own anew."""
+    monkeypatch.setattr("orchestrator.scheduler._MAX_FAILED_GROUPS", 3)
+    dropped = DroppedGroups()
+
+    def end(source: str, *, well: bool) -> None:
+        group = ended(0, GroupOutcome.FILTERED if well else GroupOutcome.FAILED, 1.0 if well else None)
+        dropped.count_failures(msgspec.structs.replace(group, plan=plan(0, source=source)))
+
+    for well in (False, False, True, False, False):
+        end("broken", well=well)
+        end("healthy", well=True)
+    with pytest.raises(RolloutError, match=r"3 groups in a row of source 'broken' failed .*told so"):
+        end("broken", well=False)
 
 
 RAISED = RolloutFailure(
