@@ -154,7 +154,7 @@ def resume(
     _check_complete(state, batches, ready, finished)
     return ResumedRun(
         next_group=next_group,
-        in_flight=dict(sorted(in_flight.items())),
+        in_flight={number: sources.within(plan) for number, plan in sorted(in_flight.items())},
         ready={number: finished[number] for number in sorted(ready)},
         batches={
             step: without_left_out(_batch(step, [finished[number] for number in numbers], formed.get(step)), left_out)

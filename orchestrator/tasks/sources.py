@@ -48,6 +48,7 @@ class Sources:
         """
         self._seed = seed
         self._group_size = config.group_size
+        self._num_tasks = num_tasks
         trained = [source for source in config.source if source.weight > 0]
         self._names = [source.name for source in trained]
         total = sum(source.weight for source in trained)
@@ -86,6 +87,18 @@ class Sources:
             seed=derive_seed(self._seed, "group", group),
             size=self._group_size,
         )
+
+    def within(self, plan: GroupPlan) -> GroupPlan:
+        """Return `plan` with a task that there is. A set that never ends had more tasks in earlier releases."""
+        count = self._num_tasks[plan.source]
+        if plan.task_index < count:
+            return plan
+        index = plan.task_index % count
+        logger.warning(
+            "group %d plays task %d of source %s in place of task %d: there are %d",
+            plan.group, index, plan.source, plan.task_index, count,
+        )  # fmt: skip
+        return msgspec.structs.replace(plan, task_index=index)
 
     def observe(self, group: FinishedGroup) -> None:
         self.curricula[group.plan.source].observe(group)
