@@ -19,6 +19,7 @@ import os
 import re
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,9 @@ def read_events(path: Path) -> list[RunEvent]:
     raw_lines = path.read_bytes().splitlines() if path.is_file() else []
     by_id: dict[str, RunEvent] = {}
     counted: dict[str, dict[int, int]] = {}
-    """By event and process: how often."""
+    """By event and process: how often since its last start."""
+    earlier: Counter[str] = Counter()
+    """By event: how often in earlier processes with the id of a later one, as containers have them."""
     decode = msgspec.json.Decoder(RunEvent).decode
     for raw in raw_lines:
         try:
@@ -214,6 +217,8 @@ def read_events(path: Path) -> list[RunEvent]:
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
         counts = counted.setdefault(each.id, {})
+        if each.count <= (last := counts.get(each.pid, 0)):
+            earlier[each.id] += last
         counts[each.pid] = each.count
-        by_id[each.id] = msgspec.structs.replace(each, count=sum(counts.values()))
+        by_id[each.id] = msgspec.structs.replace(each, count=earlier[each.id] + sum(counts.values()))
     return sorted(by_id.values(), key=lambda each: each.time)

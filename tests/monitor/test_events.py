@@ -71,8 +71,9 @@ def test_counts_of_a_resumed_run_are_added(tmp_path):
         return json.dumps({"time": time, "count": count, "pid": pid, **texts})
 
     told = [(1, "a", 1, 7), (2, "a", 10, 7), (3, "b", 1, 7), (4, "a", 1, 8), (5, "a", 100, 7), (6, "b", 1, 9)]
+    told += [(7, "a", 1, 7), (8, "a", 10, 7)]  # a container gives the same ids again
     (tmp_path / "events.jsonl").write_text("\n".join(line(*each) for each in told))
-    assert [(each.text, each.time, each.count) for each in events(tmp_path)] == [("a", 5, 101), ("b", 6, 2)]
+    assert [(each.text, each.time, each.count) for each in events(tmp_path)] == [("b", 6, 2), ("a", 8, 111)]
 
 
 # An exception gives cause, file and line; without one the place is that of the call.
