@@ -9,6 +9,7 @@ import pytest
 from loopback import call
 
 from composer_prime.data.pairs import Pair, PairState
+from composer_prime.traces.replay.actions import RULES
 from composer_prime.traces.replay.density import main, measure
 from composer_prime.traces.replay.records import ReplayRecords, StateRecord, VoteRecord, votes_beside
 
@@ -22,6 +23,7 @@ def record(trace: str, number: int, *, outcome: str = "overruled", usd: float = 
         votes=[] if outcome == "refused" else [vote],
         cost_usd=0.0 if outcome == "refused" else usd,
         price_usd=price or (0.0 if outcome == "refused" else usd),
+        rules=RULES,
     )
 
 

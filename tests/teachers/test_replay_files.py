@@ -15,6 +15,7 @@ from composer_prime.cli.replay_command import main as replay
 from composer_prime.data.pairs import Pair, PairState
 from composer_prime.errors import ConfigError
 from composer_prime.traces.ingest.ingest_command import main as ingest
+from composer_prime.traces.replay.actions import RULES
 from composer_prime.traces.replay.records import ReplayRecords, read_pairs, read_records, votes_beside
 
 FOREIGN = [b'{"precious": 1}', b'{"precious": 1}\n', b"A letter.\n\nDear reader", b"\n\n[1, 2]\n", b"\xff\x00"]
@@ -105,6 +106,16 @@ def write_pairs(path: Path, count: int) -> None:
             )
             pair = Pair(trace="t", state=asked, chosen=chosen, rejected=rejected, epsilon=0.1)
             file.write(msgspec.json.encode(pair) + b"\n")
+
+
+# Votes that were compared by other rules are not continued, those of releases without the number neither.
+@pytest.mark.parametrize(("written", "told"), [(b',"rules":6', 6), (b"", 0)])
+def test_votes_by_other_rules_are_not_continued(tmp_path: Path, written: bytes, told: int) -> None:
+    play(tmp_path, STATES)
+    votes = votes_beside(tmp_path / "pairs.jsonl")
+    votes.write_bytes(votes.read_bytes().replace(b',"rules":%d' % RULES, written))
+    with pytest.raises(ConfigError, match=rf"votes compared by rules {told}, .* rules {RULES}: .*another file"):
+        play(tmp_path, STATES)
 
 
 # A resumed replay knows its pairs by their digests.

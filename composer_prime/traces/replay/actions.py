@@ -27,6 +27,8 @@ from typing import Any, Literal
 from composer_prime.traces.states import Message
 
 Canonical = tuple[Any, ...]
+RULES = 7
+"""Raise it when forms change: a votes file compared by other rules is not continued (records.py)."""
 PROSE = ("prose",)
 _SHELLS = {"bash", "shell", "terminal", "execute_bash", "run", "run_command", "cmd_run", "local_shell", "execute"}
 _COMMANDS = ("command", "cmd", "script")

@@ -22,6 +22,7 @@ import msgspec
 
 from composer_prime.data.pairs import Pair
 from composer_prime.errors import ConfigError, UnwritableError
+from composer_prime.traces.replay.actions import RULES
 from composer_prime.traces.states import check_own
 
 T = TypeVar("T")
@@ -65,6 +66,8 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     content: str = ""
     """Digest of what the student saw and did. It tells apart another state with the same id."""
     pairs: list[str] = []
+    rules: int = 0
+    """By which the forms were compared (actions.RULES)."""
 
     @property
     def calls(self) -> int:
@@ -101,7 +104,7 @@ class ReplayRecords:
     """The two files of a replay. One writer at a time (`only_writer`)."""
 
     def __init__(self, pairs: Path, votes: Path) -> None:
-        """Raises ConfigError where a file holds something else, which is left as it is."""
+        """Raises ConfigError where a file holds something else or votes by other rules. It is left as it is."""
         self.pairs_path = pairs
         self.votes_path = votes
         check_own(pairs, Pair, "pairs")
@@ -111,6 +114,12 @@ class ReplayRecords:
             _end_last_line(path, kind)
         self.history = list(read_records(votes))
         """Of earlier replays."""
+        if other := [record.rules for record in self.history if record.votes and record.rules != RULES]:
+            raise ConfigError(
+                f"{votes} holds votes compared by rules {other[0]}, this release compares by rules {RULES}: replay "
+                f"into another file of pairs (answers come from the cache, for free), or move "
+                f"{pairs.name} and {votes.name} elsewhere"
+            )
         self._ids: dict[tuple[str, str, str], str] = {}
         for pair in read_pairs(pairs):
             self._note(pair)

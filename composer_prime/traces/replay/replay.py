@@ -30,7 +30,7 @@ from composer_prime.errors import CapError, TeacherError
 from composer_prime.llm.budget import Budget
 from composer_prime.llm.cache import Message
 from composer_prime.model_source import resolve_model
-from composer_prime.traces.replay.actions import canonical
+from composer_prime.traces.replay.actions import RULES, canonical
 from composer_prime.traces.replay.records import UNDECIDED, ReplayRecords, StateRecord, digest, only_writer
 from composer_prime.traces.replay.teacher_pool import Teacher, TeacherPool, check_teachers, models_at, teacher_budget
 from composer_prime.traces.replay.voting import Ballot, length_ratio, pairs_of, without_thinking
@@ -268,6 +268,7 @@ class Replay:
             price_usd=usd + (ballot.cached_usd if ballot else 0.0),
             content=_content(state),
             pairs=[self._records.written_as(pair) or pair.pair_id for pair in pairs],
+            rules=RULES,
         )
         return record, pairs, len(made) - len(pairs)
 
