@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TICK_S = 0.25
@@ -50,18 +51,23 @@ def watch(
             tick()
             time.sleep(TICK_S)
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.terminate()
-        for process in processes:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end(processes)
     codes = [process.returncode for process in processes]
     if any(codes):
         raise SideFailedError(f"ended with exit status {codes}\n{tails(logs)}")
+
+
+def end(processes: Sequence[subprocess.Popen[Any]]) -> None:
+    """Ask the ones that still run to stop, then make them."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def tails(logs: Sequence[Path]) -> str:

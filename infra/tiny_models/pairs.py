@@ -5,8 +5,7 @@
 3. Answers are compared in canonical form. An answer of most teachers beats the policy's. The policy's answer, when
    most teachers agree with it, beats a minority's. Without a majority there is no pair; cut answers do not count.
    Neither does a majority whose call fails: each chosen call is run in its episode, and an error leaves the pair out.
-4. pairs.jsonl, pairs.votes.jsonl (each teacher's vote at every state) and PAIRS.md are written to the assets. The
-   verdict beside them is that of `composer pairs report --min-pairs 1` on this file.
+4. pairs.jsonl, pairs.votes.jsonl (each teacher's vote at every state) and PAIRS.md are written to the assets.
 
 Where teachers wrote the majority's answer differently, the one that the policy finds likeliest per token is taken. A
 final answer is compared as text: in toolsmith it can be right or wrong, so it is more than prose.
