@@ -20,7 +20,7 @@ from typing import TypeVar
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from composer_prime.console import GIB
-from composer_prime.errors import CorruptWeightsError, DeadlineError, WireError
+from composer_prime.errors import ComposerError, CorruptWeightsError, DeadlineError, WireError
 from composer_prime.host import free_bytes
 from composer_prime.run.run_dir import write_atomic
 from composer_prime.run.weights import ChunkRef, Manifest, ModelFile, open_model_files, open_signed
@@ -37,6 +37,8 @@ _WEIGHTS = "model.safetensors"
 _TRIES = 10
 """Pulls in a row that brought nothing."""
 _RETRY_S = 1.0
+_TOUCH_S = 30.0
+"""The run keeps an older version for a minute after its gateway gave a part of it."""
 
 
 @asynccontextmanager
@@ -81,7 +83,8 @@ async def pull_model(
     await pull_files(link or source, wanted, state)
     _link_chunks(state, slot, manifest)
     versions = await asyncio.to_thread(VersionFolder, source, state.model, kept=state.chunks(slot))
-    snapshot = await _persistently(versions, manifest.files, partial(versions.fetch, manifest))
+    async with _kept_by_run(manifest, link):
+        snapshot = await _persistently(versions, manifest.files, partial(versions.fetch, manifest))
     logger.info(
         "weights v%d are here: %.3f MB pulled and verified in %.2f s, %.1f GiB free on that disk",
         manifest.version, versions.bytes_pulled / 1e6, time.monotonic() - start, free_bytes(state.path) / GIB,
@@ -132,6 +135,28 @@ def _join_chunks(target: Path, chunks: Iterable[bytes]) -> None:
     with part.open("wb") as output:
         output.writelines(chunks)
     part.replace(target)
+
+
+@asynccontextmanager
+async def _kept_by_run(manifest: Manifest, link: ChunkSource | None) -> AsyncIterator[None]:
+    """Ask the gateway for bytes of a version now and then, so that the run keeps it during a slow pull.
+
+    Other sources do not tell the run what they are asked for. Newer versions may share some of the chunks.
+    """
+
+    async def touch() -> None:
+        while link is not None:
+            for ref in [*manifest.patch[:1], *manifest.chunks[:1], *manifest.chunks[-1:]]:
+                with suppress(ComposerError, OSError):
+                    await link.read(ref.sha256, ref.size - 1)
+            await asyncio.sleep(_TOUCH_S)
+
+    touching = asyncio.create_task(touch())
+    try:
+        yield
+    finally:
+        touching.cancel()
+        await asyncio.gather(touching, return_exceptions=True)
 
 
 async def _persistently(

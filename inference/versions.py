@@ -182,7 +182,10 @@ class VersionFolder:
                 f"knows anchors, deltas and adapters, and patches of {', '.join(WORDS)}; use one release everywhere"
             )
         what, used = f"weights v{manifest.version}", self._in_use
-        self.chunks.keep_only([*manifest.refs, *(used.files if used else [])])
+        wanted = [*manifest.refs, *(used.files if used else [])]
+        self.chunks.keep_only(wanted)
+        for sha256 in self._begun.keys() - {ref.sha256 for ref in wanted}:
+            del self._begun[sha256]
         if self._follows(manifest):
             try:
                 await self.pull(what, manifest.patch)
