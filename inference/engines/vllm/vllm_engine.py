@@ -303,7 +303,7 @@ class VllmProcess:
                 **child_options(_environment(config), pass_fds=[theirs.fileno()]),
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        return cls(process, Frames(reader, writer, core_messages.FromChild, "vLLM's process"), log)
+        return cls(process, Frames(reader, writer, core_messages.FromChild, "vLLM's process", strict=True), log)
 
     async def end_report(self) -> str:
         """Describe how the child ended, with the last lines of its log."""
