@@ -37,7 +37,7 @@ from composer_prime.run.retry import Restarts, backoff_s
 from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite, NodeMachine
 from inference.enrolling import EnrolledNode, NodeState, enroll_for_weights
 from inference.machine import DRAIN_S, NodeShare, find_machine, plan_nodes, torch_cuda_version
-from inference.serving import FAILED, Assignment, run_node
+from inference.serving import DISCONNECTED, FAILED, Assignment, run_node
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
 
     Raises ConfigError when the run refuses them for all of --wait, and what `enroll` and `pull_model` raise.
     """
-    slot, machine, deadline, refused = options.slot, find_machine(state.path), time.monotonic() + options.wait, 0
+    slot, machine, deadline, refused = options.slot, find_machine(state.path), None, 0
     while True:
         enrollment = await enroll_for_weights(invite, state, slot, _name(options, slot), machine, options.wait)
         answer = enrollment.answer
@@ -180,6 +180,7 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
             await _pull(invite, state, slot, enrollment)
             break
         except PullRefusedError as error:
+            deadline = deadline or time.monotonic() + options.wait
             if time.monotonic() > deadline:
                 raise ConfigError(f"no weights for this machine within {options.wait:g} s (--wait): {error}") from None
             pause_s = backoff_s(refused, first_s=_FIRST_REFUSED_S, longest_s=_LONGEST_REFUSED_S)
@@ -266,7 +267,8 @@ class _Machine:
     async def keep_running(self, name: str, command: list[str], environment: dict[str, str], limit: int) -> int:
         """Run a process, again after each crash, at most `limit` times in ten minutes. Return its last exit status.
 
-        An end with status 0, 2 or LOST is final. When asked to stop it gets SIGTERM and, after a while, SIGKILL.
+        An end with status 0, 2 or LOST is final, one with DISCONNECTED no crash. When asked to stop it gets SIGTERM
+        and, after a while, SIGKILL.
         """
         crashes = Restarts()
         while True:
@@ -276,6 +278,9 @@ class _Machine:
                 return max(status, 0)
             if status in (0, EXIT_USAGE, LOST):
                 return status
+            if status == DISCONNECTED:  # The next start waits for the run, as long as --wait says.
+                logger.warning("%s lost the run; restarting it", name)
+                continue
             text, pause_s = exit_text(status), crashes.pause_s(time.monotonic() - start, limit)
             if pause_s is None:
                 logger.error("%s %s; given up after %s", name, text, pluralize(limit, "restart"))

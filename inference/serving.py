@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.console import EXIT_USAGE, GIB
-from composer_prime.errors import ComposerError, ConfigError, RunMismatchError
+from composer_prime.errors import ComposerError, ConfigError, LostRunError, RunMismatchError
 from composer_prime.host import gpu_name, visible_gpus
 from composer_prime.model_source import resolve_model, text_settings
 from composer_prime.monitor.events import record_events
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from inference.weight_sources import WeightSources
 
 FAILED = 1
+DISCONNECTED = 4
+"""Exit status of a node that served and lost the run: another start is no crash."""
 logger = logging.getLogger(__name__)
 
 
@@ -80,7 +82,9 @@ def run_node(assignment: Assignment) -> int:
         print(f"inference: {assignment.node_name}: {error}", file=sys.stderr)
         if assignment.run_dir is not None:  # For a node of its own the launcher would end the run at other statuses.
             return FAILED
-        return EXIT_USAGE if isinstance(error, RunMismatchError) else FAILED  # Another start would be refused too.
+        if isinstance(error, RunMismatchError):
+            return EXIT_USAGE  # Another start would be refused too.
+        return DISCONNECTED if isinstance(error, LostRunError) else FAILED
 
 
 async def _serve(assignment: Assignment, folder: Path) -> None:
@@ -95,6 +99,8 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     from inference.node import InferenceNode
 
     inference = assignment.inference
+    if assignment.audits:  # It samples nothing, so it needs no cache.
+        inference = inference.model_copy(update={"local": inference.local.model_copy(update={"max_batch": 1})})
     torch.set_num_threads(inference.threads)
     max_context = assignment.max_context or _model_context(folder)
     engine = build_engine(inference, folder, max_context)

@@ -14,7 +14,8 @@ class LocalEngineConfig(BaseConfig):
     max_batch: int = Field(default=64, ge=1)
     """Sequences that decode together; others wait in a queue."""
     kv_cache_gib: float = Field(default=4.0, gt=0)
-    """Maximum size of the KV cache, in GiB. It grows with the sequences and limits how many decode together."""
+    """Maximum size of the KV cache, in GiB: two places of model.max_context tokens for each of max_batch, taken at the
+    start. It limits how many sequences decode together; an auditor takes two places."""
 
 
 class VllmEngineConfig(BaseConfig):

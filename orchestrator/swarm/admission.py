@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 _SMALL_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(?<!\.index)\.(json|jinja|txt|model)")
 _SETTINGS = {
     "engine", "dtype", "max_concurrent", "local", "vllm", "heartbeat_s", "lost_after_s", "connect_timeout_s",
-    "max_restarts",
 }  # fmt: skip
 """Of [inference]; the others describe machines of the run's own."""
 _OWN_SETTINGS = {"vllm": {"tensor_parallel", "extra_args"}}
