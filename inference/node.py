@@ -172,7 +172,7 @@ class InferenceNode:
             if alone_s > self._config.connect_timeout_s:
                 raise LostRunError(
                     f"waited {alone_s:.0f} s (inference.connect_timeout_s) for the gateway at {where}: check that the "
-                    "orchestrator runs, its address, and that this node's keys or join token are of this run"
+                    "orchestrator runs, its address, and that this node's keys are of this run"
                 )
             if time.monotonic() > log_at:
                 log_at = time.monotonic() + _LOG_SILENCE_S
