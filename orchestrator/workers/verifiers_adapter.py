@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import itertools
 import logging
 import math
 import re
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 _ANY_NUMBER = 1_000_000
 _ENDLESS = 4096
-"""Tasks that are made of a set that never ends."""
+"""Tasks that are played of a set that never ends."""
 _KINDS = {
     "ProviderError": "provider",
     "RenderError": "render",
@@ -81,6 +81,34 @@ _TOOL_ERROR = re.compile(
 _MESSAGE_CHARS = 2000
 
 
+class _EndlessTasks:
+    """The first tasks of a set that never ends. A task is made with those before it when it is first used."""
+
+    def __init__(self, tasks: Iterable[vf.Task], name: str) -> None:
+        self._rest = iter(tasks)
+        self._name = name
+        self._lock = threading.Lock()
+        self._failure: ConfigError | None = None
+        self.made: list[vf.Task] = []
+
+    def __len__(self) -> int:
+        return _ENDLESS
+
+    def __getitem__(self, index: int) -> vf.Task:
+        """Raises IndexError past the end, ConfigError when the task set raises or has raised."""
+        if not 0 <= index < _ENDLESS:
+            raise IndexError(index)
+        with self._lock:
+            try:
+                while len(self.made) <= index and self._failure is None:
+                    self.made.append(next(self._rest))
+            except Exception as error:
+                self._failure = ConfigError(f"{self._name} raised {describe_exception(error)}")
+            if index >= len(self.made):
+                raise self._failure
+            return self.made[index]
+
+
 class Environment:
     """One task set of a source, and the agent that plays it."""
 
@@ -98,6 +126,11 @@ class Environment:
     def num_tasks(self) -> int:
         """Tasks of the set; one that never ends counts as its first _ENDLESS."""
         return len(self._tasks)
+
+    @property
+    def num_made(self) -> int:
+        """Tasks that are made already: all, but for a set that never ends."""
+        return len(self._tasks.made) if isinstance(self._tasks, _EndlessTasks) else len(self._tasks)
 
     def describe(self, index: int) -> tuple[str, str]:
         """Return id and prompt of a task. Raises IndexError past the end."""
@@ -125,7 +158,10 @@ class Environment:
         if not 0 <= request.task_index < self.num_tasks:
             message = f"task {request.task_index} of {self.spec.name}/{self.name}, which has {self.num_tasks} tasks"
             return failed_reply(request.rollout_id, "", "request", message, retryable=False)
-        task = self._tasks[request.task_index]
+        try:
+            task = await asyncio.to_thread(self._tasks.__getitem__, request.task_index)  # It may have to be made.
+        except ConfigError as error:
+            return failed_reply(request.rollout_id, "", "task", str(error), retryable=False)
         traces: list[vf.Trace] = []
 
         def name_session(trace: vf.Trace) -> None:
@@ -183,14 +219,21 @@ class Environment:
         return config
 
 
-def _make_tasks(env: Env, spec: SourceSpec, taskset: str) -> list[vf.Task]:
-    """Make the tasks of a set. Raises ConfigError when the task set raises, EmptyTaskSetError when it has none."""
-    try:
-        tasks = list(env.taskset if env.taskset.bounded else itertools.islice(env.taskset, _ENDLESS))
-    except Exception as error:
-        raise ConfigError(f"task set {taskset!r} of source {spec.name!r} raised {describe_exception(error)}") from error
+def _make_tasks(env: Env, spec: SourceSpec, taskset: str) -> list[vf.Task] | _EndlessTasks:
+    """Make the tasks of a set, or the first one of a set that never ends.
+
+    Raises ConfigError when the task set raises, EmptyTaskSetError when it has none.
+    """
+    name = f"task set {taskset!r} of source {spec.name!r}"
     if not env.taskset.bounded:
         logger.warning("source %s: task set %r never ends: its first %d tasks are played", spec.name, taskset, _ENDLESS)
+        endless = _EndlessTasks(env.taskset, name)
+        endless[0]  # A set that raises is refused at the start.
+        return endless
+    try:
+        tasks = list(env.taskset)
+    except Exception as error:
+        raise ConfigError(f"{name} raised {describe_exception(error)}") from error
     if not tasks:
         raise EmptyTaskSetError(
             f"source {spec.name!r}: its task set {taskset!r} ({spec.tasksets[taskset]}) has no task: check its settings"

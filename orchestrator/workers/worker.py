@@ -151,8 +151,8 @@ def overlap(environments: Mapping[str, Any]) -> str | None:
     train, held_out = environments.get(TRAIN), environments.get(EVAL)
     if train is None or held_out is None:
         return None
-    training_prompts = {train.describe(index)[1] for index in range(train.num_tasks)} - {"", None}
-    count = min(held_out.num_tasks, _COMPARED)
+    training_prompts = {train.describe(index)[1] for index in range(train.num_made)} - {"", None}
+    count = min(held_out.num_made, _COMPARED)
     both = sum(held_out.describe(index)[1] in training_prompts for index in range(count))
     if both == 0:
         return None
