@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -71,6 +72,9 @@ class ChatEndpoint:
         self._cache = AnswerCache(cache)
         self._keys: dict[str, str] = {}
         """Cache key of each call in flight."""
+        self._under_way: dict[str, asyncio.Task[tuple[CachedAnswer, bool]]] = {}
+        """Calls by cache key."""
+        self._callers: Counter[str] = Counter()
         self._price = Price(
             input_usd=config.input_usd_per_mtok * PER_MILLION, output_usd=config.output_usd_per_mtok * PER_MILLION
         )
@@ -100,7 +104,7 @@ class ChatEndpoint:
             stack.push_async_callback(self.client.close)
 
     async def ask(self, messages: Messages, *, variant: str = "", check: Callable[[str], object] | None = None) -> str:
-        """Return the answer's text. The same question is asked only once.
+        """Return the answer's text. The same question is asked only once, also when several ask it at once.
 
         `variant` tells apart what must not share answers. `check` raises EndpointError for an answer of no use.
 
@@ -132,14 +136,30 @@ class ChatEndpoint:
             check=check_text,
         )
         try:
-            answer, _ = await self.client.ask(request)
-            return self._text(answer)
+            return self._text(await self._call(request))
         except CapError:
             raise BudgetError(
                 self._budget.closed
                 or f"{self._name}: a call may cost {bound_usd:.6f} USD, but {self.cost_usd:.6f} USD of budget_usd = "
                 f"{config.budget_usd:g} are spent: raise {self._name}.budget_usd to continue"
             ) from None
+
+    async def _call(self, request: ChatRequest) -> CachedAnswer:
+        """Share the call in flight with this question, else make one. It is canceled when its last caller leaves."""
+        key = request.key
+        if key not in self._under_way:
+            self._under_way[key] = asyncio.create_task(self.client.ask(request))
+        task = self._under_way[key]
+        self._callers[key] += 1
+        try:
+            answer, _ = await asyncio.shield(task)
+            return answer
+        finally:
+            self._callers[key] -= 1
+            if not self._callers[key]:
+                del self._callers[key], self._under_way[key]
+                task.cancel()
+                await asyncio.wait([task])  # Its cost is noted then.
 
     def _text(self, answer: CachedAnswer) -> str:
         text = answer.message.get("content") or ""

@@ -23,13 +23,16 @@ PRICES = {"input_usd_per_mtok": 1000.0, "output_usd_per_mtok": 10_000.0, "max_to
 
 
 def test_one_question_is_asked_once(tmp_path):
-    # Also by the next process, which reads the file.
+    # Also when two ask at once, of whom one is canceled, and by the next process, which reads the file.
     async def run():
         async with chat_peer() as peer:
             cache = tmp_path / "judge.sqlite"
             ledger = CostLedger(tmp_path / "costs.jsonl")
             first = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache, ledger=ledger)
-            assert [await first.ask(ASK) for _ in range(2)] == ["use add"] * 2
+            canceled, *others = (asyncio.create_task(first.ask(ASK)) for _ in range(3))
+            await asyncio.sleep(0)
+            canceled.cancel()
+            assert [await other for other in others] == [await first.ask(ASK)] * 2 == ["use add"] * 2
             assert len(peer.bodies) == 1
             assert first.cost_usd == pytest.approx(0.2)
             paid = spent(ledger.path)
