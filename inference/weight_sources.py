@@ -1,4 +1,4 @@
-"""Where weight chunks come from: copies of the store over HTTP or in buckets, and last the gateway's own link.
+"""The sources of weight chunks: copies of the store over HTTP or in buckets, and last the gateway's own link.
 
     WeightSources.read --a copy, by the chunk's name--> HttpSource | BucketSource
          none of them gives the chunk, after a short wait --> GatewayLink

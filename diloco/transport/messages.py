@@ -37,7 +37,7 @@ PROTOCOL = 6
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank stands."""
+    """The place of a rank in its run."""
 
     outer_step: int
     base_hash: str
@@ -126,7 +126,7 @@ _DELTA_BYTES, _STATE_BYTES, _MORE_BYTES = 5, 13, 1 << 21
 
 
 class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one parameter lies, as far as peers must agree."""
+    """The place of one parameter, as far as peers must agree."""
 
     name: str
     shape: list[int]

@@ -93,7 +93,7 @@ EVAL_SHARE = 0.25
 
 
 class Permits:
-    """By task set: TRAIN or EVAL."""
+    """The rollouts that may run at once, by task set: TRAIN or EVAL."""
 
     def __init__(self, limit: int, eval_share: float = EVAL_SHARE) -> None:
         """`limit`: rollouts that may run at a time. `eval_share` of them may evaluate while others train."""

@@ -1,4 +1,4 @@
-"""Where an environment's code raised, read from the text of a traceback.
+"""The place where an environment's code raised, read from the text of a traceback.
 
 verifiers reports an error as text: that of the environment's code, then that of the boundary which caught it.
 """

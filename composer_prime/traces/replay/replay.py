@@ -114,7 +114,7 @@ class ReplayProgress:
 
     @property
     def price_usd(self) -> float:
-        """As usd, with answers from the cache at what they cost when they were asked for."""
+        """Return the price: `usd`, with answers from the cache at what they cost when they were asked for."""
         return self.usd + self.cached_usd
 
 

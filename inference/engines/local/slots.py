@@ -17,7 +17,7 @@ MIN_SHARED = 32
 
 @dataclass(frozen=True, slots=True)
 class SlotPlace:
-    """Where a request goes: `slot`, of which the first `cached` columns are right already or copied from `source`."""
+    """The place of a request: `slot`, of which the first `cached` columns are right already or copied from `source`."""
 
     slot: int
     cached: int
