@@ -104,7 +104,7 @@ class _EndlessTasks:
                     self.made.append(next(self._rest))
             except Exception as error:
                 self._failure = ConfigError(f"{self._name} raised {describe_exception(error)}")
-            if index >= len(self.made):
+            if self._failure is not None and index >= len(self.made):
                 raise self._failure
             return self.made[index]
 
@@ -159,7 +159,7 @@ class Environment:
             message = f"task {request.task_index} of {self.spec.name}/{self.name}, which has {self.num_tasks} tasks"
             return failed_reply(request.rollout_id, "", "request", message, retryable=False)
         try:
-            task = await asyncio.to_thread(self._tasks.__getitem__, request.task_index)  # It may have to be made.
+            task = await asyncio.to_thread(lambda: self._tasks[request.task_index])  # It may have to be made.
         except ConfigError as error:
             return failed_reply(request.rollout_id, "", "task", str(error), retryable=False)
         traces: list[vf.Trace] = []
