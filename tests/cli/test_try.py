@@ -186,7 +186,7 @@ def test_toolsmith_is_played():
     assert "correct" in done.stdout and " sampled, " in done.stdout
     reading, loading, playing = [line for line in done.stderr.splitlines() if not line.endswith(" s)")][:3]
     assert reading == "reading the configuration of orchestrator.environments.toolsmith ..."
-    assert loading == "loading orchestrator.environments.toolsmith and tiny ..." and playing == "playing 2 episodes ..."
+    assert loading == "loading toolsmith and tiny ..." and playing == "playing 2 episodes ..."
 
 
 # A reward that raises is named with file and line.

@@ -63,5 +63,5 @@ def test_a_string_brings_a_vllm_node(tmp_path: Path) -> None:
         assert joined.wait(200) == 0, log.read_text()[-3000:]
     finally:
         run.stop()
-    assert "starting 1 node: engine vllm on the CPU" in log.read_text()
+    assert "starting 1 node with the engine vllm" in log.read_text()
     assert all(line["policy/mismatch_kl"] < 0.01 for line in run.trainer_lines())

@@ -179,7 +179,6 @@ def full_names(rest: list[str]) -> list[str]:
 
 async def _try(config: Config, options: argparse.Namespace) -> int:
     source, began = config.orchestrator.source[0], time.monotonic()
-    _report(f"loading {source.taskset.get('id')} and {config.model.path} ...")
     from composer_prime.cli.served_model import serve_with_workers
     from composer_prime.run.scratch import Scratch
     from orchestrator.rollouts.rollout import RequestFactory
