@@ -4,7 +4,7 @@
     uv run python -m benchmarks.weight_sync --model smollm2    # SmolLM2-135M
 
 Real AdamW steps on float32 masters; each version is published in bfloat16 by trainer/weights/version_file.py and
-brought to a node's disk by inference/versions.py, which must give back the same bits. Of the last step:
+brought to a node's disk by inference/receiver.py, which must give back the same bits. Of the last step:
 
     full        the file in bfloat16
     zstd        the file, level 3
@@ -44,8 +44,9 @@ from benchmarks._verdicts import conclude
 from composer_prime.errors import DeadlineError
 from composer_prime.model_source import resolve_model
 from composer_prime.run.weights import Canary, Manifest, WeightStore
+from inference.receiver import VersionFolder
 from inference.snapshot import Snapshot
-from inference.versions import ChunkSource, FolderSource, VersionFolder
+from inference.weight_sources import ChunkSource, FolderSource
 from trainer.weights.version_file import VersionWriter
 
 Tensors = dict[str, torch.Tensor]

@@ -24,7 +24,7 @@ from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.audit_messages import FromAuditor
 from composer_prime.wire.node_messages import ChunkRequest, FromNode, ToNode, WeightPiece
 from composer_prime.wire.sockets import dealer
-from inference.versions import CHUNK_TIMEOUT_S, ChunkSource
+from inference.weight_sources import CHUNK_TIMEOUT_S, ChunkSource
 
 logger = logging.getLogger(__name__)
 

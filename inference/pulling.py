@@ -27,8 +27,9 @@ from composer_prime.run.weights import ChunkRef, Manifest, ModelFile, open_model
 from composer_prime.wire.enrollment import Invite
 from inference.enrolling import EnrolledNode, NodeState
 from inference.gateway_link import GatewayLink
+from inference.receiver import VersionFolder
 from inference.snapshot import Snapshot, save_snapshot
-from inference.versions import ChunkSource, VersionFolder
+from inference.weight_sources import ChunkSource
 
 logger = logging.getLogger(__name__)
 

@@ -159,8 +159,7 @@ def _build_receiver(
     """
     from composer_prime.run.weights import WeightStore
     from inference.receiver import Receiver
-    from inference.versions import FolderSource
-    from inference.weight_sources import WeightSources
+    from inference.weight_sources import FolderSource, WeightSources
 
     run_dir, sources = assignment.run_dir, None
     if run_dir is None:

@@ -1,6 +1,6 @@
 """A version's tensors, read from chunks on the node's disk in blocks.
 
-    Versions (versions.py): one file a chunk --> Snapshot --block by block--> engine
+    VersionFolder (receiver.py): one file a chunk --> Snapshot --block by block--> engine
 
 So a node holds the engine's own weights and some megabytes more, whatever the model's size. What differs from an anchor
 is applied to each block as it is read.

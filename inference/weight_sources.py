@@ -1,6 +1,6 @@
-"""The sources of weight chunks: copies of the store over HTTP or in buckets, and last the gateway's own link.
+"""The sources of weight chunks: the run's own store, copies of it on web servers, and last the gateway's own link.
 
-    WeightSources.read --a copy, by the chunk's name--> HttpSource | BucketSource
+    WeightSources.read --a copy, by the chunk's name--> HttpSource
          none of them gives the chunk, after a short wait --> GatewayLink
 
 No source is trusted. Each answer is bounded in bytes and time, and VersionFolder hashes every chunk. A source that
@@ -11,24 +11,25 @@ gateway sends them, so a source cannot offer an old version as a new one.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import aiohttp
 from yarl import URL
 
 from composer_prime.errors import ComposerError, ConfigError, DeadlineError
-from composer_prime.run.bucket import Bucket
-from inference.versions import CHUNK_TIMEOUT_S, PIECE_BYTES, ChunkSource
+from composer_prime.run.weights import WeightStore
 
 logger = logging.getLogger(__name__)
 
+CHUNK_TIMEOUT_S = 30.0
+"""How long a node waits for one piece of a weight chunk (1 or 2 MiB) before it retries."""
+PIECE_BYTES = 1 << 20
+"""Asked of HTTP hosts and folders; the gateway sends smaller ones."""
 _ASIDE_S, _WRONG_ASIDE_S = 60.0, 600.0
 _POLL_S = 0.5
 _SLOW_S = 10.0
@@ -40,10 +41,33 @@ _MAX_CHUNKS = 4096
 """The most chunks of which something is remembered."""
 
 
+class ChunkSource(Protocol):
+    async def read(self, sha256: str, offset: int) -> bytes | None:
+        """Return some bytes of a chunk from `offset` on: b"" at its end, None when the source has no such chunk.
+
+        Raises DeadlineError or OSError when the source cannot be reached.
+        """
+        ...
+
+    def refuse(self, sha256: str) -> bool:
+        """Note that the chunk which was read is wrong. Return whether to read it again, from elsewhere."""
+        return False
+
+
+class FolderSource(ChunkSource):
+    """The run's weight store, on this machine or a shared disk."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+
+    async def read(self, sha256: str, offset: int) -> bytes | None:
+        return await asyncio.to_thread(self._store.chunk, sha256, offset, PIECE_BYTES)
+
+
 class HttpSource(ChunkSource):
     """A host that serves a copy of the weight store's folder with Range: nginx, Caddy, a public bucket."""
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession, timeout_s: float) -> None:
         """Raises ConfigError unless `url` is http://HOST or https://HOST, with a path or without."""
         try:
             self._url = URL(url.rstrip("/"))
@@ -52,14 +76,16 @@ class HttpSource(ChunkSource):
         if self._url.scheme not in ("http", "https") or not self._url.host or self._url.query_string:
             raise ConfigError(f"{url!r} is not an address of weights; expected http://HOST:PORT or https://HOST/PATH")
         self.name = str(self._url.with_user(None))
+        self._session = session
         self._timeout_s = timeout_s
-        self._session: aiohttp.ClientSession | None = None
 
     async def read(self, sha256: str, offset: int) -> bytes | None:
         """Raises DeadlineError when a piece does not come in time, OSError for anything but bytes of the chunk."""
         received = bytearray()
         try:
-            async with asyncio.timeout(self._timeout_s), self._asking(sha256, offset) as response:
+            headers = {"Range": f"bytes={offset}-{offset + PIECE_BYTES - 1}", "Accept-Encoding": "identity"}
+            asking = self._session.get(self._url / "chunks" / sha256, headers=headers, allow_redirects=False)
+            async with asyncio.timeout(self._timeout_s), asking as response:
                 if response.status in (404, 410):
                     return None
                 size = self._check(response, offset)
@@ -76,12 +102,6 @@ class HttpSource(ChunkSource):
             raise OSError(f"{self.name} sends {len(received)} bytes of {sha256} from {offset}, expected {size}")
         return bytes(received)
 
-    def _asking(self, sha256: str, offset: int) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(auto_decompress=False)
-        headers = {"Range": f"bytes={offset}-{offset + PIECE_BYTES - 1}", "Accept-Encoding": "identity"}
-        return self._session.get(self._url / "chunks" / sha256, headers=headers, allow_redirects=False)
-
     def _check(self, response: aiohttp.ClientResponse, offset: int) -> int:
         """Return how many bytes have to come. Raises OSError for an answer that is not the piece from `offset` on."""
         if target := response.headers.get("Location"):
@@ -97,47 +117,6 @@ class HttpSource(ChunkSource):
         if first != offset or last + 1 != min(offset + PIECE_BYTES, total) or last < first:
             raise OSError(f"{self.name} sends {sent!r}, asked for {PIECE_BYTES} bytes from {offset}")
         return last + 1 - first
-
-    async def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
-
-
-class BucketSource(ChunkSource):
-    """A bucket or folder that fsspec reaches."""
-
-    def __init__(self, url: str, timeout_s: float) -> None:
-        """Raises ConfigError as Bucket does."""
-        self._bucket = Bucket(url)
-        self.name = self._bucket.url
-        self._timeout_s = timeout_s
-
-    async def read(self, sha256: str, offset: int) -> bytes | None:
-        """Raises DeadlineError when the driver does not answer in time, or OSError."""
-        answer: concurrent.futures.Future[bytes | None] = concurrent.futures.Future()
-        answer.set_running_or_notify_cancel()
-
-        def read() -> None:
-            try:
-                answer.set_result(self._bucket.chunk(sha256, offset, PIECE_BYTES))
-            except Exception as error:
-                answer.set_exception(error)
-
-        # A thread of its own: the driver may hang, and the shared threads hash and write.
-        threading.Thread(target=read, name="bucket", daemon=True).start()
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(answer), self._timeout_s)
-        except TimeoutError:
-            raise DeadlineError(
-                f"waited {self._timeout_s:g} s for weight chunk {sha256} at byte {offset} from {self.name}"
-            ) from None
-
-    async def close(self) -> None:
-        pass
-
-
-Opened = HttpSource | BucketSource
 
 
 @dataclass(slots=True)
@@ -163,7 +142,8 @@ class WeightSources(ChunkSource):
         self._last = last
         self._timeout_s = timeout_s
         self._clock = clock
-        self._copies: dict[str, Opened] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._copies: dict[str, HttpSource] = {}
         self._refused_urls: set[str] = set()
         self._aside_until: dict[str, float] = {}
         """By URL."""
@@ -171,26 +151,20 @@ class WeightSources(ChunkSource):
         """By name."""
         self._hurried_until = 0.0
         """A copy lacked a chunk for too long: until then others are not waited for."""
-        self._closing: set[asyncio.Task[None]] = set()
-
-    def _open(self, url: str) -> Opened:
-        is_host = url.startswith(("http://", "https://"))
-        return HttpSource(url, self._timeout_s) if is_host else BucketSource(url, self._timeout_s)
 
     def learn(self, urls: Iterable[str], gateway_host: str) -> None:
         """Take the copies that the gateway names at a new version."""
         named = [url.replace("://*", f"://{gateway_host}", 1) for url in urls][:_MAX_SOURCES]
-        for url in self._copies.keys() - set(named):
-            closing = asyncio.ensure_future(self._copies.pop(url).close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+        if self._session is None:
+            self._session = aiohttp.ClientSession(auto_decompress=False)
+        copies, self._copies = self._copies, {}
         for url in named:
-            if url not in self._copies and url not in self._refused_urls:
-                try:
-                    self._copies[url] = self._open(url)
-                except ConfigError as error:
-                    self._refused_urls.add(url)
+            try:
+                self._copies[url] = copies.get(url) or HttpSource(url, self._session, self._timeout_s)
+            except ConfigError as error:
+                if url not in self._refused_urls:
                     logger.warning("weights are not pulled from there: %s", error)
+                self._refused_urls.add(url)
 
     async def read(self, sha256: str, offset: int) -> bytes | None:
         """Raises what `last` raises."""
@@ -200,24 +174,29 @@ class WeightSources(ChunkSource):
         while True:
             lacking = False
             for url, copy in self._in_order(sha256):
-                if chunk.givers.get(url) == offset:
-                    self._put_aside(url, _ASIDE_S, f"its weight chunk {sha256} ends too early, at byte {offset}")
-                    continue
-                start = self._clock()
-                try:
-                    piece = await copy.read(sha256, offset)
-                except (ComposerError, OSError) as error:
-                    self._put_aside(url, _ASIDE_S, str(error))
-                    continue
-                if piece is not None:
+                piece = await self._ask(url, copy, chunk, sha256, offset)
+                if piece:
                     chunk.givers[url] = offset + len(piece) if len(piece) < PIECE_BYTES else None
-                    if (seconds := self._clock() - start) > _SLOW_S:
-                        self._put_aside(url, _ASIDE_S, f"{len(piece)} bytes took {seconds:.1f} s")
                     return piece
-                lacking = True
+                lacking |= piece is None
             if not lacking or not self._waits(chunk):
                 return await self._last.read(sha256, offset)
             await asyncio.sleep(_POLL_S)  # The new version may be on its way to the copies.
+
+    async def _ask(self, url: str, copy: HttpSource, chunk: _Chunk, sha256: str, offset: int) -> bytes | None:
+        """Return a piece; None where the copy lacks the chunk, b"" where it is put aside instead."""
+        if chunk.givers.get(url) == offset:
+            self._put_aside(url, _ASIDE_S, f"its weight chunk {sha256} ends too early, at byte {offset}")
+            return b""
+        start = self._clock()
+        try:
+            piece = await copy.read(sha256, offset)
+        except (ComposerError, OSError) as error:
+            self._put_aside(url, _ASIDE_S, str(error))
+            return b""
+        if piece and (seconds := self._clock() - start) > _SLOW_S:
+            self._put_aside(url, _ASIDE_S, f"{len(piece)} bytes took {seconds:.1f} s")
+        return piece
 
     def _waits(self, chunk: _Chunk) -> bool:
         """Tell whether to give the copies some more time for a chunk that they lack."""
@@ -228,7 +207,7 @@ class WeightSources(ChunkSource):
             self._hurried_until = now + _ASIDE_S
         return now >= self._hurried_until
 
-    def _in_order(self, sha256: str) -> list[tuple[str, Opened]]:
+    def _in_order(self, sha256: str) -> list[tuple[str, HttpSource]]:
         """Return the copies to ask, one after the other.
 
         The chunk's name says where to begin: chunks come from several copies at once, the pieces of one from one copy.
@@ -250,5 +229,5 @@ class WeightSources(ChunkSource):
             logger.warning("%s is not asked for weights for %g s: %s", self._copies[url].name, seconds, why)
 
     async def close(self) -> None:
-        for copy in self._copies.values():
-            await copy.close()
+        if self._session is not None:
+            await self._session.close()

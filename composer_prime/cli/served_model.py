@@ -129,7 +129,7 @@ async def _run_node(
     from inference.gateway_link import GatewayLink
     from inference.node import InferenceNode
     from inference.receiver import Receiver
-    from inference.versions import FolderSource
+    from inference.weight_sources import FolderSource
 
     inference = config.inference
     torch.set_num_threads(inference.threads)

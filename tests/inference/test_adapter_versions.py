@@ -10,7 +10,7 @@ import torch
 from composer_prime.errors import CorruptWeightsError, MisfitError
 from composer_prime.run.weights import sign
 from inference.receiver import Receiver
-from inference.versions import FolderSource
+from inference.weight_sources import FolderSource
 from tests.inference.publisher import CANARY, RUN_ID
 
 

@@ -21,7 +21,7 @@ from composer_prime.wire.enrollment import PROTOCOL, Enrolled, Invite, release
 from inference import pulling
 from inference.enrolling import EnrolledNode, NodeState
 from inference.pulling import pull_files, pull_model
-from inference.versions import ChunkSource, FolderSource
+from inference.weight_sources import ChunkSource, FolderSource
 
 PIECE = 60_000
 
@@ -93,7 +93,7 @@ def ref_of(data: bytes) -> ChunkRef:
 
 def test_a_killed_pull_goes_on_where_it_was_cut(publisher, invite, enrolled, small_files, tmp_path, monkeypatch):
     """Each start pulls what the ones before lacked; only a chunk in flight comes twice. The folder is the version's."""
-    monkeypatch.setattr("inference.versions._CHUNKS_AT_ONCE", 1)
+    monkeypatch.setattr("inference.receiver._CHUNKS_AT_ONCE", 1)
     signed, manifest = publisher.publish(3), publisher.manifest(3)
     state = NodeState(tmp_path / "state", invite)
     source = CutSource(publisher.store, {ref_of(data).sha256: data for data in small_files.values()})

@@ -26,7 +26,7 @@ from composer_prime.wire.node_messages import Sampling
 from inference.engines.local.local_engine import LocalEngine
 from inference.receiver import Receiver
 from inference.snapshot import Snapshot, save_snapshot, word_sum
-from inference.versions import ChunkSource, FolderSource
+from inference.weight_sources import ChunkSource, FolderSource
 from tests.engines.models import MAX_CONTEXT
 from tests.engines.reference import Reference
 from tests.inference.publisher import CANARY, RUN_ID, Publisher

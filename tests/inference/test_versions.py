@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from composer_prime.errors import CanaryError, CorruptWeightsError, DeadlineError, LostWeightsError
 from composer_prime.run.weights import Canary, ChunkRef, Manifest, WeightStore
 from inference.engines.local.local_engine import LocalEngine
-from inference.receiver import Receiver
+from inference.receiver import ChunkFolder, Receiver, VersionFolder
 from inference.snapshot import word_sum
-from inference.versions import ChunkFolder, ChunkSource, FolderSource, VersionFolder
+from inference.weight_sources import ChunkSource, FolderSource
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.publisher import CANARY, RUN_ID
 from trainer.weights.version_file import VersionWriter

@@ -1,4 +1,4 @@
-"""Weights from HTTP hosts and buckets: bit for bit, whatever such a source does."""
+"""Weights from web servers: bit for bit, whatever such a source does."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import pytest
 import torch
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from composer_prime.errors import ConfigError, CorruptWeightsError, DeadlineError
 from composer_prime.run.weights import CHUNK_BYTES, WeightStore
@@ -23,13 +25,11 @@ from inference.engines.local.local_engine import LocalEngine
 from inference.gateway_link import GatewayLink
 from inference.joining import join_config, join_parser
 from inference.node import InferenceNode
-from inference.receiver import Receiver
-from inference.versions import PIECE_BYTES, ChunkSource, FolderSource, VersionFolder
-from inference.weight_sources import BucketSource, HttpSource, WeightSources
+from inference.receiver import Receiver, VersionFolder
+from inference.weight_sources import PIECE_BYTES, ChunkSource, FolderSource, HttpSource, WeightSources
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer
 from tests.inference.test_versions import Training, size_of
-from tests.inference.weight_hosts import KINDS, served
 
 TIMEOUT_S = 30.0
 
@@ -60,6 +60,15 @@ def sources_of(last: ChunkSource, urls: list[str], **options: object) -> WeightS
 
 
 @asynccontextmanager
+async def served(root: Path) -> AsyncIterator[str]:
+    """Serve the weight store in `root`; yield its URL."""
+    app = web.Application()
+    app.router.add_static("/", root)
+    async with TestServer(app) as server:
+        yield f"http://127.0.0.1:{server.port}"
+
+
+@asynccontextmanager
 async def pulling(
     folder: Path, last: ChunkSource, urls: list[str], **options: object
 ) -> AsyncIterator[tuple[VersionFolder, WeightSources]]:
@@ -81,13 +90,12 @@ async def check(node: VersionFolder, training: Training, version: int) -> None:
     node.settle(manifest)
 
 
-# Every kind of source gives a snapshot and what differs from it, bit for bit, and the gateway is not asked.
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_source_gives_versions(training, tmp_path, kind):
+# A copy gives a snapshot and what differs from it, bit for bit, and the gateway is not asked.
+def test_a_copy_gives_versions(training, tmp_path):
     async def scenario() -> None:
         training.train(range(3))
         async with (
-            served(kind, training.store.root) as url,
+            served(training.store.root) as url,
             pulling(tmp_path, Untouchable(), [url]) as (node, _),
         ):
             await check(node, training, 2)
@@ -96,12 +104,11 @@ def test_each_kind_of_source_gives_versions(training, tmp_path, kind):
 
 
 # A chunk larger than a piece comes in several.
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_large_chunk_comes_whole(tmp_path, kind):
+def test_a_large_chunk_comes_whole(tmp_path):
     async def scenario() -> None:
         store = WeightStore(tmp_path / "weights")
         refs = store.put_chunks(random.Random(0).randbytes(PIECE_BYTES + 100))
-        async with served(kind, store.root) as url, pulling(tmp_path, Untouchable(), [url]) as (node, _):
+        async with served(store.root) as url, pulling(tmp_path, Untouchable(), [url]) as (node, _):
             await node.pull("v1", refs)
             assert node.chunks.has(refs[0])
 
@@ -130,11 +137,10 @@ def spoil(training: Training, how: str) -> None:
             os.truncate(path, 1 << 40)  # takes no room on the disk
 
 
-# A source of any kind that alters a chunk, cuts it, never ends it or gives that of an older version is refused: little
+# A source that alters a chunk, cuts it, never ends it or gives that of an older version is refused: little
 # is kept of it, and the version before is still there, whole.
 @pytest.mark.parametrize("how", HOSTILE)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_hostile_source_is_refused(training, tmp_path, kind, how):
+def test_a_hostile_source_is_refused(training, tmp_path, how):
     async def scenario() -> None:
         training.train(range(2))
         async with pulling(tmp_path, FolderSource(training.store), []) as (node, _):
@@ -142,7 +148,7 @@ def test_a_hostile_source_is_refused(training, tmp_path, kind, how):
             training.train(range(2, 3))
             spoil(training, how)
             manifest, before = training.written[1][0], node.bytes_pulled
-            async with served(kind, training.store.root) as url:
+            async with served(training.store.root) as url:
                 hostile = sources_of(Lacking(), [url])
                 node._source = hostile
                 with pytest.raises(CorruptWeightsError, match="chunk"):
@@ -163,15 +169,14 @@ def test_a_hostile_source_is_refused(training, tmp_path, kind, how):
 
 # With an honest gateway behind it the version comes all the same. Who gave wrong chunks is named and asked no more.
 @pytest.mark.parametrize("how", HOSTILE)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_liar_is_named_and_put_aside(training, tmp_path, kind, how, caplog):
+def test_a_liar_is_named_and_put_aside(training, tmp_path, how, caplog):
     async def scenario() -> str:
         training.train(range(3))
         honest = WeightStore(tmp_path / "copy")
         for ref in training.written[2][0].refs:
             honest.put_chunks(training.store.read(ref))
         spoil(training, how)
-        async with served(kind, training.store.root) as liar:
+        async with served(training.store.root) as liar:
             async with pulling(tmp_path, FolderSource(honest), [liar]) as (node, sources):
                 await check(node, training, 2)
                 assert list(sources._aside_until) == [liar]
@@ -248,18 +253,19 @@ FAULTS = [
 ]
 
 
+async def read_one(url: str, timeout_s: float) -> bytes | None:
+    async with aiohttp.ClientSession(auto_decompress=False) as session:
+        return await HttpSource(url, session, timeout_s).read("a" * 64, 0)
+
+
 # Whatever a host answers that cannot be a chunk's bytes is an error that names it; it leads nowhere else.
 @pytest.mark.parametrize(("handler", "error", "message"), FAULTS)
 def test_a_wrong_answer_is_an_error(handler, error, message):
     async def scenario() -> None:
         async with scripted(handler) as url:
-            source = HttpSource(url, 0.2 if handler is dripping else TIMEOUT_S)
-            try:
-                with pytest.raises(error, match=f"(?i){message}") as raised:
-                    await source.read("a" * 64, 0)
-                assert url in str(raised.value)
-            finally:
-                await source.close()
+            with pytest.raises(error, match=f"(?i){message}") as raised:
+                await read_one(url, 0.2 if handler is dripping else TIMEOUT_S)
+            assert url in str(raised.value)
 
     asyncio.run(scenario())
 
@@ -268,34 +274,17 @@ def test_a_wrong_answer_is_an_error(handler, error, message):
 def test_an_answer_is_bounded():
     async def read(handler) -> bytes | None:
         async with scripted(handler) as url:
-            source = HttpSource(url, TIMEOUT_S)
-            try:
-                return await source.read("a" * 64, 0)
-            finally:
-                await source.close()
+            return await read_one(url, TIMEOUT_S)
 
     assert len(asyncio.run(read(endless)) or b"") == PIECE_BYTES
     assert asyncio.run(read(answering(404))) is None
 
 
-# What is no host and no bucket is refused with the remedy.
-@pytest.mark.parametrize("url", ["ftp://host/x", "http://", "https://host/x?token=1", "s3://", "simplecache::s3://b/x"])
+# What is no web server is refused with the remedy.
+@pytest.mark.parametrize("url", ["ftp://host/x", "http://", "https://host/x?token=1", "s3://b/x"])
 def test_urls_are_checked(url):
     with pytest.raises(ConfigError, match="expected"):
-        WeightSources(Lacking(), TIMEOUT_S)._open(url)
-
-
-# A bucket whose driver hangs is given up after the deadline.
-def test_a_hanging_bucket_is_given_up():
-    async def scenario() -> None:
-        source, release = BucketSource("memory://hanging/run", 0.05), asyncio.Event()
-        loop = asyncio.get_running_loop()
-        source._bucket.chunk = lambda *_: asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
-        with pytest.raises(DeadlineError, match="memory://hanging/run"):
-            await source.read("a" * 64, 0)
-        release.set()
-
-    asyncio.run(scenario())
+        HttpSource(url, None, TIMEOUT_S)
 
 
 # -- which of several is asked -----------------------------------------------------------------------------------------
@@ -395,17 +384,20 @@ def test_a_source_cannot_hold_a_node(tmp_path, piece, seconds):
     asyncio.run(scenario())
 
 
-# A version that has not reached the bucket yet is waited for there, not pulled through the gateway.
+# A version that has not reached the copy yet is waited for there, not pulled through the gateway.
 def test_a_copy_may_lag(tmp_path):
     async def scenario() -> None:
-        store, copy = WeightStore(tmp_path / "weights"), tmp_path / "bucket"
+        store, copy = WeightStore(tmp_path / "weights"), tmp_path / "copy"
         (ref,) = store.put_chunks(b"x" * 100)
-        sources = sources_of(Untouchable(), [copy.as_uri()], clock=Clock())
-        pull = asyncio.ensure_future(pull_one_by_one(sources, [ref]))
-        await asyncio.sleep(0.05)
-        assert not pull.done()
-        shutil.copytree(store.root, copy)
-        await asyncio.wait_for(pull, TIMEOUT_S)
+        copy.mkdir()
+        async with served(copy) as url:
+            sources = sources_of(Untouchable(), [url], clock=Clock())
+            pull = asyncio.ensure_future(pull_one_by_one(sources, [ref]))
+            await asyncio.sleep(0.05)
+            assert not pull.done()
+            shutil.copytree(store.root, copy, dirs_exist_ok=True)
+            await asyncio.wait_for(pull, TIMEOUT_S)
+            await sources.close()
 
     asyncio.run(scenario())
 
@@ -471,7 +463,7 @@ def test_a_node_pulls_beside_the_gateway(loop, folder, config, keys, publisher):
         sources = WeightSources(link, TIMEOUT_S)
         receiver = Receiver(engine, sources, folder, 1e-3)
         node = InferenceNode("node-a", engine, link, receiver, config, sources=sources)
-        async with served("server", publisher.store.root) as url:
+        async with served(publisher.store.root) as url:
             gateway.sources = [url.replace("127.0.0.1", "*")]
             ended = asyncio.ensure_future(node.run())
             await gateway.until(lambda: any(status.version == 1 for status in gateway.statuses), "version 1")

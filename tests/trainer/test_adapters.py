@@ -19,7 +19,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from inference.engines.local.local_engine import LocalEngine
 from inference.receiver import Receiver
-from inference.versions import FolderSource
+from inference.weight_sources import FolderSource
 from trainer.model.adapters import factors
 from trainer.model.build import build_policy
 from trainer.teacher.self_teacher import adapters_off

@@ -20,8 +20,9 @@ from composer_prime.errors import CheckpointError, WeightError
 from composer_prime.packing.pack import totals
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import CHUNK_BYTES, WeightStore, open_signed
+from inference.receiver import VersionFolder
 from inference.snapshot import word_sum
-from inference.versions import FolderSource, VersionFolder
+from inference.weight_sources import FolderSource
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
 from trainer.step import train_step
