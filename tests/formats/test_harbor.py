@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 ID = "orchestrator.coding.formats.harbor"
 HARNESS = {"id": "orchestrator.environments.tool_loop", "max_turns": 4}
 FILES = {
-    "task.toml": 'version = "1.0"\n[metadata]\ndifficulty = "easy"\n[verifier]\ntimeout_sec = 60.0\n',
+    "task.toml": 'version = "1.0"\n[verifier]\ntimeout_sec = 60.0\n',
     "instruction.md": "Write the sum of the numbers in /app/numbers.txt to /app/sum.txt.\n",
     "environment/numbers.txt": "3\n4\n5\n",
     "solution/solve.sh": "#!/bin/bash\necho 12 > /app/sum.txt\n",
@@ -97,12 +97,12 @@ def test_a_folder_that_cannot_be_played_says_why(
 
 
 def test_a_task_without_its_dockerfile_is_played_on_request(tmp_path: Path) -> None:
-    # The estimate of its difficulty reaches the curriculum; the Dockerfile is no file of the agent's.
+    # The Dockerfile is no file of the agent's.
     from orchestrator.coding.formats.harbor import Harbor, HarborConfig
 
     folder = written(tmp_path, **{"environment/Dockerfile": "FROM x\n"})
     (task,) = Harbor(HarborConfig(id=ID, folder=folder, ignore_dockerfile=True))
-    assert (task.data.difficulty, task.data.verifier_timeout_s) == (0.25, 60.0)
+    assert task.data.verifier_timeout_s == 60.0
     assert list(task.data.code_task().start) == ["numbers.txt"]
 
 

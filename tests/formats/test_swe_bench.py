@@ -14,8 +14,7 @@ from instances_made import LENGTHS, REPAIRED, TEST_FILE, breaking_patch, instanc
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.code.grading import Grade, grade
-from orchestrator.coding.formats.conversion import ImportSettings, Refusal, import_tasks
-from orchestrator.coding.formats.swe_bench import apply_patch
+from orchestrator.coding.formats.conversion import ImportSettings, Refusal, apply_patch, import_tasks
 from orchestrator.coding.task import CodeTask, matches, read_tasks
 
 pytestmark = pytest.mark.process  # git and graded tests
@@ -46,9 +45,9 @@ def grades(tmp_path: Path, task: CodeTask, *patches: dict[str, str]) -> list[Gra
 def test_an_instance_of_swe_bench_becomes_a_proven_task(tmp_path: Path) -> None:
     # Its patch solves it, an empty one does not; the agent's tree has neither the new tests nor git objects.
     made = make_clone(tmp_path / "clones")
-    (task,), refusals = imported(tmp_path, [instance(*made, difficulty="15 min - 1 hour")])
+    (task,), refusals = imported(tmp_path, [instance(*made)])
     assert refusals == []
-    assert (task.id, task.repository, task.kind, task.difficulty) == ("acme__measures-7", "acme/measures", "issue", 0.5)
+    assert (task.id, task.repository, task.kind) == ("acme__measures-7", "acme/measures", "issue")
     assert task.solution == {"src/measures/lengths.py": REPAIRED}
     assert (task.start, task.removed, task.python_path) == ({}, [], ["src", "."])
     tree = tmp_path / "tasks" / "trees" / task.tree
@@ -61,11 +60,10 @@ def test_an_instance_of_swe_bench_becomes_a_proven_task(tmp_path: Path) -> None:
 
 
 def test_an_instance_of_swe_smith_begins_with_its_bug(tmp_path: Path) -> None:
-    # There `patch` breaks the tree, which has no clone here but is a plain folder; the failing tests are hidden.
-    commit, *_ = make_clone(tmp_path / "clones")
+    # There `patch` breaks the newest commit of the clone; the failing tests are hidden.
+    make_clone(tmp_path / "clones")
     bug = breaking_patch(tmp_path / "clones")
     clone = tmp_path / "clones" / "acme__measures"
-    shutil.rmtree(clone / ".git")
     clone.rename(tmp_path / "clones" / "swesmith__acme__measures.1a2b3c4d")
     (task,), _ = imported(tmp_path, [smith_instance(bug)])
     assert "/ factors" in task.start["src/measures/lengths.py"]
@@ -73,7 +71,6 @@ def test_an_instance_of_swe_smith_begins_with_its_bug(tmp_path: Path) -> None:
     assert task.removed == [TEST_FILE] and "src/measures/lengths.py" in task.prompt
     right, empty = grades(tmp_path, task, task.solution, {})
     assert (right.solved, empty.solved) == (True, False)
-    assert commit
 
 
 def test_only_source_files_can_be_edited(tmp_path: Path) -> None:
@@ -96,7 +93,6 @@ def test_only_source_files_can_be_edited(tmp_path: Path) -> None:
         ({"FAIL_TO_PASS": ["test_x (basic.tests.Lengths)"]}, "basic.tests.Lengths"),
         ({"FAIL_TO_PASS": ["test_unknown"]}, "'test_unknown'"),
         ({"base_commit": "0" * 40}, "git archive"),
-        ({"base_commit": ""}, "base_commit ''"),
         ({"repo": "acme/weights"}, "acme__weights"),
         ({"repo": "/etc"}, "'repo' .*'/etc'"),
         ({"repo": "../outside"}, r"'repo' .*'\.\./outside'"),
@@ -124,7 +120,7 @@ def test_a_patch_that_does_not_apply_names_instance_file_and_hunk(tmp_path: Path
     tasks, (refusal,) = imported(tmp_path, [instance(commit, patch, test_patch), bad], runtime=None)
     assert [task.id for task in tasks] == ["acme__measures-7"]
     assert refusal.place.endswith("instances.jsonl:2")
-    assert refusal.reason.startswith("instance acme__measures-8: its 'patch' does not apply: ")
+    assert refusal.reason.startswith("acme__measures-8: its 'patch' does not apply: ")
     assert refusal.reason.endswith("patch failed: src/measures/lengths.py:30")
     assert "acme__measures-8" in (tmp_path / "tasks" / "refused.jsonl").read_text()
 
@@ -176,18 +172,20 @@ def test_patches_make_delete_and_rename_files(tmp_path: Path) -> None:
     assert changed == {"gone.py": None, "made.py": "y = 1\n", "old.py": None, "new.py": "a = 1\nb = 3\nc = 3\n"}
 
 
+def one_function(name: str, **changes: Any) -> dict[str, Any]:
+    prompt = "def same(n):\n    '''Return n.'''\n"
+    test = "def check(candidate):\n    assert candidate(2) == 2"
+    record = {"task_id": name, "prompt": prompt, "entry_point": "same", "test": test}
+    return {**record, "canonical_solution": "    return n\n", **changes}
+
+
 def test_records_of_several_forms_and_of_none(tmp_path: Path) -> None:
     # The fields decide, record by record; an id that comes twice is taken once.
-    squares = {
-        "task_id": 1,
-        "text": "Square.",
-        "test_list": ["assert f(2) == 4"],
-        "code": "def f(n):\n    return n * n",
-    }
-    tasks, refusals = imported(tmp_path, [squares, {"question": "?"}, squares], repositories=None)
-    assert [task.id for task in tasks] == ["mbpp/1"]
+    records = [one_function("a/1"), {"question": "?"}, one_function("a/1")]
+    tasks, refusals = imported(tmp_path, records, repositories=None)
+    assert [task.id for task in tasks] == ["a/1"]
     assert [refusal.place.rpartition(":")[2] for refusal in refusals] == ["2", "3"]
-    assert "question" in refusals[0].reason and "mbpp/1" in refusals[1].reason
+    assert "question" in refusals[0].reason and "a/1" in refusals[1].reason
 
 
 def test_what_an_import_needs_is_said_before_it_writes(tmp_path: Path) -> None:
@@ -205,13 +203,12 @@ def test_what_an_import_needs_is_said_before_it_writes(tmp_path: Path) -> None:
 def test_a_record_whose_sandbox_fails_ends_nothing_else(tmp_path: Path) -> None:
     # Its files are larger than a sandbox may be; the record after it becomes a task.
     bubblewrap = RuntimeConfig(type="bubblewrap", limits=SandboxLimits(disk_mb=5))
-    fine = {"task_id": 1, "text": "Same.", "test_list": ["assert f(2) == 2"], "code": "def f(n):\n    return n"}
-    large = {**fine, "task_id": 2, "test_setup_code": "#" * 6_000_000}
+    fine, large = one_function("a/1"), one_function("a/2", prompt="#" * 6_000_000 + "\ndef same(n):\n    ...\n")
     try:
         (task,), (refusal,) = imported(tmp_path, [large, fine], runtime=bubblewrap)
     except SandboxError as error:
         pytest.skip(f"no bubblewrap here: {error}")
-    assert task.id == "mbpp/1" and refusal.place.endswith("instances.jsonl:1") and refusal.reason
+    assert task.id == "a/1" and refusal.place.endswith("instances.jsonl:1") and refusal.reason
     assert len((tmp_path / "tasks" / "refused.jsonl").read_text().splitlines()) == 1
 
 

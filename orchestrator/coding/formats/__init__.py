@@ -1,8 +1,8 @@
-"""Task files in forms that others publish: SWE-bench's family, HumanEval, MBPP, GSM8K, Harbor, OpenEnv.
+"""Task files in forms that others publish: SWE-bench's family, HumanEval, GSM8K, Harbor, OpenEnv.
 
     questions.py   GSM8K and any file of questions with a final answer: one turn, no box
-    programs.py    HumanEval and MBPP: a function to write, graded by tests in a box
-    swe_bench.py   SWE-bench, Lite, Verified, SWE-Gym, SWE-smith: issues of real repositories
+    programs.py    HumanEval: a function to write, graded by tests in a box
+    conversion.py  SWE-bench, Lite, Verified, SWE-Gym, SWE-smith: issues of real repositories become a task folder
     harbor.py      Harbor task folders: instruction, tests/test.sh, reward file
     openenv.py     an OpenEnv server that runs already
 

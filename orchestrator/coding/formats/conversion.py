@@ -5,14 +5,23 @@
 
 One bad record does not end an import. A file none of whose records becomes a task does. tasks.jsonl is written once all
 records are done.
+
+Instances of SWE-bench, Lite, Verified, SWE-Gym and SWE-smith become tasks on trees of local clones. In most of these
+sets `patch` repairs the tree, and `test_patch` adds the tests. In SWE-smith `patch` breaks it. The tree comes from
+`git archive`, so that the agent's tree has no git objects. Only tests that pytest runs can be graded. Django's own
+runner names its tests in another way; sympy's instances name functions only, which are looked up in the test patch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
@@ -20,14 +29,18 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.console import ProgressLines
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.code.grading import grade
-from orchestrator.coding.formats.functions import human_eval_task, mbpp_task
-from orchestrator.coding.formats.swe_bench import instance_task
 from orchestrator.coding.formats.task_files import Record, read_records
+from orchestrator.coding.git_command import git
 from orchestrator.coding.in_order import in_order
 from orchestrator.coding.sandbox.opening import open_box
-from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, write_tasks
+from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, check_path, write_tasks
 
 REFUSED_FILE = "refused.jsonl"
+_TESTS_ARE_NOT_EDITABLE = ("!**/tests/**", "!**/test/**", "!**/testing/**", "!**/test_*.py", "!**/*_test.py")
+_COMMIT = re.compile("HEAD|[0-9a-f]{7,64}")
+_TAR_TIMEOUT_S = 600.0
+_HEADER = re.compile(r"^(?:(?:---|\+\+\+) (?:[ab]/)?|(?:rename|copy) (?:from|to) )(?P<path>[^\t\n]+)", re.MULTILINE)
+"""A line of a diff that names a file."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,25 +55,13 @@ class ImportSettings:
     """How records become tasks."""
 
     repositories: Path | None = None
-    """Folder with a clone or a tree for each repository; SWE-bench's family needs one."""
+    """Folder with a clone of each repository; SWE-bench's family needs one."""
     timeout_s: float = 300.0
     """SWE-bench's family: wall-clock limit of one run of the tests."""
     runtime: RuntimeConfig | None = None
     """Where tasks are proven; None takes them unproven."""
     jobs: int = 1
     """Proofs at one time."""
-
-
-def function_task(record: Record) -> CodeTask:
-    """Return the task of a record in HumanEval's or MBPP's form. Raises ConfigError for any other record."""
-    if record.has("test", "entry_point", "prompt"):
-        return human_eval_task(record)
-    if record.has("test_list"):
-        return mbpp_task(record)
-    raise ConfigError(
-        f"{record.place}: its fields ({', '.join(record.values)}) are of no known form: SWE-bench (instance_id, ...), "
-        "HumanEval (prompt, test, entry_point), MBPP (text, test_list)"
-    )
 
 
 async def import_tasks(path: Path, folder: Path, settings: ImportSettings) -> tuple[int, list[Refusal]]:
@@ -98,20 +99,24 @@ async def import_tasks(path: Path, folder: Path, settings: ImportSettings) -> tu
 
 
 async def _outcome(record: Record, folder: Path, settings: ImportSettings) -> CodeTask | Refusal:
+    name = record.values.get("instance_id") or record.values.get("task_id") or "record"
     try:
         task = await asyncio.to_thread(_convert, record, folder, settings)
         reason = await why_unproven(task, folder / TREES_FOLDER, settings.runtime) if settings.runtime else ""
     except (ConfigError, SandboxError, OSError) as error:  # OSError: its files do not fit.
-        return Refusal(place=record.place, reason=str(error).removeprefix(f"{record.place}: "))
-    return Refusal(place=record.place, reason=f"{task.id}: {reason}") if reason else task
+        reason = str(error).removeprefix(f"{record.place}: ")
+    return Refusal(place=record.place, reason=f"{name}: {reason}") if reason else task
 
 
 def _convert(record: Record, folder: Path, settings: ImportSettings) -> CodeTask:
+    """Return the task of a record. Raises ConfigError for what makes it none here."""
     if not record.has("instance_id"):
-        return function_task(record)
+        from orchestrator.coding.formats.programs import human_eval_task  # It imports verifiers.
+
+        return human_eval_task(record)
     if settings.repositories is None:
         raise ConfigError("an instance of SWE-bench's form needs its repository: give --repositories FOLDER")
-    return instance_task(record, settings.repositories, folder / TREES_FOLDER, timeout_s=settings.timeout_s)
+    return _instance_task(record, settings.repositories, folder / TREES_FOLDER, settings.timeout_s)
 
 
 async def why_unproven(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> str:
@@ -128,3 +133,145 @@ async def why_unproven(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> s
     if (await grade(task, trees, {}, runtime)).solved:
         return "its tests pass without any change"
     return ""
+
+
+# -- instances of SWE-bench's form
+
+
+def _instance_task(record: Record, repositories: Path, trees: Path, timeout_s: float) -> CodeTask:
+    """Return the task of one instance, and put its tree below `trees`."""
+    fail_to_pass, pass_to_pass = record.texts("FAIL_TO_PASS"), record.texts("PASS_TO_PASS")
+    if not fail_to_pass:
+        raise ConfigError("its FAIL_TO_PASS is empty: no test tells a solution from none")
+    repo, commit = record.text("repo"), str(record.values.get("base_commit") or "HEAD")
+    tree = trees / _add_tree(repo, commit, repositories, trees)
+    changed = apply_patch(tree, record.text("patch"), field="patch")
+    if not changed:
+        raise ConfigError("its 'patch' is empty or changes nothing: there is nothing to solve")
+    test_changes = apply_patch(tree, str(record.values.get("test_patch") or ""), field="test_patch")
+    test_files = _present(test_changes)
+    fail_to_pass, pass_to_pass = (_pytest_ids(ids, test_files) for ids in (fail_to_pass, pass_to_pass))
+    start, solution = {}, changed
+    hidden = [path for path, text in test_changes.items() if text is None]
+    if repo.startswith("swesmith/"):  # There `patch` makes the bug.
+        start, solution = changed, {path: _text(tree, path, "patch") for path in changed}
+        hidden += sorted({test.partition("::")[0] for test in fail_to_pass})
+    cause = f"Some tests of {repo} fail. The cause is in {', '.join(sorted(changed))}. Find it and repair it."
+    return CodeTask(
+        id=record.text("instance_id"),
+        kind="issue",
+        repository=repo,
+        tree=tree.name,
+        prompt=record.values.get("problem_statement") or cause,
+        start=_present(start),
+        removed=hidden,
+        solution=_present(solution),
+        editable=_editable(changed),
+        tests=sorted({test.partition("::")[0] for test in (*fail_to_pass, *pass_to_pass)}),
+        test_files=test_files,
+        fail_to_pass=fail_to_pass,
+        pass_to_pass=pass_to_pass,
+        python_path=[*(folder for folder in ("src", "lib") if (tree / folder).is_dir()), "."],
+        timeout_s=timeout_s,
+        source=f"{repo}@{commit}",
+    )
+
+
+def _present(files: dict[str, str | None]) -> dict[str, str]:
+    return {path: text for path, text in files.items() if text is not None}
+
+
+def _pytest_ids(names: Sequence[str], test_files: dict[str, str]) -> list[str]:
+    """Return node ids. Raises ConfigError for names that pytest does not know."""
+    ids = []
+    for name in names:
+        define = re.compile(rf"^def {re.escape(name)}\(", re.MULTILINE)
+        files = [path for path, text in test_files.items() if define.search(text)]
+        if "::" not in name and len(files) != 1:
+            raise ConfigError(
+                f"its test {name!r} is no pytest node id (file::test), and {len(files)} files of its test_patch define "
+                "it; only tests that pytest runs can be graded"
+            )
+        ids.append(name if "::" in name else f"{files[0]}::{name}")
+    return ids
+
+
+def _editable(changed: Iterable[str]) -> list[str]:
+    """Return patterns: source files, no tests, and in any case the kinds of files and the files that the patch has."""
+    suffixes = sorted({".py", *(PurePosixPath(path).suffix for path in changed)} - {""})
+    return [*(f"**/*{suffix}" for suffix in suffixes), *_TESTS_ARE_NOT_EDITABLE, *sorted(changed)]
+
+
+def _add_tree(repo: str, commit: str, repositories: Path, trees: Path) -> str:
+    """Put the repository's tree at a commit below `trees`, unless it is there. Return its folder's name."""
+    try:
+        clone = repositories / check_path(repo).replace("/", "__")
+    except ValueError as error:
+        raise ConfigError(f"its 'repo' is refused: {error}; give owner/name") from None
+    if not clone.is_dir():
+        raise ConfigError(f"no clone of {repo}: `git clone URL {clone}`, or correct --repositories")
+    if not _COMMIT.fullmatch(commit):
+        raise ConfigError(f"its base_commit {commit!r} is no commit of the clone {clone}; give the hexadecimal name")
+    tree = re.sub(r"[^\w.-]+", "__", f"{repo}-{commit[:12]}")
+    if (trees / tree).is_dir():
+        return tree
+    trees.mkdir(parents=True, exist_ok=True)
+    packed = git(clone, "archive", "--format=tar", commit)
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=trees) as scratch:
+        made = Path(scratch, "tree")
+        made.mkdir()
+        subprocess.run(["tar", "-x", "-C", str(made)], input=packed, check=True, timeout=_TAR_TIMEOUT_S)
+        try:
+            made.rename(trees / tree)
+        except OSError:
+            if not (trees / tree).is_dir():  # Another instance may have made it in the meantime.
+                raise
+    return tree
+
+
+def apply_patch(tree: Path, patch: str, *, field: str) -> dict[str, str | None]:
+    """Return the text of each file that a diff changes or makes, None for one that it deletes. `tree` does not change.
+
+    `git apply` does the work. `field`: the patch's name in the record, for messages. Raises ConfigError for a patch
+    that does not apply, or that changes what is no plain file of text.
+    """
+    if not patch.strip():
+        return {}
+    paths = _touched(patch, field)
+    with tempfile.TemporaryDirectory(prefix="composer-patch-") as scratch:
+        copy = Path(scratch, "tree")
+        copy.mkdir()
+        before = {path: _text(tree, path, field) for path in paths}
+        for path, text in _present(before).items():
+            (copy / path).parent.mkdir(parents=True, exist_ok=True)
+            (copy / path).write_bytes(text.encode())
+        try:
+            whole = patch if patch.endswith("\n") else patch + "\n"
+            git(copy, "apply", "--whitespace=nowarn", "-", stdin=whole.encode())
+        except ConfigError as error:
+            raise ConfigError(f"its {field!r} does not apply: {error}") from None
+        after = {path: _text(copy, path, field) for path in paths}
+    return {path: text for path, text in after.items() if text != before[path]}
+
+
+def _touched(patch: str, field: str) -> list[str]:
+    if "GIT binary patch" in patch:
+        raise ConfigError(f"its {field!r} changes a binary file; tasks hold text only")
+    try:
+        paths = [check_path(match["path"]) for match in _HEADER.finditer(patch) if match["path"] != "/dev/null"]
+    except ValueError as error:
+        raise ConfigError(f"its {field!r} is refused: {error}") from None
+    if not paths:
+        raise ConfigError(f"its {field!r} is not a unified diff: it has no line that begins with '--- ' or '+++ '")
+    return sorted(set(paths))
+
+
+def _text(tree: Path, path: str, field: str) -> str | None:
+    """Return a file's text, None where there is none. A link may lead out of the tree, and so is refused."""
+    for part in (PurePosixPath(path), *PurePosixPath(path).parents[:-1]):
+        if (tree / part).is_symlink():
+            raise ConfigError(f"its {field!r} changes {path}, but {part} is a link; tasks hold plain files only")
+    try:
+        return (tree / path).read_bytes().decode() if (tree / path).is_file() else None
+    except UnicodeDecodeError:
+        raise ConfigError(f"its {field!r} changes {path}, which is not UTF-8 text; tasks hold UTF-8 only") from None

@@ -39,7 +39,6 @@ HIDDEN = ".harbor"
 TOOLS = ("bash", "view", "str_replace")
 OUTPUT_CHARS = 8000
 COMMAND_TIMEOUT_S = 60.0
-_DIFFICULTY = {"easy": 0.25, "medium": 0.5, "hard": 0.75}
 _NEEDS_BUILD = ("Dockerfile", "docker-compose.yaml")
 _PATHS = re.compile(r"(?<![\w./-])/(app|tests|logs/verifier)(?![\w-])")
 _MAX_REWARD_BYTES = 2**20
@@ -65,7 +64,6 @@ class HarborData(TaskRow):
 
     task_folder: Path
     verifier_timeout_s: float
-    difficulty: float | None
     settings: CodeSettings
 
     def code_task(self) -> CodeTask:
@@ -182,7 +180,6 @@ def _read_folder(folder: Path, config: HarborConfig, settings: CodeSettings) -> 
         system_prompt=config.instruction or None,
         task_folder=folder.resolve(),
         verifier_timeout_s=min(float(limit_s), config.verifier_timeout_s),
-        difficulty=_DIFFICULTY.get(str(table.get("metadata", {}).get("difficulty"))),
         settings=settings,
     )
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 import verifiers.v1 as vf
-from pydantic import Field, field_validator
+from pydantic import Field
 from verifiers.v1.errors import ToolsetError
 
 from composer_prime.errors import ConfigError
@@ -45,7 +45,7 @@ _Answer = TypeVar("_Answer")
 class OpenEnvConfig(vf.TasksetConfig):
     """Which server, and which episodes."""
 
-    base_url: str
+    base_url: str = Field(pattern="^https?://")
     """http://host:port of the server."""
     num_tasks: int = Field(256, ge=1)
     """Number of episodes to choose from: seeds from `first_seed` on."""
@@ -55,13 +55,6 @@ class OpenEnvConfig(vf.TasksetConfig):
     """Further arguments of the environment's reset."""
     instruction: str | None = "Act with the tools until the observation says that the episode is over."
     """System prompt; None leaves it out."""
-
-    @field_validator("base_url")
-    @classmethod
-    def _http(cls, url: str) -> str:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url is {url!r}, but must begin with http:// or https://")
-        return url.rstrip("/")
 
 
 class OpenEnvData(TaskRow):
@@ -100,12 +93,11 @@ class OpenEnvEpisode:
     """One episode: a `RemoteEpisode` of the tool loop."""
 
     def __init__(self, base_url: str, reset: dict[str, Any]) -> None:
-        self._url = base_url
+        self._url = base_url.rstrip("/")
         self._reset = reset
         self._http = aiohttp.ClientSession(trust_env=False)
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._rewards: list[float] = []
-        self._refused = 0
         self._has_mcp_tools = False
         self.schemas: list[dict[str, Any]] = []
         self.is_over = False
@@ -134,31 +126,27 @@ class OpenEnvEpisode:
             arguments = json.loads(arguments_json)
             json.dumps(arguments)  # Nesting that can be read may still be too deep to be sent.
         except (ValueError, RecursionError):
-            return self._refuse("Invalid JSON in tool call")
+            return "Invalid JSON in tool call"
         if not isinstance(arguments, dict):
-            return self._refuse("Invalid arguments: they must be a JSON object")
+            return "Invalid arguments: they must be a JSON object"
         action = {"type": "call_tool", "tool_name": name, "arguments": arguments} if self._has_mcp_tools else arguments
         reply = await self._ask(_STEP, action)
         if reply["type"] == "error" and reply["data"].get("code") in _REFUSED:
-            return self._refuse(f"Error: {_problem(reply['data'])}")
+            return f"Error: {_problem(reply['data'])}"
         result = self._result(reply)
         if result.get("reward") is not None:
             self._rewards.append(float(result["reward"]))
         self.is_over = bool(result.get("done"))
         error = result["observation"].get("error") if self._has_mcp_tools else None
-        return self._refuse(f"Error: {_problem(error)}") if isinstance(error, dict) else _text(result)
+        return f"Error: {_problem(error)}" if isinstance(error, dict) else _text(result)
 
     async def finish(self, trace: vf.Trace) -> None:
         """Record the sum of the steps' rewards, and disconnect."""
         trace.record_reward("openenv", sum(self._rewards))
-        trace.record_metrics({"steps": len(self._rewards), "refused": self._refused, "done": float(self.is_over)})
+        trace.record_metrics({"steps": len(self._rewards), "done": float(self.is_over)})
         if self._socket is not None:
             await self._socket.close()
         await self._http.close()
-
-    def _refuse(self, text: str) -> str:
-        self._refused += 1
-        return text
 
     async def _get_schema(self) -> dict[str, Any]:
         async with self._http.get(f"{self._url}/schema") as response:

@@ -1,14 +1,17 @@
-"""One function in one turn: the reply's code is graded by tests in a sandbox. HumanEval and MBPP.
+"""HumanEval: one function in one turn. The tests of its record grade the reply's code in a sandbox.
 
     taskset = { id = "orchestrator.coding.formats.programs", file = "HumanEval.jsonl.gz" }
 
-The records say which of the two forms they have. To let an agent work with tools instead, make a task folder of the
-file (`composer tasks import`) and play it with orchestrator.coding.code.
+The test imports the asked function from solution.py by name, and nothing else of a solution; helpers that it calls come
+from the prompt. To let an agent work with tools instead, make a task folder of the file (`composer tasks import`) and
+play it with orchestrator.coding.code.
 """
 
 from __future__ import annotations
 
-import asyncio
+import ast
+import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,61 +20,40 @@ import verifiers.v1 as vf
 from pydantic import Field
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.coding.code.code_harness import sandbox_failures
+from composer_prime.errors import ConfigError
+from orchestrator.coding.code.code_harness import CodeState, sandbox_failures
 from orchestrator.coding.code.grading import grade
-from orchestrator.coding.formats.conversion import function_task
-from orchestrator.coding.formats.functions import with_reply
 from orchestrator.coding.formats.questions import FileTasksetConfig
-from orchestrator.coding.formats.task_files import read_records
-from orchestrator.coding.monitor import HackMonitorConfig, HackVerdict, inspect, seal
+from orchestrator.coding.formats.task_files import Record, read_records
 from orchestrator.coding.task import CodeTask
 from orchestrator.environments.task_row import TaskRow
 
 __all__ = ["Programs"]
 
+SOLUTION = "solution.py"
+INSTRUCTION = "You are a programmer. Answer with one Python code block that holds the complete function."
+_TESTS = "test_solution.py"
+_TIMEOUT_S = 30.0
+_INDENT = "    "
 _NO_TREES = Path()
 """Tasks of a file have no tree."""
-INSTRUCTION = "You are a programmer. Answer with one Python code block that holds the complete function."
 
 
 class ProgramsConfig(FileTasksetConfig):
     """Which file, and how its tasks are scored."""
 
-    partial_credit: bool = False
-    """Reward the share of failing tests that pass (MBPP has several). Otherwise only a full solution earns."""
     instruction: str = INSTRUCTION
     """System prompt; an empty one is left out."""
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
     """The sandboxes. If omitted, the source's table [orchestrator.source.runtime] applies."""
-    monitor: HackMonitorConfig = Field(default_factory=lambda: HackMonitorConfig(policy="none", lures=False))
-    """What counts as a hack, and how it is handled. By default it is only recorded: an agent that writes a whole file
-    may import and read what no known solution does."""
 
 
-class ProgramState(vf.State):
-    """What grading left."""
+class ProgramTask(vf.Task[TaskRow, CodeState]):
+    """Grades the code in the reply. The tests and the solution are not part of a trace."""
 
-    reward: float = 0.0
-    figures: dict[str, float] = Field(default_factory=dict)
-    verdict: Any = Field(default=None, exclude=True)
-    """The monitor's verdict."""
-    quarantine: str = ""
-    """Why the rollout must not be trained on; empty where it may."""
-
-
-class ProgramData(TaskRow):
-    """The wire row of a task."""
-
-    place: str
-    """The place of the record. Its tests and its solution are not part of a trace."""
-
-
-class ProgramTask(vf.Task[ProgramData, ProgramState]):
-    """Grades the code in the reply."""
-
-    def __init__(self, data: ProgramData, settings: ProgramsConfig, task: CodeTask) -> None:
+    def __init__(self, data: TaskRow, settings: ProgramsConfig, task: CodeTask) -> None:
         super().__init__(data, settings.task)
-        self._settings = settings
+        self._runtime = settings.runtime
         self._task = task
 
     @property
@@ -82,32 +64,14 @@ class ProgramTask(vf.Task[ProgramData, ProgramState]):
     async def answered(self, trace: vf.Trace) -> bool:
         return trace.num_turns >= 1
 
-    async def finalize(self, trace: vf.Trace[ProgramData, ProgramState], runtime: vf.Runtime) -> None:
-        """Grade the reply, and ask the monitor."""
+    async def finalize(self, trace: vf.Trace[TaskRow, CodeState], runtime: vf.Runtime) -> None:
         patch = with_reply(self._task, trace.last_reply)
         with sandbox_failures():
-            result = await grade(self._task, _NO_TREES, patch, self._settings.runtime)
-        verdict = await asyncio.to_thread(self._inspect, patch)
-        earned = result.fraction if self._settings.partial_credit else float(result.solved)
-        reward, state = verdict.reward(earned), trace.state
-        state.verdict = verdict
-        state.figures = {"tests_repaired": result.fraction, **verdict.metrics(earned)}
-        if reward is None:
-            state.quarantine = "; ".join(finding.text() for finding in verdict.findings[:3])
-        else:
-            state.reward = reward
+            trace.state.grade = await grade(self._task, _NO_TREES, patch, self._runtime)
 
     @vf.reward(weight=1.0)
-    async def solved(self, trace: vf.Trace[ProgramData, ProgramState]) -> float:
-        return trace.state.reward
-
-    @vf.metric
-    async def outcome(self, trace: vf.Trace[ProgramData, ProgramState]) -> dict[str, float]:
-        return trace.state.figures
-
-    def _inspect(self, patch: dict[str, bytes]) -> HackVerdict:
-        sealed = seal(self._task, None, self._settings.monitor)
-        return inspect(self._task, sealed, {**sealed.start, **patch}, (), self._settings.monitor)
+    async def solved(self, trace: vf.Trace[TaskRow, CodeState]) -> float:
+        return float(trace.state.grade is not None and trace.state.grade.solved)
 
 
 class Programs(vf.Taskset[ProgramTask, ProgramsConfig]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -116,8 +80,81 @@ class Programs(vf.Taskset[ProgramTask, ProgramsConfig]):  # pyright: ignore[repo
     def load(self) -> Iterator[ProgramTask]:
         """Raises ConfigError for a file or record that cannot be read, EmptyTaskSetError for an empty split."""
         config = self.config
-        tasks = (function_task(record) for record in read_records(config.file))
+        tasks = (human_eval_task(record) for record in read_records(config.file))
         for task in config.played((task.id, task) for task in tasks):
-            system = config.instruction or None
-            data = ProgramData(name=task.id, prompt=task.prompt, system_prompt=system, place=task.source)
+            data = TaskRow(name=task.id, prompt=task.prompt, system_prompt=config.instruction or None)
             yield ProgramTask(data, config, task)
+
+
+def human_eval_task(record: Record) -> CodeTask:
+    """Return the task of a record with prompt, test, entry_point and maybe canonical_solution. Raises ConfigError."""
+    prompt, test, name = record.text("prompt"), record.text("test"), record.text("entry_point")
+    helpers = [ast.unparse(node) for node in _parse(record, "prompt", prompt).body if not _is_function(node, name)]
+    if not any(_is_function(node, "check") for node in _parse(record, "test", test).body):
+        raise ConfigError(f"{record.place}: its 'test' does not define check(candidate), which HumanEval's form needs")
+    body = [
+        "import random",
+        *helpers,
+        test.strip(),
+        f"def test_{name}():\n"
+        f"{_INDENT}global {name}\n"  # Some tests call it by its own name.
+        f"{_INDENT}from solution import {name}\n\n"
+        f"{_INDENT}random.seed(0)\n"
+        f"{_INDENT}check({name})\n",
+    ]
+    solution = record.values.get("canonical_solution")
+    asked = f"Complete the function `{name}` in {SOLUTION}. It must do what its docstring says."
+    return CodeTask(
+        id=record.text("task_id", "name"),
+        kind="write",
+        repository="human-eval",
+        prompt=f"{asked}\n\n```python\n{prompt.strip()}\n```",
+        start={SOLUTION: prompt},
+        solution={SOLUTION: prompt + solution} if isinstance(solution, str) else {},
+        editable=[SOLUTION],
+        tests=[_TESTS],
+        test_files={_TESTS: "\n\n\n".join(body)},
+        fail_to_pass=[f"{_TESTS}::test_{name}"],
+        pass_to_pass=[],
+        timeout_s=_TIMEOUT_S,
+        symbols=[name],
+        source=record.place,
+    )
+
+
+def with_reply(task: CodeTask, reply: str) -> dict[str, bytes]:
+    """Return the files that a reply in words makes: its last Python block, or all of it where it has none.
+
+    A block that defines the asked function goes before later ones. One without it continues what the task gave.
+    """
+    define = re.compile(rf"^(?:async )?def {re.escape(task.symbols[0])}\b", re.MULTILINE)
+    fences = re.findall(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", reply, re.DOTALL)
+    blocks = [code for language, code in fences if language.lower() in ("", "python", "py", "python3")]
+    defining = [code for code in blocks if define.search(code)]
+    code = (defining or blocks or [reply])[-1]
+    if not define.search(code):
+        given = task.start[SOLUTION]
+        # Chat templates strip replies, and with them the first line's indentation.
+        code = next((given + text for text in (code, _INDENT + code) if _is_python(given + text)), given + code)
+    return {SOLUTION: code.encode("utf-8", "replace")}
+
+
+def _is_python(code: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(code, SOLUTION, "exec")  # ast.parse takes a `return` outside of functions.
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _is_function(node: Any, name: str) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name == name
+
+
+def _parse(record: Record, field: str, code: str) -> ast.Module:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{record.place}: its {field!r} is not valid Python: {error}") from None
