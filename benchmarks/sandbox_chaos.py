@@ -193,9 +193,7 @@ async def survive(options: argparse.Namespace, folder: Path) -> list[str]:
         harness={"id": "orchestrator.environments.tool_loop", "max_turns": 8},
         model_path=str(POLICY),
     )
-    pool = WorkerPool(
-        spec, workers=options.workers, start_timeout_s=500, hang_timeout_s=200, max_restarts=10_000, backoff_s=0.1
-    )
+    pool = WorkerPool(spec, workers=options.workers, start_timeout_s=500, hang_timeout_s=200, max_restarts=10_000)
     scores: dict[int, list[float | None]] = {}
     tries: Counter[str] = Counter()
     chaos = Chaos(pool, options.seed, options.box_kills, options.worker_kills)

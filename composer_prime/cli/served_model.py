@@ -110,7 +110,7 @@ def _pool(config: Config, source: SourceConfig, chat: Path, logs: Path) -> Worke
         max_context=config.model.max_context,
         import_from=config.run.import_from,
     )
-    return WorkerPool(spec, workers=max(1, source.workers), log_dir=logs, stop_grace_s=1.0)
+    return WorkerPool(spec, workers=max(1, source.workers), log_dir=logs)
 
 
 async def _run_node(

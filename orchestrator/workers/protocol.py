@@ -1,6 +1,6 @@
 """Messages between the orchestrator's worker pool and one environment worker (msgpack, over a private socket pair).
 
-    pool   --Start--> worker --Ready | StartFailed--> pool          once
+    pool   --SourceSpec--> worker --Ready | StartFailed--> pool     once
     pool   --RunRollout | Cancel--> worker
     worker --RolloutReply | Heartbeat--> pool
 
@@ -11,7 +11,6 @@ rollout's session, so they cross one process boundary, not two.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -23,8 +22,8 @@ STALL_S = 5.0
 STACK_FILE = "stack.txt"
 
 
-class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The environment that a source's workers load. Plain data: nothing here imports verifiers."""
+class SourceSpec(msgspec.Struct, frozen=True, kw_only=True, tag="source"):
+    """The first message: the environment that a source's workers load. Plain data: it imports no verifiers."""
 
     name: str
     tasksets: dict[str, dict[str, Any]]
@@ -42,12 +41,6 @@ class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: float = 2.0
     import_from: list[str] = []
     """Folders with further modules, behind what is installed (`run.import_from`)."""
-
-
-class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
-    """The first message: load these environments."""
-
-    spec: SourceSpec
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -90,8 +83,9 @@ class RunRollout(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     """Per assistant turn; None lets the context be the limit."""
 
     def failed(self, kind: str, message: str, **details: Any) -> RolloutReply:
-        """Return the reply to this request where its task is not known. Arguments as of `failed_reply`."""
-        return failed_reply(self.rollout_id, f"task-{self.task_index}", kind, message, **details)
+        """Return the reply to this request where its task is not known. Arguments as of RolloutFailure."""
+        failure = RolloutFailure(kind=kind, message=message, **details)
+        return RolloutReply(rollout_id=self.rollout_id, task_id=f"task-{self.task_index}", failure=failure)
 
 
 class CancelRollout(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
@@ -160,7 +154,7 @@ class RolloutFailure(msgspec.Struct, frozen=True, kw_only=True):
     """provider | context_overflow | render | interception | harness | toolset | sandbox | task | env | no_reward |
     quarantine | timeout | cancelled | worker | request | internal"""
     message: str
-    retryable: bool
+    retryable: bool = True
     detail: str | None = None
     """End of the traceback, where there is one."""
     where: str | None = None
@@ -181,7 +175,7 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
 
     rollout_id: str
     task_id: str
-    reward: float | None
+    reward: float | None = None
     """Weighted sum of the reward functions; None exactly when `failure` is set."""
     parts: dict[str, float] = {}
     """Score of each reward function, before its weight."""
@@ -198,28 +192,9 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     wall_s: float | None = None
 
 
-def failed_reply(
-    rollout_id: str,
-    task_id: str,
-    kind: str,
-    message: str,
-    *,
-    retryable: bool = True,
-    detail: str | None = None,
-    where: str | None = None,
-    turns: Sequence[MessageRecord] = (),
-    sessions: Sequence[SessionRecord] = (),
-) -> RolloutReply:
-    """Build a reply without reward, with the turns so far. `kind`: as in RolloutFailure."""
-    failure = RolloutFailure(kind=kind, message=message, retryable=retryable, detail=detail, where=where)
-    return RolloutReply(
-        rollout_id=rollout_id, task_id=task_id, reward=None, turns=list(turns), sessions=list(sessions), failure=failure
-    )
-
-
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     """The worker's event loop runs."""
 
 
-ToWorker = Start | RunRollout | CancelRollout
+ToWorker = SourceSpec | RunRollout | CancelRollout
 FromWorker = WorkerReady | StartFailed | RolloutReply | Heartbeat

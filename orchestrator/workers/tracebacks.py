@@ -95,12 +95,7 @@ def with_function(failure: RolloutFailure | None, task: Any, trace: Any) -> Roll
         return failure
     kind = match[1]
     values = trace.rewards if kind == "reward" else trace.metrics
-    names = []
-    for name in (hook.__name__ for hook in task.hooks(kind)):
-        if values.get(name) is None:  # It has no result, or returned several under other names.
-            names.append(name)
-        if name in values and values[name] is None:  # It returned None; those after it did not run.
-            break
+    names = [hook.__name__ for hook in task.hooks(kind) if values.get(hook.__name__) is None]
     message = f"{kind} {' or '.join(names)} returned no number ({failure.message})"
     return msgspec.structs.replace(failure, message=message, retryable=False)
 

@@ -16,12 +16,11 @@ reward function returned a finite number.
 from __future__ import annotations
 
 import asyncio
-import difflib
+import itertools
 import logging
 import math
 import re
-import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -37,6 +36,7 @@ from verifiers.v1.types import AssistantMessage, ToolMessage, content_text
 from verifiers.v1.utils import loaders
 
 from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.console import did_you_mean
 from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError
 from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE
 from orchestrator.coding.door import make_images, runtime_settings
@@ -49,7 +49,6 @@ from orchestrator.workers.protocol import (
     SessionRecord,
     SourceSpec,
     ToolCall,
-    failed_reply,
 )
 from orchestrator.workers.tracebacks import describe_exception, read_traceback, refuse_plain_rewards, with_function
 
@@ -57,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 _ANY_NUMBER = 1_000_000
 _ENDLESS = 4096
-"""Tasks that are played of a set that never ends."""
+"""Tasks that are made of a set that never ends."""
 _KINDS = {
     "ProviderError": "provider",
     "RenderError": "render",
@@ -81,34 +80,6 @@ _TOOL_ERROR = re.compile(
 _MESSAGE_CHARS = 2000
 
 
-class _EndlessTasks:
-    """The first tasks of a set that never ends. A task is made with those before it when it is first used."""
-
-    def __init__(self, tasks: Iterable[vf.Task], name: str) -> None:
-        self._rest = iter(tasks)
-        self._name = name
-        self._lock = threading.Lock()
-        self._failure: ConfigError | None = None
-        self.made: list[vf.Task] = []
-
-    def __len__(self) -> int:
-        return _ENDLESS
-
-    def __getitem__(self, index: int) -> vf.Task:
-        """Raises IndexError past the end, ConfigError when the task set raises or has raised."""
-        if not 0 <= index < _ENDLESS:
-            raise IndexError(index)
-        with self._lock:
-            try:
-                while len(self.made) <= index and self._failure is None:
-                    self.made.append(next(self._rest))
-            except Exception as error:
-                self._failure = ConfigError(f"{self._name} raised {describe_exception(error)}")
-            if self._failure is not None and index >= len(self.made):
-                raise self._failure
-            return self.made[index]
-
-
 class Environment:
     """One task set of a source, and the agent that plays it."""
 
@@ -124,13 +95,7 @@ class Environment:
 
     @property
     def num_tasks(self) -> int:
-        """Tasks of the set; one that never ends counts as its first _ENDLESS."""
         return len(self._tasks)
-
-    @property
-    def num_made(self) -> int:
-        """Tasks that are made already: all, but for a set that never ends."""
-        return len(self._tasks.made) if isinstance(self._tasks, _EndlessTasks) else len(self._tasks)
 
     def describe(self, index: int) -> tuple[str, str]:
         """Return id and prompt of a task. Raises IndexError past the end."""
@@ -157,11 +122,8 @@ class Environment:
         """
         if not 0 <= request.task_index < self.num_tasks:
             message = f"task {request.task_index} of {self.spec.name}/{self.name}, which has {self.num_tasks} tasks"
-            return failed_reply(request.rollout_id, "", "request", message, retryable=False)
-        try:
-            task = await asyncio.to_thread(lambda: self._tasks[request.task_index])  # It may have to be made.
-        except ConfigError as error:
-            return failed_reply(request.rollout_id, "", "task", str(error), retryable=False)
+            return request.failed("request", message, retryable=False)
+        task = self._tasks[request.task_index]
         traces: list[vf.Trace] = []
 
         def name_session(trace: vf.Trace) -> None:
@@ -175,21 +137,15 @@ class Environment:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            return failed_reply(
-                request.rollout_id,
-                task_id_of(task, request.task_index),
-                "timeout",
-                f"no end after timeout_s = {request.timeout_s:g} s",
+            message = f"no end after timeout_s = {request.timeout_s:g} s"
+            return RolloutReply(
+                rollout_id=request.rollout_id,
+                task_id=task_id_of(task, request.task_index),
+                failure=RolloutFailure(kind="timeout", message=message),
                 turns=_turns(traces),
                 sessions=_sessions(traces),
             )
         return to_reply(request, task, episode, traces)
-
-    @property
-    def _server(self) -> InterceptionServer:
-        server = self._env._interception  # It has no public name.
-        assert isinstance(server, InterceptionServer)
-        return server
 
     def _context(self, request: RunRollout) -> vf.ModelContext:
         sampling = {
@@ -214,26 +170,25 @@ class Environment:
                 multiplex=_ANY_NUMBER,
             )
             client = verifiers_compat.GatewayClient(config, self.spec.max_total_tokens)
-            self._server.clients[config.model_dump_json()] = client
-            self._server.stack.push_async_callback(client.close)
+            server = self._env._interception  # It has no public name.
+            assert isinstance(server, InterceptionServer)
+            server.clients[config.model_dump_json()] = client
+            server.stack.push_async_callback(client.close)
         return config
 
 
-def _make_tasks(env: Env, spec: SourceSpec, taskset: str) -> list[vf.Task] | _EndlessTasks:
-    """Make the tasks of a set, or the first one of a set that never ends.
+def _make_tasks(env: Env, spec: SourceSpec, taskset: str) -> list[vf.Task]:
+    """Make the tasks of a set, or the first ones of a set that never ends.
 
     Raises ConfigError when the task set raises, EmptyTaskSetError when it has none.
     """
-    name = f"task set {taskset!r} of source {spec.name!r}"
     if not env.taskset.bounded:
         logger.warning("source %s: task set %r never ends: its first %d tasks are played", spec.name, taskset, _ENDLESS)
-        endless = _EndlessTasks(env.taskset, name)
-        endless[0]  # A set that raises is refused at the start.
-        return endless
     try:
-        tasks = list(env.taskset)
+        tasks = list(env.taskset if env.taskset.bounded else itertools.islice(env.taskset, _ENDLESS))
     except Exception as error:
-        raise ConfigError(f"{name} raised {describe_exception(error)}") from error
+        message = f"task set {taskset!r} of source {spec.name!r} raised {describe_exception(error)}"
+        raise ConfigError(message) from error
     if not tasks:
         raise EmptyTaskSetError(
             f"source {spec.name!r}: its task set {taskset!r} ({spec.tasksets[taskset]}) has no task: check its settings"
@@ -260,7 +215,7 @@ def load_env(spec: SourceSpec, taskset: dict[str, Any]) -> Env:
 
 
 def _problems(error: pydantic.ValidationError, spec: SourceSpec, taskset: dict[str, Any]) -> str:
-    """Return one line for every wrong setting, with the nearest names for an unknown one."""
+    """Return one line for every wrong setting, with the nearest name for an unknown one."""
     settings = {
         "taskset": loaders.taskset_config_type(taskset["id"]).model_fields,
         "harness": loaders.harness_config_type(spec.harness["id"]).model_fields,
@@ -271,8 +226,7 @@ def _problems(error: pydantic.ValidationError, spec: SourceSpec, taskset: dict[s
         message = problem["msg"].removeprefix("Value error, ")
         fields = next((fields for name, fields in settings.items() if name in place[:-1]), None)
         if problem["type"] == "extra_forbidden" and fields is not None:
-            near = difflib.get_close_matches(place[-1], fields, n=3)
-            message = f"no such setting; did you mean {' or '.join(near)}?" if near else f"it has {', '.join(fields)}"
+            message = "no such setting" + (did_you_mean(place[-1], fields) or f"; it has {', '.join(fields)}")
         lines.append(f"{'.'.join(place)}: {message}")
     return "\n".join(lines)
 
@@ -388,13 +342,13 @@ def _failure(episode: Episode, traces: list[vf.Trace], main: vf.Trace | None) ->
 def _no_turn(traces: list[vf.Trace], main: vf.Trace) -> RolloutFailure | None:
     timed_out = next((trace for trace in traces if trace.is_timeout and trace.stop_condition != "agent_timeout"), None)
     if timed_out is not None:
-        return RolloutFailure(kind="timeout", message=f"{timed_out.stop_condition} of the environment", retryable=True)
+        return RolloutFailure(kind="timeout", message=f"{timed_out.stop_condition} of the environment")
     if main.num_turns:
         return None
     last = next((call.error for call in reversed(main.calls) if call.error), None)
     if last is not None:
         return _classify(last)
-    return RolloutFailure(kind="harness", message="the harness ended without a model turn", retryable=True)
+    return RolloutFailure(kind="harness", message="the harness ended without a model turn")
 
 
 def _no_reward(main: vf.Trace) -> RolloutFailure | None:

@@ -40,7 +40,6 @@ from orchestrator.workers.protocol import (
     Heartbeat,
     RunRollout,
     SourceSpec,
-    Start,
     StartFailed,
     ToWorker,
     WorkerReady,
@@ -107,8 +106,8 @@ class Worker:
             case CancelRollout():
                 if task := self._running.get(message.rollout_id):
                     task.cancel()
-            case Start():
-                logger.warning("a second Start was ignored")
+            case SourceSpec():
+                logger.warning("a second SourceSpec was ignored")
 
     async def _rollout(self, request: RunRollout) -> None:
         started = time.monotonic()
@@ -151,8 +150,8 @@ def overlap(environments: Mapping[str, Any]) -> str | None:
     train, held_out = environments.get(TRAIN), environments.get(EVAL)
     if train is None or held_out is None:
         return None
-    training_prompts = {train.describe(index)[1] for index in range(train.num_made)} - {"", None}
-    count = min(held_out.num_made, _COMPARED)
+    training_prompts = {train.describe(index)[1] for index in range(train.num_tasks)} - {"", None}
+    count = min(held_out.num_tasks, _COMPARED)
     both = sum(held_out.describe(index)[1] in training_prompts for index in range(count))
     if both == 0:
         return None
@@ -175,14 +174,14 @@ def runtime_types(environment: Any) -> set[str]:
 
 
 async def serve_worker(connection: socket.socket, scratch: Path) -> None:
-    """Read Start, answer WorkerReady or StartFailed, then serve."""
+    """Read the SourceSpec, answer WorkerReady or StartFailed, then serve."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     frames: Frames[ToWorker] = Frames(reader, writer, ToWorker, "pool")
-    start = await frames.receive()
-    if not isinstance(start, Start):
+    spec = await frames.receive()
+    if not isinstance(spec, SourceSpec):
         return
     try:
-        worker = Worker(start.spec, frames, scratch)
+        worker = Worker(spec, frames, scratch)
     except ComposerError as error:
         frames.send(StartFailed(error=type(error).__name__, message=str(error)))
         frames.close()

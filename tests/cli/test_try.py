@@ -163,7 +163,7 @@ def test_warnings(episodes, beginning):
 # Held-out prompts that are training prompts are counted; the worker finds them.
 def test_overlapping_splits_are_named():
     def prompts(*texts: str):
-        return SimpleNamespace(num_made=len(texts), describe=lambda index: ("id", texts[index]))
+        return SimpleNamespace(num_tasks=len(texts), describe=lambda index: ("id", texts[index]))
 
     train = prompts("1 + 2", "2 + 2", "")
     sentence = overlap({"train": train, "eval": prompts("2 + 2", "1 + 2", "3 + 3", "")})

@@ -82,7 +82,7 @@ async def test_a_scripted_policy_solves_a_task_through_the_gateway(
     fix = call("str_replace", path="demo/numbers.py", old_str=STUB, new_str=BODY.rstrip("\n"))
     gateway = Gateway(config, keys, "run", WeightStore(tmp_path / "weights"), model_dir=Path(POLICY))
     spec = msgspec.structs.replace(source(folder), tasksets={"train": dict(config.orchestrator.source[0].taskset)})
-    pool = WorkerPool(spec, workers=1, start_timeout_s=300.0, log_dir=tmp_path / "logs", stop_grace_s=1.0)
+    pool = WorkerPool(spec, workers=1, start_timeout_s=300.0, log_dir=tmp_path / "logs")
     await asyncio.gather(gateway.start(), pool.start())
     try:
         answer, counts = scripted([fix, "Done."])

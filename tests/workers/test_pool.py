@@ -64,7 +64,7 @@ def played(model_path: str) -> Iterator[tuple[asyncio.Runner, WorkerPool]]:
     }
     with asyncio.Runner() as runner:
         spec = source(model_path, tasksets=tasksets, turns=3)
-        pool = WorkerPool(spec, workers=2, start_timeout_s=START_S, stop_grace_s=0.1)
+        pool = WorkerPool(spec, workers=2, start_timeout_s=START_S)
         runner.run(pool.start())
         yield runner, pool
         runner.run(pool.close())
@@ -183,12 +183,13 @@ def test_a_crash_fails_the_rollouts_and_the_worker_comes_back(
     temporary, mark, logs = tmp_path / "temporary", tmp_path / "mark", tmp_path / "logs"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr("orchestrator.workers.pool._STOP_GRACE_S", 60.0)
 
     async def scenario() -> None:
         spec = source(model_path, {"crash_at": 3, "sleep_at": 5, "sleep_s": 600, "mark": str(mark)})
         async with (
             Peer(delay_s=1) as peer,
-            WorkerPool(spec, start_timeout_s=START_S, backoff_s=0.05, log_dir=logs, stop_grace_s=60) as pool,
+            WorkerPool(spec, start_timeout_s=START_S, log_dir=logs) as pool,
         ):
             bystander = asyncio.create_task(pool.run(rollout(peer, "bystander")))
             await until(lambda: peer.running == 1)

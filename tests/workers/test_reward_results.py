@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from test_adapter import TINY, TOOL_LOOP, Scripted, block, environment, play
-
-from orchestrator.workers.protocol import RolloutFailure
-from orchestrator.workers.tracebacks import with_function
 
 pytestmark = pytest.mark.process  # verifiers' subprocess runtime
 
@@ -43,12 +38,3 @@ def test_a_reward_that_returns_no_number(tmp_path, monkeypatch, name, body) -> N
     assert error is not None and not error.retryable
     kind = "metric" if name == "longest" else "reward"
     assert kind in error.message and name in error.message
-
-
-# verifiers stops at the first function without a number: those after it are not blamed.
-def test_later_functions_are_not_blamed():
-    hooks = [SimpleNamespace(__name__=name) for name in ("right", "wrong", "later")]
-    task = SimpleNamespace(hooks=lambda kind: hooks)
-    trace = SimpleNamespace(rewards={"right": 1.0, "wrong": None})
-    failure = RolloutFailure(kind="task", message="not a number", where="in record_reward", retryable=True)
-    assert with_function(failure, task, trace).message == "reward wrong returned no number (not a number)"

@@ -57,7 +57,7 @@ def main(words: list[str]) -> int:
     config = trial_config(options, rest)
     resolve_model(config.model.path)
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("orchestrator.workers.worker_process").setLevel(logging.WARNING)  # It names code that blocks.
+    logging.getLogger("orchestrator.workers.pool").setLevel(logging.WARNING)  # It names code that blocks.
     return asyncio.run(_try(config, options))
 
 
