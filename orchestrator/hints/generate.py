@@ -1,16 +1,23 @@
 """Write the text of a hint for an error turn: from templates, the error itself, a model, or a sibling.
 
 templates.toml documents the format of templates: patterns that name an error, and hints with fields.
+
+A model is asked through a `ChatEndpoint`, and so is the judge of rollouts: text in, text out, within one budget for the
+run. Only usable answers are cached. The cost of the others is kept in the same file, so that a resumed run counts all
+that was spent. A call that was sent costs its worst case until the reply tells less: a count of tokens, or a refusal.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
+import os
 import string
 import tomllib
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -19,8 +26,13 @@ from typing import Any, Literal
 import msgspec
 import regex
 
-from composer_prime.errors import ConfigError
-from orchestrator.hints.endpoint import ChatEndpoint
+from composer_prime.config.hints import EndpointConfig
+from composer_prime.errors import BudgetError, CapError, ConfigError, EndpointError
+from composer_prime.llm.budget import Budget
+from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
+from composer_prime.llm.client import ChatClient, ChatRequest, Endpoint
+from composer_prime.llm.prices import PER_MILLION, Price
+from composer_prime.run.costs import CostLedger
 from orchestrator.rollouts.groups import FinishedRollout, messages_before, tool_replies
 from orchestrator.workers.call_schema import json_type
 from orchestrator.workers.protocol import MessageRecord
@@ -41,6 +53,18 @@ _WRITE = (
     "task, do not write the turn for it, do not mention this conversation. Reply with the reminder only."
 )
 _ERROR_CHARS = 400
+_KEY_VERSION = 2
+"""Part of every cache key. Raise it when something else of a reply is kept than before: answers in older caches are
+then asked for again. 2: without the model's thinking."""
+_BYTES_PER_TOKEN = 2
+"""Prompts are reserved for with this few bytes a token; hardly any text has fewer."""
+_TEMPERATURE = 0.0
+_CALLS = 8
+"""Calls in flight."""
+_REST_S = 30.0
+"""Pause without calls after five failures in a row."""
+_CUT_THOUGHT = ("<think>", "<thinking>")
+"""What an answer begins with whose second thought was cut: its first one was taken out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +139,17 @@ class HintTemplate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             )  # fmt: skip
             return None
 
+    def filled(self, text: str, fields: dict[str, str]) -> str | None:
+        """Return the hint for an error text; None where the pattern does not match, or a field has no value."""
+        match = self.search(text)
+        if self.pattern and match is None:
+            return None
+        named = {key: value.strip() for key, value in match.groupdict("").items()} if match else {}
+        try:
+            return self.hint.substitute({key: value for key, value in (fields | named).items() if value})
+        except KeyError:
+            return None
+
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     template: list[HintTemplate]
@@ -161,18 +196,9 @@ class Templates:
     def fill(self, error: ErrorTurn) -> str | None:
         """Return the hint of the first template of the error's kind that can be filled in."""
         part, fields = excerpt(error.text), _fields(error)
-        for template in self._templates:
-            if template.kind != error.kind:
-                continue
-            match = template.search(part)
-            if template.pattern and match is None:
-                continue
-            named = {key: value.strip() for key, value in match.groupdict("").items()} if match else {}
-            try:
-                return template.hint.substitute({key: value for key, value in (fields | named).items() if value})
-            except KeyError:
-                continue
-        return None
+        of_kind = (template for template in self._templates if template.kind == error.kind)
+        hints = (template.filled(part, fields) for template in of_kind)
+        return next((hint for hint in hints if hint is not None), None)
 
 
 def _parse(text: str, origin: str) -> list[HintTemplate]:
@@ -277,3 +303,135 @@ def cut(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     return text[: limit - 3].rsplit(" ", 1)[0] + "..."
+
+
+# -- the model ------------------------------------------------------------------------------------------------------
+
+
+class ChatEndpoint:
+    def __init__(
+        self,
+        config: EndpointConfig,
+        *,
+        name: str,
+        cache: Path | None = None,
+        ledger: CostLedger | None = None,
+    ) -> None:
+        """`name`: the configuration key that messages name. `cache`: where answers are kept (SQLite); None keeps
+        them in memory. `ledger`: where calls that cost something are written down.
+
+        Raises ConfigError when the configured key variable is not set, or the cache cannot be opened.
+        """
+        api_key = os.environ.get(config.api_key_var) if config.api_key_var else None
+        if config.api_key_var and not api_key:
+            raise ConfigError(
+                f"{name}.api_key_var is {config.api_key_var!r}, but the environment has no such variable: "
+                "export it, or leave the setting out for an endpoint without a key"
+            )
+        self._config = config
+        self._name = name
+        self._ledger = ledger
+        self._cost_writer = ThreadPoolExecutor(1, thread_name_prefix="hint-costs")
+        """Another process may keep the cache locked for seconds. The event loop must not wait for it."""
+        self._cache = AnswerCache(cache)
+        self._keys: dict[str, str] = {}
+        """Cache key of each call in flight."""
+        self._price = Price(
+            input_usd=config.input_usd_per_mtok * PER_MILLION, output_usd=config.output_usd_per_mtok * PER_MILLION
+        )
+        self._budget = Budget(config.budget_usd, self._record, self._cache.spent_usd)
+        endpoint = Endpoint(
+            name=name,
+            base_url=config.base_url,
+            model=config.model,
+            api_key=api_key,
+            price=self._price,
+            timeout_s=config.timeout_s,
+            max_concurrent=_CALLS,
+            rest_s=_REST_S,
+        )
+        self.client = ChatClient(endpoint, self._budget, self._cache)
+
+    @property
+    def cost_usd(self) -> float:
+        """Spent by this run, before its resumes too."""
+        return self._budget.spent_usd
+
+    async def close(self) -> None:
+        """Wait until all costs are kept. Calls must have ended."""
+        await self.client.close()
+        await asyncio.to_thread(self._cost_writer.shutdown)
+        await asyncio.to_thread(self._cache.close)
+
+    async def ask(self, messages: list[dict[str, str]], *, check: Callable[[str], object] | None = None) -> str:
+        """Return the answer's text. A question that was answered is not asked again.
+
+        `check` raises EndpointError for an answer of no use.
+
+        Raises BudgetError before a call that could pass the budget, EndpointError when no usable answer came.
+        """
+        config = self._config
+        size = sum(len(message["content"].encode()) + 16 for message in messages)
+        bound_usd = self._price.bound_usd(size // _BYTES_PER_TOKEN, config.max_tokens)
+        parts = [_KEY_VERSION, config.model, _TEMPERATURE, config.max_tokens, "", messages]
+        key = hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
+
+        def check_text(answer: CachedAnswer) -> None:
+            text = self._text(answer)
+            if check is not None:
+                check(text)
+
+        request = ChatRequest(
+            question=Question(
+                endpoint=config.base_url,
+                model=config.model,
+                messages=messages,
+                tools=[],
+                temperature=_TEMPERATURE,
+                max_tokens=config.max_tokens,
+            ),
+            key=key,
+            bound_usd=bound_usd,
+            state=key,
+            check=check_text,
+        )
+        try:
+            answer, _ = await self.client.ask(request)
+            return self._text(answer)
+        except CapError:
+            raise BudgetError(
+                self._budget.closed
+                or f"{self._name}: a call may cost {bound_usd:.6f} USD, but {self.cost_usd:.6f} USD of budget_usd = "
+                f"{config.budget_usd:g} are spent: raise {self._name}.budget_usd to continue"
+            ) from None
+
+    def _text(self, answer: CachedAnswer) -> str:
+        text = answer.message.get("content") or ""
+        if not text or text.startswith(_CUT_THOUGHT):
+            raise EndpointError(
+                f"{self._name}: the answer holds no text beside the model's thinking; its limit is "
+                f"{self._config.max_tokens} tokens: raise it, or have the endpoint not think"
+            )
+        return text
+
+    def _record(self, kind: str, **values: Any) -> None:
+        """Write down what a call cost. A disk that refuses costs the line only."""
+        if kind == "reserved":
+            self._keys[values["call"]] = values["state"]
+            return
+        key, usd = self._keys.pop(values["call"]), values["usd"]
+        self._budget.take_state(key)
+        if not usd:
+            return
+        self._cost_writer.submit(self._keep_cost, key, usd)
+        if self._ledger is not None:
+            try:
+                self._ledger.write("hint", endpoint=self._name, usd=usd)
+            except OSError as error:
+                logger.warning("%s: a call's cost could not be kept in %s: %s", self._name, self._ledger.path, error)
+
+    def _keep_cost(self, key: str, usd: float) -> None:
+        try:
+            self._cache.add_cost(key, usd)
+        except OSError as error:
+            logger.warning("%s: a call's cost could not be kept: %s", self._name, error)

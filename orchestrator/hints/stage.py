@@ -1,13 +1,13 @@
 """The targets of the SDPO loss: hints at the turns of a finished group that went wrong. Read this file first.
 
     rollouts --detect.py (rules, judge)--> ErrorTurns --generate.py (layers, in order)--> the hint's text
-             --placement.py (the sample's ids, the hint's between two of them)--> HintedTurn --> Sample.distillations
+             --HintPlacer (the sample's ids, the hint's between two of them)--> HintedTurn --> Sample.distillations
 
 An error message answers a turn. The turn that went wrong is the assistant turn before it, and the hint goes before that
 turn. A turn is hinted at most once. A failure in here costs a hint, never a rollout, and is counted by reason.
 
-The group waits here at most two minutes. The event loop never waits: rules and tokens are handled in
-one thread, models are asked over HTTP.
+The group waits here at most two minutes. The event loop never waits: rules and tokens are handled in one thread, models
+are asked over HTTP.
 
 Cursor published (Composer 2.5) that feedback targets the message that went wrong, with a reminder of the available
 tools as the example. How hints are made is not published; the layers are this project's own. SDPO (arXiv 2601.20802)
@@ -23,23 +23,25 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from composer_prime.config import Config
 from composer_prime.config.hints import HintsConfig
 from composer_prime.config.part import PartConfig, as_parts
+from composer_prime.console import did_you_mean
 from composer_prime.errors import BudgetError, ComposerError, ConfigError, EmptyMaskError
 from composer_prime.import_path import build_part
 from composer_prime.monitor.events import event
 from composer_prime.run.costs import CostLedger
-from composer_prime.wire.types import HintedTurn, Sample, ints
+from composer_prime.wire.types import HintedTurn, Sample, ints, pack_ints
+from orchestrator.chat_template import RENDER_ERRORS
 from orchestrator.hints.detect import FAILED, Detector, RuleDetector
-from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.hints.generate import (
+    ChatEndpoint,
     ErrorTurn,
     HintLayer,
     HintRequest,
@@ -49,7 +51,6 @@ from orchestrator.hints.generate import (
     raw_error,
     sibling_demonstration,
 )
-from orchestrator.hints.placement import HintPlacer, place_hint, span_of
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout
 from orchestrator.workers.call_schema import SCHEMA_KINDS
 from orchestrator.workers.protocol import MessageRecord
@@ -60,6 +61,20 @@ _GROUP_TIMEOUT_S = 120.0
 """How long a finished group waits for its hints; late ones are skipped and counted."""
 _LOGGED_FIRST = 20
 _EMPTY_LIMIT = 32
+_MARK = "xyzzy"
+_CALL = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+_TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
+_CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "user": [{"role": "user", "content": _MARK}],
+    "tool": [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "tool_call_id": "call_0", "name": "f", "content": _MARK},
+    ],
+    "system": [{"role": "user", "content": "question"}, {"role": "system", "content": _MARK}],
+}
+"""A conversation that ends with a message of each role."""
+_SLACK = 8
 
 
 @dataclass(slots=True)
@@ -213,22 +228,16 @@ class HintStage:
 
     def _place(self, work: _HintedRollout, error: ErrorTurn, hint: str) -> HintedTurn | str:
         """Return the turn after a context with the hint, or the reason why the hint has no place."""
-        sample_and_span = span_of(work.samples, error.turn)
         turn = work.rollout.turns[error.message]
-        if sample_and_span is None:
+        if not any(span.turn == error.turn for sample in work.samples for span in sample.turns):
             self._count_empty(
                 f"rollout {work.rollout.rollout_id}, turn {error.turn} ({error.kind}): no token of it is in a sample "
                 f"({turn.num_tokens} at the worker)"
             )
             return "empty_mask"
-        hinted = place_hint(
-            self.placer,
-            *sample_and_span,
-            role="user" if turn.parent is None else work.turns[turn.parent].role,
-            hint=hint,
-            error=error,
-            weight=self.config.weights.get(error.kind, 1.0),
-        )
+        role = "user" if turn.parent is None else work.turns[turn.parent].role
+        weight = self.config.weights.get(error.kind, 1.0)
+        hinted = self.placer.place(work.samples, error, hint, role=role, weight=weight)
         if hinted is None:
             return "no_place"
         if len(ints(hinted.teacher_ids)) > self.max_context:
@@ -255,6 +264,149 @@ class HintStage:
             ours, about = isinstance(error, ComposerError), event("budget") if isinstance(error, BudgetError) else None
             text = error if ours else repr(error)
             logger.warning("hints, %s: %s", name, text, exc_info=None if ours else error, extra=about)
+
+
+# -- where the hint goes -------------------------------------------------------------------------------------------
+
+
+class HintPlacer:
+    """Puts a hint at the end of the message before the turn, between two token ids of the turn's context.
+
+        … <|im_start|>user question [\n hint] <|im_end|> <|im_start|>assistant  turn
+
+    The context is never rendered again. What the template would strip (earlier thinking) or tokenize otherwise stays as
+    it was, and so do the turn's own ids. The renderer is used for one thing only, on made-up conversations: the text
+    that closes a message before the assistant's turn begins. That closing must stand at the end of the context's own
+    ids; otherwise there is no place for a hint.
+
+    Not thread-safe, because renderers are not.
+    """
+
+    def __init__(self, renderer: Any, tokenizer: Any) -> None:
+        """`renderer`: the one that renders rollouts. Raises ConfigError when the chat template has no such place."""
+        self._renderer = renderer
+        self._tokenizer = tokenizer
+        self._reserved = _special_texts(tokenizer)
+        self._ids_of_ending: dict[str, np.ndarray] = {}
+        """The last ids of each ending: most contexts end in the same ones, and decoding is slow."""
+        opening = self._opening()
+        self._closings = {role: self._closing(role, opening) for role in _CONVERSATIONS}
+        """By role: the text after a message's content, up to where the assistant's turn begins; None: not found."""
+        context = np.array(self._render(_CONVERSATIONS["user"], opening=True), np.int32)
+        if self.hinted(context, "user", "probe") is None:
+            raise ConfigError(_no_place("the end of a user message cannot be found in its rendering"))
+
+    def hinted(self, context_ids: np.ndarray, role: str, hint: str) -> np.ndarray | None:
+        """Return `context_ids` [T] with the hint's ids in it: int32 [T + hint]. None where there is no place.
+
+        `role`: of the last message before the turn. Taking the hint's ids out again gives `context_ids`.
+        """
+        hint, closing = self._harmless(hint), self._closings.get(role)
+        if closing is None:
+            return None
+        at = self._find(context_ids, closing)
+        if at is not None:
+            return _inserted(context_ids, at, self._encode("\n" + hint))
+        # The content's last token may have swallowed the white space of the closing: then the hint goes after it.
+        rest = closing.lstrip()
+        space = closing[: len(closing) - len(rest)]
+        at = self._find(context_ids, rest) if space else None
+        if at is None or not self._decode(context_ids[max(0, at - _SLACK) : at]).endswith(space):
+            return None
+        return _inserted(context_ids, at, self._encode(hint + space))
+
+    def place(
+        self, samples: Sequence[Sample], error: ErrorTurn, hint: str, *, role: str, weight: float
+    ) -> HintedTurn | None:
+        """Return the turn of `error` after a context with `hint`; None where there is no place for it.
+
+        One of `samples` trains the turn. `role`: of the last message before it.
+        """
+        sample, span = next((each, span) for each in samples for span in each.turns if span.turn == error.turn)
+        ids = ints(sample.input_ids)
+        hinted_ids = self.hinted(ids[: span.start], role, hint)
+        if hinted_ids is None:
+            return None
+        return HintedTurn(
+            start=span.start,
+            end=span.end,
+            teacher_ids=pack_ints(np.concatenate([hinted_ids, ids[span.start : span.end]])),
+            teacher_start=len(hinted_ids),
+            weight=weight,
+            turn=span.turn,
+            error=error.kind,
+        )
+
+    def _find(self, ids: np.ndarray, ending: str) -> int | None:
+        """Return where the tail of `ids` begins whose text is exactly `ending`."""
+        remembered = self._ids_of_ending.get(ending)
+        if remembered is not None and np.array_equal(ids[-len(remembered) :], remembered):
+            return len(ids) - len(remembered)
+        for at in range(len(ids) - 1, max(-1, len(ids) - 2 - len(ending.encode())), -1):
+            text = self._decode(ids[at:])
+            if text == ending:
+                self._ids_of_ending[ending] = np.array(ids[at:])
+                return at
+            if not ending.endswith(text) and "\ufffd" not in text:
+                return None
+        return None
+
+    # -- renderings of made-up conversations ---------------------------------------------------------------------
+
+    def _render(self, messages: list[dict[str, Any]], *, opening: bool) -> list[int]:
+        tools = _TOOLS if any(message["role"] == "tool" for message in messages) else None
+        return list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=opening))
+
+    def _opening(self) -> str:
+        """Return the text that opens the assistant's turn. Raises ConfigError."""
+        try:
+            shorter, longer = (self._render(_CONVERSATIONS["user"], opening=opening) for opening in (False, True))
+        except RENDER_ERRORS as error:
+            raise ConfigError(_no_place(f"{type(error).__name__}: {error}")) from None
+        if longer[: len(shorter)] != shorter or len(longer) == len(shorter):
+            raise ConfigError(_no_place("the assistant's turn has no opening of its own"))
+        return self._decode(longer[len(shorter) :])
+
+    def _closing(self, role: str, opening: str) -> str | None:
+        try:
+            text = self._decode(self._render(_CONVERSATIONS[role], opening=True))
+        except RENDER_ERRORS:
+            return None
+        _, mark, closing = text.rpartition(_MARK)
+        return closing if mark and closing.endswith(opening) else None
+
+    # -- tokens --------------------------------------------------------------------------------------------------
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _decode(self, ids: Any) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _harmless(self, hint: str) -> str:
+        """Break up special tokens in a hint, which an error text may quote: they must not end a message."""
+        for text in self._reserved:
+            hint = hint.replace(text, f"{text[0]} {text[1:]}")
+        return hint
+
+
+def _special_texts(tokenizer: Any) -> list[str]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return sorted({token.content for token in added.values() if token.special and len(token.content) > 1})
+
+
+def _inserted(ids: np.ndarray, at: int, new: list[int]) -> np.ndarray:
+    return np.concatenate([ids[:at], np.asarray(new, np.int32), ids[at:]]).astype(np.int32)
+
+
+def _no_place(reason: str) -> str:
+    return (
+        f"the model's chat template has no place for a hint at the end of a message ({reason}): use another template "
+        "(model.chat_template), or remove orchestrator.hints"
+    )
+
+
+# -- the stage of a run --------------------------------------------------------------------------------------------
 
 
 def build_hints(config: Config, *, chat_folder: Path, run_root: Path, distil: bool) -> HintStage | None:
@@ -309,10 +461,9 @@ def check_kinds(hints: HintsConfig, templates: Templates) -> None:
     kinds = templates.kinds | SCHEMA_KINDS | {FAILED}
     unknown = sorted(set(hints.weights) - kinds)
     if unknown and not any(part.is_own for part in as_parts(hints.detect)):
-        near = get_close_matches(unknown[0], kinds, n=1)
         raise ConfigError(
-            f"orchestrator.hints.weights names {unknown}, which is not a kind of error"
-            f"{f'; did you mean {near[0]!r}?' if near else '.'} There are {', '.join(sorted(kinds))}"
+            f"orchestrator.hints.weights names {unknown}, which is not a kind of error; there are "
+            f"{', '.join(sorted(kinds))}{did_you_mean(unknown[0], kinds)}"
         )
 
 

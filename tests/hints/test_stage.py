@@ -19,15 +19,14 @@ from composer_prime.wire.types import Sample, flags, floats, ints
 from examples.wrong_hints import WrongHints
 from orchestrator.batching.dispatch import score_group
 from orchestrator.hints.detect import RuleDetector
-from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.hints.generate import (
+    ChatEndpoint,
     Templates,
     model_hint,
     raw_error,
     sibling_demonstration,
 )
-from orchestrator.hints.placement import HintPlacer
-from orchestrator.hints.stage import HintStage, check_kinds, own_parts
+from orchestrator.hints.stage import HintPlacer, HintStage, check_kinds, own_parts
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from orchestrator.rollouts.rollout_log import rollout_line
 from orchestrator.workers.protocol import SessionRecord

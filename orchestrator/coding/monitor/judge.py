@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from composer_prime.errors import EndpointError
 from orchestrator.coding.monitor.verdict import HackMonitorConfig, HackVerdict, decide, finding
 from orchestrator.coding.task import CodeTask
-from orchestrator.hints.endpoint import ChatEndpoint
+from orchestrator.hints.generate import ChatEndpoint
 
 logger = logging.getLogger(__name__)
 
