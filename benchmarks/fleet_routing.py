@@ -51,9 +51,9 @@ from composer_prime.errors import ConfigError
 from composer_prime.stats.intervals import seeds_interval
 from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import INT
-from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode
-from orchestrator.gateway.placing import Placing
-from orchestrator.gateway.request_state import GatewayRequest
+from orchestrator.gateway.nodes import AttachedNode
+from orchestrator.gateway.placing import UNPROVEN_PLACES, Placing
+from orchestrator.gateway.requests import GatewayRequest
 
 RATIO_TARGET = 1.6
 _MAX_TOKENS = 4096

@@ -228,8 +228,8 @@ class Pipeline:
             # Nodes whose weights no future batch accepts get no work until they have caught up. While a batch is
             # formed ahead, this may be true of all nodes. Then the newest version serves, for evaluations.
             router = self.gateway.router
-            oldest = min(training.scheduler.oldest_version, router.newest_version)
-            if router.oldest_version != oldest:
+            oldest = min(training.scheduler.oldest_version, router.policy.newest)
+            if router.policy.oldest != oldest:
                 self.gateway.require_version(oldest)
             await self.opened.changed.wait(TICK_S)
 

@@ -265,7 +265,7 @@ class BatchScheduler:
         """
         router = self.run.gateway.router
         served = [node.version for node in router.serving()]
-        return median_high(served) if served else router.oldest_version
+        return median_high(served) if served else router.policy.oldest
 
     def _start(self) -> None:
         slots = free_slots(

@@ -41,8 +41,8 @@ from orchestrator.gateway.generation import Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer
 from orchestrator.gateway.link import NodeLink
 from orchestrator.gateway.nodes import Nodes
-from orchestrator.gateway.routing import Router
-from orchestrator.gateway.waits import Waits, reclaim_quarantined, reclaim_stalled
+from orchestrator.gateway.requests import Policy
+from orchestrator.gateway.routing import Router, Waits, reclaim_quarantined, reclaim_stalled
 from orchestrator.swarm import Admission, Audits, NodeAccounts, NodeControl
 
 logger = logging.getLogger(__name__)
@@ -83,13 +83,12 @@ class Gateway:
         self.router = Router(
             Nodes(),
             self._node_socket.send,
-            vocab_size=vocab_size,
+            policy=Policy(vocab_size),
             suspend_s=inference.lost_after_s,
-            no_node_timeout_s=orchestrator.no_node_timeout_s,
             request_timeout_s=max((source.timeout_s for source in orchestrator.source), default=0.0),
         )
-        self.router.published.update(weight_store.versions())
-        self.waits = Waits(self.router, partial(_join_hint, self._node_socket, keys))
+        self.router.policy.published.update(weight_store.versions())
+        self.waits = Waits(self.router, orchestrator.no_node_timeout_s, partial(_join_hint, self._node_socket, keys))
         self._config = config
         self._run_id = run_id
         self._model_dir = model_dir
@@ -220,9 +219,8 @@ class Gateway:
         Raises WireError or SignatureError when it is not a manifest of this run.
         """
         manifest = open_signed(signed, self._verifier, run_id=self._run_id)
-        self.version = self.router.newest_version = manifest.version
-        self.router.oldest_version = min(self.router.oldest_version, manifest.version)
-        self.router.published = {old for old in self.router.published if old < manifest.version} | {manifest.version}
+        self.version = manifest.version
+        self.router.policy.publish(manifest.version)
         self._link.newest_manifest = signed
         self._link.grant(manifest)
         if self.audits is not None:
@@ -236,7 +234,7 @@ class Gateway:
 
     def require_version(self, oldest: int) -> None:
         """Give nodes with weights older than `oldest` no new request until they have caught up."""
-        self.router.oldest_version = oldest
+        self.router.policy.oldest = oldest
         self.router.place()
 
     def versions(self) -> dict[str, int]:
@@ -286,9 +284,9 @@ class Gateway:
         return {
             "run_id": self._run_id,
             "version": self.version,
-            "oldest_version": router.oldest_version,
+            "oldest_version": router.policy.oldest,
             "no_node_since_s": self.waits.no_node_s(),
-            "nodes": router.nodes.snapshot(router.oldest_version, router.newest_version),
+            "nodes": router.nodes.snapshot(router.policy),
             "requests": {
                 "queued": router.queued,
                 "in_flight": router.in_flight,

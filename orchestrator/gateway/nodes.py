@@ -17,17 +17,14 @@ from typing import Any
 
 from composer_prime.monitor.events import event
 from composer_prime.wire.node_messages import NodeHello, Status
-from orchestrator.gateway.answer_checks import VersionReports
-from orchestrator.gateway.request_state import GatewayRequest, Running
-from orchestrator.gateway.speed import NodeSpeed
+from orchestrator.gateway.placing import NodeSpeed
+from orchestrator.gateway.requests import GatewayRequest, Policy, VersionReports
 from orchestrator.swarm import NodeTrust
 
 logger = logging.getLogger(__name__)
 
 KV_FULL = 0.9
 """Share of a KV cache in use from which it counts as full."""
-UNPROVEN_PLACES = 32
-"""As how many places a node counts, at most, whose speed is not measured yet."""
 _FAILURES_IN_ROW = 4
 """After this many failures in a row a node gets no request for a while."""
 _CONTINUE = ("local", "vllm")
@@ -112,16 +109,16 @@ class AttachedNode:
         """Tell whether no further conversation fits into its KV cache, by its last report."""
         return self.status is not None and self.status.kv_used > KV_FULL
 
-    def cannot_serve(self, now: float, oldest: int, newest: int) -> str | None:
+    def cannot_serve(self, policy: Policy) -> str | None:
         """Return why it gets no request now, or None when it may get one."""
-        standing = self.standing
+        standing, now = self.standing, time.monotonic()
         if not self.attached:
             return f"gone for {now - self.heard.anything:.0f} s"
         if self.draining:
             return "draining"
         if now < self.trust.quarantined_until:
             return f"quarantined for {self.trust.quarantined_until - now:.0f} s: an audit found wrong answers"
-        oldest = max(oldest, self.reports.newest)
+        oldest, newest = max(policy.oldest, self.reports.newest), policy.newest
         if not oldest <= self.version <= newest:
             needed = f"version {oldest}" if oldest >= newest else f"a version in {oldest}..{newest}"
             return f"has policy version {self.version}, needs {needed}"
@@ -187,7 +184,7 @@ class AttachedNode:
 
     def placed_at(self) -> list[float]:
         """Return when it was given each request that it holds, monotonic seconds."""
-        return [request.state.placed for request in self.leases.values() if isinstance(request.state, Running)]
+        return [request.running.placed for request in self.leases.values() if request.running is not None]
 
     def stalled_s(self, now: float) -> float:
         """Return for how long it has held requests without any progress.
@@ -268,14 +265,13 @@ class Nodes:
         logger.warning("node %s is gone (%s); it held %d requests", node.node_id, reason, held, extra=event("node"))
         return True
 
-    def snapshot(self, oldest: int, newest: int) -> list[dict[str, Any]]:
+    def snapshot(self, policy: Policy) -> list[dict[str, Any]]:
         """Return the state of every node, for /metrics."""
-        return [_describe(node, oldest, newest) for node in self]
+        return [_describe(node, policy) for node in self]
 
 
-def _describe(node: AttachedNode, oldest: int, newest: int) -> dict[str, Any]:
-    now, status = time.monotonic(), node.status
-    obstacle = node.cannot_serve(now, oldest, newest)
+def _describe(node: AttachedNode, policy: Policy) -> dict[str, Any]:
+    status, obstacle = node.status, node.cannot_serve(policy)
     reported = ("running", "waiting", "kv_used", "tokens_per_s", "canary_error", "weight_error")
     return {
         "node_id": node.node_id,
@@ -286,7 +282,7 @@ def _describe(node: AttachedNode, oldest: int, newest: int) -> dict[str, Any]:
         "version": node.version,
         "in_flight": len(node.leases),
         "max_concurrent": node.hello.max_concurrent,
-        "heard_s_ago": round(now - node.heard.anything, 3),
+        "heard_s_ago": round(time.monotonic() - node.heard.anything, 3),
         **{name: getattr(status, name) if status else None for name in reported},
         **asdict(node.counters),
         "trust": node.expectation,

@@ -5,9 +5,9 @@
                     |                  |  failed | bad answer: another node starts over
                     +---- at the front-+  (new lease: the old one's answer is dropped as late)
 
-request_state.py has the states and their transitions, placing.py the choice of a node, and waits.py finds requests that
-make no progress. Everything runs on one event loop. Only `generate` waits, at most until
-one of its deadlines.
+requests.py has a request and the checks of its answer, placing.py the choice of a node. `Waits` finds requests that
+wait too long or make no progress. Everything runs on one event loop. Only `generate` waits, at most until one of its
+deadlines.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from composer_prime.console import printable
-from composer_prime.errors import EngineError, RequestError, WireError
-from composer_prime.wire.answer import RUNNING, Answer
+from composer_prime.errors import DeadlineError, EngineError, RequestError, WireError
+from composer_prime.wire.answer import NO_TOKENS, RUNNING, Answer
 from composer_prime.wire.node_messages import (
     CancelGenerate,
     GenerateFailed,
@@ -33,24 +33,9 @@ from composer_prime.wire.node_messages import (
     Status,
     ToNode,
 )
-from orchestrator.gateway.answer_checks import check_sampled
 from orchestrator.gateway.nodes import AttachedNode, Nodes
 from orchestrator.gateway.placing import Placing
-from orchestrator.gateway.request_state import (
-    Answered,
-    Discarded,
-    Done,
-    Ended,
-    Event,
-    GatewayRequest,
-    Lost,
-    Placed,
-    Queued,
-    Restarted,
-    Running,
-    Streamed,
-    transition,
-)
+from orchestrator.gateway.requests import GatewayRequest, Policy, Running, check_sampled
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +45,9 @@ _MAX_REFUSALS = 16
 """Nodes that may refuse a request before it ends; it ends sooner when no other node is left."""
 _HELD_SHARE = 0.25
 """Share of request_timeout_s after which a node that has not answered is to blame, not the queue."""
+_MAX_DOUBLINGS = 2
+_MAX_SUSPENSION_S = 3600.0
+"""Bounds of a suspension: nothing but its end lets a node that works again show so."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,36 +77,27 @@ class Router:
         nodes: Nodes,
         send: Callable[[bytes, ToNode], bool],
         *,
-        vocab_size: int,
+        policy: Policy,
         suspend_s: float,
-        no_node_timeout_s: float,
         request_timeout_s: float,
         placing: Placing | None = None,
     ) -> None:
         """`send` to a connection returns False when it is gone.
 
-        `suspend_s`: how long a node that keeps failing gets no request. `no_node_timeout_s`: how long requests wait
-        while no node can serve. `request_timeout_s`: how long one waits at all. `placing` chooses among nodes
-        otherwise.
+        `suspend_s`: how long a node that keeps failing gets no request. `request_timeout_s`: how long a request waits
+        at all. `placing` chooses among nodes otherwise.
         """
         self.nodes = nodes
+        self.policy = policy
         self.placing = placing or Placing()
         self.counters = RequestCounters()
         self.queue: OrderedDict[str, GatewayRequest] = OrderedDict()
         """Requests without a node, by id, the next one first."""
         self.open: dict[str, GatewayRequest] = {}
         """Every request without an answer, by id."""
-        self.oldest_version = 0
-        """Nodes with older weights get no request: they are catching up."""
-        self.newest_version = 0
-        """The newest that is published. Nodes with newer weights get no request: their future was rewound."""
-        self.published: set[int] = set()
-        """The versions that there were, from the first of them on."""
-        self._send = send
-        self._vocab_size = vocab_size
-        self._suspend_s = suspend_s
-        self.no_node_timeout_s = no_node_timeout_s
         self.request_timeout_s = request_timeout_s
+        self._send = send
+        self._suspend_s = suspend_s
         # Starts at random: an answer to a lease of an earlier orchestrator must not match one of ours.
         self._leases = itertools.count(secrets.randbits(48))
         self._placing = False
@@ -170,7 +149,7 @@ class Router:
         except asyncio.CancelledError as error:
             self.counters.cancelled += 1
             self.blame_node_of(request)
-            self.apply(request, Ended(error))
+            self.finish(request, error)
             self.place()
             raise
         finally:
@@ -181,49 +160,62 @@ class Router:
         """Return False when the node cannot be reached any more."""
         return self._send(node.identity, message)
 
-    def apply(self, request: GatewayRequest, event: Event, *, cancel: bool = True) -> None:
-        """Change the state of a request, and do what follows from that. With `cancel`, the node that loses it stops."""
-        before = request.state
-        tokens = transition(request, event)
-        after = request.state
-        self.counters.tokens_lost += tokens.lost
-        self.counters.tokens_resumed += tokens.resumed
-        if isinstance(before, Running) and after is not before:
-            self._release(request, before, cancel=cancel)
-        if isinstance(after, Queued):
-            self.counters.reissued += isinstance(before, Running)
-            self.queue[request.request_id] = request
-            self.queue.move_to_end(request.request_id, last=False)  # It has waited before.
-        else:
-            self.queue.pop(request.request_id, None)
-        if isinstance(after, Done) and not isinstance(before, Done):
-            self._finish(request, after)
+    def reissue(self, request: GatewayRequest, reason: str, *, keep: bool, cancel: bool = True) -> None:
+        """Take a request back from its node, and queue it at the front: it has waited before.
 
-    def _release(self, request: GatewayRequest, running: Running, *, cancel: bool) -> None:
-        """Take the lease from the node."""
+        With `keep`, another node continues after the streamed tokens. With `cancel`, its former node stops.
+        """
+        if request.request_id not in self.open:
+            return
+        streamed = self._release(request, cancel=cancel)
+        if keep and streamed:
+            request.kept = request.kept.then(streamed)
+            self.counters.tokens_resumed += len(streamed)
+        else:
+            self.counters.tokens_lost += len(streamed)
+        request.tried.last_error = reason
+        self.queue[request.request_id] = request
+        self.queue.move_to_end(request.request_id, last=False)
+        self.counters.reissued += 1
+
+    def _start_over(self, request: GatewayRequest) -> None:
+        """Give up what was kept of a queued request: no node that serves can continue it."""
+        self.counters.tokens_lost += len(request.kept)
+        request.kept = NO_TOKENS
+
+    def finish(self, request: GatewayRequest, outcome: Answer | BaseException, *, cancel: bool = True) -> None:
+        """Wake the caller of a request, once. With `cancel`, its node stops."""
+        if self.open.pop(request.request_id, None) is None:
+            return
+        self.queue.pop(request.request_id, None)
+        streamed = self._release(request, cancel=cancel)
+        if isinstance(outcome, Answer):
+            self.counters.answered += 1
+            self.counters.tokens += len(outcome)
+        else:
+            self.counters.tokens_lost += len(streamed)
+            self.counters.failed += not isinstance(outcome, asyncio.CancelledError)
+        if request.done.done():  # Its caller was cancelled.
+            return
+        if isinstance(outcome, Answer):
+            request.done.set_result(outcome)
+        else:
+            request.done.set_exception(outcome)
+
+    def _release(self, request: GatewayRequest, *, cancel: bool) -> Answer:
+        """Take the lease from the node that holds a request. Return what the node has streamed."""
+        running, request.running = request.running, None
+        if running is None:
+            return NO_TOKENS
         node = running.node
         node.leases.pop(running.lease, None)
         if cancel and node.attached:
             self.send(node, CancelGenerate(request_id=request.request_id, lease=running.lease))
-
-    def _finish(self, request: GatewayRequest, done: Done) -> None:
-        """Wake the caller."""
-        self.open.pop(request.request_id, None)
-        if isinstance(done.outcome, Answer):
-            self.counters.answered += 1
-            self.counters.tokens += len(done.outcome)
-        elif not isinstance(done.outcome, asyncio.CancelledError):
-            self.counters.failed += 1
-        if request.done.done():  # Its caller was cancelled.
-            return
-        if isinstance(done.outcome, Answer):
-            request.done.set_result(done.outcome)
-        else:
-            request.done.set_exception(done.outcome)
+        return running.streamed
 
     def end(self, request: GatewayRequest, error: Exception) -> None:
         """End `request` with `error`, unless it has ended."""
-        self.apply(request, Ended(error))
+        self.finish(request, error)
         self.place()
 
     def close(self, reason: str) -> None:
@@ -251,8 +243,7 @@ class Router:
 
     def serving(self) -> list[AttachedNode]:
         """Return the nodes that may get requests now, full or not."""
-        now, oldest, newest = time.monotonic(), self.oldest_version, self.newest_version
-        return [node for node in self.nodes.attached() if node.cannot_serve(now, oldest, newest) is None]
+        return [node for node in self.nodes.attached() if node.cannot_serve(self.policy) is None]
 
     def _place_waiting(self) -> bool:
         """Look at each waiting request once. Return whether a node turned out to be gone: its requests came back.
@@ -281,16 +272,16 @@ class Router:
     ) -> AttachedNode | None:
         """Return the best of the `roomy` nodes. A request that no node can continue starts over."""
         if request.kept and not any(map(request.may_run_on, serving)):
-            self.apply(request, Restarted())
+            self._start_over(request)
         free = [node for node in roomy if request.may_run_on(node)]
         return self.placing.choose(request, free) if free else None
 
     def assign(self, request: GatewayRequest, node: AttachedNode) -> None:
         """Send `request` to `node`, which continues after the tokens that others have sampled."""
         if request.kept and request.sampling.stop and not node.continues:
-            self.apply(request, Restarted())
-        running = self.placing.note_placed(request, node, next(self._leases))
-        self.apply(request, Placed(running), cancel=False)
+            self._start_over(request)
+        running = request.running = self.placing.note_placed(request, node, next(self._leases))
+        self.queue.pop(request.request_id, None)
         node.leases[running.lease] = request
         if not self.send(node, request.message(running)):
             self.leave(node, "unreachable")
@@ -302,34 +293,25 @@ class Router:
         request = self._held(node, message)
         if request is None:
             return
-        running = request.state
-        assert isinstance(running, Running), "a lease is of a running request"
+        running = request.running
+        assert running is not None, "a lease is of a running request"
         node.heard.progress = time.monotonic()
         if message.finish_reason == "cancelled":
             node.counters.failures += 1
             self._retry(request, node, "the node cancelled it", cancel=False)
             return
         try:
-            answer = check_sampled(
-                message,
-                running.streamed,
-                max_tokens=request.num_left,
-                vocab_size=self._vocab_size,
-                versions=range(request.least_version, self.newest_version + 1),
-                node_id=node.node_id,
-                swaps=node.reports.swaps_since(running.placed),
-                published=self.published,
-            )
+            answer = check_sampled(message, request, running, self.policy)
         except WireError as error:
             self._refuse(request, node, error, cancel=message.is_part)
             return
         if message.is_part:
-            self._take_part(request, node, answer)
+            self._take_part(running, answer)
         else:
             self._take_answer(request, running, answer)
 
-    def _take_part(self, request: GatewayRequest, node: AttachedNode, part: Answer) -> None:
-        self.apply(request, Streamed(part))
+    def _take_part(self, running: Running, part: Answer) -> None:
+        node, running.streamed = running.node, running.streamed.then(part)
         node.speed.streams = True
         node.heard.delivered = time.monotonic()
         if node.speed.note_tokens(len(part)):
@@ -337,7 +319,7 @@ class Router:
 
     def _take_answer(self, request: GatewayRequest, running: Running, answer: Answer) -> None:
         node = running.node
-        self.apply(request, Answered(answer), cancel=False)
+        self.finish(request, request.kept.then(answer), cancel=False)
         node.note_answer(len(answer))
         node.speed.note_tokens(len(answer) - len(running.streamed))
         self.placing.note_answer(request, running, len(answer), self.nodes.attached())
@@ -362,7 +344,7 @@ class Router:
         error = printable(message.error)
         if not message.tried:
             node.draining = True
-            self.apply(request, Lost(f"{node.node_id} is leaving: {error}"), cancel=False)
+            self.reissue(request, f"{node.node_id} is leaving: {error}", keep=True, cancel=False)
         elif message.retryable:
             node.counters.failures += 1
             self._retry(request, node, error, cancel=False)
@@ -377,10 +359,10 @@ class Router:
         others = [node for node in self.nodes.attached() if not node.draining]
         may_go_on = any(node.node_id not in request.tried.refused_by for node in others)
         if may_go_on and len(request.tried.refused_by) < _MAX_REFUSALS:
-            self.apply(request, Discarded(f"{node.node_id}: {error}"), cancel=False)
+            self.reissue(request, f"{node.node_id}: {error}", keep=False, cancel=False)
         else:
-            ended = Ended(RequestError(f"node {node.node_id}: {error}", code="refused_by_node"))
-            self.apply(request, ended, cancel=False)
+            refused = RequestError(f"node {node.node_id}: {error}", code="refused_by_node")
+            self.finish(request, refused, cancel=False)
 
     def _held(self, node: AttachedNode, message: Sampled | GenerateFailed) -> GatewayRequest | None:
         """Return the request that `node` holds under the message's lease; None for a late answer or part."""
@@ -402,9 +384,9 @@ class Router:
                 f"{request.tried.failures} attempts failed, the last on node {node.node_id}: {error}; "
                 "see that node's log (another attempt may go better)"
             )
-            self.apply(request, Ended(EngineError(message)), cancel=cancel)
+            self.finish(request, EngineError(message), cancel=cancel)
         else:
-            self.apply(request, Discarded(f"{node.node_id}: {error}"), cancel=cancel)
+            self.reissue(request, f"{node.node_id}: {error}", keep=False, cancel=cancel)
         self.place()
 
     def blame(self, node: AttachedNode) -> None:
@@ -414,9 +396,9 @@ class Router:
     def blame_node_of(self, request: GatewayRequest) -> None:
         """Count a failure of the node that had `request` for long, when it ended, and delivered nothing meanwhile."""
         since = time.monotonic() - _HELD_SHARE * self.request_timeout_s
-        state = request.state
-        if isinstance(state, Running) and state.node.heard.delivered <= state.placed <= since:
-            self.blame(state.node)
+        running = request.running
+        if running is not None and running.node.heard.delivered <= running.placed <= since:
+            self.blame(running.node)
 
     # -- nodes come and go ---------------------------------------------------------------------------------------
 
@@ -428,11 +410,11 @@ class Router:
         former = self.nodes.named(hello.node_id)
         if former is not None and former.attached:
             self.leave(former, "came back on a new connection")
-        return self.nodes.add(identity, hello, key, self.newest_version)
+        return self.nodes.add(identity, hello, key, self.policy.newest)
 
     def update_status(self, node: AttachedNode, status: Status) -> None:
         """Take in a heartbeat."""
-        node.note_status(status, self.newest_version)
+        node.note_status(status, self.policy.newest)
 
     def leave(self, node: AttachedNode, reason: str) -> None:
         """Mark `node` as away, and place elsewhere what it held."""
@@ -441,7 +423,7 @@ class Router:
         if node.leases and node.heard.delivered <= min(node.placed_at()):
             node.note_failure(self._suspend_s)  # Else it could come back for them again and again.
         for request in reversed(list(node.leases.values())):
-            self.apply(request, Lost(f"node {node.node_id} is gone: {reason}"))
+            self.reissue(request, f"node {node.node_id} is gone: {reason}", keep=True)
         self.place()
 
     def lose_silent(self, lost_after_s: float) -> None:
@@ -450,3 +432,107 @@ class Router:
         for node in self.nodes.attached():
             if now - node.heard.anything > lost_after_s:
                 self.leave(node, f"silent for {now - node.heard.anything:.1f} s")
+
+
+# -- waits -----------------------------------------------------------------------------------------------------------
+
+
+class Waits:
+    """Deadlines of the requests of one router."""
+
+    def __init__(self, router: Router, no_node_timeout_s: float, join_hint: Callable[[], str]) -> None:
+        """`no_node_timeout_s`: how long requests wait while no node can serve. `join_hint()` tells how to start one."""
+        self._router = router
+        self._no_node_timeout_s = no_node_timeout_s
+        self._no_node_since: float | None = time.monotonic()
+        self._join_hint = join_hint
+
+    def no_node_s(self) -> float | None:
+        """Return for how many seconds no node has been able to serve; None while one is."""
+        return None if self._no_node_since is None else time.monotonic() - self._no_node_since
+
+    def enforce(self) -> DeadlineError | None:
+        """End requests that waited too long. Return an error if no node came for some of them."""
+        now = time.monotonic()
+        if self._router.serving():
+            self._no_node_since = None
+        elif self._no_node_since is None:
+            self._no_node_since = now
+        for request in list(self._router.open.values()):
+            if now - request.since >= self._router.request_timeout_s:
+                self._router.blame_node_of(request)
+                self._router.end(request, self._too_slow(request, now))
+        return self._end_without_node(now)
+
+    def _end_without_node(self, now: float) -> DeadlineError | None:
+        since, limit_s = self._no_node_since, self._no_node_timeout_s
+        if since is None:
+            return None
+        overdue = [r for r in self._router.queue.values() if now - max(since, r.since) >= limit_s]
+        if not overdue:
+            return None
+        clock_time = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - since)))
+        error = DeadlineError(
+            f"{self._router.queued} requests waited for an inference node, but there has been none since {clock_time} "
+            f"({now - since:.1f} s, orchestrator.no_node_timeout_s is {limit_s}): {self.why_no_node()}"
+        )
+        for request in overdue:
+            self._router.end(request, error)
+        return error
+
+    def _too_slow(self, request: GatewayRequest, now: float) -> DeadlineError:
+        waited = (
+            f"request {request.request_id} waited {now - request.since:.1f} s, at most {self._router.request_timeout_s}"
+        )
+        if request.running is not None:
+            return DeadlineError(f"{waited}: node {request.running.node.node_id} has not answered")
+        previous = f" (before that, {request.tried.last_error})" if request.tried.last_error else ""
+        serving = self._router.serving()
+        able = f"{sum(map(request.may_run_on, serving))} of {len(serving)} serving nodes"
+        return DeadlineError(f"{waited}: it was queued, all places of the {able} that may take it are used{previous}")
+
+    def why_no_node(self) -> str:
+        """Return what each known node lacks, or how to start one."""
+        reasons = [f"{node.node_id} {node.cannot_serve(self._router.policy)}" for node in self._router.nodes]
+        if reasons:
+            return "; ".join(reasons[:8])
+        return f"none has connected: {self._join_hint()}, or set inference.nodes to at least 1"
+
+
+def reclaim_stalled(router: Router, stall_s: float) -> None:
+    """Reissue what a node holds that has made no progress for `stall_s`, if another node can serve.
+
+    A node may send heartbeats while its engine hangs. It then misses new weights too, so it may not be serving. It gets
+    no request for `stall_s`, doubled with each further stall, up to 4 times that or an hour. Then it gets one at a time
+    until it has answered.
+    """
+    now = time.monotonic()
+    for node in router.nodes.attached():
+        stalled_s = node.stalled_s(now)
+        if stalled_s < stall_s or all(other is node for other in router.serving()):
+            continue
+        reason = f"node {node.node_id} gave neither answer nor token for {stalled_s:.1f} s"
+        standing = node.standing
+        suspended_s = min(stall_s * 2 ** min(standing.stalls_in_row, _MAX_DOUBLINGS), _MAX_SUSPENSION_S)
+        standing.suspended_until = now + suspended_s
+        standing.stalls_in_row += 1
+        standing.places = 1
+        requests = list(node.leases.values())
+        logger.warning(
+            "%s, but sends heartbeats. Its %d requests go to other nodes, and it gets none for %.0f s. Check its log "
+            "for a hanging engine. A restart does not shorten that time", reason, len(requests), suspended_s,
+        )  # fmt: skip
+        for request in reversed(requests):
+            request.tried.avoid = node.node_id
+            router.reissue(request, reason, keep=True)
+    router.place()
+
+
+def reclaim_quarantined(router: Router, node_id: str, reason: str) -> None:
+    """Reissue what a node holds whose answers are wrong, without what it has streamed."""
+    for node in router.nodes.attached():
+        if node.node_id == node_id:
+            for request in list(node.leases.values()):
+                request.tried.avoid = node_id
+                router.reissue(request, f"node {node_id} is {reason}", keep=False)
+    router.place()

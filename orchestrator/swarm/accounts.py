@@ -138,7 +138,7 @@ class NodeAccounts:
         """Write the node's line if its state or version changed; if only its requests or trust did, after `pause_s`."""
         line: dict[str, str | int | float | None] = {
             "node": node.node_id,
-            "node/state": self._state(node, now),
+            "node/state": self._state(node),
             "node/version": node.version,
             "node/in_flight": len(node.leases),
             "node/trust": None if (trust := node.expectation) is None else round(trust, 2),
@@ -172,21 +172,21 @@ class NodeAccounts:
     def rows(self) -> list[NodeRow]:
         """Return the table's rows as of now, then those of earlier starts that are not here."""
         self.tick()
-        now, nodes = self._clock(), {node.node_id: node for node in self._router.nodes}
-        rows = [self._row(node, self._accounts[name], now) for name, node in nodes.items()]
+        nodes = {node.node_id: node for node in self._router.nodes}
+        rows = [self._row(node, self._accounts[name]) for name, node in nodes.items()]
         absent = {name: account for name, account in self._accounts.items() if name not in nodes}
         return rows + [NodeRow(name=name, state=AWAY, totals=account.totals) for name, account in absent.items()]
 
-    def _row(self, node: AttachedNode, account: NodeAccount, now: float) -> NodeRow:
+    def _row(self, node: AttachedNode, account: NodeAccount) -> NodeRow:
         router = self._router
         return NodeRow(
             name=node.node_id,
-            state=self._state(node, now),
-            why=_why(node, node.cannot_serve(now, router.oldest_version, router.newest_version)),
+            state=self._state(node),
+            why=_why(node, node.cannot_serve(router.policy)),
             device=device_text(node.hello.device),
             engine=node.hello.engine,
             version=node.version,
-            behind=max(0, router.newest_version - node.version),
+            behind=max(0, router.policy.newest - node.version),
             tokens_per_s=account.totals.per_second("tokens"),
             trained_tokens_per_s=account.totals.per_second("trained_tokens"),
             trust=node.expectation,
@@ -195,15 +195,15 @@ class NodeAccounts:
             totals=account.totals,
         )
 
-    def _state(self, node: AttachedNode, now: float) -> str:
-        oldest, newest = self._router.oldest_version, self._router.newest_version
+    def _state(self, node: AttachedNode) -> str:
+        policy = self._router.policy
         if not node.attached:
             return AWAY
         if node.draining:
             return DRAINING
-        if not max(oldest, node.reports.newest) <= node.version <= newest:
+        if not max(policy.oldest, node.reports.newest) <= node.version <= policy.newest:
             return LOADING
-        return SERVING if node.cannot_serve(now, oldest, newest) is None else SUSPENDED
+        return SERVING if node.cannot_serve(policy) is None else SUSPENDED
 
 
 def device_text(device: ComputeDevice | None) -> str:

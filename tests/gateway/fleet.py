@@ -10,8 +10,8 @@ from node_peer import tokens_for
 from composer_prime.wire.node_messages import CancelGenerate, Generate, NodeHello, Sampled, Sampling, Status, ToNode
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from orchestrator.gateway.nodes import AttachedNode, Nodes
-from orchestrator.gateway.routing import Router
-from orchestrator.gateway.waits import Waits
+from orchestrator.gateway.requests import Policy
+from orchestrator.gateway.routing import Router, Waits
 
 
 class Fleet:
@@ -26,12 +26,11 @@ class Fleet:
         self.router = Router(
             Nodes(),
             self._send,
-            vocab_size=256,
+            policy=Policy(256),
             suspend_s=1.0,
-            no_node_timeout_s=60.0,
             request_timeout_s=60.0,
         )
-        self.waits = Waits(self.router, lambda: "")
+        self.waits = Waits(self.router, 60.0, lambda: "")
         for name, changes in hellos.items():
             hello = NodeHello(node_id=name, engine="test", run_id=None, version=0, max_concurrent=64, instance=name)
             node = self.router.attach(name.encode(), msgspec.structs.replace(hello, **changes))

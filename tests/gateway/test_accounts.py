@@ -115,7 +115,7 @@ def test_a_line_for_each_change(tmp_path):
         await fleet.ask(2)
         clock.now += 1
         accounts.tick()
-        fleet.router.newest_version = fleet.router.oldest_version = 1
+        fleet.router.policy.newest = fleet.router.policy.oldest = 1
         clock.now += 1
         accounts.tick()
         fleet.router.update_status(fleet.node("a"), status(version=1, running=2))
@@ -161,7 +161,7 @@ def test_the_table_shows_why_a_node_lacks_weights():
         accounts = accounts_of(fleet, Clock(), None)
         fleet.router.update_status(fleet.node("a"), status(weight_error="pulled 9 MB: keep its state folder"))
         assert accounts.rows()[0].why == "pulled 9 MB: keep its state folder"
-        fleet.router.newest_version = fleet.router.oldest_version = 1
+        fleet.router.policy.newest = fleet.router.policy.oldest = 1
         assert accounts.rows()[0].why == "has policy version 0, needs version 1; pulled 9 MB: keep its state folder"
 
     with_fleet(test, a={})

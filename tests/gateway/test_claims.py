@@ -61,7 +61,7 @@ async def test_no_instance_swaps_a_version_in_again():
     With a swap in each answer, most tokens of a node with old weights would not be compared with those.
     """
     fleet = Fleet(cheat={"version": 3})
-    fleet.router.newest_version = 4
+    fleet.router.policy.newest = 4
     fleet.router.update_status(fleet.node("cheat"), status(version=4))
     hello = NodeHello(node_id="cheat", engine="test", run_id=None, version=3, max_concurrent=64, instance="another")
     fleet.router.attach(b"cheat", hello)
@@ -79,7 +79,7 @@ async def test_no_instance_swaps_a_version_in_again():
 async def test_an_honest_node_that_starts_again_below_its_version_is_not_blamed():
     """It gets requests once it is back at that version, so none of them shows the swap."""
     fleet = Fleet(a={})
-    fleet.router.newest_version = 1
+    fleet.router.policy.newest = 1
     fleet.router.update_status(fleet.node("a"), status(version=1))
     fleet.router.leave(fleet.node("a"), "crashed")
     hello = NodeHello(node_id="a", engine="test", run_id=None, version=0, max_concurrent=64, instance="restarted")
@@ -98,9 +98,9 @@ async def test_an_honest_node_that_starts_again_below_its_version_is_not_blamed(
 async def test_a_rewound_version_is_served_again():
     """A trainer that resumed publishes it once more: reports of it, and of later ones, mean nothing any more."""
     fleet = Fleet(a={"version": 8})
-    fleet.router.newest_version = 8
+    fleet.router.policy.newest = 8
     fleet.router.update_status(fleet.node("a"), status(version=8))
-    fleet.router.newest_version = 5
+    fleet.router.policy.newest = 5
     fleet.node("a").reports.forget(5)
     fleet.router.update_status(fleet.node("a"), status(version=5))
     await fleet.ask()
@@ -112,7 +112,7 @@ async def test_a_rewound_version_is_served_again():
 async def test_a_version_that_never_was(version, bad):
     """In joint runs the numbers jump. What there was before the first known version is not known."""
     fleet = Fleet(a={"version": version})
-    fleet.router.newest_version, fleet.router.published = 8, {4, 8}
+    fleet.router.policy.newest, fleet.router.policy.published = 8, {4, 8}
     await fleet.ask()
     [request] = fleet.sent["a"]
     fleet.finish("a", request, [10], version=version)

@@ -20,7 +20,7 @@ from inference.engines.local.local_engine import LocalEngine
 from inference.gateway_link import GatewayLink
 from inference.node import InferenceNode
 from inference.receiver import Receiver
-from orchestrator.gateway.waits import reclaim_stalled
+from orchestrator.gateway.routing import reclaim_stalled
 
 
 @pytest.mark.parametrize("how", ["vanishes", "drains", "stalls"])
@@ -38,7 +38,7 @@ async def test_another_node_continues_after_the_streamed_tokens(how):
         fleet.router.on_failed(node, failed(first, "it is draining", retryable=True, tried=False))
     else:
         for request in node.leases.values():
-            request.state.placed -= 100.0
+            request.running.placed -= 100.0
         node.heard.progress -= 100.0
         reclaim_stalled(fleet.router, 75.0)
     [second] = fleet.sent["b"]
@@ -56,7 +56,7 @@ async def test_another_node_continues_after_the_streamed_tokens(how):
 async def test_an_answer_goes_on_with_the_same_or_newer_weights():
     """The versions of an answer never fall: it waits for a node with the new weights, and its spans show both."""
     fleet = Fleet(a={"version": 2}, old={"version": 1})
-    fleet.router.newest_version = 3
+    fleet.router.policy.newest = 3
     await fleet.ask()
     [first] = fleet.sent["a"]
     fleet.stream("a", first, [10, 11], version=2)
@@ -74,7 +74,7 @@ async def test_an_answer_goes_on_with_the_same_or_newer_weights():
 async def test_a_claim_of_older_weights_than_the_request_allows_is_refused(how):
     """Neither below the rollout's oldest version nor below that of the tokens that it continues."""
     fleet = Fleet(a={"version": 3}, b={"version": 3}, c={"version": 3})
-    fleet.router.newest_version = 3
+    fleet.router.policy.newest = 3
     work = fleet.router.generate("g", "g", pack_ints([5]), Sampling(max_tokens=8), oldest_version=2)
     fleet.calls.append(asyncio.create_task(work))
     await asyncio.sleep(0)
@@ -90,7 +90,7 @@ async def test_a_claim_of_older_weights_than_the_request_allows_is_refused(how):
 async def test_an_answer_that_no_serving_node_can_continue_starts_anew():
     """The node that is left has older weights: it gets the request as it came, and the lost tokens are counted."""
     fleet = Fleet(a={"version": 2}, old={"version": 1})
-    fleet.router.newest_version = 2
+    fleet.router.policy.newest = 2
     await fleet.ask(max_tokens=8)
     fleet.stream("a", fleet.sent["a"][0], [10, 11], version=2)
     fleet.router.leave(fleet.node("a"), "silent")
@@ -197,7 +197,7 @@ async def test_killed_in_mid_answer_the_tokens_are_those_of_a_calm_run(open_gate
             b.running = asyncio.ensure_future(b.node.run())
             call = asyncio.create_task(post(gateway.http_url, body))
             async with asyncio.timeout(100):
-                while not (held := list(gateway.router.open.values())) or not held[0].streamed:
+                while not (held := list(gateway.router.open.values())) or not held[0].running.streamed:
                     await asyncio.sleep(0.01)
                 while "b" not in gateway.versions():
                     await asyncio.sleep(0.01)
@@ -230,7 +230,7 @@ def report(fleet: Fleet, name: str, version: int) -> None:
 async def test_a_swap_that_the_node_did_not_report_meanwhile_is_refused(swap):
     """With one in each answer, most tokens of a node with old weights would not be compared with those."""
     fleet = Fleet(a={"version": 3}, b={"version": 4})
-    fleet.router.newest_version = 4
+    fleet.router.policy.newest = 4
     await fleet.ask(2)
     swapped(fleet, "a", fleet.sent["a"][0], swap, (3, 4))
     assert fleet.node("a").counters.bad_answers == 1 and len(fleet.sent["b"]) == 2, "it goes to another node"
@@ -244,7 +244,7 @@ async def test_a_swap_that_the_node_did_not_report_meanwhile_is_refused(swap):
 async def test_honest_swaps_within_answers_are_taken():
     """All requests in flight may show it, also one to a version after the next, and so may streamed parts."""
     fleet = Fleet(a={"version": 3})
-    fleet.router.newest_version = 5
+    fleet.router.policy.newest = 5
     await fleet.ask(5)
     for request in fleet.sent["a"]:
         fleet.stream("a", request, [10], version=3)
@@ -268,7 +268,7 @@ async def test_honest_swaps_within_answers_are_taken():
 async def test_a_version_is_swapped_in_once():
     """Going back and forth in its reports lets a node claim nothing; a trainer that resumed lets it swap again."""
     fleet = Fleet(a={"version": 3})
-    fleet.router.newest_version = 4
+    fleet.router.policy.newest = 4
     report(fleet, "a", 4)
     await fleet.ask()
     report(fleet, "a", 3)
@@ -286,7 +286,7 @@ async def test_a_version_is_swapped_in_once():
 async def test_what_was_streamed_keeps_its_version():
     """A node cannot say afterwards that newer weights sampled it, nor swap between two parts without a report."""
     fleet = Fleet(a={"version": 3})
-    fleet.router.newest_version = 4
+    fleet.router.policy.newest = 4
     await fleet.ask()
     fleet.stream("a", fleet.sent["a"][0], [10, 11, 12], version=3)
     report(fleet, "a", 4)

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from fleet import Fleet, status
@@ -14,8 +15,7 @@ from hypothesis import strategies as st
 
 from composer_prime.wire.node_messages import NodeHello
 from orchestrator.gateway.nodes import AttachedNode
-from orchestrator.gateway.placing import Placing, WarmPrefix
-from orchestrator.gateway.speed import FleetPace, NodeSpeed, Pace
+from orchestrator.gateway.placing import UNPROVEN_PLACES, NodeSpeed, Pace, Placing, WarmPrefix
 
 
 def measured(prompt_s: float, token_s: float, answers: int = 40) -> NodeSpeed:
@@ -37,19 +37,21 @@ def test_prompt_and_sampling_speed_are_told_apart():
 
 def test_no_answer_makes_a_node_faster_than_sixteen_times_the_median():
     """A node that answers at once does not draw all requests; one that is not measured counts as the median."""
-    fleet = FleetPace()
-    honest = [measured(1e-4, 1e-3) for _ in range(7)]
-    instant = measured(1e-9, 1e-9)
-    fleet.update([*honest, instant])
-    usual = fleet.of(NodeSpeed(), 1.0)
-    assert fleet.of(instant, 1.0).token_s == pytest.approx(usual.token_s / 16)
-    assert fleet.of(NodeSpeed(), 0.25).token_s == pytest.approx(4 * usual.token_s)
+    placing, instant = Placing(), measured(1e-9, 1e-9)
+    placing.update_median([*(measured(1e-4, 1e-3) for _ in range(7)), instant])
+
+    def pace(speed: NodeSpeed, places: int = UNPROVEN_PLACES) -> Pace:
+        return placing.pace(SimpleNamespace(speed=speed, hello=SimpleNamespace(max_concurrent=places)))
+
+    usual = pace(NodeSpeed())
+    assert pace(instant).token_s == pytest.approx(usual.token_s / 16)
+    assert pace(NodeSpeed(), UNPROVEN_PLACES // 4).token_s == pytest.approx(4 * usual.token_s)
     assert usual.token_s == pytest.approx(1e-3, rel=0.1)
 
 
 def set_pace(node: AttachedNode, pace: Pace, fleet: Fleet) -> None:
     node.speed.pace = pace
-    fleet.router.placing.fleet.median = Pace(1e-3, 1e-2)
+    fleet.router.placing.median = Pace(1e-3, 1e-2)
 
 
 async def test_a_fast_node_gets_as_many_more_requests_as_it_is_faster():
@@ -75,7 +77,7 @@ async def test_a_node_that_comes_back_is_tried_beside_faster_ones_with_room(was_
     fleet.router.attach(b"back again", hello).speed.note_tokens(1 << 20)
     set_pace(fleet.node("fast"), Pace(1e-4, 5e-4, 1e-2), fleet)
     set_pace(fleet.node("slow"), Pace(6e-4, 3e-3, 6e-2), fleet)
-    fleet.router.placing.fleet.median = Pace(6e-4, 3e-3, 6e-2)
+    fleet.router.placing.median = Pace(6e-4, 3e-3, 6e-2)
     await fleet.ask(28)
     assert (len(fleet.sent["fast"]), len(fleet.sent["back"]), len(fleet.sent["slow"])) == expected
     await fleet.close()
@@ -223,7 +225,7 @@ async def test_a_prompt_is_warm_only_for_the_weights_that_read_it():
     """A node that has swapped weights computes the prompt again, so the conversation is cold."""
     fleet = Fleet(a={})
     for version in (0, 0, 1):
-        fleet.router.newest_version = version
+        fleet.router.policy.newest = version
         fleet.router.update_status(fleet.node("a"), status(version=version))
         await fleet.ask(prompt=100, session="s")
         fleet.answer("a", fleet.sent["a"][-1])
@@ -244,7 +246,7 @@ def test_nothing_waits_that_a_free_node_may_answer(nodes, requests):
             f"n{index}": {"version": version, "max_concurrent": places} for index, (version, places) in enumerate(nodes)
         }
         fleet = Fleet(**hellos)
-        fleet.router.newest_version = 3
+        fleet.router.policy.newest = 3
         for prompt, max_tokens, oldest in requests:
             await fleet.ask(prompt=prompt, max_tokens=max_tokens, oldest_version=oldest)
         serving = fleet.router.serving()

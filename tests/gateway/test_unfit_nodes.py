@@ -13,13 +13,13 @@ from node_peer import PeerNode, failed
 from composer_prime.errors import RequestError
 from composer_prime.wire.node_messages import NodeHello
 from orchestrator.gateway.nodes import AttachedNode
-from orchestrator.gateway.waits import reclaim_stalled
+from orchestrator.gateway.routing import reclaim_stalled
 
 
 def stall(node: AttachedNode) -> None:
     """Make it as if `node` had been silent about its requests for 100 s."""
     for request in node.leases.values():
-        request.state.placed -= 100.0
+        request.running.placed -= 100.0
     node.heard.progress -= 100.0
 
 
@@ -34,7 +34,7 @@ async def test_a_hung_engine_loses_its_requests_while_its_heartbeats_go_on(open_
         calls = [asyncio.create_task(post(gateway.http_url, generate_body(5, i))) for i in range(4)]
         await hung.until(lambda: len(hung.generates) == 4)
         for request in gateway.router.open.values():
-            request.state.placed -= 20.0
+            request.running.placed -= 20.0
         hung_node = gateway.router.nodes.attached()[0]
         hung_node.heard.progress -= 20.0
         async with PeerNode(gateway.node_endpoint, node_keys, "b") as other:
@@ -52,9 +52,9 @@ async def test_a_stalled_node_gets_one_request_until_it_answers():
     stall(node)
     reclaim_stalled(fleet.router, 75.0)
     assert not node.leases and len(fleet.node("b").leases) == 6
-    assert "stalls in a row" in (node.cannot_serve(time.monotonic(), 0, 0) or "")
+    assert "stalls in a row" in (node.cannot_serve(fleet.router.policy) or "")
     fleet.router.update_status(node, status(tokens_per_s=1.0, version=1))
-    assert node.cannot_serve(time.monotonic(), 0, 1) is not None, "a claim ends no suspension"
+    assert node.cannot_serve(fleet.router.policy) is not None, "a claim ends no suspension"
     fleet.router.update_status(node, status())
     node.standing.suspended_until = 0.0
     fleet.router.update_status(fleet.node("b"), status(kv_used=0.97))
@@ -75,7 +75,7 @@ async def test_a_suspension_has_a_longest_time(stall_s, longest_s):
         await fleet.ask(6)
         node.heard.progress -= 2 * stall_s
         for request in node.leases.values():
-            request.state.placed -= 2 * stall_s
+            request.running.placed -= 2 * stall_s
         reclaim_stalled(fleet.router, stall_s)
         suspended_s = node.standing.suspended_until - time.monotonic()
         assert 0 < suspended_s <= longest_s
@@ -91,11 +91,11 @@ async def test_a_suspension_outlasts_a_restart(instance):
     await fleet.ask(6)
     stall(fleet.node("a"))
     reclaim_stalled(fleet.router, 75.0)
-    until = fleet.node("a").standing.suspended_until
     hello = NodeHello(node_id="a", engine="test", run_id=None, version=0, max_concurrent=64, instance=instance)
     node = fleet.router.attach(b"a2", hello)
-    assert "stalls in a row" in (node.cannot_serve(until - 1.0, 0, 0) or "") and node.standing.places == 1
-    assert node.cannot_serve(until, 0, 0) is None
+    assert "stalls in a row" in (node.cannot_serve(fleet.router.policy) or "") and node.standing.places == 1
+    node.standing.suspended_until = time.monotonic()
+    assert node.cannot_serve(fleet.router.policy) is None
     await fleet.close()
 
 
@@ -155,7 +155,7 @@ async def test_a_hung_node_that_may_not_serve_loses_its_requests_too(obstacle):
     node.draining = obstacle == "draining"
     node.standing.suspended_until = time.monotonic() + 60.0 if obstacle == "suspended" else 0.0
     if obstacle == "outdated":
-        fleet.router.newest_version = fleet.router.oldest_version = 1
+        fleet.router.policy.newest = fleet.router.policy.oldest = 1
         fleet.router.update_status(fleet.node("b"), status(version=1))
     assert [other.node_id for other in fleet.router.serving()] == ["b"]
     reclaim_stalled(fleet.router, 75.0)
@@ -177,7 +177,7 @@ async def test_tokens_that_are_reported_and_never_delivered_do_not_count_for_lon
         stall(node)
         node.heard.delivered -= waited_s
         for request in node.leases.values():
-            request.state.placed -= waited_s
+            request.running.placed -= waited_s
         fleet.router.update_status(node, status(tokens_per_s=1e12))
         reclaim_stalled(fleet.router, 75.0)
         assert bool(node.leases) == holds
@@ -214,7 +214,7 @@ async def test_a_node_that_lets_deadlines_pass_is_suspended(held_s, delivers, is
     fleet.router.update_status(node, status(running=4, tokens_per_s=1e12))
     for request in fleet.router.open.values():
         request.since -= 100.0
-        request.state.placed -= held_s
+        request.running.placed -= held_s
     if not delivers:
         node.heard.delivered -= 100.0
     if ended_by == "caller":
@@ -226,7 +226,7 @@ async def test_a_node_that_lets_deadlines_pass_is_suspended(held_s, delivers, is
     replies = await asyncio.gather(*fleet.calls, return_exceptions=True)
     assert ["node a has not answered" in str(reply) for reply in replies] == [ended_by == "gateway"] * 4
     assert (node.standing.failures_in_row, node.standing.places) == ((4, 1) if is_suspended else (0, 64))
-    assert ("4 failures in a row" in (node.cannot_serve(time.monotonic(), 0, 0) or "")) == is_suspended
+    assert ("4 failures in a row" in (node.cannot_serve(fleet.router.policy) or "")) == is_suspended
     await fleet.close()
 
 

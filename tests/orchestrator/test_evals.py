@@ -160,7 +160,7 @@ async def test_a_node_stuck_at_an_old_version_fails_neither_evaluation_nor_dispa
         await trainer.checkpoint(3)
         async with asyncio.timeout(60):
             await run.task
-        assert run.pipeline.gateway.router.oldest_version == 0
+        assert run.pipeline.gateway.router.policy.oldest == 0
     lines = [json.loads(line) for line in run_dir.eval_rollouts(3).read_text().splitlines()]
     assert {tuple(line["policy_versions"]) for line in lines} == {(3, 3)}
 
@@ -169,7 +169,7 @@ async def test_rollouts_start_at_the_version_that_half_of_the_nodes_serve(open_r
     """The slowest node does not set the version that dispatch counts with."""
     async with open_run(make_config(tmp_path), node=False) as run:
         router = run.pipeline.gateway.router
-        router.newest_version = 9
+        router.policy.newest = 9
         for number, version in enumerate([9, 9, 9, 8, 8, 8, 8, 2]):
             hello = NodeHello(node_id=f"n{number}", engine="test", run_id=None, version=version, max_concurrent=8)
             router.attach(str(number).encode(), hello)

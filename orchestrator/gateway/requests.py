@@ -1,7 +1,8 @@
-"""What nodes sample: complete answers, and parts of answers, checked before anyone sees them.
+"""A request on its way to an answer, and the checks of what nodes sample for it.
 
-A node streams the tokens of a long answer while it samples. When it is gone, another one continues after them, and
-`Answer.then` makes one answer of both parts. A part is checked as an answer is.
+It waits in the router's queue, or runs on a node under a lease (routing.py). What nodes that are gone sampled is kept:
+the next node continues there, and `Answer.then` makes one answer of both parts. A part is checked as an answer is,
+before anyone sees it.
 
 A node may claim a swap of weights within an answer only to a version that it first reported while it held the request,
 and not among tokens that it had streamed before. Otherwise a node with old weights could claim one in each answer: its
@@ -10,15 +11,22 @@ tokens behind the swap would not be compared with suspect weights (inference/aud
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Collection, Container
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from composer_prime.errors import WireError
-from composer_prime.wire.answer import Answer
-from composer_prime.wire.node_messages import Sampled
+from composer_prime.wire.answer import NO_TOKENS, Answer
+from composer_prime.wire.node_messages import Generate, Sampled, Sampling
 from composer_prime.wire.types import FLOAT, INT, VersionSpan, floats, ints
+
+if TYPE_CHECKING:
+    from orchestrator.gateway.nodes import AttachedNode
 
 _NO_EVIDENCE = -9999.0
 """vLLM's value for a missing logprob."""
@@ -26,6 +34,103 @@ _MAX_REPORTS = 64
 """Versions of a node that are remembered."""
 _ROUNDING = 1e-3
 """A logprob may exceed 0 by this much through bfloat16 arithmetic."""
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A node holds a request."""
+
+    node: AttachedNode
+    lease: int
+    placed: float
+    """When the node was given it, monotonic seconds."""
+    load: int
+    """Requests that the node held then, this one included."""
+    cold: int
+    """Prompt tokens that the node had to compute, as far as this gateway knows."""
+    streamed: Answer = NO_TOKENS
+    """What the node has sampled so far, after what is kept."""
+
+
+@dataclass(slots=True)
+class Attempts:
+    """What was tried before."""
+
+    failures: int = 0
+    avoid: str | None = None
+    """The node on which it failed last."""
+    refused_by: set[str] = field(default_factory=set)
+    """Nodes that cannot serve it as it stands."""
+    last_error: str = ""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GatewayRequest:
+    """A request from its arrival at the gateway to its answer."""
+
+    request_id: str
+    session: str
+    prompt_ids: bytes
+    """int32 [T]."""
+    sampling: Sampling
+    since: float
+    """When it arrived, monotonic seconds."""
+    done: asyncio.Future[Answer]
+    oldest_version: int = 0
+    """Nodes with older weights may not answer it."""
+    running: Running | None = None
+    """None while it waits for a node, and once it is done."""
+    kept: Answer = NO_TOKENS
+    """What nodes that are gone sampled: its next node continues there."""
+    tried: Attempts = field(default_factory=Attempts)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens that its next node begins with."""
+        return len(self.prompt_ids) // INT.itemsize + len(self.kept)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that its next node may sample at most."""
+        return self.sampling.max_tokens - len(self.kept)
+
+    @property
+    def least_version(self) -> int:
+        """Oldest policy version that may continue it: versions never fall within an answer."""
+        return max(self.oldest_version, self.kept.newest_version)
+
+    def may_run_on(self, node: AttachedNode) -> bool:
+        """Tell whether `node` has not refused it, and has weights that may continue it."""
+        return node.version >= self.least_version and node.node_id not in self.tried.refused_by
+
+    def message(self, running: Running) -> Generate:
+        """Return what the node of `running` is sent."""
+        return Generate(
+            request_id=self.request_id,
+            lease=running.lease,
+            prompt_ids=self.prompt_ids + self.kept.token_ids,
+            sampling=msgspec.structs.replace(self.sampling, max_tokens=self.num_left, resumed=len(self.kept)),
+            session=self.session,
+        )
+
+
+class Policy:
+    """The policy that is served: its vocabulary, and its versions."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.oldest = 0
+        """Nodes with older weights get no request: they are catching up."""
+        self.newest = 0
+        """The newest that is published. Nodes with newer weights get no request: their future was rewound."""
+        self.published: set[int] = set()
+        """The versions that there were, from the first of them on; the numbers jump in joint runs."""
+
+    def publish(self, version: int) -> None:
+        """Take in the newest version. A trainer that resumed may publish one, and later ones, once more."""
+        self.newest = version
+        self.oldest = min(self.oldest, version)
+        self.published = {old for old in self.published if old < version} | {version}
 
 
 class VersionReports:
@@ -53,33 +158,22 @@ class VersionReports:
         self._first = {old: time_s for old, time_s in self._first.items() if old < version}
 
 
-def check_sampled(
-    message: Sampled,
-    streamed: Answer,
-    *,
-    max_tokens: int,
-    vocab_size: int,
-    versions: range,
-    node_id: str,
-    swaps: Container[int] = (),
-    published: Collection[int] = (),
-) -> Answer:
-    """Return the answer in `message`, which begins with what its node `streamed`; or the part, which comes after it.
+def check_sampled(message: Sampled, request: GatewayRequest, running: Running, policy: Policy) -> Answer:
+    """Return the answer in `message`, which begins with what its node streamed; or the part, which comes after it.
 
-    `versions`: policy versions that may have sampled it. `swaps`: those that its node swapped in meanwhile.
-    `published`: all versions from the first of them on; the numbers jump in joint runs.
-
-    Raises WireError naming what is wrong with it.
+    `running` holds `request`. Raises WireError naming what is wrong with the message.
     """
+    streamed, node, max_tokens = running.streamed, running.node, request.num_left
+    swaps = node.reports.swaps_since(running.placed)
     token_ids, logprobs = _numbers(message)
     if message.is_part:
         _check_place(message, len(streamed), len(token_ids), max_tokens)
     else:
         _check_end(message.finish_reason, len(token_ids), max_tokens)
-    _check_values(token_ids, logprobs, vocab_size)
-    _check_spans(message.version_spans, len(token_ids), versions, swaps)
+    _check_values(token_ids, logprobs, policy.vocab_size)
+    _check_spans(message.version_spans, len(token_ids), range(request.least_version, policy.newest + 1), swaps)
     for span in message.version_spans:
-        if span.version not in published and span.version > min(published, default=span.version):
+        if span.version not in policy.published and span.version > min(policy.published, default=span.version):
             raise WireError(f"there never was a version {span.version}")
     if streamed and message.is_part:
         _check_seam(streamed.newest_version, message.version_spans[0].version, swaps)
@@ -91,7 +185,7 @@ def check_sampled(
         version_spans=message.version_spans,
         finish_reason=message.finish_reason,
         prompt_cached=message.prompt_cached,
-        sampled_by=[(node_id, len(token_ids))],
+        sampled_by=[(node.node_id, len(token_ids))],
     )
 
 
