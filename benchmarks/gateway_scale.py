@@ -47,7 +47,7 @@ from composer_prime.wire.node_messages import Generate, NodeHello, Sampled, Samp
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from orchestrator.event_loop import freeze_startup
 from orchestrator.gateway.nodes import AttachedNode, Nodes
-from orchestrator.gateway.requests import Policy
+from orchestrator.gateway.requests import ServedPolicy
 from orchestrator.gateway.routing import Router
 
 FLAT_TARGET, PLACING_TARGET_US, LAG_TARGET_S = 4.0, 2000.0, 0.05
@@ -143,7 +143,7 @@ async def _place(num_nodes: int, requests: int) -> float:
         return True
 
     attached: dict[bytes, AttachedNode] = {}
-    router = Router(Nodes(), send, policy=Policy(32_000), suspend_s=1.0, request_timeout_s=60.0)
+    router = Router(Nodes(), send, policy=ServedPolicy(32_000), suspend_s=1.0, request_timeout_s=60.0)
     for index in range(num_nodes):
         hello = NodeHello(node_id=f"n{index}", engine="none", run_id=None, version=0, max_concurrent=128,
                           instance=f"n{index}")  # fmt: skip

@@ -18,7 +18,7 @@ from composer_prime.wire.node_messages import (
 from composer_prime.wire.types import INT, VersionSpan, pack_floats, pack_ints
 from orchestrator.gateway.nodes import AttachedNode, Nodes
 from orchestrator.gateway.placing import Placing
-from orchestrator.gateway.requests import Policy
+from orchestrator.gateway.requests import ServedPolicy
 from orchestrator.gateway.routing import Router
 
 PLACES = 64
@@ -185,7 +185,7 @@ class SimulatedFleet:
         self.router = Router(
             Nodes(),
             self._send,
-            policy=Policy(100),
+            policy=ServedPolicy(100),
             suspend_s=10.0,
             request_timeout_s=1e6,
             placing=policy,

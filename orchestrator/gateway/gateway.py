@@ -41,7 +41,7 @@ from orchestrator.gateway.generation import Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer
 from orchestrator.gateway.link import NodeLink
 from orchestrator.gateway.nodes import Nodes
-from orchestrator.gateway.requests import Policy
+from orchestrator.gateway.requests import ServedPolicy
 from orchestrator.gateway.routing import Router, Waits, reclaim_quarantined, reclaim_stalled
 from orchestrator.swarm import Admission, Audits, NodeAccounts, NodeControl
 
@@ -83,7 +83,7 @@ class Gateway:
         self.router = Router(
             Nodes(),
             self._node_socket.send,
-            policy=Policy(vocab_size),
+            policy=ServedPolicy(vocab_size),
             suspend_s=inference.lost_after_s,
             request_timeout_s=max((source.timeout_s for source in orchestrator.source), default=0.0),
         )

@@ -18,7 +18,7 @@ from typing import Any
 from composer_prime.monitor.events import event
 from composer_prime.wire.node_messages import NodeHello, Status
 from orchestrator.gateway.placing import NodeSpeed
-from orchestrator.gateway.requests import GatewayRequest, Policy, VersionReports
+from orchestrator.gateway.requests import GatewayRequest, ServedPolicy, VersionReports
 from orchestrator.swarm import NodeTrust
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class AttachedNode:
     key: bytes
     """The public key of its connection; nodes without one of their own share the run's."""
     version: int
-    """Policy version it samples with, from its last report."""
+    """ServedPolicy version it samples with, from its last report."""
     reports: VersionReports
     trust: NodeTrust
     """What audits of its answers tell; belongs to its name."""
@@ -109,7 +109,7 @@ class AttachedNode:
         """Tell whether no further conversation fits into its KV cache, by its last report."""
         return self.status is not None and self.status.kv_used > KV_FULL
 
-    def cannot_serve(self, policy: Policy) -> str | None:
+    def cannot_serve(self, policy: ServedPolicy) -> str | None:
         """Return why it gets no request now, or None when it may get one."""
         standing, now = self.standing, time.monotonic()
         if not self.attached:
@@ -265,12 +265,12 @@ class Nodes:
         logger.warning("node %s is gone (%s); it held %d requests", node.node_id, reason, held, extra=event("node"))
         return True
 
-    def snapshot(self, policy: Policy) -> list[dict[str, Any]]:
+    def snapshot(self, policy: ServedPolicy) -> list[dict[str, Any]]:
         """Return the state of every node, for /metrics."""
         return [_describe(node, policy) for node in self]
 
 
-def _describe(node: AttachedNode, policy: Policy) -> dict[str, Any]:
+def _describe(node: AttachedNode, policy: ServedPolicy) -> dict[str, Any]:
     status, obstacle = node.status, node.cannot_serve(policy)
     reported = ("running", "waiting", "kv_used", "tokens_per_s", "canary_error", "weight_error")
     return {

@@ -114,7 +114,7 @@ class GatewayRequest:
         )
 
 
-class Policy:
+class ServedPolicy:
     """The policy that is served: its vocabulary, and its versions."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -158,7 +158,7 @@ class VersionReports:
         self._first = {old: time_s for old, time_s in self._first.items() if old < version}
 
 
-def check_sampled(message: Sampled, request: GatewayRequest, running: Running, policy: Policy) -> Answer:
+def check_sampled(message: Sampled, request: GatewayRequest, running: Running, policy: ServedPolicy) -> Answer:
     """Return the answer in `message`, which begins with what its node streamed; or the part, which comes after it.
 
     `running` holds `request`. Raises WireError naming what is wrong with the message.

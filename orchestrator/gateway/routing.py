@@ -35,7 +35,7 @@ from composer_prime.wire.node_messages import (
 )
 from orchestrator.gateway.nodes import AttachedNode, Nodes
 from orchestrator.gateway.placing import Placing
-from orchestrator.gateway.requests import GatewayRequest, Policy, Running, check_sampled
+from orchestrator.gateway.requests import GatewayRequest, Running, ServedPolicy, check_sampled
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Router:
         nodes: Nodes,
         send: Callable[[bytes, ToNode], bool],
         *,
-        policy: Policy,
+        policy: ServedPolicy,
         suspend_s: float,
         request_timeout_s: float,
         placing: Placing | None = None,

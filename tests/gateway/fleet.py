@@ -10,7 +10,7 @@ from node_peer import tokens_for
 from composer_prime.wire.node_messages import CancelGenerate, Generate, NodeHello, Sampled, Sampling, Status, ToNode
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from orchestrator.gateway.nodes import AttachedNode, Nodes
-from orchestrator.gateway.requests import Policy
+from orchestrator.gateway.requests import ServedPolicy
 from orchestrator.gateway.routing import Router, Waits
 
 
@@ -26,7 +26,7 @@ class Fleet:
         self.router = Router(
             Nodes(),
             self._send,
-            policy=Policy(256),
+            policy=ServedPolicy(256),
             suspend_s=1.0,
             request_timeout_s=60.0,
         )
