@@ -119,10 +119,6 @@ class SandboxError(ComposerError, RuntimeError):
     """A sandbox cannot be opened on this machine, or ended. The message names the remedy."""
 
 
-class EmptyMaskError(ComposerError, ValueError):
-    """Turns that SDPO should learn from hold no token. The message names the traces and the reason."""
-
-
 class EndpointError(ComposerError, ConnectionError):
     """A model endpoint outside this run (a judge, a hint writer) gave no usable answer."""
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.environments.answers import Split, split_one_in
+from orchestrator.environments import Split, split_one_in
 
 EVAL_SHARE = 6
 """One in about this many templates is held out."""

@@ -36,7 +36,7 @@ from examples.micro_code.grammar import (
 from orchestrator.coding.monitor import HackMonitorConfig, HackVerdict
 from orchestrator.coding.monitor.static import traits
 from orchestrator.coding.monitor.verdict import decide, finding
-from orchestrator.environments.task_row import TaskRow
+from orchestrator.environments.answers import TaskRow
 from orchestrator.environments.tool_loop.harness import BROKEN
 
 Runtime = Literal["bubblewrap", "subprocess"]

@@ -18,7 +18,7 @@ from renderers.base import Message
 from infra.tiny_models.mixtures import Mixture
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
-from orchestrator.environments.toolsmith.episode import ARGUMENT_NAMES, BY_KEY, ERROR_STARTS, Episode, Tool, run_call
+from orchestrator.environments.toolsmith import ARGUMENT_NAMES, BY_KEY, ERROR_STARTS, Episode, Tool, run_call
 
 MAX_TURNS = 6
 

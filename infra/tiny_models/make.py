@@ -27,7 +27,7 @@ from infra.tiny_models.play import measure
 from infra.tiny_models.tokenizer import build_tokenizer
 from infra.tiny_models.train import DrawDemonstration, Schedule, new_model, train
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
-from orchestrator.environments.toolsmith.episode import MAX_DIFFICULTY, MIN_DIFFICULTY, generate
+from orchestrator.environments.toolsmith import MAX_DIFFICULTY, MIN_DIFFICULTY, generate
 
 ASSETS = Path(__file__).parents[2] / "composer_prime/assets/tiny"
 EXPERT = Schedule(steps=2000, learning_rate=5e-3, prompt_weight=0.1)

@@ -1,14 +1,15 @@
-"""Final answers in replies: where they stand, and when two are the same. Also which questions are held out."""
+"""Final answers in replies: where they stand, and when two are the same; and tasks of one answer."""
 
 from __future__ import annotations
 
-import hashlib
 import re
-import zlib
 from fractions import Fraction
 from typing import Literal
 
-Split = Literal["train", "eval"]
+import verifiers.v1 as vf
+from pydantic import Field
+from verifiers.v1.utils.artifacts import MAX_ARTIFACT_BYTES
+
 AnswerPlace = Literal["tag", "hashes", "last_line", "whole", "number"]
 
 INSTRUCTIONS: dict[AnswerPlace, str] = {
@@ -29,15 +30,27 @@ _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:/\d+)?", re.ASCII)
 _NUMBER_DIGITS = 200
 
 
-def split_of(name: str, eval_share: float) -> Split:
-    """Return "eval" for a share `eval_share` (0..1) of all names, which are questions or repositories."""
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return "eval" if int.from_bytes(digest) < eval_share * 2**64 else "train"
+class TaskRow(vf.TaskData):
+    """verifiers' row of a task, for type checkers: they take a field for required whose default is positional."""
+
+    artifact_max_bytes: int = Field(default=MAX_ARTIFACT_BYTES, gt=0)
 
 
-def split_one_in(count: int, name: str) -> Split:
-    """Return "eval" for one in about `count` of all names, by their CRC-32."""
-    return "eval" if zlib.crc32(name.encode()) % count == 0 else "train"
+class OneAnswer:
+    """Mixed into a `vf.Task`: one model turn, whose reply holds the answer at `answer_in`."""
+
+    answer_in: AnswerPlace
+
+    def answer(self, trace: vf.Trace) -> str | None:
+        return find_answer(trace.last_reply, self.answer_in)
+
+    @vf.stop
+    async def answered(self, trace: vf.Trace) -> bool:
+        return trace.num_turns >= 1
+
+    @vf.metric
+    async def has_answer(self, trace: vf.Trace) -> float:
+        return float(self.answer(trace) is not None)
 
 
 def find_answer(reply: str, place: AnswerPlace) -> str | None:

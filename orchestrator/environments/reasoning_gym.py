@@ -11,7 +11,6 @@ range of indices separates two sets. The question's own hash decides the split, 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import logging
 import warnings
@@ -21,9 +20,10 @@ from typing import Any
 import verifiers.v1 as vf
 from pydantic import Field, field_validator
 
+from composer_prime.console import did_you_mean
 from composer_prime.errors import ConfigError
-from orchestrator.environments.answers import INSTRUCTIONS, AnswerPlace, Split, split_of
-from orchestrator.environments.task_row import OneAnswer, TaskRow
+from orchestrator.environments import Split, split_of
+from orchestrator.environments.answers import INSTRUCTIONS, AnswerPlace, OneAnswer, TaskRow
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", SyntaxWarning)  # From a dependency's source, at its first import.
@@ -69,9 +69,8 @@ class ReasoningGymConfig(vf.TasksetConfig):
     def _known(cls, datasets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         for name in datasets:
             if name not in DATASETS:
-                near = difflib.get_close_matches(name, DATASETS, n=3)
-                hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(DATASETS))}"
-                raise ValueError(f"reasoning_gym has no dataset {name!r}: {hint}")
+                hint = did_you_mean(name, DATASETS) or f"; it has {', '.join(sorted(DATASETS))}"
+                raise ValueError(f"reasoning_gym has no dataset {name!r}{hint}")
         return datasets
 
 

@@ -33,7 +33,7 @@ from composer_prime.config import Config
 from composer_prime.config.hints import HintsConfig
 from composer_prime.config.part import PartConfig, as_parts
 from composer_prime.console import did_you_mean
-from composer_prime.errors import BudgetError, ComposerError, ConfigError, EmptyMaskError
+from composer_prime.errors import BudgetError, ComposerError, ConfigError
 from composer_prime.import_path import build_part
 from composer_prime.monitor.events import event
 from composer_prime.run.costs import CostLedger
@@ -60,7 +60,6 @@ logger = logging.getLogger(__name__)
 _GROUP_TIMEOUT_S = 120.0
 """How long a finished group waits for its hints; late ones are skipped and counted."""
 _LOGGED_FIRST = 20
-_EMPTY_LIMIT = 32
 _MARK = "xyzzy"
 _CALL = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 _TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
@@ -122,8 +121,6 @@ class HintStage:
     """The model that writes hints."""
     distil: bool = True
     """When False, hints are logged, but nothing learns from them."""
-    _num_placed: int = field(default=0, init=False)
-    _num_empty: int = field(default=0, init=False)
     _num_failures: int = field(default=0, init=False)
 
     async def close(self) -> None:
@@ -143,10 +140,7 @@ class HintStage:
         }
 
     async def attach(self, group: Sequence[CompiledRollout]) -> list[CompiledRollout]:
-        """Return the group with its hints, in the same order. What is not done in time is left out and counted.
-
-        Raises EmptyMaskError when error turn after error turn holds no token: SDPO would silently train nothing.
-        """
+        """Return the group with its hints, in the same order. What is not done in time is left out and counted."""
         works = [_HintedRollout(rollout, list(samples), list(rollout.turns)) for rollout, samples in group]
         rollouts = [rollout for rollout, _ in group]
         tasks = [asyncio.create_task(self._hint_rollout(work, rollouts)) for work in works if work.samples]
@@ -230,10 +224,6 @@ class HintStage:
         """Return the turn after a context with the hint, or the reason why the hint has no place."""
         turn = work.rollout.turns[error.message]
         if not any(span.turn == error.turn for sample in work.samples for span in sample.turns):
-            self._count_empty(
-                f"rollout {work.rollout.rollout_id}, turn {error.turn} ({error.kind}): no token of it is in a sample "
-                f"({turn.num_tokens} at the worker)"
-            )
             return "empty_mask"
         role = "user" if turn.parent is None else work.turns[turn.parent].role
         weight = self.config.weights.get(error.kind, 1.0)
@@ -242,19 +232,7 @@ class HintStage:
             return "no_place"
         if len(ints(hinted.teacher_ids)) > self.max_context:
             return "too_long"
-        self._num_placed += 1
         return hinted
-
-    def _count_empty(self, description: str) -> None:
-        self._num_empty += 1
-        if self._num_empty <= _LOGGED_FIRST:
-            logger.error("SDPO: %s", description)
-        if self._num_placed == 0 and self._num_empty >= _EMPTY_LIMIT:
-            raise EmptyMaskError(
-                f"none of {self._num_empty} error turns holds a token for SDPO, so it would train nothing: "
-                f"{description}. Every token of a turn belongs to it, thinking included: look "
-                "at the environment's turns, or remove orchestrator.hints"
-            )
 
     def _count_failure(self, work: _HintedRollout, name: str, error: Exception) -> None:
         """Count the failure of a detector or generator, and log the first ones."""

@@ -102,11 +102,6 @@ class Environment:
         task = self._tasks[index]
         return task_id_of(task, index), task.data.prompt_text
 
-    def tools(self, index: int) -> Any:
-        """Return a task's ToolExecutor (environments/tool_loop), None where its data makes none. Raises IndexError."""
-        make = getattr(self._tasks[index].data, "tool_executor", None)
-        return None if make is None else make()
-
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Run the interception server, and what the environment itself starts."""

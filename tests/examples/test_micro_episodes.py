@@ -22,7 +22,7 @@ from examples.micro_code.episode import (
 from examples.micro_code.grammar import EVAL_SHARE, FAMILIES, draw_function
 from examples.micro_code.taskset import judge_rollout
 from orchestrator.coding.monitor import HackMonitorConfig
-from orchestrator.environments.answers import split_one_in
+from orchestrator.environments import split_one_in
 
 FUNCTIONS = [
     draw_function(seed=seed, difficulty=1 + seed % 3, split=split) for seed in range(60) for split in ("train", "eval")

@@ -14,11 +14,7 @@ from peer import Peer
 
 from composer_prime.errors import ConfigError
 from orchestrator.environments.answers import find_answer
-from orchestrator.environments.reasoning_gym import (
-    ReasoningGym,
-    ReasoningGymConfig,
-    split_of,
-)
+from orchestrator.environments.reasoning_gym import ReasoningGym, ReasoningGymConfig, split_of
 from orchestrator.workers.protocol import RunRollout, SourceSpec
 from orchestrator.workers.verifiers_adapter import Environment, load_env
 from orchestrator.workers.verifiers_compat import install_renderer
@@ -95,7 +91,7 @@ def test_answers_are_found_where_they_are_asked_for() -> None:
 @pytest.mark.parametrize(
     ("taskset", "says"),
     [
-        ({"datasets": "chain_sums"}, r"'gym'.*no dataset 'chain_sums': did you mean chain_sum or "),
+        ({"datasets": "chain_sums"}, r"'gym'.*no dataset 'chain_sums'; did you mean chain_sum\?"),
         ({"datasets": {"chain_sum": {"max_term": 3}}}, r"chain_sum does not take.*max_terms"),
         ({"datasets": {"chain_sum": {"min_terms": 9, "max_terms": 2}}}, "chain_sum does not take"),
         ({"datasets": "chain_sum", "eval_shar": 0.5}, r"taskset\.eval_shar: no such setting; did you mean eval_share"),

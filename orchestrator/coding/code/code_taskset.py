@@ -38,8 +38,8 @@ from orchestrator.coding.task import (
     read_task,
     tree_of,
 )
-from orchestrator.environments.answers import split_of
-from orchestrator.environments.task_row import TaskRow
+from orchestrator.environments import split_of
+from orchestrator.environments.answers import TaskRow
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from orchestrator.coding.monitor import HackMonitorConfig
 from orchestrator.coding.sandbox.box import WORK, read_tree
 from orchestrator.coding.sandbox.opening import open_box
 from orchestrator.coding.task import CodeTask
-from orchestrator.environments.task_row import TaskRow
+from orchestrator.environments.answers import TaskRow
 
 __all__ = ["Harbor"]
 

@@ -25,7 +25,7 @@ from verifiers.v1.errors import ToolsetError
 
 from composer_prime.errors import ConfigError
 from orchestrator.coding.code.tools import clip
-from orchestrator.environments.task_row import TaskRow
+from orchestrator.environments.answers import TaskRow
 
 __all__ = ["OpenEnv"]
 

@@ -26,7 +26,7 @@ from orchestrator.coding.code.grading import grade
 from orchestrator.coding.formats.questions import FileTasksetConfig
 from orchestrator.coding.formats.task_files import Record, read_records
 from orchestrator.coding.task import CodeTask
-from orchestrator.environments.task_row import TaskRow
+from orchestrator.environments.answers import TaskRow
 
 __all__ = ["Programs"]
 

@@ -18,15 +18,8 @@ from pydantic import Field
 
 from composer_prime.errors import ConfigError, EmptyTaskSetError
 from orchestrator.coding.formats.task_files import read_records
-from orchestrator.environments.answers import (
-    INSTRUCTIONS,
-    AnswerPlace,
-    Split,
-    find_answer,
-    same_answer,
-    split_of,
-)
-from orchestrator.environments.task_row import OneAnswer, TaskRow
+from orchestrator.environments import Split, split_of
+from orchestrator.environments.answers import INSTRUCTIONS, AnswerPlace, OneAnswer, TaskRow, find_answer, same_answer
 
 __all__ = ["Questions"]
 

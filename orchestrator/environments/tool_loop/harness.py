@@ -17,7 +17,6 @@ import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import aiohttp
@@ -66,18 +65,6 @@ class RemoteEpisode(ToolExecutor, Protocol):
     async def finish(self, trace: vf.Trace) -> None:
         """Record the rewards, and let go of the environment. Called once, also after a failure."""
         ...
-
-
-@asynccontextmanager
-async def tools_outside_a_rollout(executor: Any) -> AsyncIterator[str]:
-    """Start a task's executor, and end it. Yield what its start adds to the prompt. What it records is dropped."""
-    if not hasattr(executor, "start"):
-        yield ""
-        return
-    try:
-        yield await executor.start()
-    finally:
-        await executor.finish(vf.Trace.model_construct(state=SimpleNamespace()))
 
 
 async def answer_calls(executor: ToolExecutor | None, message: dict[str, Any]) -> list[dict[str, Any]]:

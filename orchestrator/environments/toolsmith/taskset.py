@@ -2,32 +2,13 @@
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import Field, model_validator
 
-from orchestrator.environments.task_row import TaskRow
-from orchestrator.environments.toolsmith.episode import (
-    MAX_DIFFICULTY,
-    MIN_DIFFICULTY,
-    Episode,
-    Split,
-    generate,
-    is_error,
-    run_call,
-)
-
-
-class EpisodeTools:
-    """Runs one rollout's tool calls. Implements the `ToolExecutor` of `tool_loop`."""
-
-    def __init__(self, episode: Episode) -> None:
-        self._episode = episode
-        self.schemas: list[dict[str, Any]] = [tool.schema() for tool in episode.tools]
-
-    async def call(self, name: str, arguments_json: str) -> str:
-        return run_call(self._episode, name, arguments_json)
+from orchestrator.environments import Split
+from orchestrator.environments.answers import TaskRow
+from orchestrator.environments.toolsmith import MAX_DIFFICULTY, MIN_DIFFICULTY, Episode, generate, is_error
 
 
 class ToolsmithData(TaskRow):
@@ -44,8 +25,8 @@ class ToolsmithData(TaskRow):
     def episode(self) -> Episode:
         return generate(seed=self.seed, difficulty=self.difficulty, split=self.split)
 
-    def tool_executor(self) -> EpisodeTools:
-        return EpisodeTools(self.episode())
+    def tool_executor(self) -> Episode:
+        return self.episode()
 
     def is_tool_error(self, text: str) -> bool:
         """Tell whether a tool message reports a failed call."""
