@@ -169,7 +169,7 @@ def test_a_kind_with_weight_0_is_counted_and_not_distilled():
 
 def test_weights_name_kinds_that_there_are(tmp_path):
     # A misspelt kind would leave its turns at weight 1; a kind of the user's own templates is known.
-    with pytest.raises(ConfigError, match=r"weights names \['argument_nme'\].*did you mean 'argument_name'\?"):
+    with pytest.raises(ConfigError, match=r"weights names \['argument_nme'\].*did you mean argument_name\?"):
         check_kinds(HintsConfig(weights={"argument_nme": 0.5}), TEMPLATES)
     file = tmp_path / "own.toml"
     file.write_text("[[template]]\nkind = 'lint'\npattern = 'lint'\nhint = 'Mind the linter.'\n")

@@ -167,7 +167,8 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
                     if choice is None:
                         return _DONE
                     body["messages"].append(choice["message"])
-                    answers = await self._answers(trace, executor, choice)
+                    cut = choice["finish_reason"] == "length"
+                    answers = [] if cut else await answer_calls(executor, choice["message"])
                     if not answers or getattr(executor, "is_over", False):
                         return _DONE
                     body["messages"] += [self._bounded(answer) for answer in answers]
@@ -183,12 +184,6 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
             return message
         origin = f"tool {message['name']!r}" if "name" in message else f"the {message['role']}"
         return {**message, "content": bounded(content, self.config.max_reply_chars, origin)}
-
-    async def _answers(
-        self, trace: vf.Trace, executor: ToolExecutor | None, choice: dict[str, Any]
-    ) -> list[dict[str, Any]]:
-        """Return the messages that follow a reply; none ends the conversation."""
-        return [] if choice["finish_reason"] == "length" else await answer_calls(executor, choice["message"])
 
     def _opening(self, data: vf.TaskData) -> list[dict[str, Any]]:
         system, prompt = self.resolve_prompt(data)
