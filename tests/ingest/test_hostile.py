@@ -177,6 +177,19 @@ def test_a_branch_of_a_context_without_end(tmp_path: Path) -> None:
     assert [state.step for state in states] == [0] and tally.passed_over == {"context over 500 characters": 4}
 
 
+# A session that does not end within the memory for sessions gives the states so far; the sessions after it are read.
+def test_a_session_without_end(tmp_path: Path) -> None:
+    records, parent = [], None
+    for number in range(600):
+        records += [prompt(f"u{number}", parent, "x"), answer(f"a{number}", f"u{number}", text(f"y{number}"))]
+        parent = f"a{number}"
+    other = [prompt("o1", None, "z", sessionId="s2"), answer("o2", "o1", text("z"), sessionId="s2")]
+    states, tally = taken(lines(tmp_path / "s.jsonl", *records, *other), limits=Limits(session_bytes=1 << 20))
+    reason = "session not over after 1 MiB"
+    assert tally.skipped[reason] > 100 and tally.passed_over == {reason: 1} and tally.seen == 1_202
+    assert [state.trace_id for state in states[-2:]] == ["s1", "s2"] and len(states[-1].messages) == 1
+
+
 # A session file of 200 MB (made of many sessions and of one without end) stays within 200 MB of memory with everything
 # that the interpreter itself needs. (Read from VmHWM: a child's ru_maxrss begins at the peak of whoever forked it.)
 @pytest.mark.slow

@@ -42,7 +42,7 @@ class TraceBuilder:
         self.list_tools = self._maker.list_tools
         self._messages: list[Message] = []
         self._prefixes: list[bytes] = []
-        self._marks: list[set[str]] = []
+        self._marks: list[Collection[str]] = []
         self._chars = 0
         self._overflow = False
         self._turn: Turn | None = None
@@ -53,7 +53,7 @@ class TraceBuilder:
         if error is not None and self._turn is not None:
             self._turn.fail(error)
         self.close()
-        self._append(self._maker.message(role, text), {mark} if mark else set())
+        self._append(self._maker.message(role, text), {mark} if mark else ())
 
     def assistant(
         self,
@@ -97,10 +97,10 @@ class TraceBuilder:
         """Drop the messages of the records `marks`. Put `summary`, the record `mark`, after the leading prompt."""
         self.close()
         gone = set(marks)
-        kept = [(m, k) for m, k in zip(self._messages, self._marks, strict=True) if not k or not k <= gone]
+        kept = [(m, k) for m, k in zip(self._messages, self._marks, strict=True) if not k or not gone.issuperset(k)]
         first = next((index for index, (m, _) in enumerate(kept) if m["role"] not in ("system", "user")), len(kept))
         message = self._maker.message("user", summary)
-        kept = kept[:first] + ([(message, {mark} if mark else set())] if summary else []) + kept[first:]
+        kept = kept[:first] + ([(message, {mark} if mark else ())] if summary else []) + kept[first:]
         self._messages, self._marks, self._prefixes = [], [], []
         self._chars = 0
         self._overflow = False
@@ -122,7 +122,7 @@ class TraceBuilder:
                 for message in (action, *results):
                     self._append(message, marks)
 
-    def _append(self, message: Message, marks: set[str]) -> None:
+    def _append(self, message: Message, marks: Collection[str]) -> None:
         if self._maker.gathering:
             return
         self._chars += size_of(message)
@@ -136,9 +136,9 @@ class TraceBuilder:
         self._prefixes.append(digest_of(self._prefixes[-1] if self._prefixes else b"", message))
 
 
-def _paired_messages(kept: list[tuple[Message, set[str]]]) -> list[tuple[Message, set[str]]]:
+def _paired_messages(kept: list[tuple[Message, Collection[str]]]) -> list[tuple[Message, Collection[str]]]:
     """Drop results whose call is gone. A call whose result is gone gets a stand-in."""
-    out: list[tuple[Message, set[str]]] = []
+    out: list[tuple[Message, Collection[str]]] = []
     results = {message["tool_call_id"]: message for message, _ in kept if message["role"] == "tool"}
     for message, marks in kept:
         if message["role"] == "tool":

@@ -29,6 +29,8 @@ class Limits:
     document_bytes: int = 32 << 20
     context_chars: int = 2_000_000
     """Characters of a state's messages; about 500,000 tokens."""
+    session_bytes: int = 64 << 20
+    """Memory for the sessions of a file whose states wait for its end (Claude Code)."""
 
 
 @dataclass(frozen=True, slots=True)

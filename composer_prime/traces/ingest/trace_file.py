@@ -125,8 +125,9 @@ class Turn:
     def add(self, text: str, calls: Collection[Call], reasoning: str) -> None:
         """Add a part of the answer. Its text may contain thinking, which is split off."""
         visible, thought = split_thinking(text)
-        self.text += [visible] if visible.strip() else []
-        self.reasoning += [part for part in (reasoning, thought) if part.strip()]
+        # `strip` would copy a text of any size.
+        self.text += [visible] if visible and not visible.isspace() else []
+        self.reasoning += [part for part in (reasoning, thought) if part and not part.isspace()]
         call_ids = {call.call_id for call in self.calls}
         self.calls += [call for call in calls if call.call_id not in call_ids]
 

@@ -9,11 +9,14 @@
    it names read CLEARED. What Claude Code attaches (a prompt typed while the agent worked, a file named with @, a
    nested CLAUDE.md, the context of a hook) is a message of the user.
 4. Sidechains (subagents) are another agent's conversation and are skipped.
-5. Thinking stays in the action and is never shown to anyone else. The format lists no tools (see trace_file.py).
+5. All records of a session are read before its first state is made. A session that does not end within
+   `Limits.session_bytes` gives the states of its turns so far; what it says after that is skipped.
+6. Thinking stays in the action and is never shown to anyone else. The format lists no tools (see trace_file.py).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -26,6 +29,8 @@ from composer_prime.traces.states import Message, TraceState
 NAME, VERSION = "claude_code", 2
 """Written for the lines of Claude Code 1 and 2."""
 SYNTHETIC = "not the model's own words (synthetic)"
+RECORD_BYTES, TRACE_BYTES = 1 << 10, 1 << 10
+"""Memory that a record's node takes beside its text, and that a trace takes beside its records."""
 LOOK_BACK = 1_000
 """Messages and turns that are searched for a queued prompt."""
 _KNOWN_ASIDE = {
@@ -59,18 +64,25 @@ def read(file: TraceFile) -> Iterator[TraceState]:
     for record in file.records():
         session.record(record)
         del record
-    for node in session.turns:
-        session.finish(node)
-        yield from file.drain()
+        if session.held > file.options.limits.session_bytes:
+            session.give_up()
+            yield from session.states()
+            session = _Session(file, session.given_up)
+    yield from session.states()
 
 
 class _Session:
     """The tree of the file's records. A trace is one session, or several when one continues records of another."""
 
-    def __init__(self, file: TraceFile) -> None:
+    def __init__(self, file: TraceFile, given_up: set[str] | None = None) -> None:
         self._file = file
         self._tally = file.tally
-        self.turns: list[SessionNode] = []
+        self.held = 0
+        """Bytes of memory that the tree takes, about."""
+        self.given_up = set[str]() if given_up is None else given_up
+        """Sessions whose tree is gone, so that what they still say cannot be shown."""
+        self._sessions = set[str]()
+        self._turns: list[SessionNode] = []
         self._line = 0
         self._nodes: dict[str, SessionNode] = {}
         """By uuid: the node behind which what follows the record stands."""
@@ -87,7 +99,23 @@ class _Session:
         self._kept: dict[str, Any] | None = None
         """What a compaction keeps, while its summary is still to come."""
 
-    def finish(self, node: SessionNode) -> None:
+    def states(self) -> Iterator[TraceState]:
+        """Yield the states of all turns."""
+        for node in self._turns:
+            self._finish(node)
+            yield from self._file.drain()
+
+    def give_up(self) -> None:
+        """Take no more of the sessions read so far. The turn that may still be open gives no state."""
+        self.given_up |= self._sessions
+        turn = None if self._tip is None else self._tip.nearest
+        if turn is not None and turn.turn is not None:
+            turn.turn.aside = self._endless()
+
+    def _endless(self) -> str:
+        return f"session not over after {self._file.options.limits.session_bytes >> 20} MiB"
+
+    def _finish(self, node: SessionNode) -> None:
         """Make the state of a turn."""
         assert node.turn is not None
         limits = self._file.options.limits
@@ -105,6 +133,8 @@ class _Session:
         kind = string(record.get("type"))
         if record.get("isSidechain") is True:
             self._tally.skip("subagent (sidechain)")
+        elif _session_of(record) in self.given_up:
+            self._tally.skip(self._endless())
         elif (uuid := string(record.get("uuid"))) is not None and _key(record, uuid) in self._seen:
             self._tally.skip("repeated uuid")
         elif kind in ("user", "assistant"):
@@ -144,6 +174,7 @@ class _Session:
     def _begin(self, record: dict[str, Any]) -> SessionNode:
         """Start another trace."""
         self._session = record.get("sessionId")
+        self.held += TRACE_BYTES
         self._maker = StateMaker(self._file, self._session)
         self._linked = string(record.get("parentUuid")) is not None
         return self._root()
@@ -163,9 +194,12 @@ class _Session:
     def _stands(self, record: dict[str, Any], node: SessionNode, read: bool = True) -> None:
         """Make `node` the parent of what follows the record. A record that was not read may be repeated later."""
         self._tip = node
+        self.held += RECORD_BYTES
+        self._sessions.add(_session_of(record))
         uuid = string(record.get("uuid"))
         if uuid is not None:
             self._nodes[uuid] = node
+            self.held += sum(map(sys.getsizeof, _key(record, uuid)))
             if read:
                 self._seen.add(_key(record, uuid))
 
@@ -179,13 +213,15 @@ class _Session:
             behind = node
         else:
             node = behind = self._below(parent, turn=parent.maker.turn(key, model))
-            self.turns.append(node)
+            self._turns.append(node)
             if key is not None:
                 self._answers[key] = node
         assert node.turn is not None
         text, calls, thinking = assistant_parts(message)
         node.turn.add(text, calls, thinking)
-        behind.chars += len(text) + sum(len(str(call.arguments)) for call in calls)
+        arguments = [str(call.arguments) for call in calls]
+        behind.chars += len(text) + sum(map(len, arguments))
+        self.held += sum(map(sys.getsizeof, (text, thinking, key, *arguments)))
         self._stands(record, behind)
         self._tally.taken += 1
 
@@ -215,6 +251,7 @@ class _Session:
         if node is None or node.turn is None or not node.turn.answer(call_id, "", error):
             return False
         parent.chars += len(text)
+        self.held += sys.getsizeof(text)
         if not node.maker.gathering:
             node.results[call_id] = self._line, shown(node.maker.result(call_id, text))
         return True
@@ -224,6 +261,7 @@ class _Session:
     ) -> None:
         """Add a text of the user. `paired`: the same record holds results of calls."""
         message = parent.maker.message("user", text)
+        self.held += sys.getsizeof(text)
         repeated = _is_said(parent, message, queued)
         self._stands(record, parent if repeated else self._below(parent, message, queued=queued))
         if repeated and not paired:
@@ -357,6 +395,10 @@ def _is_said(parent: SessionNode, message: Message, queued: bool) -> bool:
             if not node.queued:
                 return False
     return False
+
+
+def _session_of(record: dict[str, Any]) -> str:
+    return str(record.get("sessionId"))[:200]
 
 
 def _key(record: dict[str, Any], uuid: str) -> tuple[str, str]:
