@@ -174,12 +174,20 @@ class WorkerPool:
         """Keep worker `number` alive until the pool has failed. Whatever ends this ends the pool, with its reason."""
         try:
             await self._keep_alive(number)
+        except ComposerError as error:
+            self._failure = self._failure or error
         except Exception as error:
             logger.exception("worker %d of source %r cannot be supervised any more", number, self.spec.name)
             reason = f"source {self.spec.name!r}, worker {number}: {type(error).__name__}: {error}"
-            self._fail(EnvironmentWorkerError(reason))
+            self._failure = self._failure or EnvironmentWorkerError(reason)
+        self.changed.notify()
 
     async def _keep_alive(self, number: int) -> None:
+        """Start a worker again and again.
+
+        Raises what the first start raises, ConfigError of any start, and EnvironmentWorkerError after too many starts
+        without a finished rollout.
+        """
         restarts = 0
         while True:
             try:
@@ -192,9 +200,7 @@ class WorkerPool:
                 )
             except (ComposerError, OSError) as error:
                 if self.ready is None or isinstance(error, ConfigError):
-                    ours = isinstance(error, ComposerError)
-                    self._fail(error if ours else EnvironmentWorkerError(f"source {self.spec.name!r}: {error}"))
-                    return
+                    raise
                 reason, last_words = str(error), ""
             else:
                 self._children[number] = child  # Before anything is awaited: `close` must find it.
@@ -205,20 +211,14 @@ class WorkerPool:
                 restarts = 0 if child.completed else restarts
             restarts += 1
             if restarts > self._max_restarts:
-                message = (
+                raise EnvironmentWorkerError(
                     f"source {self.spec.name!r}: {reason}. It was started {restarts} times without finishing a rollout "
                     f"(max_restarts = {self._max_restarts}).{last_words}"
                 )
-                self._fail(EnvironmentWorkerError(message))
-                return
             wait_s = backoff_s(restarts - 1, first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S)
             logger.warning("%s; restarting it in %.1f s (restart %d)", reason, wait_s, restarts)
             self.restarts += 1
             await asyncio.sleep(wait_s)
-
-    def _fail(self, failure: ComposerError) -> None:
-        self._failure = self._failure or failure
-        self.changed.notify()
 
 
 def check_runtimes(source: str, types: Iterable[str]) -> None:
