@@ -130,12 +130,6 @@ def test_bad_settings_are_told(folder: Path, change: dict[str, Any], error: Any,
         load(source(**{"folder": folder} | change))
 
 
-def test_a_missing_tree_is_told(tmp_path: Path) -> None:
-    make_folder(tmp_path, make_task(tree="gone-2.0"))
-    with pytest.raises(ConfigError, match="is missing; copy trees"):
-        load(source(tmp_path))
-
-
 # Every repository is in one split only, and the order depends on the seed alone.
 def test_splits_share_no_repository(tmp_path: Path) -> None:
     tasks = [make_task(id=f"{name}/{n}", repository=name) for name in "abcdefgh" for n in range(3)]

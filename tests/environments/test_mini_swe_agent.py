@@ -15,7 +15,6 @@ import pytest
 from code_tasks_made import STUB, make_folder
 from transformers import AutoTokenizer
 
-from composer_prime.cli.served_model import serve_with_workers
 from composer_prime.config import Config
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
@@ -144,27 +143,3 @@ async def test_its_tokens_are_those_that_the_node_sampled(
         logprobs[len(prompt) : len(prompt) + len(ids)] = -0.01 * np.arange(len(ids))
     assert np.array_equal(flags(samples[0].loss_mask), mask)
     assert np.array_equal(floats(samples[0].logprobs), logprobs)
-
-
-# The tiny model drives the program through the local engine, and its context is full soon. That is data: a reward of 0.
-# The program leaves replies out that it cannot read, so turns may be samples of their own. Every sampled token trains
-# once, and a forward pass over each sample gives the engine's logprobs: the engine saw the tokens that train.
-async def test_the_local_engine_saw_what_trains(tmp_path: Path, model: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    config = configuration(model, make_folder(tmp_path / "tasks"))
-    async with serve_with_workers(config, tmp_path / "run") as (gateway, pools):
-        result, samples = await play(config, gateway, pools["code"])
-    assert score_failure(result) is None and result.reply.reward == 0.0, result.reply
-    assert sum(len(sample.turns) for sample in samples) == len(result.records) > 1
-    sampled = sum(len(record.answer) for record in result.records)
-    assert sum(sample.num_trained for sample in samples) == sampled > 1
-    policy: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for sample in samples:
-        input_ids = torch.from_numpy(ints(sample.input_ids).astype(np.int64))
-        with torch.no_grad():
-            scores = policy(input_ids[None]).logits[0, :-1].log_softmax(-1)
-        own = scores.gather(-1, input_ids[1:, None])[:, 0].numpy()
-        trained = flags(sample.loss_mask)[1:].astype(bool)
-        assert np.abs(own - floats(sample.logprobs)[1:])[trained].max() < 0.2

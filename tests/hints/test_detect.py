@@ -204,6 +204,24 @@ def test_a_pattern_that_backtracks_holds_nobody_up(tmp_path, caplog):
     assert "took more than 0.25 s and was given up" in caplog.text
 
 
+# An undefined name, a missing module and a missing attribute are errors of their own kind, in Python's words or a
+# linter's. A failed test stays a failed test: its own line comes first.
+@pytest.mark.parametrize(
+    "text",
+    [
+        "E   NameError: name 'frequency' is not defined",
+        "ModuleNotFoundError: No module named 'demo.words'",
+        "ImportError: cannot import name 'total' from 'demo' (/work/demo/__init__.py)",
+        "E   AttributeError: module 'demo' has no attribute 'total'",
+        "demo/words.py:3:12: undefined name 'frequency'",
+    ],
+)
+def test_a_missing_name_is_found(text):
+    assert TEMPLATES.detected(text, {"exception"}) == "missing_name"
+    failed = f"1 failed\nFAILED t.py::test_a - {text}\n{text}"
+    assert TEMPLATES.detected(failed, {"exception", "test_failure"}) == "test_failure"
+
+
 def test_answers_and_histories_follow_the_tree():
     # Two calls of one message are answered by two messages in a row; a branch has its own history.
     turns = [

@@ -1,14 +1,9 @@
-"""A gateway stand-in on loopback: answers /inference/v1/generate with seeded ids after a fixed delay.
-
-python peer.py --delay-s 0.05          prints its port, serves until its stdin closes
-"""
+"""A gateway stand-in on loopback: answers /inference/v1/generate with seeded ids after a fixed delay."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
-import sys
 
 from aiohttp import web
 
@@ -58,7 +53,6 @@ class Peer:
         app = web.Application()
         app.router.add_post("/inference/v1/generate", self.generate)
         app.router.add_get("/v1/models", self.models)
-        app.router.add_get("/stats", self.stats)
         self._runner = web.AppRunner(app, handler_cancellation=True, keepalive_timeout=75)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=2048)
@@ -73,9 +67,6 @@ class Peer:
     async def models(self, request: web.Request) -> web.Response:
         card = {"id": "policy", "object": "model", "max_model_len": self.max_model_len}
         return web.json_response({"object": "list", "data": [card]})
-
-    async def stats(self, request: web.Request) -> web.Response:
-        return web.json_response({"running": self.running, "cancelled": self.cancelled, "sessions": len(self.sessions)})
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -105,15 +96,3 @@ class Peer:
         content = [{"token": f"token_id:{i}", "logprob": -0.5} for i in ids]
         choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": content}}
         return web.json_response({"request_id": session, "choices": [choice]})
-
-
-async def serve(delay_s: float) -> None:
-    async with Peer(delay_s=delay_s) as peer:
-        print(peer.port, flush=True)
-        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--delay-s", type=float, default=0.05)
-    asyncio.run(serve(parser.parse_args().delay_s))

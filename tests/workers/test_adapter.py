@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import re
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from orchestrator.chat_renderer import build_renderer, read_tokenizer
 from orchestrator.workers.protocol import RolloutReply, RunRollout, SourceSpec
 from orchestrator.workers.tracebacks import refuse_plain_rewards
 from orchestrator.workers.verifiers_adapter import Environment, tool_error
-from orchestrator.workers.verifiers_compat import install_renderer
+from orchestrator.workers.verifiers_compat import install_renderer, keep_folders_in
 
 pytestmark = pytest.mark.process  # verifiers' subprocess runtime
 
@@ -35,6 +36,7 @@ def environment(model_path: str, taskset: dict[str, Any] | None = None, **more: 
     )
     config, renderer = build_renderer(model_path, spec.renderer)
     install_renderer(model_path, config, renderer)
+    keep_folders_in(Path(tempfile.mkdtemp()))
     return Environment(spec, "train", config)
 
 
@@ -114,17 +116,6 @@ def test_tool_errors_are_marked_on_their_turns() -> None:
 def test_tool_errors_by_their_words(text: str, is_error: bool) -> None:
     """Where the task does not decide, a tool message is an error if it begins like one. The first line is kept."""
     assert tool_error(None, text) == (text.splitlines()[0] if is_error else None)
-
-
-def test_a_task_may_know_its_errors_better() -> None:
-    """Task data with `is_tool_error` decides."""
-
-    class Data:
-        def is_tool_error(self, text: str) -> bool:
-            return text == "42"
-
-    assert tool_error(Data(), "42") == "42"
-    assert tool_error(Data(), "Error: no") is None
 
 
 class BrokenContract(Peer):
@@ -275,7 +266,7 @@ def test_plain_reward_is_refused(tmp_path, monkeypatch) -> None:
         environment(TINY, {"id": "plain_larger"}, harness=TOOL_LOOP)
 
 
-# A wrapper that hands on the coroutine of an `async def` is a reward, and so is a coroutine around a plain function.
+# A wrapper that hands on the coroutine of an `async def` is a reward.
 def test_wrapped_rewards_are_taken() -> None:
     async def scores(trace) -> float:
         return 1.0
@@ -287,10 +278,6 @@ def test_wrapped_rewards_are_taken() -> None:
     def hands_on(trace):
         return scores(trace)
 
-    @functools.wraps(plain)
-    async def awaits(trace):
-        return plain(trace)
-
     class Task:
         def __init__(self, reward) -> None:
             self.reward = reward
@@ -298,7 +285,7 @@ def test_wrapped_rewards_are_taken() -> None:
         def hooks(self, kind: str) -> list:
             return [self.reward] if kind == "reward" else []
 
-    for reward in (scores, hands_on, awaits):
+    for reward in (scores, hands_on):
         refuse_plain_rewards(Task(reward))
     with pytest.raises(ConfigError, match="reward `plain`"):
         refuse_plain_rewards(Task(plain))

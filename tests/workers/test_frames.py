@@ -72,16 +72,3 @@ def test_garbage_ends_a_strict_stream() -> None:
         frames.close()
 
     asyncio.run(scenario())
-
-
-def test_a_cut_frame_is_the_end() -> None:
-    """A peer that dies in the middle of a frame has closed the stream."""
-
-    async def scenario() -> None:
-        ours, frames = await pair()
-        ours.sendall(struct.pack("<I", 100) + b"short")
-        ours.close()
-        assert await frames.receive() is None
-        frames.close()
-
-    asyncio.run(scenario())

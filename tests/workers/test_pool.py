@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import re
 import signal
@@ -91,22 +90,6 @@ def test_rollouts_of_two_workers_and_task_sets(played: Played) -> None:
         first = replies[0]
         assert (first.reward, first.parts, first.metrics) == (2.0, {"length": 1.0}, {"turns": 3.0})
         assert first.wall_s > 0.15
-
-    runner.run(scenario())
-
-
-def test_a_turn_extends_the_tokens_of_the_last(played: Played) -> None:
-    """The prompt of turn two is turn one's prompt and sampled ids, then the new message: nothing is re-tokenized."""
-    runner, pool = played
-
-    async def scenario() -> None:
-        async with Peer() as peer:
-            reply = await pool.run(rollout(peer, "r", seed=1))
-        assert [turn.role for turn in reply.turns] == ["user", "assistant"] * 3
-        assert [turn.call for turn in reply.turns] == [None, 0, None, 1, None, 2]
-        assert [turn.parent for turn in reply.turns] == [None, 0, 1, 2, 3, 4]
-        for (prompt, sampled), (following, _) in itertools.pairwise(peer.sessions["r"]):
-            assert following[: len(prompt) + len(sampled)] == prompt + sampled
 
     runner.run(scenario())
 
