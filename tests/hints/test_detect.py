@@ -211,7 +211,7 @@ def test_a_pattern_that_backtracks_holds_nobody_up(tmp_path, caplog):
     [
         "E   NameError: name 'frequency' is not defined",
         "ModuleNotFoundError: No module named 'demo.words'",
-        "ImportError: cannot import name 'total' from 'demo' (/work/demo/__init__.py)",
+        "ImportError: cannot import name 'total' from 'demo' (demo/__init__.py)",
         "E   AttributeError: module 'demo' has no attribute 'total'",
         "demo/words.py:3:12: undefined name 'frequency'",
     ],
