@@ -193,6 +193,19 @@ def test_a_missing_key_opens_no_cache(tmp_path, monkeypatch):
     assert not (tmp_path / "judge.sqlite").exists()
 
 
+def test_after_failures_in_a_row_an_endpoint_is_left_alone():
+    async def run():
+        async with chat_peer("500") as peer:
+            endpoint = ChatEndpoint(peer.config(), name="judge")
+            for number in range(8):
+                with pytest.raises(EndpointError, match="status 500" if number < 5 else r"5 calls in a row failed"):
+                    await endpoint.ask(asking(number))
+            assert len(peer.bodies) == 5
+            await endpoint.close()
+
+    asyncio.run(run())
+
+
 def test_only_answers_that_are_of_use_are_cached(tmp_path):
     # What does not parse is paid for, and asked again by whoever wants it again.
     def check(text: str) -> None:
