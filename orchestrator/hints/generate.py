@@ -151,10 +151,6 @@ class HintTemplate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             return None
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    template: list[HintTemplate]
-
-
 class Templates:
     """All templates, in the order in which they are tried. `hint` is the layer `template`."""
 
@@ -203,7 +199,8 @@ class Templates:
 
 def _parse(text: str, origin: str) -> list[HintTemplate]:
     try:
-        return msgspec.convert(tomllib.loads(text), _File, dec_hook=_compiled).template
+        tables = dict[Literal["template"], list[HintTemplate]]
+        return msgspec.convert(tomllib.loads(text), tables, dec_hook=_compiled).get("template", [])
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"{origin} is not a file of hint templates: {error}") from None
 
@@ -334,8 +331,6 @@ class ChatEndpoint:
         self._cost_writer = ThreadPoolExecutor(1, thread_name_prefix="hint-costs")
         """Another process may keep the cache locked for seconds. The event loop must not wait for it."""
         self._cache = AnswerCache(cache)
-        self._keys: dict[str, str] = {}
-        """Cache key of each call in flight."""
         self._price = Price(
             input_usd=config.input_usd_per_mtok * PER_MILLION, output_usd=config.output_usd_per_mtok * PER_MILLION
         )
@@ -392,7 +387,7 @@ class ChatEndpoint:
             ),
             key=key,
             bound_usd=bound_usd,
-            state=key,
+            state=self._name,
             check=check_text,
         )
         try:
@@ -416,22 +411,18 @@ class ChatEndpoint:
 
     def _record(self, kind: str, **values: Any) -> None:
         """Write down what a call cost. A disk that refuses costs the line only."""
-        if kind == "reserved":
-            self._keys[values["call"]] = values["state"]
+        usd = values["usd"]
+        if kind != "settled" or not usd:
             return
-        key, usd = self._keys.pop(values["call"]), values["usd"]
-        self._budget.take_state(key)
-        if not usd:
-            return
-        self._cost_writer.submit(self._keep_cost, key, usd)
+        self._cost_writer.submit(self._keep_cost, values["call"], usd)
         if self._ledger is not None:
             try:
                 self._ledger.write("hint", endpoint=self._name, usd=usd)
             except OSError as error:
                 logger.warning("%s: a call's cost could not be kept in %s: %s", self._name, self._ledger.path, error)
 
-    def _keep_cost(self, key: str, usd: float) -> None:
+    def _keep_cost(self, call: str, usd: float) -> None:
         try:
-            self._cache.add_cost(key, usd)
+            self._cache.add_cost(call, usd)
         except OSError as error:
             logger.warning("%s: a call's cost could not be kept: %s", self._name, error)

@@ -17,6 +17,8 @@ import msgspec
 
 TRAIN, EVAL = "train", "eval"
 """The usual names of a source's task sets (`SourceSpec.tasksets`)."""
+HEARTBEAT_S = 2.0
+"""A worker says this often that its event loop runs."""
 STALL_S = 5.0
 """A worker whose event loop stands still for this long writes its stack to STACK_FILE, in its scratch folder."""
 STACK_FILE = "stack.txt"
@@ -38,7 +40,6 @@ class SourceSpec(msgspec.Struct, frozen=True, kw_only=True, tag="source"):
     """A renderer's name or configuration; None chooses by the model folder (chat_renderer.py)."""
     max_total_tokens: int | None = None
     """Prompt tokens of one rollout, each counted once, and sampled tokens."""
-    heartbeat_s: float = 2.0
     import_from: list[str] = []
     """Folders with further modules, behind what is installed (`run.import_from`)."""
 
@@ -101,14 +102,13 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """Raw JSON, exactly as the model wrote it."""
 
 
-class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of the rollout. Messages are in the order in which they were made."""
+class PlayedMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of the rollout, as the worker has it. Messages are in the order in which they were made."""
 
     role: str
     text: str
     error: str | None = None
-    """On a tool message that reports a failed call: its first line. On an assistant turn that went wrong
-    (orchestrator/hints): the kind of error."""
+    """On a tool message that reports a failed call: its first line."""
     num_tokens: int | None = None
     """Tokens this message added to the context (for an assistant turn: those sampled)."""
     call: int | None = None
@@ -125,15 +125,20 @@ class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Index of the preceding message in `turns`; None for the first. Two turns with one parent are a branch."""
     tool_calls: list[ToolCall] = []
     reasoning: str | None = None
+
+
+class MessageRecord(PlayedMessage, frozen=True, kw_only=True):
+    """A message, and what the orchestrator adds to sampled turns."""
+
     turn: int | None = None
-    """Sampled turns: the turn's number in TurnSpan and HintedTurn. Set by the orchestrator."""
+    """The turn's number in TurnSpan and HintedTurn."""
     finish_reason: str | None = None
-    """Sampled turns: stop | length. Set by the orchestrator."""
+    """stop | length"""
     surprisal: float | None = None
-    """Sampled turns: mean of -log p of its tokens, in nats, under the sampling distribution. This is an unbiased
-    estimate of that distribution's entropy per token. Set by the orchestrator."""
+    """Mean of -log p of its tokens, in nats, under the sampling distribution. This is an unbiased estimate of that
+    distribution's entropy per token."""
     hint: str | None = None
-    """Sampled turns that went wrong: the hint that SDPO put before them; `error` then is the kind of error."""
+    """The hint that SDPO put before a turn that went wrong (orchestrator/hints); `error` then is the kind of error."""
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):

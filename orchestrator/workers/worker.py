@@ -3,7 +3,7 @@
     pool --RunRollout--> task per rollout --> Environment.run --> gateway (HTTP)
                               |                    ^ deadline: RunRollout.timeout_s
     pool <--RolloutReply------+       Cancel aborts the task, and with it the open request
-    pool <--Heartbeat-- every heartbeat_s; the pool kills a worker that stays silent. One whose event loop stands still
+    pool <--Heartbeat-- every HEARTBEAT_S; the pool kills a worker that stays silent. One whose event loop stands still
                         for STALL_S writes its stack to STACK_FILE, where the pool finds the line that blocks it
 
 Only `WorkerProcess` starts it. It is killed when its parent dies.
@@ -33,6 +33,7 @@ from composer_prime.run.process import end_with_parent
 from composer_prime.wire.frames import Frames
 from orchestrator.workers.protocol import (
     EVAL,
+    HEARTBEAT_S,
     STACK_FILE,
     STALL_S,
     TRAIN,
@@ -69,7 +70,6 @@ class Worker:
 
         sys.path += [folder for folder in spec.import_from if folder not in sys.path]
         keep_folders_in(scratch)
-        self._heartbeat_s = spec.heartbeat_s
         self._stack_file = scratch / STACK_FILE
         self._frames = frames
         config, renderer = build_renderer(spec.model_path, spec.renderer)
@@ -136,7 +136,7 @@ class Worker:
                 while True:
                     file.truncate(0)
                     faulthandler.dump_traceback_later(STALL_S, file=file)
-                    await asyncio.sleep(self._heartbeat_s)
+                    await asyncio.sleep(HEARTBEAT_S)
                     self._frames.send(Heartbeat())
             finally:
                 faulthandler.cancel_dump_traceback_later()

@@ -201,7 +201,7 @@ def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str, caplog) 
     """A blocked event loop is named by the line, and killed after hang_timeout_s. Then every `run` raises why."""
 
     async def scenario() -> None:
-        spec = source(model_path, {"hang_at": 0}, heartbeat_s=0.2)
+        spec = source(model_path, {"hang_at": 0})
         pool = WorkerPool(spec, start_timeout_s=START_S, hang_timeout_s=9, max_restarts=0)
         async with Peer() as peer, pool:
             reply = await pool.run(rollout(peer, "hang", 0))
