@@ -411,9 +411,9 @@ class ChatEndpoint:
 
     def _record(self, kind: str, **values: Any) -> None:
         """Write down what a call cost. A disk that refuses costs the line only."""
-        usd = values["usd"]
-        if kind != "settled" or not usd:
+        if kind != "settled" or not values["usd"]:
             return
+        usd = values["usd"]
         self._cost_writer.submit(self._keep_cost, values["call"], usd)
         if self._ledger is not None:
             try:
