@@ -129,16 +129,6 @@ def test_what_cannot_be_hinted_is_counted_by_reason(reason, steps, config, limit
     assert sum(len(sample.distillations) for sample in done.samples) == len(steps) - 2
 
 
-def test_every_failing_turn_of_a_long_rollout_is_hinted():
-    # A context with room for one hint after the last turn: all 12 failing turns get theirs, though their contexts add
-    # up to many times the sample.
-    played = play("tiny", "Add 1 and 2.", [WRONG] * 12 + [LAST])
-    (sample,) = played.samples
-    [done] = attached(stage(HintsConfig(max_turns=12), limits={"max_context": sample.num_tokens + 40}), played)
-    assert [len(sample.distillations) for sample in done.samples] == [12]
-    assert sum(len(ints(turn.teacher_ids)) for turn in done.samples[0].distillations) > 5 * sample.num_tokens
-
-
 def test_another_agents_turns_are_not_the_policys_to_learn():
     played = play("tiny", "Add 1 and 2.", [WRONG, LAST])
     user = SessionRecord(session_id="g000003-0", agent="user", trainable=False, reward=None)

@@ -73,7 +73,7 @@ class CodeState(vf.State):
 
 
 class CodeRollout:
-    """The tools of one rollout, in a box of its own. Implements the tool loop's `RemoteEpisode`."""
+    """The tools of one rollout, in a box of its own. Implements the tool loop's `ToolExecutor`."""
 
     is_over = False
 

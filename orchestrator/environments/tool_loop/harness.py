@@ -39,7 +39,13 @@ _DONE = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 class ToolExecutor(Protocol):
-    """Runs the tool calls of one rollout, for which the task's data makes it. It may hold state between calls."""
+    """Runs the tool calls of one rollout, for which the task's data makes it. It may hold state between calls.
+
+    One with an episode of its own, in a sandbox or in an environment that runs elsewhere, has three parts more.
+    `async start()` begins the episode, fills `schemas`, and returns text to append to the task's prompt, or "".
+    `is_over` tells that the environment ended the episode; the rollout then ends too. `async finish(trace)` records the
+    rewards and lets go of the environment. It is called once, also after a failure.
+    """
 
     schemas: list[dict[str, Any]]
     """The tools on offer, as OpenAI function definitions."""
@@ -49,21 +55,6 @@ class ToolExecutor(Protocol):
 
         An exception ends the rollout as failed.
         """
-        ...
-
-
-class RemoteEpisode(ToolExecutor, Protocol):
-    """Tools with an episode of their own: in a sandbox, or in an environment that runs elsewhere."""
-
-    is_over: bool
-    """Whether the environment ended the episode; the rollout then ends too."""
-
-    async def start(self) -> str:
-        """Begin the episode, fill `schemas`, and return text to append to the task's prompt, or ""."""
-        ...
-
-    async def finish(self, trace: vf.Trace) -> None:
-        """Record the rewards, and let go of the environment. Called once, also after a failure."""
         ...
 
 
