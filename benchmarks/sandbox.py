@@ -25,10 +25,10 @@ from statistics import median
 
 from composer_prime.config.sandbox import RuntimeConfig
 from orchestrator.coding.code.grading import ISOLATED
+from orchestrator.coding.sandbox.box import open_box
 from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
-from orchestrator.coding.sandbox.opening import open_box
+from orchestrator.coding.sandbox.host_view import processes_of
 from orchestrator.coding.sandbox.python_image import python_image
-from orchestrator.coding.sandbox.usage import processes_of
 
 COMMANDS = (("true",), ("python", "-c", "pass"), ("python", "-m", "pytest", "--version"))
 SUITE = {
@@ -49,7 +49,7 @@ async def seconds(work: Callable[[], Awaitable[object]]) -> float:
 def with_image(argv: Sequence[str]) -> list[str]:
     """Return the command with the interpreter that boxes have, so that both sides start the same program."""
     return [
-        python_image(()).folder.joinpath("python/bin/python").as_posix() if argv[0] == "python" else argv[0],
+        python_image(()).joinpath("python/bin/python").as_posix() if argv[0] == "python" else argv[0],
         *argv[1:],
     ]
 
@@ -135,7 +135,7 @@ async def memory(runtime: RuntimeConfig, count: int) -> None:
         assert isinstance(box, BubblewrapBox)
         boxes.append(box)
     opened_s = time.perf_counter() - started
-    pids = [pid for box in boxes for pid in (*processes_of(box.init_pid), box.launcher_pid)]
+    pids = [pid for box in boxes for pid in (*processes_of(box.init_pid), box.process.pid)]
     pss = sum(pss_bytes(pid) for pid in pids)
     used = before - meminfo_bytes("MemAvailable")
     print(

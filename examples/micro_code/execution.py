@@ -17,8 +17,7 @@ from typing import Any
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
-from orchestrator.coding.sandbox.box import Box, CommandResult
-from orchestrator.coding.sandbox.opening import open_box
+from orchestrator.coding.sandbox.box import Box, CommandResult, open_box
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from code_tasks_made import make_task, make_tree
 from composer_prime.config.sandbox import RuntimeConfig
 from orchestrator.coding.code import code_harness
 from orchestrator.coding.code.tools import TOOL_NAMES, CodeTools, clip, is_tool_error, order_test_output
-from orchestrator.coding.sandbox.box import Box
-from orchestrator.coding.sandbox.opening import open_box
+from orchestrator.coding.sandbox.box import Box, open_box
 from orchestrator.hints.generate import Templates
 
 process = pytest.mark.process

@@ -20,7 +20,7 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
-from orchestrator.coding.sandbox.opening import open_box
+from orchestrator.coding.sandbox.box import open_box
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.groups import GroupPlan
 from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutResult, RolloutRunner, score_failure

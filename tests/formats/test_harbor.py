@@ -45,7 +45,7 @@ def call(command: str) -> str:
 
 @pytest.fixture
 async def bubblewrap() -> dict[str, str]:
-    from orchestrator.coding.sandbox.opening import open_box
+    from orchestrator.coding.sandbox.box import open_box
 
     try:
         async with await open_box(RuntimeConfig(type="bubblewrap")):

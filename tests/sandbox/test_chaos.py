@@ -14,7 +14,7 @@ import pytest
 from composer_prime.config.sandbox import RuntimeConfig
 from examples.micro_code.execution import CodeRunner, Job
 from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
-from orchestrator.coding.sandbox.usage import processes_of
+from orchestrator.coding.sandbox.host_view import processes_of
 from tests.sandbox.boxes import need_bubblewrap
 
 

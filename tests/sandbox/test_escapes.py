@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.coding.sandbox import seccomp
-from orchestrator.coding.sandbox.box import NO_FILES, Box, CommandResult
+from orchestrator.coding.sandbox import isolation
+from orchestrator.coding.sandbox.box import NO_FILES, Box, CommandResult, open_box
 from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
-from orchestrator.coding.sandbox.opening import open_box
-from orchestrator.coding.sandbox.usage import processes_of
+from orchestrator.coding.sandbox.host_view import processes_of
 from tests.sandbox.attempts import BOMBS, NETWORK, PREAMBLE, PRIVILEGES, PROCESSES, READ, WRITE
 from tests.sandbox.boxes import SMALL, need_bubblewrap, start_times, still_there
 
@@ -47,7 +46,7 @@ class Host:
 
     def fill(self, script: str) -> str:
         column = {"x86_64": 0, "aarch64": 1}[platform.machine()]
-        numbers = {**seccomp.NUMBERS, **seccomp.MISSING, "clone": seccomp.CLONE}
+        numbers = {**isolation.NUMBERS, **isolation.MISSING, "clone": isolation.CLONE}
         table = {name: pair[column] for name, pair in numbers.items() if pair[column] > 0 and name != "clone"}
         script = re.sub(r"@nr:(\w+)@", lambda match: str(numbers[match[1]][column]), PREAMBLE + script)
         for name, value in (

@@ -26,8 +26,7 @@ from composer_prime.errors import SandboxError
 from orchestrator.coding import monitor as code_monitor
 from orchestrator.coding.code.grading import Grade
 from orchestrator.coding.code.tools import TOOL_NAMES, CodeTools
-from orchestrator.coding.sandbox.box import Box
-from orchestrator.coding.sandbox.opening import open_box
+from orchestrator.coding.sandbox.box import Box, open_box
 from orchestrator.coding.task import TREES_FOLDER, CodeTask, tree_of
 
 MAX_READ_BYTES = 2**22

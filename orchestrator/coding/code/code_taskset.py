@@ -29,8 +29,7 @@ from orchestrator.coding.code.code_harness import (
 from orchestrator.coding.code.grading import allowed_files, grade
 from orchestrator.coding.code.tools import TOOL_NAMES, is_tool_error
 from orchestrator.coding.monitor.judge import second_opinion
-from orchestrator.coding.sandbox.box import WORK
-from orchestrator.coding.sandbox.opening import box_class
+from orchestrator.coding.sandbox.box import WORK, box_class
 from orchestrator.coding.sandbox.runtime import box_of
 from orchestrator.coding.task import (
     CodeTask,

@@ -33,8 +33,7 @@ from typing import Any
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
-from orchestrator.coding.sandbox.box import CommandResult
-from orchestrator.coding.sandbox.opening import open_box
+from orchestrator.coding.sandbox.box import CommandResult, open_box
 from orchestrator.coding.task import CodeTask, check_path, matches, tree_of
 
 MAX_FILE_BYTES = 2**20

@@ -48,7 +48,7 @@ from orchestrator.coding.factory.source_functions import index_functions
 from orchestrator.coding.factory.suite import TreeSuite
 from orchestrator.coding.git_command import git
 from orchestrator.coding.in_order import in_order
-from orchestrator.coding.sandbox.opening import open_box
+from orchestrator.coding.sandbox.box import open_box
 from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER
 
 REPORT_FILE = "report.json"

@@ -11,7 +11,7 @@ import msgspec
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
-from orchestrator.coding.sandbox.opening import open_box
+from orchestrator.coding.sandbox.box import open_box
 
 _PROGRAM = Path(__file__).with_name("suite_program.py")
 _ANSWER_BYTES = 256 << 20

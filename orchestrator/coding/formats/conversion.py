@@ -32,7 +32,7 @@ from orchestrator.coding.code.grading import grade
 from orchestrator.coding.formats.task_files import Record, read_records
 from orchestrator.coding.git_command import git
 from orchestrator.coding.in_order import in_order
-from orchestrator.coding.sandbox.opening import open_box
+from orchestrator.coding.sandbox.box import open_box
 from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, check_path, write_tasks
 
 REFUSED_FILE = "refused.jsonl"

@@ -27,8 +27,7 @@ from composer_prime.errors import ConfigError, EmptyTaskSetError
 from orchestrator.coding.code.code_harness import CodeRollout, CodeSettings, CodeState, sandbox_failures
 from orchestrator.coding.code.tools import is_tool_error
 from orchestrator.coding.monitor import HackMonitorConfig
-from orchestrator.coding.sandbox.box import WORK, read_tree
-from orchestrator.coding.sandbox.opening import open_box
+from orchestrator.coding.sandbox.box import WORK, open_box, read_tree
 from orchestrator.coding.task import CodeTask
 from orchestrator.environments.answers import TaskRow
 

@@ -1,4 +1,8 @@
-"""A box: one sandbox with a work folder, in which commands run. `open_box` (opening.py) opens one.
+"""A box: one sandbox with a work folder, in which commands run. `open_box` opens one of the kind that a table names.
+
+bubblewrap     isolated: no host files, no network, own processes, limits
+subprocess     limits only; it isolates nothing
+module:Class   one of the user's own
 
 What code in a box does is data: a command that fails, floods, hangs or kills everything gives a `CommandResult`. Only
 a box that cannot be opened, or has ended, raises SandboxError. Exit codes and output come from hostile code; a caller
@@ -9,20 +13,31 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import stat
+import time
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 
-from composer_prime.config.sandbox import RuntimeConfig
-from composer_prime.errors import SandboxError
+from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
+from composer_prime.errors import ConfigError, SandboxError
 
+SANDBOXES = {
+    "auto": "orchestrator.coding.sandbox.bubblewrap:BubblewrapBox",
+    "bubblewrap": "orchestrator.coding.sandbox.bubblewrap:BubblewrapBox",
+    "subprocess": "orchestrator.coding.sandbox.subprocess_box:SubprocessBox",
+}
+"""Short name -> class. The module of each is imported on first use."""
 NOTHING: Mapping[str, str] = types.MappingProxyType({})
 NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
 WORK = "/work"
 """The work folder, as paths inside a box name it."""
+_SLACK_BYTES = 1 << 18
+_SIGNAL_LIMITS: dict[int, str] = {signal.SIGXCPU: "cpu_s", signal.SIGXFSZ: "file_mb"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,22 +86,6 @@ class Box(ABC):
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         """Write files and the folders above them. Raises OSError for what does not fit or cannot be written."""
 
-    async def fill(self, tree: Path | None, files: Mapping[str, bytes]) -> None:
-        """Put a copy of `tree` into the work folder of a box that has run nothing, then `files`.
-
-        Raises SandboxError for what does not fit.
-        """
-        content = {**(await asyncio.to_thread(read_tree, tree) if tree is not None else {}), **files}
-        try:
-            if content:
-                await self.write_files(content)
-        except OSError as error:
-            size_mb = sum(map(len, content.values())) / 2**20
-            raise SandboxError(
-                f"the sandbox's files, {size_mb:.1f} MiB, could not be written: {error}; raise "
-                "orchestrator.source.runtime.limits.disk_mb if they do not fit"
-            ) from error
-
     @abstractmethod
     async def read_file(self, path: str, max_bytes: int) -> bytes:
         """Read one regular file without following a link.
@@ -107,6 +106,51 @@ class Box(ABC):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+async def open_box(
+    runtime: RuntimeConfig,
+    *,
+    tree: Path | None = None,
+    files: Mapping[str, bytes] = NO_FILES,
+    python_path: Sequence[str] = (),
+) -> Box:
+    """Open a box whose work folder holds a copy of `tree`, and `files`.
+
+    `python_path`: folders below the work folder that become PYTHONPATH. Raises SandboxError with the remedy,
+    ConfigError for a kind that cannot be imported.
+    """
+    content = {**(await asyncio.to_thread(read_tree, tree) if tree is not None else {}), **files}
+    box = await box_class(runtime.type).open(runtime, tuple(python_path))
+    try:
+        if content:
+            await box.write_files(content)
+        return box
+    except BaseException as error:
+        await box.close()
+        if not isinstance(error, OSError):
+            raise
+        raise SandboxError(
+            f"the sandbox's files, {sum(map(len, content.values())) / 2**20:.1f} MiB, could not be written: {error}; "
+            "raise orchestrator.source.runtime.limits.disk_mb if they do not fit"
+        ) from error
+
+
+def box_class(kind: str) -> type[Box]:
+    """Return the class of a kind of box. Raises ConfigError where there is none."""
+    if ":" not in kind and kind not in SANDBOXES:
+        raise ConfigError(
+            f"orchestrator.source.runtime.type is {kind!r}, which only programs of harnesses can have: what opens its "
+            "own sandboxes, such as coding tasks, has 'bubblewrap', 'subprocess' and `module:Class`"
+        )
+    module, _, name = SANDBOXES.get(kind, kind).partition(":")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"orchestrator.source.runtime.type {kind!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Box)):
+        raise ConfigError(f"orchestrator.source.runtime.type {kind!r} is no subclass of {__name__}.Box")
+    return found
 
 
 def read_tree(tree: Path) -> dict[str, bytes]:
@@ -130,3 +174,104 @@ def inside_path(path: str) -> str:
     except UnicodeEncodeError:
         raise ValueError(f"a path inside a sandbox can be written as UTF-8, but got {path!r}") from None
     return str(PurePosixPath(WORK, path))
+
+
+class CommandStreams:
+    """The three standard streams of one command, seen from the host, and what it came to."""
+
+    def __init__(self, limits: SandboxLimits, keep_bytes: int | None, kill: Callable[[str], None]) -> None:
+        """`keep_bytes` replaces limits.output_kb. `kill`: ends the command that passed the limit of this name."""
+        self.child_fds: list[int] = []
+        """The command's ends."""
+        self._kill = kill
+        self._ended_by = ""
+        self._started = time.monotonic()
+        self._stdin: asyncio.WriteTransport | None = None
+        self._readers: list[asyncio.ReadTransport] = []
+        keep_bytes = int(limits.output_kb * 1024) if keep_bytes is None else keep_bytes
+        self._stdout, self._stderr = (
+            _BoundedOutput(keep_bytes, int(limits.output_mb * 2**20), lambda: self.end("output_mb")) for _ in range(2)
+        )
+
+    async def connect(self, stdin: bytes) -> None:
+        """Make the pipes. `stdin` is written while the command reads it."""
+        loop = asyncio.get_running_loop()
+        if stdin:
+            read_fd, write_fd = os.pipe()
+            self.child_fds.append(read_fd)
+            self._stdin, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(write_fd, "wb", 0))
+            self._stdin.write(stdin)
+            self._stdin.write_eof()
+        for output in (self._stdout, self._stderr):
+            read_fd, write_fd = os.pipe()
+            self.child_fds.append(write_fd)
+            reader, _ = await loop.connect_read_pipe(lambda output=output: output, os.fdopen(read_fd, "rb", 0))
+            self._readers.append(reader)
+
+    def end(self, limit: str) -> None:
+        """End the command, which passed a limit."""
+        self._ended_by = self._ended_by or limit
+        self._kill(limit)
+
+    def result(self, status: int | None, note: str = "") -> CommandResult:
+        """Return how the command ended. `status`: negative for a signal, None when the box ended."""
+        by_status = "box" if status is None else _SIGNAL_LIMITS.get(-status, "")
+        limit = self._ended_by or by_status
+        return CommandResult(
+            exit_code=None if limit or status is None else status if status >= 0 else 128 - status,
+            stdout=self._stdout.value(),
+            stderr=self._stderr.value() + note.encode(),
+            ended_by=limit,
+            wall_s=time.monotonic() - self._started,
+        )
+
+    def handed_over(self) -> None:
+        """Close the command's ends here, once the command has them."""
+        while self.child_fds:
+            os.close(self.child_fds.pop())
+
+    async def drained(self, timeout_s: float) -> None:
+        """Wait for the end of both outputs. A process that outlived its command may hold them open."""
+        await asyncio.wait([self._stdout.ended, self._stderr.ended], timeout=timeout_s)
+
+    def close(self) -> None:
+        self.handed_over()
+        if self._stdin is not None and self._stdin.get_write_buffer_size():
+            self._stdin.abort()
+        for reader in self._readers:
+            reader.close()
+
+
+class _BoundedOutput(asyncio.Protocol):
+    """The beginning and the end of a stream. What lies between is counted and dropped while it streams."""
+
+    def __init__(self, keep_bytes: int, end_bytes: int, on_flood: Callable[[], None]) -> None:
+        """`on_flood`: called once, beyond `end_bytes`."""
+        self._first_bytes, self._last_bytes = (keep_bytes + 1) // 2, keep_bytes // 2
+        self._end_bytes = end_bytes
+        self._on_flood = on_flood
+        self._first, self._last = bytearray(), bytearray()
+        self._total = 0
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        before = self._total
+        self._total += len(data)
+        free = self._first_bytes - len(self._first)
+        self._first += data[:free]
+        self._last += data[free:]
+        if len(self._last) > self._last_bytes + _SLACK_BYTES:
+            del self._last[: -self._last_bytes or None]
+        if before <= self._end_bytes < self._total:
+            self._on_flood()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def value(self) -> bytes:
+        """Return what was kept, with a line in place of what was cut."""
+        last = bytes(self._last[-self._last_bytes :]) if self._last_bytes else b""
+        cut = self._total - len(self._first) - len(last)
+        note = b"\n[... %d bytes cut ...]\n" % cut if cut else b""
+        return bytes(self._first) + note + last

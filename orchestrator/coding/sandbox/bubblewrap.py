@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import math
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -27,23 +26,19 @@ from typing import Any
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.plan.sandboxes import why_not_started
-from orchestrator.coding.sandbox.box import NOTHING, Box, CommandResult, inside_path
-from orchestrator.coding.sandbox.box_launch import START_TIMEOUT_S, environment, first_pid, launch, open_root
-from orchestrator.coding.sandbox.control import ControlChannel
-from orchestrator.coding.sandbox.files import list_regular, read_regular
-from orchestrator.coding.sandbox.loopback import LoopbackPorts
-from orchestrator.coding.sandbox.output import CommandStreams
+from orchestrator.coding.sandbox.box import NOTHING, Box, CommandResult, CommandStreams, inside_path
+from orchestrator.coding.sandbox.control import ControlChannel, LoopbackPorts
+from orchestrator.coding.sandbox.host_view import HostView, list_regular, processes_of, read_regular
+from orchestrator.coding.sandbox.isolation import environment, launch
 from orchestrator.coding.sandbox.python_image import python_image
-from orchestrator.coding.sandbox.usage import measure
 
+START_TIMEOUT_S = 100.0
 END_TIMEOUT_S = 10.0
 _MIB, _GIB = 1 << 20, 1 << 30
 _LIMITS_OF_THE_BOX = ("memory_gb", "files")
 """Limits of what all processes hold together, whichever command began them."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.1, 0.5
 """The first and the largest pause between two measurements of a running command."""
-_DESCRIPTORS = "if descriptors ran out, raise `ulimit -n` or lower the number of sandboxes open at one time"
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class BubblewrapBox(Box):
@@ -54,23 +49,20 @@ class BubblewrapBox(Box):
         runtime: RuntimeConfig,
         process: subprocess.Popen[bytes],
         control: ControlChannel,
-        init_pid: int,
+        view: HostView,
         variables: Mapping[str, str],
     ) -> None:
         self.runtime = runtime
-        self.init_pid = init_pid
-        self.control = control
-        self._variables = dict(variables)
+        self.process = process
+        """bwrap."""
+        self.view = view
+        self.ports = LoopbackPorts(control)
         self.keeps_others = False
         """Whether processes may outlive the command that started them; background processes set it."""
-        self.ports = LoopbackPorts(control)
-        self.launcher_pid = process.pid
-        self._process = process
-        self._init_fd = os.pidfd_open(init_pid)
-        self._root_fd = open_root(init_pid)
+        self._control = control
+        self._variables = dict(variables)
         self._num_given = 0
         """Files that came from the host."""
-        self._work_device = os.stat("work", dir_fd=self._root_fd).st_dev
         self._one_at_a_time = asyncio.Lock()
         self._numbers = itertools.count(1)
         self._closed = False
@@ -79,21 +71,24 @@ class BubblewrapBox(Box):
     async def open(cls, runtime: RuntimeConfig, python_path: Sequence[str] = ()) -> BubblewrapBox:
         """Start a box. Raises SandboxError with the remedy where bubblewrap does not work."""
         image = await asyncio.to_thread(python_image, tuple(runtime.packages))
-        variables = environment(image, python_path)
+        variables = environment(python_path)
         try:
             here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             with there, contextlib.ExitStack() as on_failure:
                 on_failure.enter_context(here)
-                process, info_fd = launch(runtime, image, there, environment(image, ()))
+                process = launch(runtime, image, there)
                 on_failure.pop_all()
         except OSError as error:
-            raise SandboxError(f"a sandbox could not be opened: {error}; {_DESCRIPTORS}") from error
+            raise SandboxError(
+                f"a sandbox could not be opened: {error}; if descriptors ran out, raise `ulimit -n` or lower the "
+                "number of sandboxes open at one time"
+            ) from error
         control = ControlChannel(here)
         try:
-            init_pid = await first_pid(process, info_fd)
             async with asyncio.timeout(START_TIMEOUT_S):
                 await control.ask({"op": "limits", "limits": _limits(runtime)})
-            box = cls(runtime, process, control, init_pid, variables)
+            _, init_pid = processes_of(process.pid)  # It has answered, so bwrap has this one child.
+            box = cls(runtime, process, control, HostView(init_pid), variables)
             assert process.stderr is not None
             process.stderr.close()  # Open boxes are many, and descriptors are few.
             return box
@@ -101,9 +96,13 @@ class BubblewrapBox(Box):
             control.close()
             process.kill()
             stderr = (await asyncio.to_thread(process.communicate))[1].decode(errors="replace").strip()
-            if isinstance(error, TimeoutError | OSError):
+            if isinstance(error, TimeoutError | OSError | ValueError):
                 raise SandboxError(why_not_started(stderr or str(error))) from error
             raise
+
+    @property
+    def init_pid(self) -> int:
+        return self.view.init_pid
 
     async def run(
         self,
@@ -139,7 +138,7 @@ class BubblewrapBox(Box):
                 reply = await self._run_to_end(request, streams, timeout_s or self.runtime.limits.wall_s)
                 await streams.drained(0.2 if self.keeps_others else END_TIMEOUT_S)
                 if reply is None:
-                    return streams.result(None, ended_by="box")
+                    return streams.result(None)
                 if "error" in reply:
                     return streams.result(126, f"the sandbox could not start the command: {reply['error']}\n")
                 return streams.result(int(reply["status"]))
@@ -149,33 +148,29 @@ class BubblewrapBox(Box):
     def _kill(self, number: int, limit: str = "") -> None:
         """End a command. Of a box that keeps others, end its session only, unless what the box holds is too much."""
         alone = self.keeps_others and limit not in _LIMITS_OF_THE_BOX
-        self.control.tell({"op": "kill", "command": number if alone else None})
+        self._control.tell({"op": "kill", "command": number if alone else None})
 
     async def _run_to_end(
         self, request: dict[str, Any], streams: CommandStreams, timeout_s: float
     ) -> dict[str, Any] | None:
         """Return the first process's reply, or None when the box ended."""
-        answer = asyncio.ensure_future(self.control.ask(request, fds=streams.child_fds))
+        answer = asyncio.ensure_future(self._control.ask(request, fds=streams.child_fds))
         try:
             await self._watch(answer, timeout_s, streams.end)
-            if not answer.done():
-                await asyncio.wait([answer], timeout=END_TIMEOUT_S)
-            if not answer.done():
-                await self.close()
+            return await self._last_reply(answer)
         except asyncio.CancelledError:
             self._kill(request["command"])
-            await asyncio.wait([answer], timeout=END_TIMEOUT_S)
-            if not answer.done():
-                await self.close()
+            await self._last_reply(answer)
             raise
-        finally:
-            answer.cancel()
-            with contextlib.suppress(asyncio.CancelledError, OSError):
-                await answer
-        if answer.cancelled() or answer.exception() is not None:
+
+    async def _last_reply(self, answer: asyncio.Future[dict[str, Any]]) -> dict[str, Any] | None:
+        """Return the reply to a command that ended or was killed. A box without one is closed, and gives None."""
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                return await answer
+        except OSError:  # TimeoutError is one.
             await self.close()
             return None
-        return answer.result()
 
     async def _watch(self, answer: asyncio.Future[Any], timeout_s: float, end: Callable[[str], None]) -> None:
         """Return when the command has ended, or had to be."""
@@ -190,7 +185,7 @@ class BubblewrapBox(Box):
             if done:
                 return
             try:
-                usage = measure(self.init_pid, self._root_fd)
+                usage = self.view.measure()
             except OSError:  # What cannot be measured cannot be limited.
                 await self.close()
                 return
@@ -208,8 +203,8 @@ class BubblewrapBox(Box):
         self._num_given += len(listed)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                reply = await self.control.ask({"op": "write", "files": listed}, payload=b"".join(files.values()))
-        except (OSError, TimeoutError) as error:
+                reply = await self._control.ask({"op": "write", "files": listed}, payload=b"".join(files.values()))
+        except OSError as error:
             await self.close()
             raise SandboxError(f"the sandbox ended while files were written: {error}") from error
         if "error" in reply:
@@ -218,16 +213,16 @@ class BubblewrapBox(Box):
     async def read_file(self, path: str, max_bytes: int) -> bytes:
         self._check_open()
         try:
-            return read_regular(self._root_fd, inside_path(path), max_bytes)
+            return read_regular(self.view.root_fd, inside_path(path), max_bytes)
         except FileNotFoundError:
             with contextlib.suppress(PermissionError):  # Code in the box took its own permission away.
-                os.close(self._open_work())
+                os.close(self.view.open_work())
             raise
 
     async def list_files(self) -> dict[str, int]:
         self._check_open()
         try:
-            work_fd = self._open_work()
+            work_fd = self.view.open_work()
         except PermissionError:  # Code in the box took its own permission away.
             return {}
         try:
@@ -235,44 +230,31 @@ class BubblewrapBox(Box):
         finally:
             os.close(work_fd)
 
-    def _open_work(self) -> int:
-        """Open the work folder. Raises SandboxError for a box that was killed, whose files would seem to be removed.
-
-        Its mounts go before its end is heard of. Then the empty folder below the mount shows, on the root's device.
-        """
-        work_fd = os.open("work", _FOLDER, dir_fd=self._root_fd)
-        if os.fstat(work_fd).st_dev != self._work_device:
-            os.close(work_fd)
-            raise SandboxError("the sandbox was killed while its files were read; open another one")
-        return work_fd
-
     async def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
+        self.view.kill()
         self.ports.close()
-        self.control.close()
-        os.close(self._root_fd)
+        self._control.close()
         await asyncio.to_thread(self._wait_for_end)
 
     def _wait_for_end(self) -> None:
         """Wait for bwrap, which waits for the first process. The kernel ends that after all others of the box."""
         try:
-            self._process.wait(END_TIMEOUT_S)
+            self.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        os.close(self._init_fd)
+            self.process.kill()
+            self.process.wait()
+        self.view.close()
 
     def __del__(self) -> None:
         """End a box that was not closed because its event loop ended first."""
         if not getattr(self, "_closed", True):
-            self._process.kill()
+            self.process.kill()
 
     def _check_open(self) -> None:
-        if self._closed or self.control.closed:
+        if self._closed or self._control.closed:
             raise SandboxError("the sandbox has ended: a limit or its own code ended it; open another one")
 
 

@@ -22,7 +22,6 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -31,6 +30,8 @@ from packaging.utils import canonicalize_name
 
 from composer_prime.errors import SandboxError
 
+PREFIX = "/opt/python" if sys.base_prefix == "/usr" else sys.base_prefix
+"""Where IMAGE/python is inside a box."""
 INIT_SOURCE = Path(__file__).with_name("box_init.py")
 _UNUSED_S = 30 * 86_400.0
 _LEFT_OUT = {"test", "idlelib", "ensurepip", "site-packages", "dist-packages", "tkinter", "turtledemo", "lib2to3"}
@@ -42,43 +43,31 @@ _ACCOUNTS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PythonImage:
-    folder: Path
-    prefix: str
-    """Where `folder`/python is inside a box."""
+def python_image(packages: tuple[str, ...]) -> Path:
+    """Return the image's folder, made on first use. Raises SandboxError for a missing package.
 
-    @property
-    def executable(self) -> str:
-        return f"{self.prefix}/bin/python"
-
-
-def python_image(packages: tuple[str, ...]) -> PythonImage:
-    """Return the image with pytest and `packages`, made on first use. Raises SandboxError for a missing package."""
-    image, distributions = _image_of(packages)
-    if not image.folder.is_dir():
-        _make_once(image, distributions)
+    `packages`: distributions that it has beside pytest.
+    """
+    folder, distributions = _image_of(packages)
+    if not folder.is_dir():
+        _make_once(folder, distributions)
     with contextlib.suppress(OSError):  # Another user made it.
-        os.utime(image.folder)
-    return image
+        os.utime(folder)
+    return folder
 
 
 @functools.cache
-def _image_of(packages: tuple[str, ...]) -> tuple[PythonImage, list[metadata.Distribution]]:
+def _image_of(packages: tuple[str, ...]) -> tuple[Path, list[metadata.Distribution]]:
     """Return where the image is or will be, and what it holds."""
-    prefix = "/opt/python" if sys.base_prefix == "/usr" else sys.base_prefix
     found = _with_dependencies(["pytest", *packages])
-    parts = [sys.version, prefix, INIT_SOURCE.read_text(), Path(__file__).read_text()]
+    parts = [sys.version, PREFIX, INIT_SOURCE.read_text(), Path(__file__).read_text()]
     parts += [f"{name}=={found[name].version}" for name in sorted(found)]
-    folder = image_cache() / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    return PythonImage(folder=folder, prefix=prefix), list(found.values())
-
-
-def image_cache() -> Path:
-    """Return the folder of images. Root's is readable by the user id that boxes have."""
-    if os.geteuid() == 0:
-        return Path("/var/cache/composer-prime/sandbox")
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "composer-prime" / "sandbox"
+    if os.geteuid() == 0:  # Readable by the user id that boxes have.
+        cache = Path("/var/cache")
+    else:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return cache / "composer-prime/sandbox" / digest, list(found.values())
 
 
 def _with_dependencies(names: Sequence[str]) -> dict[str, metadata.Distribution]:
@@ -103,9 +92,9 @@ def _with_dependencies(names: Sequence[str]) -> dict[str, metadata.Distribution]
     return found
 
 
-def _make_once(image: PythonImage, distributions: Sequence[metadata.Distribution]) -> None:
+def _make_once(image: Path, distributions: Sequence[metadata.Distribution]) -> None:
     """Make the image unless another process does so meanwhile, and remove unused ones."""
-    cache = image.folder.parent
+    cache = image.parent
     try:
         cache.mkdir(parents=True, exist_ok=True)
         if os.geteuid() == 0:
@@ -113,11 +102,11 @@ def _make_once(image: PythonImage, distributions: Sequence[metadata.Distribution
                 folder.chmod(0o755)  # Boxes have another user id, and the umask may be 077.
         with open(cache / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not image.folder.is_dir():
-                _make(image.folder, image.prefix, distributions)
+            if not image.is_dir():
+                _make(image, distributions)
             _remove_unused(cache)
     except OSError as error:
-        raise SandboxError(f"the sandboxes' Python could not be copied to {image.folder}: {error}") from error
+        raise SandboxError(f"the sandboxes' Python could not be copied to {image}: {error}") from error
 
 
 def _remove_unused(cache: Path) -> None:
@@ -128,7 +117,7 @@ def _remove_unused(cache: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _make(folder: Path, prefix: str, distributions: Sequence[metadata.Distribution]) -> None:
+def _make(folder: Path, distributions: Sequence[metadata.Distribution]) -> None:
     """Make the image beside its place, then rename it, so that half an image is never used."""
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
     try:
@@ -137,7 +126,7 @@ def _make(folder: Path, prefix: str, distributions: Sequence[metadata.Distributi
         for distribution in distributions:
             _copy_distribution(distribution, site)
         # Boxes cannot write bytecode, and compile every module at each start without it.
-        compileall.compile_dir(site, quiet=2, workers=1, stripdir=str(made / "python"), prependdir=prefix)
+        compileall.compile_dir(site, quiet=2, workers=1, stripdir=str(made / "python"), prependdir=PREFIX)
         (made / "etc/alternatives").mkdir(parents=True)
         for name, text in _ACCOUNTS.items():
             (made / "etc" / name).write_text(text)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import functools
 import os
 import shutil
 import signal
@@ -21,9 +20,8 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.run.process import signal_session
 from composer_prime.run.scratch import Scratch
-from orchestrator.coding.sandbox.box import NOTHING, WORK, Box, CommandResult, inside_path
-from orchestrator.coding.sandbox.files import list_regular, read_regular
-from orchestrator.coding.sandbox.output import CommandStreams
+from orchestrator.coding.sandbox.box import NOTHING, WORK, Box, CommandResult, CommandStreams, inside_path
+from orchestrator.coding.sandbox.host_view import list_regular, read_regular
 
 END_TIMEOUT_S = 10.0
 _MIB = 1 << 20
@@ -32,45 +30,18 @@ _WITH_LIMITS = """ulimit -c 0; ulimit -t "$0" 2>/dev/null; ulimit -v "$1" 2>/dev
 shift 2; exec "$@\""""
 
 
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a command and end what it left in its session. Returns its status."""
-    if not hasattr(os, "waitid"):  # macOS before Python 3.13.
-        status = process.wait()
-        signal_session(process.pid, signal.SIGKILL)
-        return status
-    # Until it is collected, no other process can get its pid.
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    signal_session(process.pid, signal.SIGKILL)
-    return process.wait()
-
-
-@functools.cache
-def _ends_with_parent() -> list[str]:
-    """Return the words before a command that end it with this process; none where setpriv cannot do so."""
-    words = [shutil.which("setpriv") or "setpriv", "--pdeathsig", "KILL"]
-    try:
-        works = subprocess.run([*words, "true"], capture_output=True, timeout=END_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return words if works.returncode == 0 else []
-
-
 class SubprocessBox(Box):
     """Commands as plain sub-processes in a temporary folder."""
 
-    def __init__(self, runtime: RuntimeConfig, python_path: Sequence[str] = ()) -> None:
-        self.runtime = runtime
+    def __init__(self, runtime: RuntimeConfig, python_path: Sequence[str]) -> None:
+        self._limits = runtime.limits
         self._scratch = Scratch("box")  # It removes what dead processes left.
-        self._home = self._scratch.path
-        self._work = self._home / "work"
+        self._work = self._scratch.path / "work"
         self._work.mkdir()
-        (self._home / "bin").mkdir()
-        (self._home / "bin/python").symlink_to(sys.executable)
-        (self._home / "bin/python3").symlink_to(sys.executable)
         self._env = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
-            "HOME": str(self._home),
-            "TMPDIR": str(self._home),
+            "HOME": str(self._scratch.path),
+            "TMPDIR": str(self._scratch.path),
             "LANG": "C.UTF-8",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
@@ -96,10 +67,17 @@ class SubprocessBox(Box):
     ) -> CommandResult:
         async with self._one_at_a_time:
             self._check_open()
-            streams = CommandStreams(self.runtime.limits, output_bytes, lambda _: self._end_command())
+            streams = CommandStreams(self._limits, output_bytes, lambda _: self._end_command())
             try:
                 await streams.connect(stdin)
-                status = await self._run_to_end(argv, env, cwd, streams, timeout_s or self.runtime.limits.wall_s)
+                status = self._start(argv, {**self._env, **env}, self._outside(cwd), streams)
+                if self._process is not None:
+                    waiting = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
+                    done, _ = await asyncio.wait([waiting], timeout=timeout_s or self._limits.wall_s)
+                    if not done:
+                        streams.end("wall_s")
+                    status = await waiting
+                    signal_session(self._process.pid, signal.SIGKILL)  # What it left.
                 await streams.drained(END_TIMEOUT_S)
                 return streams.result(status)
             finally:
@@ -107,34 +85,28 @@ class SubprocessBox(Box):
                 self._process = None
                 streams.close()
 
-    async def _run_to_end(
-        self, argv: Sequence[str], env: Mapping[str, str], cwd: str, streams: CommandStreams, timeout_s: float
-    ) -> int:
-        limits = self.runtime.limits
-        amounts = [str(limits.cpu_s), str(int(limits.memory_gb * _MIB)), str(int(limits.file_mb * 2048))]
+    def _start(self, argv: Sequence[str], env: Mapping[str, str], folder: Path, streams: CommandStreams) -> int:
+        """Start the command. Return its status where it cannot start: too long words, no such folder."""
+        amounts = [self._limits.cpu_s, int(self._limits.memory_gb * _MIB), int(self._limits.file_mb * 2048)]
+        setpriv = shutil.which("setpriv")  # It ends the command with this process.
+        owned = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
         stdin, stdout, stderr = [subprocess.DEVNULL, *streams.child_fds][-3:]
-        folder = self._outside(cwd)
         try:
             self._process = subprocess.Popen(
-                [*_ends_with_parent(), "/bin/sh", "-c", _WITH_LIMITS, *amounts, *argv],
+                [*owned, "/bin/sh", "-c", _WITH_LIMITS, *map(str, amounts), *argv],
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
                 cwd=folder,
-                env={**self._env, **env},
+                env=env,
                 start_new_session=True,
             )
-        except OSError as error:  # Words that are too long, no such folder: what the command gave is to blame.
-            culprit = argv[0] if os.path.isdir(folder) else cwd
-            os.write(stderr, f"{culprit}: {error.strerror}\n".encode(errors="replace"))
-            streams.handed_over()
+            return 0
+        except OSError as error:
+            os.write(stderr, f"{argv[0] if folder.is_dir() else folder}: {error.strerror}\n".encode(errors="replace"))
             return 127 if error.errno == errno.ENOENT else 126
-        streams.handed_over()
-        waiting = asyncio.ensure_future(asyncio.to_thread(_wait, self._process))
-        done, _ = await asyncio.wait([waiting], timeout=timeout_s)
-        if not done:
-            streams.end("wall_s")
-        return await waiting
+        finally:
+            streams.handed_over()
 
     def _end_command(self) -> None:
         """End the command's session while it runs. A process that left it, by setsid, is not found."""
@@ -169,7 +141,7 @@ class SubprocessBox(Box):
         except OSError:  # A command took the permission away, or the folder.
             return {}
         try:
-            return await asyncio.to_thread(list_regular, work_fd, self.runtime.limits.files)
+            return await asyncio.to_thread(list_regular, work_fd, self._limits.files)
         finally:
             os.close(work_fd)
 

@@ -1,0 +1,183 @@
+"""What the host sees of a box: its files and what its processes use. Code in the box cannot change what is read here.
+
+Code in a box may put anything in the place of a file: a link to the host, a FIFO, a sparse file, a thousand folders.
+Each component of a path is opened by itself, with O_NOFOLLOW, relative to the folder before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import stat
+from dataclasses import dataclass
+
+from composer_prime.config.sandbox import SandboxLimits
+from composer_prime.errors import SandboxError
+
+MAX_DEPTH = 64
+"""Folders below one another that are listed."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Opening a FIFO for reading would wait for its writer without O_NONBLOCK.
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+# O_PATH needs no permission, which code in the box may take away.
+_PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_TICKS = os.sysconf("SC_CLK_TCK")
+_GIB = 1 << 30
+
+
+class HostView:
+    """A bubblewrap box by its first process, which the host holds, and its root folder."""
+
+    def __init__(self, init_pid: int) -> None:
+        """Raises SandboxError when the root folder of a box that has answered is this process's own."""
+        self.init_pid = init_pid
+        self._init_fd = os.pidfd_open(init_pid)
+        self.root_fd = os.open(f"/proc/{init_pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        if os.path.samestat(os.fstat(self.root_fd), os.stat("/")):
+            self.close()
+            raise SandboxError("the sandbox has the host's root folder: bubblewrap did not isolate it; nothing was run")
+        self._work_device = os.stat("work", dir_fd=self.root_fd).st_dev
+
+    def open_work(self) -> int:
+        """Open the work folder. Raises SandboxError for a box that was killed, whose files would seem to be removed.
+
+        Its mounts go before its end is heard of. Then the empty folder below the mount shows, on the root's device.
+        """
+        work_fd = os.open("work", _FOLDER, dir_fd=self.root_fd)
+        if os.fstat(work_fd).st_dev != self._work_device:
+            os.close(work_fd)
+            raise SandboxError("the sandbox was killed while its files were read; open another one")
+        return work_fd
+
+    def measure(self) -> BoxUsage:
+        """Measure what the processes use. Raises OSError for a box that has ended."""
+        pids = processes_of(self.init_pid)
+        usages = [_memory_and_cpu(pid) for pid in pids]
+        return BoxUsage(
+            processes=len(pids),
+            memory_bytes=sum(memory for memory, _ in usages),
+            cpu_s=sum(cpu for _, cpu in usages),
+            files=max(_inodes_of(self.root_fd, folder) for folder in ("work", "tmp")),
+        )
+
+    def kill(self) -> None:
+        """End the first process, and with it the box."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
+
+    def close(self) -> None:
+        os.close(self.root_fd)
+        os.close(self._init_fd)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxUsage:
+    processes: int
+    memory_bytes: int
+    """Anonymous and shared memory of all processes. Pages that a fork shares with its parent count for both."""
+    cpu_s: float
+    """Of all processes that ever ran in the box."""
+    files: int
+    """Files and folders in the work folder, or in /tmp where those are more."""
+
+    def beyond(self, limits: SandboxLimits, start: BoxUsage) -> str:
+        """Return the name of the limit that a command passed which began at `start`; "" for none."""
+        if self.memory_bytes > limits.memory_gb * _GIB:
+            return "memory_gb"
+        if self.cpu_s - start.cpu_s > limits.cpu_s:
+            return "cpu_s"
+        if self.files > max(limits.files, start.files):
+            return "files"
+        return ""
+
+
+def read_regular(root_fd: int, path: str, max_bytes: int) -> bytes:
+    """Return a regular file below the folder `root_fd`.
+
+    Raises FileNotFoundError for anything else (a missing file, a folder, a link, a FIFO), ValueError when it is larger.
+    """
+    if "\0" in path or ".." in path.split("/"):
+        raise ValueError(f"a path inside a sandbox has no '..' and no NUL, but got {path!r}")
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    folder_fd = os.dup(root_fd)
+    try:
+        for part in parts[:-1]:
+            inner_fd = os.open(part, _FOLDER, dir_fd=folder_fd)
+            os.close(folder_fd)
+            folder_fd = inner_fd
+        file_fd = os.open(parts[-1] if parts else ".", _FILE, dir_fd=folder_fd)
+    except OSError as error:
+        raise FileNotFoundError(f"the sandbox has no regular file {path!r}: {error.strerror}") from error
+    finally:
+        os.close(folder_fd)
+    if not stat.S_ISREG(os.fstat(file_fd).st_mode):
+        os.close(file_fd)
+        raise FileNotFoundError(f"the sandbox has no regular file {path!r}: it is something else")
+    with os.fdopen(file_fd, "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"the sandbox's file {path!r} has more than {max_bytes} bytes")
+    return content
+
+
+def list_regular(root_fd: int, max_files: int) -> dict[str, int]:
+    """Return the sizes of at most `max_files` regular files below `root_fd`, by POSIX path, in order of their names."""
+    sizes: dict[str, int] = {}
+    _list_folder(root_fd, "", sizes, max_files, MAX_DEPTH)
+    return sizes
+
+
+def _list_folder(folder_fd: int, prefix: str, sizes: dict[str, int], max_files: int, depth: int) -> None:
+    with os.scandir(folder_fd) as entries:
+        names = sorted(entry.name for entry in entries)
+    for name in names:
+        if len(sizes) >= max_files:
+            return
+        try:
+            status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode):
+                sizes[prefix + name] = status.st_size
+            elif stat.S_ISDIR(status.st_mode) and depth > 0:
+                inner_fd = os.open(name, _FOLDER, dir_fd=folder_fd)
+                try:
+                    _list_folder(inner_fd, f"{prefix}{name}/", sizes, max_files, depth - 1)
+                finally:
+                    os.close(inner_fd)
+        except OSError:
+            continue  # It was removed meanwhile, or may not be read.
+
+
+def _inodes_of(root_fd: int, folder: str) -> int:
+    """Return the inodes in use on the file system of a folder."""
+    folder_fd = os.open(folder, _PLACE, dir_fd=root_fd)
+    try:
+        status = os.fstatvfs(folder_fd)
+        return status.f_files - status.f_ffree
+    finally:
+        os.close(folder_fd)
+
+
+def processes_of(init_pid: int) -> list[int]:
+    """Return the host's pids of a box. Orphans become children of its first process, so its tree is complete."""
+    pids, waiting = [], [init_pid]
+    while waiting:
+        pid = waiting.pop()
+        pids.append(pid)
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                    waiting += [int(word) for word in file.read().split()]
+    return pids
+
+
+def _memory_and_cpu(pid: int) -> tuple[int, float]:
+    """Return bytes and seconds of one process; zeros for one that has ended."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        with open(f"/proc/{pid}/status", "rb") as file:
+            lines = [line.split() for line in file if line.startswith((b"RssAnon:", b"RssShmem:"))]
+        # utime, stime, and those of children that were waited for: fields 14 to 17 of proc(5).
+        return sum(int(line[1]) for line in lines) * 1024, sum(int(field) for field in fields[11:15]) / _TICKS
+    return 0, 0.0
