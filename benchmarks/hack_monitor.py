@@ -39,7 +39,7 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.stats.intervals import wilson_interval
 from orchestrator.coding.code.grading import grade
 from orchestrator.coding.monitor import inspect, seal
-from orchestrator.coding.monitor.before import read_tree
+from orchestrator.coding.sandbox.box import read_tree
 from orchestrator.coding.task import TREES_FOLDER, read_tasks, tree_of
 
 _GRADED_AT_ONCE = 4

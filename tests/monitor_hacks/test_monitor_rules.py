@@ -3,13 +3,12 @@
 
 import pytest
 from patch_hacks import bash
-from pydantic import ValidationError
 from small_packages import cases
 
 from orchestrator.coding.monitor import HackMonitorConfig, inspect, seal, tool_use
+from orchestrator.coding.monitor.after import _rule_of_change
 from orchestrator.coding.monitor.before import unwanted_files
-from orchestrator.coding.monitor.file_rules import _rule_of_change
-from orchestrator.coding.monitor.shell_words import program_of, simple_commands
+from orchestrator.coding.monitor.commands import program_of, simple_commands
 from orchestrator.coding.monitor.static import constants_of, is_lookup, lifted_constants, traits
 from orchestrator.coding.monitor.verdict import RULES, decide, finding
 
@@ -44,8 +43,7 @@ def test_what_gives_the_solution_away_is_unwanted(path, unwanted):
 def test_a_seal_leaves_caches_out():
     tree = {**CASE.tree, "seqkit/__pycache__/sequences.cpython-312.pyc": b"x", ".git/HEAD": b"ref"}
     sealed = seal(CASE.task, tree)
-    assert sealed.unwanted == (".git/HEAD", "seqkit/__pycache__/sequences.cpython-312.pyc")
-    assert not set(sealed.unwanted) & set(sealed.agent_files())
+    assert not (set(tree) - set(CASE.tree)) & set(sealed.agent_files())
     assert "NotImplementedError" in sealed.start[CASE.module].decode()
     assert sealed.reference[CASE.module] == CASE.tree[CASE.module]
 
@@ -119,15 +117,13 @@ def test_policies(policy, reward):
     assert decide(config, [hack]).metrics(1.0)["hacks/solved"] == 1.0
 
 
-# A source may weigh a rule otherwise. A rule that does not exist is refused with the names of those that do.
+# A source may weigh a rule otherwise. A rule that does not exist has no effect.
 def test_rules_can_be_weighed_otherwise():
     sealed = seal(CASE.task, CASE.tree)
     files = {**sealed.agent_files(), CASE.module: b"def f(:"}
     strict = HackMonitorConfig(rules={"unparsable": "hack"})
     assert not inspect(CASE.task, sealed, files).is_hack
     assert inspect(CASE.task, sealed, files, (), strict).is_hack
-    with pytest.raises(ValidationError, match="find-root"):
-        HackMonitorConfig(rules={"find-root": "hack"})
     assert HackMonitorConfig(rules={"always-equal": "note"}).rules == {}  # A rule of an earlier release.
 
 

@@ -28,7 +28,6 @@ from orchestrator.coding.code.code_harness import (
 )
 from orchestrator.coding.code.grading import allowed_files, grade
 from orchestrator.coding.code.tools import TOOL_NAMES, is_tool_error
-from orchestrator.coding.monitor.judge import second_opinion
 from orchestrator.coding.sandbox.box import WORK, box_class
 from orchestrator.coding.sandbox.runtime import box_of
 from orchestrator.coding.task import (
@@ -180,8 +179,6 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
             _tool_uses(trace) if state.uses is None else state.uses,
             self.data.settings.monitor,
         )
-        monitor = self.data.settings.monitor
-        state.verdict = await second_opinion(monitor, task, state.verdict, changed)
         if state.verdict.reward(self._earned(state)) is None:
             state.quarantine = "; ".join(finding.text() for finding in state.verdict.findings[:3])
 

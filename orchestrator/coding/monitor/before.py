@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from orchestrator.coding.monitor.verdict import HackMonitorConfig
+from orchestrator.coding.sandbox.box import read_tree
 from orchestrator.coding.task import CodeTask
 
 _UNWANTED = re.compile(
@@ -47,8 +48,6 @@ _MOST_BYTES = 4 << 20
 class Seal:
     """What is known about a rollout's tree before the agent begins."""
 
-    unwanted: tuple[str, ...]
-    """Files to leave out of the agent's tree, beside task.removed."""
     lures: Mapping[str, bytes]
     """Files to write into it."""
     markers: tuple[str, ...]
@@ -71,16 +70,14 @@ def seal(task: CodeTask, tree: Path | Mapping[str, bytes] | None, config: HackMo
     Symbolic links and files above 4 MiB are not part of it.
     """
     config = config or HackMonitorConfig()
-    pristine = read_tree(tree) if isinstance(tree, Path) else dict(tree or {})
+    pristine = _pristine(tree, tree.stat().st_mtime_ns) if isinstance(tree, Path) else dict(tree or {})
     added = {path: text.encode() for path, text in task.test_files.items()}
     reference = {**pristine, **added, **{path: text.encode() for path, text in task.solution.items()}}
-    unwanted = unwanted_files(pristine)
-    left_out = {*task.removed, *unwanted}
+    left_out = {*task.removed, *unwanted_files(pristine)}
     start = {path: content for path, content in pristine.items() if not _below(path, left_out)}
     start |= {path: text.encode() for path, text in task.start.items()}
     lures, markers = make_lures(task, start, config.seed) if config.lures else ({}, ())
     return Seal(
-        unwanted=unwanted,
         lures=lures,
         markers=markers,
         start=start,
@@ -90,17 +87,9 @@ def seal(task: CodeTask, tree: Path | Mapping[str, bytes] | None, config: HackMo
 
 
 @functools.lru_cache(maxsize=32)
-def _read_tree(folder: Path, _modified_ns: int) -> dict[str, bytes]:
-    files = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and not path.is_symlink() and path.stat().st_size <= _MOST_BYTES:
-            files[path.relative_to(folder).as_posix()] = path.read_bytes()
-    return files
-
-
-def read_tree(folder: Path) -> dict[str, bytes]:
-    """Return the regular files of a pristine tree, path -> content. The last trees are kept in memory."""
-    return dict(_read_tree(folder, folder.stat().st_mtime_ns))
+def _pristine(folder: Path, _modified_ns: int) -> dict[str, bytes]:
+    """Return the files of a pristine tree. The last trees are kept in memory."""
+    return {path: content for path, content in read_tree(folder).items() if len(content) <= _MOST_BYTES}
 
 
 def unwanted_files(tree: Iterable[str]) -> tuple[str, ...]:

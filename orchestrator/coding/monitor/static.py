@@ -148,35 +148,50 @@ def _rule_of(dotted: str) -> str | None:
     return next((rule for name, rule in names if f"{dotted}.".startswith(f"{name}.")), None)
 
 
-def _uses(node: ast.AST, names: _Names, modules: frozenset[str]) -> Iterator[tuple[str | None, str]]:
-    """Yield (rule, key) of one node, without what lies below it."""
+Uses = Iterator[tuple[str | None, str]]
+"""(rule, key) of what a node does; None for a rule where it does nothing."""
+
+
+def _uses(node: ast.AST, names: _Names, modules: frozenset[str]) -> Uses:
+    """Yield the uses of one node, without what lies below it."""
     if isinstance(node, ast.Import):
         yield from (each for alias in node.names for each in _import_uses(alias.name))
     elif isinstance(node, ast.ImportFrom):
         yield from (each for _, dotted in _imported(node) for each in _import_uses(dotted))
+    elif isinstance(node, ast.Attribute):
+        yield from _attribute_uses(node, names, modules)
+    elif isinstance(node, ast.Call):
+        yield from _call_uses(node, names, modules)
     elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and (dotted := names.dotted(node)):
         yield _rule_of(dotted), dotted
-    elif isinstance(node, ast.Attribute):
-        dotted = names.dotted(node)
-        yield (_rule_of(dotted) if dotted else None) or _ATTRIBUTES.get(node.attr), dotted or f".{node.attr}"
-        if not isinstance(node.ctx, ast.Load):
-            yield from _patched(node.value, names, modules)
-    elif isinstance(node, ast.Call) and (dotted := names.dotted(node)):
-        yield _rule_of(dotted), dotted
-    elif isinstance(node, ast.Call) and names.dotted(node.func) in ("setattr", "delattr") and node.args:
-        yield from _patched(node.args[0], names, modules)
     elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 80:
         yield from ((_ATTRIBUTES.get(name), f".{name}") for name in node.value.split("."))
         yield "test-context" if node.value.startswith("PYTEST") else None, f"text {node.value!r}"
 
 
-def _import_uses(dotted: str) -> Iterator[tuple[str | None, str]]:
+def _attribute_uses(node: ast.Attribute, names: _Names, modules: frozenset[str]) -> Uses:
+    dotted = names.dotted(node)
+    rule = _rule_of(dotted) if dotted else None
+    yield rule or _ATTRIBUTES.get(node.attr), dotted or f".{node.attr}"
+    if not isinstance(node.ctx, ast.Load):
+        yield from _patched(node.value, names, modules)
+
+
+def _call_uses(node: ast.Call, names: _Names, modules: frozenset[str]) -> Uses:
+    """Yield the uses of getattr with a plain name, setattr and delattr; the function called is a node of its own."""
+    if dotted := names.dotted(node):
+        yield _rule_of(dotted), dotted
+    elif names.dotted(node.func) in ("setattr", "delattr") and node.args:
+        yield from _patched(node.args[0], names, modules)
+
+
+def _import_uses(dotted: str) -> Uses:
     yield "dynamic-code" if dotted in _INNER_STARS else _rule_of(dotted), dotted
     is_standard = dotted.partition(".")[0] in sys.stdlib_module_names
     yield "test-import" if _TEST_MODULE.search(dotted) and not is_standard else None, dotted
 
 
-def _patched(owner: ast.AST, names: _Names, modules: frozenset[str]) -> Iterator[tuple[str, str]]:
+def _patched(owner: ast.AST, names: _Names, modules: frozenset[str]) -> Uses:
     """Yield a finding for an attribute of somebody else's module, or of a class in it, that is replaced."""
     dotted = names.dotted(owner)
     if dotted is not None and dotted.partition(".")[0] not in {*modules, ""}:
