@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -27,22 +28,22 @@ def assert_trained_exactly_once(run: QuickRun) -> None:
 
 
 def test_one_run_survives_the_loss_of_every_process(run):
-    """In turn: a node, the trainer after a checkpoint, the trainer between two of them, the launcher.
+    """In turn: a node, the trainer after a checkpoint, the orchestrator between two of them, the launcher.
 
-    A node is replaced and its requests are reissued, so the run goes on. A killed trainer ends the run: the launcher
-    stops the others, exits non-zero and names the role. A killed launcher takes its roles along. After each of these
-    --resume trains the remaining steps. test_channels_run.py does it with the orchestrator.
+    A node is replaced and its requests are reissued, so the run goes on. A killed trainer or orchestrator ends the
+    run: the launcher stops the others, exits non-zero and names the role. A killed launcher takes its roles along.
+    After each of these --resume trains the remaining steps, with hints and pairs as they were.
     """
-    run.steps = 9
+    run.steps, run.config = 9, "configs/a4.toml"
     run.start().wait_for_step(1)
     os.kill(run.pid_of("node"), signal.SIGKILL)
     step = 4  # It needs rollouts of the new node. Every second step has a checkpoint.
-    for _ in range(2):
+    for role in ("trainer", "orchestrator"):
         run.wait_for_step(step)
-        os.kill(run.pid_of("trainer"), signal.SIGKILL)
+        os.kill(run.pid_of(role), signal.SIGKILL)
         assert run.wait() != 0
         run.wait_until_gone()
-        assert "trainer" in run.output()
+        assert role in run.output()
         step = 1 + max(line["step"] for line in run.trainer_lines())
         run.start("--resume")
     run.wait_for_step(step)
@@ -53,6 +54,14 @@ def test_one_run_survives_the_loss_of_every_process(run):
     run.wait_until_gone()
     assert_trained_exactly_once(run)
     assert (run.run_dir.final / "model.safetensors").exists()
+    for line in run.trainer_lines():
+        assert line["sdpo/turns"] > 0 and 0 < line["sdpo/jsd"] < 0.7
+        assert line["dpo/pairs"] == line["pairs/served"] == 8
+        assert line["hints/hinted"] >= line["sdpo/turns"] and 0 < line["rollout/turn_error_rate"] < 1
+    rollouts = [json.loads(text) for text in run.run_dir.rollouts(run.steps).read_text().splitlines()]
+    hinted = [turn for rollout in rollouts for turn in rollout["turns"] if turn["hint"]]
+    assert hinted and all(turn["role"] == "assistant" and turn["error"] for turn in hinted)
+    assert all(turn["hint"].startswith("Reminder: ") for turn in hinted)
 
 
 def test_ctrl_c_stops_everything_and_resume_goes_on_with_two_ranks(run):

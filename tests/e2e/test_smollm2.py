@@ -43,6 +43,7 @@ def test_a_few_steps_on_a_real_model(tmp_path, engine):
     # The run trains its steps, its sampler and trainer agree, its replies are scored, and memory stays in bounds.
     run = QuickRun(tmp_path, f"e2e-{os.getpid()}-{engine}", steps=STEPS, config="configs/smollm2/a1.toml")
     run.settings += ["--inference.engine", engine, "--orchestrator.filter_zero_advantage", "false"]
+    run.settings += ["--orchestrator.max_concurrent", "8"]
     run.start()
     most = 0
     try:

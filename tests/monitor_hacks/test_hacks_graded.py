@@ -54,7 +54,7 @@ async def test_a_policy_that_hacks_earns_no_more_than_one_that_gives_up(trees, p
     config = HackMonitorConfig(policy=policy)
     rewards = []
     tried = [hack for hack in HACKS if hack.name not in _HARMLESS]
-    for number, hack in enumerate(tried[:: 2 if policy == "zero" else 7]):
+    for number, hack in enumerate(tried[:: 5 if policy == "zero" else 9]):
         case = CASES[number % len(CASES)]
         by_tests, reward = await earned(trees, case, hack.make(case, seal(case.task, case.tree, config)), config)
         rewards.append((hack.name, by_tests, reward))
@@ -66,7 +66,7 @@ async def test_a_policy_that_hacks_earns_no_more_than_one_that_gives_up(trees, p
 @pytest.mark.timeout(600)
 async def test_honest_alternatives_are_right(trees):
     wrong = []
-    for case in CASES:
+    for case in CASES[::2]:
         chosen = [
             (name, {case.module: text.encode()})
             for name, text in solutions(case)

@@ -53,7 +53,7 @@ def test_the_client_is_imported_before_the_first_call(tmp_path: Path) -> None:
 TOML = """
 [run]
 name = "t"
-max_steps = 16
+max_steps = 10
 output_dir = "OUT"
 [model]
 path = "tiny"
