@@ -60,7 +60,7 @@ def trl(hidden: Tensor, weight: Tensor, targets: Tensor, _: Tensor) -> Tensor:
 
 
 def ours(hidden: Tensor, weight: Tensor, targets: Tensor, _: Tensor) -> Tensor:
-    from trainer.head.fused import Head, token_statistics
+    from trainer.head import Head, token_statistics
 
     return token_statistics(Head(weight_VH=weight), hidden, targets).logprobs_R
 
@@ -81,7 +81,7 @@ def trl_jsd(hidden: Tensor, weight: Tensor, _: Tensor, teacher: Tensor) -> Tenso
 
 def ours_jsd(hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Tensor) -> Tensor:
     from composer_prime.channels.sdpo import divergence
-    from trainer.head.fused import Head, HeadTeacher, token_statistics
+    from trainer.head import Head, HeadTeacher, token_statistics
 
     measure = lambda student, other, wanted: divergence(student, other, _sdpo(), wanted)
     taught = HeadTeacher(hidden_DH=teacher, head=Head(weight_VH=weight.detach()), divergence=measure)

@@ -34,7 +34,7 @@ from trainer import world as worlds
 from trainer.data.rows import checked_row, unpack
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
-from trainer.step import LossSettings, train_step
+from trainer.step import train_step
 from trainer.weights.publish import Publisher
 
 SHAPE = {
@@ -100,7 +100,7 @@ def main() -> int:
         publisher = Publisher(config, run_dir, "stall", folder / "model", world, None)
         samples = make_samples(options.samples, options.tokens)
         (batches,) = pack(samples, (), run_id="r", step=1, world_size=1, max_tokens=4096)
-        settings = LossSettings(terms=config.channels.terms(2048))
+        settings = config.channels.terms(2048)
         rows = [unpack(checked_row(batch, SHAPE["vocab_size"]), settings.terms, world.device) for batch in batches]
         figures: dict[str, list[tuple[float, ...]]] = {way: [] for way in WAYS}
         for step in range((options.rounds + 1) * len(WAYS)):
@@ -109,13 +109,13 @@ def main() -> int:
             started, cpu_from = time.monotonic(), clock()
             size = publisher.publish(policy, step)
             if way == "whole":
-                publisher.wait()
+                publisher.background.wait()
             stall_cpu_s, begun, cpu_s = clock() - cpu_from, time.monotonic(), time.process_time()
-            train_step(policy, optimizer, rows, totals(samples), settings, step=step, ratio=1.0)
+            train_step(policy, optimizer, rows, totals(samples), settings, step=step)
             cpu_s, step_s = time.process_time() - cpu_s, time.monotonic() - begun
             if step >= len(WAYS):  # the first round warms up
                 figures[way].append((begun - started, stall_cpu_s, step_s, cpu_s))
-            publisher.wait()  # as the next publication would
+            publisher.background.wait()  # as the next publication would
     worlds.leave()
     print(f"{size / 1e6:.0f} MB a version, steps of {options.samples} x {options.tokens} tokens, medians of "
           f"{options.rounds}; stall in percent of the CPU seconds of a step by itself")  # fmt: skip

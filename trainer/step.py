@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,20 +27,10 @@ from composer_prime.config.trainer import ScheduleConfig
 from composer_prime.errors import NonFiniteStepError
 from composer_prime.wire.types import StepTotals
 from trainer.data.rows import PackedRow
-from trainer.head.fused import TokenStatistics
+from trainer.head import TokenStatistics
 from trainer.model.policy_model import Policy
-from trainer.teacher.self_teacher import AuxiliaryLogprobs
+from trainer.teacher import AuxiliaryLogprobs
 from trainer.world import gather_texts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossSettings:
-    """What the loss needs besides the row."""
-
-    terms: Sequence[Term]
-    """The terms that are on, the policy loss first."""
-    reduce_each: bool = False
-    """Sum gradients over ranks after each row instead of after the last."""
 
 
 def train_step(
@@ -49,15 +38,14 @@ def train_step(
     optimizer: Optimizer,
     rows: Sequence[PackedRow],
     totals: StepTotals,
-    settings: LossSettings,
+    terms: Sequence[Term],
     *,
     step: int,
-    ratio: float,
     auxiliary: Sequence[AuxiliaryLogprobs] | None = None,
 ) -> dict[str, float]:
     """Take one step, and return metrics of the whole step, all ranks.
 
-    `step` sets the weights of the loss terms; `ratio` is the learning rate relative to its peak. Every rank must bring
+    `terms` are those of the loss that are on, the policy loss first; `step` sets their weights. Every rank must bring
     the same number of rows; `auxiliary` has one entry a row. Raises NonFiniteStepError, on all ranks alike, before
     anything is changed.
     """
@@ -67,8 +55,9 @@ def train_step(
     not_finite: list[Tensor] = []
     sums: dict[str, Tensor] = {}
     for index, (row, of_row) in enumerate(zip(rows, auxiliary or [None] * len(rows), strict=True)):
-        policy.set_requires_gradient_sync(settings.reduce_each or index == len(rows) - 1)
-        parts, bad = loss_of(policy, row, totals, settings, step=step, auxiliary=of_row)
+        # A GPU sums its gradients over the ranks beside the next row's work; CPU ranks once, after the last row.
+        policy.set_requires_gradient_sync(row.input_ids.is_cuda or index == len(rows) - 1)
+        parts, bad = loss_of(policy, row, totals, terms, step=step, auxiliary=of_row)
         parts.total.backward()
         losses.append(parts.total.detach())
         not_finite.append(bad)
@@ -84,10 +73,10 @@ def train_step(
         optimizer.zero_grad()
         raise _blame(rows, losses, not_finite, grad_norm)
     computed = time.monotonic()
-    lr = optimizer.step(ratio, norm)
+    lr = optimizer.step(norm)
     return (
         {"sdpo/turns": 0.0, "dpo/pairs": 0.0}
-        | channel_metrics(settings.terms, values)
+        | channel_metrics(terms, values)
         | {
             "tokens/trained": values["policy/tokens"] + values.get("sft/tokens", 0.0),
             "optim/grad_norm": grad_norm,
@@ -117,7 +106,7 @@ def loss_of(
     policy: Policy,
     row: PackedRow,
     totals: StepTotals,
-    settings: LossSettings,
+    terms: Sequence[Term],
     *,
     step: int = 1,
     auxiliary: AuxiliaryLogprobs | None = None,
@@ -126,10 +115,9 @@ def loss_of(
     auxiliary = auxiliary or AuxiliaryLogprobs()
     statistics = policy(row, auxiliary.teacher)
     inputs = {
-        term.name: term.inputs(_tokens(term, row, statistics, auxiliary.references.get(term.name)))
-        for term in settings.terms
+        term.name: term.inputs(_tokens(term, row, statistics, auxiliary.references.get(term.name))) for term in terms
     }
-    parts = total_loss(settings.terms, inputs, totals, step)
+    parts = total_loss(terms, inputs, totals, step)
     bad_R = ~torch.isfinite(statistics.logprobs_R.detach())
     if statistics.divergence_D is not None:
         bad_R[len(bad_R) - len(statistics.divergence_D) :] |= ~torch.isfinite(statistics.divergence_D.detach())
@@ -215,6 +203,14 @@ class Optimizer:
         self.parts = parts
         self._peaks = [[group["lr"] for group in part.param_groups] for part in parts]
         self._max_grad_norm = max_grad_norm
+        self.skipped = 0
+        """How many of the latest steps in a row were skipped."""
+
+    def scale_rates(self, ratio: float) -> None:
+        """Set each learning rate to `ratio` of its peak."""
+        for part, peaks in zip(self.parts, self._peaks, strict=True):
+            for group, peak in zip(part.param_groups, peaks, strict=True):
+                group["lr"] = peak * ratio
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for group in self.groups() for parameter in group["params"])
@@ -232,19 +228,19 @@ class Optimizer:
         norm = get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def step(self, ratio: float, norm: Tensor) -> float:
-        """Clip by `norm`, set each rate to `ratio` of its peak, update, drop the gradients. Returns AdamW's rate."""
+    def step(self, norm: Tensor) -> float:
+        """Clip by `norm`, update, drop the gradients. Return AdamW's rate."""
         if self._max_grad_norm is not None:
             clip_grads_with_norm_(list(self.parameters()), self._max_grad_norm, norm)
-        for part, peaks in zip(self.parts, self._peaks, strict=True):
-            for group, peak in zip(part.param_groups, peaks, strict=True):
-                group["lr"] = peak * ratio
+        for part in self.parts:
             part.step()
+        self.skipped = 0
         self.zero_grad()
         return self.parts[0].param_groups[0]["lr"]
 
     def skip(self) -> None:
         """Run the hooks of a step without changing anything: other clusters count the steps of this one."""
+        self.skipped += 1
         self.zero_grad()
         for part in self.parts:
             part.step()

@@ -49,11 +49,10 @@ from trainer.data.rows import PackedRow, checked_row, unpack
 from trainer.data.step_client import RankInfo, StepClient, Stopped, find_endpoint, next_batch, wait_together
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
-from trainer.step import LossSettings, rate, score_held_out, train_step
-from trainer.teacher.reference import ReferenceLogprobs
-from trainer.teacher.self_teacher import SelfTeacher
+from trainer.step import rate, score_held_out, train_step
+from trainer.teacher import ReferenceLogprobs, SelfTeacher
 from trainer.weights.checkpoint import Checkpoints
-from trainer.weights.publish import Publisher, export
+from trainer.weights.publish import Publisher
 from trainer.world import LEAVE_S, StopSignal
 
 logger = logging.getLogger("trainer")
@@ -77,20 +76,16 @@ class Trainer:
         self.config = config
         self.run_dir = run_dir
         self.stop = stop
-        self.run_id = read_run_id(run_dir)
-        self.model_folder = resolve_model(config.model.path)
+        run_id, model_folder = read_run_id(run_dir), resolve_model(config.model.path)
         self.world = worlds.join(trainer)
-        self.policy = build_policy(config, self.model_folder, self.world)
+        self.policy = build_policy(config, model_folder, self.world)
         scores_pairs = weight_sets(channels).scores_pairs
         reference = ReferenceLogprobs(self.world) if scores_pairs else None
         self.teacher = SelfTeacher(self.policy, channels, reference)
         self.optimizer = build_optimizer(self.policy, trainer.optim)
         self.outer = self._build_outer()
-        self.settings = LossSettings(
-            terms=channels.terms(config.completion_length),
-            reduce_each=self.world.device.type == "cuda",
-        )
-        self.publisher = Publisher(config, run_dir, self.run_id, self.model_folder, self.world, self.outer)
+        self.terms = channels.terms(config.completion_length)
+        self.publisher = Publisher(config, run_dir, run_id, model_folder, self.world, self.outer)
         self.checkpoints = Checkpoints(
             run_dir=run_dir,
             world=self.world,
@@ -101,23 +96,19 @@ class Trainer:
             keep=trainer.checkpoint.keep,
         )
         self.metrics = MetricsFile(run_dir.metrics, "trainer")
-        self._saved = 0
-        """Step of the newest checkpoint. 0 for a new run, which needs none."""
-        self._skipped = 0
-        """How many of the latest steps in a row were not finite."""
 
     def run(self) -> None:
         """Train every step that the orchestrator has a batch for, then write final/."""
-        start = self._saved = self._restore()
+        start = self._restore()
         with (
             contextlib.closing(self._connect()) as client,
-            contextlib.closing(self.publisher),
+            contextlib.closing(self.publisher.background),
             self.outer or contextlib.nullcontext(),
         ):
             self._publish(client, start, [])
             # Until then the orchestrator may refuse the request, or serve a batch that was packed for an older trainer.
             awaited = f"the orchestrator to note that this trainer starts after step {start}"
-            wait_together(start + 1, awaited, self.publisher.is_idle, self._should_stop)
+            wait_together(start + 1, awaited, self.publisher.background.is_idle, self._should_stop)
             last = self._train(client, start)
             self._finish(client, start, last)
 
@@ -158,7 +149,7 @@ class Trainer:
             self.run_dir.endpoints, ORCHESTRATOR_TIMEOUT_S, self.stop.is_requested
         )
         rank = RankInfo(
-            run_id=self.run_id,
+            run_id=read_run_id(self.run_dir),
             rank=self.world.rank,
             world_size=self.world.size,
             max_tokens=trainer.micro_batch_tokens,
@@ -168,7 +159,7 @@ class Trainer:
 
     def _should_stop(self) -> bool:
         """Raise an error of the background publication: the awaited batch may need the version that failed."""
-        self.publisher.check()
+        self.publisher.background.check()
         return self.stop.is_requested()
 
     def _train(self, client: StepClient, start: int) -> int:
@@ -179,7 +170,7 @@ class Trainer:
             try:
                 reply = next_batch(client, last + 1, self.publisher.accepted_versions(last + 1))
             except Stopped:  # on all ranks together
-                saves = last != self._saved and self.config.trainer.checkpoint.stop_timeout_s > 0
+                saves = self._is_unsaved(last) and self.config.trainer.checkpoint.stop_timeout_s > 0
                 if saves and self._checkpoint(client, last):
                     logger.info("stopped after step %d: its checkpoint is written", last)
                 raise
@@ -194,12 +185,12 @@ class Trainer:
         return last
 
     def _check_skipped(self, client: StepClient, last: int) -> None:
-        if self._skipped <= MAX_SKIPPED_STEPS:
+        if self.optimizer.skipped <= MAX_SKIPPED_STEPS:
             return
-        if last != self._saved:  # by `every_steps`
+        if self._is_unsaved(last):
             self._checkpoint(client, last)
         raise NonFiniteError(
-            f"{self._skipped} steps in a row, up to step {last}, were not finite (at most {MAX_SKIPPED_STEPS} "
+            f"{self.optimizer.skipped} steps in a row, up to step {last}, were not finite (at most {MAX_SKIPPED_STEPS} "
             f"may be). None of them changed the parameters. Lower trainer.optim.lr or check the samples listed above, "
             "then continue with --resume"
         )
@@ -217,21 +208,19 @@ class Trainer:
         run_step = self.outer.run_step if self.outer else step
         auxiliary = self.teacher.prepare(rows)
         read_at = time.monotonic()
-        ratio = rate(run_step, config.trainer.schedule, config.run.max_steps)
+        self.optimizer.scale_rates(rate(run_step, config.trainer.schedule, config.run.max_steps))
         if self.outer:
             self.outer.count(tokens=reply.totals.tokens)
         left_out: list[str] = []
         try:
             metrics = train_step(
-                self.policy, self.optimizer, rows, totals, self.settings, step=run_step, ratio=ratio,
-                auxiliary=auxiliary,
-            )  # fmt: skip
-            self._skipped = 0
+                self.policy, self.optimizer, rows, totals, self.terms, step=run_step, auxiliary=auxiliary
+            )
         except NonFiniteStepError as error:  # on all ranks alike
             left_out = error.samples
             metrics = self._skip(error, reply, step)
-        metrics |= {"optim/skipped": float(self._skipped > 0)} | (self.outer.metrics if self.outer else {})
-        if not self._skipped:
+        metrics |= {"optim/skipped": float(self.optimizer.skipped > 0)} | (self.outer.metrics if self.outer else {})
+        if not self.optimizer.skipped:
             self.teacher.follow()
         trained_at = time.monotonic()
         bytes_published = self._publish(client, step, self._note_samples(step, rows, left_out))
@@ -257,7 +246,7 @@ class Trainer:
     def _rows(self, reply: StepReply) -> tuple[list[PackedRow], StepTotals]:
         """Return the rows of this rank, and the step's totals with what the user's own terms count."""
         share, max_tokens = self.policy.shares_prefixes, self.config.trainer.micro_batch_tokens
-        terms = self.settings.terms
+        terms = self.terms
         rows = [checked_row(batch, self.policy.vocabulary) for batch in reply.micro_batches]
         totals = reply.totals
         if self.config.channels.own:
@@ -277,7 +266,6 @@ class Trainer:
 
     def _skip(self, error: NonFiniteStepError, reply: StepReply, step: int) -> dict[str, float]:
         """Keep the weights, log the samples to blame, and return the step's metrics."""
-        self._skipped += 1
         if self.outer:
             self.outer.take_back()
         self.optimizer.skip()
@@ -291,7 +279,7 @@ class Trainer:
         descriptions += [name for name in error.samples if name.startswith(("pair ", "row "))]
         more = f" and {len(descriptions) - NAMED} more" if len(descriptions) > NAMED else ""
         blamed = "; ".join(descriptions[:NAMED]) + more
-        text = f"step {step} skipped ({self._skipped} in a row): {error}. A resumed run leaves out {blamed}"
+        text = f"step {step} skipped ({self.optimizer.skipped} in a row): {error}. A resumed run leaves out {blamed}"
         logger.warning(text)
         return {"loss/total": math.nan, "tokens/trained": 0.0}
 
@@ -301,7 +289,7 @@ class Trainer:
         last_step = self._last_step(step) if self.outer else None
 
         def announce(version: int) -> None:
-            client.announce(step, version, sample_ids, last_step, self.publisher.is_closing)
+            client.announce(step, version, sample_ids, last_step, self.publisher.background.is_closing)
 
         return self.publisher.publish(self.policy, step, announce)
 
@@ -318,14 +306,18 @@ class Trainer:
 
     def _checkpoint(self, client: StepClient, step: int) -> bool:
         """Write a checkpoint. Return False after a failure: training continues, and the previous checkpoint remains."""
-        self.publisher.wait()
+        self.publisher.background.wait()
         try:
             self.checkpoints.save(step, client)
         except CheckpointError as error:
             logger.warning("continuing without checkpoint %d: %s", step, error)
             return False
-        self._saved, self.stop.patience_s = step, LEAVE_S
+        self.stop.patience_s = LEAVE_S
         return True
+
+    def _is_unsaved(self, step: int) -> bool:
+        """Return whether `step` was taken and has no checkpoint."""
+        return step > 0 and step not in self.run_dir.complete_checkpoints()
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         """Log the step on rank 0. Over the ranks, sum the tokens and take the largest memory peak."""
@@ -342,14 +334,14 @@ class Trainer:
 
     def _finish(self, client: StepClient, start: int, last: int) -> None:
         """Write final/ and the last checkpoint. Raises CheckpointError when either cannot be written."""
-        self.publisher.wait()
+        self.publisher.background.wait()
         if self.outer:
             final_metrics = self.outer.finish()
             if self.world.first:
                 self.metrics.log(last, final_metrics)
         with self.outer.global_values() if self.outer else contextlib.nullcontext():
-            export(self.policy, self.config, self.model_folder, self.run_dir.final, self.world, self.publisher.dtype)
-        if last > start and last not in self.run_dir.complete_checkpoints():
+            self.publisher.export(self.policy, self.run_dir.final)
+        if last > start and self._is_unsaved(last):
             self.checkpoints.save(last, client)
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
-"""Logits (elements) that the trainer's head computes at a time (trainer/head/fused.py). The output layer's gradient is
+"""Logits (elements) that the trainer's head computes at a time (trainer/head.py). The output layer's gradient is
 read and written once a chunk, so a chunk must not have too few rows."""
 
 

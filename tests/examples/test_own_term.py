@@ -17,7 +17,7 @@ from composer_prime.packing.row import Row
 from composer_prime.wire.types import Sample, VersionSpan, pack_flags, pack_floats, pack_ints
 from trainer.data.rows import unpack
 from trainer.model.policy_model import Policy
-from trainer.step import LossSettings, loss_of
+from trainer.step import loss_of
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def step_loss(policy: Policy, channels: ChannelsConfig, budget: int) -> tuple[to
     rows = [Row.of(batch) for batch in batches]
     counts = {term.name: sum(term.count(row) for row in rows) for term in terms}
     step_totals = msgspec.structs.replace(totals(samples), own=counts)
-    parts = [loss_of(policy, unpack(row, terms, CPU), step_totals, LossSettings(terms=terms))[0] for row in rows]
+    parts = [loss_of(policy, unpack(row, terms, CPU), step_totals, terms)[0] for row in rows]
     return sum(part.total for part in parts), sum(part.sums["loss/entropy_floor"].item() for part in parts)
 
 

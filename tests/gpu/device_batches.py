@@ -25,7 +25,7 @@ from trainer.data.rows import PackedRow, checked_row, unpack
 from trainer.model.build import build_policy
 from trainer.model.policy_model import Policy
 from trainer.optim import build_optimizer
-from trainer.step import LossSettings, train_step
+from trainer.step import train_step
 
 GROUP = 4
 """Sibling samples of a made-up batch."""
@@ -100,8 +100,8 @@ def rank_step(device: str, folder: Path) -> dict[str, float]:
         optimizer = build_optimizer(policy, config.trainer.optim)
         samples = make_samples(policy.vocabulary, lengths)
         rows = rows_for(samples, policy, world, share=False, tokens=4 * sum(lengths))
-        settings = LossSettings(terms=config.channels.terms(lengths.reply))
-        metrics = train_step(policy, optimizer, rows, totals(samples), settings, step=1, ratio=1.0)
+        settings = config.channels.terms(lengths.reply)
+        metrics = train_step(policy, optimizer, rows, totals(samples), settings, step=1)
         squares = [p.full_tensor().double().square().sum() for p in policy.parameters() if isinstance(p, DTensor)]
         return {"grad_norm": metrics["optim/grad_norm"], "weights": torch.stack(squares).sum().sqrt().item()}
 

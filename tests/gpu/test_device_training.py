@@ -21,10 +21,10 @@ from composer_prime.model_source import resolve_model
 from composer_prime.packing.pack import totals
 from composer_prime.plan.footprint import ModelShape, rank_need
 from tests.gpu.device_batches import GROUP, Lengths, joined_world, make_config, make_samples, rows_for
-from trainer.head.fused import Head, token_statistics
+from trainer.head import Head, token_statistics
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
-from trainer.step import LossSettings, loss_of, train_step
+from trainer.step import loss_of, train_step
 from trainer.train import peak_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def gradient_of(folder: Path, *, device: str, dtype: str, lengths: Lengths) -> t
         samples = make_samples(policy.vocabulary, lengths)
         loss = 0.0
         for row in rows_for(samples, policy, world, share=False, tokens=4096):
-            settings = LossSettings(terms=config.channels.terms(lengths.reply))
+            settings = config.channels.terms(lengths.reply)
             parts, _ = loss_of(policy, row, totals(samples), settings)
             parts.total.backward()
             loss += parts.total.item()
@@ -108,7 +108,7 @@ def test_rows_that_share_a_prefix_have_equal_log_probabilities(place, tmp_path, 
     with joined_world(config) as world:
         policy = build_policy(config, model, world)
         samples = make_samples(policy.vocabulary, lengths)
-        settings = LossSettings(terms=config.channels.terms(lengths.reply))
+        settings = config.channels.terms(lengths.reply)
         logprobs = []
         for share in (False, True):
             (row,) = rows_for(samples, policy, world, share=share, tokens=tokens)
@@ -168,8 +168,8 @@ def test_the_peak_of_a_step_is_near_the_plan(tmp_path):
         policy = build_policy(config, model, world)
         optimizer = build_optimizer(policy, config.trainer.optim)
         samples = make_samples(policy.vocabulary, lengths, groups=1)
-        settings = LossSettings(terms=config.channels.terms(lengths.reply))
+        settings = config.channels.terms(lengths.reply)
         rows = rows_for(samples, policy, world, share=False, tokens=row_tokens)
-        train_step(policy, optimizer, rows, totals(samples), settings, step=1, ratio=1.0)
+        train_step(policy, optimizer, rows, totals(samples), settings, step=1)
         measured = peak_bytes(world.device)
     assert 1 / 2 < measured / (need.device_bytes - need.parts["runtime"]) < 3 / 2

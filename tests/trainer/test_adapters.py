@@ -22,7 +22,7 @@ from inference.receiver import Receiver
 from inference.weight_sources import FolderSource
 from trainer.model.adapters import factors
 from trainer.model.build import build_policy
-from trainer.teacher.self_teacher import adapters_off
+from trainer.teacher import adapters_off
 from trainer.weights.publish import Publisher, export
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -59,7 +59,7 @@ def test_published_logits_are_the_adapted_policy_s(make_run, folder_of, world, f
     policy = train_once(run, folder, world)
     publisher = Publisher(run.config, run.dir, "run", folder, world, None)
     publisher.publish(policy, 3)
-    publisher.wait()
+    publisher.background.wait()
     manifest, tensors = published(run, 3, folder)
     start = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     start.save_pretrained(folder.with_name("published"), state_dict=tensors, save_original_format=False)
@@ -112,7 +112,7 @@ def test_factors_on_a_node_give_the_exported_model(make_run, folder_of, world, d
     policy = train_once(run, folder, world)
     publisher = Publisher(run.config, run.dir, "run", folder, world, None)
     size = publisher.publish(policy, 3)
-    publisher.wait()
+    publisher.background.wait()
     _, tensors = published(run, 3, folder)
     export(policy, run.config, folder, run.dir.final, world, publisher.dtype)
     final = load_file(run.dir.final / "model.safetensors")
@@ -130,7 +130,7 @@ def test_adapted_experts_are_published_merged(make_run, folder_of, world):
     run = make_run(trainer={"lora": {"rank": 4}})
     publisher = Publisher(run.config, run.dir, "run", folder, world, None)
     publisher.publish(build_policy(run.config, folder, world), 0)
-    publisher.wait()
+    publisher.background.wait()
     assert published(run, 0)[0].kind == "anchor"
 
 
@@ -144,7 +144,7 @@ def test_a_node_swaps_to_mixed_experts(make_run, folder_of, world, family, lora)
     publisher = Publisher(run.config, run.dir, "run", folder, world, None)
     policy = train_once(run, folder, world)
     publisher.publish(policy, 3)
-    publisher.wait()
+    publisher.background.wait()
     (row,) = rows_of(make_samples(1, 1), world.device)
     with torch.no_grad():
         trained = policy(row).logprobs_R

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_prime.packing.prefixes import Tree
-from trainer.model.attention import FLASH, packed_attention, packing_arguments
+from trainer.model.policy_model import FLASH, packed_attention, packing_arguments
 
 CPU = torch.device("cpu")
 FORK = Tree(run=7, branches=(Tree(run=1), Tree(run=5, branches=(Tree(run=3), Tree(run=9), Tree(run=2))), Tree(run=4)))

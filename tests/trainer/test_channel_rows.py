@@ -24,15 +24,14 @@ from composer_prime.errors import NonFiniteError, RunMismatchError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import HintedTurn, Sample, StepTotals, flags, floats, ints, pack_floats, pack_ints
 from trainer.data.rows import checked_row, unpack
-from trainer.head.fused import HeadTeacher
-from trainer.model.attention import PACKED
-from trainer.model.policy_model import Policy
-from trainer.step import LossSettings, loss_of
-from trainer.teacher.self_teacher import AuxiliaryLogprobs
+from trainer.head import HeadTeacher
+from trainer.model.policy_model import PACKED, Policy
+from trainer.step import loss_of
+from trainer.teacher import AuxiliaryLogprobs
 
 CPU = torch.device("cpu")
 CHANNELS = three_channels()
-SETTINGS = LossSettings(terms=CHANNELS.terms(64))
+SETTINGS = CHANNELS.terms(64)
 ON = {"distil": True, "prefer": True, "share": True}
 
 
@@ -181,7 +180,7 @@ def test_simpo_trains_without_a_reference():
     channels = ChannelsConfig.model_validate(
         {"policy": {"correction": "none"}, "replay_dpo": {"weight": 1.0, "loss": "simpo"}}
     )
-    settings = LossSettings(terms=channels.terms(64))
+    settings = channels.terms(64)
     parts, _ = loss_of(
         Policy(MODEL, PACKED), row, counts(make_samples(3, 4), pairs), settings, auxiliary=AuxiliaryLogprobs()
     )
@@ -243,7 +242,7 @@ def test_a_token_of_two_terms_is_one_row_of_the_head():
 def test_terms_that_are_off_leave_no_trace():
     # With SDPO and replay-DPO off, a row with their documents gives the policy loss and its gradients to the last bit.
     hinted, pairs, bare = make_hinted(4, 6), make_pairs(4), make_samples(4, 6)
-    settings = LossSettings(terms=ChannelsConfig(policy=CHANNELS.policy).terms(64))
+    settings = ChannelsConfig(policy=CHANNELS.policy).terms(64)
     outcomes = []
     for samples, extra in ((hinted, pairs), (bare, ())):
         (row,) = rows_of(samples, CPU, 4096, extra, share=True)

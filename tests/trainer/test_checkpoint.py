@@ -13,8 +13,8 @@ from composer_prime.packing.pack import totals
 from composer_prime.wire.types import CheckpointSaved
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
-from trainer.step import LossSettings, train_step
-from trainer.teacher.self_teacher import SelfTeacher
+from trainer.step import train_step
+from trainer.teacher import SelfTeacher
 from trainer.weights.checkpoint import Checkpoints
 
 
@@ -48,8 +48,8 @@ def trained(run, folder, world, *, thaw: str | None = None):
             parameter.requires_grad_(True)
     optimizer = build_optimizer(policy, run.config.trainer.optim)
     samples = make_samples(1)
-    settings = LossSettings(terms=run.config.channels.terms(32))
-    train_step(policy, optimizer, rows_of(samples, world.device), totals(samples), settings, step=1, ratio=1.0)
+    settings = run.config.channels.terms(32)
+    train_step(policy, optimizer, rows_of(samples, world.device), totals(samples), settings, step=1)
     teacher = SelfTeacher(policy, run.config.channels, None)
     checkpoints = Checkpoints(
         run_dir=run.dir, world=world, policy=policy, optimizer=optimizer, teacher=teacher, outer=None, keep=2

@@ -12,11 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.channels.sdpo import divergence
 from composer_prime.packing.pack import totals
-from trainer.head.fused import HeadTeacher
-from trainer.model.attention import PACKED
-from trainer.model.policy_model import Policy
-from trainer.step import LossSettings, loss_of
-from trainer.teacher.self_teacher import AuxiliaryLogprobs
+from trainer.head import HeadTeacher
+from trainer.model.policy_model import PACKED, Policy
+from trainer.step import loss_of
+from trainer.teacher import AuxiliaryLogprobs
 
 CUDA = torch.device("cuda", 0)
 CHANNELS = three_channels()
@@ -39,7 +38,7 @@ def test_a_step_in_bfloat16_on_cuda_mixes_no_devices_or_types(temperature):
         auxiliary = AuxiliaryLogprobs(
             teacher=teacher, references={"replay_dpo": torch.zeros(2 * len(pairs), device=CUDA)}
         )
-        settings = LossSettings(terms=CHANNELS.terms(64))
+        settings = CHANNELS.terms(64)
         parts, broken = loss_of(
             policy, row, totals(samples, [pair_unit(pair) for pair in pairs]), settings, auxiliary=auxiliary
         )

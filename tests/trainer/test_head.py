@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import trainer.head
 from composer_prime.channels.sdpo import divergence
 from composer_prime.config.channels import SdpoConfig
 from composer_prime.errors import ConfigError
-from trainer.head import fused
-from trainer.head.fused import Head, HeadTeacher, head_of, token_statistics
+from trainer.head import Head, HeadTeacher, head_of, token_statistics
 
 V, H = 19, 5
 GPU = pytest.mark.gpu
@@ -34,7 +34,7 @@ KINDS = {
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 3 rows, so that chunks have several."""
     for device in ("cpu", "cuda"):
-        monkeypatch.setitem(fused.BLOCK_LOGITS, device, 3 * V)
+        monkeypatch.setitem(trainer.head.BLOCK_LOGITS, device, 3 * V)
 
 
 class Case:
@@ -260,7 +260,7 @@ def test_an_adapted_output_layer_trains_its_adapters():
     # the adapters scaled to nothing the layer is the base.
     from composer_prime.config.trainer import LoraConfig
     from trainer.model.adapters import inject_adapters
-    from trainer.teacher.self_teacher import adapters_off
+    from trainer.teacher import adapters_off
 
     torch.manual_seed(0)
     lm = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, tie_word_embeddings=False))

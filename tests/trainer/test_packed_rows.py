@@ -14,9 +14,8 @@ from small_runs import make_samples, row_of, rows_of
 from composer_prime.errors import ConfigError, NonFiniteError, RunMismatchError
 from composer_prime.packing.pack import pack
 from composer_prime.wire.types import flags, ints, pack_flags, pack_floats, pack_ints
-from trainer.model.attention import PACKED, attention_name
 from trainer.model.build import check_packing
-from trainer.model.policy_model import Policy
+from trainer.model.policy_model import PACKED, Policy, attention_name
 
 CPU = torch.device("cpu")
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

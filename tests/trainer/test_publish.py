@@ -35,7 +35,7 @@ def train_once(run, model_folder, world):
     optimizer = build_optimizer(policy, run.config.trainer.optim)
     samples = make_samples(1, 6)
     for step in (1, 2):
-        train_step(policy, optimizer, rows_of(samples, world.device), totals(samples), SETTINGS, step=step, ratio=1.0)
+        train_step(policy, optimizer, rows_of(samples, world.device), totals(samples), SETTINGS, step=step)
     return policy
 
 
@@ -43,7 +43,7 @@ def publish(run, folder, world, policy, *versions: int) -> Publisher:
     publisher = Publisher(run.config, run.dir, "run", folder, world, None)
     for version in versions:
         assert publisher.publish(policy, version) > 0
-    publisher.wait()
+    publisher.background.wait()
     return publisher
 
 
@@ -140,7 +140,7 @@ def test_training_goes_on_while_a_version_is_published(make_run, model_folder, w
     assert announced == []
     trained.set()
     publisher.publish(policy, 2, announce)
-    publisher.wait()
+    publisher.background.wait()
     assert announced == [(1, 1, "publication"), (2, 2, "publication")]
     for name, tensor in published(run, 1)[1].items():
         assert torch.equal(tensor, before[name]) and not published(run, 2)[1][name].any()
@@ -156,9 +156,9 @@ def test_an_unexpected_failure_of_the_thread_is_said(make_run, model_folder, wor
 
     publisher.publish(build_policy(run.config, model_folder, world), 1, announce)
     with pytest.raises(WeightError, match="publication of policy version 1 failed: RuntimeError: no memory"):
-        publisher.wait()
+        publisher.background.wait()
     with pytest.raises(WeightError):
-        publisher.is_idle()
+        publisher.background.is_idle()
 
 
 def test_a_run_that_leaves_announces_nothing_more(make_run, model_folder, world):
@@ -167,12 +167,12 @@ def test_a_run_that_leaves_announces_nothing_more(make_run, model_folder, world)
     publisher = Publisher(run.config, run.dir, "run", model_folder, world, None)
 
     def announce(_: int) -> None:
-        while not publisher.is_closing():
+        while not publisher.background.is_closing():
             time.sleep(0.01)
 
     publisher.publish(build_policy(run.config, model_folder, world), 1, announce)
-    publisher.close()
-    publisher.check()
+    publisher.background.close()
+    publisher.background.check()
 
 
 def test_a_store_that_cannot_be_written_is_a_clear_error(make_run, model_folder, world):
@@ -185,7 +185,7 @@ def test_a_store_that_cannot_be_written_is_a_clear_error(make_run, model_folder,
     with pytest.raises(WeightError, match=r"policy version 1 .* cannot be written to .*weights.*free some space"):
         publisher.publish(policy, 2)
     with pytest.raises(WeightError):
-        publisher.check()
+        publisher.background.check()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -14,9 +14,8 @@ from composer_prime.packing.pack import totals
 from composer_prime.wire.types import ints
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
-from trainer.step import LossSettings, train_step
-from trainer.teacher.reference import ReferenceLogprobs
-from trainer.teacher.self_teacher import SelfTeacher, WeightSnapshot, adapters_off
+from trainer.step import train_step
+from trainer.teacher import ReferenceLogprobs, SelfTeacher, WeightSnapshot, adapters_off
 from trainer.weights.publish import whole_parameters
 
 
@@ -66,8 +65,8 @@ def taught(model_folder, tmp_path, world, kind: str, **trainer):
         auxiliary = teacher.prepare([row])
         counts = totals(samples, [pair_unit(pair) for pair in pairs])
         if step < 3:
-            train_step(policy, optimizer, [row], counts, LossSettings(terms=channels.terms(64)),
-                       step=step, ratio=1.0, auxiliary=auxiliary)  # fmt: skip
+            train_step(policy, optimizer, [row], counts, channels.terms(64),
+                       step=step, auxiliary=auxiliary)  # fmt: skip
             teacher.follow()
             copies.append(copy_of(policy, world))
     (of_row,) = auxiliary
@@ -146,7 +145,7 @@ def test_kl_reference_logprobs(model_folder, tmp_path, world):
     # With a KL penalty the auxiliary log-probabilities are those of the policy loss's tokens under the start weights,
     # and the step reports the distance to them.
     channels = three_channels("live", kl={"weight": 0.1, "estimator": "k3"})
-    settings = LossSettings(terms=channels.terms(64))
+    settings = channels.terms(64)
     samples, pairs = make_hinted(1, 8), make_pairs(1)
     policy, optimizer = setup(model_folder, tmp_path, world, optim={"lr": 1e-2})
     teacher = SelfTeacher(policy, channels, ReferenceLogprobs(world))
@@ -157,7 +156,7 @@ def test_kl_reference_logprobs(model_folder, tmp_path, world):
         start = auxiliary[0].references["policy"]
         assert start.shape == row.terms["policy"].arrays["advantages"].shape and not start.requires_grad
         counts = totals(samples, [pair_unit(pair) for pair in pairs])
-        metrics = train_step(policy, optimizer, [row], counts, settings, step=step, ratio=1.0, auxiliary=auxiliary)
+        metrics = train_step(policy, optimizer, [row], counts, settings, step=step, auxiliary=auxiliary)
         teacher.follow()
         distances.append(metrics["policy/reference_kl"])
     assert abs(distances[0]) < 1e-6 < distances[1]

@@ -15,7 +15,7 @@ from small_runs import VOCABULARY, make_samples, row_of
 from torch import Tensor
 
 from composer_prime.channels.policy import PolicyConfig
-from composer_prime.channels.term import channel_metrics
+from composer_prime.channels.term import Term, channel_metrics
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.data.conversation_rows import ConversationRow
 from composer_prime.errors import ConfigError, RunMismatchError
@@ -24,9 +24,8 @@ from composer_prime.wire.types import TermUnit, flags, ints, pack_flags, pack_in
 from orchestrator.chat_renderer import ChatTemplateRenderer
 from orchestrator.demonstrations import RowTokenizer
 from tests.chat_models import chat
-from trainer.model.attention import PACKED
-from trainer.model.policy_model import Policy
-from trainer.step import LossSettings, loss_of, score_held_out
+from trainer.model.policy_model import PACKED, Policy
+from trainer.step import loss_of, score_held_out
 
 CPU = torch.device("cpu")
 
@@ -55,9 +54,9 @@ def model(
     return lm.to(dtype).train()
 
 
-def settings(policy: float = 1.0, sft: float = 1.0) -> LossSettings:
+def settings(policy: float = 1.0, sft: float = 1.0) -> list[Term]:
     channels = ChannelsConfig(policy=PolicyConfig(correction="none"), sft={"weight": sft})
-    return LossSettings(terms=channels.terms(64))
+    return channels.terms(64)
 
 
 def ours(lm, rows: list[TermUnit], samples=(), *, budget: int = 64, weight: float = 1.0):

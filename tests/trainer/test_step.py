@@ -23,10 +23,10 @@ from composer_prime.wire.types import ints
 from trainer.model.build import build_policy
 from trainer.model.policy_model import Policy
 from trainer.optim import ShardedMuon, build_optimizer
-from trainer.step import LossSettings, loss_of, rate, train_step
+from trainer.step import loss_of, rate, train_step
 
 CHANNELS = ChannelsConfig(policy=PolicyConfig(correction="none"))
-SETTINGS = LossSettings(terms=CHANNELS.terms(64))
+SETTINGS = CHANNELS.terms(64)
 
 
 def setup(model_folder, tmp_path, world, **trainer):
@@ -71,13 +71,13 @@ def test_a_step_that_is_not_finite_changes_nothing(model_folder, tmp_path, world
     before = whole(policy)
     rows[1].terms["policy"].arrays["advantages"][0] = math.nan
     with pytest.raises(NonFiniteStepError, match=r"NaN .*micro-batch 1 of rank 0 \(samples .*are unch") as caught:
-        train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7, ratio=1.0)
+        train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7)
     assert caught.value.samples == rows[1].sample_ids
     after = whole(policy)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(p.grad is None for p in policy.parameters())
     good = rows_of(samples, world.device, 64)
-    metrics = train_step(policy, optimizer, good, totals(samples), SETTINGS, step=7, ratio=1.0)
+    metrics = train_step(policy, optimizer, good, totals(samples), SETTINGS, step=7)
     assert metrics["optim/grad_norm"] > 0 and metrics["tokens/trained"] == totals(samples).tokens
     assert any(not torch.equal(before[name], value) for name, value in whole(policy).items())
 
@@ -95,7 +95,7 @@ def test_logits_that_are_not_finite_are_blamed_on_their_sample(model_folder, tmp
     before = whole(policy)
     rows = rows_of(samples, world.device, 4096)
     with pytest.raises(NonFiniteStepError) as caught:
-        train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7, ratio=1.0)
+        train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7)
     assert f"micro-batch 0 of rank 0 (logits of {home})" in str(caught.value) and caught.value.samples == [home]
     assert all(torch.equal(before[name], value) for name, value in whole(policy).items())
 
@@ -108,7 +108,7 @@ def test_a_loss_of_pairs_alone_is_blamed_on_its_pairs(model_folder, tmp_path, wo
     rows[1] = dataclasses.replace(rows[1], sample_ids=[], names=("pair p1-0",) * len(rows[1].names))
     rows[1].terms["policy"].arrays["advantages"][0] = math.nan
     with pytest.raises(NonFiniteStepError, match=r"micro-batch 1 of rank 0 \(all of pair p1-0\)") as caught:
-        train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7, ratio=1.0)
+        train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7)
     assert caught.value.samples == ["pair p1-0"]
 
 
@@ -119,7 +119,7 @@ def test_a_gradient_that_is_not_finite_is_blamed_on_all_samples(model_folder, tm
     rows = rows_of(samples, world.device, 64)
     rows[0].terms["policy"].arrays["advantages"].fill_(3e35)
     with pytest.raises(NonFiniteStepError, match="gradient, although every micro-batch's loss is finite") as caught:
-        train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7, ratio=1.0)
+        train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7)
     assert sorted(caught.value.samples) == sorted(sample.sample_id for sample in samples)
 
 
@@ -131,7 +131,7 @@ def test_a_gradient_of_rows_alone_is_blamed_on_all_rows(model_folder, tmp_path, 
             for row in rows_of(samples, world.device, 4096)]  # fmt: skip
     rows[0].terms["policy"].arrays["advantages"].fill_(3e35)
     with pytest.raises(NonFiniteStepError, match="gradient, although every micro-batch's loss is finite") as caught:
-        train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7, ratio=1.0)
+        train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7)
     assert caught.value.samples == ["row f:1", "row f:2"]
 
 
@@ -140,7 +140,7 @@ def test_a_skipped_step_runs_the_hooks_and_changes_nothing(model_folder, tmp_pat
     # The outer loop of a joint run counts steps by a hook of the last part. Gradients are dropped, moments stay.
     samples = make_samples(1, 6)
     policy, optimizer = setup(model_folder, tmp_path, world, optim={"type": kind})
-    train_step(policy, optimizer, rows_of(samples, world.device), totals(samples), SETTINGS, step=1, ratio=1.0)
+    train_step(policy, optimizer, rows_of(samples, world.device), totals(samples), SETTINGS, step=1)
     counted = []
     optimizer.parts[-1].register_step_post_hook(lambda *_: counted.append(1))
     loss_of(policy, rows_of(samples, world.device)[0], totals(samples), SETTINGS)[0].total.backward()
@@ -189,7 +189,7 @@ def test_micro_batching_does_not_change_the_step(model_folder, tmp_path, world):
     for budget, extra in ((4096, []), (40, []), (4096, [row_of(dummy, world.device)])):
         policy, optimizer = setup(model_folder, tmp_path, world, optim={"lr": 1e-3})
         rows = rows_of(samples, world.device, budget) + extra
-        metrics = train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=1, ratio=1.0)
+        metrics = train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=1)
         outcomes.append((metrics, whole(policy)))
     for metrics, parameters in outcomes[1:]:
         for name in ("loss/total", "policy/mismatch_kl", "policy/entropy", "optim/grad_norm", "tokens/trained"):
@@ -202,7 +202,7 @@ def test_a_step_of_dummies_only_is_harmless(model_folder, tmp_path, world):
     (dummy,) = pack([], run_id="r", step=1, world_size=1, max_tokens=64)[0]
     policy, optimizer = setup(model_folder, tmp_path, world)
     before = whole(policy)
-    metrics = train_step(policy, optimizer, [row_of(dummy, world.device)], totals([]), SETTINGS, step=1, ratio=1.0)
+    metrics = train_step(policy, optimizer, [row_of(dummy, world.device)], totals([]), SETTINGS, step=1)
     assert metrics["loss/total"] == 0 and metrics["optim/grad_norm"] == 0 and "policy/entropy" not in metrics
     assert all(torch.equal(before[name], value) for name, value in whole(policy).items())
 
@@ -280,7 +280,7 @@ def test_muon_takes_fused_experts(tmp_path, world):
     assert all("norm" in name or ".layers." not in name for name in adamw)
     assert sum(p.ndim == 3 for p in policy.parameters()) == 4
     samples, before = make_samples(1, 6), whole(policy)
-    train_step(policy, optimizer, rows_of(samples, world.device), totals(samples), SETTINGS, step=1, ratio=1.0)
+    train_step(policy, optimizer, rows_of(samples, world.device), totals(samples), SETTINGS, step=1)
     after = whole(policy)
     assert all(not torch.equal(before[name], value) for name, value in after.items() if "experts" in name)
 
@@ -294,7 +294,7 @@ def test_lora_trains_adapters_only_and_starts_as_the_base(model_folder, tmp_path
     assert torch.allclose(policy(row).logprobs_R, plain(row).logprobs_R, atol=1e-6)
     before = whole(policy)
     for step in (1, 2):
-        train_step(policy, optimizer, [row], totals(samples), SETTINGS, step=step, ratio=1.0)
+        train_step(policy, optimizer, [row], totals(samples), SETTINGS, step=step)
     changed = {name for name, value in whole(policy).items() if not torch.equal(before[name], value)}
     assert changed and all(".lora_" in name for name in changed)
     with pytest.raises(ConfigError, match=r"trainer.lora.target_modules \['nothing'\]"):

@@ -32,8 +32,7 @@ from composer_prime.config import Config
 from composer_prime.errors import ConfigError, ModelNotFoundError
 from trainer.data.rows import reading_of
 from trainer.model.adapters import inject_adapters
-from trainer.model.attention import PACKED, attention_name
-from trainer.model.policy_model import FORWARD_METHODS, Policy
+from trainer.model.policy_model import FORWARD_METHODS, PACKED, Policy, attention_name
 from trainer.world import World, gather_texts
 
 PROBE_LENGTHS = (7, 12)

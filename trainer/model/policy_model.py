@@ -1,21 +1,47 @@
-"""The policy as one module: a packed row in, statistics of its tokens out.
+"""The policy as one module, and its attention: a packed row in, statistics of its tokens out.
 
 The head runs inside this module's forward, so FSDP gathers its root group (embeddings, last norm, head) once for it.
+
+In attention each document attends to itself only, and no [N, N] mask is ever made. It is registered with transformers
+as `composer_packed`. A row is cut at the document borders, and each piece goes through torch's causal kernel: a row of
+4096 tokens in 16 documents costs 1/16 of the dense masked form. Documents with a common beginning are branches of one
+tree (composer_prime/packing/prefixes.py). How a branch sees the runs above it:
+
+    CPU                  one call without a mask for all that hangs on a run, merged by log-sum-exp
+    CUDA                 keys of the runs above and its own, end to end, with torch's lower-right causal bias
+    flash_attention_2    the same keys as a sequence of its own, longer than the queries'
+    windows, dropout     blocks of queries, each with a mask over the keys it can see
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.masking_utils import create_masks_for_generate
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.masking_utils import create_masks_for_generate
+from transformers.utils import is_flash_attn_2_available
+
+from composer_prime.errors import ConfigError
+from composer_prime.packing.prefixes import Tree
 from trainer.data.rows import PackedRow, Reading
-from trainer.head.fused import Head, HeadTeacher, TokenStatistics, head_of, likeliest, token_statistics
-from trainer.model.attention import SHARING, packing_arguments
+from trainer.head import Head, HeadTeacher, TokenStatistics, head_of, likeliest, token_statistics
 
 FORWARD_METHODS = ("states", "scores", "grades", "head")
 """Methods besides `forward` that compute with gathered parameters."""
+PACKED = "composer_packed"
+FLASH = "flash_attention_2"
+SHARING = (PACKED, FLASH)
+"""The attentions that can compute a common beginning of documents once."""
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Policy(nn.Module):
@@ -83,3 +109,246 @@ class Policy(nn.Module):
             past_key_values=None,
             position_ids=reading.position_ids,
         )
+
+
+def attention_name(setting: str, device_type: str, compute_dtype: torch.dtype) -> str:
+    """Return transformers' name of the attention that `model.attention` means on this device.
+
+    Raises ConfigError for flash_attention_2 where it is not to be had, or computes in a type that it does not know.
+    """
+    halves = compute_dtype in (torch.bfloat16, torch.float16)
+    flash = device_type == "cuda" and is_flash_attn_2_available()
+    if setting == FLASH and not flash:
+        raise ConfigError(
+            "model.attention is 'flash_attention_2', but this needs a CUDA device and the package flash-attn: install "
+            "it, or set model.attention = 'auto'"
+        )
+    if setting == FLASH and not halves:
+        dtype = str(compute_dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"model.attention is 'flash_attention_2', but trainer.compute_dtype is {dtype}: set "
+            "trainer.compute_dtype = 'bfloat16', or model.attention = 'auto'"
+        )
+    if setting == "auto":
+        return FLASH if flash and halves else PACKED
+    return PACKED if setting == "sdpa" else setting
+
+
+def packing_arguments(name: str, trees: tuple[Tree, ...], device: torch.device) -> dict[str, object]:
+    """Return the keyword arguments of the forward pass that tell the attention `name` how a row is packed.
+
+    `eager` reads the borders from the position ids by itself, and cannot share prefixes.
+    """
+    if name == PACKED:
+        return {"packed_trees": trees}
+    if name != FLASH:
+        return {}
+    queries, keys = _runs(trees)
+    lengths = {"q": [len(run) for run in queries], "k": [len(run) for run in keys]}
+    arguments: dict[str, object] = {f"max_length_{side}": max(counts) for side, counts in lengths.items()}
+    for side, counts in lengths.items():
+        ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        arguments[f"cu_seq_lens_{side}"] = ends.to(device)
+    if any(tree.branches for tree in trees):
+        arguments["packed_keys"] = torch.from_numpy(np.concatenate(keys)).to(device)
+    return arguments
+
+
+def _runs(trees: tuple[Tree, ...]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the tokens of each run, and those it sees: the runs above it and its own. All int64 indices."""
+    queries: list[np.ndarray] = []
+    keys: list[np.ndarray] = []
+
+    def visit(tree: Tree, above: np.ndarray) -> None:
+        start = queries[-1][-1] + 1 if queries else 0
+        queries.append(np.arange(start, start + tree.run))
+        keys.append(np.concatenate([above, queries[-1]]))
+        seen = keys[-1]
+        for branch in tree.branches:
+            visit(branch, seen)
+
+    for tree in trees:
+        visit(tree, np.zeros(0, dtype=np.int64))
+    return queries, keys
+
+
+def flash_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_keys: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attend with transformers' flash attention, which aligns causal sequences of unequal lengths at their ends.
+
+    `packed_keys`, int64 [K]: which tokens each run sees, run by run. None: each sees its own.
+    """
+    if packed_keys is not None:
+        key, value = key.index_select(2, packed_keys), value.index_select(2, packed_keys)
+    return flash_attention_forward(module, query, key, value, *args, **options)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_trees: tuple[Tree, ...] | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend with transformers' signature: query [1, heads, N, D], key and value [1, key-value heads, N, D].
+
+    Of transformers' `options` it follows dropout, scaling and sliding_window. Returns ([1, N, heads, D], None). Raises
+    ConfigError for a model whose attention needs more than a causal window.
+    """
+    has_sinks, has_cap = options.get("s_aux") is not None, options.get("softcap") is not None
+    if packed_trees is None or has_cap or has_sinks or attention_mask is not None:
+        flash = "" if has_sinks else " or 'flash_attention_2'"
+        raise ConfigError(
+            f"{type(module).__name__} needs an attention that packed rows do not offer through sdpa (soft caps, sinks "
+            f"or its own masks): set model.attention = 'eager'{flash}"
+        )
+    dropout, scaling = options.get("dropout", 0.0), options.get("scaling")
+    sliding_window = options.get("sliding_window")
+    outputs: list[Tensor] = []
+    sizes = [tree.tokens for tree in packed_trees]
+    for tree, q, k, v in zip(packed_trees, *(each.split(sizes, dim=2) for each in (query, key, value)), strict=True):
+        window = None if sliding_window is None or tree.longest <= sliding_window else sliding_window
+        plain = window is None and dropout == 0.0 and query.shape[3] == value.shape[3]
+        if tree.branches and plain and query.device.type == "cpu":
+            outputs.append(_TreeAttention.apply(q, k, v, tree, scaling))
+        else:
+            outputs += _attend_tree(tree, q, k, v, partial(_attend, window=window, dropout=dropout, scaling=scaling))
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(PACKED, packed_attention)
+AttentionInterface.register(FLASH, flash_attention)
+AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
+
+
+class _TreeAttention(torch.autograd.Function):
+    """Attention over a tree that forks, on a CPU: no run is read twice and nothing is as large as its token pairs.
+
+    Each run attends to itself causally. All tokens below a run attend to it in one call without a mask. The parts are
+    merged by their log-sum-exps: with out_i = sum_j exp(s_j - lse_i) v_j over the keys j of part i,
+
+        lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
+
+    A part's probabilities in the whole are exp(s_j - lse), and the softmax's gradient needs out only through
+    sum(grad * out). The kernel's backward pass thus gives a part's exact share when it gets the merged out and lse.
+    """
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, tree: Tree, scale: float | None) -> Tensor:
+        exact = torch.promote_types(query.dtype, torch.float32)
+        heads, tokens = query.shape[1], query.shape[2]
+        out = query.new_empty(1, tokens, heads, value.shape[3], dtype=exact).transpose(1, 2)
+        lse = query.new_empty(1, tokens, heads, dtype=exact).transpose(1, 2)
+        for below, run, is_causal in _parts(tree):
+            part, part_lse = _FLASH(query[:, :, below], key[:, :, run], value[:, :, run], 0.0, is_causal, scale=scale)
+            if is_causal:
+                out[:, :, below], lse[:, :, below] = part, part_lse
+                continue
+            share = torch.sigmoid(part_lse - lse[:, :, below])
+            out[:, :, below].lerp_(part.to(exact), share[..., None])
+            lse[:, :, below] = torch.logaddexp(lse[:, :, below], part_lse)
+        ctx.tree, ctx.scale = tree, scale
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        sums = [torch.empty_like(each, dtype=lse.dtype) for each in (query, key, value)]
+        for below, run, is_causal in _parts(ctx.tree):
+            at = (below, run, run)
+            inputs = [each[:, :, where] for each, where in zip((query, key, value), at, strict=True)]
+            of_part = (each[:, :, below] for each in (grad, out, lse))
+            grads = _FLASH_BACKWARD(next(of_part), *inputs, *of_part, 0.0, is_causal, scale=ctx.scale)
+            for total, where, part in zip(sums, at, grads, strict=True):
+                if is_causal:
+                    total[:, :, where] = part
+                else:
+                    total[:, :, where] += part
+        return *(each.to(query.dtype) for each in sums), None, None
+
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""The operator that scaled_dot_product_attention runs on a CPU. Called directly it also returns the log-sum-exp."""
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _parts(tree: Tree) -> list[tuple[slice, slice, bool]]:
+    """Return (queries, keys, causal) of each kernel call: first every run over itself, then what lies below each fork.
+
+    The first kind covers every token once.
+    """
+    runs, forks = [], []
+
+    def visit(tree: Tree, start: int) -> None:
+        end = start + tree.run
+        runs.append((slice(start, end), slice(start, end), True))
+        if tree.branches:
+            forks.append((slice(end, start + tree.tokens), slice(start, end), False))
+        for branch in tree.branches:
+            visit(branch, end)
+            end += branch.tokens
+
+    visit(tree, 0)
+    return runs + forks
+
+
+def _attend_tree(
+    tree: Tree, query: Tensor, key: Tensor, value: Tensor, attend: Attend, above: tuple[Tensor, Tensor] | None = None
+) -> list[Tensor]:
+    """Return the outputs of the tree's tokens in order: its run over `above` and itself, then each branch.
+
+    query, key and value hold the tree's tokens; `above` the keys and values of the runs it hangs on.
+    """
+    sizes = [tree.run, *(branch.tokens for branch in tree.branches)]
+    (q, *queries), (k, *keys), (v, *values) = (tensor.split(sizes, dim=2) for tensor in (query, key, value))
+    if above is not None:
+        k, v = torch.cat([above[0], k], dim=2), torch.cat([above[1], v], dim=2)
+    outputs = [attend(q, k, v)]
+    for branch, *of_branch in zip(tree.branches, queries, keys, values, strict=True):
+        outputs += _attend_tree(branch, *of_branch, attend=attend, above=(k, v))
+    return outputs
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, *, window: int | None, dropout: float, scaling: float | None
+) -> Tensor:
+    """Attend causally from queries that are the last of the keys' positions; where it takes masks, in blocks."""
+    if query.is_cuda and query.dtype == torch.float32:  # its memory-efficient kernel knows no grouped heads
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    attend = partial(
+        F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    length, context = query.shape[2], key.shape[2]
+    binds = window is not None and context > window
+    if length == context and not binds:
+        return attend(query, key, value, is_causal=True)
+    if query.is_cuda and not binds:
+        with unset_fake_temporarily():  # the bias has no elements, but cannot be made among fake tensors
+            bias = causal_lower_right(length, context)
+        return attend(query, key, value, attn_mask=bias)
+    blocks, width, reach = [], max(window or 0, _BLOCK), window or context
+    for start in range(0, length, width):
+        end = min(length, start + width)
+        seen = slice(max(0, context - length + start + 1 - reach), context - length + end)
+        mask = _window_mask(end - start, seen.stop - seen.start, reach, query.device)
+        blocks.append(attend(query[:, :, start:end], key[:, :, seen], value[:, :, seen], attn_mask=mask))
+    return torch.cat(blocks, dim=2)
+
+
+_BLOCK = 512
+"""Queries of a block, or as many as the window where that is more."""
+
+
+def _window_mask(length: int, context: int, window: int, device: torch.device) -> Tensor:
+    """Return bool [length, context]: the last `length` positions see at most `window` positions up to themselves."""
+    position = torch.arange(context, device=device)
+    distance = position[context - length :, None] - position[None, :]
+    return (distance >= 0) & (distance < window)

@@ -36,7 +36,7 @@ from trainer.data.step_client import StepClient
 from trainer.model.build import build_policy
 from trainer.model.policy_model import Policy
 from trainer.step import Optimizer
-from trainer.teacher.self_teacher import SelfTeacher
+from trainer.teacher import SelfTeacher
 from trainer.weights.publish import export
 from trainer.world import World, gather_texts
 

@@ -34,14 +34,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from composer_prime.config import Config
 from composer_prime.errors import CheckpointError, ComposerError, WeightError
 from composer_prime.model_source import tensor_shapes
-from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, write_remedy
-from composer_prime.run.weights import Canary, Manifest, WeightStore, open_signed, sign
+from composer_prime.run.weights import Canary, Manifest
 from diloco.streaming import StreamingDiLoCo
 from trainer.model.adapters import factors, merged_parameters
 from trainer.model.build import empty_model
 from trainer.model.policy_model import Policy
-from trainer.weights.version_file import VersionWriter
+from trainer.weights.version_file import SignedStore
 from trainer.world import World
 
 CANARY_TEXT = "The quick brown fox jumps over the lazy dog. 3 + 4 = 7, and 12 * 12 = 144."
@@ -61,11 +60,8 @@ class Publisher:
     ) -> None:
         self._config = config
         self._folder = folder
-        self._run_id = run_id
         self._world = world
         self._outer = outer
-        lora = config.trainer.lora
-        self._adapter_scale = lora.alpha / lora.rank if lora else 1.0
         dtype = config.inference.dtype
         self.dtype = world.compute_dtype if dtype == "auto" else getattr(torch, dtype)
         self.version = -1
@@ -73,16 +69,10 @@ class Publisher:
         self._highest_version = -1
         self._copies: dict[str, Tensor] = {}
         """The tensors published last. The next ones take their place: fresh memory would take twice as long to fill."""
-        self._thread: threading.Thread | None = None
-        self._failure: ComposerError | None = None
-        self._closing = threading.Event()
+        self.background = Background(config.trainer.threads)
+        """Writes the version; idle on ranks but the first."""
         if world.first:
-            keys = RunKeys(run_dir.keys)
-            self._signer = keys.signer()
-            self._verifier = keys.verifier()
-            self._store = WeightStore(run_dir.weights)
-            self._store.remove_partials()
-            self._writer = VersionWriter(self._store)
+            self._store = SignedStore(run_dir, run_id, keep=config.trainer.weights.keep)
             self._plain = plain_model(config, folder)
             self._canary = CanaryScorer(plain_model(config, folder), folder, world.device)
 
@@ -90,9 +80,9 @@ class Publisher:
         """Copy the version of `step`, and write it in the background unless it is there. Return the bytes of tensors.
 
         `announce` is called in the background with the version when it is complete. A collective; ranks but the first
-        return 0 and do no more. Waits for the publication before, and raises as `wait` does.
+        return 0 and do no more. Waits for the publication before, and raises as `Background.wait` does.
         """
-        self.wait()
+        self.background.wait()
         version = self._version_of(step) if self._is_needed(step) else self.version
         if version == self.version:
             self._begin(lambda: announce(version))
@@ -132,17 +122,18 @@ class Publisher:
         size = sum(tensor.nbytes for tensor in written.values())
         if stored.keys() != tensors.keys():
             tensors.clear()  # They are not what is written.
+        lora = self._config.trainer.lora
         manifest = Manifest(
-            run_id=self._run_id,
+            run_id=self._store.run_id,
             version=version,
             kind="adapters" if adapted else "anchor",
             dtype=str(self.dtype).removeprefix("torch."),
             chunks=[],
             tensors=dict.fromkeys(adapted or stored, ""),  # their sums come with the file
             canary=canary,
-            adapter_scale=self._adapter_scale,
+            adapter_scale=lora.alpha / lora.rank if lora else 1.0,
         )
-        self._write(manifest, stored, size)
+        self._store.write(manifest, {name: tensor.contiguous() for name, tensor in stored.items()}, size)
         announce(version)
 
     def _copy(self, policy: Policy) -> None:
@@ -153,70 +144,18 @@ class Publisher:
                     self._copies[name] = torch.empty(whole.shape, dtype=self.dtype)
                 self._copies[name].copy_(whole)
 
-    def wait(self) -> None:
-        """Wait until the publication under way is complete and announced, then `check`."""
-        if self._thread is not None:
-            self._thread.join()
-        self.check()
-
-    def is_idle(self) -> bool:
-        """Return whether no publication is under way here, then `check`."""
-        idle = self._thread is None or not self._thread.is_alive()
-        self.check()
-        return idle
-
-    def check(self) -> None:
-        """Raises what failed in the background: WeightError when the store cannot be written, or as `announce` does."""
-        if self._failure is not None:
-            raise self._failure
-
-    def close(self) -> None:
-        """End the thread before its process leaves; a version that is not complete stays unannounced."""
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def is_closing(self) -> bool:
-        """Return whether `announce` should give up."""
-        return self._closing.is_set()
-
-    def _begin(self, work: Callable[[], None]) -> None:
-        if not self._world.first:
-            return
-        publication = f"the publication of policy version {self.version}"
-
-        def run() -> None:
-            try:
-                torch.set_num_threads(self._config.trainer.threads)  # an OpenMP setting of each thread
-                work()
-            except ComposerError as error:
-                self._failure = error
-            except Exception as error:
-                if not self.is_closing():
-                    self._failure = WeightError(f"{publication} failed: {type(error).__name__}: {error}")
-                    self._failure.__cause__ = error
-
-        self._thread = threading.Thread(target=run, name="publication", daemon=True)
-        self._thread.start()
-
     def rewind(self, step: int) -> None:
         """Drop the versions after that of `step`: they belong to steps that a resume takes again."""
         if self._world.first:
-            newest = self._newest_in_store()
-            self._store.rewind(self._version_of(step))
-            self._writer.forget()
-            if newest is not None:
-                self._writer.continue_from(newest)
+            self._store.rewind(self._version_of(step), self.dtype)
 
-    def _newest_in_store(self) -> Manifest | None:
-        """Return the manifest published last, by this process or an earlier one; None if none can be built on."""
-        versions = self._store.versions()
-        try:
-            raw = self._store.manifest(versions[-1]) if versions else b""
-            newest = open_signed(raw, self._verifier, run_id=self._run_id) if raw else None
-        except (ComposerError, OSError):  # Of another release, or damaged.
-            return None
-        return newest if newest is not None and newest.dtype == str(self.dtype).removeprefix("torch.") else None
+    def export(self, policy: Policy, target: Path) -> None:
+        """Write final/ to `target` in the published type. Raises CheckpointError. A collective; rank 0 writes."""
+        export(policy, self._config, self._folder, target, self._world, self.dtype)
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        if self._world.first:
+            self.background.start(f"the publication of policy version {self.version}", work)
 
     def accepted_versions(self, step: int) -> tuple[int, int]:
         """Return the oldest and newest version that the batch of `step` may hold tokens of.
@@ -238,18 +177,60 @@ class Publisher:
     def _version_of(self, step: int) -> int:
         return self._outer.sweep if self._outer else step
 
-    def _write(self, manifest: Manifest, tensors: Mapping[str, Tensor], size: int) -> None:
-        version = manifest.version
-        try:
-            manifest = self._writer.write(manifest, {name: tensor.contiguous() for name, tensor in tensors.items()})
-            self._store.put_manifest(version, sign(manifest, self._signer))
-            keep = self._config.trainer.weights.keep
-            self._store.prune(keep, lambda raw: open_signed(raw, self._verifier, run_id=self._run_id))
-        except OSError as error:
-            raise WeightError(
-                f"policy version {version} ({size} bytes) cannot be written to {self._store.root}: {error}; "
-                f"{write_remedy(error, ' or lower trainer.weights.keep')}, then continue with --resume"
-            ) from error
+
+class Background:
+    """One piece of work at a time beside training, on a thread. A failure is raised by the next call, on this one."""
+
+    def __init__(self, threads: int) -> None:
+        """`threads` is torch's number of threads for the work."""
+        self._threads = threads
+        self._thread: threading.Thread | None = None
+        self._failure: ComposerError | None = None
+        self._closing = threading.Event()
+
+    def start(self, what: str, work: Callable[[], None]) -> None:
+        """Begin `work` once nothing else is under way; `what` names it in an error."""
+
+        def run() -> None:
+            try:
+                torch.set_num_threads(self._threads)  # an OpenMP setting of each thread
+                work()
+            except ComposerError as error:
+                self._failure = error
+            except Exception as error:
+                if not self.is_closing():
+                    self._failure = WeightError(f"{what} failed: {type(error).__name__}: {error}")
+                    self._failure.__cause__ = error
+
+        self._thread = threading.Thread(target=run, name="publication", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the work under way is done, then `check`."""
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+
+    def is_idle(self) -> bool:
+        """Return whether no work is under way, then `check`."""
+        idle = self._thread is None or not self._thread.is_alive()
+        self.check()
+        return idle
+
+    def check(self) -> None:
+        """Raise what failed: a ComposerError of the work, WeightError for any other."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """End the thread before its process leaves; a version that is not complete stays unannounced."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def is_closing(self) -> bool:
+        """Return whether the work should give up."""
+        return self._closing.is_set()
 
 
 @torch.no_grad()

@@ -18,9 +18,11 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from composer_prime.errors import CorruptWeightsError
+from composer_prime.errors import ComposerError, CorruptWeightsError, WeightError
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import RunDir, write_remedy
 from composer_prime.run.weight_patches import WORDS, difference, stream_entry, word_sum
-from composer_prime.run.weights import ChunkRef, Manifest, WeightStore, safetensors_header
+from composer_prime.run.weights import ChunkRef, Manifest, WeightStore, open_signed, safetensors_header, sign
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,53 @@ _LARGEST_SHARE = 1 / 3
 
 class _DenseError(Exception):
     """Too many words differ for a patch."""
+
+
+class SignedStore:
+    """The weight store of a run, as its trainer writes it: every version has a signed manifest."""
+
+    def __init__(self, run_dir: RunDir, run_id: str, *, keep: int) -> None:
+        """Open the store of `run_dir`; `keep` versions stay in it."""
+        self.run_id = run_id
+        self._keep = keep
+        keys = RunKeys(run_dir.keys)
+        self._signer = keys.signer()
+        self._verifier = keys.verifier()
+        self._store = WeightStore(run_dir.weights)
+        self._store.remove_partials()
+        self._writer = VersionWriter(self._store)
+
+    def write(self, manifest: Manifest, tensors: Mapping[str, Tensor], size: int) -> None:
+        """Write the version of contiguous CPU `tensors` of `size` bytes, and drop old ones. Raises WeightError."""
+        version = manifest.version
+        try:
+            manifest = self._writer.write(manifest, tensors)
+            self._store.put_manifest(version, sign(manifest, self._signer))
+            self._store.prune(self._keep, self._open)
+        except OSError as error:
+            raise WeightError(
+                f"policy version {version} ({size} bytes) cannot be written to {self._store.root}: {error}; "
+                f"{write_remedy(error, ' or lower trainer.weights.keep')}, then continue with --resume"
+            ) from error
+
+    def rewind(self, version: int, dtype: torch.dtype) -> None:
+        """Drop the versions after `version`. The next one builds on the newest there was, if that has `dtype`."""
+        newest = self._newest()
+        self._store.rewind(version)
+        self._writer.forget()
+        if newest is not None and newest.dtype == str(dtype).removeprefix("torch."):
+            self._writer.continue_from(newest)
+
+    def _newest(self) -> Manifest | None:
+        """Return the manifest published last, by this process or an earlier one; None if none can be read."""
+        versions = self._store.versions()
+        try:
+            return self._open(self._store.manifest(versions[-1])) if versions else None
+        except (ComposerError, OSError):  # Of another release, or damaged.
+            return None
+
+    def _open(self, raw: bytes) -> Manifest:
+        return open_signed(raw, self._verifier, run_id=self.run_id)
 
 
 class VersionWriter:

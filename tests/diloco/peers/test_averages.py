@@ -10,7 +10,7 @@ from joint_run import Blocks, adamw, inner_step, settings, together, until
 
 from composer_prime.config.channels import ChannelsConfig
 from diloco.streaming import StreamingDiLoCo
-from trainer.teacher.self_teacher import SelfTeacher
+from trainer.teacher import SelfTeacher
 
 RATES = {"teacher": 0.3, "reference": 0.01}
 CHANNELS = ChannelsConfig.model_validate({
