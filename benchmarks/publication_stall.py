@@ -101,7 +101,7 @@ def main() -> int:
         samples = make_samples(options.samples, options.tokens)
         (batches,) = pack(samples, (), run_id="r", step=1, world_size=1, max_tokens=4096)
         settings = config.channels.terms(2048)
-        rows = [unpack(checked_row(batch, SHAPE["vocab_size"]), settings.terms, world.device) for batch in batches]
+        rows = [unpack(checked_row(batch, SHAPE["vocab_size"]), settings, world.device) for batch in batches]
         figures: dict[str, list[tuple[float, ...]]] = {way: [] for way in WAYS}
         for step in range((options.rounds + 1) * len(WAYS)):
             way = WAYS[step % len(WAYS)]

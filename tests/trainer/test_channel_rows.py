@@ -98,7 +98,7 @@ def oracle(samples, pairs, references: Tensor) -> Tensor:
             epsilon_P=torch.tensor([pair.epsilon for pair in pairs]),
         ),
     }  # fmt: skip
-    return total_loss(SETTINGS.terms, inputs, counts(samples, pairs)).total
+    return total_loss(SETTINGS, inputs, counts(samples, pairs)).total
 
 
 def counts(samples, pairs) -> StepTotals:

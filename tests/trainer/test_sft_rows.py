@@ -105,7 +105,7 @@ def test_packed_rows_have_the_loss_and_gradients_of_each_row_alone(dtype, precis
     assert math.isclose(loss, expected, rel_tol=precision)
     for name, grad in expected_grads.items():
         torch.testing.assert_close(grads[name], grad, atol=precision, rtol=0)
-    metrics = channel_metrics(settings().terms, sums)
+    metrics = channel_metrics(settings(), sums)
     assert metrics["sft/tokens"] == sum(row.num_trained for row in rows)
     assert math.isclose(metrics["sft/nll"], expected, rel_tol=1e-5) and metrics["loss/policy"] == 0
 
