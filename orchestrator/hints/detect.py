@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
-from concurrent.futures import Executor
 
 from orchestrator.hints.generate import OTHER, ErrorTurn, Templates
 from orchestrator.rollouts.groups import FinishedRollout, tool_replies
@@ -28,8 +27,8 @@ class RuleDetector:
         self._templates = templates
         self._detect = set(detect)
 
-    async def find(self, threads: Executor, rollout: FinishedRollout) -> list[ErrorTurn]:
-        return await asyncio.get_running_loop().run_in_executor(threads, self.error_turns, rollout)
+    async def __call__(self, rollout: FinishedRollout) -> list[ErrorTurn]:
+        return await asyncio.to_thread(self.error_turns, rollout)
 
     def error_turns(self, rollout: FinishedRollout) -> list[ErrorTurn]:
         """Return the first error of each turn, in the order of the turns."""

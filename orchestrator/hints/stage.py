@@ -6,7 +6,7 @@
 An error message answers a turn. The turn that went wrong is the assistant turn before it, and the hint goes before that
 turn. A turn is hinted at most once. A failure in here costs a hint, never a rollout, and is counted by reason.
 
-The group waits here at most two minutes. The event loop never waits: rules and tokens are handled in one thread, models
+The group waits here at most two minutes. The event loop never waits: rules and tokens are handled in threads, models
 are asked over HTTP.
 
 Cursor published (Composer 2.5) that feedback targets the message that went wrong, with a reminder of the available
@@ -19,9 +19,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,8 +115,6 @@ class HintStage:
     placer: HintPlacer
     max_context: int
     """Tokens of a hinted context and its turn at most."""
-    threads: ThreadPoolExecutor
-    """One thread, the renderer's."""
     endpoint: ChatEndpoint | None = None
     """The model that writes hints."""
     distil: bool = True
@@ -126,7 +124,6 @@ class HintStage:
     async def close(self) -> None:
         if self.endpoint is not None:
             await self.endpoint.close()
-        self.threads.shutdown(wait=True, cancel_futures=True)
 
     def metrics(self) -> dict[str, float]:
         """Return what the model's hints cost so far."""
@@ -198,8 +195,7 @@ class HintStage:
         hint = await self._write_hint(work, request)
         if hint is None:
             return "no_hint"
-        loop = asyncio.get_running_loop()
-        hinted = await loop.run_in_executor(self.threads, self._place, work, error, hint)
+        hinted = await asyncio.to_thread(self._place, work, error, hint)
         if isinstance(hinted, str):
             return hinted
         work.mark(error, hint)
@@ -256,13 +252,13 @@ class HintPlacer:
     it was, and so do the turn's own ids. The renderer is used for one thing only, on made-up conversations: the text
     that closes a message before the assistant's turn begins. That closing must stand at the end of the context's own
     ids; otherwise there is no place for a hint.
-
-    Not thread-safe, because renderers are not.
     """
 
     def __init__(self, renderer: Any, tokenizer: Any) -> None:
         """`renderer`: the one that renders rollouts. Raises ConfigError when the chat template has no such place."""
         self._renderer = renderer
+        self._lock = threading.Lock()
+        """Renderers are not thread-safe."""
         self._tokenizer = tokenizer
         self._reserved = _special_texts(tokenizer)
         self._ids_of_ending: dict[str, np.ndarray] = {}
@@ -302,7 +298,8 @@ class HintPlacer:
         """
         sample, span = next((each, span) for each in samples for span in each.turns if span.turn == error.turn)
         ids = ints(sample.input_ids)
-        hinted_ids = self.hinted(ids[: span.start], role, hint)
+        with self._lock:
+            hinted_ids = self.hinted(ids[: span.start], role, hint)
         if hinted_ids is None:
             return None
         return HintedTurn(
@@ -402,10 +399,9 @@ def build_hints(config: Config, *, chat_folder: Path, run_root: Path, distil: bo
     check_kinds(hints, templates)
     _, renderer = build_renderer(str(chat_folder), config.model.renderer)
     placer = HintPlacer(renderer, read_tokenizer(str(chat_folder)))
-    threads = ThreadPoolExecutor(1, thread_name_prefix="hints")
     endpoint = _endpoint(hints, run_root)
     rules = [part.name for part in as_parts(hints.detect) if not part.is_own]
-    detectors: dict[str, Detector] = {"rules": functools.partial(RuleDetector(templates, rules).find, threads)}
+    detectors: dict[str, Detector] = {"rules": RuleDetector(templates, rules)}
     detectors |= own_parts(hints.detect, "orchestrator.hints.detect")
     layers: dict[str, HintLayer] = {
         "template": templates.hint,
@@ -421,7 +417,6 @@ def build_hints(config: Config, *, chat_folder: Path, run_root: Path, distil: bo
         layers={part.name: layers[part.name] for part in as_parts(hints.layers)},
         placer=placer,
         max_context=config.model.max_context,
-        threads=threads,
         endpoint=endpoint,
         distil=distil,
     )

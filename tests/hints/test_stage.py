@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -43,15 +42,13 @@ ARGUMENT_HINT = "Reminder: The arguments of add are: a (integer), b (integer)"
 
 
 def stage(config: HintsConfig | None = None, *, limits: dict[str, int] | None = None, **parts: Any) -> HintStage:
-    threads = ThreadPoolExecutor(1)
     config = config or HintsConfig()
-    rules = partial(RuleDetector(TEMPLATES, config.detect).find, threads)
+    rules = RuleDetector(TEMPLATES, config.detect)
     values = {
         "detectors": {"rules": rules},
         "layers": {"template": TEMPLATES.hint},
         "placer": HintPlacer(*chat("tiny")),
         **(limits or {"max_context": 384}),
-        "threads": threads,
     }
     return HintStage(config=config, **(values | parts))
 
