@@ -23,9 +23,8 @@ from diloco.fragments import Schedule
 from diloco.outer_step import OuterSteps
 from diloco.ranks import POLL_S, Ranks
 from diloco.state import Replica, unpack_state
-from diloco.transport.exchange import MustRejoin, RoundResult
-from diloco.transport.messages import Header
-from diloco.transport.peer_link import PeerLink
+from diloco.transport.messages import Gone, StartingState, StateHeader
+from diloco.transport.peer_link import PeerLink, RoundResult
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class Healer:
         replica, model = self.replica, self.replica.global_model
         self.link.set_position(model.outer_step, model.hash, training=False)
         before, deadline = model.hash, time.monotonic() + self.config.heal_timeout_s
-        must_rejoin: MustRejoin | None = MustRejoin("not joined yet")
+        must_rejoin: Gone | None = Gone(reason="not joined yet")
         while must_rejoin is not None:
             newest = self._choose_state(deadline)
             if replica.pending is not None:  # its result is taken when it is due, as if this peer had never stopped
@@ -64,8 +63,8 @@ class Healer:
         peer, run = self.config.peer_id, self.config.run
         logger.info("peer %s takes part in run %s from outer step %d on", peer, run, model.outer_step)
 
-    def replay(self, newest: int, exposed_s: float = 0.0) -> MustRejoin | None:
-        """Apply the closed rounds up to `newest` and those that close meanwhile; MustRejoin when they are not kept.
+    def replay(self, newest: int, exposed_s: float = 0.0) -> Gone | None:
+        """Apply the closed rounds up to `newest` and those that close meanwhile; Gone when they are not kept.
 
         `exposed_s`: how long training waited. A collective.
         """
@@ -88,37 +87,38 @@ class Healer:
         model = self.replica.global_model
         self.link.request_source(model.outer_step, model.hash)
         while True:
-            source = self.link.join_source(POLL_S)
-            ready, in_time = self.ranks.smallest([source is not None, time.monotonic() < deadline])
-            if ready and source is not None:
-                serial = source.header.serial if source.header is not None else 0
-                if self.ranks.equal([serial, source.newest]):
-                    tensors = self._unpack(source.header, source.body) if source.header is not None else None
-                    if self.ranks.all(source.header is None or tensors is not None):
-                        self.link.release_source()
-                        if source.header is not None and tensors is not None:
-                            self._take_over(source.header, tensors)
-                        return source.newest
-                self.link.request_source(model.outer_step, model.hash)
+            found = self.link.join_source(POLL_S)
+            ready, in_time = self.ranks.smallest([found is not None, time.monotonic() < deadline])
+            if ready and found is not None and self._agreed(*found):
+                return found[0].newest
             if not in_time:
                 raise DeadlineError(
                     f"no state to join with within diloco.heal_timeout_s = {self.config.heal_timeout_s:g} s: the "
                     f"rendezvous waits for {self.link.waiting_for}. Raise it if that only needs longer"
                 )
 
-    def _unpack(self, header: Header, body: bytearray) -> dict[str, Tensor] | None:
-        """Return None for a state that this rank cannot take over: the rendezvous then asks another source."""
-        try:
-            tensors, _ = unpack_state(body)
-            self.replica.global_model.verify(tensors, header.outer_step, header.base_hash)
-            return tensors
-        except (CheckpointError, ChecksumError) as error:
-            problem = f"the state that peer {header.peer} serves is refused: {error}"
-            logger.warning("%s", problem)
-            self.link.refuse_state(header.serial, problem)
-            return None
+    def _agreed(self, start: StartingState, body: bytearray) -> bool:
+        """Start from there if all ranks can, or request another state. A collective."""
+        model, header = self.replica.global_model, start.header
+        serial = header.serial if header is not None else 0
+        tensors, problem = None, ""
+        same = self.ranks.equal([serial, start.newest])
+        if same and header is not None:
+            try:
+                tensors, _ = unpack_state(body)
+                model.verify(tensors, header.outer_step, header.base_hash)
+            except (CheckpointError, ChecksumError) as error:
+                problem = f"the state that peer {header.peer} serves is refused: {error}"
+                logger.warning("%s", problem)
+        if not self.ranks.all(same and not problem):
+            self.link.request_source(model.outer_step, model.hash, refused=serial if problem else 0, reason=problem)
+            return False
+        self.link.release_source()
+        if header is not None and tensors is not None:
+            self._take_over(header, tensors)
+        return True
 
-    def _take_over(self, header: Header, tensors: dict[str, Tensor]) -> None:
+    def _take_over(self, header: StateHeader, tensors: dict[str, Tensor]) -> None:
         tokens_given_up = self.replica.take_over(tensors, header.outer_step)
         self.on_state_replaced()
         logger.info(

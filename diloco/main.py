@@ -22,7 +22,7 @@ from composer_prime.errors import ComposerError, ConfigError
 
 if TYPE_CHECKING:
     from diloco.rendezvous.request_handler import RendezvousSettings
-    from diloco.transport.peer_keys import JointKey
+    from diloco.transport.messages import JointKey
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _keygen(words: argparse.Namespace) -> int:
-    from diloco.transport.peer_keys import JointKey
+    from diloco.transport.messages import JointKey
 
     JointKey.create(words.file)
     print(f"wrote {words.file} (mode 600): copy it to every cluster, and name it in diloco.key_file")
@@ -89,7 +89,7 @@ def _keygen(words: argparse.Namespace) -> int:
 
 def _rendezvous(words: argparse.Namespace) -> int:
     from diloco.rendezvous.request_handler import RendezvousSettings
-    from diloco.transport.peer_keys import JointKey
+    from diloco.transport.messages import JointKey
 
     tcp_address(words.bind, "--bind", bind=True)
     for name in ("min_peers", "start_peers", "keep_rounds"):

@@ -28,9 +28,8 @@ from diloco.fragments import Schedule
 from diloco.outer_optimizer import largest_of
 from diloco.ranks import POLL_S, Ranks
 from diloco.state import DeltaStatus, PendingDelta, Replica, delta_status
-from diloco.transport.exchange import MustRejoin, RoundResult
-from diloco.transport.messages import Header, RoundOutcome
-from diloco.transport.peer_link import PeerLink
+from diloco.transport.messages import DeltaHeader, Gone, RoundOutcome
+from diloco.transport.peer_link import PeerLink, RoundResult
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ _LANES = 1 << 14
 class AcceptedDeltas:
     n: int
     """Elements of the fragment on this rank."""
-    counted: list[tuple[Header, memoryview]]
+    counted: list[tuple[DeltaHeader, memoryview]]
     """What was accepted, encoded, in order of the peers' names."""
     weights: list[float]
     """Of those, each at most MAX_WEIGHT_RATIO times their low median."""
@@ -75,7 +74,7 @@ class AcceptedDeltas:
 
 
 def accept(
-    headers: Sequence[Header],
+    headers: Sequence[DeltaHeader],
     bodies: Sequence[memoryview],
     *,
     fragment: int,
@@ -178,7 +177,7 @@ def squared_norm(delta_n: Tensor) -> float:
     return math.fsum(lanes.tolist())
 
 
-def _decode(header: Header, body: memoryview, fragment: int, n: int) -> Tensor:
+def _decode(header: DeltaHeader, body: memoryview, fragment: int, n: int) -> Tensor:
     """Raises ValueError for a body that does not match its header, or one of another fragment."""
     if header.fragment != fragment:
         raise ValueError(f"it is of fragment {header.fragment}, this round is of fragment {fragment}")
@@ -204,10 +203,8 @@ class OuterSteps:
     """How often in a row the ranks got different outcomes."""
     _in_step_at: float = field(default_factory=time.monotonic)
 
-    def wait(
-        self, timeout_s: float, should_stop: Callable[[], bool] = lambda: False
-    ) -> RoundResult | MustRejoin | None:
-        """Return the result of the current round; MustRejoin when one of the ranks must rejoin.
+    def wait(self, timeout_s: float, should_stop: Callable[[], bool] = lambda: False) -> RoundResult | Gone | None:
+        """Return the result of the current round; Gone when one of the ranks must rejoin.
 
         None without a result after `timeout_s` or once `should_stop`. A collective.
 
@@ -216,15 +213,15 @@ class OuterSteps:
         deadline = time.monotonic() + timeout_s
         while True:
             result = self.link.wait(min(POLL_S, timeout_s))
-            rating = {RoundResult: 2, MustRejoin: 1}.get(type(result), 0)
+            rating = {RoundResult: 2, Gone: 1}.get(type(result), 0)
             lowest, in_time = self.ranks.smallest([rating, time.monotonic() < deadline and not should_stop()])
             if (agreed := self._agreed(result, lowest)) is not None or not in_time:
                 return agreed
 
-    def _agreed(self, result: RoundResult | MustRejoin | None, lowest: int) -> RoundResult | MustRejoin | None:
+    def _agreed(self, result: RoundResult | Gone | None, lowest: int) -> RoundResult | Gone | None:
         """Return what all ranks take, None where they have to ask again. `lowest`: of the ranks' ratings."""
         if lowest == 1:
-            return result if isinstance(result, MustRejoin) else MustRejoin("another rank was left behind")
+            return result if isinstance(result, Gone) else Gone(reason="another rank was left behind")
         if isinstance(result, RoundResult) and lowest == 2:
             if self._same_on_all_ranks(result):
                 return result
@@ -234,7 +231,7 @@ class OuterSteps:
             self.link.retry_round()  # the other ranks get nothing unless this one takes part
         return None
 
-    def next(self, newest: int, timeout_s: float) -> RoundResult | MustRejoin | None:
+    def next(self, newest: int, timeout_s: float) -> RoundResult | Gone | None:
         """Return the next closed round of those up to `newest`; None when there is none. A collective."""
         model = self.replica.global_model
         if self.ranks.smallest([newest])[0] < model.outer_step:

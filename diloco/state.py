@@ -40,7 +40,7 @@ from diloco.codec import ErrorFeedback, shared_bytes
 from diloco.fragments import Fragment, parameter_layout
 from diloco.global_model import GlobalModel
 from diloco.ranks import Ranks
-from diloco.transport.messages import PROTOCOL, Header, layout_hash
+from diloco.transport.messages import PROTOCOL, DeltaHeader, layout_hash
 
 
 class LocalWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ class DeltaStatus(enum.Enum):
 
 
 def delta_status(
-    peer: str, offered: Header | None, headers: Sequence[Header], rejected: Collection[str]
+    peer: str, offered: DeltaHeader | None, headers: Sequence[DeltaHeader], rejected: Collection[str]
 ) -> DeltaStatus:
     """Return what a round closed with `headers`, of which the peers `rejected` do not count, means for `peer`."""
     counted = next((header for header in headers if header.peer == peer), None)
@@ -187,7 +187,7 @@ class LocalProgress:
 class PendingDelta:
     """The delta on offer."""
 
-    header: Header
+    header: DeltaHeader
     body: memoryview
     residual_n: Tensor
     coverage: DeltaCoverage
@@ -235,6 +235,7 @@ class Replica:
             "outer_step": self.global_model.outer_step,
             "inner": self.inner,
             "due": self.due,
+            "protocol": PROTOCOL,
             "work": msgspec.to_builtins({"held": self.progress.held, "totals": self.progress.totals}),
             **self._identity,
         }
@@ -264,10 +265,10 @@ class Replica:
         self.progress.totals = msgspec.convert(facts["work"]["totals"], ProgressTotals)
         self.pending = None
         # A header of another release is refused by the rendezvous; its work is in the next delta.
-        if "pending" in facts and facts["pending"]["protocol"] == PROTOCOL:
+        if "pending" in facts and facts.get("protocol") == PROTOCOL:
             work, due, late = msgspec.convert(facts["offer"], tuple[LocalWork, LocalWork | None, bool])
             self.pending = PendingDelta(
-                header=msgspec.convert(facts["pending"], Header),
+                header=msgspec.convert(facts["pending"], DeltaHeader),
                 body=tensors["pending.body"].numpy().data.cast("B"),
                 residual_n=tensors["pending.residual"],
                 coverage=DeltaCoverage(work, due, tensors.get("pending.due"), late),

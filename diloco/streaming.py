@@ -42,10 +42,8 @@ from diloco.heal import Healer
 from diloco.outer_step import OuterSteps
 from diloco.ranks import Ranks
 from diloco.state import LocalWork, PendingDelta, Replica
-from diloco.transport.exchange import RoundResult
-from diloco.transport.messages import PROTOCOL, PeerHello
-from diloco.transport.peer_keys import JointKey
-from diloco.transport.peer_link import PeerLink
+from diloco.transport.messages import PROTOCOL, JointKey, PeerHello
+from diloco.transport.peer_link import PeerLink, RoundResult
 
 logger = logging.getLogger(__name__)
 
@@ -156,10 +154,10 @@ class StreamingDiLoCo:
         coverage = replica.progress.covered(fragment)
         data, residual_n = replica.feedback.encode(fragment, model.delta(fragment), self._codec)
         body = data.numpy().data.cast("B")
-        header = self._link.seal(self._link.header(
-            "delta", body, model.outer_step, model.hash, fragment=fragment, codec=self._codec.name,
+        header = self._link.delta_header(
+            body, model.outer_step, model.hash, fragment=fragment, codec=self._codec.name,
             weight=float(coverage.work.tokens), inner_steps=round(coverage.work.steps),
-        ))  # fmt: skip
+        )  # fmt: skip
         replica.pending = PendingDelta(header, body, residual_n, coverage)
         replica.due = replica.inner + self.config.delay
         self._link.offer(header, body)

@@ -39,7 +39,7 @@ import numpy as np
 from benchmarks.rl_throughput_sides.processes import ROOT, SideFailedError, end, environment, start, watch
 from composer_prime.model_source import resolve_model
 from composer_prime.plan.footprint import ModelShape
-from diloco.transport.peer_keys import JointKey
+from diloco.transport.messages import JointKey
 
 DATA_PARALLEL = "data-parallel"
 GRADIENT_BITS = 16

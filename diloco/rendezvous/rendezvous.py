@@ -3,8 +3,8 @@
     trainer rank (a, 0) ──┐   one CURVE connection each, outwards from the cluster: no cluster needs an open port
     trainer rank (a, 1) ──┼──> rendezvous ──> lighthouse.py (torchft): quorum of each round
     trainer rank (b, 0) ──┘        │
-                                   └ request_handler.py: rounds (deltas, closed with whom), joins (which peer joins
-                                     with which state), bodies (deltas and states on their way)
+                                   └ request_handler.py: rounds.py (deltas, closed with whom), starting_state.py
+                                     (which peer joins with which state)
 
 Order of waiting: a rank that asks for a round waits for the peers that are training, at most round_deadline_s after
 the first whole delta; a joining peer for one source's upload. Requests are answered at once or, with RoundNotReady,
@@ -26,11 +26,19 @@ import zmq
 from composer_prime.errors import ComposerError, DeadlineError
 from composer_prime.wire.sockets import SecureServer, bind_router
 from diloco.rendezvous.lighthouse import Lighthouse
-from diloco.rendezvous.peers import Base
 from diloco.rendezvous.request_handler import RendezvousSettings, RequestHandler
+from diloco.rendezvous.rounds import Base
 from diloco.transport.connection import WINDOW
-from diloco.transport.messages import AskState, FromPeer, RequestRefused, RoundNotReady, ToPeer, encode, from_peer
-from diloco.transport.peer_keys import JointKey
+from diloco.transport.messages import (
+    AskState,
+    FromPeer,
+    JointKey,
+    RequestRefused,
+    RoundNotReady,
+    ToPeer,
+    encode,
+    from_peer,
+)
 
 logger = logging.getLogger(__name__)
 _TICK_S = 0.02

@@ -1,4 +1,7 @@
-"""What the rendezvous answers to each request. No I/O here: rendezvous.py receives and sends."""
+"""What the rendezvous answers to each request. No I/O here: rendezvous.py receives and sends.
+
+Of the bodies of deltas and states the header, the size and the room for it are checked before any byte is taken.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from diloco.rendezvous.bodies import Bodies, StateTransfers
-from diloco.rendezvous.peers import Base, largest_party
-from diloco.rendezvous.rounds import Round, Rounds
-from diloco.rendezvous.starting_state import Joins
+from composer_prime.errors import RunMismatchError, WireError
+from diloco.rendezvous.rounds import Base, Blob, Round, Rounds, largest_party
+from diloco.rendezvous.starting_state import Joins, StateTransfers
 from diloco.transport import messages
+from diloco.transport.connection import PIECE_BYTES
 
 logger = logging.getLogger(__name__)
 _MAX_RANKS = 4096
@@ -36,6 +39,11 @@ class RendezvousSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Most bytes of deltas and of a state in memory."""
 
     @property
+    def beat_s(self) -> float:
+        """Seconds between beats."""
+        return self.beat_timeout_s / 5
+
+    @property
     def listen_s(self) -> float:
         """After its start: until then every peer that trains is heard, also if its last request was lost in between."""
         return 0.6 * self.beat_timeout_s
@@ -51,107 +59,193 @@ class RequestHandler:
     ) -> None:
         """`on_change` is called when something happened that requests may wait for."""
         self.settings = settings
+        self._header_key = header_key
         self._clock = clock
         self._on_change = on_change
         self.rounds = Rounds(beat_timeout_s=settings.beat_timeout_s, keep=settings.keep_rounds)
         self.transfers = StateTransfers(stall_s=2 * settings.beat_timeout_s)
-        self.bodies = Bodies(
-            run=settings.run, header_key=header_key, max_bytes=settings.max_bytes, rounds=self.rounds,
-            transfers=self.transfers, clock=clock, on_change=on_change,
-        )  # fmt: skip
         self.joins = Joins(
             rounds=self.rounds, transfers=self.transfers, expected=settings.start_peers, gather_s=settings.gather_s,
             listens_until=clock() + settings.listen_s,
         )  # fmt: skip
         self._unsettled_since = clock()
+        self._short_since: float | None = None
+        """When an offer first found no room since one last did; None while there is room."""
 
     def answer(self, request: messages.FromPeer) -> messages.ToPeer:
         """Answer one request; RoundNotReady asks the sender to come again.
 
-        Raises WireErrors for a request that does not belong here.
+        Raises WireErrors for a request that does not belong here, or of a process whose place another has taken.
         """
-        if (sender := self._sender(request)) is not None:
-            self.rounds.check_not_replaced(*sender)
         match request:
             case messages.PeerHello():
                 return self._hello(request)
             case messages.Beat():
                 return self._beat(request)
             case messages.DeltaOffer():
-                return self.bodies.offer(request.header, request.instance)
-            case messages.BodyChunk():
-                return self.bodies.chunk(request)
+                return self._offer(request.header, request.instance)
+            case messages.Piece():
+                return self._piece(request)
             case messages.Get():
-                return self.bodies.get(request)
+                return self._get(request)
             case messages.AskRound():
                 return self._outcome(request)
             case messages.AskState():
                 return self.joins.answer(request, self._clock())
-            case messages.Unusable():
-                return self._unusable(request)
 
-    def _sender(self, request: messages.FromPeer) -> tuple[str, int] | None:
-        """Return the peer and which start of it; None where it does not matter."""
-        match request:
-            case messages.DeltaOffer():
-                return request.header.peer, request.instance
-            case messages.BodyChunk():
-                blob = self.bodies.find(request.name)
-                return (blob.header.peer, request.instance) if blob is not None else None
-            case messages.Get():
-                return None
-        return request.peer, request.instance
+    # -- peers -----------------------------------------------------------------------------------------------------
 
     def _hello(self, hello: messages.PeerHello) -> messages.ToPeer:
+        self.rounds.check_not_replaced(hello.peer, hello.instance)
         if hello.protocol != messages.PROTOCOL:
-            return messages.RequestRefused(
-                error=f"peer {hello.peer} speaks {hello.protocol or 'an older protocol'}, this rendezvous "
+            raise RunMismatchError(
+                f"peer {hello.peer} speaks {hello.protocol or 'an older protocol'}, this rendezvous "
                 f"{messages.PROTOCOL}: use one release on all machines"
             )
         if hello.run != self.settings.run:
-            return messages.RequestRefused(
-                error=f"peer {hello.peer} joins run {hello.run!r}, this rendezvous serves {self.settings.run!r}: "
+            raise RunMismatchError(
+                f"peer {hello.peer} joins run {hello.run!r}, this rendezvous serves {self.settings.run!r}: "
                 "check diloco.run and diloco.rendezvous"
             )
         if not 0 <= hello.rank < hello.ranks <= _MAX_RANKS:
-            return messages.RequestRefused(
-                error=f"the hello of peer {hello.peer} is of rank {hello.rank} of {hello.ranks}, expected 1 to "
+            raise WireError(
+                f"the hello of peer {hello.peer} is of rank {hello.rank} of {hello.ranks}, expected 1 to "
                 f"{_MAX_RANKS} ranks and one of them"
             )
-        self.bodies.check_room(hello, self._clock())
+        self._check_room(hello, self._clock())
         waiting_for = self.rounds.admit(hello, self._clock())
         if waiting_for is not None:
             return messages.RoundNotReady(waiting_for=waiting_for)
         self._on_change()
         logger.info("peer %s rank %d sent a hello at outer step %d", hello.peer, hello.rank, hello.outer_step)
-        return messages.PeerWelcome(beat_s=self.settings.beat_timeout_s / 5)
+        return messages.BeatReply(beat_s=self.settings.beat_s)
+
+    def _check_room(self, hello: messages.PeerHello, now: float) -> None:
+        """Raises WireError when the deltas of the peers that are here and of this one do not fit in memory at once."""
+        needed = {peer.name: peer.delta_bytes for peer in self.rounds.alive(now)}
+        needed[hello.peer] = hello.ranks * hello.delta_bytes
+        if (total := sum(needed.values())) > (limit := self.settings.max_bytes):
+            raise WireError(
+                f"the deltas of the peers {', '.join(sorted(needed))} take up to {total / 1e9:.3g} GB, more than the "
+                f"rendezvous' {limit / 1e9:.3g} GB: start `diloco rendezvous` with a larger --memory-gb, or "
+                "raise diloco.fragments"
+            )
 
     def _beat(self, beat: messages.Beat) -> messages.ToPeer:
         now = self._clock()
-        peer = self.rounds.peers.get(beat.peer)
-        if peer is None or peer.instance != beat.instance or beat.rank not in peer.layouts:
-            return messages.BeatReply(known=False, open_round=None, left_s=None, state_wanted=0)
-        peer.note(beat.rank, messages.Position(beat.outer_step, beat.base_hash, beat.training), now)
-        peer.inner_steps[beat.rank] = beat.inner_steps
-        if peer.training:
-            self.joins.note_training(peer.name)
+        report = self.rounds.report(beat.peer, beat.rank, beat.instance, now)
+        if report is None:
+            return messages.Gone(reason="send a hello first")
+        report.note(beat.outer_step, beat.base_hash, now, training=beat.training)
+        report.inner_steps = beat.inner_steps
+        if self.rounds.peers[beat.peer].training:
+            self.joins.note_training(beat.peer)
         self._on_change()
         current = self.rounds.open_round()
         return messages.BeatReply(
-            known=True,
+            beat_s=self.settings.beat_s,
             open_round=current.outer_step if current else None,
             left_s=self.rounds.left_s(current, now) if current else None,
             state_wanted=self.transfers.requested_from(beat.peer, beat.rank),
         )
 
-    def _unusable(self, unusable: messages.Unusable) -> messages.ToPeer:
-        source = self.transfers.refuse(unusable.serial)
-        if source is not None:
-            logger.warning(
-                "the state of peer %s is dropped, peer %s reports: %s", source, unusable.peer, unusable.reason
+    # -- bodies ----------------------------------------------------------------------------------------------------
+
+    def _offer(self, header: messages.BlobHeader, instance: int) -> messages.ToPeer:
+        """Answer from which byte a body may be sent, or that there is no room yet."""
+        messages.authenticate(header, self._header_key, run=self.settings.run)
+        now = self._clock()
+        report = self.rounds.report(header.peer, header.rank, instance, now)
+        if report is None:
+            return messages.Gone(reason="send a hello first")
+        _check_header(header, report.hello)
+        if isinstance(header, messages.StateHeader):
+            return self._offer_state(header, now)
+        if self.rounds.closed(header.outer_step):
+            return messages.Gone(reason=f"round {header.outer_step} is closed")
+        if not self.rounds.accepts(header.outer_step, now):
+            return messages.Gone(
+                reason=f"peer {header.peer} brings a delta of outer step {header.outer_step}, the others are at "
+                f"{self.rounds.front(now)}"
             )
+        report.note(header.outer_step, header.base_hash, now)  # more recent than the last beat
+        if (wait := self._make_room(header, now)) is not None:
+            return wait
+        blob = self.rounds.delta(header)
+        if blob.complete:
+            self.rounds.note_whole(header.outer_step, now)
+        return messages.Received(size=blob.received)
+
+    def _offer_state(self, header: messages.StateHeader, now: float) -> messages.ToPeer:
+        wanted = self.transfers.requested_from(header.peer) == header.serial
+        if wanted and (wait := self._make_room(header, now)) is not None:
+            return wait
+        blob = self.transfers.state(header, now)
+        return messages.Received(size=blob.received) if blob else messages.Gone(reason="this state is not wanted")
+
+    def _piece(self, piece: messages.Piece) -> messages.ToPeer:
+        """Keep some bytes of a body that was offered; answer how many are here."""
+        blob, now = self._find(piece.name), self._clock()
+        report = blob and self.rounds.report(blob.header.peer, blob.header.rank, piece.instance, now)
+        if blob is None or report is None:
+            return messages.Gone(reason=f"nothing called {piece.name} is expected")
+        blob.add(piece.offset, piece.data)
+        if isinstance(blob.header, messages.StateHeader) and self.transfers.current:
+            self.transfers.current.progress_at = now
+        if blob.complete:
+            if isinstance(blob.header, messages.DeltaHeader):
+                self.rounds.note_whole(blob.header.outer_step, now)
             self._on_change()
-        return messages.Gone(reason="this state is no longer used")
+        return messages.Received(size=blob.received)
+
+    def _get(self, get: messages.Get) -> messages.ToPeer:
+        """Answer with some bytes of a body that is whole."""
+        blob = self._find(get.name)
+        if blob is None or not blob.complete:
+            return messages.Gone(reason=f"{get.name} is not kept any more")
+        length = max(0, min(get.length, PIECE_BYTES))
+        return messages.Piece(name=get.name, offset=get.offset, data=bytes(blob.data[get.offset : get.offset + length]))
+
+    def _find(self, name: str) -> Blob | None:
+        """Return a body by its header's name; None where it is not kept."""
+        return next((blob for blob in self._blobs() if blob.name == name), None)
+
+    def _blobs(self) -> list[Blob]:
+        """Return all bodies, whole or not: of the rounds and of the state."""
+        holders = [*self.rounds.rounds.values(), *([self.transfers.current] if self.transfers.current else [])]
+        return [blob for holder in holders for blob in holder.blobs.values()]
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(len(blob.data) for blob in self._blobs())
+
+    def _make_room(self, header: messages.BlobHeader, now: float) -> messages.RoundNotReady | None:
+        """Drop the oldest rounds for a body that is to come, and for a delta also the state.
+
+        Return an answer to wait while it does not fit yet. Raises WireError when it would not fit even alone.
+        """
+        known, limit = self._find(header.name), self.settings.max_bytes
+        if known is not None and known.header.checksum == header.checksum:
+            return None
+        if header.size > limit:
+            raise WireError(
+                f"{header.name} has {header.size / 1e9:.3g} GB, more than the rendezvous' {limit / 1e9:.3g} GB: start "
+                "`diloco rendezvous` with a larger --memory-gb"
+            )
+        short_s = now - self._short_since if self._short_since is not None else 0.0
+        while (held := self.held_bytes) + header.size > limit:
+            if self.rounds.drop_oldest(now, short_s):
+                self.transfers.expire(self.rounds.oldest)
+            elif isinstance(header, messages.DeltaHeader) and self.transfers.current is not None:
+                self.transfers.crowd_out(self.transfers.current)
+            else:
+                self._short_since = now if self._short_since is None else self._short_since
+                return messages.RoundNotReady(
+                    waiting_for=f"room for the {header.size / 1e9:.3g} GB of {header.name}: what is under way holds "
+                    f"{held / 1e9:.3g} of the rendezvous' {limit / 1e9:.3g} GB (--memory-gb)"
+                )
+        self._short_since = None
+        return None
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
@@ -162,6 +256,7 @@ class RequestHandler:
         return closed
 
     def _outcome(self, ask: messages.AskRound) -> messages.ToPeer:
+        self.rounds.check_not_replaced(ask.peer, ask.instance)
         closed, now = self.rounds.closed(ask.outer_step), self._clock()
         if closed is not None:
             if not _starts_from(ask, closed.base):
@@ -219,3 +314,18 @@ def _differs(ask: messages.AskRound, members: Sequence[str]) -> messages.Gone:
         reason=f"the global model of peer {ask.peer} before outer step {ask.outer_step} is not that of "
         f"{', '.join(members)}"
     )
+
+
+def _check_header(header: messages.BlobHeader, hello: messages.PeerHello) -> None:
+    """Raises WireErrors when the header does not fit the layout of its rank."""
+    if header.outer_step < 0 or header.size < 0:
+        raise WireError(f"{header.name} is of outer step {header.outer_step}, with {header.size} bytes")
+    expected = messages.layout_hash(hello.layout)
+    if header.layout_hash != expected:
+        raise RunMismatchError(
+            f"{header.name} is of layout {header.layout_hash}, but the hello of peer {hello.peer} was of {expected}"
+        )
+    limit = messages.largest_body(hello.layout, header)
+    if header.size > limit:
+        kind = header.name.partition("/")[0]
+        raise WireError(f"{header.name} has {header.size} bytes, a {kind} of its layout at most {limit}")

@@ -1,4 +1,4 @@
-"""Rounds: which deltas have arrived, when a round closes and with whom. No I/O here.
+"""Rounds and the peers that take part: which deltas have arrived, when a round closes and with whom. No I/O here.
 
 A round is one outer step. It opens with the first header that arrives for it. It closes when every peer that is alive
 and training has brought its own delta, or at the deadline with those that have. The first whole delta starts the
@@ -14,11 +14,150 @@ with the first peer by name). The others rejoin with its state, even if it is to
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from composer_prime.errors import RunMismatchError
-from diloco.rendezvous.peers import Base, Peer, check_same_run, largest_party
-from diloco.transport.messages import Header, PeerHello, Position, check_body, running_checksum
+from diloco.transport.messages import (
+    BlobHeader,
+    DeltaHeader,
+    PeerHello,
+    check_body,
+    difference,
+    running_checksum,
+)
+
+Base = tuple[str, ...]
+"""Hash of the global values of each rank."""
+_WAITS = 3
+"""Rounds that wait for a peer that makes no progress, before it counts as standing still."""
+
+
+# -- peers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class RankReport:
+    """What one rank of a peer last reported."""
+
+    hello: PeerHello
+    heard: float
+    """When it last sent anything."""
+    outer_step: int
+    base_hash: str
+    training: bool
+    """False while it joins: rounds do not wait for it."""
+    inner_steps: int = 0
+    """Taken since its start."""
+
+    def note(self, outer_step: int, base_hash: str, now: float, *, training: bool | None = None) -> None:
+        """Note where the rank stands; `training` None leaves that as it was."""
+        self.outer_step, self.base_hash, self.heard = outer_step, base_hash, now
+        self.training = self.training if training is None else training
+
+
+@dataclass(slots=True)
+class Peer:
+    name: str
+    ranks: int
+    instance: int
+    """Which start of it, alike on all ranks."""
+    deadline_s: float
+    reports: dict[int, RankReport] = field(default_factory=dict)
+    """By rank, of those that sent a hello."""
+    _left_out_at: tuple[int, ...] = ()
+    """`_progress` when a round last closed without it."""
+    _left_out: int = 0
+    """Rounds in a row that closed without it while `_progress` stayed the same."""
+
+    @property
+    def _progress(self) -> tuple[int, ...]:
+        return self.outer_step, *(self.reports[rank].inner_steps for rank in sorted(self.reports))
+
+    def note_left_out(self) -> None:
+        """Note that a round closed without it."""
+        self._left_out = self._left_out + 1 if self._left_out_at == self._progress else 1
+        self._left_out_at = self._progress
+
+    @property
+    def standing(self) -> bool:
+        """Tell whether it beats, and made no progress while `_WAITS` rounds closed without it.
+
+        One would not do: a step may take longer than the deadline of a round, and beats tell of it a little later.
+        """
+        return self._left_out >= _WAITS and self._left_out_at == self._progress
+
+    @property
+    def heard(self) -> float:
+        """When the rank that was silent for the longest time was heard; never before all ranks were."""
+        every = len(self.reports) == self.ranks
+        return min(each.heard for each in self.reports.values()) if every else float("-inf")
+
+    @property
+    def training(self) -> bool:
+        return len(self.reports) == self.ranks and all(each.training for each in self.reports.values())
+
+    @property
+    def outer_step(self) -> int:
+        return min((each.outer_step for each in self.reports.values()), default=0)
+
+    @property
+    def base(self) -> Base:
+        return tuple(self.reports[rank].base_hash for rank in sorted(self.reports))
+
+    @property
+    def delta_bytes(self) -> int:
+        """The most bytes of its deltas of one round."""
+        return self.ranks * max((each.hello.delta_bytes for each in self.reports.values()), default=0)
+
+
+def largest_party(bases: Mapping[str, Base]) -> set[str]:
+    """Return the names of the largest group with one base; of equal groups the one with the first name."""
+    counts = Counter(bases[name] for name in sorted(bases))  # equal counts stay in the order of the names
+    winner = counts.most_common(1)[0][0] if counts else None
+    return {name for name, base in bases.items() if base == winner}
+
+
+def leading(peers: Sequence[Peer]) -> list[Peer]:
+    """Return those of `peers` that hold the most advanced, and of these the most widely held, global values."""
+    top = max((peer.outer_step for peer in peers), default=-1)
+    bases = {peer.name: peer.base for peer in peers if peer.outer_step == top}
+    winners = largest_party(bases)
+    return [peer for peer in peers if peer.name in winners]
+
+
+def check_same_run(hello: PeerHello, other: Peer) -> None:
+    """Raises RunMismatchError when the ranks, settings, layout or frozen parameters differ from the other peer's."""
+    if hello.ranks != other.ranks:
+        raise RunMismatchError(
+            f"peer {hello.peer} has {hello.ranks} trainer rank(s), peer {other.name} has {other.ranks}: shards are "
+            "exchanged rank by rank, so give both the same trainer.ranks"
+        )
+    settings = next(iter(other.reports.values())).hello.settings
+    for key in sorted(hello.settings.keys() | settings.keys()):
+        mine, theirs = hello.settings.get(key), settings.get(key)
+        if mine != theirs:
+            raise RunMismatchError(
+                f"peer {hello.peer} has {key} = {mine}, peer {other.name} has {theirs}: all peers of a joint run must "
+                "agree on it"
+            )
+    if (report := other.reports.get(hello.rank)) is None:
+        return
+    if text := difference(hello.layout, report.hello.layout):
+        raise RunMismatchError(
+            f"the layouts of peer {hello.peer} (here) and peer {other.name} (there) differ on rank {hello.rank}: "
+            f"{text}; use the same model, sharding and adapters"
+        )
+    if hello.frozen != report.hello.frozen:
+        raise RunMismatchError(
+            f"the parameters that are not trained differ on rank {hello.rank}: their digest is {hello.frozen} for peer "
+            f"{hello.peer}, {report.hello.frozen} for peer {other.name}. Adapters fit the model that they were trained "
+            "on: give both the same files as model.path (compare their sha256sum)"
+        )
+
+
+# -- rounds ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -28,7 +167,8 @@ class Blob:
     The hash is taken as the pieces come, because hashing a large body at once would hold up all beats.
     """
 
-    header: Header
+    header: BlobHeader
+    name: str = field(init=False)
     data: bytearray = field(init=False)
     received: int = 0
     complete: bool = False
@@ -36,6 +176,7 @@ class Blob:
 
     def __post_init__(self) -> None:
         """Raises ChecksumError when the header announces an empty body with another hash than that of nothing."""
+        self.name = self.header.name
         self.data = bytearray(self.header.size)
         self._finish()
 
@@ -55,12 +196,9 @@ class Blob:
         if self.received < self.header.size:
             return
         checksum, self._checksum = self._checksum.hexdigest(), running_checksum()
-        try:
-            check_body(self.header, len(self.data), checksum)
-        except Exception:
-            self.received = 0
-            raise
-        self.complete = True
+        self.received = 0
+        check_body(self.header, len(self.data), checksum)
+        self.received, self.complete = len(self.data), True
 
 
 @dataclass(slots=True)
@@ -119,22 +257,32 @@ class Rounds:
         """
         peer = self.peers.get(hello.peer)
         if peer is not None and peer.instance != hello.instance:
-            if peer.alive(now, self._beat_timeout_s / 2):
+            if now - peer.heard <= self._beat_timeout_s / 2:
                 return f"another process that is peer {hello.peer!r} to fall silent; each cluster needs its own peer_id"
             self._drop_open_deltas(hello.peer)
             self._replaced.add((peer.name, peer.instance))
             peer = None
-        for other in self.peers.values():
-            if other.name != hello.peer and other.alive(now, self._beat_timeout_s):
+        for other in self.alive(now):
+            if other.name != hello.peer:
                 check_same_run(hello, other)
         if peer is None or peer.ranks != hello.ranks:
-            peer = Peer(hello.peer, hello.ranks, hello.instance, hello.settings, hello.round_deadline_s)
+            peer = Peer(hello.peer, hello.ranks, hello.instance, hello.round_deadline_s)
             self.peers[hello.peer] = peer
-        peer.layouts[hello.rank] = hello.layout
-        peer.frozen[hello.rank] = hello.frozen
-        peer.delta_bytes[hello.rank] = hello.delta_bytes
-        peer.note(hello.rank, Position(hello.outer_step, hello.base_hash, hello.training), now)
+        report = RankReport(hello, now, hello.outer_step, hello.base_hash, hello.training)
+        peer.reports[hello.rank] = report
         return None
+
+    def report(self, peer: str, rank: int, instance: int, now: float) -> RankReport | None:
+        """Return the report of a rank that was heard now; None where this start of the peer has sent no hello.
+
+        Raises RunMismatchError as `check_not_replaced` does.
+        """
+        self.check_not_replaced(peer, instance)
+        known = self.peers.get(peer)
+        report = known.reports.get(rank) if known is not None and known.instance == instance else None
+        if report is not None:
+            report.heard = now
+        return report
 
     def check_not_replaced(self, peer: str, instance: int) -> None:
         """Raises RunMismatchError when this instance of the peer was silent and another has taken its place."""
@@ -152,7 +300,7 @@ class Rounds:
                 self._stop_deadline(each)
 
     def alive(self, now: float) -> list[Peer]:
-        return [peer for peer in self.peers.values() if peer.alive(now, self._beat_timeout_s)]
+        return [peer for peer in self.peers.values() if now - peer.heard <= self._beat_timeout_s]
 
     def training(self, now: float) -> list[Peer]:
         """Return the peers that train."""
@@ -176,7 +324,7 @@ class Rounds:
             return self.newest + 1
         return max((peer.outer_step for peer in self.training(now)), default=0)
 
-    def delta(self, header: Header) -> Blob:
+    def delta(self, header: DeltaHeader) -> Blob:
         """Return the blob of an acceptable delta; a new one replaces the same rank's earlier in an open round."""
         current = self.rounds.setdefault(header.outer_step, Round(header.outer_step))
         key = (header.peer, header.rank)

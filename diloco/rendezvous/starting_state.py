@@ -8,21 +8,162 @@
 
 A peer counts as training only if it was heard after the joining peer asked: one that was killed a moment ago does not.
 A rendezvous that was started a moment ago listens first: peers that trained with the one before it may be on their way.
+
+A training peer uploads its state once. The state stays for later joining peers while the rounds since then are kept. A
+source that dies or makes no progress is replaced by another, as is one whose state is refused.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from composer_prime.errors import RunMismatchError
-from diloco.rendezvous.bodies import StateTransfers
-from diloco.rendezvous.peers import Base, Peer, leading
-from diloco.rendezvous.rounds import Rounds
-from diloco.transport.messages import AskState, Current, Gone, Position, RoundNotReady, StateReady
+from composer_prime.errors import RunMismatchError, WireError
+from diloco.rendezvous.rounds import Base, Blob, Peer, Rounds, leading
+from diloco.transport.messages import AskState, Gone, RoundNotReady, StartingState, StateHeader
 
 logger = logging.getLogger(__name__)
-JoinAnswer = Current | StateReady | RoundNotReady | Gone
+JoinAnswer = StartingState | RoundNotReady | Gone
+_MOST_CROWDED = 3
+"""How often the state that a peer waits for may make room for deltas."""
+
+
+# -- on its way --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class StateTransfer:
+    serial: int
+    source: str
+    ranks: int
+    progress_at: float
+    """When it last made progress."""
+    blobs: dict[int, Blob] = field(default_factory=dict)
+    """By rank."""
+
+    @property
+    def complete(self) -> bool:
+        return len(self.blobs) == self.ranks and all(blob.complete for blob in self.blobs.values())
+
+    @property
+    def outer_step(self) -> int | None:
+        """The outer step of all ranks' parts; None while they differ."""
+        steps = {blob.header.outer_step for blob in self.blobs.values()}
+        return steps.pop() if len(steps) == 1 else None
+
+    @property
+    def first_step(self) -> int | None:
+        """The earliest outer step of a rank's part; None before the first is offered."""
+        return min((blob.header.outer_step for blob in self.blobs.values()), default=None)
+
+    @property
+    def base(self) -> Base:
+        return tuple(self.blobs[rank].header.base_hash for rank in sorted(self.blobs))
+
+    def progress(self) -> str:
+        size = sum(blob.header.size for blob in self.blobs.values())
+        received = sum(blob.received for blob in self.blobs.values())
+        return f"{received / 1e6:.1f} of {size / 1e6:.1f} MB of rank(s) {sorted(self.blobs)} are here"
+
+
+class StateTransfers:
+    def __init__(self, stall_s: float) -> None:
+        """`stall_s`: a source without progress for this long is given up."""
+        self.current: StateTransfer | None = None
+        """Under way or complete."""
+        self._stall_s = stall_s
+        self._serial = secrets.randbits(48)  # ranks that got answers before and after a restart must notice
+        self._failures: Counter[str] = Counter()
+        self.crowded_out = 0
+        """How often a state made room for deltas."""
+
+    def request(self, sources: Sequence[Peer], oldest_useful: int, now: float) -> StateTransfer | None:
+        """Return the current transfer, or a new one from one of `sources`; None without a useful source.
+
+        `oldest_useful`: a state of an earlier outer step is of no use, because the rounds since are not kept.
+        """
+        if self.current is not None and self._useful(self.current, sources, oldest_useful, now):
+            return self.current
+        if self.current is not None and not self.current.complete:
+            self._failures[self.current.source] += 1
+        self.current = None
+        if sources:
+            source = min(sources, key=lambda peer: (self._failures[peer.name], peer.name))
+            self._serial += 1
+            self.current = StateTransfer(self._serial, source.name, source.ranks, now)
+        return self.current
+
+    def _useful(self, transfer: StateTransfer, sources: Sequence[Peer], oldest_useful: int, now: float) -> bool:
+        if transfer.complete:
+            return transfer.outer_step is not None and transfer.outer_step >= oldest_useful
+        alive = any(peer.name == transfer.source for peer in sources)
+        return alive and now - transfer.progress_at <= self._stall_s
+
+    def requested_from(self, peer: str, rank: int | None = None) -> int:
+        """Return the serial of the state that this peer, or this rank of it, must serve; 0 for none."""
+        current = self.current
+        if current is None or current.source != peer or current.complete:
+            return 0
+        blob = current.blobs.get(rank) if rank is not None else None
+        return 0 if blob is not None and blob.complete else current.serial
+
+    def state(self, header: StateHeader, now: float) -> Blob | None:
+        """Return the blob of a state that was requested; None for any other."""
+        current = self.current
+        if current is None or header.serial != current.serial or header.peer != current.source:
+            return None
+        if header.rank >= current.ranks:
+            return None
+        others = {rank: blob.header.outer_step for rank, blob in current.blobs.items() if rank != header.rank}
+        if max(others.values(), default=-1) > header.outer_step:  # its rank will serve a newer one
+            return None
+        for rank in [rank for rank, step in others.items() if step < header.outer_step]:
+            del current.blobs[rank]
+        blob = current.blobs.get(header.rank)
+        if blob is None or blob.header.checksum != header.checksum:
+            blob = current.blobs[header.rank] = Blob(header)
+        current.progress_at = now
+        return blob
+
+    def refuse(self, serial: int, reason: str) -> None:
+        """Drop this state, if it is still here, as a failure of its source."""
+        if self.current is not None and self.current.serial == serial:
+            logger.warning("the state of peer %s is dropped: %s", self.current.source, reason)
+            self._failures[self.current.source] += 1
+            self.drop()
+
+    def drop(self) -> None:
+        """Drop the current state, which is of a void part of the run."""
+        self.current = None
+
+    def crowd_out(self, current: StateTransfer) -> None:
+        """Drop the current state, which has no room beside the deltas."""
+        logger.warning(
+            "the state of peer %s makes room for deltas: start `diloco rendezvous` with a larger --memory-gb",
+            current.source,
+        )
+        self.crowded_out += 1
+        self.drop()
+
+    def expire(self, oldest_useful: int) -> None:
+        """Drop the current state when no peer can catch up from it any more."""
+        current = self.current
+        if current is None or (step := current.first_step) is None or step >= oldest_useful:
+            return
+        if not current.complete:
+            self._failures[current.source] += 1
+            logger.warning(
+                "the state of peer %s is given up: %s, and the rounds since it are gone. If a peer still joins, start "
+                "`diloco rendezvous` with a larger --memory-gb, or raise diloco.sync_every, or the source's "
+                "diloco.rate_limit_mbit", current.source, current.progress(),
+            )  # fmt: skip
+        self.drop()
+
+
+# -- which one ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -32,11 +173,13 @@ class JoinAttempt:
     instance: int
     attempt: int
     began: float
+    crowded_out: int
+    """StateTransfers.crowded_out when it began."""
     asks: dict[int, AskState] = field(default_factory=dict)
     """By rank."""
     over: bool = False
     """The peer trains."""
-    own_state: Current | None = None
+    own_state: StartingState | None = None
     """The answer that its own state will do."""
     newest_by_state: dict[int, int] = field(default_factory=dict)
     """The last closed round that all its ranks are given with a state, by the state's serial."""
@@ -67,18 +210,19 @@ class Joins:
 
         Raises RunMismatchError when the ranks of the peer are at different outer steps.
         """
-        peer = self.rounds.peers.get(ask.peer)
-        if peer is None or peer.instance != ask.instance or ask.rank not in peer.layouts:
+        report = self.rounds.report(ask.peer, ask.rank, ask.instance, now)
+        if report is None:
             return Gone(reason="send a hello first")
-        join = self._joins.get(ask.peer)
+        self.transfers.refuse(ask.refused, f"peer {ask.peer} reports: {ask.reason}")
+        peer, join = self.rounds.peers[ask.peer], self._joins.get(ask.peer)
         if join is None or join.instance != ask.instance or join.attempt < ask.attempt:
-            join = self._joins[ask.peer] = JoinAttempt(ask.instance, ask.attempt, now)
+            join = JoinAttempt(ask.instance, ask.attempt, now, self.transfers.crowded_out)
+            self._joins[ask.peer] = join
         if join.attempt > ask.attempt or join.over:  # a request that was sent again, and came late
             return RoundNotReady(waiting_for="the same answer on all ranks")
         if ask.rank not in join.asks:
-            peer.note(ask.rank, Position(ask.outer_step, ask.base_hash, False), now)
+            report.note(ask.outer_step, ask.base_hash, now, training=False)
         join.asks[ask.rank] = ask
-        peer.heard[ask.rank] = now
         absent = [str(rank) for rank in range(peer.ranks) if rank not in join.asks]
         if absent:
             return RoundNotReady(waiting_for=f"rank {', '.join(absent)} of peer {peer.name}")
@@ -97,7 +241,7 @@ class Joins:
 
     def _decide(self, peer: Peer, join: JoinAttempt, rank: int, now: float) -> JoinAnswer:
         training = [each for each in self.rounds.training(now) if each.name != peer.name]
-        silent = [each.name for each in training if min(each.heard.values()) < join.began]
+        silent = [each.name for each in training if each.heard < join.began]
         if silent:
             return RoundNotReady(waiting_for=f"a sign of life of {', '.join(sorted(silent))}")
         if not training:
@@ -125,8 +269,8 @@ class Joins:
         closed = self.rounds.closed(outer_step)
         return closed is not None and closed.base == base
 
-    def _keep(self, join: JoinAttempt) -> Current:
-        join.own_state = Current(newest=self.rounds.newest)
+    def _keep(self, join: JoinAttempt) -> StartingState:
+        join.own_state = StartingState(newest=self.rounds.newest)
         return join.own_state
 
     def _ahead(self, peer: Peer, join: JoinAttempt, front: int) -> JoinAnswer:
@@ -182,6 +326,11 @@ class Joins:
     # -- with another peer's state -----------------------------------------------------------------------------------
 
     def _state(self, join: JoinAttempt, sources: list[Peer], rank: int, now: float) -> JoinAnswer:
+        if self.transfers.crowded_out - join.crowded_out >= _MOST_CROWDED:
+            raise WireError(
+                f"the state made room for deltas {_MOST_CROWDED} times, for they do not fit in memory together: start "
+                "`diloco rendezvous` with a larger --memory-gb"
+            )
         transfer = self.transfers.request(sources, self.rounds.oldest, now)
         if transfer is None:
             return RoundNotReady(waiting_for="a peer that trains")
@@ -192,9 +341,7 @@ class Joins:
             return RoundNotReady(waiting_for="a state that is of one outer step on all ranks")
         closed = self.rounds.closed(transfer.outer_step)
         if closed is not None and closed.base != transfer.base:  # it fits no round that would follow on it
-            step = closed.outer_step
-            logger.warning("the state of peer %s is not the others' of outer step %d", transfer.source, step)
-            self.transfers.refuse(transfer.serial)
+            self.transfers.refuse(transfer.serial, f"it is not the others' of outer step {closed.outer_step}")
             return RoundNotReady(waiting_for="a state that the later rounds build on")
         newest = join.newest_by_state.setdefault(transfer.serial, self.rounds.newest)
-        return StateReady(header=transfer.blobs[rank].header, newest=newest)
+        return StartingState(header=transfer.blobs[rank].header, newest=newest)

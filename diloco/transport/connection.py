@@ -36,7 +36,7 @@ _SLOW_S = 2.0
 """An answer that takes longer shows that the link's queue is full."""
 _RESEND_S = 3.0
 _PIECE_TIMEOUT_S = 15.0
-BodyRequest = TypeVar("BodyRequest", messages.BodyChunk, messages.Get)
+BodyRequest = TypeVar("BodyRequest", messages.Piece, messages.Get)
 
 
 class RefusedError(WireError):
@@ -160,19 +160,19 @@ class Connection:
 
     async def upload(
         self,
-        header: messages.Header,
+        header: messages.BlobHeader,
         body: memoryview,
         instance: int,
         on_wait: Callable[[str], None] = lambda waiting_for: None,
     ) -> bool:
-        """Upload a blob; return False when its round closed or it is not wanted any more. Raises RefusedError.
+        """Upload a blob; return False when it is not wanted any more, or its round closed. Raises RefusedError.
 
         `on_wait` gets what the rendezvous waits for while it has no room; then the round's deadline ends the wait.
         """
         flow = Flow()
         while True:
             answer = await self.call(messages.DeltaOffer(header=header, instance=instance))
-            if isinstance(answer, messages.RoundClosed | messages.Gone):
+            if isinstance(answer, messages.Gone):
                 return False
             if isinstance(answer, messages.RoundNotReady):
                 on_wait(answer.waiting_for)
@@ -181,7 +181,7 @@ class Connection:
             if answer.size == header.size:
                 return True
             chunks = (
-                messages.BodyChunk(name=header.name, offset=at, data=bytes(body[at : at + size]), instance=instance)
+                messages.Piece(name=header.name, offset=at, data=bytes(body[at : at + size]), instance=instance)
                 for at, size in _spans(answer.size, header.size, flow)
             )
             # Whatever goes wrong on the way, the answer to the next offer says where to continue.
@@ -190,7 +190,7 @@ class Connection:
                     if not isinstance(reply, messages.Received) or reply.size < chunk.offset + len(chunk.data):
                         break
 
-    async def download(self, header: messages.Header, progress: str = "") -> bytearray | None:
+    async def download(self, header: messages.BlobHeader, progress: str = "") -> bytearray | None:
         """Return a blob's body; None when it is not kept any more. Raises ChecksumError, WireError, RefusedError.
 
         `progress`: its name in the log, about every ten seconds.
@@ -227,7 +227,7 @@ class Connection:
         try:
             while True:
                 while len(waiting) < flow.window and (request := next(source, None)) is not None:
-                    if isinstance(request, messages.BodyChunk):
+                    if isinstance(request, messages.Piece):
                         await self._bucket.take(len(request.data))
                     waiting.append((request, time.monotonic(), await self._send(request)))
                 if not waiting:

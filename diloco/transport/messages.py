@@ -1,15 +1,14 @@
 """What travels between a peer's trainer ranks and the rendezvous (ZMQ ROUTER/DEALER, msgpack, CURVE). No torch here.
 
-    PeerHello ----> PeerWelcome                run, layout and settings must be those of the others
-    Beat ---------> BeatReply                  alive; is a round open, is this peer's state wanted
-    DeltaOffer ---> Received | RoundClosed | RoundNotReady | Gone     the header of a blob; its bytes may come, from
-                                               this one on, or there is no room for them yet
-    BodyChunk ----> Received | Gone            some of its bytes
+    PeerHello ----> BeatReply | RoundNotReady  run, layout and settings must be those of the others
+    Beat ---------> BeatReply | Gone           alive; is a round open, is this peer's state wanted
+    DeltaOffer ---> Received | RoundNotReady | Gone     the header of a blob; its bytes may come, from this one on, or
+                                               there is no room for them yet
+    Piece --------> Received | Gone            some of its bytes
     AskRound -----> RoundOutcome | RoundNotReady | Gone     whose deltas make up an outer step
-    AskState -----> Current | StateReady | RoundNotReady    whether to join with one's own state or with another peer's;
+    AskState -----> StartingState | RoundNotReady     whether to join with one's own state or with another peer's;
                                                decided once all ranks of the peer have asked, for all of them
     Get ----------> Piece | Gone               some bytes of a blob that another peer offered
-    Unusable -----> Gone                       a state cannot be taken over: ask another source
     (any) --------> RequestRefused             does not belong here, and why
 
 Every request may be repeated: the answer to the second is that to the first.
@@ -17,6 +16,13 @@ Every request may be repeated: the answer to the second is that to the first.
 A blob is a delta or a state. Its header names the body's hash, run, peer, outer step and the global model that it
 starts from. It is sealed with a key derived from the run's, and no two are the same. So a relay without the key cannot
 alter a delta, and no one can replay one in another round.
+
+    run key (32 random bytes) --blake2b--+- CURVE pair of the rendezvous     peers authenticate it
+                                         +- CURVE pair of the peers          the rendezvous admits nobody else
+                                         +- authentication key of headers    nothing relayed can be altered
+
+Whoever holds the key is a peer: it can train, and it can send bad deltas. Peers are not protected from one another
+beyond the guards; see docs/explanation/security.md.
 """
 
 from __future__ import annotations
@@ -24,32 +30,85 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
+import zmq
+from msgspec.structs import replace
+from zmq.utils import z85
 
-from composer_prime.errors import ChecksumError, RunMismatchError, WireError
+from composer_prime.errors import ChecksumError, ConfigError, RunMismatchError, WireError
+from composer_prime.run.keys import ClientKeys, CurvePair
 
-PROTOCOL = 6
+PROTOCOL = 7
+_KEY_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
-    """The place of a rank in its run."""
+class JointKey:
+    raw: bytes
+    """32 bytes."""
 
-    outer_step: int
-    base_hash: str
-    training: bool
-    """False while it joins: rounds do not wait for it."""
+    @classmethod
+    def create(cls, path: Path) -> JointKey:
+        """Write a new key to `path`, mode 0600. Raises ConfigError when the file exists."""
+        raw = secrets.token_bytes(_KEY_BYTES)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            raise ConfigError(f"{path} exists and a joint run keeps its key: remove it to make a new one") from None
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(raw.hex().encode() + b"\n")
+        return cls(raw)
+
+    @classmethod
+    def read(cls, path: Path) -> JointKey:
+        """Raises ConfigError when `path` is missing, is not a key, or is readable by others on this machine."""
+        path = path.expanduser()
+        try:
+            text, mode = path.read_bytes().strip(), path.stat().st_mode
+        except FileNotFoundError:
+            raise ConfigError(
+                f"key file {path} is missing: make it once with `diloco keygen {path}`, then copy it to every cluster"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"key file {path} cannot be read: {error.strerror}") from None
+        if mode & 0o077:
+            raise ConfigError(f"key file {path} has mode {mode & 0o777:o}, others may read it: chmod 600 {path}")
+        try:
+            raw = bytes.fromhex(text.decode("ascii"))
+        except ValueError:
+            raw = b""
+        if len(raw) != _KEY_BYTES:
+            raise ConfigError(f"key file {path} does not hold {_KEY_BYTES} bytes in hexadecimal: copy it again, whole")
+        return cls(raw)
+
+    def derive(self, purpose: str) -> bytes:
+        """Return 32 bytes that are different for each purpose."""
+        return hashlib.blake2b(purpose.encode(), key=self.raw, digest_size=32).digest()
+
+    def server(self) -> CurvePair:
+        return self._pair("rendezvous")
+
+    def client(self) -> ClientKeys:
+        return ClientKeys(self.server().public, self._pair("peer"))
+
+    def _pair(self, purpose: str) -> CurvePair:
+        secret = z85.encode(self.derive(purpose))
+        return CurvePair(zmq.curve_public(secret), secret)
+
+
+# -- headers -----------------------------------------------------------------------------------------------------
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a blob is. `kind` is delta or state."""
+    """What a blob is."""
 
-    protocol: int = PROTOCOL
-    kind: str
     run: str
     peer: str
     rank: int
@@ -62,22 +121,35 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the body."""
     checksum: str
     """blake2b-256 of the body, hexadecimal."""
-    fragment: int = -1
-    codec: str = ""
-    weight: float = 0.0
-    """What the delta counts by: tokens, samples or 1."""
-    inner_steps: int = 0
-    serial: int = 0
-    """state: the request that it answers."""
     nonce: str = ""
     """16 random bytes, so that no two headers are the same."""
     mac: str = ""
 
+
+class DeltaHeader(Header, frozen=True, kw_only=True, tag="delta"):
+    fragment: int
+    codec: str
+    weight: float
+    """What the delta counts by: tokens, samples or 1."""
+    inner_steps: int
+
     @property
     def name(self) -> str:
         """Name of the blob at the rendezvous."""
-        number = self.outer_step if self.kind == "delta" else self.serial
-        return f"{self.kind}/{number}/{self.peer}/{self.rank}"
+        return f"delta/{self.outer_step}/{self.peer}/{self.rank}"
+
+
+class StateHeader(Header, frozen=True, kw_only=True, tag="state"):
+    serial: int
+    """The request that it answers."""
+
+    @property
+    def name(self) -> str:
+        """Name of the blob at the rendezvous."""
+        return f"state/{self.serial}/{self.peer}/{self.rank}"
+
+
+BlobHeader = DeltaHeader | StateHeader
 
 
 def body_checksum(body: bytes | bytearray | memoryview) -> str:
@@ -89,23 +161,21 @@ def running_checksum(body: bytes | bytearray | memoryview = b"") -> hashlib.blak
     return hashlib.blake2b(body, digest_size=32)
 
 
-def seal_header(header: Header, key: bytes) -> Header:
+def seal_header(header: BlobHeader, key: bytes) -> BlobHeader:
     """Return `header` with a fresh nonce and its authentication code."""
-    header = msgspec.structs.replace(header, nonce=secrets.token_hex(16))
-    return msgspec.structs.replace(header, mac=_mac(header, key))
+    header = replace(header, nonce=secrets.token_hex(16))
+    return replace(header, mac=_mac(header, key))
 
 
-def authenticate(header: Header, key: bytes, *, run: str) -> None:
-    """Raises RunMismatchError for another run or release, ChecksumError when not made with the run's key."""
-    if header.protocol != PROTOCOL:
-        raise RunMismatchError(f"{header.peer} speaks protocol {header.protocol}, this is {PROTOCOL}: use one release")
+def authenticate(header: BlobHeader, key: bytes, *, run: str) -> None:
+    """Raises RunMismatchError for another run, ChecksumError when not made with the run's key."""
     if header.run != run:
         raise RunMismatchError(f"{header.peer} sends for run {header.run!r}, this is {run!r}: check diloco.run")
     if not hmac.compare_digest(header.mac.encode(), _mac(header, key).encode()):
         raise ChecksumError(f"the header of {header.name} was not made with this run's key, or was altered on the way")
 
 
-def check_body(header: Header, size: int, checksum: str) -> None:
+def check_body(header: BlobHeader, size: int, checksum: str) -> None:
     """Raises ChecksumError when a body of `size` bytes with `checksum` is not the header's."""
     if size != header.size or checksum != header.checksum:
         raise ChecksumError(
@@ -114,8 +184,8 @@ def check_body(header: Header, size: int, checksum: str) -> None:
         )
 
 
-def _mac(header: Header, key: bytes) -> str:
-    raw = msgspec.msgpack.encode(msgspec.structs.replace(header, mac=""))
+def _mac(header: BlobHeader, key: bytes) -> str:
+    raw = msgspec.msgpack.encode(replace(header, mac=""))
     return hashlib.blake2b(raw, key=key, digest_size=32).hexdigest()
 
 
@@ -136,8 +206,9 @@ class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
     fragment: int
 
 
-def largest_body(tensors: Sequence[TensorLayout], fragment: int | None) -> int:
-    """Return the most bytes that a delta of `fragment` can have; None: that a state can have."""
+def largest_body(tensors: Sequence[TensorLayout], header: BlobHeader) -> int:
+    """Return the most bytes that a delta of this fragment, or a state, can have."""
+    fragment = header.fragment if isinstance(header, DeltaHeader) else None
     count = sum(math.prod(each.local_shape) for each in tensors if fragment in (None, each.fragment))
     return _MORE_BYTES + count * (_STATE_BYTES if fragment is None else _DELTA_BYTES)
 
@@ -163,11 +234,10 @@ def _description(tensor: TensorLayout | None) -> str:
     return f"shape {tensor.shape}, shard {tensor.local_shape}, fragment {tensor.fragment}"
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all messages."""
+# -- requests and answers ----------------------------------------------------------------------------------------
 
 
-class FromRank(Message, frozen=True, kw_only=True):
+class FromRank(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank says of itself."""
 
     peer: str
@@ -179,7 +249,7 @@ class FromRank(Message, frozen=True, kw_only=True):
     """Of its global values."""
 
 
-class PeerHello(FromRank, frozen=True, tag="hello"):
+class PeerHello(FromRank, frozen=True, kw_only=True, tag="hello"):
     run: str
     ranks: int
     training: bool
@@ -196,87 +266,75 @@ class PeerHello(FromRank, frozen=True, tag="hello"):
     """0 for releases before protocol 3, which did not send it."""
 
 
-class Beat(FromRank, frozen=True, tag="beat"):
+class Beat(FromRank, frozen=True, kw_only=True, tag="beat"):
     training: bool
     """False while it joins: rounds do not wait for it."""
     inner_steps: int = 0
     """Taken since its start: while the number stays, no second round waits for this peer."""
 
 
-class DeltaOffer(Message, frozen=True, tag="offer"):
-    header: Header
+class DeltaOffer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
+    header: BlobHeader
     instance: int
     """As in its hello."""
 
 
-class BodyChunk(Message, frozen=True, tag="chunk"):
+class Piece(msgspec.Struct, frozen=True, kw_only=True, tag="piece"):
+    """Some bytes of a blob, in either direction."""
+
     name: str
     offset: int
     data: bytes
-    instance: int
+    instance: int = 0
+    """As in the hello of the peer that sends it; 0 from the rendezvous."""
 
 
-class AskRound(FromRank, frozen=True, tag="ask_round"):
+class AskRound(FromRank, frozen=True, kw_only=True, tag="ask_round"):
     """Whose deltas made up the outer step."""
 
 
-class AskState(FromRank, frozen=True, tag="ask_state"):
+class AskState(FromRank, frozen=True, kw_only=True, tag="ask_state"):
     attempt: int
     """Which of this process's joins it is for; the same on all ranks."""
+    refused: int = 0
+    """Serial of a state that this rank could not take over: another source is asked."""
+    reason: str = ""
 
 
-class Get(Message, frozen=True, tag="get"):
+class Get(msgspec.Struct, frozen=True, kw_only=True, tag="get"):
     name: str
     offset: int
     length: int
 
 
-class Unusable(Message, frozen=True, tag="unusable"):
-    peer: str
-    """The sender."""
-    instance: int
-    serial: int
-    reason: str
-
-
-class PeerWelcome(Message, frozen=True, tag="welcome"):
+class BeatReply(msgspec.Struct, frozen=True, kw_only=True, tag="beat_reply"):
     beat_s: float
     """Seconds between beats."""
-
-
-class BeatReply(Message, frozen=True, tag="beat_reply"):
-    known: bool
-    """False: send a hello (again); the rendezvous was restarted."""
-    open_round: int | None
-    left_s: float | None
+    open_round: int | None = None
+    left_s: float | None = None
     """Until the open round's deadline."""
-    state_wanted: int
+    state_wanted: int = 0
     """Serial of a request for this rank's part of the state; 0 for none."""
 
 
-class Received(Message, frozen=True, tag="received"):
-    name: str
+class Received(msgspec.Struct, frozen=True, kw_only=True, tag="received"):
     size: int
-    """Bytes so far, from the first."""
+    """Bytes of the blob so far, from the first."""
 
 
-class RoundClosed(Message, frozen=True, tag="closed"):
-    outer_step: int
-
-
-class Gone(Message, frozen=True, tag="gone"):
-    """What was requested does not exist and never will: rejoin."""
+class Gone(msgspec.Struct, frozen=True, kw_only=True, tag="gone"):
+    """What was requested does not exist and never will: say hello, or rejoin."""
 
     reason: str
 
 
-class RoundNotReady(Message, frozen=True, tag="not_ready"):
+class RoundNotReady(msgspec.Struct, frozen=True, kw_only=True, tag="not_ready"):
     waiting_for: str
 
 
-class RoundOutcome(Message, frozen=True, tag="outcome"):
+class RoundOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
     outer_step: int
-    headers: list[Header]
+    headers: list[DeltaHeader]
     """This rank's part of the contributions, sorted by peer."""
     newest: int
     """The last closed round: more outcomes are available up to it."""
@@ -284,33 +342,19 @@ class RoundOutcome(Message, frozen=True, tag="outcome"):
     """Hash of all ranks' headers: ranks that got different outcomes notice."""
 
 
-class Current(Message, frozen=True, tag="current"):
-    """The peer's own state will do: it is the others', can catch up from rounds that are kept, or the peer is alone."""
-
+class StartingState(msgspec.Struct, frozen=True, kw_only=True, tag="starting_state"):
     newest: int
-    """The last closed round; -1 for none."""
+    """The last closed round; -1 for none. Rounds from the state's outer step to this one are kept."""
+    header: StateHeader | None = None
+    """None: the peer's own state will do. It is the others', can catch up from kept rounds, or the peer is alone."""
 
 
-class StateReady(Message, frozen=True, tag="state_ready"):
-    header: Header
-    newest: int
-
-
-class Piece(Message, frozen=True, tag="piece"):
-    name: str
-    offset: int
-    data: bytes
-
-
-class RequestRefused(Message, frozen=True, tag="refused"):
+class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     error: str
 
 
-FromPeer = PeerHello | Beat | DeltaOffer | BodyChunk | AskRound | AskState | Get | Unusable
-ToPeer = (
-    PeerWelcome | BeatReply | Received | RoundClosed | Gone | RoundNotReady | RoundOutcome | Current | StateReady
-    | Piece | RequestRefused
-)  # fmt: skip
+FromPeer = PeerHello | Beat | DeltaOffer | Piece | AskRound | AskState | Get
+ToPeer = BeatReply | Received | Gone | RoundNotReady | RoundOutcome | StartingState | Piece | RequestRefused
 
 _FROM_PEER, _TO_PEER = msgspec.msgpack.Decoder(FromPeer), msgspec.msgpack.Decoder(ToPeer)
 encode = msgspec.msgpack.Encoder().encode

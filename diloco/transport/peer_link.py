@@ -1,15 +1,15 @@
 """A trainer rank's link to the other clusters, in a thread of its own: training continues while deltas travel.
 
-    training thread                       link thread
-    offer(header, body)  ───────────────> upload, request the result, fetch the others' bodies (exchange.py)
-    wait(timeout_s)      <─────────────── RoundResult | MustRejoin | nothing yet
+    training thread: PeerLink             link thread: Exchange
+    offer(header, body)  ───────────────> upload, request the result, fetch the others' bodies
+    wait(timeout_s)      <─────────────── RoundResult | Gone (rejoin) | nothing yet
     request_source       ───────────────> a state to join with
     join_source          <───────────────
                                           a beat every few seconds: alive, at which outer and inner step; the state
                                           of this rank for a joining peer
 
 A lost connection or a restarted rendezvous is not a failure: requests are repeated, and uploads continue where they
-were.
+were. What arrives is checked here: it was made with the run's key, and it is what was requested.
 """
 
 from __future__ import annotations
@@ -20,25 +20,37 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import DeadlineError, RunMismatchError, WireError
 from diloco.transport import messages
 from diloco.transport.connection import Connection, RefusedError
-from diloco.transport.exchange import Exchange, JoinSource, MustRejoin, RoundResult
-from diloco.transport.peer_keys import JointKey
+from diloco.transport.messages import Gone, JointKey, RoundNotReady, StartingState
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_NOTHING = memoryview(b"")
+_LOG_EVERY_S = 10.0
+"""How often the log names what a join waits for."""
 _CONNECT_TIMEOUT_S = 60.0
 """How long the rendezvous may take to answer and admit this peer when training starts."""
 _FAREWELL_S = 4.0
 _BEAT_TIMEOUT_S = 3.0
 """A beat is not sent again: the next one is more up to date."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """A closed round, whole and checked."""
+
+    outcome: messages.RoundOutcome
+    bodies: list[memoryview]
+    """Of outcome.headers, in their order."""
 
 
 class PeerLink:
@@ -50,39 +62,18 @@ class PeerLink:
         state_to_serve: Callable[[], tuple[memoryview, int, str]],
     ) -> None:
         """`state_to_serve` returns a copy of the state, its outer step and hash; it is called in another thread."""
-        self._config = config
-        self._hello = hello
-        """Which rank this is, and where it stands now."""
-        self._client_keys = key.client()
-        self._header_key = key.derive("headers")
-        self._layout_hash = messages.layout_hash(hello.layout)
-        self._exchange: Exchange | None = None
-        """It and its connection are made in the link thread, where their event loop runs."""
+        self._exchange = Exchange(config, key, hello, state_to_serve)
         self._entry: tuple[Any, ...] = ()
         """The arguments of Exchange.take_part for the current round."""
-        self._round: concurrent.futures.Future[RoundResult | MustRejoin] | None = None
-        self._hellos = 0
-        """How often the rendezvous admitted this rank: more than once when it was restarted."""
+        self._round: concurrent.futures.Future[RoundResult | Gone] | None = None
         self._round_hellos = 0
-        """`_hellos` when the current round began."""
-        self._status = messages.BeatReply(known=True, open_round=None, left_s=None, state_wanted=0)
-        """The last answer to a beat."""
-        self._status_at = 0.0
-        self._failure: BaseException | None = None
-        """Why the rendezvous refuses this peer."""
-        self._beat_s = 2.0
-        self._beating: asyncio.Task[None] | None = None
-        self._source: concurrent.futures.Future[JoinSource] | None = None
+        """How often the rendezvous had admitted this rank when the current round began."""
+        self._beating: concurrent.futures.Future[None] | None = None
+        """Ends when the rendezvous refuses this peer."""
+        self._source: concurrent.futures.Future[tuple[StartingState, bytearray]] | None = None
         self._attempt = 0
-        self._state_to_serve = state_to_serve
-        self._serving: asyncio.Task[None] | None = None
-        self._unserved = 0
-        """Serial of a request for this rank's state that failed."""
-        self._inner_steps = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="diloco-link", daemon=True)
-
-    # -- training thread -----------------------------------------------------------------------------------------
 
     def start(self, outer_step: int, base_hash: str) -> None:
         """Connect and send a hello from that position.
@@ -92,15 +83,16 @@ class PeerLink:
         self.set_position(outer_step, base_hash)
         self._thread.start()
         try:
-            self._submit(self._open()).result()
+            self._submit(self._exchange.open()).result()
         except RefusedError as error:
             raise RunMismatchError(str(error)) from None
+        self._beating = self._submit(self._exchange.keep_beating())
 
     def close(self) -> None:
         """Tell the others not to wait, and stop. Idempotent."""
         if self._thread.is_alive():
             with contextlib.suppress(Exception):
-                self._submit(self._shut()).result(timeout=_FAREWELL_S)
+                self._submit(self._exchange.close()).result(timeout=_FAREWELL_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=5)
         if not self._thread.is_alive():
@@ -111,29 +103,25 @@ class PeerLink:
 
         `training` None leaves that as it was; a value is sent at once. Never waits.
         """
-        before = self._hello.training
-        self._hello = structs.replace(
-            self._hello, outer_step=outer_step, base_hash=base_hash, training=before if training is None else training
+        before = self._exchange.hello
+        self._exchange.hello = replace(
+            before,
+            outer_step=outer_step,
+            base_hash=base_hash,
+            training=before.training if training is None else training,
         )
-        if training is not None and self._exchange is not None:
-            self._submit(self._beat_early())
+        if training is not None and self._beating is not None:
+            self._submit(self._exchange.beat_early())
 
     def note_step(self) -> None:
         """Count an inner step: a peer whose beats show none is not waited for."""
-        self._inner_steps += 1
+        self._exchange.inner_steps += 1
 
-    def header(self, kind: str, body: memoryview, outer_step: int, base_hash: str, **fields: Any) -> messages.Header:
-        """Return the header, not sealed yet, of a body that belongs to the global values with that hash."""
-        return messages.Header(
-            kind=kind, run=self._hello.run, peer=self._hello.peer, rank=self._hello.rank, size=len(body),
-            outer_step=outer_step, base_hash=base_hash, layout_hash=self._layout_hash,
-            checksum=messages.body_checksum(body), **fields,
-        )  # fmt: skip
+    def delta_header(self, body: memoryview, outer_step: int, base_hash: str, **facts: Any) -> messages.DeltaHeader:
+        """Return the sealed header of a delta that starts from the global values with that hash."""
+        return self._exchange.sealed(messages.DeltaHeader, body, outer_step, base_hash, **facts)
 
-    def seal(self, header: messages.Header) -> messages.Header:
-        return messages.seal_header(header, self._header_key)
-
-    def offer(self, header: messages.Header, body: memoryview) -> None:
+    def offer(self, header: messages.DeltaHeader, body: memoryview) -> None:
         """Begin a round: bring a delta, then fetch the result; `body` must not change any more."""
         self._entry = (header.outer_step, header.base_hash, header, body)
         self.retry_round()
@@ -147,44 +135,47 @@ class PeerLink:
         """Take part once more in the current round, because the ranks of this peer got different results."""
         if self._round is not None:
             self._round.cancel()
-        self._round_hellos = self._hellos
-        self._round = self._submit(self._live.take_part(*self._entry))
+        self._round_hellos = self._exchange.hellos
+        self._round = self._submit(self._exchange.take_part(*self._entry))
 
-    def wait(self, timeout_s: float) -> RoundResult | MustRejoin | None:
+    def wait(self, timeout_s: float) -> RoundResult | Gone | None:
         """Return the result of the current round; None until it is known. Raises its errors (WireErrors)."""
         return self._result(self._round, timeout_s)
 
     @property
     def rendezvous_restarted(self) -> bool:
         """Tell whether the rendezvous was restarted since the current round began, and so forgot how it ended."""
-        return self._round_hellos != self._hellos
+        return self._round_hellos != self._exchange.hellos
 
     def time_left_s(self, outer_step: int) -> float | None:
         """Return the seconds until a delta begun now misses this round's deadline, as of the last beat.
 
         None while the deadline does not run.
         """
-        status = self._status
-        if status.open_round != outer_step or status.left_s is None:
+        exchange, status = self._exchange, self._exchange.status
+        if status is None or status.open_round != outer_step or status.left_s is None:
             return None
-        return status.left_s - (time.monotonic() - self._status_at) - self._live.upload_s
+        return status.left_s - (time.monotonic() - exchange.status_at) - exchange.upload_s
 
-    def refuse_state(self, serial: int, reason: str) -> None:
-        """Report that this state cannot be taken over: another source is asked. Never waits."""
-        self._live.waiting_for = f"another state, because {reason}"
-        hello = self._hello
-        unusable = messages.Unusable(peer=hello.peer, instance=hello.instance, serial=serial, reason=reason)
-        self._submit(self._live.connection.call(unusable))
+    def request_source(self, outer_step: int, base_hash: str, *, refused: int = 0, reason: str = "") -> None:
+        """Ask which state to join with, being at `outer_step` with `base_hash`; all ranks of the peer must ask.
 
-    def request_source(self, outer_step: int, base_hash: str) -> None:
-        """Ask which state to join with, being at `outer_step` with `base_hash`; all ranks of the peer must ask."""
+        `refused`: serial of a state that cannot be taken over, for that `reason`: another source is asked.
+        """
         if self._source is not None:
             self._source.cancel()
         self._attempt += 1
-        self._source = self._submit(self._live.fetch_source(outer_step, base_hash, self._attempt))
+        hello = self._exchange.hello
+        ask = messages.AskState(
+            peer=hello.peer, rank=hello.rank, instance=hello.instance, attempt=self._attempt, outer_step=outer_step,
+            base_hash=base_hash, refused=refused, reason=reason,
+        )  # fmt: skip
+        if reason:
+            self._exchange.waiting_for = f"another state, because {reason}"
+        self._source = self._submit(self._exchange.fetch_source(ask))
 
-    def join_source(self, timeout_s: float) -> JoinSource | None:
-        """Return the state to join with; None while it is not known. Raises its errors (WireErrors)."""
+    def join_source(self, timeout_s: float) -> tuple[StartingState, bytearray] | None:
+        """Return the state to join with and its body; None while it is not known. Raises its errors (WireErrors)."""
         return self._result(self._source, timeout_s)
 
     def release_source(self) -> None:
@@ -194,23 +185,17 @@ class PeerLink:
     @property
     def waiting_for(self) -> str:
         """What the rendezvous last reported that it waits for."""
-        return self._exchange.waiting_for if self._exchange is not None else "a connection"
+        return self._exchange.waiting_for
 
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
-        if self._exchange is None:
-            return 0, 0
-        return self._exchange.connection.bytes_sent, self._exchange.connection.bytes_received
-
-    @property
-    def _live(self) -> Exchange:
-        assert self._exchange is not None  # since `start`
-        return self._exchange
+        connection = self._exchange.connection
+        return (connection.bytes_sent, connection.bytes_received) if connection is not None else (0, 0)
 
     def _result(self, future: concurrent.futures.Future[T] | None, timeout_s: float) -> T | None:
-        if self._failure is not None:
-            raise self._failure
+        if self._beating is not None and self._beating.done():
+            self._beating.result()
         with contextlib.suppress(concurrent.futures.TimeoutError):
             return future.result(timeout_s) if future is not None else None
         return None
@@ -218,94 +203,262 @@ class PeerLink:
     def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    # -- link thread ---------------------------------------------------------------------------------------------
 
-    async def _open(self) -> None:
-        config, hello = self._config, self._hello
+class Exchange:
+    """What one rank tells the rendezvous and gets from it. Coroutines run in the event loop of the link's thread."""
+
+    def __init__(
+        self,
+        config: DilocoConfig,
+        key: JointKey,
+        hello: messages.PeerHello,
+        state_to_serve: Callable[[], tuple[memoryview, int, str]],
+    ) -> None:
+        self._config = config
+        self._key = key
+        self._state_to_serve = state_to_serve
+        self.hello = hello
+        """Which rank this is, and where it stands now."""
+        self.inner_steps = 0
+        self.connection: Connection | None = None
+        """Since `open`, which its event loop runs."""
+        self.hellos = 0
+        """How often the rendezvous admitted this rank: more than once when it was restarted."""
+        self.status: messages.BeatReply | None = None
+        """The last answer to a beat."""
+        self.status_at = 0.0
+        self.waiting_for = "the rendezvous' answer"
+        self.upload_s = 0.0
+        """How long the upload of the last delta took."""
+
+    async def open(self) -> None:
+        """Connect and ask to be admitted. Raises DeadlineError or RefusedError."""
+        config, hello = self._config, self.hello
         identity = f"{hello.peer}/{hello.rank}/{hello.instance}"  # a successor's answers are not this process's
-        connection = Connection(config.rendezvous, self._client_keys, identity, config.rate_limit_mbit)
-        self._exchange = Exchange(connection, self._header_key, hello)
+        self.connection = Connection(config.rendezvous, self._key.client(), identity, config.rate_limit_mbit)
         await self._greet()
-        self._beating = asyncio.create_task(self._keep_beating())
 
-    async def _shut(self) -> None:
-        if self._exchange is None:
+    async def close(self) -> None:
+        """Tell the others not to wait, and end all requests."""
+        if self.connection is None:
             return
-        if self._hello.training:
-            self._hello = structs.replace(self._hello, training=False)
+        if self.hello.training:
+            self.hello = replace(self.hello, training=False)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._beat_early(), _FAREWELL_S / 2)
+                await asyncio.wait_for(self.beat_early(), _FAREWELL_S / 2)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            if task is not self._exchange.connection.receiver:
+            if task is not self.connection.receiver:
                 task.cancel()
-        await self._exchange.connection.close()
+        await self.connection.close()
+
+    @property
+    def _live(self) -> Connection:
+        assert self.connection is not None  # since `open`
+        return self.connection
+
+    # -- beats -----------------------------------------------------------------------------------------------------
 
     async def _greet(self) -> None:
         """Ask to be admitted. Raises DeadlineError after _CONNECT_TIMEOUT_S, or RefusedError."""
         timeout_s, began = _CONNECT_TIMEOUT_S, time.monotonic()
         while True:
-            answer = await self._live.connection.call(self._hello, timeout_s)
-            if isinstance(answer, messages.PeerWelcome):
-                self._beat_s, self._hellos = answer.beat_s, self._hellos + 1
+            answer = await self._live.call(self.hello, timeout_s)
+            if isinstance(answer, messages.BeatReply):
+                self.status, self.status_at, self.hellos = answer, time.monotonic(), self.hellos + 1
                 return
-            waiting_for = answer.waiting_for if isinstance(answer, messages.RoundNotReady) else type(answer).__name__
+            waiting_for = answer.waiting_for if isinstance(answer, RoundNotReady) else type(answer).__name__
             if time.monotonic() - began > timeout_s:
-                raise DeadlineError(f"the rendezvous did not admit peer {self._hello.peer}: it waits for {waiting_for}")
+                raise DeadlineError(f"the rendezvous did not admit peer {self.hello.peer}: it waits for {waiting_for}")
             await asyncio.sleep(0.2)
 
-    async def _keep_beating(self) -> None:
-        """Beat until cancelled or refused. An outage is no failure: waiting for a round has a deadline of its own."""
-        silent = False
-        while True:
-            await asyncio.sleep(self._beat_s)
+    async def keep_beating(self) -> None:
+        """Beat, and serve the state when it is wanted. Raises RunMismatchError when the rendezvous refuses this peer.
+
+        An outage is no failure: waiting for a round has a deadline of its own.
+        """
+        serving: asyncio.Task[bool] | None = None
+        silent, last = False, 0
+        while self.status is not None:
+            await asyncio.sleep(self.status.beat_s)
             try:
                 await self._beat()
                 silent = False
             except WireError as error:  # RefusedError, or an answer of another release
-                self._failure = RunMismatchError(str(error))
                 logger.warning("%s", error)
-                return
+                raise RunMismatchError(str(error)) from None
             except DeadlineError as error:
                 if not silent:
                     logger.warning("%s", error)
                 silent = True
+                continue
+            wanted = self.status.state_wanted
+            failed = serving is not None and serving.done() and not serving.result() and wanted == last
+            if wanted and not failed and (serving is None or serving.done()):
+                last, serving = wanted, asyncio.create_task(self._serve_state(wanted))
 
     async def _beat(self) -> None:
         """Report where this rank stands. Raises DeadlineError or RefusedError."""
-        hello = self._hello
+        hello = self.hello
         beat = messages.Beat(
             peer=hello.peer, rank=hello.rank, instance=hello.instance, outer_step=hello.outer_step,
-            base_hash=hello.base_hash, training=hello.training, inner_steps=self._inner_steps,
+            base_hash=hello.base_hash, training=hello.training, inner_steps=self.inner_steps,
         )  # fmt: skip
-        answer = await self._live.connection.call(beat, _BEAT_TIMEOUT_S)
-        if isinstance(answer, messages.BeatReply) and answer.known:
-            self._status, self._status_at = answer, time.monotonic()
-            idle = self._serving is None or self._serving.done()
-            if idle and answer.state_wanted not in (0, self._unserved):
-                self._serving = asyncio.create_task(self._serve_state(answer.state_wanted))
-        elif isinstance(answer, messages.BeatReply):
+        answer = await self._live.call(beat, _BEAT_TIMEOUT_S)
+        if isinstance(answer, messages.BeatReply):
+            self.status, self.status_at = answer, time.monotonic()
+        else:
             logger.info("the rendezvous does not know this peer (any more): sending a hello")
             await self._greet()
 
-    async def _serve_state(self, serial: int) -> None:
-        """Copy the global state and upload it for a joining peer, whatever the training thread waits for.
+    async def beat_early(self) -> None:
+        """Send a beat ahead of time; when it is lost the next one carries the same."""
+        with contextlib.suppress(DeadlineError, RefusedError):
+            await self._beat()
 
-        The ranks of a peer serve on their own: what is of an earlier outer step than another rank's is asked for again.
+    async def _serve_state(self, serial: int) -> bool:
+        """Upload a copy of the global state for a joining peer, whatever the training thread waits for.
+
+        Return False when it could not be served. The ranks of a peer serve on their own: what is of an earlier outer
+        step than another rank's is asked for again.
         """
         try:
             header, body = await asyncio.to_thread(self._state_blob, serial)
             logger.info("serving the global state of outer step %d (%.1f MB)", header.outer_step, len(body) / 1e6)
-            if not await self._live.connection.upload(self.seal(header), body, self._hello.instance):
+            if not await self._live.upload(header, body, self.hello.instance):
                 logger.info("the state is not wanted any more")
         except (WireError, DeadlineError) as error:
-            self._unserved = serial
             logger.warning("the state could not be served: %s", error)
+            return False
+        return True
 
-    def _state_blob(self, serial: int) -> tuple[messages.Header, memoryview]:
+    def _state_blob(self, serial: int) -> tuple[messages.StateHeader, memoryview]:
         body, outer_step, base_hash = self._state_to_serve()
-        return self.header("state", body, outer_step, base_hash, serial=serial), body
+        return self.sealed(messages.StateHeader, body, outer_step, base_hash, serial=serial), body
 
-    async def _beat_early(self) -> None:
-        """Send a beat ahead of time; when it is lost the next one carries the same."""
-        with contextlib.suppress(DeadlineError, RefusedError):
-            await self._beat()
+    def sealed(self, kind: type[Any], body: memoryview, outer_step: int, base_hash: str, **facts: Any) -> Any:
+        """Return the sealed header, of that class, of a body that belongs to the global values with that hash."""
+        header = kind(
+            run=self.hello.run, peer=self.hello.peer, rank=self.hello.rank, size=len(body), outer_step=outer_step,
+            base_hash=base_hash, layout_hash=messages.layout_hash(self.hello.layout),
+            checksum=messages.body_checksum(body), **facts,
+        )  # fmt: skip
+        return messages.seal_header(header, self._key.derive("headers"))
+
+    # -- rounds ----------------------------------------------------------------------------------------------------
+
+    async def take_part(
+        self,
+        outer_step: int,
+        base_hash: str,
+        header: messages.DeltaHeader | None = None,
+        body: memoryview = _NOTHING,
+    ) -> RoundResult | Gone:
+        """Bring a delta, if given, and fetch the result of its round; Gone when the others continued too far.
+
+        Raises WireErrors.
+        """
+        hello = self.hello
+        ask = messages.AskRound(
+            peer=hello.peer, rank=hello.rank, instance=hello.instance, outer_step=outer_step, base_hash=base_hash
+        )
+        began = time.monotonic()
+        while True:
+            if header is not None:
+                uploaded = await self._live.upload(header, body, hello.instance, self._note_wait)
+                if uploaded and began:
+                    began, self.upload_s = 0.0, time.monotonic() - began
+            match await self._live.call(ask):
+                case messages.RoundOutcome() as outcome:
+                    self._check_outcome(outcome, outer_step, base_hash)
+                    own = {header.checksum: body} if header is not None else {}
+                    if (bodies := await self._bodies(outcome.headers, own)) is not None:
+                        return RoundResult(outcome, bodies)
+                case Gone() as gone:
+                    return gone
+                case RoundNotReady(waiting_for=waiting_for):
+                    self._note_wait(waiting_for)
+
+    def _note_wait(self, waiting_for: str) -> None:
+        self.waiting_for = waiting_for
+
+    def _check_outcome(self, outcome: messages.RoundOutcome, outer_step: int, base_hash: str) -> None:
+        """Raises WireErrors when a header is forged, of another run, or of another round."""
+        for header in outcome.headers:
+            self._check_header(header)
+            if (header.outer_step, header.base_hash) != (outer_step, base_hash):
+                raise RunMismatchError(
+                    f"the rendezvous counts {header.name} to outer step {outer_step}: a replayed header is refused"
+                )
+        peers = [header.peer for header in outcome.headers]
+        if peers != sorted(set(peers)):
+            raise RunMismatchError(f"round {outer_step} lists the peers {peers}, expected each once, in order")
+
+    def _check_header(self, header: messages.BlobHeader) -> None:
+        """Raises WireErrors when it is forged, of another run, rank or layout."""
+        messages.authenticate(header, self._key.derive("headers"), run=self.hello.run)
+        if header.rank != self.hello.rank:
+            raise RunMismatchError(
+                f"the rendezvous gives {header.name} to rank {self.hello.rank}: a misplaced header is refused"
+            )
+        if header.layout_hash != (own := messages.layout_hash(self.hello.layout)):
+            raise RunMismatchError(
+                f"{header.name} is of layout {header.layout_hash}, this rank has layout {own}: use the same model, "
+                "sharding, adapters and diloco.fragments"
+            )
+
+    async def _bodies(
+        self, headers: Sequence[messages.DeltaHeader], own: dict[str, memoryview]
+    ) -> list[memoryview] | None:
+        """Return the bodies of `headers`; None when the rendezvous lost them meanwhile.
+
+        A body that is larger than it can be is left empty: then no peer decodes it.
+        """
+        bodies = []
+        for header in headers:
+            body = own.get(header.checksum)
+            if header.size > messages.largest_body(self.hello.layout, header):
+                body = _NOTHING
+            if body is None:
+                fetched = await self._live.download(header)
+                if fetched is None:
+                    return None
+                body = memoryview(fetched)
+            bodies.append(body)
+        return bodies
+
+    # -- joining ---------------------------------------------------------------------------------------------------
+
+    async def fetch_source(self, ask: messages.AskState) -> tuple[StartingState, bytearray]:
+        """Return which state to join with, and its body. Waits until it is cancelled.
+
+        Raises WireErrors when the state is not the one that was requested.
+        """
+        logged_at = time.monotonic()
+        while True:
+            answer = await self._live.call(ask)
+            if isinstance(answer, StartingState):
+                if answer.header is None:
+                    return answer, bytearray()
+                self._check_state(answer.header, answer.newest, ask.outer_step)
+                body = await self._live.download(answer.header, progress=f"state of peer {answer.header.peer}")
+                if body is not None:
+                    return answer, body
+            elif isinstance(answer, RoundNotReady):
+                self._note_wait(answer.waiting_for)
+            if time.monotonic() - logged_at > _LOG_EVERY_S:
+                logged_at = time.monotonic()
+                logger.info("joining at outer step %d waits for %s", ask.outer_step, self.waiting_for)
+            await asyncio.sleep(0.05)
+
+    def _check_state(self, header: messages.StateHeader, newest: int, outer_step: int) -> None:
+        """Raises WireErrors when it is forged, misplaced or too large, or would take this rank back."""
+        self._check_header(header)
+        limit = messages.largest_body(self.hello.layout, header)
+        if header.size > limit:
+            raise RunMismatchError(f"{header.name} has {header.size} bytes, a state of this layout at most {limit}")
+        reached = max(header.outer_step, newest + 1)
+        if reached < outer_step:
+            raise RunMismatchError(
+                f"{header.name} leads to outer step {reached}, this peer is at {outer_step}: a state that would take "
+                "it back is refused"
+            )

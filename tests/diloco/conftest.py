@@ -8,7 +8,7 @@ import pytest
 import torch
 from joint_run import RendezvousThread
 
-from diloco.transport.peer_keys import JointKey
+from diloco.transport.messages import JointKey
 
 
 @pytest.fixture(autouse=True, scope="session")

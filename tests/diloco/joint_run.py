@@ -19,7 +19,7 @@ from composer_prime.config.diloco import DilocoConfig
 from diloco.rendezvous.rendezvous import Rendezvous
 from diloco.rendezvous.request_handler import RendezvousSettings
 from diloco.streaming import StreamingDiLoCo
-from diloco.transport.peer_keys import JointKey
+from diloco.transport.messages import JointKey
 
 RUN = "joint"
 

@@ -11,14 +11,15 @@ import torch
 from diloco.codec import codec_of
 from diloco.outer_step import accept
 from diloco.ranks import Ranks
-from diloco.transport.messages import Header, body_checksum
+from diloco.transport.messages import DeltaHeader, body_checksum
 
 
-def contribution(peer: str, values: torch.Tensor, **fields) -> tuple[Header, memoryview]:
+def contribution(peer: str, values: torch.Tensor, **fields) -> tuple[DeltaHeader, memoryview]:
     body = memoryview(codec_of("int8").encode(values).numpy()).cast("B")
-    header = {"kind": "delta", "run": "r", "peer": peer, "rank": 0, "outer_step": 3, "base_hash": "", "layout_hash": ""}
+    header = {"run": "r", "peer": peer, "rank": 0, "outer_step": 3, "base_hash": "", "layout_hash": ""}
     header |= {"size": len(body), "checksum": body_checksum(body), "fragment": 1, "codec": "int8", "weight": 2.0}
-    return Header(**{**header, **fields}), body
+    header["inner_steps"] = 1
+    return DeltaHeader(**{**header, **fields}), body
 
 
 # Good ones decode; a delta that claims another fragment, an unknown codec, a length that does not fit its codec or an

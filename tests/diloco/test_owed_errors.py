@@ -8,8 +8,8 @@ from joint_run import Blocks, adamw, inner_step, settings
 
 from diloco.state import DeltaCoverage, LocalWork, PendingDelta
 from diloco.streaming import StreamingDiLoCo
-from diloco.transport.exchange import RoundResult
 from diloco.transport.messages import RoundOutcome
+from diloco.transport.peer_link import RoundResult
 
 
 def moved(key_file, peer, steps):
@@ -31,8 +31,8 @@ def delta(engine):
     """Of its first fragment."""
     data, residual_n = engine.replica.feedback.encode(0, engine.global_model.delta(0), engine._codec)
     body, name = memoryview(data.numpy()).cast("B"), engine._codec.name
-    facts = {"fragment": 0, "codec": name, "weight": 1.0}
-    header = engine._link.seal(engine._link.header("delta", body, 0, engine.global_model.hash, **facts))
+    facts = {"fragment": 0, "codec": name, "weight": 1.0, "inner_steps": 1}
+    header = engine._link.delta_header(body, 0, engine.global_model.hash, **facts)
     return PendingDelta(header, body, residual_n, DeltaCoverage(LocalWork(steps=1, tokens=1)))
 
 

@@ -12,7 +12,7 @@ import pytest
 from quick_run import ROOT, QuickRun
 from safetensors.torch import load_file
 
-from diloco.transport.peer_keys import JointKey
+from diloco.transport.messages import JointKey
 
 
 def metrics(folder: Path, role: str = "trainer") -> list[dict[str, float]]:

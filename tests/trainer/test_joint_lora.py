@@ -14,7 +14,7 @@ import torch
 from small_runs import make_config, make_samples
 from step_peer import StepPeer
 
-from diloco.transport.peer_keys import JointKey
+from diloco.transport.messages import JointKey
 from trainer.model.build import build_policy
 
 pytestmark = pytest.mark.process

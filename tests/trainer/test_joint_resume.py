@@ -19,7 +19,7 @@ from step_peer import StepPeer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from diloco.state import unpack_state
-from diloco.transport.peer_keys import JointKey
+from diloco.transport.messages import JointKey
 
 STEPS = 12
 DILOCO = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-import msgspec
 import pytest
 import torch
 from joint_run import settings, together, train
@@ -13,7 +12,6 @@ from joint_run import settings, together, train
 from composer_prime.errors import DeadlineError
 from diloco.state import pack_state, unpack_state
 from diloco.streaming import StreamingDiLoCo
-from diloco.transport.messages import body_checksum
 
 
 def damage(engine: StreamingDiLoCo) -> None:
@@ -21,26 +19,20 @@ def damage(engine: StreamingDiLoCo) -> None:
 
 
 def claim_another_hash(engine: StreamingDiLoCo) -> None:
-    blob = engine._link._state_blob
-
-    def other_hash(serial):
-        header, body = blob(serial)
-        return msgspec.structs.replace(header, base_hash="0" * 32), body
-
-    engine._link._state_blob = other_hash
+    exchange, serve = engine._link._exchange, engine.replica.state_to_serve
+    exchange._state_to_serve = lambda: (*serve()[:2], "0" * 32)
 
 
 def leave_a_part_out(engine: StreamingDiLoCo) -> None:
-    blob = engine._link._state_blob
+    exchange, serve = engine._link._exchange, engine.replica.state_to_serve
 
-    def without(serial):
-        header, body = blob(serial)
+    def without() -> tuple[memoryview, int, str]:
+        body, outer_step, base_hash = serve()
         tensors, facts = unpack_state(body)
         del tensors["velocity.0"]
-        body = pack_state(tensors, facts)
-        return msgspec.structs.replace(header, size=len(body), checksum=body_checksum(body)), body
+        return pack_state(tensors, facts), outer_step, base_hash
 
-    engine._link._state_blob = without
+    exchange._state_to_serve = without
 
 
 # Peer a, which is asked first, has a damaged model in memory, or serves a state that is not what its header says, or

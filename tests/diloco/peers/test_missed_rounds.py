@@ -220,10 +220,10 @@ def test_the_upload_counts_before_a_deadline(make_rendezvous, key_file):
 
     def look(step, engine):
         if step == 2:
-            link = engine._link
-            link._status = BeatReply(known=True, open_round=1, left_s=5.0, state_wanted=0)
-            link._status_at = time.monotonic()
-            left.append(link.time_left_s(1))
+            link = engine._link._exchange
+            link.status = BeatReply(beat_s=1.0, open_round=1, left_s=5.0)
+            link.status_at = time.monotonic()
+            left.append(engine._link.time_left_s(1))
 
     train(config, 0, 3, before_step=look)
     assert left[0] < 4

@@ -28,7 +28,7 @@ from joint_run import (
 
 from composer_prime.errors import CheckpointError
 from diloco.streaming import StreamingDiLoCo
-from diloco.transport.peer_keys import JointKey
+from diloco.transport.messages import JointKey
 
 VALUES = {"sync_every": 6, "fragments": 2, "delay": 1, "outer": {"lr": 0.7, "momentum": 0.9}, "codec": {"type": "int4"}}
 STEPS = 18

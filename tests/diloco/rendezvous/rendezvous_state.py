@@ -10,10 +10,11 @@ from diloco.transport.messages import (
     PROTOCOL,
     AskState,
     Beat,
-    BodyChunk,
+    DeltaHeader,
     DeltaOffer,
-    Header,
     PeerHello,
+    Piece,
+    StateHeader,
     ToPeer,
     body_checksum,
     layout_hash,
@@ -82,14 +83,16 @@ class RendezvousState:
         brought: int | None = None, **facts: Any,
     ) -> ToPeer:  # fmt: skip
         """Announce a body, and bring it over, or its first bytes."""
-        header = Header(
-            kind=kind, run="joint", peer=peer, rank=rank, outer_step=outer_step, size=len(body),
+        kinds = {"delta": DeltaHeader, "state": StateHeader}
+        own = {"fragment": 0, "codec": "fp32", "weight": 1.0, "inner_steps": 1} if kind == "delta" else {"serial": 0}
+        header = kinds[kind](
+            run="joint", peer=peer, rank=rank, outer_step=outer_step, size=len(body),
             checksum=body_checksum(body),
-            **{"layout_hash": layout_hash([]), "base_hash": base(outer_step, rank), **facts},
+            **{"layout_hash": layout_hash([]), "base_hash": base(outer_step, rank), **own, **facts},
         )  # fmt: skip
         instance = self.rounds.peers[peer].instance if peer in self.rounds.peers else 1
         answer = self.handler.answer(DeltaOffer(header=seal_header(header, KEY), instance=instance))
-        self.handler.answer(BodyChunk(name=header.name, offset=0, data=body[:brought], instance=instance))
+        self.handler.answer(Piece(name=header.name, offset=0, data=body[:brought], instance=instance))
         return answer
 
     def close(self, outer_step: int, *peers: str, body: bytes = b"delta") -> Round:

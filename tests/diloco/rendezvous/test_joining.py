@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rendezvous_state import BEAT_TIMEOUT_S, GATHER_S, RendezvousState
 
 from composer_prime.errors import RunMismatchError
-from diloco.transport.messages import Current, RoundNotReady, StateReady
+from diloco.transport.messages import RoundNotReady, StartingState
 
 
 # A rendezvous that was restarted knows nothing: the first peer waits for the others, and the highest outer step wins,
@@ -22,7 +22,7 @@ def test_highest_step_wins_after_a_restart(first):
     rendezvous.now += 5
     rendezvous.hello(second, steps[second])
     answers = {name: rendezvous.ask(name, steps[name]) for name in (second, first)}
-    assert answers["b"] == Current(newest=-1) and "peer b, at outer step 12" in answers["a"].waiting_for
+    assert answers["b"] == StartingState(newest=-1) and "peer b, at outer step 12" in answers["a"].waiting_for
     rendezvous.beat("b", 12)
     assert "the state of peer b" in rendezvous.ask("a", 10).waiting_for
     rendezvous.serve("b", 12)
@@ -36,14 +36,14 @@ def test_the_wait_for_others_ends():
     assert isinstance(rendezvous.ask("a", 10), RoundNotReady)
     rendezvous.now += GATHER_S
     rendezvous.hello("a", 10)
-    assert rendezvous.ask("a", 10) == Current(newest=-1)
+    assert rendezvous.ask("a", 10) == StartingState(newest=-1)
 
 
 # At the start of a run no peer waits to train; the first round waits for the others.
 def test_a_new_run_does_not_wait():
     rendezvous = RendezvousState()
     rendezvous.hello("a")
-    assert rendezvous.ask("a", 0) == Current(newest=-1)
+    assert rendezvous.ask("a", 0) == StartingState(newest=-1)
 
 
 # All peers were killed and resume from checkpoints, against a rendezvous that kept running: rounds beyond the highest
@@ -59,9 +59,9 @@ def test_resume_of_all(farewell):
     assert isinstance(rendezvous.ask("a", 2), RoundNotReady)
     rendezvous.now += BEAT_TIMEOUT_S * 0.6
     rendezvous.hello("b", 4, instance=2)
-    assert rendezvous.ask("b", 4) == Current(newest=3)
+    assert rendezvous.ask("b", 4) == StartingState(newest=3)
     rendezvous.beat("b", 4)
-    assert rendezvous.ask("a", 2) == Current(newest=3)
+    assert rendezvous.ask("a", 2) == StartingState(newest=3)
     assert rendezvous.rounds.closed(2) is not None and rendezvous.rounds.closed(4) is None
     rendezvous.beat("a", 4)
     assert rendezvous.close(4, "a", "b").members == ("a", "b")
@@ -84,7 +84,7 @@ def test_a_joiner_after_the_end(there):
         if second < GATHER_S:
             assert "1 more peer(s) to come" in answer.waiting_for
         rendezvous.now += 1
-    assert answer == Current(newest=2 if there else 0)
+    assert answer == StartingState(newest=2 if there else 0)
     assert (rendezvous.rounds.closed(2) is not None) is there
 
 
@@ -134,7 +134,7 @@ def test_all_ranks_get_one_answer(own):
     first = rendezvous.ask("b", 2, rank=0, base_hash=other)
     rendezvous.close(3, "a")
     second = rendezvous.ask("b", 2, rank=1, base_hash=other)
-    assert isinstance(first, Current if own else StateReady) and first.newest == second.newest == 2
+    assert (first.header is None) is own and first.newest == second.newest == 2
 
 
 # Ranks that stand at different outer steps are refused.
@@ -159,7 +159,7 @@ def test_never_back():
         rendezvous.close(outer_step, "a")
     rendezvous.now += 1
     rendezvous.beat("a", 6)
-    assert rendezvous.ask("c", 5) == Current(newest=5)  # its model is the others': it replays round 5
+    assert rendezvous.ask("c", 5) == StartingState(newest=5)  # its model is the others': it replays round 5
 
 
 # A rank of a joining peer that falls silent leaves the other without an answer, not with an error.
@@ -228,7 +228,7 @@ def test_listening_ends():
     rendezvous.hello("b")
     assert isinstance(rendezvous.ask("b", 0), RoundNotReady)
     rendezvous.now += 6
-    assert rendezvous.ask("b", 0) == Current(newest=-1)
+    assert rendezvous.ask("b", 0) == StartingState(newest=-1)
 
 
 # A request that was sent again and comes late does not make a training peer a joining one.
@@ -275,7 +275,7 @@ def test_any_fleet_agrees(came, steps, ranks, closed, keep):
             if any(isinstance(answer, RoundNotReady) for answer in answers):
                 continue
             assert len({(type(answer), answer.newest) for answer in answers}) == 1
-            state = answers[0].header.outer_step if isinstance(answers[0], StateReady) else at[name]
+            state = answers[0].header.outer_step if answers[0].header else at[name]
             joined[name] = max(state, answers[0].newest + 1)
             rendezvous.beat(name, joined[name])
     assert set(joined.values()) == {max(steps)} and joined.keys() == at.keys()

@@ -9,8 +9,7 @@ from joint_run import until
 
 from diloco.rendezvous.rounds import Round
 from diloco.transport.connection import PIECE_BYTES, WINDOW, Connection
-from diloco.transport.messages import Get, Header, Piece, body_checksum, encode, to_peer
-from diloco.transport.peer_keys import JointKey
+from diloco.transport.messages import DeltaHeader, Get, JointKey, Piece, body_checksum, encode, to_peer
 
 SIZE, REQUESTS = 1 << 22, 600
 
@@ -19,8 +18,9 @@ SIZE, REQUESTS = 1 << 22, 600
 # was kept. Meanwhile others are answered, and when it reads on, so is this one.
 def test_a_reader_that_stalls(make_rendezvous, key_file):
     server = make_rendezvous()
-    blob = Header(
-        kind="delta", run="joint", peer="a", rank=0, outer_step=0, base_hash="", layout_hash="", size=SIZE,
+    blob = DeltaHeader(
+        run="joint", peer="a", rank=0, fragment=0, codec="", weight=1.0, inner_steps=1, outer_step=0,
+        base_hash="", layout_hash="", size=SIZE,
         checksum=body_checksum(bytes(SIZE)),
     )  # fmt: skip
     handler, handled = server.server.handler, 0

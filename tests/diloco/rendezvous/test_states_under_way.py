@@ -11,7 +11,7 @@ from rendezvous_state import BEAT_TIMEOUT_S, RendezvousState
 
 from diloco.transport import connection
 from diloco.transport.connection import Flow
-from diloco.transport.messages import BodyChunk, StateReady
+from diloco.transport.messages import Piece, StartingState
 
 STATE = b"state"
 
@@ -31,7 +31,7 @@ def ask(rendezvous, joiner="c", rank=0, attempt=1):
     for peer in "ab":
         rendezvous.beat(peer, max(rendezvous.rounds.newest, 0) + 1)
     answer = rendezvous.ask(joiner, 0, rank=rank, attempt=attempt, base_hash=f"other{rank}")
-    return answer.header.outer_step if isinstance(answer, StateReady) else answer.waiting_for
+    return answer.header.outer_step if isinstance(answer, StartingState) else answer.waiting_for
 
 
 def go_on(rendezvous, rounds, body=b"delta"):
@@ -44,7 +44,7 @@ def go_on(rendezvous, rounds, body=b"delta"):
 
 def bring_the_rest(rendezvous):
     current = rendezvous.transfers.current
-    rendezvous.handler.answer(BodyChunk(name=current.blobs[0].header.name, offset=1, data=STATE[1:], instance=1))
+    rendezvous.handler.answer(Piece(name=current.blobs[0].header.name, offset=1, data=STATE[1:], instance=1))
 
 
 # A state takes longer to bring, and to fetch, than --keep-rounds rounds. The rounds since stay until the joining peer
@@ -108,7 +108,7 @@ def test_a_joiner_that_died():
     for outer_step in (3, 4, 5):
         rendezvous.close(outer_step, "a", "b")
     assert rendezvous.rounds.oldest == 4 and rendezvous.transfers.current is None
-    gone = rendezvous.handler.answer(BodyChunk(name=name, offset=1, data=STATE[1:], instance=1))
+    gone = rendezvous.handler.answer(Piece(name=name, offset=1, data=STATE[1:], instance=1))
     assert gone.reason == f"nothing called {name} is expected"
     rendezvous.hello("c", instance=2)
     assert "the state of peer" in ask(rendezvous)
@@ -119,7 +119,7 @@ def test_a_joiner_that_died():
 def test_rounds_that_outgrow_the_memory(caplog):
     rendezvous = begun(keep_rounds=2, max_bytes=500)
     go_on(rendezvous, 6, body=b"x" * 50)
-    assert rendezvous.transfers.current is None and rendezvous.handler.bodies.held_bytes <= 500
+    assert rendezvous.transfers.current is None and rendezvous.handler.held_bytes <= 500
     (said,) = caplog.messages
     assert "peer a" in said and "--memory-gb" in said
     assert "the state of peer b" in ask(rendezvous)
@@ -134,7 +134,7 @@ def test_a_state_counts_in_memory():
     rendezvous.offer("a", 3, kind="state", body=b"s" * 300, serial=rendezvous.transfers.requested_from("a"))
     for outer_step in range(3, 5):
         rendezvous.close(outer_step, "a", "b", body=b"x" * 50)
-        assert rendezvous.handler.bodies.held_bytes <= 500
+        assert rendezvous.handler.held_bytes <= 500
     assert rendezvous.rounds.oldest > 0 and ask(rendezvous) == 3
 
 

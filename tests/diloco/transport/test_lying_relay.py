@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 
-from composer_prime.errors import ChecksumError, RunMismatchError
+from composer_prime.errors import ChecksumError, RunMismatchError, WireError
 from composer_prime.wire.sockets import bind_router
 from diloco.transport.connection import Connection
-from diloco.transport.exchange import Exchange
 from diloco.transport.messages import (
     PROTOCOL,
-    Header,
+    AskState,
+    BlobHeader,
+    DeltaHeader,
+    JointKey,
     PeerHello,
     Piece,
     RoundOutcome,
-    StateReady,
+    StartingState,
+    StateHeader,
     TensorLayout,
     ToPeer,
     body_checksum,
@@ -26,19 +29,21 @@ from diloco.transport.messages import (
     layout_hash,
     seal_header,
 )
-from diloco.transport.peer_keys import JointKey
+from diloco.transport.peer_link import Exchange
 
 KEY = JointKey(b"k" * 32)
 LAYOUT = [TensorLayout(name="w", shape=[4], local_shape=[2], fragment=0)]
 
 
-def header(**facts: Any) -> Header:
+def header(kind: str = "delta", **facts: Any) -> BlobHeader:
     """Of what rank 1 of peer b rightly sends for round 5."""
     right = dict(
-        kind="delta", run="joint", peer="b", rank=1, outer_step=5, base_hash="base", layout_hash=layout_hash(LAYOUT),
+        run="joint", peer="b", rank=1, outer_step=5, base_hash="base", layout_hash=layout_hash(LAYOUT),
         size=4, checksum=body_checksum(b"body"),
     )  # fmt: skip
-    return seal_header(Header(**{**right, **facts}), KEY.derive("headers"))
+    own = {"serial": 0} if kind == "state" else {"fragment": 0, "codec": "", "weight": 1.0, "inner_steps": 1}
+    kinds = {"delta": DeltaHeader, "state": StateHeader}
+    return seal_header(kinds[kind](**{**right, **own, **facts}), KEY.derive("headers"))
 
 
 async def _lied_to(lie: ToPeer, ask: Callable[[Exchange], Awaitable[Any]]) -> Any:
@@ -56,7 +61,9 @@ async def _lied_to(lie: ToPeer, ask: Callable[[Exchange], Awaitable[Any]]) -> An
         round_deadline_s=1, outer_step=0, base_hash="", training=False,
     )  # fmt: skip
     try:
-        return await asyncio.wait_for(ask(Exchange(connection, KEY.derive("headers"), hello)), 100)
+        exchange = Exchange(None, KEY, hello, lambda: None)
+        exchange.connection = connection
+        return await asyncio.wait_for(ask(exchange), 100)
     finally:
         answering.cancel()
         await asyncio.wait({answering})
@@ -69,7 +76,11 @@ def lied_to(lie: ToPeer, ask: Callable[[Exchange], Awaitable[Any]]) -> Any:
     return asyncio.run(_lied_to(lie, ask))
 
 
-def outcome(*headers: Header) -> RoundOutcome:
+def ask_state(outer_step: int) -> AskState:
+    return AskState(peer="a", rank=1, instance=1, attempt=1, outer_step=outer_step, base_hash="base")
+
+
+def outcome(*headers: BlobHeader) -> RoundOutcome:
     return RoundOutcome(outer_step=5, headers=list(headers), newest=5, digest="d")
 
 
@@ -78,10 +89,10 @@ def outcome(*headers: Header) -> RoundOutcome:
 @pytest.mark.parametrize(
     ("lie", "error", "message"),
     [
-        (outcome(header(outer_step=4)), RunMismatchError, "counts delta/4/b/1 to outer step 5 of rank 1: a replayed"),
-        (outcome(header(rank=0)), RunMismatchError, "delta/5/b/0 to outer step 5 of rank 1"),
-        (outcome(header(base_hash="other")), RunMismatchError, "a replayed or misplaced header"),
-        (outcome(header(kind="state")), RunMismatchError, "a replayed or misplaced header"),
+        (outcome(header(outer_step=4)), RunMismatchError, "counts delta/4/b/1 to outer step 5: a replayed"),
+        (outcome(header(rank=0)), RunMismatchError, "delta/5/b/0 to rank 1: a misplaced header"),
+        (outcome(header(base_hash="other")), RunMismatchError, "a replayed header"),
+        (outcome(header(kind="state")), WireError, "not a message of protocol"),
         (outcome(header(run="other")), RunMismatchError, "for run 'other', this is 'joint'"),
         (outcome(header(layout_hash="0ther")), RunMismatchError, "is of layout 0ther, this rank has layout [0-9a-f]+"),
         (outcome(header(), header()), RunMismatchError, r"lists the peers \['b', 'b'\], expected each once"),
@@ -98,16 +109,16 @@ def test_outcomes(lie, error, message):
 @pytest.mark.parametrize(
     ("facts", "newest", "error", "message"),
     [
-        ({"kind": "delta"}, 6, RunMismatchError, "as the state of rank 1: a misplaced header is refused"),
-        ({"rank": 0}, 6, RunMismatchError, "gives state/0/b/0 as the state of rank 1"),
+        ({"kind": "delta"}, 6, WireError, "not a message of protocol"),
+        ({"rank": 0}, 6, RunMismatchError, "gives state/0/b/0 to rank 1"),
         ({"layout_hash": "0ther"}, 6, RunMismatchError, "is of layout 0ther"),
         ({}, 5, RunMismatchError, "leads to outer step 6, this peer is at 7: a state that would take it back"),
     ],
 )
 def test_states(facts, newest, error, message):
-    lie = StateReady(header=header(**{"kind": "state", **facts}), newest=newest)
+    lie = StartingState(header=header(**{"kind": "state", **facts}), newest=newest)
     with pytest.raises(error, match=message):
-        lied_to(lie, lambda exchange: exchange.fetch_source(7, "base", attempt=1))
+        lied_to(lie, lambda exchange: exchange.fetch_source(ask_state(7)))
 
 
 # A delta of more bytes than the fragment can have is not fetched: it comes as nothing, which no peer decodes. A state
@@ -118,8 +129,8 @@ def test_bodies_too_large_to_be():
     assert [bytes(body) for body in arrived.bodies] == [b""]
     with pytest.raises(RunMismatchError, match=f"state/0/b/1 has {size} bytes, a state of this layout at most 2097178"):
         lied_to(
-            StateReady(header=header(kind="state", size=size), newest=6),
-            lambda exchange: exchange.fetch_source(5, "base", attempt=1),
+            StartingState(header=header(kind="state", size=size), newest=6),
+            lambda exchange: exchange.fetch_source(ask_state(5)),
         )
 
 

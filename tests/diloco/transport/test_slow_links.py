@@ -18,8 +18,7 @@ from diloco.rendezvous.rounds import Blob
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport import connection
 from diloco.transport.connection import PIECE_BYTES, WINDOW, Connection, Flow
-from diloco.transport.messages import BodyChunk, Header, Received, body_checksum, encode, from_peer
-from diloco.transport.peer_keys import JointKey
+from diloco.transport.messages import DeltaHeader, JointKey, Piece, Received, body_checksum, encode, from_peer
 
 READ_BYTES = 1024
 
@@ -65,8 +64,9 @@ def test_a_link_that_becomes_slow(monkeypatch):
 async def lost_on_the_way(body: bytes, quick_bytes: int, passes: int) -> list[int]:
     """Sizes of pieces of an upload that were lost: after `quick_bytes` those of more than `passes` bytes are."""
     key, lost = JointKey(b"k" * 32), []
-    header = Header(
-        kind="delta", run="joint", peer="a", rank=0, outer_step=0, base_hash="", layout_hash="", size=len(body),
+    header = DeltaHeader(
+        run="joint", peer="a", rank=0, fragment=0, codec="", weight=1.0, inner_steps=1, outer_step=0,
+        base_hash="", layout_hash="", size=len(body),
         checksum=body_checksum(body),
     )  # fmt: skip
     server, blob = bind_router("tcp://127.0.0.1:0", key.server(), [key.client().own.public]), Blob(header)
@@ -75,12 +75,12 @@ async def lost_on_the_way(body: bytes, quick_bytes: int, passes: int) -> list[in
         while True:
             identity, number, raw = await server.socket.recv_multipart()
             request = from_peer(raw)
-            if isinstance(request, BodyChunk):
+            if isinstance(request, Piece):
                 if blob.received > quick_bytes and len(request.data) > passes:
                     lost.append(len(request.data))
                     continue
                 blob.add(request.offset, request.data)
-            answer = encode(Received(name=header.name, size=blob.received))
+            answer = encode(Received(size=blob.received))
             await server.socket.send_multipart([identity, number, answer])
 
     answering = asyncio.create_task(answer_all())
