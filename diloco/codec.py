@@ -10,7 +10,6 @@ lost to the next delta. Integer codes are far from evenly used, so they are entr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import zstandard
@@ -26,24 +25,6 @@ def codec_of(name: str) -> Codec:
     if name in _BITS:
         return IntegerCodec(name)
     raise ValueError(f"no codec is called {name!r}")
-
-
-class Codec(Protocol):
-    """Encodes float32 [n] to uint8 [bytes] and back."""
-
-    name: str
-
-    def size(self, n: int) -> int:
-        """Return the bytes of an encoded vector of n elements; the most, where an entropy code makes them vary."""
-        ...
-
-    def encode(self, values_n: Tensor) -> Tensor:
-        """Return uint8 [bytes]. A block with NaN or infinity decodes to values that are not finite either."""
-        ...
-
-    def decode(self, data: Tensor, n: int) -> Tensor:
-        """Return float32 [n]. Raises ValueError when `data` does not have the size that n values take."""
-        ...
 
 
 class ErrorFeedback:
@@ -84,12 +65,15 @@ class FloatCodec:
         self.dtype = _FLOAT_TYPES[name]
 
     def size(self, n: int) -> int:
+        """Return the bytes of an encoded vector of n elements."""
         return self.dtype.itemsize * n
 
     def encode(self, values_n: Tensor) -> Tensor:
+        """Return uint8 [bytes]. NaN and infinity stay."""
         return as_bytes(values_n.to(self.dtype))
 
     def decode(self, data: Tensor, n: int) -> Tensor:
+        """Return float32 [n]. Raises ValueError when `data` does not have the size that n values take."""
         _check_size(self.name, data, n, self.size(n))
         return from_bytes(data, self.dtype).to(torch.float32)
 
@@ -122,12 +106,14 @@ class IntegerCodec:
         self.top = 2 ** (self.bits - 1) - 1
 
     def size(self, n: int) -> int:
+        """Return the most bytes of an encoded vector of n elements."""
         return 1 + self._plain_size(n)
 
     def _plain_size(self, n: int) -> int:
         return -(-n // BLOCK) * (2 + BLOCK * self.bits // 8)
 
     def encode(self, values_n: Tensor) -> Tensor:
+        """Return uint8 [bytes]. A block with NaN or infinity decodes to values that are not finite either."""
         plain = self.encode_plain(values_n).numpy()
         frame = zstandard.ZstdCompressor(level=_LEVEL).compress(plain.data)
         kind, body = (_ZSTD, frame) if len(frame) < plain.nbytes else (_PLAIN, plain.tobytes())
@@ -142,6 +128,7 @@ class IntegerCodec:
         return torch.cat([as_bytes(scales.to(SCALE)), packed])
 
     def decode(self, data: Tensor, n: int) -> Tensor:
+        """Return float32 [n]. Raises ValueError when `data` is not a code of n values."""
         raw, plain_size = data.numpy().data, self._plain_size(n)
         if not len(raw) or raw[0] not in (_PLAIN, _ZSTD):
             raise ValueError(f"{self.name}: {len(raw)} bytes do not begin with {_PLAIN} (as is) or {_ZSTD} (zstd)")
@@ -164,6 +151,9 @@ class IntegerCodec:
         packed = data[end:]
         codes = from_bytes(packed, torch.int8) if self.bits == 8 else unpack_nibbles(packed).to(torch.int8) - 8
         return (codes.to(torch.float32).view(-1, BLOCK) * scales).view(-1)[:n]
+
+
+Codec = FloatCodec | IntegerCodec
 
 
 def in_blocks(values_n: Tensor) -> Tensor:

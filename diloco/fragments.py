@@ -5,16 +5,20 @@ norm, head) goes to the fragment that is lightest by then.
 
 A fragment is one flat float32 vector here: the local shards of its parameters, end to end, in the order of their names.
 Tied weights are one parameter and appear once. Frozen parameters (all but the adapters under LoRA) do not appear.
+
+The ranks of one cluster cut alike. Each has a link of its own, and `Ranks` is what they decide together.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -188,3 +192,45 @@ def frozen_digest(parameters: Iterable[NamedParameter]) -> str:
         digest.update(json.dumps([name, str(shard.dtype), list(shard.shape)]).encode())
         digest.update(as_bytes(shard).numpy().data)
     return digest.hexdigest()
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------
+
+POLL_S = 0.2
+"""How often ranks that wait for something from outside compare what they know."""
+
+
+class Ranks:
+    """The trainer ranks of this cluster; without a process group, this rank alone. Every method is a collective."""
+
+    def __init__(self) -> None:
+        """The default group, if there is one, must carry CPU tensors (gloo)."""
+        distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if distributed else 0
+        self.size = dist.get_world_size() if distributed else 1
+
+    def smallest(self, values: Sequence[int]) -> list[int]:
+        """Return the smallest over the ranks, element by element."""
+        reduced = torch.tensor(values, dtype=torch.int64)
+        if self.size > 1:
+            dist.all_reduce(reduced, op=dist.ReduceOp.MIN)
+        return reduced.tolist()
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Return the sum over the ranks, element by element, rounded once: the order of ranks does not matter."""
+        own = torch.tensor(values, dtype=torch.float64)
+        parts = [own] if self.size == 1 else [torch.empty_like(own) for _ in range(self.size)]
+        if self.size > 1:
+            dist.all_gather(parts, own)
+        return [math.fsum(each) for each in zip(*(part.tolist() for part in parts), strict=True)]
+
+    def all(self, flag: bool) -> bool:
+        return bool(self.smallest([flag])[0])
+
+    def any(self, flag: bool) -> bool:
+        return not self.smallest([not flag])[0]
+
+    def equal(self, values: Sequence[int]) -> bool:
+        """Return whether all ranks gave the same values."""
+        smallest = self.smallest([*values, *(-value for value in values)])  # and the largest, negative
+        return all(low == -high for low, high in zip(smallest[: len(values)], smallest[len(values) :], strict=True))

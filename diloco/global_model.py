@@ -1,10 +1,23 @@
-"""The global model of a joint run as one rank holds it: float32 masters of its shards, momentum, and their hash.
+"""The global model of a joint run as one rank holds it: float32 masters, momentum, hash; and the step along deltas.
 
 Every peer applies the same deltas in the same order with operations that round the same everywhere, so all hold equal
 bits. The hash checks that at every outer step.
 
 A sweep is an outer step of every fragment. What is published is the model as of the last full sweep, which is kept
 apart while the masters of the next come in.
+
+An outer step goes along the mean pseudo-gradient of the deltas that count (`accept`), which is a pure function of what
+every peer received, so all peers reject the same ones:
+
+    Delta = mean_i w_i (global - local_i)
+    v <- m v + Delta;   global <- global - lr (Delta + m v)   Nesterov as in torch.optim.SGD; DiLoCo, arXiv 2311.08105
+
+Departures:
+1. v starts at 0, as torch's first step does in effect (its first v is Delta).
+2. Global values and momentum are float32 on the CPU whatever the parameters are: an outer step below the resolution of
+   bfloat16 would vanish. Deltas are taken against the global values as the parameters hold them, so such a step stays.
+3. Products and sums are separate operations, so every peer gets the same bits on any machine. A fused multiply-add
+   rounds once where two operations round twice, and which of the two a library takes depends on the processor.
 """
 
 from __future__ import annotations
@@ -12,20 +25,34 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_high, median_low
 
 import torch
 from torch import Tensor
 
 from composer_prime.config.diloco import OuterConfig
 from composer_prime.errors import CheckpointError, ChecksumError
-from diloco.fragments import Fragment
-from diloco.outer_optimizer import Nesterov, largest_of, weighted_mean
+from diloco.codec import codec_of, shared_bytes
+from diloco.fragments import Fragment, Ranks
+from diloco.transport.messages import DeltaHeader
 
 _TOO_LARGE = torch.finfo(torch.float32).max / 2
 """Half of the range, which leaves room for what rounding adds."""
 REMEMBERED_NORMS = 16
+MAX_NORM_RATIO = 10.0
+"""A delta is rejected whose norm exceeds this many times the usual one: the median of the fragment's last 16 deltas, or
+of the round if that is larger."""
+MAX_WEIGHT_RATIO = 8.0
+"""A delta's weight counts at most this many times the median weight of the round. Of two, the smaller is the median."""
+LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
+"""1.8e19. The squares of larger values are infinite in float32: no model with them can be trained."""
+MAX_WEIGHT = 1e15
+"""In tokens; far above what any round trains on, far below where a sum of weights would overflow."""
+_LANES = 1 << 14
 
 
 class GlobalModel:
@@ -38,7 +65,9 @@ class GlobalModel:
         """float32 [numel] a fragment, on the CPU."""
         self.swept: list[Tensor] = [master.clone() for master in self.masters]
         """The masters as they were after the last full sweep."""
-        self.outer = Nesterov(config.lr, config.momentum, [fragment.numel for fragment in fragments])
+        self.lr, self.momentum = config.lr, config.momentum
+        self.velocity = [torch.zeros(fragment.numel) for fragment in fragments] if config.momentum else []
+        """float32 [numel] a fragment; empty without momentum."""
         self.norms = [torch.zeros(REMEMBERED_NORMS) for _ in fragments]
         """float32 [REMEMBERED_NORMS] a fragment: norms of its last deltas, 0 where there was none. All peers hold the
         same, for the guard compares with them."""
@@ -68,7 +97,9 @@ class GlobalModel:
 
         `largest`: of the deltas' absolute values. Such values are exact, so all peers decide the same.
         """
-        return largest_of(self.masters[fragment]) + self.outer.reach(fragment, largest) < _TOO_LARGE
+        velocity = largest + largest_of(self.velocity[fragment]) if self.velocity else 0.0
+        reach = max(1.0, self.lr) * (largest + velocity)  # bounds every intermediate value, change and momentum
+        return largest_of(self.masters[fragment]) + reach < _TOO_LARGE
 
     def advance(
         self, fragment: int, deltas: Iterable[Tensor], weights: Sequence[float], norms: Sequence[float] = ()
@@ -83,12 +114,19 @@ class GlobalModel:
                 known = self.norms[fragment]
                 self.norms[fragment] = torch.cat([known, torch.tensor(norms)])[-REMEMBERED_NORMS:].clone()
             if mean_n is not None:
-                self.outer.step(fragment, self.masters[fragment], mean_n)
+                self._step(fragment, mean_n)
                 self._digests[fragment] = _digest(self.masters[fragment])
             self.outer_step += 1
             if self.outer_step % len(self.fragments) == 0:
                 for swept_n, master_n in zip(self.swept, self.masters, strict=True):
                     swept_n.copy_(master_n)
+
+    def _step(self, fragment: int, mean_n: Tensor) -> None:
+        direction_n = mean_n
+        if self.velocity:
+            velocity_n = self.velocity[fragment].mul_(self.momentum).add_(mean_n)
+            direction_n = mean_n + velocity_n * self.momentum
+        self.masters[fragment].sub_(direction_n if self.lr == 1.0 else direction_n * self.lr)
 
     def mixed(self, fragment: int, mixing: float, due_n: Tensor | None) -> Tensor:
         """Return alpha due + (1 - alpha) global + (now - due), float32 [numel]; alpha: `mixing`, now: local values.
@@ -131,7 +169,7 @@ class GlobalModel:
         advanced = outer_step % len(self.fragments)  # fragments that this sweep has advanced already
         return {
             **{f"master.{index}": master for index, master in enumerate(self.masters)},
-            **{f"velocity.{index}": velocity for index, velocity in enumerate(self.outer.velocity)},
+            **{f"velocity.{index}": velocity for index, velocity in enumerate(self.velocity)},
             **{f"swept.{index}": values for index, values in enumerate(self.swept[:advanced])},
             **{f"norms.{index}": norms for index, norms in enumerate(self.norms)},
         }
@@ -174,3 +212,161 @@ def _hash(outer_step: int, digests: Sequence[str]) -> str:
 
 def _digest(master_n: Tensor) -> str:
     return hashlib.blake2b(master_n.numpy().data.cast("B"), digest_size=16).hexdigest()
+
+
+# -- the deltas that count ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptedDeltas:
+    n: int
+    """Elements of the fragment on this rank."""
+    counted: list[tuple[DeltaHeader, memoryview]]
+    """What was accepted, encoded, in order of the peers' names."""
+    weights: list[float]
+    """Of those, each at most MAX_WEIGHT_RATIO times their low median."""
+    largest: float
+    """Largest absolute value of those on this rank."""
+    norms: dict[str, float]
+    """L2 norm over all ranks, by peer."""
+    remembered: list[float]
+    """Norms that later rounds are compared with: of every finite delta, none above what would have been accepted."""
+    rejections: dict[str, str]
+    """Why a peer's delta does not count."""
+
+    def deltas(self) -> Iterator[Tensor]:
+        """Decode float32 [n] one by one: several whole deltas at once would be the peak of a cluster's host memory."""
+        return (codec_of(header.codec).decode(shared_bytes(body), self.n) for header, body in self.counted)
+
+
+def accept(
+    headers: Sequence[DeltaHeader],
+    bodies: Sequence[memoryview],
+    *,
+    fragment: int,
+    n: int,
+    ranks: Ranks,
+    history: Sequence[float] = (),
+) -> AcceptedDeltas:
+    """Check this rank's part of a round's deltas. A peer that fails on one rank fails on all. A collective.
+
+    `history`: norms that this fragment's deltas had before.
+    """
+    own: list[float] = []
+    largest: dict[str, float] = {}
+    undecodable: dict[str, str] = {}
+    for header, body in zip(headers, bodies, strict=True):
+        try:
+            delta_n = _decode(header, body, fragment, n)
+            own.append(squared_norm(delta_n))
+            largest[header.peer] = largest_of(delta_n)
+            del delta_n  # before the next one is decoded
+        except ValueError as error:
+            own.append(math.nan)
+            undecodable[header.peer] = str(error)
+    squared = {header.peer: total for header, total in zip(headers, ranks.total(own), strict=True)}
+    elsewhere = [peer for peer, mine in zip(squared, own, strict=True) if math.isnan(squared[peer]) and mine >= 0]
+    another_rank = "another rank of this cluster cannot use its part: see that rank's log"
+    rejections = rejected(squared, history) | dict.fromkeys(elsewhere, another_rank) | undecodable
+    counted = [(header, body) for header, body in zip(headers, bodies, strict=True) if header.peer not in rejections]
+    norms = {peer: math.sqrt(value) for peer, value in squared.items()}
+    usual = _usual_norm(norms.values(), history)
+    bound = min(LARGEST_NORM, MAX_NORM_RATIO * usual if usual else LARGEST_NORM)
+    return AcceptedDeltas(
+        n=n,
+        counted=counted,
+        weights=_capped([header.weight for header, _ in counted]),
+        largest=max((largest[header.peer] for header, _ in counted), default=0.0),
+        norms=norms,
+        remembered=[min(norm, bound) for norm in norms.values() if math.isfinite(norm)],
+        rejections=rejections,
+    )
+
+
+def rejected(squared_norms: Mapping[str, float], history: Sequence[float] = ()) -> dict[str, str]:
+    """Return why each rejected peer's delta does not count; `squared_norms` are of whole deltas, over all ranks."""
+    norms = {peer: math.sqrt(value) for peer, value in squared_norms.items() if math.isfinite(value)}
+    reasons = {peer: "it holds NaN or infinity" for peer in squared_norms if peer not in norms}
+    usual = _usual_norm(norms.values(), history)
+    for peer, norm in norms.items():
+        if norm > LARGEST_NORM:
+            reasons[peer] = f"its norm {norm:.4g} is above {LARGEST_NORM:.4g}: no model can be trained with such values"
+        elif usual and norm > MAX_NORM_RATIO * usual:
+            reasons[peer] = (
+                f"its norm {norm:.4g} is above {MAX_NORM_RATIO:g} times the usual "
+                f"{usual:.4g} of this round and those before"
+            )
+    return reasons
+
+
+def _usual_norm(norms: Iterable[float], history: Sequence[float]) -> float | None:
+    """Return the norm that deltas may exceed by MAX_NORM_RATIO; None when nothing is known.
+
+    It is the median of `history` or, where that is larger, the low median of this round, from two norms on: what the
+    peers of a round have in common (a new learning rate, a phase without any reward that ends) passes, whatever was
+    before. Without a history it is the round's median. A norm of 0 shows nothing.
+
+    Peers train with their own sync_every and rate, so half of them may have norms that are larger for good. Of an even
+    number of norms the higher middle one counts, but at most as MAX_NORM_RATIO times the lower. With `history` as in
+    AcceptedDeltas.remembered, half of the peers are accepted with norms up to MAX_NORM_RATIO^2 times the others', after
+    eight rounds at most where they were smaller before. Beyond that they never are while the others take part.
+    """
+    of_round, before = [[norm for norm in each if 0 < norm < math.inf] for each in (norms, history)]
+    if not before:
+        return _median(of_round) if of_round else None
+    return max(_median(before), median_low(of_round) if len(of_round) > 1 else 0.0)
+
+
+def _median(norms: Sequence[float]) -> float:
+    return min(median_high(norms), MAX_NORM_RATIO * median_low(norms))
+
+
+def _capped(weights: Sequence[float]) -> list[float]:
+    """Return the weights, each at most MAX_WEIGHT_RATIO times the low median of those above 0.
+
+    Of two peers that is the smaller: one that claims 4e14 tokens must not own the model, and nobody else can say that
+    it is wrong. So an honest peer that trains more than that times as much as the other counts that times.
+    """
+    positive = [weight for weight in weights if weight > 0]
+    return [min(weight, MAX_WEIGHT_RATIO * median_low(positive)) for weight in weights] if positive else list(weights)
+
+
+def squared_norm(delta_n: Tensor) -> float:
+    """Return the sum of squares in float64; NaN or infinity when an element is.
+
+    It has the same bits on any machine: squares of float32 are exact, element i is added in lane i mod 16384, in order,
+    and the lanes are summed with one rounding. The order in which torch's own sum adds depends on the processor.
+    """
+    lanes = torch.zeros(_LANES, dtype=torch.float64)
+    for part in delta_n.split(_LANES):
+        lanes[: len(part)] += part.to(torch.float64).square_()
+    return math.fsum(lanes.tolist())
+
+
+def _decode(header: DeltaHeader, body: memoryview, fragment: int, n: int) -> Tensor:
+    """Raises ValueError for a body that does not match its header, or one of another fragment."""
+    if header.fragment != fragment:
+        raise ValueError(f"it is of fragment {header.fragment}, this round is of fragment {fragment}")
+    if not 0 <= header.weight <= MAX_WEIGHT:
+        raise ValueError(f"its weight is {header.weight:g}, expected 0 to {MAX_WEIGHT:g}")
+    return codec_of(header.codec).decode(shared_bytes(body), n)
+
+
+def largest_of(values_n: Tensor) -> float:
+    """Return the largest absolute value, 0 of none; NaN when an element is NaN."""
+    low, high = torch.aminmax(values_n) if values_n.numel() else (torch.zeros(()), torch.zeros(()))
+    return max(-float(low), float(high))
+
+
+def weighted_mean(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return sum_i (w_i / sum w) delta_i, float32 [numel], added up in the order given, one delta at a time.
+
+    Weights are tokens, samples or ones. Weights that are all 0 count the same.
+    """
+    total = sum(weights)
+    shares = [weight / total for weight in weights] if total > 0 else [1.0 / len(weights)] * len(weights)
+    each_n = iter(deltas)
+    mean_n = next(each_n) * shares[0]
+    for share in shares[1:]:
+        mean_n.add_(next(each_n) * share)
+    return mean_n

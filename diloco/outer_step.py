@@ -1,202 +1,53 @@
-"""How a round ends on one rank: its result, alike on all ranks; the deltas that count; the outer step.
+"""How a round ends on one rank, and how a peer gets to where the others are.
 
-    OuterSteps.wait ──> accept: decode, check, reject ──> take: GlobalModel.advance, local <- global
+    wait ──> accept: decode, check, reject ──> take: GlobalModel.advance, local <- global
+
+    join: request a source ──> its own state will do ────────────────────┬──> replay the rounds closed since ──> train
+            ^                  another peer's state: check, take over ───┘         │
+            └──────────────── the rounds are not kept any more <───────────────────┘
 
 Order of waiting: each rank hears a result over a link of its own, and all must take the same turn. A rank that knows
-how a round ended waits until the others know the same, which needs all of them to take part.
+how a round ended waits until the others know the same, which needs all of them to take part. All ranks of a peer ask
+for a state in step and take over the same one. The rendezvous decides which (diloco/rendezvous/starting_state.py), and
+which training peer serves it (Exchange, in the background).
 
-All peers apply the same deltas in the same order, also peers that have no part in the round. Which deltas count is a
-pure function of what every peer received, so all peers reject the same ones.
+All peers apply the same deltas in the same order, also peers that have no part in the round.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from statistics import median_high, median_low
 
-import torch
 from torch import Tensor
 
 from composer_prime.config.diloco import DilocoConfig
-from composer_prime.errors import DeadlineError, RunMismatchError
-from diloco.codec import codec_of, shared_bytes
-from diloco.fragments import Schedule
-from diloco.outer_optimizer import largest_of
-from diloco.ranks import POLL_S, Ranks
-from diloco.state import DeltaStatus, PendingDelta, Replica, delta_status
-from diloco.transport.messages import DeltaHeader, Gone, RoundOutcome
+from composer_prime.errors import CheckpointError, ChecksumError, DeadlineError, RunMismatchError
+from diloco.fragments import POLL_S, Ranks, Schedule
+from diloco.global_model import MAX_WEIGHT_RATIO, AcceptedDeltas, accept
+from diloco.state import DeltaStatus, PendingDelta, Replica, delta_status, unpack_state
+from diloco.transport.messages import Gone, RoundOutcome, StartingState, StateHeader
 from diloco.transport.peer_link import PeerLink, RoundResult
 
 logger = logging.getLogger(__name__)
-
-MAX_NORM_RATIO = 10.0
-"""A delta is rejected whose norm exceeds this many times the usual one: the median of the fragment's last 16 deltas, or
-of the round if that is larger."""
-MAX_WEIGHT_RATIO = 8.0
-"""A delta's weight counts at most this many times the median weight of the round. Of two, the smaller is the median."""
 _MAX_DISPUTES = 3
 """How often in a row the ranks may get different outcomes. A rendezvous that was restarted causes one."""
 
 
-# -- the deltas that count ---------------------------------------------------------------------------------------
-
-LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
-"""1.8e19. The squares of larger values are infinite in float32: no model with them can be trained."""
-MAX_WEIGHT = 1e15
-"""In tokens; far above what any round trains on, far below where a sum of weights would overflow."""
-_LANES = 1 << 14
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcceptedDeltas:
-    n: int
-    """Elements of the fragment on this rank."""
-    counted: list[tuple[DeltaHeader, memoryview]]
-    """What was accepted, encoded, in order of the peers' names."""
-    weights: list[float]
-    """Of those, each at most MAX_WEIGHT_RATIO times their low median."""
-    largest: float
-    """Largest absolute value of those on this rank."""
-    norms: dict[str, float]
-    """L2 norm over all ranks, by peer."""
-    remembered: list[float]
-    """Norms that later rounds are compared with: of every finite delta, none above what would have been accepted."""
-    rejections: dict[str, str]
-    """Why a peer's delta does not count."""
-
-    def deltas(self) -> Iterator[Tensor]:
-        """Decode float32 [n] one by one: several whole deltas at once would be the peak of a cluster's host memory."""
-        return (codec_of(header.codec).decode(shared_bytes(body), self.n) for header, body in self.counted)
-
-
-def accept(
-    headers: Sequence[DeltaHeader],
-    bodies: Sequence[memoryview],
-    *,
-    fragment: int,
-    n: int,
-    ranks: Ranks,
-    history: Sequence[float] = (),
-) -> AcceptedDeltas:
-    """Check this rank's part of a round's deltas. A peer that fails on one rank fails on all. A collective.
-
-    `history`: norms that this fragment's deltas had before.
-    """
-    own: list[float] = []
-    largest: dict[str, float] = {}
-    undecodable: dict[str, str] = {}
-    for header, body in zip(headers, bodies, strict=True):
-        try:
-            delta_n = _decode(header, body, fragment, n)
-            own.append(squared_norm(delta_n))
-            largest[header.peer] = largest_of(delta_n)
-            del delta_n  # before the next one is decoded
-        except ValueError as error:
-            own.append(math.nan)
-            undecodable[header.peer] = str(error)
-    squared = {header.peer: total for header, total in zip(headers, ranks.total(own), strict=True)}
-    elsewhere = [peer for peer, mine in zip(squared, own, strict=True) if math.isnan(squared[peer]) and mine >= 0]
-    another_rank = "another rank of this cluster cannot use its part: see that rank's log"
-    rejections = rejected(squared, history) | dict.fromkeys(elsewhere, another_rank) | undecodable
-    counted = [(header, body) for header, body in zip(headers, bodies, strict=True) if header.peer not in rejections]
-    norms = {peer: math.sqrt(value) for peer, value in squared.items()}
-    usual = _usual_norm(norms.values(), history, MAX_NORM_RATIO)
-    bound = min(LARGEST_NORM, MAX_NORM_RATIO * usual if usual else LARGEST_NORM)
-    return AcceptedDeltas(
-        n=n,
-        counted=counted,
-        weights=_capped([header.weight for header, _ in counted], MAX_WEIGHT_RATIO),
-        largest=max((largest[header.peer] for header, _ in counted), default=0.0),
-        norms=norms,
-        remembered=[min(norm, bound) for norm in norms.values() if math.isfinite(norm)],
-        rejections=rejections,
-    )
-
-
-def rejected(squared_norms: Mapping[str, float], history: Sequence[float] = ()) -> dict[str, str]:
-    """Return why each rejected peer's delta does not count; `squared_norms` are of whole deltas, over all ranks."""
-    norms = {peer: math.sqrt(value) for peer, value in squared_norms.items() if math.isfinite(value)}
-    reasons = {peer: "it holds NaN or infinity" for peer in squared_norms if peer not in norms}
-    usual = _usual_norm(norms.values(), history, MAX_NORM_RATIO)
-    for peer, norm in norms.items():
-        if norm > LARGEST_NORM:
-            reasons[peer] = f"its norm {norm:.4g} is above {LARGEST_NORM:.4g}: no model can be trained with such values"
-        elif usual and norm > MAX_NORM_RATIO * usual:
-            reasons[peer] = (
-                f"its norm {norm:.4g} is above {MAX_NORM_RATIO:g} times the usual "
-                f"{usual:.4g} of this round and those before"
-            )
-    return reasons
-
-
-def _usual_norm(norms: Iterable[float], history: Sequence[float], ratio: float) -> float | None:
-    """Return the norm that deltas may exceed by `ratio`; None when nothing is known.
-
-    It is the median of `history` or, where that is larger, the low median of this round, from two norms on: what the
-    peers of a round have in common (a new learning rate, a phase without any reward that ends) passes, whatever was
-    before. Without a history it is the round's median. A norm of 0 shows nothing.
-
-    Peers train with their own sync_every and rate, so half of them may have norms that are larger for good. Of an even
-    number of norms the higher middle one counts, but at most as `ratio` times the lower. With `history` as in
-    AcceptedDeltas.remembered, half of the peers are accepted with norms up to ratio^2 times the others', after eight
-    rounds at most where they were smaller before. Beyond that they never are while the others take part.
-    """
-    of_round, before = [[norm for norm in each if 0 < norm < math.inf] for each in (norms, history)]
-    if not before:
-        return _median(of_round, ratio) if of_round else None
-    return max(_median(before, ratio), median_low(of_round) if len(of_round) > 1 else 0.0)
-
-
-def _median(norms: Sequence[float], ratio: float) -> float:
-    return min(median_high(norms), ratio * median_low(norms))
-
-
-def _capped(weights: Sequence[float], ratio: float) -> list[float]:
-    """Return the weights, each at most `ratio` times the low median of those above 0.
-
-    Of two peers that is the smaller: one that claims 4e14 tokens must not own the model, and nobody else can say that
-    it is wrong. So an honest peer that trains more than `ratio` times as much as the other counts `ratio` times.
-    """
-    positive = [weight for weight in weights if weight > 0]
-    return [min(weight, ratio * median_low(positive)) for weight in weights] if positive else list(weights)
-
-
-def squared_norm(delta_n: Tensor) -> float:
-    """Return the sum of squares in float64; NaN or infinity when an element is.
-
-    It has the same bits on any machine: squares of float32 are exact, element i is added in lane i mod 16384, in order,
-    and the lanes are summed with one rounding. The order in which torch's own sum adds depends on the processor.
-    """
-    lanes = torch.zeros(_LANES, dtype=torch.float64)
-    for part in delta_n.split(_LANES):
-        lanes[: len(part)] += part.to(torch.float64).square_()
-    return math.fsum(lanes.tolist())
-
-
-def _decode(header: DeltaHeader, body: memoryview, fragment: int, n: int) -> Tensor:
-    """Raises ValueError for a body that does not match its header, or one of another fragment."""
-    if header.fragment != fragment:
-        raise ValueError(f"it is of fragment {header.fragment}, this round is of fragment {fragment}")
-    if not 0 <= header.weight <= MAX_WEIGHT:
-        raise ValueError(f"its weight is {header.weight:g}, expected 0 to {MAX_WEIGHT:g}")
-    return codec_of(header.codec).decode(shared_bytes(body), n)
-
-
-# -- the outer step ----------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True, kw_only=True)
 class OuterSteps:
-    """Waits for the results of rounds, alike on all ranks of a peer, and takes them into the model."""
+    """Joins the others, waits for the results of rounds alike on all ranks, and takes them into the model."""
 
     config: DilocoConfig
     link: PeerLink
     ranks: Ranks
     replica: Replica
+    on_catch_up: Callable[[int], None]
+    """Gets the number of inner steps, beyond this peer's own, of the rounds that it caught up with."""
+    on_state_replaced: Callable[[], None]
+    """Called when another peer's state replaced all parameters: averages over their past mean nothing any more."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the last outer step, by the names in docs/how-to/several-clusters.md."""
     _disputes: int = 0
@@ -260,7 +111,7 @@ class OuterSteps:
 
     def _same_on_all_ranks(self, result: RoundResult) -> bool:
         digest = int(result.outcome.digest[:15] or "0", 16)  # 60 bits
-        ((lowest, highest),) = self.ranks.bounds([digest])
+        lowest, highest = (abs(each) for each in self.ranks.smallest([digest, -digest]))
         self._disputes = 0 if lowest == highest else self._disputes + 1
         if self._disputes == _MAX_DISPUTES:
             raise RunMismatchError(
@@ -342,3 +193,90 @@ class OuterSteps:
             self.metrics[f"diloco/{header.peer}/norm"] = accepted.norms[header.peer]
             self.metrics[f"diloco/{header.peer}/weight"] = header.weight
             self.metrics[f"diloco/{header.peer}/inner_steps"] = header.inner_steps
+
+    # -- joining ---------------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Catch up with the others, from this peer's own state or from another peer's. A collective.
+
+        Raises DeadlineError after diloco.heal_timeout_s.
+        """
+        replica, model = self.replica, self.replica.global_model
+        self.link.set_position(model.outer_step, model.hash, training=False)
+        before, deadline = model.hash, time.monotonic() + self.config.heal_timeout_s
+        must_rejoin: Gone | None = Gone(reason="not joined yet")
+        while must_rejoin is not None:
+            newest = self._choose_state(deadline)
+            if replica.pending is not None:  # its result is taken when it is due, as if this peer had never stopped
+                break
+            must_rejoin = self.replay(newest)
+        if model.hash != before:
+            replica.restart_interval()
+        elif replica.pending is not None:
+            self.link.offer(replica.pending.header, replica.pending.body)
+        self.link.set_position(model.outer_step, model.hash, training=True)
+        peer, run = self.config.peer_id, self.config.run
+        logger.info("peer %s takes part in run %s from outer step %d on", peer, run, model.outer_step)
+
+    def replay(self, newest: int, exposed_s: float = 0.0) -> Gone | None:
+        """Apply the closed rounds up to `newest` and those that close meanwhile; Gone when they are not kept.
+
+        `exposed_s`: how long training waited. A collective.
+        """
+        model = self.replica.global_model
+        began = model.outer_step
+        while isinstance(result := self.next(newest, self.config.round_timeout_s), RoundResult):
+            self.take(result, exposed_s)
+            newest = result.outcome.newest
+        steps_taken = (model.outer_step - began) * Schedule.of(self.config).interval
+        steps_elsewhere = steps_taken - self.replica.inner
+        if model.outer_step > began and steps_elsewhere > 0:
+            self.on_catch_up(steps_elsewhere)
+        return result
+
+    def _choose_state(self, deadline: float) -> int:
+        """Take over the state that the rendezvous names, unless this peer's own will do; return the last closed round.
+
+        The ranks ask in step, and all take over or none. A collective. Raises DeadlineError.
+        """
+        model = self.replica.global_model
+        self.link.request_source(model.outer_step, model.hash)
+        while True:
+            found = self.link.join_source(POLL_S)
+            ready, in_time = self.ranks.smallest([found is not None, time.monotonic() < deadline])
+            if ready and found is not None and self._start_from(*found):
+                return found[0].newest
+            if not in_time:
+                raise DeadlineError(
+                    f"no state to join with within diloco.heal_timeout_s = {self.config.heal_timeout_s:g} s: the "
+                    f"rendezvous waits for {self.link.waiting_for}. Raise it if that only needs longer"
+                )
+
+    def _start_from(self, start: StartingState, body: bytearray) -> bool:
+        """Start from there if all ranks can, or request another state. A collective."""
+        model, header = self.replica.global_model, start.header
+        serial = header.serial if header is not None else 0
+        tensors, problem = None, ""
+        same = self.ranks.equal([serial, start.newest])
+        if same and header is not None:
+            try:
+                tensors, _ = unpack_state(body)
+                model.verify(tensors, header.outer_step, header.base_hash)
+            except (CheckpointError, ChecksumError) as error:
+                problem = f"the state that peer {header.peer} serves is refused: {error}"
+                logger.warning("%s", problem)
+        if not self.ranks.all(same and not problem):
+            self.link.request_source(model.outer_step, model.hash, refused=serial if problem else 0, reason=problem)
+            return False
+        self.link.release_source()
+        if header is not None and tensors is not None:
+            self._take_over(header, tensors)
+        return True
+
+    def _take_over(self, header: StateHeader, tensors: dict[str, Tensor]) -> None:
+        tokens_given_up = self.replica.take_over(tensors, header.outer_step)
+        self.on_state_replaced()
+        logger.info(
+            "took over the state of peer %s at outer step %d; own work on %.0f tokens is given up", header.peer,
+            header.outer_step, tokens_given_up,
+        )  # fmt: skip

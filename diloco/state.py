@@ -37,9 +37,8 @@ from torch import Tensor
 from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import CheckpointError
 from diloco.codec import ErrorFeedback, shared_bytes
-from diloco.fragments import Fragment, parameter_layout
+from diloco.fragments import Fragment, Ranks, parameter_layout
 from diloco.global_model import GlobalModel
-from diloco.ranks import Ranks
 from diloco.transport.messages import PROTOCOL, DeltaHeader, layout_hash
 
 

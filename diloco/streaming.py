@@ -9,8 +9,7 @@
 
     StreamingDiLoCo ──┬─> fragments.py    the parts of the model, and when each is due
                       ├─> state.py        global model, own progress, delta on offer; checkpoints
-                      ├─> outer_step.py   how a round ended, alike on all ranks, and what it does to the state
-                      └─> heal.py         catching up, or rejoining when too far behind
+                      └─> outer_step.py   how a round ended, alike on all ranks; catching up, or rejoining
                             all of them through transport/peer_link.py, which works in the background
 
 Departures from the paper:
@@ -37,10 +36,9 @@ import torch
 
 from composer_prime.config.diloco import DilocoConfig
 from diloco.codec import codec_of
-from diloco.fragments import NamedParameter, Schedule, frozen_digest, parameter_layout, partition
-from diloco.heal import Healer
+from diloco.fragments import NamedParameter, Ranks, Schedule, frozen_digest, parameter_layout, partition
+from diloco.global_model import GlobalModel
 from diloco.outer_step import OuterSteps
-from diloco.ranks import Ranks
 from diloco.state import LocalWork, PendingDelta, Replica
 from diloco.transport.messages import PROTOCOL, JointKey, PeerHello
 from diloco.transport.peer_link import PeerLink, RoundResult
@@ -63,7 +61,7 @@ class StreamingDiLoCo:
         """`optimizer`: its step ends an inner step; of several optimizers the one that steps last. A collective.
 
         `agreed`: what else all peers must have in common, as text by its key in the TOML. `should_stop` turning true
-        ends the wait for a round: its delta stays on offer and in `state`. Healer describes the other two.
+        ends the wait for a round: its delta stays on offer and in `state`. OuterSteps describes the other two.
 
         Raises ConfigError when the model has too few parts or the key file is unusable.
         """
@@ -71,29 +69,25 @@ class StreamingDiLoCo:
         self.ranks = Ranks()
         self.schedule = Schedule.of(config)
         named = list(parameters)
-        self.fragments = partition(named, config.fragments)
-        self.replica = Replica(self.fragments, config, self.ranks)
-        self.global_model = self.replica.global_model
+        fragments = partition(named, config.fragments)
+        self.replica = Replica(fragments, config, self.ranks)
         self._codec = codec_of(config.codec.type)
         hello = PeerHello(
             protocol=PROTOCOL, run=config.run, peer=config.peer_id, rank=self.ranks.rank, ranks=self.ranks.size,
-            instance=self.ranks.smallest([secrets.randbits(62)])[0], layout=parameter_layout(self.fragments),
+            instance=self.ranks.smallest([secrets.randbits(62)])[0], layout=parameter_layout(fragments),
             frozen=frozen_digest(named), settings=agreed_settings(config) | dict(agreed or {}),
             round_deadline_s=config.round_deadline_s, outer_step=0, base_hash="", training=False,
-            delta_bytes=max(self._codec.size(fragment.numel) for fragment in self.fragments),
+            delta_bytes=max(self._codec.size(fragment.numel) for fragment in fragments),
         )  # fmt: skip
         self._link = PeerLink(config, JointKey.read(config.key_file), hello, self.replica.state_to_serve)
-        self._steps = OuterSteps(config=config, link=self._link, ranks=self.ranks, replica=self.replica)
-        self._healer = Healer(
-            config=config, link=self._link, ranks=self.ranks, replica=self.replica, steps=self._steps,
-            on_catch_up=on_catch_up, on_state_replaced=on_state_replaced,
+        self._steps = OuterSteps(
+            config=config, link=self._link, ranks=self.ranks, replica=self.replica, on_catch_up=on_catch_up,
+            on_state_replaced=on_state_replaced,
         )  # fmt: skip
         self._coming = LocalWork()
         """What the coming inner step is trained on."""
-        self._step_s = 0.0
-        """How long the last inner step took."""
         self._stepped_at = time.monotonic()
-        """When it ended, or when the wait after it was over."""
+        """When the last inner step ended, or when the wait after it was over."""
         self._should_stop = should_stop
         self._optimizer = optimizer
         self._hook: torch.utils.hooks.RemovableHandle | None = None
@@ -105,7 +99,7 @@ class StreamingDiLoCo:
         """
         try:
             self._link.start(self.global_model.outer_step, self.global_model.hash)
-            self._healer.join()
+            self._steps.join()
             self._steps.mark_in_step()
             self._stepped_at = time.monotonic()
             self._complete_if_due()
@@ -139,9 +133,9 @@ class StreamingDiLoCo:
         replica.progress.count(self._coming.plus(LocalWork(steps=1)))
         self._coming = LocalWork()
         now = time.monotonic()
-        self._step_s, self._stepped_at = now - self._stepped_at, now
+        step_s, self._stepped_at = now - self._stepped_at, now
         left_s, beat_late_s = self._link.time_left_s(self.outer_step), min(2.0, self.config.round_deadline_s / 4)
-        hurry = left_s is not None and left_s < 1.5 * self._step_s + beat_late_s  # another may miss the round
+        hurry = left_s is not None and left_s < 1.5 * step_s + beat_late_s  # another may miss the round
         patient = self.ranks.all(not hurry)
         if replica.pending is None and (self.schedule.prepares(replica.inner) or not patient):
             self._prepare()
@@ -185,11 +179,11 @@ class StreamingDiLoCo:
             exposed_s = time.monotonic() - began
             self._steps.take(result, exposed_s)
             replica.inner = max(0, replica.inner - self.schedule.interval)
-            result = self._healer.replay(result.outcome.newest, exposed_s)
+            result = self._steps.replay(result.outcome.newest, exposed_s)
         if result is not None:
             logger.warning("rejoining: %s", result.reason)
             replica.pending = None
-            self._healer.join()
+            self._steps.join()
         replica.restart_interval()
         self._steps.mark_in_step()
         return replica.progress.totals.missed > missed
@@ -220,6 +214,10 @@ class StreamingDiLoCo:
             self._complete(self._should_stop)
 
     # -- for the trainer -----------------------------------------------------------------------------------------
+
+    @property
+    def global_model(self) -> GlobalModel:
+        return self.replica.global_model
 
     @property
     def outer_step(self) -> int:

@@ -15,19 +15,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from composer_prime.errors import ConfigError, DeadlineError
 
 HEARTBEAT_TIMEOUT_S = 1.0
 _TICK_MS = 10
 _ATTEMPT_S = 2 * HEARTBEAT_TIMEOUT_S
-
-
-class Quorum(NamedTuple):
-    id: int
-    """Changes with the participants."""
-    peers: frozenset[str]
 
 
 class Lighthouse:
@@ -76,24 +70,23 @@ class Lighthouse:
         self.close()
         self._start()
 
-    def quorum(self, peers: Sequence[str], outer_step: int, timeout_s: float) -> Quorum:
-        """Return a quorum that holds all of `peers`.
+    def quorum(self, peers: Sequence[str], outer_step: int, timeout_s: float) -> frozenset[str]:
+        """Return the peers of a quorum that holds all of `peers`.
 
         Raises DeadlineError when the lighthouse grants none within `timeout_s`.
         """
         began = time.monotonic()
         while time.monotonic() - began < timeout_s:
             quorum = self._attempt(peers, outer_step)
-            if quorum is not None:
-                self._members = quorum.peers
-                if quorum.peers >= set(peers):
-                    return quorum
+            self._members = quorum or self._members
+            if quorum >= set(peers):
+                return quorum
         raise DeadlineError(
             f"the lighthouse granted no quorum of {', '.join(sorted(peers))} for outer step {outer_step} within "
             f"{timeout_s:g} s; its view is at {self.url}"
         )
 
-    def _attempt(self, peers: Sequence[str], outer_step: int) -> Quorum | None:
+    def _attempt(self, peers: Sequence[str], outer_step: int) -> frozenset[str]:
         """Ask for all at once. Newcomers first: once the former members have asked, the quorum is closed."""
         self._beat(peers)  # the lighthouse waits a moment for peers that it has just heard
         order = sorted(peers, key=lambda peer: (peer in self._members, peer))
@@ -106,8 +99,8 @@ class Lighthouse:
             # The waiting peers must stay alive for the lighthouse until it counts those that left as dead.
             while wait(calls, timeout=HEARTBEAT_TIMEOUT_S / 4).not_done:
                 self._beat(order)
-            answers = [answer for call in calls if (answer := call.result()) is not None]
-        return max(answers, key=lambda quorum: quorum.id, default=None)
+        newest = max((call.result() for call in calls), key=lambda answer: answer[0])
+        return newest[1]
 
     def _beat(self, peers: Sequence[str]) -> None:
         for peer in peers:
@@ -119,13 +112,14 @@ class Lighthouse:
             self._clients[peer] = self._make_client(self.url, timedelta(seconds=_ATTEMPT_S))
         return self._clients[peer]
 
-    def _ask(self, peer: str, outer_step: int) -> Quorum | None:
+    def _ask(self, peer: str, outer_step: int) -> tuple[int, frozenset[str]]:
+        """Return a quorum's id, which changes with its peers, and these; -1 and none without an answer."""
         with contextlib.suppress(TimeoutError, RuntimeError):
             answer = self._client(peer).quorum(
                 peer, timedelta(seconds=_ATTEMPT_S), address="", store_address="", step=outer_step, world_size=1
             )
-            return Quorum(int(answer.quorum_id), frozenset(member.replica_id for member in answer.participants))
-        return None
+            return int(answer.quorum_id), frozenset(member.replica_id for member in answer.participants)
+        return -1, frozenset()
 
     def close(self) -> None:
         self._server.shutdown()

@@ -173,7 +173,7 @@ class Rendezvous:
             return
         # A member whose process was replaced while the lighthouse deliberated has no contribution any more.
         whole = current.contributors(self.rounds.peers)
-        still = {name: base for name, base in members.items() if name in quorum.peers and whole.get(name) == base}
+        still = {name: base for name, base in members.items() if name in quorum and whole.get(name) == base}
         if len(still) < self.settings.min_peers:
             return
         late = sorted(peer.name for peer in self.rounds.training(time.monotonic()) if peer.name not in still)

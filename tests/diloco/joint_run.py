@@ -156,7 +156,7 @@ def see(seen: Trajectory, engine: StreamingDiLoCo) -> None:
 def keep(seen: Trajectory, engine: StreamingDiLoCo) -> None:
     """How the global model and the error feedback ended."""
     seen.masters = [master.clone() for master in engine.global_model.masters]
-    seen.velocity = [velocity.clone() for velocity in engine.global_model.outer.velocity]
+    seen.velocity = [velocity.clone() for velocity in engine.global_model.velocity]
     seen.residuals = [residual.clone() for residual in engine.replica.feedback.residuals]
 
 

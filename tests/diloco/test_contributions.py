@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from diloco.codec import codec_of
-from diloco.outer_step import accept
-from diloco.ranks import Ranks
+from diloco.fragments import Ranks
+from diloco.global_model import accept
 from diloco.transport.messages import DeltaHeader, body_checksum
 
 

@@ -17,9 +17,7 @@ from composer_prime.config import Config
 from composer_prime.config.diloco import DilocoConfig, OuterConfig
 from composer_prime.errors import ChecksumError
 from diloco.fragments import Schedule, partition
-from diloco.global_model import GlobalModel
-from diloco.outer_optimizer import Nesterov, weighted_mean
-from diloco.outer_step import rejected, squared_norm
+from diloco.global_model import GlobalModel, rejected, squared_norm, weighted_mean
 from diloco.state import pack_state, unpack_state
 from diloco.streaming import agreed_settings
 
@@ -30,25 +28,24 @@ PEER = {"rendezvous": "tcp://127.0.0.1:1", "run": "r", "peer_id": "a", "key_file
 @pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.0), (0.1, 0.9)])
 def test_trajectory_of_sgd(lr, momentum):
     generator = torch.Generator().manual_seed(0)
-    master = torch.randn(50, generator=generator)
+    model = GlobalModel(partition(Blocks().named_parameters(), 1), OuterConfig(lr=lr, momentum=momentum))
+    (master,) = model.masters
     reference = torch.nn.Parameter(master.double())
     sgd = torch.optim.SGD([reference], lr=lr, momentum=momentum, nesterov=momentum > 0)
-    outer = Nesterov(lr, momentum, [50])
     for _ in range(10):
-        mean = torch.randn(50, generator=generator)
+        mean = torch.randn(len(master), generator=generator)
         reference.grad = mean.double()
         sgd.step()
-        outer.step(0, master, mean)
+        model.advance(0, [mean], [1.0])
         assert torch.allclose(master.double(), reference.detach(), atol=1e-5)
 
 
 # With lr 1 and no momentum the global model becomes the mean of the peers'.
 def test_averaging():
-    generator = torch.Generator().manual_seed(0)
-    master, locals_ = torch.randn(40, generator=generator), [torch.randn(40, generator=generator) for _ in range(3)]
-    mean = weighted_mean([master - each for each in locals_], [1, 1, 1])
-    Nesterov(1.0, 0.0, [40]).step(0, master, mean)
-    assert torch.allclose(master, torch.stack(locals_).mean(dim=0), atol=1e-6)
+    model = GlobalModel(partition(Blocks().named_parameters(), 1), OuterConfig())
+    locals_ = [model.masters[0] + step for step in (0.1, 0.2, 0.6)]
+    model.advance(0, [model.masters[0] - each for each in locals_], [1, 1, 1])
+    assert torch.allclose(model.masters[0], torch.stack(locals_).mean(dim=0), atol=1e-6)
 
 
 # Weights are relative; without any token everyone counts the same.

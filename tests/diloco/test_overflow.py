@@ -14,8 +14,7 @@ from joint_run import Blocks, inner_step, settings, together
 
 from composer_prime.config.diloco import OuterConfig
 from diloco.fragments import partition
-from diloco.global_model import GlobalModel
-from diloco.outer_step import LARGEST_NORM, rejected, squared_norm
+from diloco.global_model import LARGEST_NORM, GlobalModel, rejected, squared_norm
 from diloco.streaming import StreamingDiLoCo
 
 TOP = torch.finfo(torch.float32).max
@@ -57,7 +56,7 @@ def test_steps_that_are_allowed_stay_finite(rounds, outer):
         if model.can_advance(0, max(abs(value) for value in values)):
             model.advance(0, deltas, [1.0, 2.0])
         else:
-            velocity = max((float(each.abs().max()) for each in model.outer.velocity), default=0.0)
+            velocity = max((float(each.abs().max()) for each in model.velocity), default=0.0)
             largest = max(abs(value) for value in values)
             step = max(1.0, outer.lr) * (2 * largest + velocity)
             assert float(model.masters[0].abs().max()) + step > 0.49 * TOP
@@ -79,7 +78,7 @@ def test_a_round_that_overflows(make_rendezvous, key_file, caplog):
                 engine.count(tokens=1)
                 inner_step(model, optimizer, peer, step)
             engine.finish()
-            assert engine.global_model.masters[0].equal(before) and engine.fragments[0].read().equal(before)
+            assert engine.global_model.masters[0].equal(before) and engine.replica.fragments[0].read().equal(before)
             return engine.outer_step, engine.global_model.hash, engine.metrics["diloco/rejected"]
 
     a, b = together(partial(run, "a", 0), partial(run, "b", 1))

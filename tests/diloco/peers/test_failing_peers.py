@@ -196,7 +196,7 @@ def test_nan_of_one_peer(make_rendezvous, key_file):
 
     def poison(step, engine):
         if step == 5:
-            engine.fragments[0].write(torch.full((engine.fragments[0].numel,), math.nan))
+            engine.replica.fragments[0].write(torch.full((engine.replica.fragments[0].numel,), math.nan))
 
     seen = together(
         partial(train, settings(address, key_file, "a", sync_every=2), 0, 12),
@@ -215,7 +215,7 @@ def test_norm_out_of_line(make_rendezvous, key_file):
 
     def shout(step, engine):
         if step == 3:
-            engine.fragments[0].write(engine.fragments[0].read() + 50.0)
+            engine.replica.fragments[0].write(engine.replica.fragments[0].read() + 50.0)
 
     seen = together(
         partial(train, settings(address, key_file, "a", sync_every=2), 0, 8),

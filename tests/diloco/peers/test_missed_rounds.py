@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from composer_prime.config.diloco import OuterConfig
 from diloco.codec import ErrorFeedback, codec_of
-from diloco.fragments import partition
+from diloco.fragments import Ranks, partition
 from diloco.global_model import GlobalModel
-from diloco.ranks import Ranks
 from diloco.state import DeltaCoverage, DeltaStatus, LocalProgress, LocalWork
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport.messages import BeatReply
