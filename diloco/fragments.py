@@ -113,11 +113,6 @@ def partition(parameters: Iterable[NamedParameter], count: int) -> list[Fragment
     if len({name for name, _ in named}) < len(named):
         raise ConfigError("diloco: two different parameters have the same name; give whole models, not lists of parts")
     units = _units(named)
-    if len(units) < count:
-        raise ConfigError(
-            f"diloco.fragments is {count}, but the model has only {len(units)} blocks and single tensors: "
-            f"use fragments <= {len(units)}"
-        )
     assigned: list[list[NamedParameter]] = [[] for _ in range(count)]
     weights = [0] * count
     for number, members in _in_order(units):
@@ -125,8 +120,10 @@ def partition(parameters: Iterable[NamedParameter], count: int) -> list[Fragment
         assigned[target] += members
         weights[target] += _bytes(members)
     if not all(assigned):
-        empty = [index for index, members in enumerate(assigned) if not members]
-        raise ConfigError(f"diloco.fragments is {count}, which leaves fragments {empty} empty: lower diloco.fragments")
+        raise ConfigError(
+            f"diloco.fragments is {count}, which leaves some empty, for the model has {len(units)} blocks and single "
+            "tensors: lower diloco.fragments"
+        )
     return [
         Fragment(index=index, parameters=tuple(sorted(members, key=lambda each: each[0])))
         for index, members in enumerate(assigned)

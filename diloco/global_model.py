@@ -40,8 +40,6 @@ from diloco.codec import codec_of, shared_bytes
 from diloco.fragments import Fragment, Ranks
 from diloco.transport.messages import DeltaHeader
 
-_TOO_LARGE = torch.finfo(torch.float32).max / 2
-"""Half of the range, which leaves room for what rounding adds."""
 REMEMBERED_NORMS = 16
 MAX_NORM_RATIO = 10.0
 """A delta is rejected whose norm exceeds this many times the usual one: the median of the fragment's last 16 deltas, or
@@ -91,15 +89,6 @@ class GlobalModel:
         """
         part = self.fragments[fragment]
         return part.rounded(self.masters[fragment]) - part.read()
-
-    def can_advance(self, fragment: int, largest: float) -> bool:
-        """Return whether an outer step along a mean of deltas leaves finite values and momentum on this rank.
-
-        `largest`: of the deltas' absolute values. Such values are exact, so all peers decide the same.
-        """
-        velocity = largest + largest_of(self.velocity[fragment]) if self.velocity else 0.0
-        reach = max(1.0, self.lr) * (largest + velocity)  # bounds every intermediate value, change and momentum
-        return largest_of(self.masters[fragment]) + reach < _TOO_LARGE
 
     def advance(
         self, fragment: int, deltas: Iterable[Tensor], weights: Sequence[float], norms: Sequence[float] = ()
@@ -225,8 +214,6 @@ class AcceptedDeltas:
     """What was accepted, encoded, in order of the peers' names."""
     weights: list[float]
     """Of those, each at most MAX_WEIGHT_RATIO times their low median."""
-    largest: float
-    """Largest absolute value of those on this rank."""
     norms: dict[str, float]
     """L2 norm over all ranks, by peer."""
     remembered: list[float]
@@ -253,14 +240,10 @@ def accept(
     `history`: norms that this fragment's deltas had before.
     """
     own: list[float] = []
-    largest: dict[str, float] = {}
     undecodable: dict[str, str] = {}
     for header, body in zip(headers, bodies, strict=True):
         try:
-            delta_n = _decode(header, body, fragment, n)
-            own.append(squared_norm(delta_n))
-            largest[header.peer] = largest_of(delta_n)
-            del delta_n  # before the next one is decoded
+            own.append(squared_norm(_decode(header, body, fragment, n)))
         except ValueError as error:
             own.append(math.nan)
             undecodable[header.peer] = str(error)
@@ -276,7 +259,6 @@ def accept(
         n=n,
         counted=counted,
         weights=_capped([header.weight for header, _ in counted]),
-        largest=max((largest[header.peer] for header, _ in counted), default=0.0),
         norms=norms,
         remembered=[min(norm, bound) for norm in norms.values() if math.isfinite(norm)],
         rejections=rejections,
@@ -350,12 +332,6 @@ def _decode(header: DeltaHeader, body: memoryview, fragment: int, n: int) -> Ten
     if not 0 <= header.weight <= MAX_WEIGHT:
         raise ValueError(f"its weight is {header.weight:g}, expected 0 to {MAX_WEIGHT:g}")
     return codec_of(header.codec).decode(shared_bytes(body), n)
-
-
-def largest_of(values_n: Tensor) -> float:
-    """Return the largest absolute value, 0 of none; NaN when an element is NaN."""
-    low, high = torch.aminmax(values_n) if values_n.numel() else (torch.zeros(()), torch.zeros(()))
-    return max(-float(low), float(high))
 
 
 def weighted_mean(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:

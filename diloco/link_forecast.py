@@ -9,10 +9,8 @@ which carries N in, then N (N - 1) out. The constants are CPU times of one x86-6
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from composer_prime.config import Config
-from composer_prime.config.diloco import BLOCK, CodecConfig
+from composer_prime.config.diloco import BLOCK
 from composer_prime.console import pluralize
 from composer_prime.errors import ComposerError
 from composer_prime.model_source import model_ready, resolve_model
@@ -36,32 +34,17 @@ _CODEC_BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 7.46 + SCALE_BITS, "int4": 3.
 """Bits a parameter; after entropy coding where deltas are normally distributed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JointRun:
-    """One peer's part of a joint run."""
+def exposed_s(
+    size: float, bits: float, cpu_ns: float, *, mbit: float, ranks: int = 1, peers: int = 2, hidden_s: float = 0.0
+) -> float:
+    """Return what a synchronization costs training, where all links have `mbit` in each direction.
 
-    size: float
-    """Parameters of a fragment, on all ranks."""
-    interval_s: float
-    """Compute time between two synchronizations."""
-    hidden_s: float
-    """Compute time of the steps that overlap with a transfer."""
-    codec: CodecConfig
-    ranks: int = 1
-    """trainer.ranks: each works on a shard of its own, on a core of its own."""
-    peers: int = 2
-
-    @property
-    def delta_bits(self) -> float:
-        """Bits of a delta on the wire."""
-        return self.size * _CODEC_BITS[self.codec.type] * FRAMING
-
-    def exposed_s(self, mbit: float) -> float:
-        """Return what a synchronization costs training, where all links have `mbit` in each direction."""
-        each_s = self.size / self.ranks * 1e-9
-        busy_s = each_s * (ENCODE_NS[self.codec.type] + self.peers * DECODE_NS + INSTALL_NS)
-        on_the_way_s = self.delta_bits * self.peers**2 / (mbit * 1e6) + ROUND_S
-        return busy_s + max(0.0, on_the_way_s - self.hidden_s)
+    `size`: parameters of a fragment on all ranks, each rank with a core of its own. `bits`: of a delta on the wire.
+    `cpu_ns`: to encode a parameter. `hidden_s`: compute time of the steps that overlap with the transfer.
+    """
+    busy_s = size / ranks * 1e-9 * (cpu_ns + peers * DECODE_NS + INSTALL_NS)
+    on_the_way_s = bits * peers**2 / (mbit * 1e6) + ROUND_S
+    return busy_s + max(0.0, on_the_way_s - hidden_s)
 
 
 def link_rows(config: Config) -> list[tuple[str, str]]:
@@ -74,31 +57,28 @@ def link_rows(config: Config) -> list[tuple[str, str]]:
             return []
     except ComposerError:  # the plan lists it as a problem
         return []
-    steps = diloco.sync_every // diloco.fragments
-    run = JointRun(
-        size=trained_parameters(config, ModelShape.read(resolve_model(config.model.path))) / diloco.fragments,
-        interval_s=steps * ASSUMED_STEP_S,
-        hidden_s=diloco.delay * ASSUMED_STEP_S,
-        codec=diloco.codec,
-        ranks=config.trainer.ranks,
-        peers=max(2, diloco.task_shard[1]) if diloco.task_shard else 2,
-    )
+    steps, codec, ranks = diloco.sync_every // diloco.fragments, diloco.codec.type, config.trainer.ranks
+    peers = max(2, diloco.task_shard[1]) if diloco.task_shard else 2
+    size = trained_parameters(config, ModelShape.read(resolve_model(config.model.path))) / diloco.fragments
+    bits = size * _CODEC_BITS[codec] * FRAMING
     first = (
-        f"{run.size / 1e6:,.1f} M parameters (one of {pluralize(diloco.fragments, 'fragment')}) every "
-        f"{pluralize(steps, 'step')}, {diloco.codec.type}: about {_CODEC_BITS[diloco.codec.type]:.2g} bits each; "
-        f"{run.peers} peers, {ASSUMED_STEP_S:g} s a step (assumed)"
+        f"{size / 1e6:,.1f} M parameters (one of {pluralize(diloco.fragments, 'fragment')}) every "
+        f"{pluralize(steps, 'step')}, {codec}: about {_CODEC_BITS[codec]:.2g} bits each; "
+        f"{peers} peers, {ASSUMED_STEP_S:g} s a step (assumed)"
     )
+    rows = [("link", first)]
     limit = diloco.rate_limit_mbit
-    links = LINKS_MBIT if limit is None else (limit * config.trainer.ranks,)
-    return [("link", first), *(("", _link_text(run, mbit)) for mbit in links)]
-
-
-def _link_text(run: JointRun, mbit: float) -> str:
-    whole_s, sent = run.interval_s + run.exposed_s(mbit), run.delta_bits / 8
-    return (
-        f"at {mbit:,.0f} Mbit/s: utilization {run.interval_s / whole_s:.1%}, {_size(sent)} each way a "
-        f"synchronization, {_size(sent * 86400 / whole_s)} a day"
-    )
+    for mbit in LINKS_MBIT if limit is None else (limit * ranks,):
+        hidden_s = diloco.delay * ASSUMED_STEP_S
+        lost_s = exposed_s(size, bits, ENCODE_NS[codec], mbit=mbit, ranks=ranks, peers=peers, hidden_s=hidden_s)
+        interval_s = steps * ASSUMED_STEP_S
+        utilization, a_day = interval_s / (interval_s + lost_s), bits / 8 * 86400 / (interval_s + lost_s)
+        text = (
+            f"at {mbit:,.0f} Mbit/s: utilization {utilization:.1%}, {_size(bits / 8)} each way a synchronization, "
+            f"{_size(a_day)} a day"
+        )
+        rows.append(("", text))
+    return rows
 
 
 def _size(count: float) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -149,10 +149,6 @@ class OuterSteps:
             result.outcome.headers, result.bodies, fragment=fragment, n=self.replica.fragments[fragment].numel,
             ranks=self.ranks, history=model.norms[fragment].tolist(),
         )  # fmt: skip
-        if not self.ranks.all(model.can_advance(fragment, accepted.largest)):
-            reason = "the outer step along the round's mean would leave the range of float32"
-            rejections = dict.fromkeys(accepted.norms, reason) | accepted.rejections
-            accepted = replace(accepted, counted=[], weights=[], rejections=rejections)
         for peer, reason in accepted.rejections.items():
             logger.warning("outer step %d: the delta of peer %s is rejected: %s", model.outer_step, peer, reason)
         for (header, _), weight in zip(accepted.counted, accepted.weights, strict=True):

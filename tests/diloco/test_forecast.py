@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
-from composer_prime.config.diloco import CodecConfig
 from composer_prime.config.load import resolve
-from diloco.link_forecast import JointRun, link_rows
+from diloco.link_forecast import exposed_s, link_rows
 from trainer.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -45,11 +43,12 @@ def test_bytes(tmp_path):
 
 # The formula by hand: two peers, fp32, no delay. A delta goes up once and one comes down.
 def test_utilization():
-    run = JointRun(size=1e8, interval_s=2.0, hidden_s=0.0, codec=CodecConfig(type="fp32"))
     moving_s = 1e8 * 32 * 1.047 * (2 + 2) / 1e9
     busy_s = 1e8 * 1e-9 * (25 + 2 * 10 + 4)
-    assert run.exposed_s(1000.0) == pytest.approx(moving_s + 0.08 + busy_s)
-    assert dataclasses.replace(run, hidden_s=1e3).exposed_s(1000.0) == pytest.approx(busy_s)
+    whole_s, busy_alone_s = (
+        exposed_s(1e8, 1e8 * 32 * 1.047, 25, mbit=1000.0, hidden_s=hidden_s) for hidden_s in (0.0, 1e3)
+    )
+    assert whole_s == pytest.approx(moving_s + 0.08 + busy_s) and busy_alone_s == pytest.approx(busy_s)
 
 
 # A dry run shows them among its rows, in lines that the terminal has room for: the rest of a row stands below its

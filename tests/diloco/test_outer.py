@@ -17,7 +17,7 @@ from composer_prime.config import Config
 from composer_prime.config.diloco import DilocoConfig, OuterConfig
 from composer_prime.errors import ChecksumError
 from diloco.fragments import Schedule, partition
-from diloco.global_model import GlobalModel, rejected, squared_norm, weighted_mean
+from diloco.global_model import LARGEST_NORM, GlobalModel, rejected, squared_norm, weighted_mean
 from diloco.state import pack_state, unpack_state
 from diloco.streaming import agreed_settings
 
@@ -80,6 +80,23 @@ def test_guard():
     reason = rejected({"a": 1.0, "b": 1.0, "c": 1e4})["c"]
     assert "norm 100 is above 10 times the usual 1" in reason
     assert math.isnan(squared_norm(torch.tensor([1.0, math.nan])))
+
+
+# The sum of squares is the exact one but for double rounding, and the same whatever is around it: a vector of 16384
+# zeros in front moves every element to another place and leaves its lane.
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=50), st.integers(0, 2))
+def test_squared_norm(values, shift):
+    exact = math.fsum(value * value for value in values)
+    found = squared_norm(torch.tensor([0.0] * (1 << 14) * shift + values))
+    assert found == pytest.approx(exact, rel=1e-14) and found == squared_norm(torch.tensor(values))
+
+
+# A finite delta that no model can be trained with is rejected also of one peer alone, where there is no median.
+def test_too_large_a_delta():
+    good, bad = (squared_norm(values) for values in (torch.randn(100), torch.full((100,), 3e38)))
+    assert list(rejected({"a": good, "b": bad})) == ["b"]
+    assert list(rejected({"b": bad})) == ["b"]
+    assert not rejected({"b": LARGEST_NORM**2 / 2})
 
 
 # Of two peers, or of one alone, the fragment's last deltas show which norm is out of line. A short delta of a peer in a

@@ -9,6 +9,7 @@ import pytest
 from joint_run import settings, together, train, until
 from rendezvous_state import BEAT_TIMEOUT_S, RendezvousState
 
+from composer_prime.errors import WireError
 from diloco.transport import connection
 from diloco.transport.connection import Flow
 from diloco.transport.messages import Piece, StartingState
@@ -136,6 +137,20 @@ def test_a_state_counts_in_memory():
         rendezvous.close(outer_step, "a", "b", body=b"x" * 50)
         assert rendezvous.handler.held_bytes <= 500
     assert rendezvous.rounds.oldest > 0 and ask(rendezvous) == 3
+
+
+# A state has no room beside the deltas of a round: the joining peer is told so. Before, the state was sent for good.
+def test_a_state_that_does_not_fit():
+    rendezvous = RendezvousState(max_bytes=500)
+    rendezvous.begin("a", "b", rounds=1)
+    rendezvous.hello("c")
+    for outer_step in (1, 2, 3):
+        assert "the state of peer a" in ask(rendezvous)
+        serial = rendezvous.transfers.requested_from("a")
+        rendezvous.offer("a", outer_step, kind="state", body=b"s" * 200, serial=serial)
+        rendezvous.close(outer_step, "a", "b", body=b"x" * 180)
+    with pytest.raises(WireError, match=r"made room for deltas 3 times, .* larger --memory-gb"):
+        ask(rendezvous)
 
 
 # A source's link needs seconds for the state, in which more rounds end than are kept: the peer joins with the first
