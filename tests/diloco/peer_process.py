@@ -97,7 +97,7 @@ def start_ranks(
     return started
 
 
-def _sharded(model: Any, rank: int, ranks: int, port: int) -> None:
+def shard(model: Any, rank: int, ranks: int, port: int) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -129,7 +129,7 @@ def _main(
     config = settings(values.pop("rendezvous"), values.pop("key_file"), name, **values)
     model = Blocks()
     if world is not None:
-        _sharded(model, *world)
+        shard(model, *world)
     optimizer = adamw(model)
     with StreamingDiLoCo(model.named_parameters(), optimizer, config) as engine, open(lines, "a", buffering=1) as file:
         last = None

@@ -100,35 +100,6 @@ def test_averages_follow_replayed_rounds(make_rendezvous, key_file):
             torch.testing.assert_close(value, kept * late.start[key] + (1 - kept) * now[key])
 
 
-# Rounds since the state that a peer takes over are steps elsewhere, all of them: those that the peer itself had behind
-# it in its interval went with its model.
-def test_averages_follow_rounds_since_a_state(make_rendezvous, key_file):
-    alone = settings(make_rendezvous().endpoint, key_file, "c", sync_every=2)
-    checkpoint = Cluster(alone, 2, seed=7).train(1).engine.state()
-    config = partial(settings, make_rendezvous(keep_rounds=2).endpoint, key_file, sync_every=2)
-    first = Cluster(config("a"), 0)
-    ready, done = ([threading.Event(), threading.Event()] for _ in range(2))
-
-    def hold(step: int) -> None:
-        if step in (10, 14):
-            ready[step == 14].set()
-        if step in (10, 14):
-            assert done[step == 14].wait(200)
-
-    def late(index: int) -> Cluster:
-        joiner = Cluster(config("bc"[index]), 1 + index, seed=7)
-        if index:
-            joiner.engine.load(checkpoint)
-        assert ready[index].wait(200)
-        try:
-            return joiner.train(0)
-        finally:
-            done[index].set()
-
-    joiner = together(lambda: first.train(15, hold), lambda: late(0), lambda: late(1))[2]
-    assert joiner.engine.outer_step == 7 and joiner.events == ["replaced", 4]
-
-
 # A peer in time catches up with nothing. One that brings its delta when round 2 is long over takes that round for its
 # own steps, and catches up with the four steps behind rounds 3 and 4.
 def test_only_steps_elsewhere_count(make_rendezvous, key_file):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from joint_run import settings, together, train
 
-from composer_prime.errors import DeadlineError
 from diloco.state import pack_state, unpack_state
 from diloco.streaming import StreamingDiLoCo
 
@@ -64,31 +63,3 @@ def test_another_source_is_asked(make_rendezvous, key_file, caplog, fault):
     _, b, c = together(partial(steady, "a", 0), partial(steady, "b", 1), join)
     assert torch.equal(c.masters[0], b.masters[0]) and c.hashes[0] == b.hashes[0]
     assert "the state of peer a is dropped" in caplog.text and server.server.transfers.current.source == "b"
-
-
-# With no other source the joining peer asks until its timeout, and its error names what it waits for.
-def test_no_other_source(make_rendezvous, key_file):
-    server = make_rendezvous()
-    ready, finished = threading.Event(), threading.Event()
-
-    def steady():
-        def before_step(step, engine):
-            if step == 1:
-                damage(engine)
-                ready.set()
-            finished.wait(0.02)
-
-        config = settings(server.endpoint, key_file, "a", sync_every=1000)
-        train(config, 0, 5000, before_step=before_step, stop=finished.is_set)
-
-    def join():
-        assert ready.wait(200)
-        try:
-            with pytest.raises(
-                DeadlineError, match=r"heal_timeout_s = 2 s: .* waits for another state, because .* peer a "
-            ):
-                train(settings(server.endpoint, key_file, "c", heal_timeout_s=2), 1, 1, seed=7)
-        finally:
-            finished.set()
-
-    together(steady, join)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from joint_run import Blocks, adamw, inner_step, settings
-from peer_process import CONTEXT
+from peer_process import CONTEXT, shard
 from test_streaming import oracle
 
 from composer_prime.address import free_port
@@ -19,19 +19,12 @@ VALUES = {"sync_every": 4, "fragments": 2, "delay": 1, "outer": {"lr": 0.7, "mom
 
 def rank_main(result: str, name: str, peer: int, rank: int, port: int, values: dict[str, Any], steps: int) -> None:
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     from diloco.streaming import StreamingDiLoCo
 
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
     model = Blocks(width=7)  # odd, so that shards are uneven
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard(model, rank, 2, port)
     optimizer = adamw(model)
     values = dict(values)
     config = settings(values.pop("rendezvous"), Path(values.pop("key_file")), name, **values)

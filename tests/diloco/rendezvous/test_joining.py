@@ -162,15 +162,6 @@ def test_never_back():
     assert rendezvous.ask("c", 5) == StartingState(newest=5)  # its model is the others': it replays round 5
 
 
-# A rank of a joining peer that falls silent leaves the other without an answer, not with an error.
-def test_a_silent_rank_of_a_joiner():
-    rendezvous = RendezvousState()
-    rendezvous.hello("a", 4, ranks=2)
-    assert [type(rendezvous.ask("a", 4, rank=rank)) for rank in range(2)] == [RoundNotReady, RoundNotReady]
-    rendezvous.now += 2 * BEAT_TIMEOUT_S
-    assert "a sign of life of every rank of peer a" in rendezvous.ask("a", 4, rank=0).waiting_for
-
-
 # A source's memory was damaged before it sent its state: the rounds since go on from another model, so the joining peer
 # gets the state of another peer.
 def test_a_state_of_another_model():
@@ -220,25 +211,6 @@ def test_a_restarted_rendezvous_listens_first(step):
     assert "the state of peer a" in rendezvous.ask("b", step, base_hash="other").waiting_for
     rendezvous.serve("a", 12)
     assert rendezvous.ask("b", step, base_hash="other").header.outer_step == 12
-
-
-# It does not listen for longer than that.
-def test_listening_ends():
-    rendezvous = RendezvousState(just_started=True, start_peers=1)
-    rendezvous.hello("b")
-    assert isinstance(rendezvous.ask("b", 0), RoundNotReady)
-    rendezvous.now += 6
-    assert rendezvous.ask("b", 0) == StartingState(newest=-1)
-
-
-# A request that was sent again and comes late does not make a training peer a joining one.
-def test_a_late_question():
-    rendezvous = RendezvousState()
-    rendezvous.hello("a")
-    rendezvous.ask("a", 0)
-    rendezvous.beat("a", 0)
-    rendezvous.ask("a", 0)
-    assert rendezvous.rounds.peers["a"].training
 
 
 STEPS = st.integers(0, 8)

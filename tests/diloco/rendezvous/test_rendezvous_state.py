@@ -181,20 +181,6 @@ def test_the_deadline_ends_while_a_delta_is_offered_again(replaced_s):
         rendezvous.now += 1
 
 
-# Of the peers that have brought their deltas, the one with the shortest deadline decides how long the round waits.
-@pytest.mark.parametrize("impatient", ["a", "b"])
-def test_the_most_impatient_peer_decides(impatient):
-    rendezvous = RendezvousState()
-    rendezvous.begin("a", "b", "c")
-    for peer in "ab":
-        rendezvous.rounds.peers[peer].deadline_s = DEADLINE_S if peer == impatient else 3 * DEADLINE_S
-        rendezvous.offer(peer, 0)
-    rendezvous.now += DEADLINE_S - 1
-    assert rendezvous.rounds.left_s(rendezvous.rounds.open_round(), rendezvous.now) == 1
-    rendezvous.now += 1
-    assert set(rendezvous.rounds.closable(rendezvous.now, 1)) == {"a", "b"}
-
-
 # What a process brought to an open round goes when another takes its place, and with it the deadline that it started.
 def test_a_successor_brings_its_own():
     rendezvous = RendezvousState()
@@ -245,18 +231,6 @@ def test_a_thawed_predecessor_brings_nothing():
     assert blob.complete and bytes(blob.data) == b"successor"
 
 
-# The same where the rendezvous was restarted since, and does not know of the first: bytes of another process than the
-# one that offered the blob do not enter it.
-def test_bytes_of_another_start():
-    rendezvous = RendezvousState()
-    rendezvous.hello("b", instance=2)
-    rendezvous.beat("b", 0)
-    rendezvous.offer("b", 0, body=b"successor", brought=4)
-    blob = rendezvous.rounds.open_round().blobs["b", 0]
-    gone = rendezvous.handler.answer(Piece(name=blob.header.name, offset=4, data=b"essor", instance=1))
-    assert gone.reason == "nothing called delta/0/b/0 is expected" and blob.received == 4
-
-
 # A body of another layout than that of its sender's hello is refused, with both.
 def test_layout_of_a_body():
     rendezvous = RendezvousState()
@@ -265,14 +239,6 @@ def test_layout_of_a_body():
         RunMismatchError, match=r"delta/0/a/0 is of layout other, but the hello of peer a was of [0-9a-f]+"
     ):
         rendezvous.offer("a", 0, layout_hash="other")
-
-
-# What the rendezvous answers to a peer that it does not know.
-def test_unknown_peer():
-    rendezvous = RendezvousState()
-    rendezvous.hello("a")
-    del rendezvous.rounds.peers["a"]
-    assert "hello first" in rendezvous.offer("a", 0).reason
 
 
 # Of peers with different global models the smaller party must join anew once the run has begun, but not while peers
@@ -294,25 +260,3 @@ def test_nobody_is_outvoted_before_the_run_has_begun():
     rendezvous.beat("c", 0, run="other")
     rendezvous.offer("c", 0, base_hash=base(0, run="other"))
     assert "global model of peer a before outer step 0 is not that of b, c" in ask("a").reason
-
-
-# Two peers with different global models, each too few for --min-peers: the second by name must join anew, which makes
-# the party whole. Not before all are there, because a third may outvote the first.
-def test_a_party_too_small_to_close():
-    rendezvous = RendezvousState(min_peers=2)
-    rendezvous.begin("a", "b", "c")
-
-    def ask(peer, run=""):
-        return rendezvous.handler.answer(
-            AskRound(peer=peer, rank=0, instance=1, outer_step=0, base_hash=base(0, run=run))
-        )
-
-    rendezvous.offer("a", 0, base_hash=base(0))
-    rendezvous.offer("b", 0, base_hash=base(0, run="other"))
-    assert isinstance(ask("b", "other"), RoundNotReady) and rendezvous.rounds.closable(rendezvous.now, 2) is None
-    rendezvous.beat("c", 0, training=False)
-    assert "1 more peer(s) with the same global model (--min-peers)" in ask("a").waiting_for
-    assert "global model of peer b before outer step 0 is not that of a" in ask("b", "other").reason
-    assert isinstance(ask("b"), RoundNotReady)
-    rendezvous.offer("b", 0, base_hash=base(0))
-    assert set(rendezvous.rounds.closable(rendezvous.now, 2)) == {"a", "b"}

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from functools import partial
-
 import pytest
-from joint_run import settings, together, train, until
 from rendezvous_state import BEAT_TIMEOUT_S, RendezvousState
 
 from composer_prime.errors import WireError
-from diloco.transport import connection
-from diloco.transport.connection import Flow
 from diloco.transport.messages import Piece, StartingState
 
 STATE = b"state"
@@ -83,24 +77,6 @@ def test_parts_of_one_outer_step():
     assert [ask(rendezvous, rank=rank) for rank in (0, 1)] == [4, 4]
 
 
-# They stay while a peer's ranks ask anew one after the other, also where they did not get the state yet.
-@pytest.mark.parametrize("told", [False, True])
-def test_rounds_stay_between_ranks(told):
-    rendezvous = RendezvousState(keep_rounds=2)
-    rendezvous.begin("a", "b", ranks=2, rounds=3)
-    rendezvous.hello("c", ranks=2)
-    for rank in (0, 1):
-        ask(rendezvous, rank=rank)
-    serial = rendezvous.transfers.requested_from("a")
-    for rank in (0, 1):
-        rendezvous.offer("a", 3, kind="state", rank=rank, body=STATE, brought=None if told else 1, serial=serial)
-    assert not told or [ask(rendezvous, rank=rank) for rank in (0, 1)] == [3, 3]
-    go_on(rendezvous, 4)
-    assert "rank 1 of peer c" in ask(rendezvous, rank=0, attempt=2)
-    go_on(rendezvous, 4)
-    assert rendezvous.rounds.oldest == 1 and rendezvous.transfers.current.serial == serial
-
-
 # Rounds do not stay for a joining peer that died: the source stops uploading, and the next peer finds a free way.
 def test_a_joiner_that_died():
     rendezvous = begun(keep_rounds=2)
@@ -126,19 +102,6 @@ def test_rounds_that_outgrow_the_memory(caplog):
     assert "the state of peer b" in ask(rendezvous)
 
 
-# The state counts toward the memory bound, as the rounds do.
-def test_a_state_counts_in_memory():
-    rendezvous = RendezvousState(keep_rounds=16, max_bytes=500)
-    rendezvous.begin("a", "b", rounds=3)
-    rendezvous.hello("c")
-    ask(rendezvous)
-    rendezvous.offer("a", 3, kind="state", body=b"s" * 300, serial=rendezvous.transfers.requested_from("a"))
-    for outer_step in range(3, 5):
-        rendezvous.close(outer_step, "a", "b", body=b"x" * 50)
-        assert rendezvous.handler.held_bytes <= 500
-    assert rendezvous.rounds.oldest > 0 and ask(rendezvous) == 3
-
-
 # A state has no room beside the deltas of a round: the joining peer is told so. Before, the state was sent for good.
 def test_a_state_that_does_not_fit():
     rendezvous = RendezvousState(max_bytes=500)
@@ -151,32 +114,3 @@ def test_a_state_that_does_not_fit():
         rendezvous.close(outer_step, "a", "b", body=b"x" * 180)
     with pytest.raises(WireError, match=r"made room for deltas 3 times, .* larger --memory-gb"):
         ask(rendezvous)
-
-
-# A source's link needs seconds for the state, in which more rounds end than are kept: the peer joins with the first
-# state that is brought, and ends with the others' model.
-def test_a_slow_source(make_rendezvous, key_file, caplog, monkeypatch):
-    monkeypatch.setattr(connection, "Flow", partial(Flow, 256, 256))  # so small a model's state is less than one piece
-    caplog.set_level("INFO", "diloco.transport.peer_link")
-    server = make_rendezvous(start_peers=2, keep_rounds=2)
-    joined = threading.Event()
-    config = partial(settings, server.endpoint, key_file, sync_every=1, codec={"type": "int4"}, heal_timeout_s=20)
-
-    def newest():
-        return server.server.rounds.newest
-
-    def late():
-        until(lambda: newest() >= 3, "no rounds")
-        try:
-            return train(config("c"), 2, 2, seed=5)
-        finally:
-            joined.set()
-
-    slow = {"rate_limit_mbit": 0.008}
-    *_, seen = together(
-        partial(train, config("a", **slow), 0, 10_000, stop=joined.is_set),
-        partial(train, config("b", **slow), 1, 10_000, stop=joined.is_set),
-        late,
-    )
-    served = [text for text in caplog.messages if text.startswith("serving the global state")]
-    assert len(served) == 1 and min(seen.hashes) > 3 + 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,14 +29,3 @@ def test_rate(sends, rate):
         for _, moment, size in spans[first:]:
             sent += size
             assert sent <= (rate * (moment - asked) + BURST) * (1 + 1e-9) + 1e-9 * rate * moment
-
-
-# Without pauses n bytes above the burst take n / rate seconds, however they are cut; without a limit none.
-@given(st.lists(st.integers(1, 5 * BURST), min_size=1, max_size=30))
-def test_no_slower_than_the_rate(sizes):
-    now = 0.0
-    bucket, free = TokenBucket(100.0, BURST, lambda: now), TokenBucket(None, BURST, lambda: now)
-    for size in sizes:
-        now += bucket.delay_s(size)
-        assert free.delay_s(size) == 0
-    assert now == pytest.approx(max(0.0, (sum(sizes) - BURST) / 100.0), abs=1e-6)
