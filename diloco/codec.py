@@ -121,11 +121,14 @@ class IntegerCodec:
 
     def encode_plain(self, values_n: Tensor) -> Tensor:
         """Return uint8 [bytes] without the entropy code."""
-        scales, relative = in_scale(in_blocks(values_n), self.top)
+        blocks = torch.nn.functional.pad(values_n, (0, -values_n.numel() % BLOCK)).view(-1, BLOCK)
+        scales, relative = in_scale(blocks, self.top)
         # At most top + 1/4, because the scale is rounded: that rounds to top.
         codes = relative.round_().nan_to_num_().clamp_(-self.top, self.top).to(torch.int8)
-        packed = as_bytes(codes) if self.bits == 8 else pack_nibbles((codes + 8).to(torch.uint8))
-        return torch.cat([as_bytes(scales.to(SCALE)), packed])
+        if self.bits == 4:
+            pairs = (codes + 8).to(torch.uint8).reshape(-1, 2)
+            codes = pairs[:, 0] | (pairs[:, 1] << 4)
+        return torch.cat([as_bytes(scales.to(SCALE)), as_bytes(codes)])
 
     def decode(self, data: Tensor, n: int) -> Tensor:
         """Return float32 [n]. Raises ValueError when `data` is not a code of n values."""
@@ -148,17 +151,13 @@ class IntegerCodec:
         _check_size(self.name, data, n, self._plain_size(n))
         end = 2 * -(-n // BLOCK)
         scales = from_bytes(data[:end], SCALE).to(torch.float32).view(-1, 1)
-        packed = data[end:]
-        codes = from_bytes(packed, torch.int8) if self.bits == 8 else unpack_nibbles(packed).to(torch.int8) - 8
+        codes = from_bytes(data[end:], torch.int8)
+        if self.bits == 4:
+            codes = torch.stack([data[end:] & 15, data[end:] >> 4], dim=1).to(torch.int8) - 8
         return (codes.to(torch.float32).view(-1, BLOCK) * scales).view(-1)[:n]
 
 
 Codec = FloatCodec | IntegerCodec
-
-
-def in_blocks(values_n: Tensor) -> Tensor:
-    """Return [blocks, BLOCK], the last block padded with zeros."""
-    return torch.nn.functional.pad(values_n, (0, -values_n.numel() % BLOCK)).view(-1, BLOCK)
 
 
 def in_scale(blocks: Tensor, top: int) -> tuple[Tensor, Tensor]:
@@ -188,13 +187,3 @@ def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
 def shared_bytes(body: memoryview) -> Tensor:
     """Return uint8 [bytes] that shares the memory of `body`, which must be writable."""
     return torch.frombuffer(body, dtype=torch.uint8) if len(body) else torch.empty(0, dtype=torch.uint8)
-
-
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """Pack uint8 values below 16, an even number of them, two to a byte."""
-    pairs = codes.reshape(-1, 2)
-    return pairs[:, 0] | (pairs[:, 1] << 4)
-
-
-def unpack_nibbles(data: Tensor) -> Tensor:
-    return torch.stack([data & 15, data >> 4], dim=1).reshape(-1)

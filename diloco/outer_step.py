@@ -138,7 +138,7 @@ class OuterSteps:
         before_n = model.masters[fragment].clone() if status is DeltaStatus.MISSED else None
         model.advance(fragment, accepted.deltas(), accepted.weights, accepted.remembered)
         self._settle_residual(fragment, status, pending)
-        replica.progress.install(fragment, status, pending and pending.coverage, before_n)
+        replica.progress.install(fragment, status, pending, before_n)
         self.link.set_position(model.outer_step, model.hash)
         self._note_metrics(result.outcome, accepted, exposed_s)
 
@@ -168,7 +168,7 @@ class OuterSteps:
             if pending is not None:
                 logger.warning(
                     "outer step %d used a delta of another process of peer %s: this process's, of %.0f tokens, is lost",
-                    self.replica.global_model.outer_step - 1, self.config.peer_id, pending.coverage.work.tokens,
+                    self.replica.global_model.outer_step - 1, self.config.peer_id, pending.work.tokens,
                 )  # fmt: skip
 
     def _note_metrics(self, outcome: RoundOutcome, accepted: AcceptedDeltas, exposed_s: float) -> None:

@@ -85,14 +85,18 @@ def delta_status(
     return DeltaStatus.REPLACED if peer in rejected else DeltaStatus.COUNTED
 
 
-@dataclass(slots=True)
-class DeltaCoverage:
-    """The work that a delta under way holds, and from when on later work is carried on whole, where it is.
+@dataclass(slots=True, kw_only=True)
+class PendingDelta:
+    """The delta on offer, and from when on later work is carried on whole.
 
     With mixing = "carry" that is from its preparation on, else from when its outcome was due and late.
     """
 
+    header: DeltaHeader
+    body: memoryview
+    residual_n: Tensor
     work: LocalWork
+    """What it holds."""
     due: LocalWork | None = None
     due_n: Tensor | None = field(default=None, repr=False)
     """Local values, float32 [numel]: what is trained on top of them is carried on whole."""
@@ -117,39 +121,37 @@ class LocalProgress:
         """Add one more piece of work to every fragment."""
         self.held = [held.plus(work) for held in self.held]
 
-    def covered(self, fragment: int) -> DeltaCoverage:
-        """Return what a delta that is prepared now holds."""
-        coverage = DeltaCoverage(self.held[fragment])
+    def note_offer(self, fragment: int, pending: PendingDelta) -> None:
+        """Note that this delta was prepared now."""
         if self._carries:
-            self._carry_from_now(fragment, coverage)
-        return coverage
+            self._carry_from_now(fragment, pending)
 
-    def mark_late(self, fragment: int, coverage: DeltaCoverage) -> None:
+    def mark_late(self, fragment: int, pending: PendingDelta) -> None:
         """Note that the outcome is due and not here: what is trained from now on is carried on whole."""
-        coverage.late = True
-        if coverage.due is None:
-            self._carry_from_now(fragment, coverage)
+        pending.late = True
+        if pending.due is None:
+            self._carry_from_now(fragment, pending)
 
-    def _carry_from_now(self, fragment: int, coverage: DeltaCoverage) -> None:
-        coverage.due, coverage.due_n = self.held[fragment], self._model.fragments[fragment].read()
+    def _carry_from_now(self, fragment: int, pending: PendingDelta) -> None:
+        pending.due, pending.due_n = self.held[fragment], self._model.fragments[fragment].read()
 
     def install(
-        self, fragment: int, status: DeltaStatus, coverage: DeltaCoverage | None, before_n: Tensor | None
+        self, fragment: int, status: DeltaStatus, pending: PendingDelta | None, before_n: Tensor | None
     ) -> None:
         """Give the parameters their values after a round that the global model has taken already. A collective.
 
-        `coverage`: where COUNTED, and where PREDECESSOR shuts out a delta of this process. `before_n`: the fragment's
+        `pending`: where COUNTED, and where PREDECESSOR shuts out a delta of this process. `before_n`: the fragment's
         global values before the round, where MISSED.
         """
         values_n = self._model.masters[fragment]
-        if status is DeltaStatus.COUNTED and coverage is not None:
-            values_n = self._model.mixed(fragment, self._mixing, coverage.due_n)
+        if status is DeltaStatus.COUNTED and pending is not None:
+            values_n = self._model.mixed(fragment, self._mixing, pending.due_n)
         elif status is DeltaStatus.MISSED and before_n is not None:
             values_n = self._model.rebased(fragment, before_n)
         if not self._ranks.all(bool(torch.isfinite(values_n).all())):
             values_n, status = self._model.masters[fragment], DeltaStatus.REPLACED
         self._model.fragments[fragment].write(values_n)
-        self._settle(fragment, status, coverage)
+        self._settle(fragment, status, pending)
 
     def replace_all(self) -> None:
         """Take the global values everywhere."""
@@ -161,35 +163,25 @@ class LocalProgress:
         """Return the tokens whose work is not in the global model, each by the share of parameters it concerns."""
         return sum(held.tokens * share for held, share in zip(self.held, self._shares, strict=True))
 
-    def _settle(self, fragment: int, status: DeltaStatus, coverage: DeltaCoverage | None) -> None:
+    def _settle(self, fragment: int, status: DeltaStatus, pending: PendingDelta | None) -> None:
         held, share, totals = self.held[fragment], self._shares[fragment], self.totals
         remaining = LocalWork()
         if status is DeltaStatus.MISSED:
             totals.missed += held.steps > 0
             totals.carried += held.tokens * share
             remaining = held
-        elif status is DeltaStatus.COUNTED and coverage is not None:
-            due = coverage.due or held
-            mixed, since = due.plus(coverage.work, -1.0), held.plus(due, -1.0)
+        elif status is DeltaStatus.COUNTED and pending is not None:
+            due = pending.due or held
+            mixed, since = due.plus(pending.work, -1.0), held.plus(due, -1.0)
             totals.carried += since.tokens * share
             totals.overwritten += (1 - self._mixing) * mixed.tokens * share
             remaining = since.plus(mixed, self._mixing)
-        elif status is DeltaStatus.REPLACED or (status is DeltaStatus.PREDECESSOR and coverage is not None):
+        elif status is DeltaStatus.REPLACED or (status is DeltaStatus.PREDECESSOR and pending is not None):
             totals.overwritten += held.tokens * share
         self.held[fragment] = remaining
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class PendingDelta:
-    """The delta on offer."""
-
-    header: DeltaHeader
-    body: memoryview
-    residual_n: Tensor
-    coverage: DeltaCoverage
 
 
 class Replica:
@@ -239,11 +231,11 @@ class Replica:
             **self._identity,
         }
         if (pending := self.pending) is not None:
-            work = [pending.coverage.work, pending.coverage.due, pending.coverage.late]
+            work = [pending.work, pending.due, pending.late]
             facts |= msgspec.to_builtins({"pending": pending.header, "offer": work})
             tensors |= {"pending.body": shared_bytes(pending.body), "pending.residual": pending.residual_n}
-            if pending.coverage.due_n is not None:
-                tensors["pending.due"] = pending.coverage.due_n
+            if pending.due_n is not None:
+                tensors["pending.due"] = pending.due_n
         return pack_state(tensors, facts)
 
     def load(self, raw: bytes | memoryview) -> None:
@@ -270,7 +262,10 @@ class Replica:
                 header=msgspec.convert(facts["pending"], DeltaHeader),
                 body=tensors["pending.body"].numpy().data.cast("B"),
                 residual_n=tensors["pending.residual"],
-                coverage=DeltaCoverage(work, due, tensors.get("pending.due"), late),
+                work=work,
+                due=due,
+                due_n=tensors.get("pending.due"),
+                late=late,
             )
 
 

@@ -44,6 +44,7 @@ from diloco.transport.messages import PROTOCOL, JointKey, PeerHello
 from diloco.transport.peer_link import PeerLink, RoundResult
 
 logger = logging.getLogger(__name__)
+FROZEN_KEY = "model.path (digest of what is not trained)"
 
 
 class StreamingDiLoCo:
@@ -72,11 +73,12 @@ class StreamingDiLoCo:
         fragments = partition(named, config.fragments)
         self.replica = Replica(fragments, config, self.ranks)
         self._codec = codec_of(config.codec.type)
+        settings = agreed_settings(config) | dict(agreed or {})
+        settings |= {"trainer.ranks": str(self.ranks.size), FROZEN_KEY: frozen_digest(named)}
         hello = PeerHello(
             protocol=PROTOCOL, run=config.run, peer=config.peer_id, rank=self.ranks.rank, ranks=self.ranks.size,
             instance=self.ranks.smallest([secrets.randbits(62)])[0], layout=parameter_layout(fragments),
-            frozen=frozen_digest(named), settings=agreed_settings(config) | dict(agreed or {}),
-            round_deadline_s=config.round_deadline_s, outer_step=0, base_hash="", training=False,
+            settings=settings, round_deadline_s=config.round_deadline_s, outer_step=0, base_hash="", training=False,
             delta_bytes=max(self._codec.size(fragment.numel) for fragment in fragments),
         )  # fmt: skip
         self._link = PeerLink(config, JointKey.read(config.key_file), hello, self.replica.state_to_serve)
@@ -145,14 +147,15 @@ class StreamingDiLoCo:
         """Offer the delta of the fragment whose turn it is."""
         model, replica = self.global_model, self.replica
         fragment = self.schedule.fragment(model.outer_step)
-        coverage = replica.progress.covered(fragment)
+        work = replica.progress.held[fragment]
         data, residual_n = replica.feedback.encode(fragment, model.delta(fragment), self._codec)
         body = data.numpy().data.cast("B")
         header = self._link.delta_header(
             body, model.outer_step, model.hash, fragment=fragment, codec=self._codec.name,
-            weight=float(coverage.work.tokens), inner_steps=round(coverage.work.steps),
+            weight=float(work.tokens), inner_steps=round(work.steps),
         )  # fmt: skip
-        replica.pending = PendingDelta(header, body, residual_n, coverage)
+        replica.pending = PendingDelta(header=header, body=body, residual_n=residual_n, work=work)
+        replica.progress.note_offer(fragment, replica.pending)
         replica.due = replica.inner + self.config.delay
         self._link.offer(header, body)
 
@@ -169,7 +172,7 @@ class StreamingDiLoCo:
         """
         replica = self.replica
         began, missed = time.monotonic(), replica.progress.totals.missed
-        late = replica.pending is not None and replica.pending.coverage.late
+        late = replica.pending is not None and replica.pending.late
         result = self._steps.wait(0.0 if late else self.config.round_timeout_s, should_stop)
         if result is None:
             if not self.ranks.any(should_stop()):
@@ -196,8 +199,8 @@ class StreamingDiLoCo:
         Raises DeadlineError after diloco.offline_timeout_s.
         """
         silent_s, pending = self._steps.silent_s(), self.replica.pending
-        if pending is not None and not pending.coverage.late:
-            self.replica.progress.mark_late(pending.header.fragment, pending.coverage)
+        if pending is not None and not pending.late:
+            self.replica.progress.mark_late(pending.header.fragment, pending)
             logger.warning("outer step %d is not complete after %.0f s; training continues", self.outer_step, silent_s)
 
     def _offer_again(self) -> None:

@@ -256,10 +256,8 @@ class PeerHello(FromRank, frozen=True, kw_only=True, tag="hello"):
     """As in a beat: a rendezvous that was restarted learns from it where the run stands."""
     layout: list[TensorLayout]
     settings: dict[str, str]
-    """What all peers must agree on, as text."""
+    """What all peers must agree on, as text, with a digest of what this rank holds of the frozen parameters."""
     round_deadline_s: float
-    frozen: str = ""
-    """Digest of what this rank holds of the parameters that are not trained."""
     delta_bytes: int = 0
     """The most that a delta of this rank has: the rendezvous must have room for those of all peers at once."""
     protocol: int = 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from joint_run import Blocks, adamw, inner_step, settings
 
-from diloco.state import DeltaCoverage, LocalWork, PendingDelta
+from diloco.state import LocalWork, PendingDelta
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport.messages import RoundOutcome
 from diloco.transport.peer_link import RoundResult
@@ -33,7 +33,7 @@ def delta(engine):
     body, name = memoryview(data.numpy()).cast("B"), engine._codec.name
     facts = {"fragment": 0, "codec": name, "weight": 1.0, "inner_steps": 1}
     header = engine._link.delta_header(body, 0, engine.global_model.hash, **facts)
-    return PendingDelta(header, body, residual_n, DeltaCoverage(LocalWork(steps=1, tokens=1)))
+    return PendingDelta(header=header, body=body, residual_n=residual_n, work=LocalWork(steps=1, tokens=1))
 
 
 # A delta in the global model leaves what encoding it lost; one that came too late leaves what was owed before. Where

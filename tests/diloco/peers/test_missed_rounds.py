@@ -29,7 +29,7 @@ from composer_prime.config.diloco import OuterConfig
 from diloco.codec import ErrorFeedback, codec_of
 from diloco.fragments import Ranks, partition
 from diloco.global_model import GlobalModel
-from diloco.state import DeltaCoverage, DeltaStatus, LocalProgress, LocalWork
+from diloco.state import DeltaStatus, LocalProgress, LocalWork, PendingDelta
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport.messages import BeatReply
 
@@ -153,7 +153,7 @@ def test_late_outcome_keeps_the_steps_since(make_rendezvous, key_file, delay, al
             copy = Blocks()
             resumed = StreamingDiLoCo(copy.named_parameters(), adamw(copy), engine.config)
             resumed.load(raw)
-            assert resumed.state() == raw and resumed.replica.pending.coverage.due_n is not None
+            assert resumed.state() == raw and resumed.replica.pending.due_n is not None
             far.set()
             engine.config = engine.config.model_copy(update={"round_timeout_s": 15})
             until(engine._link._round.done, "round 1 does not end")
@@ -255,6 +255,11 @@ def test_step_longer_than_the_deadline(make_rendezvous, key_file):
     assert max(metrics.get("diloco/missed_rounds", 0) for metrics in slow.metrics.values()) >= 1
 
 
+def on_offer(progress: LocalProgress) -> PendingDelta:
+    """A delta that holds all work so far."""
+    return PendingDelta(header=None, body=memoryview(b""), residual_n=torch.zeros(0), work=progress.held[0])
+
+
 # Another process of this peer delivered in its name: this one's delta on offer is lost and counted as such. A process
 # that only catches up has lost nothing.
 @pytest.mark.parametrize(("offered", "lost"), [(True, 7), (False, 0)])
@@ -262,7 +267,7 @@ def test_a_delta_of_another_process(offered, lost):
     module = Numbers()
     work = LocalProgress(GlobalModel(partition(module.named_parameters(), 1), OuterConfig()), 0.0, Ranks())
     work.count(LocalWork(steps=1, tokens=7))
-    work.install(0, DeltaStatus.PREDECESSOR, DeltaCoverage(work.held[0]) if offered else None, None)
+    work.install(0, DeltaStatus.PREDECESSOR, on_offer(work) if offered else None, None)
     assert work.totals.overwritten == lost and work.tokens_held() == 0
 
 
@@ -303,7 +308,7 @@ def test_nothing_is_lost(codec, rounds):
 
     for fate, before, after, others in rounds:
         train(before)
-        offer = DeltaCoverage(work.held[0])
+        offer = on_offer(work)
         data, residual_n = feedback.encode(0, model.delta(0), encoder)
         sent = encoder.decode(data, 4)
         if after:

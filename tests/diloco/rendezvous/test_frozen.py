@@ -48,7 +48,7 @@ def test_refusals_of_other_bases(make_rendezvous, key_file):
     alpha = {"trainer.lora.alpha": "32.0"}
     with engine(adapted(), settings(address, key_file, "a"), agreed=alpha):
         for seed, agreed, message in [
-            (1, alpha, r"differ on rank 0: their digest is (\w+) for peer b, (?!\1)\w+ for peer a.*their sha256sum"),
+            (1, alpha, r"peer b has model.path \(digest .*\) = (\w+), peer a has (?!\1)\w+: all peers"),
             (0, {"trainer.lora.alpha": "16.0"}, r"peer b has trainer.lora.alpha = 16.0, peer a has 32.0"),
             (0, {}, r"peer b has trainer.lora.alpha = None, peer a has 32.0"),
         ]:

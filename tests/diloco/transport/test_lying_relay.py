@@ -57,7 +57,7 @@ async def _lied_to(lie: ToPeer, ask: Callable[[Exchange], Awaitable[Any]]) -> An
     answering = asyncio.create_task(answer_all())
     connection = Connection(server.endpoint, KEY.client(), "a/1", None)
     hello = PeerHello(
-        protocol=PROTOCOL, run="joint", peer="a", rank=1, ranks=2, instance=1, layout=LAYOUT, settings={}, frozen="",
+        protocol=PROTOCOL, run="joint", peer="a", rank=1, ranks=2, instance=1, layout=LAYOUT, settings={},
         round_deadline_s=1, outer_step=0, base_hash="", training=False,
     )  # fmt: skip
     try:
