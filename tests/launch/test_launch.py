@@ -19,8 +19,7 @@ from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.run.costs import spent
 from composer_prime.run.process import OrphanGuard
 from composer_prime.run.run_dir import RunDir
-from trainer.launcher.launch import _RunMonitor
-from trainer.launcher.prepare import prepare
+from trainer.launcher.launch import _RunMonitor, prepare
 from trainer.launcher.supervise import Supervisor, role_commands
 from trainer.launcher.view import View
 

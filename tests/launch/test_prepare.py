@@ -12,7 +12,7 @@ from composer_prime.config.load import dump, read_config
 from composer_prime.errors import ConfigError
 from composer_prime.plan.check_run_dir import folder_state
 from composer_prime.run.run_dir import RunDir
-from trainer.launcher.prepare import prepare
+from trainer.launcher.launch import prepare
 
 
 def config(folder: Path, **run) -> Config:

@@ -9,7 +9,6 @@ from composer_prime.config import Config
 from composer_prime.console import clock
 from composer_prime.monitor.progress import RunProgress
 from composer_prime.run.run_dir import RunDir
-from trainer.launcher.prepare import Prepared
 from trainer.launcher.view import View, channels_text, eval_text, run_summary, step_line
 
 CONFIG = {
@@ -71,11 +70,8 @@ def test_the_summary_names_the_joint_model_of_a_run_that_finished(tmp_path):
     progress.update(
         [line(4), {"step": 4, "role": "trainer", "diloco/final_outer_step": 2, "diloco/final_hash": "0badcafe"}]
     )
-    with (tmp_path / "lock").open("wb") as lock:
-        prepared = Prepared(
-            run_dir=RunDir(tmp_path), config=Config.model_validate(CONFIG), start_step=4, notes=(), lock=lock
-        )
-        finished, interrupted = (run_summary(prepared, progress, status, 0) for status in (0, 130))
+    config, run_dir = Config.model_validate(CONFIG), RunDir(tmp_path)
+    finished, interrupted = (run_summary(config, run_dir, 4, progress, status, 0) for status in (0, 130))
     assert "  joint model outer step 2, hash 0badcafe, equal on every peer that" in finished
     assert "joint model" not in interrupted
 
@@ -85,13 +81,11 @@ def test_a_stop_after_the_last_step_leaves_only_the_model(tmp_path):
     run_dir = RunDir(tmp_path)
     run_dir.checkpoint(4).mkdir(parents=True)
     (run_dir.checkpoint(4) / "COMPLETE").touch()
-    with (tmp_path / "lock").open("wb") as lock:
-        config = Config.model_validate(CONFIG)
-        prepared = Prepared(run_dir=run_dir, config=config, start_step=4, notes=(), lock=lock)
-        only_final = run_summary(prepared, RunProgress(), 143, 0)
-        (tmp_path / "rollouts").mkdir()
-        run_dir.eval_rollouts(0).touch()
-        not_evaluated = run_summary(prepared, RunProgress(), 143, 0)
+    config = Config.model_validate(CONFIG)
+    only_final = run_summary(config, run_dir, 4, RunProgress(), 143, 0)
+    (tmp_path / "rollouts").mkdir()
+    run_dir.eval_rollouts(0).touch()
+    not_evaluated = run_summary(config, run_dir, 4, RunProgress(), 143, 0)
     assert "with --resume   writes the missing final/" in only_final
     assert "with --resume   runs the last evaluation and writes final/" in not_evaluated
 
@@ -108,17 +102,14 @@ def test_the_summary_leads_with_the_held_out_figures(tmp_path):
         run_dir.eval_rollouts(step).write_text("".join(json.dumps(row) + "\n" for row in rows))
     progress = RunProgress()
     progress.update([line(step, **{"reward/mean": reward}) for step, reward in ((1, 0.438), (2, 0.3), (3, 0.202))])
-    with (tmp_path / "lock").open("wb") as lock:
-        prepared = Prepared(run_dir=run_dir, config=Config.model_validate(CONFIG), start_step=0, notes=(), lock=lock)
-        lines = run_summary(prepared, progress, 0, 0).splitlines()[2:]
+    config = Config.model_validate(CONFIG)
+    lines = run_summary(config, run_dir, 0, progress, 0, 0).splitlines()[2:]
     assert lines[0].startswith("  held-out    0.000 [") and lines[0].endswith("after step 0, over 40 tasks")
     assert lines[1].startswith("              0.500 [") and lines[2].startswith("              change +0.500 [+0.")
     assert lines[2].endswith("], paired by task")
     assert lines[3] == "  training    mean reward 0.313 of 3 steps; too few for a trend"
     progress.update([line(step, **{"reward/mean": step / 10}) for step in range(1, 11)])
-    with (tmp_path / "lock").open("wb") as lock:
-        prepared = Prepared(run_dir=run_dir, config=Config.model_validate(CONFIG), start_step=0, notes=(), lock=lock)
-        assert "of the first 5 steps 0.300, of the last 5 steps 0.800" in run_summary(prepared, progress, 0, 0)
+    assert "of the first 5 steps 0.300, of the last 5 steps 0.800" in run_summary(config, run_dir, 0, progress, 0, 0)
 
 
 def test_a_resumed_run_shows_only_what_is_new(capsys):

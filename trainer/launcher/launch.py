@@ -3,37 +3,44 @@
     main thread: [ poll children | new lines of metrics.jsonl -> view, trackers ] every TICK_S
                  until the run is finished or failed, or Ctrl-C
 
-The launcher starts console scripts only. It imports no other role.
+The launcher starts console scripts only. It imports no other role. composer_prime/plan/check_run_dir.py has the rules
+for the run directory. A run that crashed before its first checkpoint starts over and keeps what was paid for: answers
+of endpoints, teachers' pairs and votes, and their costs.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import IO, Any
 
 import psutil
 
-from composer_prime.config import Config
+from composer_prime.config import Config, load
 from composer_prime.console import COMPOSER, printable, tell_waits
-from composer_prime.errors import RoleFailedError
+from composer_prime.errors import ConfigError, RoleFailedError
 from composer_prime.host import visible_gpus
 from composer_prime.monitor.events import EventFile, parse_event
-from composer_prime.monitor.metrics_file import MetricsFile, Tail
+from composer_prime.monitor.metrics_file import Line, MetricsFile, Tail
 from composer_prime.monitor.progress import RunProgress
-from composer_prime.monitor.rollouts import read_rollouts, rollout_text
+from composer_prime.monitor.rollouts import read_rollouts, rollout_files, rollout_text
 from composer_prime.monitor.trackers import Feeder, numbers_of, start_trackers
+from composer_prime.plan.check_run_dir import check_run_folder, is_run_directory, with_length_divisor
 from composer_prime.run.costs import CostLedger
 from composer_prime.run.environment import record_environment
+from composer_prime.run.keys import RunKeys
 from composer_prime.run.process import OrphanGuard
-from composer_prime.run.run_dir import RunDir
+from composer_prime.run.run_dir import PAID_ENTRIES, RunDir, create_run_id, write_atomic
 from trainer.launcher import supervise
-from trainer.launcher.prepare import Prepared, prepare
-from trainer.launcher.supervise import RoleCommand, Supervisor, role_commands
+from trainer.launcher.supervise import RoleCommand, RoleProcess, Supervisor, role_commands
 from trainer.launcher.view import View, run_summary
 
 FAILED = 1
@@ -48,6 +55,7 @@ SAMPLE_EVERY_STEPS = 5
 """How often the screen shows one rollout of a step."""
 _SHOWN_OTHERWISE = ("evaluation",)
 """Kinds of events that the view draws from metrics.jsonl."""
+_KEPT_ON_RESTART = {"keys", "run_id", "logs", ".launcher.lock"} | PAID_ENTRIES
 Commands = Callable[[Config, RunDir], list[RoleCommand]]
 
 
@@ -84,7 +92,8 @@ def launch(config: Config, commands: Commands | None = None) -> int:
     with suppress(KeyboardInterrupt):  # Ctrl-C skips what is left of closing, never the summary.
         monitor.close()
     _write_report(prepared, state)
-    print(run_summary(prepared, monitor.progress, status, monitor.peak_bytes), flush=True)
+    summary = run_summary(config, run_dir, prepared.start_step, monitor.progress, status, monitor.memory.peak_bytes)
+    print(summary, flush=True)
     if failure is not None:  # Its cause is the last word.
         print(f"\nthe run failed: {printable(failure)}", file=sys.stderr)
     prepared.lock.close()
@@ -99,7 +108,7 @@ def _run(monitor: _RunMonitor, supervisor: Supervisor, signals: _Signals) -> str
     monitor.view.event(f"to watch it in a browser: {COMPOSER} view {supervisor.config.run.output_dir}")
     try:
         supervisor.start()
-        monitor.start_trackers()
+        monitor.start_trackers(supervisor.config)
         while supervisor.poll() == "running" and not signals.count:
             monitor.tick(supervisor)
             time.sleep(TICK_S)
@@ -151,8 +160,42 @@ def _write_costs(monitor: _RunMonitor, supervisor: Supervisor, wall_s: float) ->
         for child in supervisor.children:
             lived_s = round(child.lived_s, 1)
             ledger.write("seconds", role=child.role.name, seconds=lived_s, gpu_seconds=lived_s * child.role.gpus)
-        for link, count in sorted(monitor.link_bytes.items()):
+        for link, count in sorted(monitor.links.bytes.items()):
             ledger.write("bytes", link=link, bytes=int(count))
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Memory that all processes hold together."""
+
+    now_bytes: int = 0
+    peak_bytes: int = 0
+    _measured_at: float = 0.0
+
+    def measure(self, children: Sequence[RoleProcess]) -> None:
+        if time.monotonic() - self._measured_at < MEMORY_EVERY_S:
+            return
+        self._measured_at = time.monotonic()
+        self.now_bytes = _resident_bytes([each.process.pid for each in children if each.running])
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+
+@dataclass(slots=True)
+class _LinkBytes:
+    """Bytes since this start, by link."""
+
+    bytes: Counter[str] = field(default_factory=Counter)
+    _totals: dict[str, int] = field(default_factory=dict)
+
+    def count(self, line: Line) -> None:
+        for name in LINKS:
+            count, before = line.get(name), self._totals.get(name, 0)
+            if not isinstance(count, int | float):
+                continue
+            if name.startswith("diloco/"):
+                self._totals[name] = int(count)
+                count -= before if count >= before else 0
+            self.bytes[name] += int(count)
 
 
 class _RunMonitor:
@@ -162,33 +205,25 @@ class _RunMonitor:
         """Read the history of a resumed run, and mark the resume in metrics.jsonl."""
         self.view = view
         self.progress = RunProgress()
-        self.peak_bytes = 0
-        """Most memory that all processes held together."""
-        self.link_bytes: Counter[str] = Counter()
-        """Bytes since this start, by link."""
-        self._config = prepared.config
+        self.memory = _Memory()
+        self.links = _LinkBytes()
         self._run_dir = prepared.run_dir
-        self._root = prepared.run_dir.root
         self._metrics = MetricsFile(prepared.run_dir.metrics, "launcher")
         self._feeders: list[Feeder] = []
-        self._link_totals: dict[str, int] = {}
-        self._memory_bytes: int | None = None
-        self._measured_at = 0.0
         if prepared.start_step:
             self._metrics.log(prepared.start_step, {"event": "resume"})
         self._tail = Tail(prepared.run_dir.metrics)
         self._events = EventFile(prepared.run_dir, "launcher")
-        self._event_tail = Tail(self._root / "events.jsonl", lambda line: parse_event(line) is not None)
+        self._event_tail = Tail(self._run_dir.root / "events.jsonl", lambda line: parse_event(line) is not None)
         self._event_tail.read()
-        self._samples_due: list[int] = []
         self.progress.update(self._tail.read())
         self.progress.waiting.clear()
         view.begin(self.progress)
         for note in prepared.notes:
             view.event(note)
 
-    def start_trackers(self) -> None:
-        self._feeders = start_trackers(self._config, self._root, self.view.event)
+    def start_trackers(self, config: Config) -> None:
+        self._feeders = start_trackers(config, self._run_dir.root, self.view.event)
 
     def note_end(self, state: str, failure: str | None) -> None:
         """Mark the end in metrics.jsonl: how the run ended, and the error that ended it."""
@@ -206,21 +241,19 @@ class _RunMonitor:
         lines = self._tail.read()
         new_steps = self.progress.update(lines)
         for line in lines:
-            self._count_links(line)
+            self.links.count(line)
             for feeder in self._feeders:
                 feeder.put(line["step"], numbers_of(line))
-        if time.monotonic() - self._measured_at >= MEMORY_EVERY_S:
-            self._measured_at = time.monotonic()
-            self._memory_bytes = _resident_bytes([each.process.pid for each in supervisor.children if each.running])
-            self.peak_bytes = max(self.peak_bytes, self._memory_bytes)
-        if new_steps and self._memory_bytes:
-            self._metrics.log(new_steps[-1]["step"], {"memory/total_bytes": self._memory_bytes})
+        self.memory.measure(supervisor.children)
+        if new_steps and self.memory.now_bytes:
+            self._metrics.log(new_steps[-1]["step"], {"memory/total_bytes": self.memory.now_bytes})
         self._show_events()
         if ended:
             self.progress.waiting.clear()
-        steps = [line["step"] for line in new_steps]
-        self._samples_due += [step for step in steps if step == 1 or step % SAMPLE_EVERY_STEPS == 0]
         self.view.refresh(self.progress, new_steps)
+        for step in [line["step"] for line in new_steps]:
+            if step == 1 or step % SAMPLE_EVERY_STEPS == 0:
+                self._show_rollout(step)
 
     def process_event(self, text: str) -> None:
         """Show what happened to a process, and keep it."""
@@ -228,28 +261,17 @@ class _RunMonitor:
         self._events.write("process", text, level="warning")
 
     def _show_events(self) -> None:
-        """Show what other roles' events tell, and a rollout of the steps that are due for one."""
+        """Show what other roles' events tell."""
         for line in self._event_tail.read():
             event = parse_event(line)
             if event is not None and event.role != "launcher" and event.kind not in _SHOWN_OTHERWISE:
                 self.view.event(event.line)
-        for step in self._samples_due:
-            path = self._run_dir.rollouts(step)
-            with suppress(OSError):
-                played = [rollout for rollout in read_rollouts(path) if rollout.get("reward") is not None]
-                if played:
-                    self.view.event(f"  a rollout of step {step}: {rollout_text(played[step % len(played)])}")
-        self._samples_due.clear()
 
-    def _count_links(self, line: Mapping[str, Any]) -> None:
-        for name in LINKS:
-            count, before = line.get(name), self._link_totals.get(name, 0)
-            if not isinstance(count, int | float):
-                continue
-            if name.startswith("diloco/"):
-                self._link_totals[name] = int(count)
-                count -= before if count >= before else 0
-            self.link_bytes[name] += int(count)
+    def _show_rollout(self, step: int) -> None:
+        with suppress(OSError):
+            played = [each for each in read_rollouts(self._run_dir.rollouts(step)) if each.get("reward") is not None]
+            if played:
+                self.view.event(f"  a rollout of step {step}: {rollout_text(played[step % len(played)])}")
 
 
 def _resident_bytes(roots: list[int]) -> int:
@@ -294,3 +316,107 @@ class _Signals:
             self.status = 128 + number
         self.count += 1
         self._last_s = now_s
+
+
+# -- the run directory -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A run directory that roles can be started in."""
+
+    run_dir: RunDir
+    config: Config
+    """As written to config.json: run.resume is on only where there is a checkpoint to resume, and the length divisor is
+    a number."""
+    start_step: int
+    """Optimizer steps already taken."""
+    notes: tuple[str, ...]
+    """Events of the start to show the user."""
+    lock: IO[bytes]
+    """Held while the launcher runs: one launcher per run directory."""
+
+
+def prepare(config: Config) -> Prepared:
+    """Make the run directory ready. Raises ConfigError when it cannot be used as configured."""
+    run_dir = RunDir(config.run_directory.absolute())
+    changes = check_run_folder(run_dir, config)
+    config = with_length_divisor(config, run_dir)
+    lock = _lock(run_dir)
+    notes: list[str] = []
+    start_step = 0
+    if config.run.resume:
+        start_step, notes = _resume(run_dir, changes)
+        if start_step == 0:
+            config = config.model_copy(update={"run": config.run.model_copy(update={"resume": False})})
+    elif config.run.overwrite and is_run_directory(run_dir.root):
+        _empty(run_dir, keep={".launcher.lock"})
+    try:
+        _keys(run_dir, config)
+        write_atomic(run_dir.config, load.dump(config).encode())
+        create_run_id(run_dir, config.run.name)
+        run_dir.endpoints.unlink(missing_ok=True)  # it names a dead orchestrator
+        if config.orchestrator.address is not None:
+            write_atomic(run_dir.endpoints, b'{"step": "%s"}\n' % config.orchestrator.address.encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write to the run directory {run_dir.root}: {error.strerror}") from None
+    return Prepared(run_dir=run_dir, config=config, start_step=start_step, notes=tuple(notes), lock=lock)
+
+
+def _lock(run_dir: RunDir) -> IO[bytes]:
+    try:
+        run_dir.root.mkdir(parents=True, exist_ok=True)
+        file = (run_dir.root / ".launcher.lock").open("a+b")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to the run directory {run_dir.root}: {error.strerror}; set run.output_dir"
+        ) from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().decode(errors="replace").strip() or "unknown"
+        raise ConfigError(
+            f"another launcher (process {holder}) runs in {run_dir.root}: stop it first, or choose another run.name"
+        ) from None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n".encode())
+    file.flush()
+    return file
+
+
+def _resume(run_dir: RunDir, changes: list[str]) -> tuple[int, list[str]]:
+    """Return the step to continue from and what changed since. Empties the directory when nothing was saved yet."""
+    steps = run_dir.complete_checkpoints()
+    if steps:
+        for evaluated, path in rollout_files(run_dir, "eval").items():
+            if evaluated > steps[-1]:  # these steps are trained again
+                path.unlink()
+        return steps[-1], [f"resuming after step {steps[-1]}", *changes]
+    _empty(run_dir, keep=_KEPT_ON_RESTART)
+    note = "no complete checkpoint yet: starting over from step 0 (keys, logs and paid answers are kept)"
+    return 0, [note, *changes]
+
+
+def _empty(run_dir: RunDir, *, keep: set[str]) -> None:
+    for path in run_dir.root.iterdir():
+        if path.name in keep:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _keys(run_dir: RunDir, config: Config) -> None:
+    """Create the run's keys. When the orchestrator runs elsewhere they must come from there: it refuses new ones."""
+    if config.orchestrator.address is None:
+        RunKeys.create(run_dir.keys)
+        return
+    needed = ("trainer.token", "signing.ed25519")
+    if missing := [name for name in needed if not (run_dir.keys / name).exists()]:
+        raise ConfigError(
+            f"orchestrator.address is {config.orchestrator.address!r}, but {run_dir.keys} lacks {', '.join(missing)}: "
+            "copy run_id, keys/trainer.token and keys/signing.ed25519 from the orchestrator's run directory (the "
+            "other keys stay there)"
+        )

@@ -153,8 +153,7 @@ class RoleProcess:
     def running(self) -> bool:
         return self.code is None
 
-    @property
-    def needed(self) -> bool:
+    def is_needed(self) -> bool:
         """Tell whether the run ends with it: such a role is not started again."""
         return self.role.kind not in _RESTARTED
 
@@ -197,19 +196,20 @@ class Supervisor:
 
         Raises RoleFailedError, with the last lines of the failed role's log, when the run cannot continue.
         """
-        ended = [child for child in self.children if child.running and not child.poll()]
-        self._failed += [child for child in ended if child.needed and child.code != 0]
+        crashed = [child for child in self.children if child.running and not child.poll() and child.code != 0]
+        self._failed += filter(RoleProcess.is_needed, crashed)
         if self._failed and self._cause_known():
             raise RoleFailedError(self._report(self._failed))
-        needed = [child for child in self.children if child.needed]
+        needed = list(filter(RoleProcess.is_needed, self.children))
         if all(child.code == 0 for child in needed or self.children):
             return "finished"
-        self._restart([child for child in ended if not child.needed and child.code != 0])
+        self._restart(crashed)
         return "running"
 
     def _restart(self, crashed: list[RoleProcess]) -> None:
         for child in crashed:
-            self._plan_restart(child)
+            if not child.is_needed():
+                self._plan_restart(child)
         for child in filter(RoleProcess.is_due, self.children):
             child.process, child.log_offset = self._spawn(child.role)
             child.code, child.restart_at, child.started = None, None, time.monotonic()
@@ -253,7 +253,7 @@ class Supervisor:
     def _can_save(self) -> bool:
         """Return whether every process that a checkpoint needs is alive. Otherwise the ranks would wait for nothing."""
         started = len(self.children) == len(self.roles)
-        return started and all(child.running for child in self.children if child.needed)
+        return started and all(child.running for child in self.children if child.is_needed())
 
     def _spawn(self, role: RoleCommand) -> tuple[subprocess.Popen[Any], int]:
         """Start a role; returns its process and the length of its log so far."""

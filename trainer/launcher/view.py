@@ -16,7 +16,6 @@ from composer_prime.monitor.progress import TREND_STEPS, RunProgress, ends, nume
 from composer_prime.monitor.rollouts import eval_scores
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
-from trainer.launcher.prepare import Prepared
 
 _FIGURES = {
     "reward/mean": "  reward {:.3f}",
@@ -140,16 +139,17 @@ def eval_text(figures: dict[str, float]) -> str:
     return ", ".join(parts)
 
 
-def run_summary(prepared: Prepared, progress: RunProgress, status: int, peak_bytes: int) -> str:
+def run_summary(
+    config: Config, run_dir: RunDir, start_step: int, progress: RunProgress, status: int, peak_bytes: int
+) -> str:
     """Return the launcher's last lines: results, where the files are, and the next commands.
 
     Figures that the run did not produce are left out.
     """
-    config, run_dir = prepared.config, prepared.run_dir
-    taken = prepared.start_step if progress.last_step is None else progress.last_step
+    taken = start_step if progress.last_step is None else progress.last_step
     state = "finished" if status == 0 else "was interrupted" if status >= 128 else "failed"
     length = f" after {taken} of {config.run.max_steps} steps" if config.run.max_steps else " (evaluation only)"
-    lines = ["", f"{config.run.name} {state}{length}", *_evaluations(prepared, progress), *_rewards(progress)]
+    lines = ["", f"{config.run.name} {state}{length}", *_evaluations(run_dir, progress), *_rewards(progress)]
     if peak_bytes:
         lines.append(f"  memory      {gib(peak_bytes)} at most in all processes")
     if run_dir.final.is_dir() and status == 0 and config.run.max_steps:
@@ -179,9 +179,9 @@ def _rewards(progress: RunProgress) -> list[str]:
     ]
 
 
-def _evaluations(prepared: Prepared, progress: RunProgress) -> list[str]:
+def _evaluations(run_dir: RunDir, progress: RunProgress) -> list[str]:
     """Return held-out scores before and after, with 95 % intervals over tasks."""
-    scored = {step: scores for step, scores in eval_scores(prepared.run_dir).items() if scores}
+    scored = {step: scores for step, scores in eval_scores(run_dir).items() if scores}
     if not scored:
         shown = sorted(progress.evals.items())
         return [f"  held-out    after step {step}: {eval_text(figures)}" for step, figures in shown]
