@@ -149,7 +149,7 @@ async def _checked(auditor: LocalEngine, answer: Answer, tolerance: float) -> Pa
 async def rescored(engine: LocalEngine, answer: Answer) -> Answer:
     """The answer with the logprobs that `engine` gives its tokens."""
     tokens = np.array(answer.prompt_ids + answer.token_ids, np.int32)
-    _, logprobs = await engine.check_draws(tokens, len(answer.prompt_ids), len(tokens), answer.sampling)
+    _, logprobs = await engine.check_draws(tokens, len(answer.prompt_ids), answer.sampling)
     return replace(answer, logprobs=logprobs.tolist())
 
 

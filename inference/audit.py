@@ -68,10 +68,8 @@ class OpenAudit:
         request, prompt = self.request, ints(self.request.prompt_ids)
         for span in request.version_spans:
             if span.version == version:
-                tokens = np.concatenate([prompt, request.ids[: span.end]])
-                scored = await engine.check_draws(
-                    tokens, len(prompt) + span.start, len(tokens), request.sampling, request.tolerance
-                )
+                tokens, first = np.concatenate([prompt, request.ids[: span.end]]), len(prompt) + span.start
+                scored = await engine.check_draws(tokens, first, request.sampling, request.tolerance)
                 self.misses[span.start : span.end], self.logprobs[span.start : span.end] = scored
         self.missing.discard(version)
 

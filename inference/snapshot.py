@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+Held = tuple[list[str], str, str, int]
+"""Of a worker's parameter: published names, type, checksum in hexadecimal, and values without padding."""
 _BLOCK_BYTES = 4 << 20
 _SUM_ELEMENTS = 1 << 18
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -267,3 +270,33 @@ def word_sum(tensor: torch.Tensor) -> int:
         piece = bits[start : start + _SUM_ELEMENTS].to(torch.int64)
         total += int((piece * piece).sum())
     return total % (1 << 64)
+
+
+def fold_sums(
+    ranks: Sequence[Sequence[Held]], shapes: Mapping[str, tuple[int, ...]]
+) -> list[tuple[list[str], str, str]]:
+    """Return names, type and checksum of each parameter whose parts or copies several workers hold.
+
+    `shapes` are those of the published tensors. Parts have their size together: the sum is the parts'. Copies have it
+    each: they count once, and copies that differ are returned one by one, so that a wrong one is found. What is
+    neither is left out, such as key and value heads of which more workers than one hold the same. One worker holds all.
+    """
+    by_names: dict[tuple[str, ...], list[Held]] = defaultdict(list)
+    for parameters in ranks:
+        for held in parameters:
+            by_names[tuple(held[0])].append(held)
+    folded = []
+    for names, parts in by_names.items():
+        size = sum(math.prod(shapes[name]) for name in names)
+        are_copies = len(ranks) == 1 or all(part[3] == size for part in parts)
+        folded += [(list(names), parts[0][1], total) for total in _whole_sums(parts, size, are_copies)]
+    return folded
+
+
+def _whole_sums(parts: list[Held], size: int, are_copies: bool) -> list[str]:
+    sums = [part[2] for part in parts]
+    if are_copies:
+        return sorted(set(sums))
+    if sum(part[3] for part in parts) == size:
+        return [f"{sum(int(part, 16) for part in sums) % (1 << 64):x}"]
+    return []

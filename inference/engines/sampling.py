@@ -8,7 +8,7 @@ test vectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -21,6 +21,13 @@ _CHECK_BYTES = 256 << 20
 """Of float work at a time when draws are checked, 16 bytes a logit."""
 _EDGE_NATS = 10.0
 """How near to each other logits at the edge of top-k or top-p count as a tie, for each unit of the tolerance."""
+
+Rule = tuple[float, int, float, int]
+"""Temperature, top-k, top-p and seed of a request."""
+
+
+def rule_of(sampling: Sampling, seed: int) -> Rule:
+    return sampling.temperature, sampling.top_k, sampling.top_p, seed & (2**64 - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +44,17 @@ class SamplingRows:
     """uint64 [R]."""
     position: np.ndarray
     """uint64 [R]: index in its sequence of the token to be drawn."""
+
+    @classmethod
+    def of(cls, rules: Iterable[Rule], positions: np.ndarray) -> SamplingRows:
+        temperature, top_k, top_p, seed = zip(*rules, strict=True)
+        return cls(
+            temperature=np.array(temperature, np.float32),
+            top_k=np.array(top_k, np.int64),
+            top_p=np.array(top_p, np.float32),
+            seed=np.array(seed, np.uint64),
+            position=positions.astype(np.uint64),
+        )
 
     def chosen(self, index: slice | np.ndarray) -> SamplingRows:
         return SamplingRows(**{field.name: getattr(self, field.name)[index] for field in fields(self)})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 
-import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -30,9 +29,9 @@ from transformers import (
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
 from composer_prime.errors import ConfigError, EngineError, ModelNotFoundError
 from composer_prime.wire.types import VersionSpan
-from inference.engines.local import given, local_engine
+from inference.engines.local import compute, local_engine
 from inference.engines.local.compute import Computer
-from inference.engines.local.loading import check_supported
+from inference.engines.local.loading import LoadedModel, check_supported
 from inference.engines.local.local_engine import LocalEngine
 from tests.engines.models import MAX_CONTEXT, make_model
 from tests.engines.reference import Reference
@@ -95,23 +94,22 @@ def test_siblings_share_their_prompt(folder):
 
 def test_a_sequence_that_does_not_fit_one_pass(folder, monkeypatch):
     # With room for 16 rows of logits no pass makes more, and the scores stay the same.
-    made = []
+    made, forward = [], LoadedModel.forward
 
-    class Watched(Computer):
-        def _forward(self, ids, positions, plan, rows):
-            logits = super()._forward(ids, positions, plan, rows)
-            made.append(len(logits))
-            return logits
+    def watch(self, step):
+        logits = forward(self, step)
+        made.append(len(logits))
+        return logits
 
     async def scenario():
-        engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT, computer=Watched)
+        engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT)
         await engine.start()
         subject = Subject(engine=engine, reference=Reference(folder))
         longest = subject.prompt(9, MAX_CONTEXT)
-        made.clear()
+        monkeypatch.setattr(LoadedModel, "forward", watch)
         whole = await engine.score(longest)
         assert made == [MAX_CONTEXT - 1]
-        monkeypatch.setattr(given, "_SCORED_BYTES", 4 * subject.reference.vocab * 16)
+        monkeypatch.setattr(compute, "_SCORED_BYTES", 4 * subject.reference.vocab * 16)
         made.clear()
         split = await engine.score(longest)
         assert max(made) == 16 and split == pytest.approx(whole, abs=1e-5)
@@ -135,26 +133,6 @@ def test_conversations_outnumber_the_slots(folder):
 
         await asyncio.gather(*(talk(k) for k in range(14)))
         await subject.engine.close()
-
-    run(scenario())
-
-
-def test_a_check_that_finds_no_memory_fails_alone(folder):
-    class Small(Computer):
-        def _forward(self, ids, positions, plan, rows):
-            if plan.places is None and ids.shape[1] > 60:
-                torch.empty(1 << 60)
-            return super()._forward(ids, positions, plan, rows)
-
-    async def scenario():
-        engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT, computer=Small)
-        await engine.start()
-        asked = [np.full(length, 5, np.int32) for length in (40, 70, 41)]
-        checks = [engine.check_draws(one, 5, len(one), sampling(99, seed=1), 0.01) for one in asked]
-        found = await asyncio.gather(*checks, return_exceptions=True)
-        assert [isinstance(one, EngineError) for one in found] == [False, True, False]
-        assert [len(one[0]) for one in found if isinstance(one, tuple)] == [35, 36]
-        await engine.close()
 
     run(scenario())
 
@@ -326,7 +304,7 @@ def test_close_does_not_wait_for_a_model_that_loads(folder):
         starting.cancel()
         await asyncio.wait_for(engine.close(), 100)
         over.set()
-        await asyncio.wait_for(engine._computer.ended, 60)
+        await asyncio.wait_for(engine._computer.mail.ended, 60)
 
     run(scenario())
 
@@ -356,17 +334,20 @@ def test_a_failed_compute_thread_fails_every_request(folder):
     ("step_fails", "allocate", "reason"),
     [(False, torch.empty, ".*bytes.*"), (True, torch.empty, ".*bytes.*"), (False, bytearray, "MemoryError")],
 )
-def test_memory_that_runs_out_is_told_with_the_remedy(folder, step_fails, allocate, reason):
+def test_memory_that_runs_out_is_told_with_the_remedy(folder, monkeypatch, step_fails, allocate, reason):
     # A command that finds no memory ends with the reason, and the engine goes on; a step ends the engine with it.
     # Python's own error has no text, so its name is the reason.
-    class Small(Computer):
-        def _forward(self, ids, positions, plan, rows):
-            if ids.shape[1] == 100 and (plan.places is not None) == step_fails:
-                allocate(1 << 60)
-            return super()._forward(ids, positions, plan, rows)
+    forward = LoadedModel.forward
+
+    def starve(self, step):
+        if step.input_ids.shape[1] == 100 and (step.places is not None) == step_fails:
+            allocate(1 << 60)
+        return forward(self, step)
+
+    monkeypatch.setattr(LoadedModel, "forward", starve)
 
     async def scenario():
-        engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT, computer=Small)
+        engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT)
         await engine.start()
         many, remedy = [5] * 100, rf"ran out of memory \({reason}\): lower inference.local.kv_cache_gib"
         if step_fails:

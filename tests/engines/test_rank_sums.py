@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inference.engines.vllm.rank_sums import Held, fold
-from inference.snapshot import word_sum
+from inference.snapshot import Held, fold_sums, word_sum
 
 Q, K, V, OUT, NORM, EMBED = "q.weight", "k.weight", "v.weight", "out.weight", "norm.weight", "embed.weight"
 FUSED = [Q, K, V]
@@ -59,20 +58,22 @@ def test_parts_have_the_sums_of_whole_tensors():
     whole = tensors()
     every = [published(whole, names) for names in (FUSED, [OUT], [NORM], [EMBED])]
     for workers in (1, 2):
-        assert fold(split(whole, workers, workers), shapes(whole)) == every
+        assert fold_sums(split(whole, workers, workers), shapes(whole)) == every
 
 
 def test_what_is_neither_a_part_nor_a_copy_is_left_out():
     """Four workers, two of which hold the same key heads: their sums would not be the published ones."""
     whole = tensors()
-    assert fold(split(whole, 4, 2), shapes(whole)) == [published(whole, names) for names in ([OUT], [NORM], [EMBED])]
+    assert fold_sums(split(whole, 4, 2), shapes(whole)) == [
+        published(whole, names) for names in ([OUT], [NORM], [EMBED])
+    ]
 
 
 def test_one_worker_with_old_weights_is_found():
     """In a part the sum differs; of copies the differing one is returned beside the right one."""
     whole, old = tensors(), {name: tensor + 1 for name, tensor in tensors().items()}
     ranks = [split(whole, 2, 2)[0], split(old, 2, 2)[1]]
-    folded = fold(ranks, shapes(whole))
+    folded = fold_sums(ranks, shapes(whole))
     for names in (FUSED, [OUT], [EMBED]):
         assert names in [part[0] for part in folded] and published(whole, names) not in folded
     copies = [part for part in folded if part[0] == [NORM]]

@@ -23,10 +23,10 @@ class TimedEngine(LocalEngine):
     def __init__(self) -> None:
         self.checks, self.go_on = 0, asyncio.Event()
 
-    async def check_draws(self, token_ids: Any, start: int, end: int, *_: Any, **__: Any):
+    async def check_draws(self, token_ids: Any, start: int, *_: Any, **__: Any):
         self.checks += 1
         await self.go_on.wait()
-        return np.zeros(end - start), np.full(end - start, -1.0, np.float32)
+        return np.zeros(len(token_ids) - start), np.full(len(token_ids) - start, -1.0, np.float32)
 
     async def find_stop(self, *_: Any) -> int | None:
         return None

@@ -15,7 +15,6 @@ prompt without a token yet is computed again: an answer of one version has no ot
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import queue
 import threading
@@ -35,26 +34,15 @@ from composer_prime.errors import ComposerError, ConfigError, EngineError
 from composer_prime.wire.answer import RUNNING, Answer
 from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import VersionSpan
-from inference.engines.base import ReadBack
-from inference.engines.local.cached_attention import Segment, StepPlan
-from inference.engines.local.given import DrawCheck, check_misses
-from inference.engines.local.kv_cache import KvCache
-from inference.engines.local.loading import (
-    check_context,
-    check_supported,
-    end_tokens,
-    load_model,
-    published_views,
-    read_back,
-    swap_weights,
-    text_decoder,
-)
-from inference.engines.local.scheduling import EngineStep, plan_step
-from inference.engines.local.slots import SlotTable
-from inference.engines.sampling import SamplingRows, StopRule, sample
+from inference.engines.local.cached_attention import EngineStep, KvCache, Segment
+from inference.engines.local.loading import LoadedModel, check_supported
+from inference.engines.local.slots import SlotTable, plan_step
+from inference.engines.sampling import Rule, SamplingRows, StopRule, draw_misses, rule_of, sample
 
 log = logging.getLogger(__name__)
 GIB = 1 << 30
+_SCORED_BYTES = 1 << 30
+"""Most bytes of float32 logits of one pass over tokens that are given."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -68,8 +56,8 @@ class EngineRequest:
     sampling: Sampling
     limit: int
     """Ends at this many tokens, prompt and completion together."""
-    seed: int
-    """64 bits."""
+    rule: Rule
+    """Of its draws."""
     future: asyncio.Future = field(init=False)
     """Resolved on the event loop with an Answer or an error."""
     stop: StopRule = field(init=False)
@@ -90,42 +78,20 @@ class EngineRequest:
         return Answer.of(token_ids, self.logprobs[first:], spans, reason, self.cached)
 
 
-class Computer:
-    """Owns the model. Create it on the event loop, then `start` and `submit`; the commands run in the thread."""
+class Mailbox:
+    """Commands from the event loop to the compute thread, and their outcomes back to the futures that wait."""
 
-    prefill_tokens = 4096
-    """Maximum prompt tokens between two decode steps, so that long prompts do not stall decoding."""
-
-    def __init__(self, folder: Path, config: InferenceConfig, max_context: int) -> None:
-        self._folder = folder
-        self._config = config
-        self._context = max_context
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[tuple[asyncio.Future, Callable[..., None], tuple]] = queue.SimpleQueue()
-        self._waiting: deque[EngineRequest] = deque()
-        self._running: dict[int, EngineRequest] = {}
-        self._drains: list[asyncio.Future] = []
         self._resolved: list[tuple[asyncio.Future, object]] = []
-        self._open = True
-        self.version = 0
-        self.sampled = 0
-        """Tokens sampled so far; the event loop computes its rate from it."""
-        self.kv_used = 0.0
-        self.on_token: Callable[[str, int, float], None] | None = None
-        """Called on the event loop with session, token and log-probability of each draw."""
         self.ready: asyncio.Future = self._loop.create_future()
         self.ended: asyncio.Future = self._loop.create_future()
         """Resolves when the thread ends, for any reason."""
-        self.loaded = False
-        """Whether the model is loaded. Before that the thread executes no command."""
         self.failure: ComposerError | None = None
         """The error that every later call raises; set before `ended`."""
         self._futures = {self.ready}
         """Unresolved; only the event loop touches it."""
-        self._thread = threading.Thread(target=self._main, name="local-engine", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def submit(self, command: Callable[..., None], *args: object) -> asyncio.Future:
         """Have the thread call `command(future, *args)` between two steps. Return the future that it will resolve."""
@@ -135,6 +101,70 @@ class Computer:
         self._inbox.put((future, command, args))
         return future
 
+    # The compute thread calls these.
+
+    def execute(self, *, wait: bool) -> bool:
+        """Execute one command. Return whether there was one; with `wait` there is."""
+        try:
+            future, command, args = self._inbox.get(block=wait)
+        except queue.Empty:
+            return False
+        try:
+            with _memory_errors():
+                command(future, *args)
+        except ComposerError as error:
+            self.resolve(future, error)
+        return True
+
+    def resolve(self, future: asyncio.Future, outcome: object) -> None:
+        self._resolved.append((future, outcome))
+
+    def deliver(self) -> None:
+        """Send this step's outcomes to the event loop in one call."""
+        if self._resolved:
+            batch, self._resolved = self._resolved, []
+            self.on_loop(_settle, batch)
+
+    def on_loop(self, callback: Callable[..., None], *args: object) -> None:
+        with suppress(RuntimeError):  # The event loop is closed: nobody waits any more.
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    def end(self, failure: ComposerError) -> None:
+        """Fail everything that still waits, then resolve `ended`."""
+        self.deliver()
+        self.failure = failure
+        self.on_loop(self._fail_all)
+
+    def _fail_all(self) -> None:
+        _settle([(future, self.failure) for future in list(self._futures)])
+        self.ended.set_result(None)
+
+
+class Computer:
+    """Owns the model. Create it on the event loop, then `start`; the mailbox's commands run in the thread."""
+
+    prefill_tokens = 4096
+    """Maximum prompt tokens between two decode steps, so that long prompts do not stall decoding."""
+
+    def __init__(self, folder: Path, config: InferenceConfig, max_context: int) -> None:
+        self._folder = folder
+        self._config = config
+        self._context = max_context
+        self.mail = Mailbox()
+        self._waiting: deque[EngineRequest] = deque()
+        self._running: dict[int, EngineRequest] = {}
+        self._drains: list[asyncio.Future] = []
+        self._open = True
+        self.version = 0
+        self.sampled = 0
+        """Tokens sampled so far; the event loop computes its rate from it."""
+        self.kv_used = 0.0
+        self.on_token: Callable[[str, int, float], None] | None = None
+        """Called on the event loop with session, token and log-probability of each draw."""
+
+    def start(self) -> None:
+        threading.Thread(target=self._main, name="local-engine", daemon=True).start()
+
     @property
     def running(self) -> int:
         return len(self._running)
@@ -143,16 +173,16 @@ class Computer:
 
     def add(self, future: asyncio.Future, request: EngineRequest) -> None:
         request.future = future
-        request.stop = StopRule(request.sampling, self._eos, self._decode_text)
+        request.stop = StopRule(request.sampling, self.model.eos, self.model.decode)
         self._waiting.append(request)
 
     def cancel(self, future: asyncio.Future, request_id: str) -> None:
         """End a request early; it is resolved with what it has."""
-        self._resolve(future, None)
+        self.mail.resolve(future, None)
         for request in self._waiting:
             if request.request_id == request_id:
                 self._waiting.remove(request)
-                self._resolve(request.future, request.completion([], "cancelled"))
+                self.mail.resolve(request.future, request.completion([], "cancelled"))
                 return
         for slot, request in self._running.items():
             if request.request_id == request_id:
@@ -168,27 +198,41 @@ class Computer:
                 start, end = len(request.prompt) + first, int(self._table.known[slot])
                 tokens = self._table.tokens[slot, start:end].tolist()
                 parts[request.request_id] = request.completion(tokens, RUNNING, first)
-        self._resolve(future, parts)
+        self.mail.resolve(future, parts)
 
     def swap(self, future: asyncio.Future, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        swap_weights(self._model, self._targets, tensors)
+        self.model.swap(tensors)
         self.version = version
         self._table.weights_changed([slot for slot, request in self._running.items() if not request.logprobs])
-        self._resolve(future, None)
+        self.mail.resolve(future, None)
 
-    def read_back(self, names: list[str]) -> list[ReadBack]:
-        """Called by any thread but while no swap is under way: only swaps write the parameters."""
-        return read_back(self._targets, names)
-
-    def check_draws(self, future: asyncio.Future, check: DrawCheck) -> None:
-        """Resolve with misses and logprobs, each [end - start]."""
-        self._resolve(future, check_misses(check, self._forward, self._cache, self.vocab))
+    def check_draws(
+        self, future: asyncio.Future, token_ids: np.ndarray, start: int, sampling: Sampling, tolerance: float
+    ) -> None:
+        """Resolve with misses and logprobs of the tokens from `start` on, each [T - start]."""
+        at_once = max(16, _SCORED_BYTES // (4 * self.model.vocab))
+        found = [(np.zeros(0), np.zeros(0, np.float32))]
+        rule = rule_of(sampling, sampling.seed or 0)
+        for first in range(start, len(token_ids), at_once):
+            last = min(first + at_once, len(token_ids))
+            step = EngineStep(
+                cache=self._cache,
+                input_ids=torch.from_numpy(token_ids[:last].astype(np.int64))[None],
+                position_ids=torch.arange(last)[None],
+                rows=torch.arange(first - 1, last - 1),
+                segments=[Segment(0, last, 0, 0)],
+                places=None,
+            )
+            rows = SamplingRows.of([rule] * (last - first), np.arange(first, last))
+            found.append(draw_misses(self.model.forward(step), rows, token_ids[first:last], tolerance))
+        misses, logprobs = (np.concatenate(column) for column in zip(*found, strict=True))
+        self.mail.resolve(future, (misses, logprobs))
 
     def find_stop(self, future: asyncio.Future, completion: np.ndarray, sampling: Sampling) -> None:
         """Resolve with the number of tokens after which a stop rule ends `completion`; None where none does."""
-        rule = StopRule(sampling, self._eos, self._decode_text)
+        rule = StopRule(sampling, self.model.eos, self.model.decode)
         ends = (count for count in range(1, len(completion) + 1) if rule.ends(completion[:count]))
-        self._resolve(future, next(ends, None))
+        self.mail.resolve(future, next(ends, None))
 
     def drain(self, future: asyncio.Future) -> None:
         """Resolve `future` once nothing runs or waits."""
@@ -196,7 +240,7 @@ class Computer:
 
     def close(self, future: asyncio.Future) -> None:
         self._open = False
-        self._resolve(future, None)
+        self.mail.resolve(future, None)
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -206,13 +250,13 @@ class Computer:
         try:
             with torch.inference_mode(), _memory_errors():
                 self._load()
-                self.loaded = True
-                self._resolve(self.ready, None)
-                self._deliver()
+                self.mail.resolve(self.mail.ready, None)
+                self.mail.deliver()
                 while self._open:
                     self._execute_commands()
                     self._admit()
-                    step = plan_step(self._table, self._cache, list(self._running), self.prefill_tokens, self._device)
+                    order = list(self._running)
+                    step = plan_step(self._table, self._cache, order, self.prefill_tokens, self.model.device)
                     if step is not None:
                         self._compute(step)
                     self._after_step()
@@ -221,27 +265,24 @@ class Computer:
         except BaseException as error:
             log.exception("the local engine's compute thread failed")
             failure = EngineError(f"the local engine failed: {error!r}")
-        self._deliver()
         self._running, self._waiting = {}, deque()
         with suppress(AttributeError):  # Loading may have failed before.
-            del self._model, self._cache, self._targets
-        self.failure = failure
-        self._on_loop(self._fail_all)
+            del self.model, self._cache
+        self.mail.end(failure)
 
     def _load(self) -> None:
-        self._model = load_model(self._folder, self._config)
-        check_context(self._model, self._context)
-        self._device = next(self._model.parameters()).device
-        self.vocab = self._model.get_input_embeddings().get_parameter("weight").shape[0]
-        self._eos = end_tokens(self._model)
-        self._decode_text = text_decoder(self._folder)
-        self._takes_rows = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        self.model = LoadedModel(self._folder, self._config, self._context)
         self._cache = KvCache()
-        places = torch.arange(2, device=self._device)
-        probe = StepPlan(cache=self._cache, segments=[Segment(0, 2, 0, 0)], places=places)
-        self._forward(torch.zeros(1, 2, dtype=torch.int64, device=self._device), torch.arange(2)[None], probe, None)
-        check_supported(self._model, len(self._cache.layers))
-        self._targets = published_views(self._model)
+        probe = EngineStep(
+            cache=self._cache,
+            input_ids=torch.zeros(1, 2, dtype=torch.int64),
+            position_ids=torch.arange(2)[None],
+            rows=None,
+            segments=[Segment(0, 2, 0, 0)],
+            places=torch.arange(2, device=self.model.device),
+        )
+        self.model.forward(probe)
+        check_supported(self.model.module, len(self._cache.layers))
         capacity = self._capacity()
         self._cache.allocate(capacity, self._context)
         self._max_running = min(self._config.local.max_batch, capacity)
@@ -259,31 +300,11 @@ class Computer:
             )
         return min(2 * local.max_batch, fitting)
 
-    def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, plan: StepPlan, rows: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the logits [R, V] of `rows` ([N, V] when None)."""
-        only_rows = {"logits_to_keep": rows} if rows is not None and self._takes_rows else {}
-        ids, rows = ids.to(self._device), rows if rows is None else rows.to(self._device)
-        logits = self._model(
-            input_ids=ids, position_ids=positions.to(ids.device), use_cache=False, slot_plan=plan, **only_rows
-        ).logits[0]
-        return logits if rows is None or only_rows else logits[rows]
-
     def _execute_commands(self) -> None:
         """Execute the commands in the inbox. Wait for one when there is nothing else to do."""
-        block = not self._running and not self._waiting
-        while self._open:
-            try:
-                future, command, args = self._inbox.get(block=block)
-            except queue.Empty:
-                return
-            block = False
-            try:
-                with _memory_errors():
-                    command(future, *args)
-            except ComposerError as error:
-                self._resolve(future, error)
+        idle = not self._running and not self._waiting
+        while self._open and self.mail.execute(wait=idle):
+            idle = False
 
     def _admit(self) -> None:
         kept_waiting = []
@@ -300,35 +321,29 @@ class Computer:
         self._waiting.extendleft(reversed(kept_waiting))
 
     def _compute(self, step: EngineStep) -> None:
-        logits = self._forward(step.input_ids, step.position_ids, step.plan, step.sample_rows)
+        logits = self.model.forward(step)
         for slot, count in step.counts:
             self._table.computed[slot] += count
-        if not step.sample_slots:
+        if not step.slots:
             return
-        requests = [self._running[slot] for slot in step.sample_slots]
-        rows = SamplingRows(
-            temperature=np.array([one.sampling.temperature for one in requests], dtype=np.float32),
-            top_k=np.array([one.sampling.top_k for one in requests], dtype=np.int64),
-            top_p=np.array([one.sampling.top_p for one in requests], dtype=np.float32),
-            seed=np.array([one.seed for one in requests], dtype=np.uint64),
-            position=self._table.known[step.sample_slots].astype(np.uint64),
-        )
+        requests = [self._running[slot] for slot in step.slots]
+        rows = SamplingRows.of([one.rule for one in requests], self._table.known[step.slots])
         tokens, logprobs = sample(logits, rows)
         self.sampled += len(requests)
-        for slot, token, logprob in zip(step.sample_slots, tokens.tolist(), logprobs.tolist(), strict=True):
+        for slot, token, logprob in zip(step.slots, tokens.tolist(), logprobs.tolist(), strict=True):
             self._append(slot, token, logprob)
 
     def _append(self, slot: int, token: int, logprob: float) -> None:
         request = self._running[slot]
         if not np.isfinite(logprob):
             self._drop(slot)
-            self._resolve(request.future, EngineError(f"weights v{self.version} give non-finite logits"))
+            self.mail.resolve(request.future, EngineError(f"weights v{self.version} give non-finite logits"))
             return
         known = self._table.append(slot, token)
         request.logprobs.append(logprob)
         request.versions.append(self.version)
         if self.on_token is not None:
-            self._on_loop(self.on_token, request.session, token, logprob)
+            self.mail.on_loop(self.on_token, request.session, token, logprob)
         begin = len(request.prompt) - min(request.sampling.resumed, len(request.prompt))
         if request.stop.ends(self._table.tokens[slot, begin:known]):
             self._finish(slot, "stop")
@@ -340,7 +355,7 @@ class Computer:
         known = int(self._table.known[slot])
         tokens = self._table.tokens[slot, len(request.prompt) : known].tolist()
         self._drop(slot)
-        self._resolve(request.future, request.completion(tokens, reason))
+        self.mail.resolve(request.future, request.completion(tokens, reason))
 
     def _drop(self, slot: int) -> None:
         del self._running[slot]
@@ -348,29 +363,12 @@ class Computer:
 
     def _after_step(self) -> None:
         if self._drains and not self._running and not self._waiting:
-            self._resolved += [(future, None) for future in self._drains]
+            for future in self._drains:
+                self.mail.resolve(future, None)
             self._drains.clear()
         held = self._table.computed[self._table.running]  # Idle slots are given up when needed.
         self.kv_used = float(held.sum()) / self._table.tokens.size
-        self._deliver()
-
-    def _resolve(self, future: asyncio.Future, outcome: object) -> None:
-        self._resolved.append((future, outcome))
-
-    def _deliver(self) -> None:
-        """Send this step's outcomes to the event loop in one call."""
-        if self._resolved:
-            batch, self._resolved = self._resolved, []
-            self._on_loop(_settle, batch)
-
-    def _on_loop(self, callback: Callable[..., None], *args: object) -> None:
-        with suppress(RuntimeError):  # The event loop is closed: nobody waits any more.
-            self._loop.call_soon_threadsafe(callback, *args)
-
-    def _fail_all(self) -> None:
-        """Fail everything that still waits, then resolve `ended`. Runs on the event loop."""
-        _settle([(future, self.failure) for future in list(self._futures)])
-        self.ended.set_result(None)
+        self.mail.deliver()
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""Load the model folder into memory, and copy new weights into the model in place."""
+"""The model in memory: load its folder, compute a step, copy new weights into it in place."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ConfigError, EngineError, MisfitError, ModelNotFoundError
 from inference.engines.base import ReadBack, published_shapes, refuse_misfits
-from inference.engines.local.cached_attention import IMPLEMENTATION
+from inference.engines.local.cached_attention import IMPLEMENTATION, EngineStep
 from inference.snapshot import tensor_blocks, word_sum
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,71 @@ _one_load = threading.Lock()
 """transformers replaces methods of its classes while it loads. Two loads at a time leave them replaced: every later one
 then misses tied tensors."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+class LoadedModel:
+    """A model that computes steps, and takes new weights between two of them."""
+
+    def __init__(self, folder: Path, config: InferenceConfig, max_context: int) -> None:
+        """Raises ModelNotFoundError, or ConfigError (device, context)."""
+        self.module = load_model(folder, config)
+        _check_context(self.module, max_context)
+        self.device = next(self.module.parameters()).device
+        self.vocab = self.module.get_input_embeddings().get_parameter("weight").shape[0]
+        self.eos = _end_tokens(self.module)
+        self.decode = _text_decoder(folder)
+        self._takes_rows = "logits_to_keep" in inspect.signature(self.module.forward).parameters
+        self._targets = published_views(self.module)
+
+    def forward(self, step: EngineStep) -> torch.Tensor:
+        """Return the logits [R, V] of the step's rows, [N, V] when it names none."""
+        rows = None if step.rows is None else step.rows.to(self.device)
+        only_rows = {"logits_to_keep": rows} if rows is not None and self._takes_rows else {}
+        ids, positions = step.input_ids.to(self.device), step.position_ids.to(self.device)
+        logits = self.module(
+            input_ids=ids, position_ids=positions, use_cache=False, slot_step=step, **only_rows
+        ).logits[0]
+        return logits if rows is None or only_rows else logits[rows]
+
+    @torch.no_grad()
+    def swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy `tensors`, by published name, into the model, after checking all of them.
+
+        A tied parameter may come under any of its names; in-place copies keep it tied. Reads a few megabytes at a time.
+        Raises MisfitError naming what is missing, unexpected, misshapen or contradictory; then nothing was changed.
+        """
+        targets, groups = self._targets, _tied_names(self.module, self._targets)
+        refuse_misfits(
+            missing=[names[0] for names in groups if not any(name in tensors for name in names)],
+            unexpected=[name for name in tensors if name not in targets],
+            misshapen=[
+                f"{name} {tuple(shape)} instead of {tuple(targets[name].shape)}"
+                for name, shape in published_shapes(tensors).items()
+                if name in targets and tuple(shape) != tuple(targets[name].shape)
+            ],
+        )
+        for names in groups:
+            present = [name for name in names if name in tensors]
+            if any(not torch.equal(tensors[present[0]], tensors[name]) for name in present[1:]):
+                raise MisfitError(f"the model ties {present}, but the new weights differ between them")
+        for name in tensors:
+            if targets[name].is_contiguous():
+                flat = targets[name].view(-1)
+                for start, values in tensor_blocks(tensors, name):
+                    flat[start : start + len(values)].copy_(values)
+            else:
+                targets[name].copy_(tensors[name])
+
+    def read_back(self, names: list[str]) -> list[ReadBack]:
+        """Return the checksums of what the tensors called `names` are loaded into.
+
+        Any thread may call it while no swap is under way: only swaps write the parameters.
+        """
+        held = {name: self._targets[name] for name in names}
+        return [
+            ReadBack(names=[name], dtype=str(tensor.dtype).removeprefix("torch."), checksum=word_sum(tensor))
+            for name, tensor in held.items()
+        ]
 
 
 def device_and_dtype(config: InferenceConfig) -> tuple[torch.device, torch.dtype]:
@@ -60,7 +126,7 @@ def load_model(folder: Path, config: InferenceConfig) -> PreTrainedModel:
     return model.eval().requires_grad_(False).to(device)
 
 
-def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
     """Return the ids that end a sequence, from the generation config, else from the model config."""
     for source in (model.generation_config, model.config):
         eos = getattr(source, "eos_token_id", None)
@@ -69,7 +135,7 @@ def end_tokens(model: PreTrainedModel) -> frozenset[int]:
     return frozenset()
 
 
-def text_decoder(folder: Path) -> Callable[[list[int]], str] | None:
+def _text_decoder(folder: Path) -> Callable[[list[int]], str] | None:
     """Return a decoder that keeps special tokens; None for a folder without a tokenizer."""
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
@@ -115,48 +181,7 @@ def _tied_names(model: PreTrainedModel, targets: Mapping[str, torch.Tensor]) -> 
     return list(names_by_place.values())
 
 
-@torch.no_grad()
-def swap_weights(
-    model: PreTrainedModel, targets: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Copy `tensors`, by published name, into `targets`, the `published_views` of `model`, after checking all of them.
-
-    A tied parameter may come under any of its names; in-place copies keep it tied. Reads a few
-    megabytes at a time. Raises MisfitError naming what is missing, unexpected, misshapen or contradictory; then nothing
-    was changed.
-    """
-    groups = _tied_names(model, targets)
-    refuse_misfits(
-        missing=[names[0] for names in groups if not any(name in tensors for name in names)],
-        unexpected=[name for name in tensors if name not in targets],
-        misshapen=[
-            f"{name} {tuple(shape)} instead of {tuple(targets[name].shape)}"
-            for name, shape in published_shapes(tensors).items()
-            if name in targets and tuple(shape) != tuple(targets[name].shape)
-        ],
-    )
-    for names in groups:
-        present = [name for name in names if name in tensors]
-        if any(not torch.equal(tensors[present[0]], tensors[name]) for name in present[1:]):
-            raise MisfitError(f"the model ties {present}, but the new weights differ between them")
-    for name in tensors:
-        if targets[name].is_contiguous():
-            flat = targets[name].view(-1)
-            for start, values in tensor_blocks(tensors, name):
-                flat[start : start + len(values)].copy_(values)
-        else:
-            targets[name].copy_(tensors[name])
-
-
-def read_back(targets: Mapping[str, torch.Tensor], names: list[str]) -> list[ReadBack]:
-    """Return the checksums of the `published_views` called `names`."""
-    return [
-        ReadBack(names=[name], dtype=str(targets[name].dtype).removeprefix("torch."), checksum=word_sum(targets[name]))
-        for name in names
-    ]
-
-
-def check_context(model: PreTrainedModel, max_context: int) -> None:
+def _check_context(model: PreTrainedModel, max_context: int) -> None:
     """Raises ConfigError when the model was not made for `max_context` tokens."""
     text = model.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)

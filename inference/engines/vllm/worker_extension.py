@@ -15,9 +15,8 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
 from composer_prime.wire.node_messages import Sampling
-from inference.engines.sampling import SamplingRows, sample
-from inference.engines.vllm.rank_sums import Held
-from inference.snapshot import word_sum
+from inference.engines.sampling import SamplingRows, rule_of, sample
+from inference.snapshot import Held, word_sum
 
 _RULE = "draw"
 """Key of a request's extra arguments that holds what `rule_arguments` returns."""
@@ -38,7 +37,7 @@ def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def rule_arguments(sampling: Sampling, seed: int) -> dict[str, Any]:
     """Return the extra arguments that make a request's draws those of `sampling` and `seed`."""
-    return {_RULE: (sampling.temperature, sampling.top_k, sampling.top_p, seed & (2**64 - 1))}
+    return {_RULE: rule_of(sampling, seed)}
 
 
 class RuleSampler(Sampler):
@@ -75,14 +74,8 @@ class RuleSampler(Sampler):
     def _rows(self) -> SamplingRows:
         batch, requests = self._runner.input_batch, self._runner.requests
         extra = [requests[name].sampling_params.extra_args or {} for name in batch.req_ids]
-        temperature, top_k, top_p, seed = zip(*(one.get(_RULE, _ANY_DRAW) for one in extra), strict=True)
-        return SamplingRows(
-            temperature=np.array(temperature, np.float32),
-            top_k=np.array(top_k, np.int64),
-            top_p=np.array(top_p, np.float32),
-            seed=np.array(seed, np.uint64),
-            position=batch.num_tokens_no_spec[: len(extra)].astype(np.uint64),
-        )
+        rules = [one.get(_RULE, _ANY_DRAW) for one in extra]
+        return SamplingRows.of(rules, batch.num_tokens_no_spec[: len(rules)])
 
 
 class NodeWorker:
