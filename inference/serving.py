@@ -94,7 +94,7 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     from composer_prime.wire.audit_messages import ToAuditor
     from composer_prime.wire.node_messages import ToNode
     from inference.audit import Auditor
-    from inference.engines.engine_choice import build_engine
+    from inference.engines.base import build_engine
     from inference.gateway_link import GatewayLink
     from inference.node import InferenceNode
 

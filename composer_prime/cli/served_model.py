@@ -124,7 +124,7 @@ async def _run_node(
     """Load the engine and serve `gateway` until cancelled."""
     import torch
 
-    from inference.engines.engine_choice import build_engine
+    from inference.engines.base import build_engine
     from inference.engines.local.local_engine import LocalEngine
     from inference.gateway_link import GatewayLink
     from inference.node import InferenceNode

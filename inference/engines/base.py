@@ -1,18 +1,29 @@
-"""The interface between a node and its engine. `local` and `vllm` pass the suite tests/engines/contract.py."""
+"""The interface between a node and its engine, and which engine a node runs.
+
+`local` and `vllm` pass the suite tests/engines/contract.py. An import path names an engine of one's own.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, ContextOverflowError, MisfitError
+from composer_prime.import_path import build_part
 from composer_prime.wire.answer import Answer, context_overflow
 from composer_prime.wire.node_messages import Sampling
 
 if TYPE_CHECKING:
     import torch
+
+ENGINES = {
+    "local": "inference.engines.local.local_engine:LocalEngine",
+    "vllm": "inference.engines.vllm.vllm_engine:VllmEngine",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +104,16 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop and free everything, also child processes. An engine that hangs is left behind after some seconds."""
+
+
+def build_engine(inference: InferenceConfig, model_folder: Path, max_context: int) -> Engine:
+    """Return the engine that `inference.engine` names, not started.
+
+    `max_context` bounds prompt and completion together, in tokens. Each engine is imported only when it is used: the
+    libraries of the others may be missing. Raises ConfigError.
+    """
+    given = {"model_folder": model_folder, "inference": inference, "max_context": max_context}
+    return build_part(inference.engine, inference.engine_settings, ENGINES, "inference.engine", given)
 
 
 def check_prompt(token_ids: list[int], *, vocab: int, max_context: int, new_tokens: int = 1) -> None:

@@ -21,8 +21,7 @@ from composer_prime.errors import ConfigError, InviteError, LostRunError
 from composer_prime.host import module_file
 from composer_prime.run.keys import ClientKeys, CurvePair
 from inference.enrolling import NodeState, enroll
-from inference.joining import _invite, _Machine, join_parser
-from inference.machine import NodeShare
+from inference.joining import NodeShare, _invite, _Machine, join_parser
 from tests.engines.reference import Reference
 from tests.inference.publisher import Publisher
 
@@ -197,8 +196,7 @@ pathlib.Path({str(ready)!r}).touch()
 while True:
     time.sleep(600)
 """
-    monkeypatch.setattr("inference.joining.DRAIN_S", 1.0)
-    monkeypatch.setattr("inference.joining.END_S", 1.0)
+    monkeypatch.setattr("inference.joining.END_S", 2.0)
     machine = machine_of(keys, tmp_path)
     staying = asyncio.create_task(machine.keep_running("node 0", [sys.executable, "-c", script], {}, 5))
     await until(ready.exists, "the process to start")

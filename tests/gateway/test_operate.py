@@ -22,7 +22,7 @@ from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.run.run_dir import RunDir, create_run_id
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.node_messages import ComputeDevice, NodeWelcome
-from inference.engines.engine_choice import build_engine
+from inference.engines.base import build_engine
 from orchestrator.gateway import Gateway
 from orchestrator.swarm import node_commands as commands
 from orchestrator.swarm.node_commands import RunConnection

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.model_source import resolve_model
 from composer_prime.wire.node_messages import Sampling
-from inference.engines.engine_choice import build_engine
+from inference.engines.base import build_engine
 
 ROOT = Path(__file__).parents[2]
 
