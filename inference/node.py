@@ -1,8 +1,7 @@
 """A node: one engine, one link to the gateway, and the weights that the gateway publishes.
 
     receive loop   gateway messages -> requests, cancellations, weight chunks, new manifests; says hello, reconnects
-    progress       what long answers have so far (partial_answers.py): another node can continue them
-    request task   one per lease: engine.generate -> wait until the weights are proven -> Sampled | GenerateFailed
+    requests       answers.py: a task each, and parts of long answers, so that another node can continue them
     heartbeat      Status every heartbeat_s, also while weights load (pulling, hashing and loading run in threads)
     weights task   the newest manifest -> receiver; versions that were replaced meanwhile are skipped
 
@@ -17,14 +16,12 @@ import logging
 import random
 import secrets
 import time
-from contextlib import suppress
 from urllib.parse import urlsplit
 
 import msgspec
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import (
-    BadRequestError,
     ComposerError,
     CorruptWeightsError,
     DeadlineError,
@@ -39,24 +36,20 @@ from composer_prime.wire.node_messages import (
     ComputeDevice,
     Drain,
     Generate,
-    GenerateFailed,
     Goodbye,
     Heard,
     NewVersion,
     NodeHello,
     NodeWelcome,
     Rejected,
-    Sampled,
     Status,
     ToNode,
     cut_text,
 )
-from composer_prime.wire.types import ints
+from inference.answers import RunningAnswers
 from inference.engines.base import Engine
 from inference.gateway_link import GatewayLink
-from inference.partial_answers import ProgressStreams
 from inference.receiver import Receiver
-from inference.weight_sources import WeightSources
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +57,6 @@ DRAIN_S = 5.0
 """How long a stopping node waits for its running requests."""
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 15.0
 _LOG_SILENCE_S = 10.0
-_LAST_WORDS_S = 2.0
-"""How long a draining node waits for the tokens that unfinished requests have so far."""
 _RETRIED_ERRORS = (CorruptWeightsError, DeadlineError, EngineError, OSError)
 """Errors of weights that another pull may fix. After a wrong signature or a failed canary, wait for a new version."""
 
@@ -83,31 +74,36 @@ class InferenceNode:
         *,
         max_context: int | None = None,
         device: ComputeDevice | None = None,
-        sources: WeightSources | None = None,
     ) -> None:
-        """`max_context`: the most tokens of prompt and answer that `engine` can hold; None to report no limit.
-
-        `sources`: the receiver's sources, to which this node adds those that the gateway names; None to add none.
-        """
-        self._max_context = max_context
-        self._device = device
-        self._id = node_id
+        """`max_context`: the most tokens of prompt and answer that `engine` can hold; None to report no limit."""
+        self._hello = NodeHello(
+            node_id=node_id,
+            engine=config.engine.replace(":", ".")[-40:],
+            run_id=None,
+            version=0,
+            max_concurrent=config.max_concurrent,
+            instance=secrets.token_hex(8),
+            max_context=max_context,
+            device=device,
+            usd_per_hour=config.usd_per_hour,
+        )
         self._engine = engine
         self._link = link
         self._receiver = receiver
-        self._sources = sources
         self._config = config
-        self._instance = secrets.token_hex(8)
-        self._heartbeat_s = config.heartbeat_s
         self._welcome: NodeWelcome | None = None
-        self._streams = ProgressStreams(engine, receiver, link.send)
+        """With the newest manifest."""
         self._attached = False
         self._hello_at = 0.0
-        self._requests: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._manifest = b""
         self._new_manifest = asyncio.Event()
         self._weight_error: str | None = None
         self._stop_reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._answers = RunningAnswers(engine, receiver, link.send, self._stop_reason)
+
+    @property
+    def _heartbeat_s(self) -> float:
+        longest = self._config.heartbeat_s
+        return longest if self._welcome is None else min(self._welcome.heartbeat_s, longest)
 
     def drain(self, reason: str) -> None:
         """Finish running requests (at most DRAIN_S), say goodbye, and let `run` return."""
@@ -122,14 +118,13 @@ class InferenceNode:
             self._drop_requests()
 
     def _drop_requests(self) -> None:
-        for task in self._requests.values():
-            task.cancel()
+        self._answers.drop()
 
     async def run(self) -> None:
         """Serve. Raises LostRunError (no gateway), RunMismatchError (refused), WireError (refused for now) or
         EngineError (the engine died).
         """
-        loops = (self._receive, self._send_heartbeats, self._follow_weights, self._streams.run)
+        loops = (self._receive, self._send_heartbeats, self._follow_weights, self._answers.stream)
         tasks = [asyncio.create_task(loop()) for loop in loops]
         try:
             await asyncio.wait([*tasks, self._stop_reason], return_when=asyncio.FIRST_COMPLETED)
@@ -141,21 +136,15 @@ class InferenceNode:
             self._link.send(Goodbye(reason=cut_text(error)))
             raise
         finally:
-            for task in [*tasks, *self._requests.values()]:
+            tasks += self._answers.tasks
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, *self._requests.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _drain(self, reason: str) -> None:
-        requests, limit = list(self._requests.values()), DRAIN_S
-        logger.info("draining (%s): %d requests run", reason, len(requests))
-        if self._attached and requests:
-            drained = asyncio.gather(self._engine.drain(), *requests, return_exceptions=True)
-            if not (await asyncio.wait([drained], timeout=limit))[0]:
-                logger.warning("%d requests did not end within %g s; other nodes take over",
-                               sum(not request.done() for request in requests), limit)  # fmt: skip
-                with suppress(EngineError, TimeoutError):
-                    await asyncio.wait_for(self._streams.flush(), _LAST_WORDS_S)
-                drained.cancel()
+        logger.info("draining (%s): %d requests run", reason, len(self._answers))
+        if self._attached:
+            await self._answers.drain(DRAIN_S)
         self._link.send(Goodbye(reason=reason))
 
     # -- the gateway ---------------------------------------------------------------------------------------------
@@ -205,19 +194,8 @@ class InferenceNode:
 
     def _say_hello(self) -> None:
         self._hello_at = time.monotonic()
-        self._link.send(
-            NodeHello(
-                node_id=self._id,
-                engine=self._config.engine.replace(":", ".")[-40:],
-                run_id=self._welcome.run_id if self._welcome else None,
-                version=self._receiver.version,
-                max_concurrent=self._config.max_concurrent,
-                instance=self._instance,
-                max_context=self._max_context,
-                device=self._device,
-                usd_per_hour=self._config.usd_per_hour,
-            )
-        )
+        run_id = self._welcome.run_id if self._welcome else None
+        self._link.send(msgspec.structs.replace(self._hello, run_id=run_id, version=self._receiver.version))
 
     def _detach(self) -> None:
         """Drop all requests: the gateway reissues what this node holds."""
@@ -227,10 +205,9 @@ class InferenceNode:
     def _handle(self, message: ToNode) -> None:
         match message:
             case Generate():
-                self._accept(message)
+                self._answers.accept(message)
             case CancelGenerate(request_id=request_id, lease=lease):
-                if task := self._requests.get((request_id, lease)):
-                    task.cancel()
+                self._answers.cancel(request_id, lease)
             case NewVersion():
                 self._learn(message)
             case NodeWelcome():
@@ -253,9 +230,8 @@ class InferenceNode:
 
     def _attach(self, welcome: NodeWelcome) -> None:
         self._detach()
-        logger.info("attached to run %s at %s as %s", welcome.run_id, self._link.endpoint, self._id)
+        logger.info("attached to run %s at %s as %s", welcome.run_id, self._link.endpoint, self._hello.node_id)
         self._welcome, self._attached = welcome, True
-        self._heartbeat_s = min(welcome.heartbeat_s, self._config.heartbeat_s)
         self._report()
         self._learn(welcome)
 
@@ -281,72 +257,14 @@ class InferenceNode:
             if self._attached:
                 self._report()
 
-    # -- requests ------------------------------------------------------------------------------------------------
-
-    def _accept(self, message: Generate) -> None:
-        key = (message.request_id, message.lease)
-        if key in self._requests:
-            return
-        if self._stop_reason.done():
-            self._return_untried(message, "it is draining")
-            return
-        task = asyncio.create_task(self._answer(message))
-        self._requests[key] = task
-        task.add_done_callback(lambda _: self._requests.pop(key, None))
-
-    async def _answer(self, message: Generate) -> None:
-        request_id, lease = message.request_id, message.lease
-        engine_id = f"{request_id}/{lease}"
-        self._streams.begin(engine_id, message)
-        try:
-            rollbacks = self._receiver.rollbacks
-            prompt = ints(message.prompt_ids).tolist()
-            done = await self._engine.generate(engine_id, prompt, message.sampling, message.session)
-            await self._receiver.settled.wait()
-            if self._receiver.rollbacks != rollbacks:
-                raise EngineError("weights that were refused were in use while this request ran")
-        except Exception as error:  # An engine of one's own may raise anything.
-            retryable = not isinstance(error, ValueError | BadRequestError)
-            if retryable and self._stop_reason.done():
-                self._return_untried(message, str(error))
-                return
-            self._link.send(
-                GenerateFailed(request_id=request_id, lease=lease, error=cut_text(error), retryable=retryable)
-            )
-            if retryable:
-                await self._check_engine(error)
-            return
-        finally:
-            self._streams.end(engine_id)
-        self._link.send(Sampled(request_id=request_id, lease=lease, **msgspec.structs.asdict(done)))
-
-    def _return_untried(self, message: Generate, why: str) -> None:
-        """Return a request that this node cannot finish because it is draining. Not a failed attempt."""
-        self._link.send(
-            GenerateFailed(
-                request_id=message.request_id, lease=message.lease, error=cut_text(why), retryable=True, tried=False
-            )
-        )
-
-    async def _check_engine(self, error: Exception) -> None:
-        """End the node when its engine cannot score two tokens, so that the launcher may start it again."""
-        try:
-            await self._engine.score([0, 0])
-        except ComposerError as dead:  # Also no answer in time.
-            if not self._stop_reason.done():
-                self._stop_reason.set_exception(EngineError(f"the {self._config.engine} engine died: {dead}"))
-        else:
-            logger.warning("a request failed, but the engine still works: %s", error)
-
     # -- weights -------------------------------------------------------------------------------------------------
 
     def _learn(self, message: NodeWelcome | NewVersion) -> None:
         """Note where weights are available, and trigger the installation of the newest manifest."""
-        if self._sources is not None:
-            host = urlsplit(self._link.endpoint or "").netloc.rpartition(":")[0]
-            self._sources.learn(message.sources, host)
-        if message.manifest:
-            self._manifest = message.manifest
+        host = urlsplit(self._link.endpoint or "").netloc.rpartition(":")[0]
+        self._receiver.learn_sources(message.sources, host)
+        if message.manifest and self._welcome is not None:
+            self._welcome = msgspec.structs.replace(self._welcome, manifest=message.manifest)
             self._new_manifest.set()
 
     async def _follow_weights(self) -> None:
@@ -354,11 +272,11 @@ class InferenceNode:
         while True:
             await self._new_manifest.wait()
             self._new_manifest.clear()
-            manifest, welcome = self._manifest, self._welcome
-            if welcome is None:
+            welcome = self._welcome
+            if welcome is None or not welcome.manifest:
                 continue
             try:
-                await self._receiver.install(manifest, welcome.verify_key, welcome.run_id)
+                await self._receiver.install(welcome.manifest, welcome.verify_key, welcome.run_id)
             except LostWeightsError:
                 raise
             except (ComposerError, OSError) as error:

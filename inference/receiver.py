@@ -63,6 +63,7 @@ class Receiver:
     ) -> None:
         """`canary_tolerance` in nats. `kept`: where chunks outlast this process."""
         self._engine = engine
+        self._source = source
         self._folder = model_folder
         self._tolerance = canary_tolerance
         self._versions = VersionFolder(source, model_folder, kept=kept)
@@ -83,6 +84,9 @@ class Receiver:
     @property
     def bytes_pulled(self) -> int:
         return self._versions.bytes_pulled
+
+    def learn_sources(self, urls: Iterable[str], gateway_host: str) -> None:
+        self._source.learn(urls, gateway_host)
 
     def close(self) -> None:
         """Remove the weights from the disk, unless they are kept."""

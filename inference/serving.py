@@ -11,9 +11,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,10 +27,9 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node_messages import ComputeDevice
 
 if TYPE_CHECKING:
-    from inference.engines.base import Engine
     from inference.gateway_link import GatewayLink
-    from inference.receiver import Receiver
-    from inference.weight_sources import WeightSources
+    from inference.node import InferenceNode
+    from inference.weight_sources import ChunkSource
 
 FAILED = 1
 DISCONNECTED = 4
@@ -91,86 +89,67 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     """Serve until drained or stopped by a signal. Raises what Engine.start and InferenceNode.run raise."""
     import torch
 
+    torch.set_num_threads(assignment.inference.threads)
+
+    def stop(number: signal.Signals) -> None:
+        starting.cancel()
+        if starting.done() and not starting.cancelled() and starting.exception() is None:
+            starting.result().stop(number.name)
+
+    async with AsyncExitStack() as stack:
+        starting = asyncio.ensure_future(_start(assignment, folder, stack))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        with suppress(asyncio.CancelledError):
+            node = await starting
+            await node.run()
+
+
+async def _start(assignment: Assignment, folder: Path, stack: AsyncExitStack) -> InferenceNode:
+    """Return the node, its engine started and its first version in use. `stack` closes what it is made of."""
+    import torch
+
     from composer_prime.wire.audit_messages import ToAuditor
     from composer_prime.wire.node_messages import ToNode
     from inference.audit import Auditor
     from inference.engines.base import build_engine
     from inference.gateway_link import GatewayLink
     from inference.node import InferenceNode
+    from inference.receiver import Receiver
 
     inference = assignment.inference
     if assignment.audits:  # It samples nothing, so it needs no cache.
         inference = inference.model_copy(update={"local": inference.local.model_copy(update={"max_batch": 1})})
-    torch.set_num_threads(inference.threads)
     max_context = assignment.max_context or _model_context(folder)
-    engine = build_engine(inference, folder, max_context)
     messages = ToAuditor if assignment.audits else ToNode
     link = GatewayLink(assignment.address, assignment.keys(), messages=messages)
-    node: InferenceNode | None = None
-    weights = AsyncExitStack()
-    stopped = False
-
-    def stop(number: signal.Signals) -> None:
-        nonlocal stopped
-        stopped = True
-        if node is not None:
-            node.stop(number.name)
-        else:
-            starting.cancel()
-
-    async def start() -> InferenceNode:
-        await engine.start()
-        on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
-        tolerance = inference.canary_limit(on_cuda=on_cuda)
-        # What is kept is hashed: minutes for a large model.
-        receiver, sources = await asyncio.to_thread(
-            _build_receiver, assignment, engine, link, folder, tolerance, weights
-        )
-        if assignment.first is not None:
-            await receiver.install(*assignment.first)
-        make = Auditor if assignment.audits else partial(InferenceNode, sources=sources)
-        device = _device(inference, on_cuda=on_cuda)
-        return make(assignment.node_name, engine, link, receiver, inference, max_context=max_context, device=device)
-
-    starting = asyncio.ensure_future(start())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
-    try:
-        try:
-            node = await starting
-        except asyncio.CancelledError:
-            if not stopped:
-                raise
-        if node is not None and not stopped:
-            await node.run()
-    finally:
-        await engine.close()
-        await asyncio.to_thread(link.close)
-        await weights.aclose()
+    source = _weights(assignment, link, stack)
+    stack.push_async_callback(asyncio.to_thread, link.close)
+    engine = build_engine(inference, folder, max_context)
+    on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
+    tolerance = inference.canary_limit(on_cuda=on_cuda)
+    # What is kept is hashed: minutes for a large model.
+    receiver = await asyncio.to_thread(Receiver, engine, source, folder, tolerance, kept=assignment.kept)
+    stack.callback(receiver.close)
+    stack.push_async_callback(engine.close)
+    await engine.start()
+    if assignment.first is not None:
+        await receiver.install(*assignment.first)
+    make = Auditor if assignment.audits else InferenceNode
+    device = _device(inference, on_cuda=on_cuda)
+    return make(assignment.node_name, engine, link, receiver, inference, max_context=max_context, device=device)
 
 
-def _build_receiver(
-    assignment: Assignment, engine: Engine, link: GatewayLink, folder: Path, tolerance: float, stack: AsyncExitStack
-) -> tuple[Receiver, WeightSources | None]:
-    """Return the receiver of `engine`'s weights, and its remote sources.
-
-    If the run's directory is on this machine, the receiver reads its store. Otherwise the gateway's link is the last of
-    several sources. `stack` closes all. Raises ConfigError.
-    """
+def _weights(assignment: Assignment, link: GatewayLink, stack: AsyncExitStack) -> ChunkSource:
+    """Return where weights come from: the run's store where it is on this machine, else copies and last the link."""
     from composer_prime.run.weights import WeightStore
-    from inference.receiver import Receiver
     from inference.weight_sources import FolderSource, WeightSources
 
-    run_dir, sources = assignment.run_dir, None
-    if run_dir is None:
-        sources = WeightSources(link)
-        stack.push_async_callback(sources.close)
-        source = sources
-    else:
-        source = FolderSource(WeightStore(run_dir.weights))
-    receiver = Receiver(engine, source, folder, tolerance, kept=assignment.kept)
-    stack.callback(receiver.close)
-    return receiver, sources
+    if assignment.run_dir is not None:
+        return FolderSource(WeightStore(assignment.run_dir.weights))
+    sources = WeightSources(link)
+    stack.push_async_callback(sources.close)
+    return sources
 
 
 def _device(inference: InferenceConfig, *, on_cuda: bool) -> ComputeDevice:

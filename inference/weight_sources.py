@@ -49,6 +49,9 @@ class ChunkSource(Protocol):
         """
         ...
 
+    def learn(self, urls: Iterable[str], gateway_host: str) -> None:
+        """Take the copies of the store that the gateway names at a new version, where they matter."""
+
     def refuse(self, sha256: str) -> bool:
         """Note that the chunk which was read is wrong. Return whether to read it again, from elsewhere."""
         return False

@@ -462,7 +462,7 @@ def test_a_node_pulls_beside_the_gateway(loop, folder, config, keys, publisher):
         link = GatewayLink(lambda: gateway.endpoint, keys.client("node"), 1.0)
         sources = WeightSources(link, TIMEOUT_S)
         receiver = Receiver(engine, sources, folder, 1e-3)
-        node = InferenceNode("node-a", engine, link, receiver, config, sources=sources)
+        node = InferenceNode("node-a", engine, link, receiver, config)
         async with served(publisher.store.root) as url:
             gateway.sources = [url.replace("127.0.0.1", "*")]
             ended = asyncio.ensure_future(node.run())
