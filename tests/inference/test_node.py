@@ -146,7 +146,7 @@ class HeldComputer(Computer):
     held_until = 0
 
     def _compute(self, step) -> None:
-        if self.version < self.held_until and any(self._running[slot].logprobs for slot in step.sample_slots):
+        if self.version < self.held_until and any(self._running[slot].logprobs for slot in step.slots):
             time.sleep(0.001)
             return
         super()._compute(step)
