@@ -11,8 +11,7 @@ import pytest
 from code_tasks_made import make_task, make_tree
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.coding.code import code_harness
-from orchestrator.coding.code.tools import TOOL_NAMES, CodeTools, clip, is_tool_error, order_test_output
+from orchestrator.coding.code.tools import TOOL_NAMES, CodeTools, clip, is_tool_error
 from orchestrator.coding.sandbox.box import Box, open_box
 from orchestrator.hints.generate import Templates
 
@@ -25,7 +24,7 @@ class Played:
     def __init__(self, box: Box, **limits: Any) -> None:
         self.box = box
         settings = {"output_chars": 4000, "timeout_s": 60.0} | limits
-        self.tools = CodeTools(make_task(), box, **settings)
+        self.tools = CodeTools(box, **settings)
 
     async def __call__(self, name: str, **arguments: Any) -> str:
         return await self.tools.call(name, json.dumps(arguments))
@@ -47,19 +46,6 @@ def test_clip() -> None:
     assert clip("short", 1000) == "short"
 
 
-# The summary comes first, then each failure's line, then the details.
-def test_test_output_begins_with_the_summary() -> None:
-    output = "F.\n=== FAILURES ===\ndetail\n=== short test summary info ===\nFAILED t.py::a - assert 1 == 2\n1 failed\n"
-    assert order_test_output(output, "").splitlines() == [
-        "1 failed",
-        "FAILED t.py::a - assert 1 == 2",
-        "",
-        "F.",
-        "=== FAILURES ===",
-        "detail",
-    ]
-
-
 # Wrong names, broken JSON and wrong arguments are tool errors in the words that hints know.
 @process
 @pytest.mark.parametrize(
@@ -74,7 +60,7 @@ def test_test_output_begins_with_the_summary() -> None:
 )
 async def test_calls_that_break_the_schema(play: Played, name: str, arguments: str, reply: str) -> None:
     assert await play.tools.call(name, arguments) == reply
-    assert is_tool_error(reply) and play.tools.errors == 1
+    assert is_tool_error(reply)
     assert Templates.load().kind_of(reply) != "other"
 
 
@@ -145,26 +131,28 @@ async def test_edits(play: Played) -> None:
     assert "cannot be written as UTF-8" in await play("create", path="u.py", text="\ud800")
 
 
-# The failing assertion is where the hint templates look for it.
+# The failing assertion is where the hint templates look for it, whatever options of pytest the repository has.
 @process
-async def test_run_tests_gives_hints_their_words(play: Played) -> None:
-    reply = await play("run_tests")
-    assert reply.startswith("3 failed, 2 passed") and not is_tool_error(reply)
-    assert "FAILED tests/test_numbers.py::test_total - NotImplementedError" in reply
+async def test_tests_give_hints_their_words(play: Played) -> None:
+    reply = await play("bash", command="python -m pytest tests")
+    assert "FAILED tests/test_numbers.py::test_total - NotImplementedError" in reply and not is_tool_error(reply)
     assert Templates.load().detected(reply, {"test_failure"}) == "test_failure"
-    assert "1 passed" in await play("run_tests", tests=["tests/test_more.py"])
 
 
 # Every tool has a schema and is offered under its name.
 def test_schemas_have_names() -> None:
-    tools = CodeTools(make_task(), None, names=TOOL_NAMES[:2], output_chars=100, timeout_s=1)  # type: ignore[arg-type]
+    tools = CodeTools(None, names=TOOL_NAMES[:2], output_chars=100, timeout_s=1)  # type: ignore[arg-type]
     assert [schema["function"]["name"] for schema in tools.schemas] == list(TOOL_NAMES[:2])
 
 
 # Claim: however much an agent wrote, none of the files that it began with seems to be deleted.
+@process
 async def test_bulk_hides_no_file_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_harness, "MAX_TREE_BYTES", 100)
+    pytest.importorskip("verifiers.v1")
+    from orchestrator.coding.code import code_taskset
+
+    monkeypatch.setattr(code_taskset, "MAX_TREE_BYTES", 100)
     start = {"tests/test_a.py": bytes(90), "z": bytes(90)}
     files = {**start, "a": bytes(90), "b": bytes(90)}
     async with await open_box(RuntimeConfig(type="subprocess"), files=files) as box:
-        assert set(await code_harness.read_files(box, start)) == {*start, "a"}
+        assert set(await code_taskset.read_files(box, start)) == {*start, "a"}

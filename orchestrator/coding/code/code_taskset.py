@@ -1,90 +1,84 @@
 """Coding tasks as a verifiers task set: which load, how one is played and scored. Importing this imports verifiers.
 
-taskset = { id = "orchestrator.coding.code", folder = "tasks", split = "train" }
+    taskset = { id = "orchestrator.coding.code", folder = "tasks", split = "train" }
+
+    start     seal -> open_box(agent's tree) -> tools
+    call      tool -> reply, recorded for the monitor
+    finish    read the box's files -> trace.state, close the box
+    finalize  grade what the agent left, ask the monitor
+
+The tool loop plays `CodeRollout`. A harness that runs a program of its own has a verifiers runtime instead, which the
+task prepares and reads. A box that cannot be opened, or ends in mid-rollout, raises verifiers' SandboxError. The
+rollout then has failed with the kind `sandbox`; it never counts as an unsolved task.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import verifiers.v1 as vf
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator
+from verifiers.v1 import errors as vf_errors
 
 from composer_prime.config.sandbox import RuntimeConfig
-from composer_prime.errors import EmptyTaskSetError
+from composer_prime.errors import EmptyTaskSetError, SandboxError
 from orchestrator.coding import monitor as code_monitor
-from orchestrator.coding.code.code_harness import (
-    CodeRollout,
-    CodeSettings,
-    CodeState,
-    read_files,
-    sandbox_failures,
-    seal_of,
-)
-from orchestrator.coding.code.grading import allowed_files, grade
-from orchestrator.coding.code.tools import TOOL_NAMES, is_tool_error
-from orchestrator.coding.sandbox.box import WORK, box_class
+from orchestrator.coding.code.grading import Grade, allowed_files, grade
+from orchestrator.coding.code.tools import TOOL_NAMES, CodeTools, is_tool_error
+from orchestrator.coding.sandbox.box import WORK, Box, box_class, open_box
 from orchestrator.coding.sandbox.runtime import box_of
-from orchestrator.coding.task import (
-    CodeTask,
-    index_tasks,
-    read_task,
-    tree_of,
-)
+from orchestrator.coding.task import TREES_FOLDER, CodeTask, index_tasks, read_task, tree_of
 from orchestrator.environments import split_of
 from orchestrator.environments.answers import TaskRow
 
 logger = logging.getLogger(__name__)
 
 Split = Literal["train", "eval", "all"]
-_FORMER_TOOLS = ("undo_edit", "diagnostics", "search", "insert")
+MAX_READ_BYTES = 2**22
+"""A larger file of the agent's tree is not looked at."""
+MAX_TREE_BYTES = 2**26
+"""Of the agent's tree, besides what it had at the start."""
+_FORMER_TOOLS = ("undo_edit", "diagnostics", "search", "insert", "run_tests")
 """Tools of earlier releases: bash and str_replace do the same."""
 INSTRUCTION = (
     "You are a programmer. A Python repository is in the current folder. Make the change that the user asks for in its "
-    "source files. Its tests decide. When you are done, answer without calling a tool."
+    "source files. Its tests decide; `python -m pytest` runs them. When you are done, answer without calling a tool."
 )
 
 
-class CodeTasksetConfig(vf.TasksetConfig):
-    """Which tasks load, and how they are played."""
+class CodeSettings(BaseModel):
+    """How the tasks of a set are played."""
 
     folder: Path
     """Folder with tasks.jsonl and trees/, as `composer tasks make` writes it."""
-    split: Split = "train"
-    """Repositories to train on, held-out ones, or all. A repository is in one of the two, whatever its tasks are."""
-    eval_share: float = Field(0.2, ge=0, le=1)
-    """Share of all repositories that is held out. The name of a repository decides."""
-    repositories: list[str] = Field(default_factory=list)
-    """Only these, whatever their split; empty takes the split's."""
-    kinds: list[str] = Field(default_factory=list)
-    """Only tasks of these kinds (delete, mutate, ...); empty takes all."""
-    min_difficulty: float = Field(0.0, ge=0, le=1)
-    """Easier tasks are left out. A task without an estimate is always in."""
-    max_difficulty: float = Field(1.0, ge=0, le=1)
-    """Harder tasks are left out."""
-    num_tasks: int | None = Field(None, ge=1)
-    """At most this many, drawn by `seed`."""
-    seed: int = 0
-    """Draws the order."""
-    partial_credit: bool = False
-    """Reward the share of repaired tests, as long as no other test breaks. Otherwise only a full solution earns."""
-    instruction: str = INSTRUCTION
-    """System prompt; an empty one is left out."""
+    runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
+    """The sandboxes. Left out, the source's own table [orchestrator.source.runtime] counts."""
     tools: list[str] = Field(default_factory=lambda: list(TOOL_NAMES))
     """The tools on offer."""
     output_chars: int = Field(8000, ge=200)
     """Length of a tool's reply; the middle of a longer one is cut."""
     command_timeout_s: float = Field(60.0, gt=0)
-    """Longest run of one command or of the tests that the agent starts."""
-    runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
-    """The sandboxes. Left out, the source's own table [orchestrator.source.runtime] counts."""
+    """Longest run of one command that the agent starts."""
     monitor: code_monitor.HackMonitorConfig = Field(default_factory=code_monitor.HackMonitorConfig)
     """What counts as a hack, and what follows from one."""
+    partial_credit: bool = False
+    """Reward the share of repaired tests, as long as no other test breaks. Otherwise only a full solution earns."""
+
+    @property
+    def trees(self) -> Path:
+        return self.folder / TREES_FOLDER
+
+    @field_validator("folder")
+    @classmethod
+    def _whole_path(cls, folder: Path) -> Path:
+        return folder.expanduser().resolve()
 
     @field_validator("tools")
     @classmethod
@@ -102,30 +96,125 @@ class CodeTasksetConfig(vf.TasksetConfig):
         box_class(runtime.type)
         return runtime
 
-    @model_validator(mode="after")
-    def _ordered(self) -> CodeTasksetConfig:
-        if self.min_difficulty > self.max_difficulty:
-            raise ValueError(
-                f"min_difficulty {self.min_difficulty:g} is above max_difficulty {self.max_difficulty:g}; lower the "
-                "first or raise the second"
-            )
-        return self
 
-    def settings(self) -> CodeSettings:
-        named = {name: getattr(self, name) for name in CodeSettings.model_fields}
-        return CodeSettings(**{**named, "folder": self.folder.expanduser().resolve()})
+class CodeTasksetConfig(CodeSettings, vf.TasksetConfig):
+    """Which tasks load, and how they are played."""
+
+    split: Split = "train"
+    """Repositories to train on, held-out ones, or all. A repository is in one of the two, whatever its tasks are."""
+    eval_share: float = Field(0.2, ge=0, le=1)
+    """Share of all repositories that is held out. The name of a repository decides."""
+    kinds: list[str] = Field(default_factory=list)
+    """Only tasks of these kinds (delete, mutate, ...); empty takes all."""
+    num_tasks: int | None = Field(None, ge=1)
+    """At most this many, drawn by `seed`."""
+    seed: int = 0
+    """Draws the order."""
+    instruction: str = INSTRUCTION
+    """System prompt; an empty one is left out."""
+
+
+class CodeState(vf.State):
+    """What a rollout leaves for grading, and what grading says."""
+
+    seal: Any = Field(default=None, exclude=True)
+    """The monitor's Seal of the agent's tree."""
+    uses: Any = Field(default=None, exclude=True)
+    """The monitor's ToolUses; None where a program outside of the tool loop played."""
+    files: dict[str, bytes] | None = Field(default=None, exclude=True)
+    """The agent's tree at the end; None until it was read."""
+    grade: Grade | None = Field(default=None, exclude=True)
+    verdict: Any = Field(default=None, exclude=True)
+    """The monitor's HackVerdict."""
+    quarantine: str = ""
+    """Why the rollout must not be trained on; empty where it may."""
+
+
+class CodeRollout:
+    """The tools of one rollout, in a box of its own. Implements the tool loop's `ToolExecutor`."""
+
+    is_over = False
+
+    def __init__(self, task: CodeTask, settings: CodeSettings) -> None:
+        self._task = task
+        self._settings = settings
+        self._box: Box | None = None
+        self._tools: CodeTools | None = None
+        self._seal = seal_of(task, settings)
+        self._uses: list[code_monitor.ToolUse] = []
+        self.schemas: list[dict[str, Any]] = []
+
+    async def start(self) -> str:
+        """Open the box. The task's prompt says all, so that nothing is added to it."""
+        settings = self._settings
+        with sandbox_failures():
+            self._box = await open_box(
+                settings.runtime, files=self._seal.agent_files(), python_path=self._task.python_path
+            )
+        self._tools = CodeTools(
+            self._box, names=settings.tools, output_chars=settings.output_chars, timeout_s=settings.command_timeout_s
+        )
+        self.schemas = self._tools.schemas
+        return ""
+
+    async def call(self, name: str, arguments_json: str) -> str:
+        assert self._tools is not None
+        with sandbox_failures():
+            reply = await self._tools.call(name, arguments_json)
+        self._uses.append(code_monitor.tool_use(len(self._uses), name, arguments_json, reply))
+        return reply
+
+    async def finish(self, trace: vf.Trace) -> None:
+        """Read the agent's files into the trace's state, and close the box."""
+        if self._box is None:
+            return
+        state = cast(CodeState, trace.state)
+        try:
+            if self._tools is not None:
+                with sandbox_failures():
+                    state.files = await read_files(self._box, self._seal.agent_files())
+                state.seal, state.uses = self._seal, self._uses
+        finally:
+            await self._box.close()
+
+
+@contextlib.contextmanager
+def sandbox_failures() -> Iterator[None]:
+    """Turn a sandbox's failure into verifiers' error of that kind."""
+    try:
+        yield
+    except SandboxError as error:
+        raise vf_errors.SandboxError(str(error)) from error
+
+
+def seal_of(task: CodeTask, settings: CodeSettings) -> code_monitor.Seal:
+    return code_monitor.seal(task, tree_of(task, settings.trees), settings.monitor)
+
+
+async def read_files(box: Box, start: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the regular files of a box's work folder. What is larger than the limits, or goes away, is left out.
+
+    `start`: the files that the box began with. They come first, so that none of them seems to be deleted because of
+    what else the agent wrote.
+    """
+    content: dict[str, bytes] = {}
+    left = MAX_TREE_BYTES + sum(map(len, start.values()))
+    for path, size in sorted((await box.list_files()).items(), key=lambda item: (item[0] not in start, item[0])):
+        if size > MAX_READ_BYTES or size > left:
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            content[path] = await box.read_file(path, MAX_READ_BYTES)
+            left -= size
+    return content
 
 
 class CodeData(TaskRow):
     """The wire row of a task. The task itself stays in its file: solutions and trees are not part of a trace."""
 
-    kind: str
     repository: str
     place: int
     """Where the task's line begins in tasks.jsonl, in bytes."""
     settings: CodeSettings
-    difficulty: float | None = None
-    """Estimate in [0, 1]."""
 
     def code_task(self) -> CodeTask:
         return read_task(self.settings.folder, self.place)
@@ -168,17 +257,13 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
             with sandbox_failures():
                 box = box_of(runtime)
                 state.files = await read_files(box, state.seal.agent_files())
-        changed = changed_files(state)
+        if state.uses is None:
+            state.uses = _tool_uses(trace)
+        changed, monitor = changed_files(state), self.data.settings.monitor
         with sandbox_failures():
             state.grade = await grade(task, self.data.settings.trees, changed, self.data.settings.runtime)
-        state.verdict = await asyncio.to_thread(
-            code_monitor.inspect,
-            task,
-            state.seal,
-            state.files,
-            _tool_uses(trace) if state.uses is None else state.uses,
-            self.data.settings.monitor,
-        )
+        inspect = code_monitor.inspect
+        state.verdict = await asyncio.to_thread(inspect, task, state.seal, state.files, state.uses, monitor)
         if state.verdict.reward(self._earned(state)) is None:
             state.quarantine = "; ".join(finding.text() for finding in state.verdict.findings[:3])
 
@@ -193,6 +278,7 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
         assert result is not None  # verifiers scores only what `finalize` has graded.
         expected = {*task.fail_to_pass, *task.pass_to_pass} - set(task.flaky)
         taken, _ = allowed_files(task, changed_files(state))
+        calls = Counter(use.name for use in state.uses)
         errors = sum(is_tool_error(str(message.content)) for message in trace.tool_messages)
         return {
             "solved_by_tests": float(result.solved),
@@ -204,7 +290,7 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
             "grading_s": result.wall_s,
             "tool_errors": float(errors),
             "turns_used": float(trace.num_turns),
-            **{f"calls/{name}": float(count) for name, count in state.calls.items()},
+            **{f"calls/{name}": float(calls[name]) for name in self.data.settings.tools},
             **state.verdict.metrics(self._earned(state)),
         }
 
@@ -234,50 +320,33 @@ class CodeTaskset(vf.Taskset[CodeEpisode, CodeTasksetConfig]):  # pyright: ignor
     """Task i of a configuration and a folder is always the same task."""
 
     def load(self) -> Iterator[CodeEpisode]:
-        config, settings = self.config, self.config.settings()
+        config = self.config
+        settings = CodeSettings(**{name: getattr(config, name) for name in CodeSettings.model_fields})
         chosen: list[tuple[bytes, CodeData]] = []
-        repositories: set[str] = set()
+        splits: dict[str, str] = {}
         trees: dict[str, Path | None] = {}
         for place, task in index_tasks(settings.folder):
-            repositories.add(task.repository)
-            if not self._is_chosen(task):
+            split = splits[task.repository] = split_of(task.repository, config.eval_share)
+            if config.split not in ("all", split) or (config.kinds and task.kind not in config.kinds):
                 continue
             if task.tree not in trees:
                 trees[task.tree] = tree_of(task, settings.trees)
-            data = self._data(task, place, settings)
+            data = CodeData(
+                name=task.id,
+                prompt=task.prompt,
+                system_prompt=config.instruction or None,
+                repository=task.repository,
+                workdir=WORK,
+                place=place,
+                settings=settings,
+            )
             chosen.append((hashlib.blake2b(f"{config.seed}/{task.id}".encode()).digest(), data))
         if not chosen:
-            splits = {name: split_of(name, config.eval_share) for name in sorted(repositories)}
-            listed = ", ".join(f"{name} ({split})" for name, split in list(splits.items())[:20])
+            listed = ", ".join(f"{name} ({split})" for name, split in sorted(splits.items())[:20])
             raise EmptyTaskSetError(
                 f"{settings.folder}: none of its tasks is in split {config.split!r} with kinds "
-                f"{config.kinds or 'any'} and difficulty {config.min_difficulty:g} to {config.max_difficulty:g}. Its "
-                f"repositories: {listed}. Change these settings or eval_share"
+                f"{config.kinds or 'any'}. Its repositories: {listed}. Change these settings or eval_share"
             )
         chosen.sort(key=lambda pair: pair[0])
         for _, data in chosen[: config.num_tasks]:
             yield CodeEpisode(data, config.task)
-
-    def _data(self, task: CodeTask, place: int, settings: CodeSettings) -> CodeData:
-        return CodeData(
-            name=task.id,
-            prompt=task.prompt,
-            system_prompt=self.config.instruction or None,
-            kind=task.kind,
-            repository=task.repository,
-            workdir=WORK,
-            place=place,
-            settings=settings,
-            difficulty=task.difficulty,
-        )
-
-    def _is_chosen(self, task: CodeTask) -> bool:
-        config = self.config
-        if config.repositories:
-            in_split = task.repository in config.repositories
-        else:
-            in_split = config.split in ("all", split_of(task.repository, config.eval_share))
-        is_kind = not config.kinds or task.kind in config.kinds
-        if task.difficulty is None:
-            return in_split and is_kind
-        return in_split and is_kind and config.min_difficulty <= task.difficulty <= config.max_difficulty

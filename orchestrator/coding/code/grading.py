@@ -71,8 +71,6 @@ class Grade:
     """Share of fail_to_pass that passed; 0 where a test of pass_to_pass did not, or after tampering."""
     tampered: str
     """Why no credit is given, whatever passed; empty for a clean run."""
-    refused: dict[str, str]
-    """Files of the patch that were not taken though the task lets them be edited -> reason."""
     ended_by: str
     """The limit that ended the tests; empty where they ended by themselves."""
     wall_s: float
@@ -265,7 +263,6 @@ def _judge(task: CodeTask, results: _Results, finished: CommandResult, refused: 
         missing=frozenset((wanted | kept) - passed - failed),
         fraction=len(wanted & passed) / len(wanted) if credible else 0.0,
         tampered=tampered,
-        refused=refused,
         ended_by=finished.ended_by,
         wall_s=finished.wall_s,
         report=_report(results, finished, refused, tampered),

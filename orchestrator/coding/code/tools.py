@@ -1,4 +1,4 @@
-"""The agent's tools in a box: bash, view, edits, run_tests.
+"""The agent's tools in a box: bash, view, edits.
 
     call(name, arguments) -> checked against the tool's schema -> _bash | _view | ... -> text, bounded
 
@@ -6,8 +6,7 @@ Kept between calls: the work folder's files, bash's directory and exported varia
 command leaves are ended with it.
 
 Every reply is text for the model. A failed call begins with one of `ERROR_STARTS`, so that hints find the turn. A test
-that fails is a result, not a failed call: its line `FAILED node - reason` is in pytest's own form, which the hint
-templates know.
+that fails is a result, not a failed call: the hint templates know pytest's line `FAILED node - reason`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from orchestrator.coding.sandbox.box import WORK, Box, CommandResult
-from orchestrator.coding.task import CodeTask, check_path
+from orchestrator.coding.task import check_path
 from orchestrator.workers.call_schema import violation
 from orchestrator.workers.protocol import ToolCall
 
@@ -36,8 +35,9 @@ trap 'status=$?; trap - EXIT; { printf "cd %q\n" "$PWD"; export -p; } >"$state" 
 [ -f "$state" ] && . "$state"
 eval "$1"
 """
-_TESTS = ["-q", "--tb=short", "--no-header", "-rfE", "-p", "no:cacheprovider", "-o", "addopts="]
 _ENV = {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "NO_COLOR": "1", "TERM": "dumb"}
+# A repository's own options of pytest may name plugins that the box lacks.
+_ENV["PYTEST_ADDOPTS"] = "-q --tb=short -p no:cacheprovider -o addopts="
 
 
 def _tool(description: str, required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -47,10 +47,6 @@ def _tool(description: str, required: dict[str, Any], optional: dict[str, Any] |
 
 def _argument(kind: str, description: str) -> dict[str, Any]:
     return {"type": kind, "description": description}
-
-
-def _strings(description: str) -> dict[str, Any]:
-    return {"type": "array", "items": {"type": "string"}, "description": description}
 
 
 _PATH = _argument("string", "Path below the work folder.")
@@ -81,11 +77,6 @@ _TOOLS = {
         "Write a file, also over an old one.",
         {"path": _PATH, "text": _argument("string", "The whole content.")},
     ),
-    "run_tests": _tool(
-        "Run tests with pytest and show what fails.",
-        {},
-        {"tests": _strings("Files or node ids; all tests of the task where it is left out.")},
-    ),
 }
 
 TOOL_NAMES = tuple(_TOOLS)
@@ -100,75 +91,44 @@ class ToolFailure(Exception):
 class CodeTools:
     """Runs one rollout's tool calls in its box."""
 
-    def __init__(
-        self, task: CodeTask, box: Box, *, names: Sequence[str] = TOOL_NAMES, output_chars: int, timeout_s: float
-    ) -> None:
-        """`output_chars`: length of a reply. `timeout_s`: of one command of bash or run_tests."""
-        self._task = task
+    def __init__(self, box: Box, *, names: Sequence[str] = TOOL_NAMES, output_chars: int, timeout_s: float) -> None:
+        """`output_chars`: length of a reply. `timeout_s`: of one command."""
         self._box = box
         self._output_chars = output_chars
         self._timeout_s = timeout_s
-        self.calls: dict[str, int] = dict.fromkeys(names, 0)
-        """Number of calls by tool."""
-        self.errors = 0
         self.schemas: list[dict[str, Any]] = [SCHEMAS[name] for name in names]
         self._tools: dict[str, Callable[[dict[str, Any]], Awaitable[str]]] = {
             "bash": self._bash,
             "view": self._view,
             "str_replace": self._str_replace,
             "create": self._create,
-            "run_tests": self._run_tests,
         }
 
     async def call(self, name: str, arguments_json: str) -> str:
         """Return the reply to one tool call. Raises SandboxError for a box that has ended."""
         broken_rule = violation(ToolCall(id="", name=name, arguments=arguments_json), self.schemas)
         if broken_rule is not None:
-            self.errors += 1
             return clip(broken_rule[1], self._output_chars)
-        self.calls[name] += 1
         try:
             reply = await self._tools[name](json.loads(arguments_json or "{}"))
         except ToolFailure as failure:
-            self.errors += 1
             reply = f"Error: {failure}"
         return clip(reply, self._output_chars)
 
-    # -- commands
-
     async def _bash(self, arguments: dict[str, Any]) -> str:
         argv = ["bash", "-c", _BASH, "bash", arguments["command"]]
-        finished = await self._run(argv, arguments.get("timeout_s"))
-        text = _joined(finished)
-        if finished.exit_code in (126, 127):
-            raise ToolFailure(f"exit code {finished.exit_code}\n{text}")
-        return f"{text}\n[exit code {finished.exit_code}]" if finished.exit_code else text or "(no output)"
-
-    async def _run_tests(self, arguments: dict[str, Any]) -> str:
-        tests = arguments.get("tests") or await self._visible_tests()
-        finished = await self._run(["python", "-m", "pytest", *_TESTS, "--", *tests], None)
-        return order_test_output(_text(finished.stdout), _text(finished.stderr))
-
-    async def _visible_tests(self) -> list[str]:
-        files = await self._box.list_files()
-        tests = [path for path in self._task.tests if path in files]
-        if not tests:
-            raise ToolFailure("no test file of the task is visible; name test files in `tests`")
-        return tests
-
-    async def _run(self, argv: list[str], timeout_s: float | None) -> CommandResult:
-        """Run a command. Raises ToolFailure for one that a limit ended, with the output so far."""
-        limit_s = min(timeout_s, self._timeout_s) if timeout_s and timeout_s > 0 else self._timeout_s
+        asked_s = arguments.get("timeout_s")
+        limit_s = min(asked_s, self._timeout_s) if asked_s and asked_s > 0 else self._timeout_s
         try:
             finished = await self._box.run(argv, env=_ENV, timeout_s=limit_s, output_bytes=_CAPTURE_BYTES)
         except ValueError as error:  # A NUL in an argument.
             raise ToolFailure(str(error)) from error
+        text = _joined(finished)
         if finished.ended_by and finished.ended_by != "box":
-            what = f"ended by the limit {finished.ended_by} after {finished.wall_s:.1f} s"
-            raise ToolFailure(f"{what}\n{_joined(finished)}")
-        return finished
-
-    # -- files
+            raise ToolFailure(f"ended by the limit {finished.ended_by} after {finished.wall_s:.1f} s\n{text}")
+        if finished.exit_code in (126, 127):
+            raise ToolFailure(f"exit code {finished.exit_code}\n{text}")
+        return f"{text}\n[exit code {finished.exit_code}]" if finished.exit_code else text or "(no output)"
 
     async def _view(self, arguments: dict[str, Any]) -> str:
         raw = arguments["path"]
@@ -240,15 +200,6 @@ def clip(text: str, limit: int) -> str:
     return f"{text[:head]}\n[... {len(text) - limit:,} characters cut ...]\n{text[-tail:]}"
 
 
-def order_test_output(stdout: str, stderr: str) -> str:
-    """Return pytest's output with the summary first: how many failed, and each failure's line."""
-    lines = stdout.rstrip().splitlines()
-    short = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    rest = [line for line in lines[:-1] if line not in short and "short test summary info" not in line]
-    last = lines[-1:] or ["pytest printed nothing"]
-    return "\n".join([*last, *short, "", *rest, stderr.strip()]).rstrip()
-
-
 def _plain(path: str) -> str:
     """Return a path relative to the work folder. Raises ToolFailure for one outside."""
     inside = path.removeprefix(f"{WORK}/") if path.startswith(f"{WORK}/") else path
@@ -261,12 +212,9 @@ def _plain(path: str) -> str:
         raise ToolFailure(f"the path {path!r} is not in the work folder {WORK}") from None
 
 
-def _text(content: bytes) -> str:
-    return content.decode(errors="replace")
-
-
 def _joined(finished: CommandResult) -> str:
-    return "\n".join(part for part in (_text(finished.stdout).rstrip(), _text(finished.stderr).rstrip()) if part)
+    parts = (content.decode(errors="replace").rstrip() for content in (finished.stdout, finished.stderr))
+    return "\n".join(part for part in parts if part)
 
 
 def _encoded(text: str) -> bytes:

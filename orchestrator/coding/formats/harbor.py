@@ -24,7 +24,7 @@ from pydantic import Field
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, EmptyTaskSetError
-from orchestrator.coding.code.code_harness import CodeRollout, CodeSettings, CodeState, sandbox_failures
+from orchestrator.coding.code.code_taskset import CodeRollout, CodeSettings, CodeState, sandbox_failures
 from orchestrator.coding.code.tools import is_tool_error
 from orchestrator.coding.monitor import HackMonitorConfig
 from orchestrator.coding.sandbox.box import WORK, open_box, read_tree
@@ -35,9 +35,6 @@ __all__ = ["Harbor"]
 
 HIDDEN = ".harbor"
 """Folder below the work folder with tests and logs, in the grading sandbox only."""
-TOOLS = ("bash", "view", "str_replace")
-OUTPUT_CHARS = 8000
-COMMAND_TIMEOUT_S = 60.0
 _NEEDS_BUILD = ("Dockerfile", "docker-compose.yaml")
 _PATHS = re.compile(r"(?<![\w./-])/(app|tests|logs/verifier)(?![\w-])")
 _MAX_REWARD_BYTES = 2**20
@@ -144,11 +141,8 @@ class Harbor(vf.Taskset[HarborTask, HarborConfig]):  # pyright: ignore[reportInv
         if not folders:
             raise EmptyTaskSetError(f"{config.folder} has no Harbor task folder: none holds a task.toml")
         settings = CodeSettings(
-            folder=config.folder.expanduser().resolve(),
+            folder=config.folder,
             runtime=config.runtime,
-            tools=TOOLS,
-            output_chars=OUTPUT_CHARS,
-            command_timeout_s=COMMAND_TIMEOUT_S,
             monitor=HackMonitorConfig(policy="none", lures=False),
         )
         for folder in folders:

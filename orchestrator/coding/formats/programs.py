@@ -21,7 +21,7 @@ from pydantic import Field
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
-from orchestrator.coding.code.code_harness import CodeState, sandbox_failures
+from orchestrator.coding.code.code_taskset import CodeState, sandbox_failures
 from orchestrator.coding.code.grading import grade
 from orchestrator.coding.formats.questions import FileTasksetConfig
 from orchestrator.coding.formats.task_files import Record, read_records
