@@ -11,62 +11,43 @@ from typing import Any
 import pytest
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.coding.factory.baseline import Baseline
-from orchestrator.coding.factory.building import deletion_prompt, symptoms
 from orchestrator.coding.factory.candidates import FactorySettings, SourceWork, TaskCandidate, find_candidates
-from orchestrator.coding.factory.mutations import byte_lines, function_nodes, mutated, mutations
+from orchestrator.coding.factory.functions import SourceFunction, edited, find_functions
+from orchestrator.coding.factory.proof import deletion_prompt, symptoms
 from orchestrator.coding.factory.source import SourceTree
-from orchestrator.coding.factory.source_functions import FunctionIndex, index_functions, without_bodies
-from orchestrator.coding.factory.suite import TestRecord, TreeSuite
+from orchestrator.coding.factory.suite import Baseline, TestRecord
 from tests.factory.package_made import SHAPES
 
 PATH = "shapes_made/shapes.py"
 
 
-def made_index() -> FunctionIndex:
-    return index_functions({PATH: SHAPES})
-
-
-def place_of(index: FunctionIndex, qualname: str) -> str:
-    return next(place for place, function in index.functions.items() if function.qualname == qualname)
-
-
-def made_baseline(index: FunctionIndex) -> Baseline:
-    node = "tests/test_shapes.py::test_all"
-    tested = [
-        place for place, function in index.functions.items() if function.qualname not in ("never_tested", "register")
-    ]
-    return Baseline(
-        stable=frozenset([node]),
-        reach={place: frozenset([node]) for place in tested},
-        imported=frozenset([place_of(index, "register")]),
-        excluded={},
-        files={"tests/test_shapes.py": [node]},
-        seconds={"tests/test_shapes.py": 0.01},
-        preload=[],
-    )
+def shapes() -> dict[str, SourceFunction]:
+    return {function.qualname: function for function in find_functions(PATH, SHAPES)}
 
 
 def found(**settings: Any) -> tuple[list[TaskCandidate], Counter[str]]:
-    index = made_index()
-    tree = SourceTree(
-        folder=Path("made"),
-        repository="made",
-        origin="here",
-        python_path=(".",),
-        sources=(PATH,),
-        tests=(),
-        compiled=(),
+    node = "tests/test_shapes.py::test_all"
+    functions = {function.place: function for function in shapes().values()}
+    tested = [place for place, each in functions.items() if each.qualname not in ("never_tested", "register")]
+    baseline = Baseline(
+        stable=frozenset([node]),
+        reach={place: frozenset([node]) for place in tested},
+        imported=frozenset([shapes()["register"].place]),
+        excluded={},
+        files={"tests/test_shapes.py": [node]},
+        seconds={"tests/test_shapes.py": 0.01},
+        collect_errors={},
     )
-    suite = TreeSuite(runtime=RuntimeConfig(), folder=tree.folder, python_path=tree.python_path)
-    work = SourceWork(tree=tree, suite=suite, index=index, baseline=made_baseline(index))
+    tree = SourceTree(
+        folder=Path("made"), repository="made", origin="here", python_path=(".",), sources=(PATH,), tests=()
+    )
+    work = SourceWork(tree=tree, runtime=RuntimeConfig(), texts={PATH: SHAPES}, functions=functions, baseline=baseline)
     return find_candidates(work, FactorySettings(**settings))
 
 
 # A deleted body is gone with its comments; signature and docstring stay, and the file is still valid.
-def test_without_bodies_leaves_signature_and_docstring() -> None:
-    index = made_index()
-    (text,) = without_bodies(index, [place_of(index, "area"), place_of(index, "Box.put")]).values()
+def test_a_removal_leaves_signature_and_docstring() -> None:
+    text = edited(SHAPES, [shapes()["area"].removal, shapes()["Box.put"].removal])
     ast.parse(text)
     assert "secret" not in text and "negative" not in text and "things.append" not in text
     assert "Return the area of a rectangle." in text and "Raises IndexError when the box is full." in text
@@ -110,34 +91,22 @@ def test_candidates_are_deterministic() -> None:
 )
 def test_mutations(body: str, operator: str, expected: str) -> None:
     text = f"def f(a, b=3):\n{textwrap.indent(body, '    ')}\n"
-    lines, node = byte_lines(text), function_nodes(text)[1]
-    changes = mutations(node, lines, 2)
-    texts = [mutated(lines, node, change) for change in changes if change.operator == operator]
+    (function,) = find_functions(PATH, text)
+    texts = [edited(text, [edit]) for edit in function.mistakes if edit.kind == operator]
     assert f"def f(a, b=3):\n{textwrap.indent(expected, '    ')}\n" in texts
-    for change in changes:
-        changed = mutated(lines, node, change)
-        assert changed is not None and changed != text
-        ast.parse(changed)
 
 
-# Mutations of a real file are valid wherever they are.
+# Mutations of a real file are valid wherever they are, and differ from it.
 def test_all_mutations_of_a_file_are_valid() -> None:
-    index = made_index()
-    lines, nodes = byte_lines(SHAPES), function_nodes(SHAPES)
-    count = 0
-    for function in index.functions.values():
-        for change in mutations(nodes[function.def_line], lines, function.body_start):
-            text = mutated(lines, nodes[function.def_line], change)
-            assert text is not None
-            ast.parse(text)
-            count += 1
-    assert count > 20
+    texts = [edited(SHAPES, [edit]) for function in shapes().values() for edit in function.mistakes]
+    assert len(texts) > 20 and SHAPES not in texts
+    for text in texts:
+        ast.parse(text)
 
 
 # The prompt of a deletion has signature and docstring, and no line of the body.
 def test_deletion_prompt() -> None:
-    index = made_index()
-    prompt = "\n".join(deletion_prompt([index.functions[place_of(index, "area")]]))
+    prompt = "\n".join(deletion_prompt([shapes()["area"]]))
     assert "def area(width, height=1):" in prompt and "Return the area of a rectangle." in prompt
     assert "width * height" not in prompt and "secret" not in prompt
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.coding.factory.suite import SuiteRun, TreeSuite
+from orchestrator.coding.factory.source import SourceTree
+from orchestrator.coding.factory.suite import SuiteRun, play
 
 pytestmark = pytest.mark.process
 
@@ -67,8 +68,8 @@ def test_a_run_does_not_see_what_another_one_left(tmp_path: Path) -> None:
     changes = {"before": {}, "spoils": {"package.py": SPOILING}, "between": {}, "touches": {"package.py": TOUCHING}}
     changes |= {"gone": {"package.py": None}, "after": {}}
     runs = [SuiteRun(key=key, tests=["test_package.py"], files=files) for key, files in changes.items()]
-    suite = TreeSuite(runtime=RuntimeConfig(type="subprocess"), folder=tmp_path, python_path=["."])
-    results = asyncio.run(asyncio.wait_for(suite.play(runs, hash_seed=0), 200))
+    tree = SourceTree(folder=tmp_path, repository="a", origin="a", python_path=(".",), sources=(), tests=())
+    results = asyncio.run(asyncio.wait_for(play(tree, RuntimeConfig(type="subprocess"), runs, hash_seed=0), 200))
     passed = {key: sorted(node.partition("::test_")[2] for node in result.passed()) for key, result in results.items()}
     all_three = ["data", "nothing_is_left", "value"]
     expected = {"before": all_three, "spoils": [], "between": all_three, "touches": ["nothing_is_left"], "gone": []}

@@ -32,14 +32,12 @@ def test_a_path_that_leaves_the_tree_is_refused(tmp_path: Path, name: str) -> No
     assert not (tmp_path / "outside.py").exists()
 
 
-# A tree tells its sources, tests and parts that would have to be compiled.
+# A tree tells its sources and tests.
 def test_describe_tree(tmp_path: Path) -> None:
     write_package(tmp_path, setup="")
-    (tmp_path / "shapes_made/fast.pyx").write_text("")
     tree = source.describe_tree(tmp_path, "shapes_made", "here")
     assert tree.sources == ("shapes_made/__init__.py", "shapes_made/shapes.py")
     assert tree.tests == ("tests/test_shapes.py",) and tree.python_path == (".",)
-    assert tree.compiled == ("shapes_made/fast.pyx",)
     assert source.editable_patterns(tree) == ["shapes_made/*.py"]
     assert (tmp_path / "shapes_made-1.0.dist-info/METADATA").is_file()  # the package may ask for its own version
 

@@ -141,12 +141,11 @@ def test_make_leaves_bad_tests_out(tmp_path: Path) -> None:
         assert not any("test_bad" in node for node in (*task.fail_to_pass, *task.pass_to_pass))
 
 
-# A package of which no test passes is refused with the reason: a test with its last words, the import error, and the
-# C extensions that nothing compiles.
+# A package of which no test passes is refused with the reason: a test with its last words, or the import error.
 @pytest.mark.parametrize(
     ("test", "words"),
     [
-        ("import shapes_made.fast\ndef test_a(): pass", r"shapes_made/fast\.c(.|\n)*ModuleNotFoundError"),
+        ("import shapes_made.fast\ndef test_a(): pass", "ModuleNotFoundError"),
         ("def test_a():\n    assert 1 + 1 == 3", r"failed: 1, \D*::test_a \(AssertionError: assert 1 \+ 1 == 3\)"),
         ("def test_a(): pass", "only one of its tests"),
     ],
@@ -154,7 +153,6 @@ def test_make_leaves_bad_tests_out(tmp_path: Path) -> None:
 )
 def test_make_names_why_no_test_passes(tmp_path: Path, test: str, words: str) -> None:
     source = write_package(tmp_path / "shapes_made", tests__test_shapes=test)
-    (source / "shapes_made/fast.c").write_text("")
     with pytest.raises(ConfigError, match=words):
         make(source, tmp_path / "out")
 

@@ -10,14 +10,11 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
-from orchestrator.coding.factory.baseline import Baseline
-from orchestrator.coding.factory.history import SourceCommit
-from orchestrator.coding.factory.mutations import Mutation, byte_lines, function_nodes, mutated, mutations
-from orchestrator.coding.factory.source import SourceTree
-from orchestrator.coding.factory.source_functions import FunctionIndex, SourceFunction, without_bodies
-from orchestrator.coding.factory.suite import TreeSuite
+from composer_prime.config.sandbox import RuntimeConfig
+from orchestrator.coding.factory.functions import Edit, SourceFunction, edited
+from orchestrator.coding.factory.source import SourceCommit, SourceTree
+from orchestrator.coding.factory.suite import Baseline
 
 MIN_LINES = 3
 """Lines of statements that a function must have."""
@@ -49,8 +46,11 @@ class SourceWork:
     """One source in work."""
 
     tree: SourceTree
-    suite: TreeSuite
-    index: FunctionIndex
+    runtime: RuntimeConfig
+    texts: dict[str, str]
+    """Of the sources, by path."""
+    functions: dict[str, SourceFunction]
+    """By `place`."""
     baseline: Baseline
 
 
@@ -65,28 +65,20 @@ class TaskCandidate:
     """function | class | module for deletions; the operator of a mutation; "commit"."""
     functions: tuple[str, ...] = ()
     """Places of the functions that lose their body, or are mutated."""
-    mutation: Mutation | None = None
+    edits: tuple[Edit, ...] = ()
+    """One of each function."""
     commit: SourceCommit | None = None
-    tests: tuple[str, ...] = ()
-    """Test files to run, where the trace does not tell."""
-
-    @property
-    def added(self) -> tuple[str, ...]:
-        """Return the files that the agent does not begin with, because the commit adds them."""
-        return self.commit.added if self.commit else ()
 
 
 def find_candidates(work: SourceWork, settings: FactorySettings) -> tuple[list[TaskCandidate], Counter[str]]:
     """Return all candidates of a tree in the seed's order, and why functions give none."""
-    usable, left_out = usable_functions(work.index, work.baseline)
-    candidates: dict[tuple[str, ...] | str, TaskCandidate] = {}
-    if "delete" in settings.kinds:
-        for candidate in _deletions(work.tree.name, usable):
-            candidates.setdefault(candidate.functions, candidate)
+    usable, left_out = usable_functions(work)
+    candidates: dict[tuple[tuple[str, ...], tuple[Edit, ...]], TaskCandidate] = {}
+    found = [*_deletions(work.tree.name, usable)] if "delete" in settings.kinds else []
     if "mutate" in settings.kinds:
-        for function in usable:
-            for candidate in _mutations(work, function, settings.seed):
-                candidates[candidate.id] = candidate
+        found += [candidate for function in usable for candidate in _mutations(work.tree.name, function, settings.seed)]
+    for candidate in found:
+        candidates.setdefault((candidate.functions, candidate.edits), candidate)
     unique = {candidate.id: candidate for candidate in candidates.values()}
     return sorted(unique.values(), key=lambda candidate: shuffled(settings.seed, candidate.id)), left_out
 
@@ -96,13 +88,13 @@ def shuffled(seed: int, word: str) -> str:
     return hashlib.sha256(f"{seed} {word}".encode()).hexdigest()
 
 
-def usable_functions(index: FunctionIndex, baseline: Baseline) -> tuple[list[SourceFunction], Counter[str]]:
+def usable_functions(work: SourceWork) -> tuple[list[SourceFunction], Counter[str]]:
     """Return the functions that tests reach and that do not run at import, and why others are left out."""
     usable, left_out = [], Counter()
-    for place, function in index.functions.items():
-        if place in baseline.imported:
+    for place, function in work.functions.items():
+        if place in work.baseline.imported:
             left_out["runs when the package is imported"] += 1
-        elif not baseline.reach.get(place):
+        elif not work.baseline.reach.get(place):
             left_out["no test reaches it"] += 1
         elif function.qualname.rpartition(".")[2] in _NEVER:
             left_out["a hook of the class machinery"] += 1
@@ -113,21 +105,14 @@ def usable_functions(index: FunctionIndex, baseline: Baseline) -> tuple[list[Sou
     return usable, left_out
 
 
-def changed_files(candidate: TaskCandidate, index: FunctionIndex) -> dict[str, str] | None:
-    """Return path -> text of the files that differ at the start. None where the change gives no valid code."""
+def changed_files(candidate: TaskCandidate, work: SourceWork) -> dict[str, str | None]:
+    """Return path -> text of the files that differ at the start; None for one that is not there."""
     if candidate.commit is not None:
         return candidate.commit.before
-    if candidate.mutation is None:
-        return without_bodies(index, candidate.functions)
-    function = index.functions[candidate.functions[0]]
-    lines, nodes = _parsed(index.texts[function.path])
-    text = mutated(lines, nodes[function.def_line], candidate.mutation)
-    return None if text is None else {function.path: text}
-
-
-@lru_cache(maxsize=64)
-def _parsed(text: str):
-    return byte_lines(text), function_nodes(text)
+    edits: dict[str, list[Edit]] = defaultdict(list)
+    for place, edit in zip(candidate.functions, candidate.edits, strict=True):
+        edits[work.functions[place].path].append(edit)
+    return {path: edited(work.texts[path], each) for path, each in edits.items()}
 
 
 def _deletions(name: str, usable: list[SourceFunction]) -> Iterator[TaskCandidate]:
@@ -145,23 +130,27 @@ def _deletions(name: str, usable: list[SourceFunction]) -> Iterator[TaskCandidat
 
 
 def _deletion(name: str, shape: str, symbol: str, functions: list[SourceFunction]) -> TaskCandidate:
-    places = tuple(sorted(function.place for function in functions))
-    return TaskCandidate(id=f"{name}/delete/{symbol}", kind="delete", shape=shape, functions=places)
+    functions = sorted(functions, key=lambda function: function.place)
+    return TaskCandidate(
+        id=f"{name}/delete/{symbol}",
+        kind="delete",
+        shape=shape,
+        functions=tuple(function.place for function in functions),
+        edits=tuple(function.removal for function in functions),
+    )
 
 
-def _mutations(work: SourceWork, function: SourceFunction, seed: int) -> Iterator[TaskCandidate]:
+def _mutations(name: str, function: SourceFunction, seed: int) -> Iterator[TaskCandidate]:
     """Yield mutations of a function, of different operators where there are any."""
-    lines, nodes = _parsed(work.index.texts[function.path])
-    symbol = f"{work.tree.name}/mutate/{function.symbol}"
-    changes = mutations(nodes[function.def_line], lines, function.body_start)
-    numbered = {f"{symbol}/{change.operator}-{_mark(change)}": change for change in changes}
+    symbol = f"{name}/mutate/{function.symbol}"
+    numbered = {f"{symbol}/{edit.kind}-{_mark(edit)}": edit for edit in function.mistakes}
     taken: Counter[str] = Counter()
     for _ in range(min(MUTATIONS, len(numbered))):
-        best = min(numbered, key=lambda key: (taken[numbered[key].operator], shuffled(seed, key)))
-        change = numbered.pop(best)
-        taken[change.operator] += 1
-        yield TaskCandidate(id=best, kind="mutate", shape=change.operator, functions=(function.place,), mutation=change)
+        best = min(numbered, key=lambda key: (taken[numbered[key].kind], shuffled(seed, key)))
+        edit = numbered.pop(best)
+        taken[edit.kind] += 1
+        yield TaskCandidate(id=best, kind="mutate", shape=edit.kind, functions=(function.place,), edits=(edit,))
 
 
-def _mark(change: Mutation) -> str:
-    return hashlib.sha256(f"{change.start} {change.end} {change.replacement}".encode()).hexdigest()[:8]
+def _mark(edit: Edit) -> str:
+    return hashlib.sha256(f"{edit.start} {edit.end} {edit.replacement}".encode()).hexdigest()[:8]

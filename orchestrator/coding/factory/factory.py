@@ -25,8 +25,6 @@ from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.console import ProgressLines, pluralize
 from composer_prime.errors import ConfigError, SandboxError
 from composer_prime.run.run_dir import write_atomic
-from orchestrator.coding.factory.baseline import last_line, measure_baseline
-from orchestrator.coding.factory.building import build_task
 from orchestrator.coding.factory.candidates import (
     FactorySettings,
     SourceWork,
@@ -34,18 +32,19 @@ from orchestrator.coding.factory.candidates import (
     find_candidates,
     shuffled,
 )
-from orchestrator.coding.factory.history import SourceCommit, source_commits
-from orchestrator.coding.factory.proof import Proof, prove
+from orchestrator.coding.factory.functions import find_functions
+from orchestrator.coding.factory.proof import Proof, build_task, prove
 from orchestrator.coding.factory.source import (
+    SourceCommit,
     SourceTree,
     commit_files,
     describe_tree,
     folder_files,
+    source_commits,
     tree_name,
     write_tree,
 )
-from orchestrator.coding.factory.source_functions import index_functions
-from orchestrator.coding.factory.suite import TreeSuite
+from orchestrator.coding.factory.suite import last_line, measure_baseline
 from orchestrator.coding.git_command import git
 from orchestrator.coding.in_order import in_order
 from orchestrator.coding.sandbox.box import open_box
@@ -153,7 +152,7 @@ class TaskFactory:
         figures = self.figures[tree.name] = {
             "tests": len(work.baseline.stable),
             "tests_left_out": work.baseline.excluded,
-            "functions": len(work.index.functions),
+            "functions": len(work.functions),
             "functions_left_out": dict(left_out),
             "candidates": len(candidates),
             "import_errors": {file: last_line(message) for file, message in work.baseline.collect_errors.items()},
@@ -173,10 +172,11 @@ class TaskFactory:
         return made
 
     async def _begin(self, tree: SourceTree) -> SourceWork:
-        suite = TreeSuite(runtime=self.runtime, folder=tree.folder, python_path=tree.python_path)
-        baseline = await measure_baseline(tree, suite, self.settings.suite_timeout_s)
-        index = await asyncio.to_thread(lambda: index_functions({path: tree.text(path) for path in tree.sources}))
-        return SourceWork(tree=tree, suite=suite, index=index, baseline=baseline)
+        baseline = await measure_baseline(tree, self.runtime, self.settings.suite_timeout_s)
+        texts = {path: tree.text(path) for path in tree.sources}
+        found = await asyncio.to_thread(lambda: [each for path in texts for each in find_functions(path, texts[path])])
+        functions = {function.place: function for function in found}
+        return SourceWork(tree=tree, runtime=self.runtime, texts=texts, functions=functions, baseline=baseline)
 
     async def _prove_batch(self, work: SourceWork, batch: Sequence[TaskCandidate]) -> WorkAndProofs:
         """Prove a batch. One that ends its box is taken apart, so that only the candidate at fault is refused.
@@ -219,7 +219,6 @@ class TaskFactory:
             others = [path for path in tree.tests if path not in commit.tests]
             others = sorted(others, key=lambda path: shuffled(self.settings.seed, path))[:_HISTORY_TEST_FILES]
             work = await self._begin(dataclasses.replace(tree, tests=(*commit.tests, *others)))
-            candidate = dataclasses.replace(candidate, tests=tuple(sorted(work.baseline.files)))
             return await self._prove_batch(work, [candidate])
         except (ConfigError, SandboxError) as error:
             if isinstance(error, SandboxError):

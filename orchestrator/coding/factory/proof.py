@@ -1,27 +1,40 @@
-"""Prove candidates: their tests fail before and pass after, three times over, under three hash seeds.
+"""Prove candidates: their tests fail before and pass after, three times over, under three hash seeds. Make them tasks.
 
     pass 0, 1, 2:   start of candidate 1, start of candidate 2, ...,  the tree itself once per set of test files
                     └────────────── one box and one interpreter a batch ──────────────┘
 
 Grading runs whole test files, so proofs do as well. What a refused candidate lacks is its `reason`.
+
+A deletion is described by signature and docstring, never by its body. A mutation is described by its symptom: which
+test fails and at which assertion. The place is for the agent to find.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from orchestrator.coding.factory.baseline import Baseline, test_file
-from orchestrator.coding.factory.candidates import SourceWork, TaskCandidate, changed_files
-from orchestrator.coding.factory.source_functions import FunctionIndex
-from orchestrator.coding.factory.suite import SuiteResult, SuiteRun, TestRecord
+from orchestrator.coding.factory.candidates import FactorySettings, SourceWork, TaskCandidate, changed_files, shuffled
+from orchestrator.coding.factory.functions import SourceFunction
+from orchestrator.coding.factory.source import SourceTree, editable_patterns
+from orchestrator.coding.factory.suite import Baseline, SuiteResult, SuiteRun, TestRecord, play, test_file
+from orchestrator.coding.task import CodeTask, matches
 
 GRADINGS = 3
 MAX_REACHING = 60
 """Test files are added until they hold this many tests that reach the change."""
 MAX_SECONDS = 8.0
 """Test files of one task take at most this long; the first one is always taken."""
+MAX_EXPECTED = 200
+"""Tests of each list of a task. Of more, the seed draws."""
+MIN_TIMEOUT_S = 60.0
+_TIMEOUT_PER_SECOND = 20.0
+"""Grading recompiles everything and may share a machine, so it gets this many times the measured duration."""
+MAX_SYMPTOMS = 3
+_SIGNATURE_CHARACTERS = 4000
+_MESSAGE_CHARACTERS = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +45,8 @@ class Proof:
     reason: str = ""
     detail: str = ""
     """More about the reason: a test, a file."""
-    start: dict[str, str] = field(default_factory=dict)
+    start: dict[str, str | None] = field(default_factory=dict)
+    """Path -> text of the files that differ at the start; None for one that is not there."""
     tests: list[str] = field(default_factory=list)
     fail_to_pass: list[str] = field(default_factory=list)
     pass_to_pass: list[str] = field(default_factory=list)
@@ -45,8 +59,8 @@ class Proof:
 
 def choose_test_files(candidate: TaskCandidate, baseline: Baseline) -> list[str]:
     """Return the test files to run: those with most tests that reach the change, and one more that others pass in."""
-    if candidate.tests:
-        return [file for file in candidate.tests if file in baseline.files]
+    if candidate.commit is not None:
+        return sorted(baseline.files)
     nodes = frozenset[str]().union(*(baseline.reach.get(place, frozenset()) for place in candidate.functions))
     reaching = Counter(test_file(node) for node in sorted(nodes))
     files, seconds, count = [], 0.0, 0
@@ -65,29 +79,26 @@ def choose_test_files(candidate: TaskCandidate, baseline: Baseline) -> list[str]
 async def prove(batch: Sequence[TaskCandidate], work: SourceWork) -> list[Proof]:
     """Return a proof of each candidate, in the batch's order."""
     baseline = work.baseline
-    proofs = {candidate.id: _prepare(candidate, work.index, baseline) for candidate in batch}
+    proofs = {candidate.id: _prepare(candidate, work) for candidate in batch}
     seen: dict[str, list[tuple[SuiteResult, SuiteResult]]] = {name: [] for name in proofs}
     for hash_seed in range(GRADINGS):
         cases = {name: proof for name, proof in proofs.items() if not proof.reason}
         if not cases:
             break
-        results = await work.suite.play(
-            _runs(cases, baseline), preload=baseline.preload, hash_seed=hash_seed, explain=hash_seed == 0
-        )
+        runs = _runs(cases, baseline)
+        results = await play(work.tree, work.runtime, runs, hash_seed=hash_seed, explain=hash_seed == 0)
         for name, proof in cases.items():
             seen[name].append((results[name], results["\n".join(proof.tests)]))
             proofs[name] = _judge(proof, baseline, seen[name])
     return list(proofs.values())
 
 
-def _prepare(candidate: TaskCandidate, index: FunctionIndex, baseline: Baseline) -> Proof:
+def _prepare(candidate: TaskCandidate, work: SourceWork) -> Proof:
     """Make the changed files, and refuse what needs no run."""
-    start = changed_files(candidate, index)
-    if start is None:
-        return Proof(candidate=candidate, reason="the changed file is not valid Python")
-    if all(index.texts.get(path) == text for path, text in start.items()) and not candidate.added:
+    start = changed_files(candidate, work)
+    if all(work.texts.get(path) == text for path, text in start.items()):
         return Proof(candidate=candidate, reason="the change changes nothing")
-    tests = choose_test_files(candidate, baseline)
+    tests = choose_test_files(candidate, work.baseline)
     if not tests:
         return Proof(candidate=candidate, reason="no quick test file reaches it")
     return Proof(candidate=candidate, start=start, tests=tests)
@@ -98,8 +109,7 @@ def _runs(cases: Mapping[str, Proof], baseline: Baseline) -> list[SuiteRun]:
     runs: dict[str, SuiteRun] = {}
     for name, proof in cases.items():
         limit_s = 20.0 + 8 * sum(baseline.seconds[file] for file in proof.tests)
-        files: dict[str, str | None] = {**proof.start, **dict.fromkeys(proof.candidate.added)}
-        runs[name] = SuiteRun(key=name, tests=proof.tests, files=files, timeout_s=limit_s)
+        runs[name] = SuiteRun(key=name, tests=proof.tests, files=proof.start, timeout_s=limit_s)
         together = "\n".join(proof.tests)
         runs.setdefault(together, SuiteRun(key=together, tests=proof.tests, timeout_s=limit_s))
     return list(runs.values())
@@ -147,3 +157,80 @@ def _refusal(before: SuiteResult, after: SuiteResult) -> tuple[str, str]:
     if new:
         return "a test file can no longer be imported", new[0]
     return "", ""
+
+
+def build_task(work: SourceWork, proof: Proof, settings: FactorySettings) -> CodeTask:
+    """Return the task of a proven candidate."""
+    tree, candidate = work.tree, proof.candidate
+    functions = [work.functions[place] for place in candidate.functions]
+    start = {path: text for path, text in proof.start.items() if text is not None}
+    hidden = sorted({test_file(node) for node in proof.fail_to_pass}) if settings.hide_tests else []
+    return CodeTask(
+        id=candidate.id,
+        kind=candidate.kind,
+        repository=tree.repository,
+        tree=tree.name,
+        prompt=_prompt(proof, functions),
+        start=start,
+        removed=[*(path for path in proof.start if path not in start), *hidden],
+        solution={path: tree.text(path) for path in proof.start if (tree.folder / path).is_file()},
+        editable=_editable(tree, proof.start),
+        tests=proof.tests,
+        fail_to_pass=_draw(proof.fail_to_pass, settings.seed),
+        pass_to_pass=_draw(proof.pass_to_pass, settings.seed),
+        flaky=proof.flaky,
+        python_path=list(tree.python_path),
+        timeout_s=max(MIN_TIMEOUT_S, round(_TIMEOUT_PER_SECOND * proof.seconds)),
+        symbols=[function.symbol for function in functions],
+        source=tree.origin,
+    )
+
+
+def _editable(tree: SourceTree, changed: Iterable[str]) -> list[str]:
+    """Return the patterns of the sources, which do not tell where the change is, and what they do not match."""
+    patterns = editable_patterns(tree)
+    return sorted([*patterns, *(path for path in changed if not matches(path, patterns))])
+
+
+def _draw(nodes: list[str], seed: int) -> list[str]:
+    """Return the nodes in their order, at most MAX_EXPECTED of them."""
+    drawn = set(sorted(nodes, key=lambda node: shuffled(seed, node))[:MAX_EXPECTED])
+    return [node for node in nodes if node in drawn]
+
+
+def _prompt(proof: Proof, functions: Sequence[SourceFunction]) -> str:
+    candidate, total = proof.candidate, len(proof.fail_to_pass)
+    failures = sorted(proof.failures, key=lambda record: (not record.assertion, record.node))
+    if candidate.commit is not None:
+        opening = f"Make this change:\n\n{candidate.commit.message[:_SIGNATURE_CHARACTERS]}"
+        tests = f"{total} test{'s' * (total != 1)} of the repository must pass then, and must not pass now."
+        parts = [opening, tests, *symptoms(failures)]
+    elif candidate.kind == "mutate":
+        tests = "A test fails" if total == 1 else f"{total} tests fail"
+        parts = [f"{tests} that should pass. Find the bug in the sources and repair it.", *symptoms(failures)]
+    else:
+        parts = deletion_prompt(functions)
+    return "\n\n".join([*parts, "Change the sources only. The tests stay as they are."])
+
+
+def deletion_prompt(functions: Sequence[SourceFunction]) -> list[str]:
+    """Return paragraphs that ask for deleted functions."""
+    if len(functions) == 1:
+        where = f"`{functions[0].qualname}` in `{functions[0].path}`"
+        parts = [f"The body of {where} is missing: it raises NotImplementedError. Write it."]
+    else:
+        parts = [f"The bodies of {len(functions)} functions are missing: they raise NotImplementedError. Write them."]
+    for function in functions:
+        head = "What is left of it:" if len(functions) == 1 else f"`{function.path}`, `{function.qualname}`:"
+        parts.append(f"{head}\n\n```python\n{function.signature[:_SIGNATURE_CHARACTERS]}\n```")
+    return parts
+
+
+def symptoms(failures: Sequence[TestRecord]) -> list[str]:
+    """Return a paragraph for each of the first failing tests, without addresses: they differ from run to run."""
+    parts = []
+    for record in failures[:MAX_SYMPTOMS]:
+        statement = f"{record.assertion}\n\n" if record.assertion else ""
+        message = re.sub(r"0x[0-9a-fA-F]{4,}", "0x...", record.message)[:_MESSAGE_CHARACTERS]
+        parts.append(f"`{record.node}`:\n\n```\n{statement}{message}\n```")
+    return parts

@@ -1,7 +1,8 @@
-"""Put a clean tree of a folder or of a git repository's commit on disk.
+"""Put a clean tree of a folder or of a git repository's commit on disk, and find commits that make tasks.
 
 Only plain files are taken. What would give a deleted body away (bytecode, caches, wheels, version control, built
-copies) is left out.
+copies) is left out. A commit that changed sources and tests has a tree of its own: the agent begins with the sources of
+its parent, and the tests stay.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _DROPPED_FOLDERS = {
 }  # fmt: skip
 _DROPPED_AT_ROOT = {"build", "dist", "wheelhouse"}
 _DROPPED_FILES = ("*.pyc", "*.pyo", "*.pyd", "*.so", "*.whl", "*.egg", "*.orig", "*.rej", ".coverage", "*.pth")
-_COMPILED = (".pyx", ".pxd", ".c", ".cc", ".cpp", ".rs")
+MAX_FILES = 8
+"""Source files that a commit may change."""
 _NO_SOURCES = {
     "test", "tests", "doc", "docs", "example", "examples", "benchmark", "benchmarks", "tools", "scripts", "script",
     "bin", "ci", "requirements", "changelog", "news", "man", "licenses", "extras", "contrib", "tasks", "perf", "setup",
@@ -51,8 +53,6 @@ class SourceTree:
     """Python files of the packages, tests left out."""
     tests: tuple[str, ...]
     """Python files that belong to the tests."""
-    compiled: tuple[str, ...]
-    """Files of extensions that would have to be compiled; they are not."""
 
     @property
     def name(self) -> str:
@@ -102,8 +102,8 @@ def describe_tree(folder: Path, repository: str, origin: str) -> SourceTree:
 
     Raises ConfigError for a tree without a Python package or without tests.
     """
-    files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
-    modules = [path for path in files if path.endswith(".py") and _is_text(folder / path)]
+    files = [path for path in sorted(folder.rglob("*.py")) if path.is_file() and _is_text(path)]
+    modules = [path.relative_to(folder).as_posix() for path in files]
     tests = tuple(path for path in modules if is_test(path))
     for root in ("src", "lib", "python", "."):
         sources = tuple(path for path in modules if _belongs(path, root) and not is_test(path))
@@ -121,7 +121,6 @@ def describe_tree(folder: Path, repository: str, origin: str) -> SourceTree:
         python_path=(".",) if root == "." else (root, "."),
         sources=sources,
         tests=tests,
-        compiled=tuple(path for path in files if path.endswith(_COMPILED) and not is_test(path)),
     )
 
 
@@ -179,3 +178,54 @@ def _make_installed(folder: Path, root: str) -> None:
 def tree_name(path: Path) -> str:
     """Return the name of a source's tree: that of its folder, in plain characters."""
     return re.sub(r"[^\w.+-]", "-", path.resolve().name) or "source"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceCommit:
+    """A commit that changed sources and tests."""
+
+    commit: str
+    message: str
+    before: dict[str, str | None]
+    """Source file -> the parent's text; None for one that the commit added."""
+    tests: tuple[str, ...]
+    """Test files that the commit added or changed."""
+
+
+def source_commits(repository: Path, newest: int) -> list[SourceCommit]:
+    """Return those of the `newest` commits, without merges, that changed Python sources and tests.
+
+    Raises ConfigError where git fails.
+    """
+    listing = git(repository, "log", "--no-merges", f"--max-count={newest}", "--format=%H %P").decode()
+    commits = []
+    for line in listing.splitlines():
+        commit, *parents = line.split()
+        found = _read_commit(repository, commit, parents[0]) if parents else None
+        if found is not None:
+            commits.append(found)
+    return commits
+
+
+def _read_commit(repository: Path, commit: str, parent: str) -> SourceCommit | None:
+    """Return what a commit changed; None if it makes no task: no tests, no sources, too many files, or other text."""
+    changes = git(repository, "diff", "--name-status", "--no-renames", "-z", parent, commit).decode().split("\0")
+    states = dict(zip(changes[1::2], changes[0::2], strict=False))
+    modules = {path: state for path, state in states.items() if path.endswith(".py")}
+    sources = {path: state for path, state in modules.items() if not is_test(path) and path != "setup.py"}
+    tests = tuple(path for path, state in modules.items() if is_test(path) and state != "D")
+    if not tests or not sources or len(sources) > MAX_FILES:
+        return None
+    try:
+        before = {
+            path: None if state == "A" else git(repository, "show", f"{parent}:{path}").decode("utf-8")
+            for path, state in sources.items()
+        }
+    except UnicodeDecodeError:
+        return None
+    return SourceCommit(
+        commit=commit,
+        message=git(repository, "log", "-1", "--format=%B", commit).decode(errors="replace").strip(),
+        before=before,
+        tests=tests,
+    )

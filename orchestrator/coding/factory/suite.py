@@ -1,18 +1,28 @@
-"""Run tests of a tree in a box: many runs of one job share a box and one interpreter."""
+"""Run tests of a tree in a box, and learn from three runs of the untouched one which tests can be relied on.
+
+Many runs of one job share a box and one interpreter (`suite_program.py`). The first run of the untouched tree traces
+calls. All three have other hash seeds, so a test that depends on the order of a set is found. A test counts when it
+passed three times. Test files that are slow are never part of a task, because grading runs whole files.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from composer_prime.config.sandbox import RuntimeConfig
-from composer_prime.errors import SandboxError
+from composer_prime.errors import ConfigError, SandboxError
+from orchestrator.coding.factory.source import SourceTree
 from orchestrator.coding.sandbox.box import open_box
 
+RUNS = 3
+SLOW_FILE_S = 8.0
+"""A test file that takes longer is in no task."""
 _PROGRAM = Path(__file__).with_name("suite_program.py")
 _ANSWER_BYTES = 256 << 20
 _ARGUMENTS = ["-q", "-o", "addopts=", "-o", "required_plugins=", "-p", "no:cacheprovider"]
@@ -50,81 +60,169 @@ class TestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Functions that ran, as "path:first line"."""
 
 
-@dataclass(slots=True, kw_only=True)
-class SuiteResult:
+class SuiteResult(msgspec.Struct, kw_only=True):
     """How one run ended."""
 
-    tests: dict[str, TestRecord] = field(default_factory=dict)
-    collect_errors: dict[str, str] = field(default_factory=dict)
+    key: str
+    tests: dict[str, TestRecord] = {}
+    """By node id."""
+    collect_errors: dict[str, str] = {}
     """File -> message."""
-    ended: str
+    ended: str = ""
     """"" when pytest finished, else "timeout", "exit status N" """
     running: str | None = None
     """The test that ran when the run ended early."""
-    imported: list[str] = field(default_factory=list)
+    imported: list[str] = []
     """Functions that ran while tests were collected."""
-    modules: list[str] = field(default_factory=list)
-    """Modules from outside the tree that the run loaded."""
 
     def passed(self) -> set[str]:
         return {node for node, record in self.tests.items() if record.outcome == "passed"}
 
 
+async def play(
+    tree: SourceTree, runtime: RuntimeConfig, runs: Sequence[SuiteRun], *, hash_seed: int, explain: bool = False
+) -> dict[str, SuiteResult]:
+    """Run all `runs` one after the other in one fresh box. Return their results by key.
+
+    `explain` has pytest write what an assertion compared, which takes time. Raises SandboxError where the box gives no
+    answer at all.
+    """
+    job = {
+        "runs": [msgspec.to_builtins(run) for run in runs],
+        "python_path": tree.python_path,
+        "arguments": [*_ARGUMENTS, "--assert=rewrite" if explain else "--assert=plain"],
+    }
+    async with await open_box(runtime, tree=tree.folder) as box:
+        finished = await box.run(
+            ["python", "-P", "-c", _PROGRAM.read_text(encoding="utf-8")],
+            env={"PYTHONHASHSEED": str(hash_seed), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+            stdin=json.dumps(job).encode(),
+            timeout_s=_START_S + sum(run.timeout_s for run in runs),
+            output_bytes=_ANSWER_BYTES,
+        )
+    try:
+        results = msgspec.convert(json.loads(finished.stdout), list[SuiteResult])
+    except ValueError as error:
+        said = finished.stderr.decode(errors="replace").strip()[-800:] or "nothing was printed"
+        ended = finished.ended_by or f"exit code {finished.exit_code}"
+        raise SandboxError(f"the tests of {tree.name} gave no report ({ended}): {said}") from error
+    return {result.key: result for result in results}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TreeSuite:
-    """The tests of a tree, and where they run."""
+class Baseline:
+    """What the untouched tree's tests do."""
 
-    runtime: RuntimeConfig
-    folder: Path
-    python_path: Sequence[str]
+    stable: frozenset[str]
+    """Node ids of tests that passed in all runs."""
+    reach: dict[str, frozenset[str]]
+    """Function's place -> stable tests that reach it."""
+    imported: frozenset[str]
+    """Places of functions that run while the tests are imported."""
+    excluded: dict[str, int]
+    """Why tests do not count -> how many."""
+    files: dict[str, list[str]]
+    """Test file -> its stable tests. Files that grading must not run are not here."""
+    seconds: dict[str, float]
+    """Test file -> seconds of all its tests."""
+    collect_errors: dict[str, str]
+    """Test file that cannot be imported -> message."""
 
-    async def play(
-        self, runs: Sequence[SuiteRun], *, hash_seed: int, preload: Sequence[str] = (), explain: bool = False
-    ) -> dict[str, SuiteResult]:
-        """Run all `runs` one after the other in one fresh box. Return their results by key.
 
-        `explain` has pytest write what an assertion compared, which takes time. Raises SandboxError where the box
-        gives no answer at all.
-        """
-        job = {
-            "runs": [msgspec.to_builtins(run) for run in runs],
-            "python_path": list(self.python_path),
-            "arguments": [*_ARGUMENTS, "--assert=rewrite" if explain else "--assert=plain"],
-            "preload": list(preload),
-        }
-        async with await open_box(self.runtime, tree=self.folder) as box:
-            finished = await box.run(
-                ["python", "-P", "-c", _PROGRAM.read_text(encoding="utf-8")],
-                env={"PYTHONHASHSEED": str(hash_seed), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-                stdin=json.dumps(job).encode(),
-                timeout_s=_START_S + sum(run.timeout_s for run in runs),
-                output_bytes=_ANSWER_BYTES,
+async def measure_baseline(tree: SourceTree, runtime: RuntimeConfig, suite_timeout_s: float) -> Baseline:
+    """Run the tests three times.
+
+    Raises ConfigError for a tree whose tests hang, or of which none passes, with the reason.
+    """
+    files = [path for path in tree.tests if _has_tests(tree, path)]
+    results: list[SuiteResult] = []
+    for number in range(RUNS):
+        run = SuiteRun(key="all", tests=files, timeout_s=suite_timeout_s, trace=not results)
+        result = (await play(tree, runtime, [run], hash_seed=number))["all"]
+        if result.ended.startswith("timeout") or (result.ended and result.running):
+            raise ConfigError(
+                f"{tree.origin}: its tests do not come to an end ({last_line(result.ended)}); they stop in "
+                f"{result.running or 'the import of its tests'}. Take such tests out, or raise --suite-timeout "
+                f"({suite_timeout_s:g} s)"
             )
-        try:
-            answer = json.loads(finished.stdout)
-        except ValueError as error:
-            said = finished.stderr.decode(errors="replace").strip()[-800:]
-            ended = finished.ended_by or f"exit code {finished.exit_code}"
-            raise SandboxError(
-                f"the tests of {self.folder.name} gave no report ({ended}): {said or 'nothing was printed'}"
-            ) from error
-        return {record["key"]: _result(record) for record in answer["runs"]}
+        if result.ended:
+            raise ConfigError(f"{tree.origin}: pytest cannot run its tests: {last_line(result.ended)}")
+        results.append(result)
+    baseline = _combine(results)
+    if len(baseline.stable) < 2:
+        count = "only one" if baseline.stable else "none"
+        raise ConfigError(
+            f"{tree.origin}: {count} of its tests passes here, so no task can be made. {_why(tree, baseline, results)}"
+        )
+    return baseline
 
 
-def _result(record: Mapping) -> SuiteResult:
-    result = SuiteResult(ended=record["ended"])
-    for line in record["records"]:
-        if "node" in line:
-            result.tests[line["node"]] = msgspec.convert(line, TestRecord)
-            result.running = None
-        elif "start" in line:
-            result.running = line["start"]
-        elif "collect_error" in line:
-            result.collect_errors[line["collect_error"]] = line["message"]
-        elif "imported" in line:
-            result.imported = line["imported"]
-        elif "modules" in line:
-            result.modules = line["modules"]
-        elif "crash" in line:
-            result.ended = result.ended or line["crash"]
-    return result
+def _has_tests(tree: SourceTree, path: str) -> bool:
+    text = tree.text(path)
+    return not path.endswith(("conftest.py", "__init__.py")) and ("def test" in text or "TestCase" in text)
+
+
+def test_file(node: str) -> str:
+    """Return the file of a node id."""
+    return node.split("::", 1)[0]
+
+
+def _combine(results: list[SuiteResult]) -> Baseline:
+    first = results[0]
+    seconds: dict[str, float] = defaultdict(float)
+    for node, record in results[-1].tests.items():  # The first run is slow, because it is traced.
+        seconds[test_file(node)] += record.duration_s
+    verdicts = {node: _verdict(node, results) for node in sorted(set().union(*(result.tests for result in results)))}
+    stable = frozenset(node for node, verdict in verdicts.items() if verdict == "passed")
+    excluded = Counter(verdict for verdict in verdicts.values() if verdict != "passed")
+    errors = {file: message for result in results for file, message in result.collect_errors.items()}
+    excluded["test files that cannot be imported"] += len(errors)
+    files: dict[str, list[str]] = defaultdict(list)
+    for node in sorted(stable):
+        if seconds[test_file(node)] > SLOW_FILE_S:
+            excluded["in a slow file"] += 1
+        else:
+            files[test_file(node)].append(node)
+    return Baseline(
+        stable=stable,
+        reach=_reach([first.tests[node] for tests in files.values() for node in tests]),
+        imported=frozenset(first.imported),
+        excluded={reason: count for reason, count in sorted(excluded.items()) if count},
+        files=dict(files),
+        seconds=dict(seconds),
+        collect_errors=errors,
+    )
+
+
+def _reach(records: list[TestRecord]) -> dict[str, frozenset[str]]:
+    """Return function's place -> tests that reach it."""
+    reach: dict[str, set[str]] = defaultdict(set)
+    for record in records:
+        for place in record.reached:
+            reach[place].add(record.node)
+    return {place: frozenset(tests) for place, tests in reach.items()}
+
+
+def _verdict(node: str, results: list[SuiteResult]) -> str:
+    """Return how a test ended in all runs; "flaky" where they differ."""
+    outcomes = {result.tests[node].outcome if node in result.tests else "missing" for result in results}
+    return outcomes.pop() if len(outcomes) == 1 else "flaky"
+
+
+def last_line(text: str) -> str:
+    """Return the last line with something on it."""
+    return ([line.strip() for line in text.splitlines() if line.strip()] or [text])[-1]
+
+
+def _why(tree: SourceTree, baseline: Baseline, results: list[SuiteResult]) -> str:
+    counts = ", ".join(f"{reason}: {count}" for reason, count in baseline.excluded.items())
+    text = f"Tests left out: {counts or ('none' if baseline.stable else 'pytest finds none')}"
+    left_out = [record for node, record in results[0].tests.items() if node not in baseline.stable]
+    if left_out:
+        words = ": ".join(filter(None, [last_line(left_out[0].message), left_out[0].assertion[:200]]))
+        text += f", such as {left_out[0].node} ({words or 'no message'})"
+    text += ". A task needs a test that fails and one that passes." if baseline.stable else "."
+    if baseline.collect_errors:
+        file, message = next(iter(baseline.collect_errors.items()))
+        text += f" {file}: {last_line(message)}"
+    return text

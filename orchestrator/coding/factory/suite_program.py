@@ -1,10 +1,12 @@
 """Run tests of the tree in the current folder, many times in a row, and print one JSON object.
 
 This file runs inside a box with `python -P -c`. It imports nothing but the standard library and pytest. A job comes on
-stdin. The interpreter imports pytest and the job's `preload` once, then forks one child a run. So a run costs the
-import of the tree and its tests, and not the start of Python.
+stdin. The interpreter imports pytest once, then forks one child a run. So a run costs the import of the tree and its
+tests, and not the start of Python.
 
-    parent ── fork ──> child: imports the tree, runs pytest ── one JSON line a test ──> records file
+    parent ── fork ──> child: imports the tree, runs pytest ── JSON lines ──> records file ──> parent: one result
+
+Each line of the records file is an object with some fields of the result. Tables are merged, other values replaced.
 
 A child that passes its deadline is killed with its process group. Broken code leaves files behind and removes others,
 so that the tree and the home folder of each run are new.
@@ -15,7 +17,6 @@ from __future__ import annotations
 import compileall
 import contextlib
 import gc
-import importlib
 import json
 import os
 import shutil
@@ -66,14 +67,14 @@ class SuiteReporter:
 
     def pytest_collectreport(self, report) -> None:
         if report.failed:
-            self.write(collect_error=report.nodeid, message=report.longreprtext[-MESSAGE_CHARACTERS:])
+            self.write(collect_errors={report.nodeid: report.longreprtext[-MESSAGE_CHARACTERS:]})
 
     def pytest_collection_finish(self, session) -> None:
         self.write(imported=self.reached())
 
     def pytest_runtest_logstart(self, nodeid, location) -> None:
         self.phases = {}
-        self.write(start=nodeid)
+        self.write(running=nodeid)
         self.reached()
         self.trace_again()
 
@@ -93,28 +94,23 @@ class SuiteReporter:
         outcomes = {phase: record[0] for phase, record in self.phases.items()}
         last = outcomes.get("call", outcomes.get("setup", "failed"))
         symptom = next((record for record in self.phases.values() if record[0] == "failed"), ("", 0.0, "", ""))
-        self.write(
-            node=nodeid,
-            outcome="failed" if "failed" in outcomes.values() else last,
-            duration_s=round(sum(phase[1] for phase in self.phases.values()), 4),
-            message=symptom[2],
-            assertion=symptom[3],
-            reached=self.reached(),
-        )
+        record = {
+            "node": nodeid,
+            "outcome": "failed" if "failed" in outcomes.values() else last,
+            "duration_s": round(sum(phase[1] for phase in self.phases.values()), 4),
+            "message": symptom[2],
+            "assertion": symptom[3],
+            "reached": self.reached(),
+        }
+        self.write(tests={nodeid: record}, running=None)
 
     def pytest_sessionfinish(self, session, exitstatus) -> None:
         sys.settrace(None)
-        modules = [name for name, module in sys.modules.items() if _foreign(module, self.root)]
-        self.write(finished=int(exitstatus), modules=sorted(modules) if self.is_traced else [])
-
-
-def _foreign(module, root: str) -> bool:
-    file = getattr(module, "__file__", None) or ""
-    return file.startswith((sys.prefix, sys.base_prefix)) and not file.startswith(root)
+        self.write(exit_status=int(exitstatus))
 
 
 def play(run: dict, job: dict, root: str, aside: Path) -> dict:
-    """Fork a child that runs the tests of one run, and return its records."""
+    """Fork a child that runs the tests of one run, and return the result."""
     records, said = aside / "records", aside / "said"
     records.write_bytes(b"")
     deadline = time.monotonic() + run["timeout_s"]
@@ -130,14 +126,18 @@ def play(run: dict, job: dict, root: str, aside: Path) -> dict:
     if not finished:
         os.waitpid(child, 0)
     lines = records.read_text("utf-8", "replace").splitlines()
-    found = [json.loads(line) for line in lines if line.endswith("}")]
-    statuses = [record["finished"] for record in found if "finished" in record]
-    ended = f"exit status {os.waitstatus_to_exitcode(status)}" if finished else "timeout"
-    if finished and statuses and statuses[-1] in COMPLETE:
-        ended = ""
-    elif run["trace"]:
-        ended = f"{ended}: {said.read_text('utf-8', 'replace')[-MESSAGE_CHARACTERS:]}".removesuffix(": ")
-    return {"key": run["key"], "records": found, "ended": ended}
+    result: dict = {"key": run["key"], "tests": {}, "collect_errors": {}, "ended": ""}
+    for record in (json.loads(line) for line in lines if line.endswith("}")):
+        for name, value in record.items():
+            if isinstance(value, dict):
+                result[name].update(value)
+            else:
+                result[name] = value
+    if not finished or result.get("exit_status") not in COMPLETE:
+        ended = f"exit status {os.waitstatus_to_exitcode(status)}" if finished else "timeout"
+        output = said.read_text("utf-8", "replace")[-MESSAGE_CHARACTERS:] if run["trace"] else ""
+        result["ended"] = f"{ended}: {output}".removesuffix(": ")
+    return result
 
 
 def _child(run: dict, job: dict, root: str, records: Path, said: Path) -> None:
@@ -151,9 +151,6 @@ def _child(run: dict, job: dict, root: str, records: Path, said: Path) -> None:
     try:
         reporter = SuiteReporter(records, root, run["trace"])
         status = int(pytest.main([*job["arguments"], *run["tests"]], plugins=[reporter]))
-    except BaseException as error:
-        with records.open("a") as file:
-            file.write(json.dumps({"crash": repr(error)[:MESSAGE_CHARACTERS]}) + "\n")
     finally:
         os._exit(status)
 
@@ -179,11 +176,6 @@ def main() -> None:
     answer = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     root = os.getcwd()
-    for name in job["preload"]:
-        try:
-            importlib.import_module(name)
-        except BaseException:
-            continue
     get_config()  # imports pytest's own plugins
     aside = Path(tempfile.gettempdir(), ".suite")
     pristine, home = aside / "tree", aside / "home"
@@ -202,7 +194,7 @@ def main() -> None:
         home.mkdir(exist_ok=True)
         played.append(play(run, job, root, aside))
     with os.fdopen(answer, "w") as out:
-        json.dump({"runs": played}, out)
+        json.dump(played, out)
 
 
 if __name__ == "__main__":
