@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import PurePosixPath
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from orchestrator.coding.sandbox.box import WORK, Box, CommandResult
@@ -25,7 +24,6 @@ from orchestrator.workers.protocol import ToolCall
 _CALL_ERRORS = ("Tool not found: ", "Invalid JSON", "Missing argument: ", "Unknown argument: ", "Wrong type for ")
 ERROR_STARTS = ("Error: ", *_CALL_ERRORS)
 MAX_VIEW_BYTES = 2**22
-_LISTED_FILES = 200
 _CAPTURE_BYTES = 2**18
 _SNIPPET_LINES = 3
 
@@ -58,8 +56,8 @@ _TOOLS = {
         {"timeout_s": _argument("number", "Seconds after which the command is ended.")},
     ),
     "view": _tool(
-        "Show a text file with line numbers, or list the files of a folder.",
-        {"path": _argument("string", "File or folder; '.' for the work folder.")},
+        "Show a text file with line numbers.",
+        {"path": _PATH},
         {
             "start_line": _argument("integer", "First line to show, from 1."),
             "end_line": _argument("integer", "Last line to show."),
@@ -131,13 +129,7 @@ class CodeTools:
         return f"{text}\n[exit code {finished.exit_code}]" if finished.exit_code else text or "(no output)"
 
     async def _view(self, arguments: dict[str, Any]) -> str:
-        raw = arguments["path"]
-        files = await self._box.list_files()
-        if raw in (".", "", "/", WORK, f"{WORK}/"):
-            return _listing("", files)
-        path = _plain(raw)
-        if path not in files and any(name.startswith(f"{path}/") for name in files):
-            return _listing(path, files)
+        path = _plain(arguments["path"])
         lines = (await self._read_text(path)).splitlines()
         first, last = arguments.get("start_line") or 1, arguments.get("end_line") or len(lines)
         if lines and not 1 <= first <= len(lines):
@@ -153,11 +145,11 @@ class CodeTools:
         if count == 0:
             raise ToolFailure(f"old_str was not found in {path}; view the file and copy it exactly")
         if count > 1:
-            places = _lines_of(text, old)
-            raise ToolFailure(f"old_str occurs {count} times in {path}, at lines {places}; give more of its context")
+            raise ToolFailure(f"old_str occurs {count} times in {path}; give more of its context")
         place = text.index(old)
-        await self._edit(path, text[:place] + new + text[place + len(old) :])
-        return _snippet(path, text[:place] + new + text[place + len(old) :], text.count("\n", 0, place), new)
+        edited = text[:place] + new + text[place + len(old) :]
+        await self._edit(path, edited)
+        return _snippet(path, edited, text.count("\n", 0, place), new)
 
     async def _create(self, arguments: dict[str, Any]) -> str:
         path, text = _plain(arguments["path"]), arguments["text"]
@@ -166,7 +158,7 @@ class CodeTools:
 
     async def _edit(self, path: str, text: str) -> None:
         try:
-            await self._box.write_files({path: _encoded(text)})
+            await self._box.write_files({path: text.encode()})
         except (OSError, ValueError) as error:
             raise ToolFailure(f"{path} cannot be written: {error}") from error
 
@@ -177,14 +169,10 @@ class CodeTools:
             raise ToolFailure(f"no such file: {path}") from None
         except (OSError, ValueError) as error:
             raise ToolFailure(f"{path} cannot be read: {error}") from None
-        if b"\0" in content:
-            raise ToolFailure(f"{path} is a binary file of {len(content)} bytes; look at it with bash")
         try:
             return content.decode()
-        except UnicodeDecodeError as error:
-            raise ToolFailure(
-                f"{path} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start}; use bash for it"
-            ) from None
+        except UnicodeDecodeError:
+            raise ToolFailure(f"{path} is no UTF-8 text; look at it with bash") from None
 
 
 def is_tool_error(text: str) -> bool:
@@ -206,32 +194,13 @@ def _plain(path: str) -> str:
     try:
         os.fsencode(inside)
         return check_path(inside)
-    except UnicodeEncodeError:
-        raise ToolFailure(f"the path {path!r} cannot be written as UTF-8") from None
-    except ValueError:
-        raise ToolFailure(f"the path {path!r} is not in the work folder {WORK}") from None
+    except ValueError:  # Also where it cannot be written as UTF-8.
+        raise ToolFailure(f"the path {path!r} names no file in the work folder {WORK}; `ls` lists them") from None
 
 
 def _joined(finished: CommandResult) -> str:
     parts = (content.decode(errors="replace").rstrip() for content in (finished.stdout, finished.stderr))
     return "\n".join(part for part in parts if part)
-
-
-def _encoded(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise ToolFailure(f"the text cannot be written as UTF-8: {error.reason}") from None
-
-
-def _listing(folder: str, files: Mapping[str, int]) -> str:
-    """Return the files of a folder, hidden ones left out, with their sizes."""
-    inside = [path for path in sorted(files) if not folder or path.startswith(f"{folder}/")]
-    hidden = (".", "__pycache__")
-    shown = [path for path in inside if not any(part.startswith(hidden) for part in PurePosixPath(path).parts)]
-    lines = [f"{files[path]:>9}  {path}" for path in shown[:_LISTED_FILES]]
-    more = [f"({len(shown) - _LISTED_FILES} more files)"] if len(shown) > _LISTED_FILES else []
-    return "\n".join([f"{len(shown)} files below {folder or WORK}, sizes in bytes:", *lines, *more])
 
 
 def _numbered(lines: Sequence[str], first: int, last: int) -> str:
@@ -243,11 +212,3 @@ def _snippet(path: str, text: str, line_index: int, new: str) -> str:
     first = max(1, line_index + 1 - _SNIPPET_LINES)
     last = min(len(lines), line_index + max(1, len(new.splitlines())) + _SNIPPET_LINES)
     return f"Edited {path}:\n{_numbered(lines, first, last)}"
-
-
-def _lines_of(text: str, part: str) -> str:
-    places, start = [], text.find(part)
-    while start >= 0 and len(places) < 10:
-        places.append(text.count("\n", 0, start) + 1)
-        start = text.find(part, start + 1)
-    return ", ".join(str(place) for place in places)

@@ -152,7 +152,7 @@ async def measure_baseline(tree: SourceTree, runtime: RuntimeConfig, suite_timeo
     if len(baseline.stable) < 2:
         count = "only one" if baseline.stable else "none"
         raise ConfigError(
-            f"{tree.origin}: {count} of its tests passes here, so no task can be made. {_why(tree, baseline, results)}"
+            f"{tree.origin}: {count} of its tests passes here, so no task can be made. {_why(baseline, results)}"
         )
     return baseline
 
@@ -214,15 +214,13 @@ def last_line(text: str) -> str:
     return ([line.strip() for line in text.splitlines() if line.strip()] or [text])[-1]
 
 
-def _why(tree: SourceTree, baseline: Baseline, results: list[SuiteResult]) -> str:
+def _why(baseline: Baseline, results: list[SuiteResult]) -> str:
+    """Return how many tests do not count and why, with the words of the first that fails or is not imported."""
     counts = ", ".join(f"{reason}: {count}" for reason, count in baseline.excluded.items())
-    text = f"Tests left out: {counts or ('none' if baseline.stable else 'pytest finds none')}"
+    text = f"Tests left out: {counts or 'none'}"
     left_out = [record for node, record in results[0].tests.items() if node not in baseline.stable]
     if left_out:
-        words = ": ".join(filter(None, [last_line(left_out[0].message), left_out[0].assertion[:200]]))
-        text += f", such as {left_out[0].node} ({words or 'no message'})"
-    text += ". A task needs a test that fails and one that passes." if baseline.stable else "."
-    if baseline.collect_errors:
-        file, message = next(iter(baseline.collect_errors.items()))
-        text += f" {file}: {last_line(message)}"
+        text += f", such as {left_out[0].node} ({last_line(left_out[0].message)}: {left_out[0].assertion[:200]})"
+    for file, message in list(baseline.collect_errors.items())[:1]:
+        text += f". {file}: {last_line(message)}"
     return text

@@ -69,8 +69,6 @@ class QuestionsConfig(FileTasksetConfig):
     """The answer's place in the reply: <answer> tags, after ####, the last line, the whole reply, its last number."""
     instruction: str | None = None
     """System prompt. None takes one that asks for `answer_in`; an empty one is left out."""
-    max_answer_chars: int = Field(2000, ge=1)
-    """A longer answer scores 0."""
 
 
 class QuestionData(TaskRow):
@@ -85,15 +83,12 @@ class QuestionTask(OneAnswer, vf.Task[QuestionData]):
 
     def __init__(self, data: QuestionData, settings: QuestionsConfig) -> None:
         super().__init__(data, settings.task)
-        self._settings = settings
         self.answer_in = settings.answer_in
 
     @vf.reward(weight=1.0)
     async def correct(self, trace: vf.Trace) -> float:
         answer = self.answer(trace)
-        if answer is None or len(answer) > self._settings.max_answer_chars:
-            return 0.0
-        return float(same_answer(answer, self.data.answer))
+        return float(answer is not None and same_answer(answer, self.data.answer))
 
 
 class Questions(vf.Taskset[QuestionTask, QuestionsConfig]):
