@@ -96,9 +96,7 @@ class ReasoningGymTask(OneAnswer, vf.Task[ReasoningGymData]):
 
     @vf.reward(weight=1.0)
     async def correct(self, trace: vf.Trace) -> float:
-        return self._score(self.answer(trace))
-
-    def _score(self, answer: str | None) -> float:
+        answer = self.answer(trace)
         if answer is not None and len(answer) > self._settings.max_answer_chars:
             return 0.0
         try:

@@ -141,16 +141,14 @@ def test_a_wrong_range_of_difficulties_is_refused(vf):
 
 # A tool's reply has a bound: the model sees its two ends and how much was cut, and one event names the tool.
 def test_a_long_reply_is_cut(vf, caplog):
-    from orchestrator.environments.tool_loop.harness import ToolLoop, ToolLoopConfig
+    from orchestrator.environments.tool_loop.harness import bounded
 
-    loop = ToolLoop(ToolLoopConfig(id="orchestrator.environments.tool_loop", max_reply_chars=200))
-    long = {"role": "tool", "tool_call_id": "1", "name": "dump", "content": "a" + "x" * 1_000_000 + "z"}
-    content = loop._bounded(long)["content"]
+    content = bounded("a" + "x" * 1_000_000 + "z", 200, "tool 'dump'")
     assert content.startswith("ax") and content.endswith("xz") and "999802 of 1000002" in content
     assert len(content) < 300
     (record,) = caplog.records
     assert record.event_id == "cut tool 'dump'" and "max_reply_chars" in record.getMessage()
-    assert loop._bounded(short := {**long, "content": "short"}) is short
+    assert bounded("short", 200, "tool 'dump'") == "short"
 
 
 # Other harnesses pass text as it is: what cannot fit the context is refused before it is rendered.

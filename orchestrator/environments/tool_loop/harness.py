@@ -58,23 +58,6 @@ class ToolExecutor(Protocol):
         ...
 
 
-async def answer_calls(executor: ToolExecutor | None, message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return tool messages in OpenAI form: one for each call of an assistant message, then one for each broken call.
-
-    An empty list means that the message calls no tool. `executor`: None for a task without tools.
-    """
-    answers = []
-    for call in message.get("tool_calls") or []:
-        function = call["function"]
-        name, reply = function["name"], f"Tool not found: {function['name']}"
-        if executor is not None:
-            reply = await executor.call(name, function["arguments"])
-        answers.append(_tool_message(call["id"], name, reply))
-    broken = TOOL_CALL_OR_REST.findall(message.get("content") or "")
-    answers += [_tool_message(f"{BROKEN}{index}", None, INVALID_CALL) for index in range(len(broken))]
-    return answers
-
-
 def bounded(text: str, limit: int, origin: str) -> str:
     """Return a reply with its middle cut beyond `limit` characters, and say there what was cut.
 
@@ -92,18 +75,13 @@ def bounded(text: str, limit: int, origin: str) -> str:
     return f"{text[:half]}\n{note}\n{text[-half:]}"
 
 
-def _tool_message(call_id: str, name: str | None, content: str) -> dict[str, Any]:
-    message = {"role": "tool", "tool_call_id": call_id, "content": content}
-    return message if name is None else {**message, "name": name}
-
-
 class ToolLoopConfig(vf.HarnessConfig):
     """Limits of the loop."""
 
     max_turns: int = Field(6, ge=1)
     """Assistant turns after which the rollout stops, finished or not."""
     max_reply_chars: int = Field(50_000, ge=200)
-    """Longest text that a tool, or a user, adds to the conversation in one reply. The middle of a longer one is cut."""
+    """Longest text that a tool adds to the conversation in one reply. The middle of a longer one is cut."""
     request_timeout_s: float = Field(600.0, gt=0)
     """Longest wait for one reply, in seconds."""
 
@@ -159,22 +137,35 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
                         return _DONE
                     body["messages"].append(choice["message"])
                     cut = choice["finish_reason"] == "length"
-                    answers = [] if cut else await answer_calls(executor, choice["message"])
+                    answers = [] if cut else await self._answers(executor, choice["message"])
                     if not answers or getattr(executor, "is_over", False):
                         return _DONE
-                    body["messages"] += [self._bounded(answer) for answer in answers]
+                    body["messages"] += answers
         except aiohttp.ClientError as error:
             message = f"tool_loop: {endpoint}: {type(error).__name__}: {error}"
             return ProgramResult(exit_code=MODEL_TRANSPORT_ERROR_EXIT_CODE, stdout="", stderr=message)
         trace.stop("max_turns")
         return _DONE
 
-    def _bounded(self, message: dict[str, Any]) -> dict[str, Any]:
-        content = message["content"]
-        if not isinstance(content, str) or len(content) <= self.config.max_reply_chars:
-            return message
-        origin = f"tool {message['name']!r}" if "name" in message else f"the {message['role']}"
-        return {**message, "content": bounded(content, self.config.max_reply_chars, origin)}
+    async def _answers(self, executor: ToolExecutor | None, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return tool messages: one for each call of an assistant message, then one for each broken call.
+
+        An empty list means that the message calls no tool. `executor`: None for a task without tools.
+        """
+        answers = []
+        for call in message.get("tool_calls") or []:
+            function = call["function"]
+            name, reply = function["name"], f"Tool not found: {function['name']}"
+            if executor is not None:
+                reply = await executor.call(name, function["arguments"])
+            reply = bounded(str(reply), self.config.max_reply_chars, f"tool {name!r}")
+            answers.append({"role": "tool", "tool_call_id": call["id"], "content": reply, "name": name})
+        broken = TOOL_CALL_OR_REST.findall(message.get("content") or "")
+        answers += [
+            {"role": "tool", "tool_call_id": f"{BROKEN}{index}", "content": INVALID_CALL}
+            for index in range(len(broken))
+        ]
+        return answers
 
     def _opening(self, data: vf.TaskData) -> list[dict[str, Any]]:
         system, prompt = self.resolve_prompt(data)
