@@ -58,7 +58,7 @@ from composer_prime.run.weights import CHUNK_BYTES, WeightStore
 from composer_prime.wire.answer import POLICY
 from composer_prime.wire.enrollment import INVITE_VARIABLE
 from orchestrator.gateway import Gateway
-from orchestrator.rollouts.rollout import Permits, RolloutRunner
+from orchestrator.rollouts.rollout import RolloutRunner
 from orchestrator.swarm import audits as audit_rules
 from orchestrator.swarm.invite import create_invite
 from orchestrator.workers.protocol import RolloutReply, RunRollout
@@ -223,7 +223,8 @@ async def play_round(folder: Path, honest: int, seconds: float, rollouts: int) -
     async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as tasks:
         # More rollouts than permits: those that wait for an audit hold none.
         pools: Any = {"s": Player(http)}
-        runner = RolloutRunner(pools, gateway.records, Permits(rollouts, eval_share=0.0), gateway.audits)
+        played = settings().orchestrator.model_copy(update={"max_concurrent": rollouts})
+        runner = RolloutRunner.at(gateway, played, pools, seed=0)
 
         async def client() -> None:
             while True:

@@ -23,19 +23,11 @@ from composer_prime.console import pluralize
 from composer_prime.errors import DeadlineError
 from composer_prime.monitor.events import event
 from composer_prime.stats.intervals import bounded_interval, pass_at_k, scale_of
-from orchestrator.batching.open_run import OpenRun
+from orchestrator.batching.batches import OpenRun
 from orchestrator.rollouts import rollout_log
-from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, turn_error_rate
-from orchestrator.rollouts.rollout import (
-    EVAL_SHARE,
-    RequestFactory,
-    RolloutRunner,
-    finished_rollout,
-    play_with_retries,
-    score_failure,
-)
-from orchestrator.tasks.sources import eval_sources
+from orchestrator.rollouts.rollout import EVAL_SHARE, RolloutRunner, finished_rollout, score_failure
+from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.workers.protocol import EVAL, RolloutFailure
 
 logger = logging.getLogger(__name__)
@@ -51,7 +43,6 @@ TaskRollouts = list[FinishedRollout]
 class Evaluator:
     run: OpenRun
     runner: RolloutRunner
-    requests: RequestFactory
     failures: FailureLog
     running: int | None = field(default=None, init=False)
     """Step under evaluation; None while idle."""
@@ -70,8 +61,8 @@ class Evaluator:
 
     @property
     def sources(self) -> list[SourceConfig]:
-        """Return the sources with held-out tasks."""
-        return eval_sources(self.config)
+        """Return the sources with held-out tasks; none when evaluation is off."""
+        return [source for source in self.config.source if source.eval_taskset and self.config.eval.every_steps]
 
     def due(self, step: int, last_step: int) -> bool:
         """Tell whether to evaluate after `step`: before the first step, every every_steps, after the last."""
@@ -193,17 +184,14 @@ class Evaluator:
     ) -> None:
         """Add one rollout to `task`."""
         rollout = await play_held_out(
-            self.config, self.runner, self.requests, self.failures, source,
-            step=step, version=version, task_index=task_index, sample=sample,
-        )  # fmt: skip
+            self.runner, self.failures, source, step=step, version=version, task_index=task_index, sample=sample
+        )
         task.append(rollout)
         self._done_rollouts += 1
 
 
 async def play_held_out(
-    config: OrchestratorConfig,
     runner: RolloutRunner,
-    requests: RequestFactory,
     failures: FailureLog,
     source: str,
     *,
@@ -215,36 +203,39 @@ async def play_held_out(
     """Return the first good try of a rollout, or the last failed one."""
 
     async def play(attempt: int, earlier: list[RolloutFailure]) -> CompiledRollout:
-        request = requests.evaluation(source, step=step, task_index=task_index, sample=sample, attempt=attempt)
+        request = runner.eval_request(source, step=step, task_index=task_index, sample=sample, attempt=attempt)
         result = await runner.run(source, request, order=task_index, oldest_version=version)
         failure, seed = score_failure(result), request.seed or 0
         return finished_rollout(result, sibling=sample, seed=seed, samples=[], failure=failure, earlier=earlier), []
 
-    rollout, _ = await play_with_retries(
-        play, source=source, max_retries=config.max_retries, failures=failures, step=lambda: step
-    )
+    rollout, _ = await runner.play_with_retries(play, source=source, failures=failures, step=lambda: step)
     return rollout
 
 
 def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> dict[str, float]:
     """Return eval/<source>/…: means over tasks with 95 % intervals. What was not measured is absent."""
-    name = f"eval/{source}"
-    by_task = [[rollout.reward for rollout in task if rollout.reward is not None] for task in tasks]
-    scored = [rewards for rewards in by_task if rewards]
     rollouts = [rollout for task in tasks for rollout in task]
-    figures: dict[str, float] = {f"{name}/tasks": len(scored), f"{name}/rollouts": sum(map(len, scored))}
-    figures[f"{name}/failed"] = sum(rollout.failure is not None for rollout in rollouts)
-    estimated = {
-        "reward_mean": [fmean(rewards) for rewards in scored],
-        **{f"pass@{k}": _chances(scored, k, config.pass_threshold) for k in config.pass_k},
-        "turn_error_rate": [rate for task in tasks if (rate := turn_error_rate(task)) is not None],
+    scored = _rewards_by_task(tasks)
+    figures: dict[str, float] = {
+        "tasks": len(scored),
+        "rollouts": sum(map(len, scored)),
+        "failed": sum(rollout.failure is not None for rollout in rollouts),
+        **_estimate("reward_mean", [fmean(rewards) for rewards in scored]),
     }
-    for figure, values in estimated.items():
-        figures |= _estimate(f"{name}/{figure}", values) if values else {}
-    if versions := [rollout for rollout in rollouts if rollout.version_min is not None]:
-        figures[f"{name}/version_min"] = min(rollout.version_min or 0 for rollout in versions)
-        figures[f"{name}/version_max"] = max(rollout.version_max or 0 for rollout in versions)
-    return figures
+    for k in config.pass_k:
+        figures |= _estimate(f"pass@{k}", _chances(scored, k, config.pass_threshold))
+    rates = [turn_error_rate(task) for task in tasks]
+    figures |= _estimate("turn_error_rate", [rate for rate in rates if rate is not None])
+    if versions := [rollout.version_min for rollout in rollouts if rollout.version_min is not None]:
+        figures["version_min"] = min(versions)
+        figures["version_max"] = max(rollout.version_max or 0 for rollout in rollouts)
+    return {f"eval/{source}/{name}": value for name, value in figures.items()}
+
+
+def _rewards_by_task(tasks: list[TaskRollouts]) -> list[list[float]]:
+    """Return the rewards of each task that has any."""
+    by_task = [[rollout.reward for rollout in task if rollout.reward is not None] for task in tasks]
+    return [rewards for rewards in by_task if rewards]
 
 
 def _chances(scored: list[list[float]], k: int, threshold: float) -> list[float]:
@@ -254,6 +245,9 @@ def _chances(scored: list[list[float]], k: int, threshold: float) -> list[float]
 
 
 def _estimate(name: str, values: list[float]) -> dict[str, float]:
+    """Return the mean of `values` with its interval; nothing without a value."""
+    if not values:
+        return {}
     least, most = scale_of(values)
     interval = bounded_interval(values, least=least, most=most)
     return {name: fmean(values)} | ({f"{name}_low": interval[0], f"{name}_high": interval[1]} if interval else {})

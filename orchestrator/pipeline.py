@@ -13,7 +13,12 @@ rollouts (source.timeout_s each), rollouts for a permit, a worker and a node (no
 the trainer's next version (trainer_timeout_s). There is one event loop; packing, compiling and files are in threads.
 
 A run has three stages. `__init__` builds what needs only the configuration. `_open` binds the addresses, so that nodes
-and the trainer can connect. `_load` starts the environments and then builds `Training` (training.py).
+and the trainer can connect. `_load` starts the environments and then builds what depends on their tasks:
+
+    evaluator     held-out tasks
+    dispatcher    groups of rollouts, with their hints
+    scheduler     which groups start, and which make a batch; it asks the evaluator whether a batch has to wait
+    watchdog      what the run waits for; it holds the others
 """
 
 from __future__ import annotations
@@ -40,16 +45,22 @@ from composer_prime.run.weights import WeightStore
 from composer_prime.traces import build_online_replay
 from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.types import StepDone
-from orchestrator.batching.batches import build_batches
+from orchestrator.batching.batches import OpenRun, build_batches
+from orchestrator.batching.dispatch import Dispatcher
 from orchestrator.chat_template import chat_folder
 from orchestrator.demonstrations import DemonstrationRows, build_demonstrations
-from orchestrator.durability.resume import load_state
+from orchestrator.durability import Entry, Journal, load_state, resume
+from orchestrator.evals import Evaluator
 from orchestrator.event_loop import Notifier, watched
 from orchestrator.gateway import Gateway
-from orchestrator.step_server import POLL_S, StepServer
-from orchestrator.tasks.sources import source_spec
-from orchestrator.training import OpenRun, Training, build_training
-from orchestrator.watchdog import RunCompletion, RunWatchdog, describe_startup
+from orchestrator.hints.stage import build_hints
+from orchestrator.preferences import build_mixer
+from orchestrator.rollouts.rollout import RolloutRunner
+from orchestrator.rollouts.rollout_log import FailureLog
+from orchestrator.scheduler import BatchScheduler
+from orchestrator.step_server import StepServer, TrainerOrders
+from orchestrator.tasks import WHOLE, Sources, source_spec
+from orchestrator.watchdog import RunWatchdog, describe_startup
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import SourceSpec
 
@@ -88,14 +99,13 @@ class Pipeline:
         """The checkpoint to resume from; None for a new run."""
         loop = asyncio.get_running_loop()
         self._rows: asyncio.Future[DemonstrationRows] = loop.create_future()
-        self._loaded: asyncio.Future[Training] = loop.create_future()
+        self._loaded: asyncio.Future[RunWatchdog] = loop.create_future()
         self._failure: asyncio.Future[None] = loop.create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self.batches = build_batches(config, run_id, model_dir, self._rows.result)
         if self.state is not None:
             versions = replace(self.state.versions, period=self.batches.versions.period)
             self.batches.restore(versions=versions, formed=self.state.step, batches=[])
-        self.completion = RunCompletion(self.batches)
         folder = chat_folder(model_dir, config.model.chat_template, run_dir.root)
         self.gateway = Gateway(config, self.keys, run_id, self.store, model_dir=folder, run_dir=run_dir)
         self.opened = OpenRun(
@@ -114,7 +124,7 @@ class Pipeline:
         """None unless teachers replay traces during training."""
 
     @property
-    def training(self) -> Training | None:
+    def watchdog(self) -> RunWatchdog | None:
         """None until the environments are loaded."""
         return self._loaded.result() if self._loaded.done() else None
 
@@ -124,13 +134,13 @@ class Pipeline:
         async with AsyncExitStack() as outer, AsyncExitStack() as stack:
             server = await self._open(stack)
             try:
-                training = await self._load(stack, server)
-                await self._until_finished(training, outer)
+                watchdog = await self._load(stack, server)
+                await self._until_finished(watchdog, outer)
             except Exception as error:
                 error = root_cause(error)
                 logger.error("the run failed: %s", error)
                 server.finish(f"the orchestrator failed: {error}", failed=True)
-                if not self.completion.all_trained and server.last_heard is not None:
+                if not self.batches.all_trained and server.last_heard is not None:
                     await asyncio.sleep(FAREWELL_S)
                 raise error from None
             finally:
@@ -149,14 +159,11 @@ class Pipeline:
         stack.push_async_callback(self._close_gateway)
         server = StepServer(
             socket=bind_router(run.config.orchestrator.step_address, self.keys.curve("server"), [trainer]),
-            run_id=run.run_id,
             batches=self.batches,
+            orders=TrainerOrders(self._step_done, self._checkpoint),
             changed=run.changed,
             waiting_for=self._waiting_for_batch,
-            on_step_done=self._step_done,
-            on_checkpoint=self._checkpoint,
             on_error=self.fail,
-            poll_s=POLL_S,
         )
         stack.push_async_callback(server.close)
         addresses = {
@@ -174,29 +181,88 @@ class Pipeline:
             await self._publish(self.batches.versions.newest, required=False)
         return server
 
-    async def _load(self, stack: AsyncExitStack, server: StepServer) -> Training:
+    async def _load(self, stack: AsyncExitStack, server: StepServer) -> RunWatchdog:
         """Start the environments, then build everything that depends on their tasks."""
         run = self.opened
         stack.push_async_callback(self._close_pools)
         await asyncio.gather(*(pool.start() for pool in run.pools.values()))
         blamed = frozenset(left_out(run.run_dir.ledger))
         self._rows.set_result(await asyncio.to_thread(build_demonstrations, run.config, run.model_dir, blamed))
-        training = await build_training(
-            run, self.state, stack, completion=self.completion, server=server, replay=self.replay
-        )
-        self._loaded.set_result(training)
-        if training.evaluator.due(self.batches.trained, self.batches.last_step):
-            training.evaluator.request(self.batches.trained, self.batches.versions.newest)
+        watchdog = await self._build(stack, server)
+        self._loaded.set_result(watchdog)
+        if watchdog.evaluator.due(self.batches.trained, self.batches.last_step):
+            watchdog.evaluator.request(self.batches.trained, self.batches.versions.newest)
         self.opened.changed.notify()
-        return training
+        return watchdog
 
-    async def _until_finished(self, training: Training, outer: AsyncExitStack) -> None:
-        self._spawn(training.evaluator.serve())
-        self._spawn(self._advance(training))
+    async def _build(self, stack: AsyncExitStack, server: StepServer) -> RunWatchdog:
+        """Build the parts in the order in which they need one another, and continue after the checkpoint."""
+        run, config = self.opened, self.opened.config
+        sources = Sources(
+            config.orchestrator,
+            seed=config.run.seed,
+            num_tasks={name: pool.num_tasks() for name, pool in run.pools.items()},
+            shard=(config.diloco and config.diloco.task_shard) or WHOLE,
+        )
+        journal, entries = await self._open_journal()
+        stack.push_async_callback(journal.close)
+        runner = RolloutRunner.at(self.gateway, config.orchestrator, run.pools, seed=config.run.seed)
+        failures = FailureLog(path=run.run_dir.failed_rollouts)
+        evaluator = Evaluator(run=run, runner=runner, failures=failures)
+        scheduler = BatchScheduler(
+            run=run,
+            sources=sources,
+            journal=journal,
+            dispatcher=await self._build_dispatcher(stack, runner, failures),
+            evaluator=evaluator,
+            pairs=await asyncio.to_thread(build_mixer, config, run.model_dir, run.run_dir.root),
+        )
+        if self.state is not None:
+            resumed = resume(self.state, entries, sources, left_out(run.run_dir.ledger))
+            scheduler.restore(self.state, resumed)
+            evaluator.forget_after(self.state.step)
+            logger.info(
+                "resumed after step %d: %d batches formed, %d groups ready, %d dispatched again",
+                self.state.step, len(resumed.batches), len(resumed.ready), len(resumed.in_flight),
+            )  # fmt: skip
+        return RunWatchdog(
+            run=run,
+            scheduler=scheduler,
+            evaluator=evaluator,
+            permits=runner.permits,
+            server=server,
+            replay=self.replay,
+        )
+
+    async def _open_journal(self) -> tuple[Journal, list[Entry]]:
+        """Return the journal, and its entries since the checkpoint."""
+        folder = self.opened.run_dir.journal
+        if self.state is None:
+            return await asyncio.to_thread(Journal.create, folder), []
+        return await asyncio.to_thread(Journal.resume, folder, min_seq=self.state.journal_seq)
+
+    async def _build_dispatcher(self, stack: AsyncExitStack, runner: RolloutRunner, failures: FailureLog) -> Dispatcher:
+        run = self.opened
+        hints = await asyncio.to_thread(  # Its tokenizer takes a while to load.
+            build_hints,
+            run.config,
+            chat_folder=run.model_dir,
+            run_root=run.run_dir.root,
+            distil=run.config.channels.sdpo.weight > 0,
+        )
+        if hints is not None:
+            stack.push_async_callback(hints.close)
+        dispatcher = Dispatcher(run=run, runner=runner, failures=failures, hints=hints)
+        stack.push_async_callback(dispatcher.close)
+        return dispatcher
+
+    async def _until_finished(self, watchdog: RunWatchdog, outer: AsyncExitStack) -> None:
+        self._spawn(watchdog.evaluator.serve())
+        self._spawn(self._advance(watchdog.scheduler))
         if self.replay is not None:
             outer.push_async_callback(self._end_replay, self.replay, watched(self.replay.run(), self.fail))
-        self._spawn(training.watchdog.watch())
-        finished = asyncio.create_task(self._finished(training.watchdog))
+        self._spawn(watchdog.watch())
+        finished = asyncio.create_task(self._finished(watchdog))
         try:
             await asyncio.wait({finished, self._failure}, return_when=asyncio.FIRST_COMPLETED)
             if self._failure.done():
@@ -207,7 +273,7 @@ class Pipeline:
                 self.replay.stop()
 
     async def _close_gateway(self) -> None:
-        await self.gateway.close(finished=self.completion.all_trained and not self._failure.done())
+        await self.gateway.close(finished=self.batches.all_trained and not self._failure.done())
 
     async def _close_pools(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self.opened.pools.values()))
@@ -222,13 +288,13 @@ class Pipeline:
 
     # -- loops ---------------------------------------------------------------------------------------------------
 
-    async def _advance(self, training: Training) -> None:
+    async def _advance(self, scheduler: BatchScheduler) -> None:
         while True:
-            await training.scheduler.advance()
+            await scheduler.advance()
             # Nodes whose weights no future batch accepts get no work until they have caught up. While a batch is
             # formed ahead, this may be true of all nodes. Then the newest version serves, for evaluations.
             router = self.gateway.router
-            oldest = min(training.scheduler.oldest_version, router.policy.newest)
+            oldest = min(scheduler.oldest_version, router.policy.newest)
             if router.policy.oldest != oldest:
                 self.gateway.require_version(oldest)
             await self.opened.changed.wait(TICK_S)
@@ -249,17 +315,16 @@ class Pipeline:
             "step_server/refused": server.refused,
             "workers/restarts": sum(pool.restarts for pool in self.opened.pools.values()),
         }
-        if self.training is not None:
-            watchdog = self.training.watchdog
-            figures |= watchdog.metrics() | {"waiting_for": watchdog.waiting_for() or ""}
+        if self.watchdog is not None:
+            figures |= self.watchdog.metrics() | {"waiting_for": self.watchdog.waiting_for() or ""}
         else:
             startup = describe_startup(self.opened.config, self.gateway, self.opened.pools)
             figures["waiting_for"] = f"the environments: {startup}"
         self.opened.metrics.log(self.batches.trained, figures)
 
     def _waiting_for_batch(self, step: int) -> str:
-        if self.training is not None:
-            return self.training.watchdog.waiting_for_batch(step)
+        if self.watchdog is not None:
+            return self.watchdog.waiting_for_batch(step)
         return f"batch {step}: {describe_startup(self.opened.config, self.gateway, self.opened.pools)}"
 
     async def _finished(self, watchdog: RunWatchdog) -> None:
@@ -278,19 +343,19 @@ class Pipeline:
     # -- messages from the trainer -------------------------------------------------------------------------------
 
     async def _step_done(self, message: StepDone) -> None:
-        training = await asyncio.shield(self._loaded)
+        watchdog = await asyncio.shield(self._loaded)
         before = self.batches.trained
-        await training.scheduler.step_done(message)
+        await watchdog.scheduler.step_done(message)
         if message.step < before:
-            training.evaluator.forget_after(message.step)
+            watchdog.evaluator.forget_after(message.step)
         # A step without samples counts too. An attaching trainer took no step, but may report that the run ends here.
         is_new = self.batches.trained > before or message.step == self.batches.last_step
-        if is_new and training.evaluator.due(message.step, self.batches.last_step):
-            training.evaluator.request(message.step, message.version)  # before any await: it may hold the next batch
+        if is_new and watchdog.evaluator.due(message.step, self.batches.last_step):
+            watchdog.evaluator.request(message.step, message.version)  # before any await: it may hold the next batch
         if not message.sample_ids or message.version != self.gateway.version:
             await self._publish(message.version)
-        if self.completion.all_trained and message.step in self.opened.run_dir.complete_checkpoints():
-            self.completion.note_checkpoint(message.step)
+        if self.batches.all_trained and message.step in self.opened.run_dir.complete_checkpoints():
+            watchdog.note_checkpoint(message.step)
         self.opened.changed.notify()
 
     async def _publish(self, version: int, *, required: bool = True) -> None:
@@ -312,14 +377,14 @@ class Pipeline:
                            version, self.store.root, error)  # fmt: skip
 
     async def _checkpoint(self, step: int) -> None:
-        training = await asyncio.shield(self._loaded)
+        watchdog = await asyncio.shield(self._loaded)
         try:
-            await training.scheduler.checkpoint(step)
+            await watchdog.scheduler.checkpoint(step)
         except (ComposerError, OSError) as error:
-            if self.completion.all_trained:
+            if self.batches.all_trained:
                 self.fail(error)
             raise
-        self.completion.note_checkpoint(step)
+        watchdog.note_checkpoint(step)
         logger.info("checkpoint of step %d is saved", step, extra=event("checkpoint"))
         self.opened.changed.notify()
 

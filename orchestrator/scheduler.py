@@ -27,13 +27,17 @@ from composer_prime.run.ledger import left_out
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.types import StepDone
 from orchestrator.batching.batch_metrics import batch_metrics
-from orchestrator.batching.batches import Batch, Batches, Buffer, free_slots, oldest_accepted
+from orchestrator.batching.batches import Batch, Batches, Buffer, OpenRun, free_slots, oldest_accepted
 from orchestrator.batching.dispatch import Dispatcher
-from orchestrator.batching.open_run import OpenRun
-from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Journal, Started
-from orchestrator.durability.resume import (
+from orchestrator.durability import (
+    Dropped,
+    Entry,
+    Finished,
+    Formed,
+    Journal,
     OrchestratorState,
     ResumedRun,
+    Started,
     formed_batches,
     load_state,
     save_state,
@@ -43,8 +47,8 @@ from orchestrator.durability.resume import (
 from orchestrator.evals import Evaluator
 from orchestrator.preferences import PairMixer
 from orchestrator.rollouts import rollout_log
-from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan, trained_by_node
-from orchestrator.tasks.sources import Sources
+from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, trained_by_node
+from orchestrator.tasks import Sources
 
 logger = logging.getLogger(__name__)
 
@@ -59,24 +63,6 @@ _MAX_FAILED_GROUPS = 32
 """Groups of one source in a row that fail for lack of finished rollouts. Then the run ends with the last error."""
 _DROPPED_WHOLE = 1024
 """Groups dropped since the last batch that are held with their texts. A batch that never fills must not fill memory."""
-
-
-class GroupPlans:
-    """Which group starts next: those that a crash cut short, then new ones in the order of the sources."""
-
-    def __init__(self, sources: Sources) -> None:
-        self.sources = sources
-        self.next_group = 0
-        self.again: list[GroupPlan] = []
-        """Still to be dispatched again."""
-
-    def next(self) -> tuple[GroupPlan, bool]:
-        """Return the next plan, and whether it is new."""
-        if self.again:
-            return self.again.pop(0), False
-        plan = self.sources.plan(self.next_group)
-        self.next_group += 1
-        return plan, True
 
 
 class DroppedGroups:
@@ -126,7 +112,7 @@ class DroppedGroups:
 @dataclass(slots=True, kw_only=True, eq=False)
 class BatchScheduler:
     run: OpenRun
-    plans: GroupPlans
+    sources: Sources
     journal: Journal
     dispatcher: Dispatcher
     evaluator: Evaluator
@@ -158,20 +144,19 @@ class BatchScheduler:
     def restore(self, state: OrchestratorState, resumed: ResumedRun) -> None:
         """Continue where checkpoint `state` and the journal end."""
         self.batches.demonstrations().check_resume(state.demonstrations)
-        self.plans.next_group = resumed.next_group
-        self.plans.again = list(resumed.in_flight.values())
+        self.sources.next_group = resumed.next_group
+        self.sources.again = resumed.in_flight
         self.dropped.since_batch = resumed.dropped
         self.dropped.counters = Counter(state.counters)
         if self.pairs is not None and resumed.pairs is not None:
             self.pairs.restore(resumed.pairs)
-        for group in resumed.ready.values():
+        for group in resumed.ready:
             self.buffer.add(group)
-        formed = max(resumed.batches, default=state.step)
-        versions = self.batches.versions
-        self.batches.restore(versions=versions, formed=formed, batches=list(resumed.batches.values()))
-        for step, batch in resumed.batches.items():
-            if batch.groups and not self.run.run_dir.rollouts(step).exists():
-                self._unlogged.append((step, batch.groups))
+        formed = state.step + len(resumed.batches)
+        self.batches.restore(versions=self.batches.versions, formed=formed, batches=resumed.batches)
+        for batch in resumed.batches:
+            if batch.groups and not self.run.run_dir.rollouts(batch.step).exists():
+                self._unlogged.append((batch.step, batch.groups))
         self.changed_at = time.monotonic()
 
     # -- decisions -----------------------------------------------------------------------------------------------
@@ -278,7 +263,7 @@ class BatchScheduler:
             versions=self.batches.versions,
         )
         for _ in range(slots):
-            plan, is_new = self.plans.next()
+            plan, is_new = self.sources.next()
             if is_new:
                 self._write(Started(seq=self.journal.next_seq(), plan=plan))
             self.dispatcher.start(plan, self._group_ended)
@@ -287,7 +272,7 @@ class BatchScheduler:
 
     def _group_ended(self, group: FinishedGroup) -> None:
         """Take in a group from the dispatcher. Raises RolloutError when too many groups fail."""
-        self.plans.sources.observe(group)
+        self.sources.observe(group)
         if group.outcome in (GroupOutcome.READY, GroupOutcome.DISTILLED):
             self.dropped.counters[group.outcome.value] += 1
             self.buffer.add(group)
@@ -329,7 +314,7 @@ class BatchScheduler:
         Batches of steps that it lost are served again, but for samples that made a step not finite.
         """
         step, versions = message.step, self.batches.versions.after(message.step, message.version)
-        self.batches.forget_layouts()
+        self.batches.packed.forget()
         blamed = left_out(self.run.run_dir.ledger)  # Not in a thread: a request that follows must find the batches cut.
         self.batches.demonstrations().leave_out(blamed)
         if step < self.batches.trained:
@@ -386,14 +371,13 @@ class BatchScheduler:
         return OrchestratorState(
             run_id=self.run.run_id,
             step=self.batches.trained,
-            seed=self.run.config.run.seed,
             journal_seq=self.journal.seq,
-            next_group=self.plans.next_group,
-            in_flight=sorted([*in_flight, *self.plans.again], key=lambda plan: plan.group),
+            next_group=self.sources.next_group,
+            in_flight=sorted([*in_flight, *self.sources.again], key=lambda plan: plan.group),
             ready=self.buffer.group_numbers,
             dropped=[group.plan.group for group in self.dropped.since_batch],
             batches={batch.step: batch.group_numbers for batch in self.batches.held()},
-            curricula=self.plans.sources.state(),
+            curricula=self.sources.state(),
             counters=dict(self.dropped.counters),
             pairs=self.pairs.cursor if self.pairs is not None else None,
             demonstrations=self.batches.demonstrations().digest,

@@ -14,7 +14,9 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import msgspec
 import zmq
@@ -41,7 +43,49 @@ POLL_S = 1.5
 """How long a request waits here for its batch before BatchNotReady; the protocol allows 2 s."""
 _CLOSE_S = 10.0
 _PAST_S = 20.0
-"""How long ranks may ask for a trained step before rank 0 announces the restart."""
+"""How long a rank waits for rank 0 to announce a restart."""
+_DECODER = msgspec.msgpack.Decoder(FromTrainer)
+
+
+class TrainerOrders:
+    """StepDone and CheckpointRequest, handled one after another: a checkpoint sees the step before it."""
+
+    def __init__(
+        self, on_step_done: Callable[[StepDone], Awaitable[None]], on_checkpoint: Callable[[int], Awaitable[None]]
+    ) -> None:
+        self.waiting: asyncio.Queue[tuple[bytes, StepDone | CheckpointRequest]] = asyncio.Queue()
+        """Each with the identity of its rank."""
+        self._on_step_done = on_step_done
+        self._on_checkpoint = on_checkpoint
+        self._last_done: tuple[str, int] | None = None
+        """Session and step of the newest StepDone that was acted on; None before the first."""
+
+    async def follow(self, order: StepDone | CheckpointRequest) -> StepNoted | CheckpointSaved:
+        """Act on an order and return the answer. Raises WireError for a StepDone that contradicts what was served."""
+        if isinstance(order, StepDone):
+            await self._note(order)
+            return StepNoted(step=order.step)
+        try:
+            await self._on_checkpoint(order.step)
+        except (ComposerError, OSError) as error:
+            logger.error("checkpoint of step %d failed: %s", order.step, error)
+            return CheckpointSaved(step=order.step, error=str(error))
+        return CheckpointSaved(step=order.step)
+
+    async def _note(self, order: StepDone) -> None:
+        """Act on a StepDone, unless it is repeated because the answer was lost."""
+        last = self._last_done
+        if last is None or last[0] != order.session or order.step > last[1]:
+            await self._on_step_done(order)
+            self._last_done = (order.session, order.step)
+
+
+@dataclass(slots=True)
+class _Rank:
+    poll: asyncio.Task[None] | None = None
+    """The task that answers its newest StepRequest."""
+    past_since: float | None = None
+    """Since when it asks for trained steps, monotonic seconds."""
 
 
 class StepServer:
@@ -49,14 +93,11 @@ class StepServer:
         self,
         *,
         socket: SecureServer,
-        run_id: str,
         batches: Batches,
+        orders: TrainerOrders,
         changed: Notifier,
         waiting_for: Callable[[int], str],
-        on_step_done: Callable[[StepDone], Awaitable[None]],
-        on_checkpoint: Callable[[int], Awaitable[None]],
         on_error: Callable[[BaseException], None],
-        poll_s: float = POLL_S,
     ) -> None:
         """Answer at `socket` from now on; needs a running event loop. `close` closes the socket too.
 
@@ -68,24 +109,15 @@ class StepServer:
         self.last_heard: float | None = None
         """Monotonic seconds of the last valid message of any rank; None before the first."""
         self._server = socket
-        self._run_id = run_id
         self._batches = batches
+        self._orders = orders
         self._changed = changed
         self._waiting_for = waiting_for
-        self._on_step_done = on_step_done
-        self._on_checkpoint = on_checkpoint
         self._on_error = on_error
-        self._poll_s = poll_s
-        self._decoder = msgspec.msgpack.Decoder(FromTrainer)
-        self._polls: dict[bytes, asyncio.Task[None]] = {}
-        """The task that answers a rank's newest StepRequest, by the rank's identity."""
-        self._orders: asyncio.Queue[tuple[bytes, StepDone | CheckpointRequest]] = asyncio.Queue()
+        self._ranks: defaultdict[bytes, _Rank] = defaultdict(_Rank)
+        """By identity."""
         self._finished: RunFinished | None = None
         """The answer to every StepRequest once the run is over; None before that."""
-        self._last_done: tuple[str, int] | None = None
-        """Session and step of the newest StepDone that was acted on; None before the first."""
-        self._past_since: dict[bytes, float] = {}
-        """Since when a rank asks for trained steps, monotonic seconds."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawn(self._receive())
         self._spawn(self._in_order())
@@ -104,7 +136,7 @@ class StepServer:
         """Answer the orders received, such as a checkpoint that is being saved, then stop."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
-                await self._orders.join()
+                await self._orders.waiting.join()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -121,26 +153,25 @@ class StepServer:
             received = await self._server.receive()
             identity, payload = received.identity, received.first
             try:
-                message = self._decoder.decode(payload)
+                message = _DECODER.decode(payload)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self.garbage += 1
                 logger.warning("step server: dropped %d bytes that are not a message: %s", len(payload), error)
                 continue
-            if message.run_id != self._run_id:
-                await self._refuse(identity, f"this is run {self._run_id!r}, the message is for run {message.run_id!r}")
+            if message.run_id != (run_id := self._batches.run_id):
+                await self._refuse(identity, f"this is run {run_id!r}, the message is for run {message.run_id!r}")
                 continue
             self.last_heard = time.monotonic()
             if isinstance(message, StepRequest):
                 self._poll(identity, message)
             else:
-                self._orders.put_nowait((identity, message))
+                self._orders.waiting.put_nowait((identity, message))
 
     def _poll(self, identity: bytes, request: StepRequest) -> None:
-        earlier = self._polls.pop(identity, None)
-        if earlier is not None:
-            earlier.cancel()
-        self._polls[identity] = task = self._spawn(self._answer(identity, request))
-        task.add_done_callback(lambda done: self._polls.get(identity) is done and self._polls.pop(identity))
+        rank = self._ranks[identity]
+        if rank.poll is not None:
+            rank.poll.cancel()
+        rank.poll = self._spawn(self._answer(identity, request))
 
     async def _answer(self, identity: bytes, request: StepRequest) -> None:
         if not 0 <= request.rank < request.world_size:
@@ -155,15 +186,15 @@ class StepServer:
             finished = RunFinished(reason=f"all {self._batches.last_step} steps are done", failed=False)
             await self._send(identity, finished)
             return
-        await self._changed.wait_for(lambda: self._batches.get(request.step) or self._finished, self._poll_s)
+        await self._changed.wait_for(lambda: self._batches.get(request.step) or self._finished, POLL_S)
         if self._finished is not None:
             await self._send(identity, self._finished)
-        elif self._batches.get(request.step) is None:
+        elif (batch := self._batches.get(request.step)) is None:
             await self._send(identity, BatchNotReady(step=request.step, waiting_for=self._waiting_for(request.step)))
         else:
             layout = BatchLayout(request.world_size, request.max_tokens)
             try:
-                payload = await self._batches.reply(request.step, request.rank, layout)
+                payload = await self._batches.packed.of_rank(batch, request.rank, layout)
             except ComposerError as error:
                 await self._refuse(identity, str(error))
                 return
@@ -171,50 +202,30 @@ class StepServer:
 
     async def _is_past(self, identity: bytes, step: int) -> bool:
         """Tell whether `step` is trained already; if so, answer. Rank 0's message of a restart may be on its way."""
+        rank = self._ranks[identity]
         if step > self._batches.trained:
-            self._past_since.pop(identity, None)
+            rank.past_since = None
             return False
-        since = self._past_since.setdefault(identity, time.monotonic())
-        if await self._changed.wait_for(lambda: step > self._batches.trained, self._poll_s):
+        if rank.past_since is None:
+            rank.past_since = time.monotonic()
+        if await self._changed.wait_for(lambda: step > self._batches.trained, POLL_S):
             return False
         text = f"steps up to {self._batches.trained} are trained; rank 0 has not said that it restarts before {step}"
-        if time.monotonic() - since < _PAST_S:
+        if time.monotonic() - (rank.past_since or 0.0) < _PAST_S:
             await self._send(identity, BatchNotReady(step=step, waiting_for=text))
         else:
             await self._refuse(identity, f"step {step} was asked for, but {text}")
         return True
 
     async def _in_order(self) -> None:
-        """Handle StepDone and CheckpointRequest one after another: a checkpoint sees the step before it."""
         while True:
-            identity, message = await self._orders.get()
+            identity, order = await self._orders.waiting.get()
             try:
-                if isinstance(message, StepDone):
-                    await self._note(identity, message)
-                else:
-                    await self._save(identity, message.step)
+                await self._send(identity, await self._orders.follow(order))
             except WireError as error:
                 await self._refuse(identity, str(error))
             finally:
-                self._orders.task_done()
-
-    async def _note(self, identity: bytes, message: StepDone) -> None:
-        """Act on a StepDone, unless it is repeated because the answer was lost."""
-        last = self._last_done
-        is_repeated = last is not None and last[0] == message.session and message.step <= last[1]
-        if not is_repeated:
-            await self._on_step_done(message)
-            self._last_done = (message.session, message.step)
-        await self._send(identity, StepNoted(step=message.step))
-
-    async def _save(self, identity: bytes, step: int) -> None:
-        try:
-            await self._on_checkpoint(step)
-        except (ComposerError, OSError) as error:
-            logger.error("checkpoint of step %d failed: %s", step, error)
-            await self._send(identity, CheckpointSaved(step=step, error=str(error)))
-        else:
-            await self._send(identity, CheckpointSaved(step=step))
+                self._orders.waiting.task_done()
 
     async def _refuse(self, identity: bytes, reason: str) -> None:
         self.refused += 1

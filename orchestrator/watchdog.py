@@ -1,9 +1,8 @@
 """What the run waits for, and since when: in words for people, and as deadlines.
 
 describe_startup, describe_nodes   until the environments are loaded
-RunCompletion                      how far the run is from its end
-RunWatchdog                        afterwards: what is waited for now, and the deadlines that no single wait owns
-                                   (a batch that does not fill, a trainer that falls silent)
+RunWatchdog                        afterwards: what is waited for now, how far the run is from its end, and the
+                                   deadlines that no single wait owns (a batch that does not fill, a silent trainer)
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from composer_prime.config import Config
 from composer_prime.console import pluralize
 from composer_prime.errors import DeadlineError
-from orchestrator.batching.batches import Batches
-from orchestrator.batching.open_run import OpenRun
+from orchestrator.batching.batches import OpenRun
 from orchestrator.evals import Evaluator
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.rollout import Permits
@@ -52,47 +50,40 @@ def describe_nodes(config: Config, gateway: Gateway) -> str:
     return f"no node serves: {gateway.waits.why_no_node()}"
 
 
-class RunCompletion:
-    """How far the run is from its end."""
-
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-        self._last_checkpoint = 0
-
-    @property
-    def all_trained(self) -> bool:
-        return self._batches.trained >= self._batches.last_step
-
-    @property
-    def checkpoint_saved(self) -> bool:
-        """Tell whether the last checkpoint is written, or none is due."""
-        return self._last_checkpoint >= self._batches.last_step
-
-    def note_checkpoint(self, step: int) -> None:
-        """Record that the checkpoint of `step` is written."""
-        self._last_checkpoint = max(self._last_checkpoint, step)
-
-    def next_order(self) -> str:
-        """Say what the trainer does next."""
-        if self.all_trained:
-            return f"ask for checkpoint {self._batches.trained}"
-        return f"train step {self._batches.trained + 1}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RunWatchdog:
     run: OpenRun
-    completion: RunCompletion
     scheduler: BatchScheduler
     evaluator: Evaluator
     permits: Permits
     server: StepServer
     replay: OnlineReplay | None
+    _last_checkpoint: int = field(default=0, init=False)
+
+    @property
+    def checkpoint_saved(self) -> bool:
+        """Tell whether the last checkpoint is written, or none is due."""
+        return self._last_checkpoint >= self.run.batches.last_step
+
+    def note_checkpoint(self, step: int) -> None:
+        """Record that the checkpoint of `step` is written."""
+        self._last_checkpoint = max(self._last_checkpoint, step)
+
+    @property
+    def trainer_is_done(self) -> bool:
+        return self.run.batches.all_trained and self.checkpoint_saved
+
+    def next_order(self) -> str:
+        """Say what the trainer does next."""
+        batches = self.run.batches
+        if batches.all_trained:
+            return f"ask for checkpoint {batches.trained}"
+        return f"train step {batches.trained + 1}"
 
     @property
     def finished(self) -> bool:
         """Tell whether all steps are trained, the last checkpoint is saved and the last evaluation is written."""
-        return self.completion.all_trained and self.completion.checkpoint_saved and self.evaluator.step is None
+        return self.trainer_is_done and self.evaluator.step is None
 
     def waiting_for_batch(self, step: int) -> str:
         """Say why batch `step` is not there yet."""
@@ -107,14 +98,14 @@ class RunWatchdog:
         """Return what the orchestrator waits for now, as `subject: how far that is`; None while everything works."""
         if self.replay is not None and (replay := self.replay.waiting_for()) is not None:
             return replay
-        all_trained = self.completion.all_trained
+        all_trained = self.run.batches.all_trained
         evaluation = self.evaluator.waiting_for()
         if evaluation is not None and (all_trained or self.evaluator.step == 0):  # Training waits for that of step 0.
             return f"{evaluation}; {describe_nodes(self.run.config, self.run.gateway)}"
         if self.run.batches.formed == self.run.batches.trained and not all_trained:
             return self.waiting_for_batch(self.run.batches.formed + 1)
-        if not self.scheduler.dispatcher.in_flight and not (all_trained and self.completion.checkpoint_saved):
-            return f"the trainer to {self.completion.next_order()}"
+        if not self.scheduler.dispatcher.in_flight and not self.trainer_is_done:
+            return f"the trainer to {self.next_order()}"
         return None
 
     def metrics(self) -> dict[str, float | None]:
@@ -131,17 +122,15 @@ class RunWatchdog:
         while True:
             await asyncio.sleep(_WATCH_S)
             now = time.monotonic()
-            all_trained = self.completion.all_trained
-            starved_since = None if all_trained else self.scheduler.starved_since
+            starved_since = None if self.run.batches.all_trained else self.scheduler.starved_since
             if starved_since is not None and now - starved_since > settings.batch_timeout_s:
                 raise DeadlineError(
                     f"waited {settings.batch_timeout_s:.0f} s (orchestrator.batch_timeout_s) for "
                     f"{self.waiting_for_batch(self.run.batches.formed + 1)}"
                 )
             silent_s = now - max(self.server.last_heard or 0.0, self.scheduler.changed_at)
-            trainer_is_due = starved_since is None and not (all_trained and self.completion.checkpoint_saved)
-            if trainer_is_due and silent_s > settings.trainer_timeout_s:
+            if starved_since is None and not self.trainer_is_done and silent_s > settings.trainer_timeout_s:
                 raise DeadlineError(
                     f"no message from the trainer for {silent_s:.0f} s (orchestrator.trainer_timeout_s), which should "
-                    f"{self.completion.next_order()}"
+                    f"{self.next_order()}"
                 )

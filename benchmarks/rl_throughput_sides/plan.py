@@ -16,7 +16,7 @@ from typing import Literal
 from composer_prime.model_source import resolve_model
 from orchestrator.environments.toolsmith import Episode, Split, generate
 from orchestrator.rollouts.groups import derive_seed
-from orchestrator.tasks.curriculum import Shuffled
+from orchestrator.tasks import Shuffled
 
 Case = Literal["single-turn", "multi-turn"]
 CASES: tuple[Case, ...] = ("single-turn", "multi-turn")

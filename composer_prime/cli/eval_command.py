@@ -154,7 +154,7 @@ def evaluate_here(models: list[str], config: Config) -> dict[str, Evaluation]:
     """Return the evaluations of `models`, played by this process one after the other with the same workers."""
     from composer_prime.cli.served_model import serve_with_workers
     from composer_prime.run.scratch import Scratch
-    from orchestrator.held_out import evaluate as play
+    from orchestrator.outside_run import evaluate as play
 
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("orchestrator.workers.pool").setLevel(logging.WARNING)  # It names held-out tasks that are not.

@@ -157,14 +157,14 @@ class AuditConfig(BaseConfig):
     """
 
 
-_SHIPPED_CURRICULA = ("orchestrator.tasks.curriculum:Shuffled", "orchestrator.tasks.curriculum:Frontier")
+_OLD_CURRICULA = "orchestrator.tasks.curriculum:"
 
 
 class CurriculumConfig(BaseConfig):
     """The class that chooses the next task of a source."""
 
     import_path: str = "shuffled"
-    """shuffled, frontier, or `module:Class` of your own; see the protocol in orchestrator/tasks/curriculum.py."""
+    """shuffled, frontier, or `module:Class` of your own; see the protocol in orchestrator/tasks.py."""
     kwargs: dict[str, Any] = {}
     """Arguments of the class."""
 
@@ -172,7 +172,8 @@ class CurriculumConfig(BaseConfig):
     @classmethod
     def _short(cls, path: str) -> str:
         """Shorten a shipped curriculum's path, as older files and runs name it."""
-        return path.removeprefix("orchestrator.tasks.curriculum:").lower() if path in _SHIPPED_CURRICULA else path
+        name = path.removeprefix(_OLD_CURRICULA)
+        return name.lower() if path != name and name in ("Shuffled", "Frontier") else path
 
 
 class WeightCopiesConfig(BaseConfig):

@@ -1,4 +1,4 @@
-"""The staleness rule, finished groups that wait for a batch, and formed batches.
+"""The staleness rule, finished groups that wait for a batch, and formed batches; `OpenRun` holds what parts share.
 
 The staleness rule:
 
@@ -33,10 +33,15 @@ from composer_prime.config.channels import ChannelsConfig
 from composer_prime.config.orchestrator import EvalConfig
 from composer_prime.errors import RunMismatchError
 from composer_prime.model_source import text_settings
+from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.packing.pack import model_flops, pack, totals
+from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.types import Preference, Sample, StepReply
 from orchestrator.demonstrations import NO_ROWS, DemonstrationRows
+from orchestrator.event_loop import Notifier
+from orchestrator.gateway import Gateway
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
+from orchestrator.workers.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -188,12 +193,68 @@ class BatchLayout:
     """Token budget of one row."""
 
 
+class PackedBatches:
+    """Batches as their ranks' messages: packed and encoded once for each layout, in a thread, kept for later ranks."""
+
+    def __init__(self, encode: Callable[[Batch, BatchLayout], list[bytes]]) -> None:
+        self._encode = encode
+        self._tasks: dict[int, tuple[BatchLayout, asyncio.Task[list[bytes]]]] = {}
+        """By step."""
+        self._layouts: dict[int, BatchLayout] = {}
+        """By step: the layout that its first request named."""
+        self._last_layout: BatchLayout | None = None
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="pack")
+
+    def add(self, batch: Batch) -> None:
+        """Pack `batch` at once when the layout is known from the step before."""
+        if self._last_layout is not None:
+            self._pack(batch, self._last_layout)
+
+    async def of_rank(self, batch: Batch, rank: int, layout: BatchLayout) -> bytes:
+        """Return the message of `rank`. The first rank that asks fixes the batch's layout.
+
+        Raises RunMismatchError when another rank named another layout, ConfigError when a sample does not fit a row.
+        """
+        fixed = self._layouts.setdefault(batch.step, layout)
+        if fixed != layout:
+            raise RunMismatchError(
+                f"rank {rank} asks for step {batch.step} as one of {layout.world_size} ranks with {layout.max_tokens} "
+                f"tokens a row, another rank of this step said {fixed.world_size} ranks and {fixed.max_tokens} tokens: "
+                "start all ranks with the same configuration"
+            )
+        self._last_layout = layout
+        packed = self._tasks.get(batch.step)
+        task = packed[1] if packed and packed[0] == layout else self._pack(batch, layout)
+        return (await asyncio.shield(task))[rank]
+
+    def drop(self, step: int) -> None:
+        self._tasks.pop(step, None)
+        self._layouts.pop(step, None)
+
+    def forget(self) -> None:
+        """Forget all layouts: a trainer has attached, perhaps with another number of ranks."""
+        self._tasks.clear()
+        self._layouts.clear()
+        self._last_layout = None
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _pack(self, batch: Batch, layout: BatchLayout) -> asyncio.Task[list[bytes]]:
+        async def in_thread() -> list[bytes]:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, batch, layout)
+
+        task = asyncio.create_task(in_thread(), name=f"pack-{batch.step}")
+        task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+        self._tasks[batch.step] = (layout, task)
+        return task
+
+
 @dataclass(slots=True, eq=False)
 class Batches:
     """Which groups each optimizer step trains, from formation until the trainer has taken the step.
 
-    A batch never changes once it is formed and journaled. Its micro-batches are packed and encoded once for each layout
-    (world size, row length), in a thread, and kept for the ranks that ask later.
+    A batch never changes once it is formed and journaled.
     """
 
     run_id: str
@@ -211,21 +272,20 @@ class Batches:
     last_step: int = field(init=False)
     """The step that ends the run, by the trainer's last word."""
     _batches: dict[int, Batch] = field(default_factory=dict, init=False)
-    _packed: dict[int, tuple[BatchLayout, asyncio.Task[list[bytes]]]] = field(default_factory=dict, init=False)
-    _layouts: dict[int, BatchLayout] = field(default_factory=dict, init=False)
-    """By step: the layout that its first request named."""
-    _last_layout: BatchLayout | None = field(default=None, init=False)
-    _threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="pack"), init=False
-    )
+    packed: PackedBatches = field(init=False)
 
     def __post_init__(self) -> None:
         self.last_step = self.max_steps
+        self.packed = PackedBatches(self._encode)
 
     @property
     def trained(self) -> int:
         """Newest step that the trainer has taken; batches up to it are no longer held."""
         return self.versions.trained
+
+    @property
+    def all_trained(self) -> bool:
+        return self.trained >= self.last_step
 
     def restore(self, *, versions: Versions, formed: int, batches: list[Batch], last_step: int | None = None) -> None:
         """Continue after step `versions.trained` with the batches from the next one to `formed`.
@@ -236,15 +296,14 @@ class Batches:
         self.versions = versions
         self.formed = formed
         self._batches = {batch.step: batch for batch in batches}
-        self.forget_layouts()
+        self.packed.forget()
 
     def add(self, batch: Batch) -> None:
-        """Take in the next batch. Its packing starts at once when the layout is known from the step before."""
+        """Take in the next batch."""
         assert batch.step == self.formed + 1, f"batch {batch.step} after batch {self.formed}"
         self._batches[batch.step] = batch
         self.formed = batch.step
-        if self._last_layout is not None:
-            self._pack(batch, self._last_layout)
+        self.packed.add(batch)
 
     def held(self) -> list[Batch]:
         """Return the batches that are not trained yet, by step."""
@@ -262,8 +321,7 @@ class Batches:
         self.versions = self.versions.after(step, version)
         for old in [held for held in self._batches if held <= step]:
             del self._batches[old]
-            self._packed.pop(old, None)
-            self._layouts.pop(old, None)
+            self.packed.drop(old)
 
     def distils(self, step: int) -> bool:
         """Tell whether SDPO has a weight at `step`. In a joint run its schedule counts the steps of the whole run."""
@@ -278,41 +336,6 @@ class Batches:
         first = self.formed + 1
         last = max(first, last_batch(self.versions.newest, max_staleness, self.last_step, self.versions))
         return any(self.distils(step) for step in range(first, last + 1))
-
-    def forget_layouts(self) -> None:
-        """Forget how batches were packed: a trainer has attached, perhaps with another number of ranks."""
-        self._packed.clear()
-        self._layouts.clear()
-        self._last_layout = None
-
-    async def reply(self, step: int, rank: int, layout: BatchLayout) -> bytes:
-        """Return the encoded StepReply of `rank`. The first rank that asks fixes the step's layout.
-
-        Raises RunMismatchError when another rank named another layout, ConfigError when a sample does not fit a row.
-        """
-        fixed = self._layouts.setdefault(step, layout)
-        if fixed != layout:
-            raise RunMismatchError(
-                f"rank {rank} asks for step {step} as one of {layout.world_size} ranks with {layout.max_tokens} tokens "
-                f"a row, another rank of this step said {fixed.world_size} ranks and {fixed.max_tokens} tokens: "
-                "start all ranks with the same configuration"
-            )
-        self._last_layout = layout
-        packed = self._packed.get(step)
-        task = packed[1] if packed and packed[0] == layout else self._pack(self._batches[step], layout)
-        return (await asyncio.shield(task))[rank]
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
-
-    def _pack(self, batch: Batch, layout: BatchLayout) -> asyncio.Task[list[bytes]]:
-        async def in_thread() -> list[bytes]:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, batch, layout)
-
-        task = asyncio.create_task(in_thread(), name=f"pack-{batch.step}")
-        task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-        self._packed[batch.step] = (layout, task)
-        return task
 
     def _encode(self, batch: Batch, layout: BatchLayout) -> list[bytes]:
         samples, sdpo, step = batch.samples, self.distils(batch.step), batch.step
@@ -367,3 +390,23 @@ def build_batches(
         demonstrations=demonstrations,
         versions=Versions(period=config.diloco.sync_every if config.diloco else 1),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRun:
+    """What a run has before its environments are loaded: handed to the parts that are built afterwards."""
+
+    config: Config
+    run_dir: RunDir
+    run_id: str
+    model_dir: Path
+    """Folder with the policy's tokenizer and chat template."""
+    gateway: Gateway
+    """Has the nodes, their accounts, and the rollouts that an audit taints."""
+    pools: dict[str, WorkerPool]
+    """Environment workers by source."""
+    batches: Batches
+    metrics: MetricsFile
+    changed: Notifier
+    fail: Callable[[BaseException], None]
+    """Ends the run with an error."""

@@ -31,12 +31,18 @@ from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import NonFiniteError
 from composer_prime.monitor.events import event
 from composer_prime.wire.types import Sample
-from orchestrator.batching.open_run import OpenRun
+from orchestrator.batching.batches import OpenRun
 from orchestrator.hints.stage import HintStage
-from orchestrator.rollouts.failures import FailureLog
-from orchestrator.rollouts.groups import CompiledRollout, FinishedGroup, GroupOutcome, GroupPlan
-from orchestrator.rollouts.rollout import RequestFactory, RolloutRunner, play_with_retries
-from orchestrator.rollouts.samples import finish_rollout, sdpo_only, with_advantage
+from orchestrator.rollouts.groups import (
+    CompiledRollout,
+    FinishedGroup,
+    GroupOutcome,
+    GroupPlan,
+    sdpo_only,
+    with_advantage,
+)
+from orchestrator.rollouts.rollout import RolloutRunner, finish_rollout
+from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.workers.protocol import RolloutFailure
 
 logger = logging.getLogger(__name__)
@@ -62,7 +68,6 @@ class GroupInFlight:
 class Dispatcher:
     run: OpenRun
     runner: RolloutRunner
-    requests: RequestFactory
     failures: FailureLog
     hints: HintStage | None
     in_flight: dict[int, GroupInFlight] = field(default_factory=dict, init=False)
@@ -153,10 +158,9 @@ class Dispatcher:
     async def _sibling(self, group: GroupInFlight, sibling: int) -> CompiledRollout:
         """Return the sibling's first good try, or its last failed one."""
         source = group.plan.source
-        rollout, samples = await play_with_retries(
+        rollout, samples = await self.runner.play_with_retries(
             partial(self._attempt, group, sibling),
             source=source,
-            max_retries=self.config.max_retries,
             failures=self.failures,
             step=self._next_step,
             group=group.plan.group,
@@ -170,7 +174,7 @@ class Dispatcher:
         self, group: GroupInFlight, sibling: int, attempt: int, earlier: list[RolloutFailure]
     ) -> CompiledRollout:
         plan = group.plan
-        request = self.requests.training(plan, sibling, attempt)
+        request = self.runner.training_request(plan, sibling, attempt)
         self.retries += attempt > 0
         has_begun = False
 
@@ -199,25 +203,38 @@ def score_group(
     them nor counts them. With `config.train_truncated` off the same holds for rollouts that were cut short; their
     rewards still count in the group's advantages.
     """
-    scored = [(rollout, samples) for rollout, samples in ended if rollout.reward is not None]
-    failed = [rollout for rollout, _ in ended if rollout.reward is None]
-    if len(scored) < MIN_GROUP:
+    rewards = [rollout.reward for rollout, _ in ended if rollout.reward is not None]
+    if len(rewards) < MIN_GROUP:
         return FinishedGroup(plan=plan, outcome=GroupOutcome.FAILED, rollouts=[rollout for rollout, _ in ended])
-    advantages_G = group_advantages([rollout.reward for rollout, _ in scored if rollout.reward is not None], scaling)
-    rollouts, samples = [], []
-    for (rollout, rollout_samples), advantage in zip(scored, advantages_G, strict=True):
-        rollouts.append(msgspec.structs.replace(rollout, advantage=advantage))
-        if rollout.truncated and not config.train_truncated:
-            samples += _hinted_only(rollout_samples)
-        else:
-            samples += [with_advantage(sample, advantage) for sample in rollout_samples]
-    rollouts = sorted(rollouts + failed, key=lambda rollout: rollout.sibling)
+    advantages_G = group_advantages(rewards, scaling)
+    ended = _with_advantages(ended, advantages_G, config.train_truncated)
+    rollouts = sorted((rollout for rollout, _ in ended), key=lambda rollout: rollout.sibling)
+    samples = [sample for _, rollout_samples in ended for sample in rollout_samples]
     signal = has_signal(advantages_G) or not config.filter_zero_advantage
     if signal and any(sample.num_trained for sample in samples):
         return FinishedGroup(plan=plan, outcome=GroupOutcome.READY, rollouts=rollouts, samples=samples)
     hinted = _hinted_only(samples)
     outcome = GroupOutcome.DISTILLED if hinted else GroupOutcome.FILTERED
     return FinishedGroup(plan=plan, outcome=outcome, rollouts=rollouts, samples=hinted)
+
+
+def _with_advantages(
+    ended: list[CompiledRollout], advantages_G: list[float], train_truncated: bool
+) -> list[CompiledRollout]:
+    """Return the rollouts, those with a reward with the next of `advantages_G`; failed ones have no samples."""
+    following = iter(advantages_G)
+    result: list[CompiledRollout] = []
+    for rollout, samples in ended:
+        if rollout.reward is None:
+            result.append((rollout, []))
+            continue
+        advantage = next(following)
+        if rollout.truncated and not train_truncated:
+            samples = _hinted_only(samples)
+        else:
+            samples = [with_advantage(sample, advantage) for sample in samples]
+        result.append((msgspec.structs.replace(rollout, advantage=advantage), samples))
+    return result
 
 
 def group_advantages(rewards_G: Sequence[float], scaling: AdvantageScaling) -> list[float]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 import msgspec
+import numpy as np
 
 from composer_prime.wire.types import HintedTurn, Sample, VersionSpan, flags, floats, pack_flags, pack_floats
 from orchestrator.workers.protocol import MessageRecord, RolloutFailure, RolloutReply
@@ -146,6 +147,20 @@ def trained_by_node(groups: Iterable[FinishedGroup]) -> Counter[str]:
                 node_id = rollout.nodes[rollout.turn_nodes[span.turn]]
                 tokens[node_id] += sample.loss_mask.count(1, span.start, span.end)
     return tokens
+
+
+def with_advantage(sample: Sample, advantage: float) -> Sample:
+    """Return `sample` with `advantage` on each trained token."""
+    return msgspec.structs.replace(sample, advantages=pack_floats(flags(sample.loss_mask) * np.float32(advantage)))
+
+
+def sdpo_only(sample: Sample) -> Sample:
+    """Return `sample` with mask and advantage 0 on every token, so that only SDPO trains on it.
+
+    Log-probabilities stay: the importance weights of its hinted turns need them.
+    """
+    zeros = np.zeros(sample.num_tokens)
+    return msgspec.structs.replace(sample, loss_mask=pack_flags(zeros), advantages=pack_floats(zeros))
 
 
 def _trains_since(sample: Sample, oldest: int, *, with_hinted: bool) -> bool:

@@ -1,14 +1,22 @@
-"""One rollout: its request, its permit, its deadline, and the result with its token record.
+"""One rollout: its request, its permit, its deadline, its token record, and the training samples made of that.
 
-    RequestFactory -> RunRollout -> RolloutRunner.run: [permit] -> worker -> RolloutResult -> finished_rollout
+    RunRollout -> RolloutRunner.run: [permit] -> worker -> RolloutResult -> finish_rollout (thread) -> samples
 
 `RolloutRunner` is the only place that opens and takes a gateway record, so no record is left behind, however the
 rollout ends. `Permits` bounds concurrency for training and evaluation together:
 
     hold(taskset, order) -> waits -> granted, lowest order first within its task set -> released
 
-The limit moves with the nodes' load, so the gateway is asked for it at each grant. While both task sets wait,
-evaluation gets at most `eval_share` of the limit; one that waits alone may take all of it.
+While both task sets wait, evaluation gets at most `eval_share` of the limit; one that waits alone may take all of it.
+
+Samples are made by token ids alone:
+
+    record k:  prompt_k | completion_k          one answered generate request
+    merge:     prompt_{k+1} extends prompt_k + completion_k exactly  ->  same sample, the new prompt tokens masked
+    break:     it does not (history rewritten, sub-agent, re-tokenized)  ->  a new branch, one sample each
+
+Nothing is tokenized here. Each record's completion is appended to exactly one branch with mask 1. Wherever its tokens
+recur they stand in a prompt, with mask 0. So every sampled token is trained exactly once, whatever branches share it.
 """
 
 from __future__ import annotations
@@ -18,78 +26,30 @@ import contextlib
 import heapq
 import itertools
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from composer_prime.config.orchestrator import OrchestratorConfig
-from composer_prime.errors import DeadlineError
+from composer_prime.errors import DeadlineError, RolloutError
 from composer_prime.run.retry import backoff_s
-from composer_prime.wire.answer import POLICY
-from composer_prime.wire.types import Sample
+from composer_prime.wire.answer import POLICY, joined
+from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, pack_flags, pack_floats, pack_ints
+from orchestrator.gateway import Gateway
 from orchestrator.gateway.generation import GenerationRecord, RolloutRecords
-from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, GroupPlan, derive_seed
+from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.swarm import Audits
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import EVAL, TRAIN, RolloutFailure, RolloutReply, RunRollout
-
-_RETRY_S = 0.5
-_LONGEST_RETRY_S = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFactory:
-    """Builds what a worker is asked to do: sampling settings, seeds and deadlines."""
-
-    config: OrchestratorConfig
-    gateway_url: str
-    """http://host:port/v1"""
-    seed: int
-    """run.seed."""
-
-    def training(self, plan: GroupPlan, sibling: int, attempt: int) -> RunRollout:
-        return self._request(
-            plan.source,
-            rollout_id=plan.rollout_id(sibling, attempt),
-            task_index=plan.task_index,
-            taskset=TRAIN,
-            seed=plan.rollout_seed(sibling, attempt),
-        )
-
-    def evaluation(self, source: str, *, step: int, task_index: int, sample: int, attempt: int) -> RunRollout:
-        """The seed does not depend on the step: evaluations differ by their weights alone."""
-        name = f"eval{step}-{source}-{task_index}-{sample}" + (f"r{attempt}" if attempt else "")
-        return self._request(
-            source,
-            rollout_id=name,
-            task_index=task_index,
-            taskset=EVAL,
-            seed=derive_seed(self.seed, "eval", source, task_index, sample, attempt),
-        )
-
-    def _request(self, source: str, *, rollout_id: str, task_index: int, taskset: str, seed: int) -> RunRollout:
-        settings = next(candidate for candidate in self.config.source if candidate.name == source)
-        sampling = self.config.sampling
-        return RunRollout(
-            rollout_id=rollout_id,
-            task_index=task_index,
-            model=POLICY,
-            gateway_url=self.gateway_url,
-            timeout_s=settings.timeout_s,
-            taskset=taskset,
-            seed=seed,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-        )
-
+from orchestrator.workers.protocol import EVAL, TRAIN, MessageRecord, RolloutFailure, RolloutReply, RunRollout
 
 EVAL_SHARE = 0.25
 """Share of the permits for evaluation while training rollouts wait."""
+_RETRY_S = 0.5
+_LONGEST_RETRY_S = 30.0
 
 
 class Permits:
@@ -159,8 +119,15 @@ class RolloutResult:
         return (min(versions), max(versions)) if versions else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRunner:
+    """Asks workers to play rollouts, with the run's sampling settings, seeds and deadlines."""
+
+    config: OrchestratorConfig
+    gateway_url: str
+    """http://host:port/v1"""
+    seed: int
+    """run.seed."""
     pools: Mapping[str, WorkerPool]
     """Environment workers by source."""
     records: RolloutRecords
@@ -169,6 +136,64 @@ class RolloutRunner:
     """None where answers are not audited."""
     grace_s: float = 5.0
     """What a worker gets beyond a rollout's own limit to report that the limit was reached."""
+
+    @classmethod
+    def at(
+        cls,
+        gateway: Gateway,
+        config: OrchestratorConfig,
+        pools: Mapping[str, WorkerPool],
+        *,
+        seed: int,
+        eval_share: float = EVAL_SHARE,
+    ) -> RolloutRunner:
+        """Return the runner whose rollouts ask `gateway`."""
+        return cls(
+            config=config,
+            gateway_url=f"{gateway.http_url}/v1",
+            seed=seed,
+            pools=pools,
+            records=gateway.records,
+            permits=Permits(config.max_concurrent, eval_share),
+            audits=gateway.audits,
+        )
+
+    def training_request(self, plan: GroupPlan, sibling: int, attempt: int) -> RunRollout:
+        return self._request(
+            plan.source,
+            rollout_id=plan.rollout_id(sibling, attempt),
+            task_index=plan.task_index,
+            taskset=TRAIN,
+            seed=plan.rollout_seed(sibling, attempt),
+        )
+
+    def eval_request(self, source: str, *, step: int, task_index: int, sample: int, attempt: int) -> RunRollout:
+        """Return the request; its seed does not depend on the step: evaluations differ by their weights alone."""
+        name = f"eval{step}-{source}-{task_index}-{sample}" + (f"r{attempt}" if attempt else "")
+        return self._request(
+            source,
+            rollout_id=name,
+            task_index=task_index,
+            taskset=EVAL,
+            seed=derive_seed(self.seed, "eval", source, task_index, sample, attempt),
+        )
+
+    def _request(self, source: str, *, rollout_id: str, task_index: int, taskset: str, seed: int) -> RunRollout:
+        settings = next(candidate for candidate in self.config.source if candidate.name == source)
+        sampling = self.config.sampling
+        return RunRollout(
+            rollout_id=rollout_id,
+            task_index=task_index,
+            model=POLICY,
+            gateway_url=self.gateway_url,
+            timeout_s=settings.timeout_s,
+            taskset=taskset,
+            seed=seed,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+        )
 
     async def run(
         self,
@@ -201,6 +226,32 @@ class RolloutRunner:
             reply = request.failed("audit", objection)
         return RolloutResult(reply=reply, records=records)
 
+    async def play_with_retries(
+        self,
+        play: Callable[[int, list[RolloutFailure]], Awaitable[CompiledRollout]],
+        *,
+        source: str,
+        failures: FailureLog,
+        step: Callable[[], int],
+        group: int | None = None,
+    ) -> CompiledRollout:
+        """Return the first good try of a rollout, or its last failed one, and tell `failures` how it ended.
+
+        `play` gets the number of the try, from 0, and the failures of those before. `step`: what a failure is filed
+        under.
+        """
+        earlier: list[RolloutFailure] = []
+        while True:
+            rollout, samples = await play(len(earlier), earlier)
+            if rollout.failure is None:
+                return rollout, samples
+            failures.note_try(source, rollout.rollout_id, rollout.failure)
+            if not rollout.failure.retryable or len(earlier) == self.config.max_retries:
+                await asyncio.to_thread(failures.note_end, step(), source, rollout, group)
+                return rollout, samples
+            await asyncio.sleep(retry_pause_s(len(earlier)))
+            earlier.append(rollout.failure)
+
     async def _within_deadline(self, source: str, request: RunRollout) -> RolloutReply:
         deadline_s, loop = request.timeout_s + self.grace_s, asyncio.get_running_loop()
         try:
@@ -217,32 +268,6 @@ class RolloutRunner:
 def retry_pause_s(attempt: int) -> float:
     """Return the seconds from the end of failed try number `attempt` (from 0) to the next try."""
     return backoff_s(attempt, first_s=_RETRY_S, longest_s=_LONGEST_RETRY_S)
-
-
-async def play_with_retries(
-    play: Callable[[int, list[RolloutFailure]], Awaitable[CompiledRollout]],
-    *,
-    source: str,
-    max_retries: int,
-    failures: FailureLog,
-    step: Callable[[], int],
-    group: int | None = None,
-) -> CompiledRollout:
-    """Return the first good try of a rollout, or its last failed one, and tell `failures` how it ended.
-
-    `play` gets the number of the try, from 0, and the failures of those before. `step`: what a failure is filed under.
-    """
-    earlier: list[RolloutFailure] = []
-    while True:
-        rollout, samples = await play(len(earlier), earlier)
-        if rollout.failure is None:
-            return rollout, samples
-        failures.note_try(source, rollout.rollout_id, rollout.failure)
-        if not rollout.failure.retryable or len(earlier) == max_retries:
-            await asyncio.to_thread(failures.note_end, step(), source, rollout, group)
-            return rollout, samples
-        await asyncio.sleep(retry_pause_s(len(earlier)))
-        earlier.append(rollout.failure)
 
 
 def score_failure(result: RolloutResult) -> RolloutFailure | None:
@@ -287,3 +312,228 @@ def finished_rollout(
         nodes=nodes,
         turn_nodes=[nodes.index(node_id) for node_id in turn_nodes],
     )
+
+
+# -- its samples -----------------------------------------------------------------------------------------------------
+
+
+def finish_rollout(
+    plan: GroupPlan,
+    result: RolloutResult,
+    *,
+    sibling: int = 0,
+    seed: int,
+    earlier: Sequence[RolloutFailure] = (),
+) -> CompiledRollout:
+    """Return a rollout that ended, with numbered turns, and its samples; none for a failed one.
+
+    `earlier`: failures of the tries before this one.
+    """
+    samples: list[Sample] = []
+    sampled_by: list[str] = []
+    failure = score_failure(result)
+    try:
+        if failure is None:
+            reply = msgspec.structs.replace(result.reply, turns=numbered_turns(result.reply, result.records))
+            samples = compile_rollout(plan, reply, result.records)
+            sampled_by = turn_nodes(reply, result.records)
+            result = replace(result, reply=reply)
+    except RolloutError as error:
+        failure = RolloutFailure(kind="tokens", message=str(error), retryable=True)
+    rollout = finished_rollout(
+        result,
+        sibling=sibling,
+        seed=seed,
+        samples=samples,
+        failure=failure,
+        earlier=earlier,
+        turn_nodes=sampled_by,
+    )
+    return rollout, samples
+
+
+def compile_rollout(plan: GroupPlan, reply: RolloutReply, records: Sequence[GenerationRecord]) -> list[Sample]:
+    """Return the samples of one rollout, advantages still zero. Branches without a sampled token give none.
+
+    Leaves out sessions that the environment marks as not trainable (a user simulator, a judge). A rollout that a limit
+    cut short keeps what it sampled.
+
+    Raises RolloutError when the records contradict themselves or the worker's turns.
+    """
+    trainable = {session.session_id for session in reply.sessions if session.trainable}
+    branches: list[Branch] = []
+    num_turns = 0
+    for session, session_records in matched_records(reply, records).items():
+        if session in trainable or not reply.sessions:
+            branches += merge(session_records, first_turn=num_turns)
+        num_turns += len(session_records)
+    sampled = [branch for branch in branches if branch.turns]
+    return [_sample(branch, f"{reply.rollout_id}/{number}", plan, reply) for number, branch in enumerate(sampled)]
+
+
+@dataclass(slots=True)
+class Branch:
+    """A token sequence that grows turn by turn."""
+
+    tokens: np.ndarray
+    """int32 [T]."""
+    temperature: float
+    mask: list[np.ndarray] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    turns: list[TurnSpan] = field(default_factory=list)
+
+    def continues_in(self, record: GenerationRecord) -> bool:
+        """Tell whether the record's prompt begins with all of this branch and was sampled at its temperature."""
+        length = len(self.tokens)
+        return (
+            self.temperature == record.sampling.temperature
+            and length <= len(record.prompt_ids)
+            and np.array_equal(self.tokens, record.prompt_ids[:length])
+        )
+
+    def extend(self, record: GenerationRecord, turn: int) -> None:
+        """Append what the record's prompt adds to this branch (mask 0) and its completion (mask 1)."""
+        prompt_ids = record.prompt_ids[len(self.tokens) :]
+        start, count = len(record.prompt_ids), len(record.answer)
+        self.tokens = np.concatenate([self.tokens, prompt_ids, record.answer.ids], dtype=np.int32)
+        self.mask += [np.zeros(len(prompt_ids), np.uint8), np.ones(count, np.uint8)]
+        self.logprobs += [np.zeros(len(prompt_ids), np.float32), record.answer.token_logprobs]
+        spans = [
+            VersionSpan(start + span.start, start + span.end, span.version) for span in record.answer.version_spans
+        ]
+        self.spans = joined(self.spans, spans)
+        if count:
+            self.turns.append(TurnSpan(start, start + count, turn))
+
+
+def merge(records: Iterable[GenerationRecord], first_turn: int = 0) -> list[Branch]:
+    """Return the branches of one conversation, in the order in which they began.
+
+    A record joins the longest branch that its prompt extends exactly. Its turn number is its place in the order.
+    Raises what `check_record` raises.
+    """
+    branches: list[Branch] = []
+    for turn, record in enumerate(records, start=first_turn):
+        check_record(record)
+        continued = [branch for branch in branches if branch.continues_in(record)]
+        if continued:
+            branch = max(continued, key=lambda branch: len(branch.tokens))
+        else:
+            branch = Branch(tokens=np.empty(0, np.int32), temperature=record.sampling.temperature)
+            branches.append(branch)
+        branch.extend(record, turn)
+    return branches
+
+
+def check_record(record: GenerationRecord) -> None:
+    """Refuse a record whose tokens must not reach the loss.
+
+    Raises RolloutError when logprobs or version spans do not match its tokens, or when it was sampled from another
+    distribution than the trainer's softmax.
+    """
+    answer, count = record.answer, len(record.answer)
+    where = f"session {record.session!r}, a turn of {count} sampled tokens"
+    if len(record.prompt_ids) == 0:
+        raise RolloutError(f"{where} came without a prompt: its first token has nothing to be predicted from")
+    logprobs = answer.token_logprobs
+    if len(logprobs) != count:
+        raise RolloutError(f"{where} came with {len(logprobs)} log-probabilities")
+    if not np.isfinite(logprobs).all():
+        raise RolloutError(f"{where} holds a log-probability that is not finite")
+    sampling = record.sampling
+    if sampling.temperature <= 0 or sampling.top_p < 1 or sampling.top_k > 0:
+        raise RolloutError(
+            f"{where} was sampled with temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, "
+            f"top_k {sampling.top_k}: the trainer's policy is the full softmax at a temperature above 0; mark this "
+            "agent as not trainable or let it sample as the orchestrator asks"
+        )
+    edges = [0, *(span.end for span in answer.version_spans)]
+    if [span.start for span in answer.version_spans] != edges[:-1] or edges != sorted(edges) or edges[-1] != count:
+        raise RolloutError(f"{where} has version spans {answer.version_spans}, which do not cover it")
+
+
+def _sample(branch: Branch, sample_id: str, plan: GroupPlan, reply: RolloutReply) -> Sample:
+    end = branch.turns[-1].end
+    return Sample(
+        sample_id=sample_id,
+        group_id=plan.group_id,
+        source=plan.source,
+        task_id=reply.task_id,
+        input_ids=pack_ints(branch.tokens[:end]),
+        loss_mask=pack_flags(np.concatenate(branch.mask)[:end]),
+        logprobs=pack_floats(np.concatenate(branch.logprobs)[:end]),
+        advantages=pack_floats(np.zeros(end)),
+        reward=0.0 if reply.reward is None else reply.reward,
+        temperature=branch.temperature,
+        version_spans=branch.spans,
+        turns=branch.turns,
+    )
+
+
+# -- records and the worker's turns ---------------------------------------------------------------------------------
+
+
+def numbered_turns(reply: RolloutReply, records: Sequence[GenerationRecord]) -> list[MessageRecord]:
+    """Return the worker's messages; those that the policy sampled get turn number, finish reason and surprisal.
+
+    The turn number is the one in TurnSpan. Raises RolloutError as `compile_rollout` does.
+    """
+    kept = [record for session in matched_records(reply, records).values() for record in session]
+    numbers = {record.answer.record_id: (number, record) for number, record in enumerate(kept)}
+    turns = []
+    for turn in reply.turns:
+        if turn.record_id in numbers:
+            number, record = numbers[turn.record_id]
+            reason, surprisal = record.answer.finish_reason, _surprisal(record)
+            turn = msgspec.structs.replace(turn, turn=number, finish_reason=reason, surprisal=surprisal)
+        turns.append(turn)
+    return turns
+
+
+def _surprisal(record: GenerationRecord) -> float | None:
+    """Return the mean of -log p over the record's tokens, in nats; None without tokens or with a NaN log-prob."""
+    mean = -float(np.mean(record.answer.token_logprobs)) if len(record.answer) else float("nan")
+    return round(max(mean, 0.0), 4) if np.isfinite(mean) else None
+
+
+def matched_records(reply: RolloutReply, records: Iterable[GenerationRecord]) -> dict[str, list[GenerationRecord]]:
+    """Return of each session the records that became turns of the rollout.
+
+    A reply that was lost on its way to the worker is recorded and then asked for again. The rollout never saw it, so
+    its tokens have no part in the reward. Raises RolloutError when the gateway has no record of a turn.
+    """
+    sampled = {turn.record_id: turn for turn in reply.turns if turn.call is not None}
+    by_session: dict[str, list[GenerationRecord]] = {}
+    counts = {}
+    for record in records:
+        if not sampled or record.answer.record_id in sampled:
+            by_session.setdefault(record.session, []).append(record)
+            counts[record.answer.record_id] = len(record.answer)
+    _check_turns(reply, sampled, counts)
+    return by_session
+
+
+def _check_turns(reply: RolloutReply, sampled: dict[str, MessageRecord], counts: dict[str, int]) -> None:
+    """Raise RolloutError unless the gateway recorded each turn, with as many tokens as the worker saw.
+
+    `sampled`: the worker's turns, and `counts`: the tokens of the gateway's records, by record.
+    """
+    for record_id, turn in sampled.items():
+        if record_id in counts and turn.num_tokens not in (None, counts[record_id]):
+            raise RolloutError(
+                f"turn {turn.call} of session {reply.sessions[turn.session].session_id!r} has {turn.num_tokens} tokens "
+                f"at the worker, {counts[record_id]} at the gateway"
+            )
+    missing = [turn for record_id, turn in sampled.items() if record_id not in counts]
+    if missing:
+        names = sorted({reply.sessions[turn.session].session_id for turn in missing})
+        raise RolloutError(
+            f"the worker shows {len(missing)} turns of sessions {names} that the gateway did not record: the rollout's "
+            "tokens are incomplete"
+        )
+
+
+def turn_nodes(reply: RolloutReply, records: Sequence[GenerationRecord]) -> list[str]:
+    """Return the node that sampled each turn, by turn number. Raises RolloutError as `compile_rollout` does."""
+    return [record.answer.node_id for matched in matched_records(reply, records).values() for record in matched]

@@ -35,7 +35,7 @@ from verifiers.v1.utils import loaders
 
 _LOST = (aiohttp.ClientOSError, aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError)
 _ASK_AGAIN_S = (0.1, 1.0)
-"""Pauses after lost connections. A turn that is asked for again counts once (rollouts/samples.py)."""
+"""Pauses after lost connections. A turn that is asked for again counts once (rollouts/rollout.py)."""
 _IDLE_S = 15.0
 """The client closes idle connections before the gateway does, so no request meets a closing one."""
 _CONNECT_S = 30.0

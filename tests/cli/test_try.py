@@ -12,8 +12,8 @@ import pytest
 from composer_prime.cli.environments.try_command import _parser, chosen, trial_config
 from composer_prime.console import console_script
 from composer_prime.errors import ConfigError
+from orchestrator.outside_run import trial_warnings
 from orchestrator.rollouts.groups import FinishedRollout
-from orchestrator.rollouts.trial import trial_warnings
 from orchestrator.workers.worker import overlap
 
 BROKEN = """

@@ -23,9 +23,8 @@ from composer_prime.run.weights import WeightStore
 from orchestrator.coding.sandbox.box import open_box
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.groups import GroupPlan
-from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutResult, RolloutRunner, score_failure
-from orchestrator.rollouts.samples import compile_rollout
-from orchestrator.tasks.sources import source_spec
+from orchestrator.rollouts.rollout import RolloutResult, RolloutRunner, compile_rollout, score_failure
+from orchestrator.tasks import source_spec
 from orchestrator.workers.pool import WorkerPool
 
 sys.path.append(str(Path(__file__).parents[1] / "gateway"))
@@ -88,10 +87,9 @@ def configuration(model: Path, tasks: Path) -> Config:
 
 async def play(config: Config, gateway: Gateway, pool: WorkerPool) -> tuple[RolloutResult, list[Sample]]:
     """One rollout as a run plays it, and the samples that a trainer would get."""
-    requests = RequestFactory(config=config.orchestrator, gateway_url=f"{gateway.http_url}/v1", seed=0)
-    runner = RolloutRunner({"code": pool}, gateway.records, Permits(config.orchestrator.max_concurrent, eval_share=1.0))
+    runner = RolloutRunner.at(gateway, config.orchestrator, {"code": pool}, seed=0, eval_share=1.0)
     plan = GroupPlan(group=0, source="code", task_index=0, seed=0, size=1)
-    result = await runner.run("code", requests.training(plan, 0, 0), order=0)
+    result = await runner.run("code", runner.training_request(plan, 0, 0), order=0)
     return result, compile_rollout(plan, result.reply, result.records)
 
 

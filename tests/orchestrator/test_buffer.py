@@ -14,9 +14,8 @@ from orch_groups import ready
 from composer_prime.wire.types import HintedTurn, VersionSpan, flags, floats, pack_flags, pack_ints
 from orchestrator.batching.batches import Buffer
 from orchestrator.event_loop import Notifier
-from orchestrator.rollouts.groups import GroupOutcome
+from orchestrator.rollouts.groups import GroupOutcome, sdpo_only
 from orchestrator.rollouts.rollout import Permits
-from orchestrator.rollouts.samples import sdpo_only
 from orchestrator.workers.protocol import EVAL, TRAIN
 
 

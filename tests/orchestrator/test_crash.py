@@ -21,7 +21,7 @@ from composer_prime.config import load
 from composer_prime.run import ledger
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
-from orchestrator.durability.journal import Finished, Journal
+from orchestrator.durability import Finished, Journal
 
 PROCESS = Path(__file__).with_name("orch_process.py")
 

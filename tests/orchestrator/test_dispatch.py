@@ -15,10 +15,10 @@ from orch_peers import PeerTrainer, ScriptedPool, draw, make_config, sample_ids
 from composer_prime.errors import EnvironmentWorkerError, RolloutError
 from composer_prime.monitor.events import EventFile, EventHandler, read_events
 from composer_prime.wire.types import RunFinished
-from orchestrator.durability.journal import Dropped, Journal
+from orchestrator.durability import Dropped, Journal
 from orchestrator.gateway.generation import RolloutRecords
 from orchestrator.rollouts.groups import GroupOutcome
-from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner, score_failure
+from orchestrator.rollouts.rollout import Permits, RolloutRunner, score_failure
 from orchestrator.scheduler import DroppedGroups
 from orchestrator.workers.protocol import RolloutFailure, RunRollout
 
@@ -66,7 +66,7 @@ async def test_a_sibling_that_keeps_failing_is_left_out_and_never_scored_zero(op
         assert [line["reward"] for line in failed] == [None, None]
         assert [line["error"]["kind"] for line in failed] == ["sandbox", "sandbox"]
         assert replies[0].metrics["reward/mean"] == 1 / 3
-        assert run.pipeline.training.scheduler.dispatcher.retries >= 2
+        assert run.pipeline.watchdog.scheduler.dispatcher.retries >= 2
 
 
 async def test_a_group_with_too_few_rollouts_is_dropped_and_counted(open_run, run_dir, tmp_path):
@@ -76,9 +76,9 @@ async def test_a_group_with_too_few_rollouts_is_dropped_and_counted(open_run, ru
         await trainer.attach(0)
         for step in range(1, 5):
             await trainer.train(step)
-        counters = run.pipeline.training.scheduler.dropped.counters
+        counters = run.pipeline.watchdog.scheduler.dropped.counters
         assert counters["failed"] > 0
-        assert run.pipeline.training.scheduler.dispatcher.retries == 0
+        assert run.pipeline.watchdog.scheduler.dispatcher.retries == 0
         assert all(reply.metrics["batch/groups"] == 2 for [reply] in trainer.steps.values())
 
 
@@ -201,7 +201,7 @@ async def test_a_long_rollout_goes_on_over_versions_and_its_new_tokens_are_train
             await trainer.train(step)
         trained = {name.split("-")[0] for replies in trainer.steps.values() for name in sample_ids(replies)}
         assert "g000001" in trained
-        assert run.pipeline.training.scheduler.dropped.counters["stale"] == 0
+        assert run.pipeline.watchdog.scheduler.dropped.counters["stale"] == 0
         metrics = [replies[0].metrics for replies in trainer.steps.values()]
         assert max(figures["policy/stale_share"] for figures in metrics) > 0
         assert all(figures["policy/staleness_max"] <= 1 for figures in metrics)
@@ -213,9 +213,16 @@ async def test_a_rollout_past_its_deadline_is_a_failure_of_kind_timeout(tmp_path
     pool.pause_s = lambda request: 60.0
     source = {"name": "s", "taskset": {"id": "x"}, "timeout_s": 0.1}
     config = make_config(tmp_path, source=[source]).orchestrator
-    request = RequestFactory(config=config, gateway_url="http://127.0.0.1:1/v1", seed=1).training(plan(0), 0, 0)
-    runner = RolloutRunner({"s": pool}, records, Permits(1, eval_share=0.5), grace_s=0.1)
-    result = await runner.run("s", request, order=0)
+    runner = RolloutRunner(
+        config=config,
+        gateway_url="http://127.0.0.1:1/v1",
+        seed=1,
+        pools={"s": pool},
+        records=records,
+        permits=Permits(1),
+        grace_s=0.1,
+    )
+    result = await runner.run("s", runner.training_request(plan(0), 0, 0), order=0)
     failure = score_failure(result)
     assert failure is not None and failure.kind == "timeout" and failure.retryable
     assert len(records) == 0 and result.versions is None

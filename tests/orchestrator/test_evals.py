@@ -186,7 +186,7 @@ async def test_evaluation_does_not_stop_training(open_run, run_dir, tmp_path):
         await trainer.attach(0)
         for step in (1, 2, 3):
             await trainer.train(step)
-        assert run.pipeline.training.evaluator.running == 0
+        assert run.pipeline.watchdog.evaluator.running == 0
         assert not run_dir.eval_rollouts(0).exists()
 
 

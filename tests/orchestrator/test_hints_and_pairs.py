@@ -15,11 +15,10 @@ from composer_prime.wire.types import Preference, ints, pack_ints
 from orchestrator.batching.batch_metrics import batch_metrics
 from orchestrator.batching.batches import Buffer, Versions
 from orchestrator.chat_renderer import build_renderer
-from orchestrator.durability.journal import Finished, Formed, Started
-from orchestrator.durability.resume import OrchestratorState, resume
+from orchestrator.durability import Finished, Formed, OrchestratorState, Started, resume
 from orchestrator.preferences import PairCursor
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
-from orchestrator.tasks.sources import Sources
+from orchestrator.tasks import Sources
 from orchestrator.workers.protocol import MessageRecord, RolloutReply, RunRollout, SessionRecord, ToolCall
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]

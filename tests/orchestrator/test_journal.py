@@ -13,8 +13,7 @@ from orch_groups import ended, plan, ready
 
 from composer_prime.errors import CheckpointError
 from composer_prime.run.run_dir import write_remedy
-from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Journal, Started
-from orchestrator.durability.resume import formed_batches
+from orchestrator.durability import Dropped, Entry, Finished, Formed, Journal, Started, formed_batches
 from orchestrator.rollouts.groups import GroupOutcome
 
 

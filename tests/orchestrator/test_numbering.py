@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from orchestrator.rollouts.samples import compile_rollout, numbered_turns
+from orchestrator.rollouts.rollout import compile_rollout, numbered_turns
 from orchestrator.workers.protocol import MessageRecord, RolloutReply, SessionRecord
 from tests.rollouts_made import PLAN, Step, play
 

@@ -10,7 +10,7 @@ from orch_peers import RUN_ID, PeerTrainer, ScriptedPool, make_config, sample_id
 from composer_prime.errors import CheckpointError, DeadlineError
 from composer_prime.run import ledger
 from composer_prime.wire.types import RunFinished, StepRefused, StepRequest
-from orchestrator.durability.resume import state_path
+from orchestrator.durability import state_path
 
 
 async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir, tmp_path):

@@ -14,9 +14,8 @@ from composer_prime.errors import RolloutError
 from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, floats, ints, pack_floats
 from orchestrator.gateway.generation import GenerationRecord
-from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan, trained_by_node
-from orchestrator.rollouts.rollout import RolloutResult, finished_rollout
-from orchestrator.rollouts.samples import compile_rollout, turn_nodes, with_advantage
+from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan, trained_by_node, with_advantage
+from orchestrator.rollouts.rollout import RolloutResult, compile_rollout, finished_rollout, turn_nodes
 from orchestrator.workers.protocol import MessageRecord, RolloutReply, SessionRecord
 from tests.records_made import record_of
 

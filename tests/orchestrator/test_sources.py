@@ -15,8 +15,7 @@ from orch_groups import plan, ready
 from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig
 from composer_prime.errors import ConfigError, EmptyTaskSetError
 from orchestrator.rollouts.groups import GroupPlan
-from orchestrator.tasks.curriculum import Frontier, Shuffled, build_curriculum
-from orchestrator.tasks.sources import Sources, source_spec
+from orchestrator.tasks import Frontier, Shuffled, Sources, build_curriculum, source_spec
 
 
 def config(*weights: float, **more: Any) -> OrchestratorConfig:
@@ -98,7 +97,7 @@ def test_the_frontier_prefers_tasks_that_sometimes_pass():
         {"import_path": "no_such_module:X"},
         {"kwargs": {"speed": 3}},
         {"import_path": "collections:Counter"},
-        {"import_path": "orchestrator.tasks.curriculum:Frontier", "kwargs": {"window": 0}},
+        {"import_path": "orchestrator.tasks:Frontier", "kwargs": {"window": 0}},
     ],
 )
 def test_a_curriculum_that_cannot_be_made_is_a_config_error(settings):
@@ -146,7 +145,7 @@ def test_task_shards_are_a_partition(tasks, clusters):
 
 # The frontier learns about its own part; a part without a task is refused with a remedy.
 def test_task_shard_of_any_curriculum():
-    adaptive = CurriculumConfig(import_path="orchestrator.tasks.curriculum:Frontier", kwargs={"explore": 0.0})
+    adaptive = CurriculumConfig(import_path="orchestrator.tasks:Frontier", kwargs={"explore": 0.0})
     found = Sources(config(1, curriculum=adaptive), seed=1, num_tasks={"s0": 4}, shard=(1, 2))
     for task, rewards in ((1, (1.0, 1.0)), (3, (1.0, 0.0))):
         made = plan(0, source="s0", task_index=task)

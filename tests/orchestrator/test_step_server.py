@@ -27,7 +27,7 @@ from composer_prime.wire.types import (
 )
 from orchestrator.batching.batches import Batch, Batches, Versions
 from orchestrator.event_loop import Notifier
-from orchestrator.step_server import POLL_S, StepServer
+from orchestrator.step_server import POLL_S, StepServer, TrainerOrders
 
 
 def bound(address: str, keys: RunKeys) -> SecureServer:
@@ -37,19 +37,16 @@ def bound(address: str, keys: RunKeys) -> SecureServer:
 class Served:
     """A step server around two formed batches, and what it was told."""
 
-    def __init__(self, keys: RunKeys, poll_s: float) -> None:
+    def __init__(self, keys: RunKeys) -> None:
         self.batches, self.changed = Batches(RUN_ID, max_steps=9), Notifier()
         self.orders: list[str] = []
         self.server = StepServer(
             socket=bound("tcp://127.0.0.1:0", keys),
-            run_id=RUN_ID,
             batches=self.batches,
+            orders=TrainerOrders(self._step_done, self._checkpoint),
             changed=self.changed,
             waiting_for=lambda step: f"batch {step}: 1 of 2 groups",
-            on_step_done=self._step_done,
-            on_checkpoint=self._checkpoint,
             on_error=lambda error: self.orders.append(repr(error)),
-            poll_s=poll_s,
         )
         self.endpoint = self.server.endpoint
 
@@ -72,10 +69,11 @@ class Served:
 
 
 @pytest.fixture
-def serve(run_dir):
+def serve(run_dir, monkeypatch):
     @asynccontextmanager
     async def opened(world_size: int = 1, poll_s: float = 0.3) -> AsyncIterator[tuple[Served, PeerTrainer]]:
-        served = Served(RunKeys(run_dir.keys), poll_s)
+        monkeypatch.setattr("orchestrator.step_server.POLL_S", poll_s)
+        served = Served(RunKeys(run_dir.keys))
         async with PeerTrainer(run_dir, served.endpoint, world_size=world_size) as trainer:
             yield served, trainer
         await served.server.close()

@@ -12,7 +12,7 @@ from composer_prime.model_source import model_ready, resolve_model
 from composer_prime.plan.sandboxes import why_not_started
 from orchestrator.chat_renderer import build_renderer
 from orchestrator.chat_template import chat_folder
-from orchestrator.tasks.sources import source_spec
+from orchestrator.tasks import source_spec
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.toml"))

@@ -181,9 +181,8 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
     source, began = config.orchestrator.source[0], time.monotonic()
     from composer_prime.cli.served_model import serve_with_workers
     from composer_prime.run.scratch import Scratch
-    from orchestrator.rollouts.rollout import RequestFactory
+    from orchestrator.outside_run import play_episodes, trial_warnings
     from orchestrator.rollouts.rollout_log import rollout_line
-    from orchestrator.rollouts.trial import play_episodes, trial_warnings
     from orchestrator.workers.protocol import EVAL, TRAIN
 
     taskset = EVAL if options.eval else TRAIN
@@ -194,11 +193,10 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
             loaded = time.monotonic()
             _report(f"playing {pluralize(options.episodes, 'episode')} ...")
             rollouts = await play_episodes(
-                pool=pool,
-                gateway=gateway,
-                requests=RequestFactory(
-                    config=config.orchestrator, gateway_url=f"{gateway.http_url}/v1", seed=config.run.seed
-                ),
+                pool,
+                gateway,
+                config.orchestrator,
+                seed=config.run.seed,
                 tasks=_tasks(options, pool.num_tasks(taskset)),
                 taskset=taskset,
             )

@@ -1,31 +1,37 @@
-"""Episodes played outside a run, to look at an environment: `composer try`.
+"""Rollouts of one model outside a run: `composer try` looks at an environment, `composer eval` at held-out tasks.
 
 play_episodes -> worker -> environment <-> gateway; the tokens are compiled as for training
 trial_warnings -> what would make a run learn nothing
+evaluate --every (source, task, sample)--> play_held_out --> rollouts/eval_000000.jsonl, as each ends: a stop loses none
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from composer_prime.config.orchestrator import OrchestratorConfig, SourceConfig
 from composer_prime.console import pluralize
 from composer_prime.errors import plain_errors
+from composer_prime.run.run_dir import RunDir
+from orchestrator.evals import play_held_out
 from orchestrator.gateway import Gateway
+from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import FinishedRollout, GroupPlan, derive_seed
-from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner
-from orchestrator.rollouts.samples import finish_rollout
+from orchestrator.rollouts.rollout import RolloutRunner, finish_rollout
+from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import TRAIN
+from orchestrator.workers.protocol import EVAL, TRAIN
 
 
 async def play_episodes(
-    *,
     pool: WorkerPool,
     gateway: Gateway,
-    requests: RequestFactory,
+    config: OrchestratorConfig,
+    *,
+    seed: int,
     tasks: Sequence[int],
     taskset: str = TRAIN,
 ) -> list[FinishedRollout]:
@@ -34,18 +40,17 @@ async def play_episodes(
     Failures are in the result. Raises EnvironmentWorkerError when no worker is left.
     """
     source = pool.spec.name
-    permits = Permits(requests.config.max_concurrent, eval_share=1.0)
-    runner = RolloutRunner({source: pool}, gateway.records, permits)
+    runner = RolloutRunner.at(gateway, config, {source: pool}, seed=seed, eval_share=1.0)
 
     async def play(number: int, task_index: int) -> FinishedRollout:
         plan = GroupPlan(
             group=number,
             source=source,
             task_index=task_index,
-            seed=derive_seed(requests.seed, "try", task_index, tasks[:number].count(task_index)),
+            seed=derive_seed(seed, "try", task_index, tasks[:number].count(task_index)),
             size=1,
         )
-        request = msgspec.structs.replace(requests.training(plan, 0, 0), taskset=taskset)
+        request = msgspec.structs.replace(runner.training_request(plan, 0, 0), taskset=taskset)
         result = await runner.run(source, request, order=number)
         return finish_rollout(plan, result, seed=request.seed or 0)[0]
 
@@ -79,3 +84,42 @@ def trial_warnings(rollouts: Sequence[FinishedRollout], overlap: str | None = No
             "orchestrator.sampling.max_tokens or the harness's max_turns if that cuts good answers"
         )
     return warnings
+
+
+async def evaluate(
+    config: OrchestratorConfig,
+    pools: Mapping[str, WorkerPool],
+    gateway: Gateway,
+    run_dir: RunDir,
+    *,
+    seed: int,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Play config.eval.tasks of each pool's source, and append the rollouts. `on_progress` gets how many of how many.
+
+    Raises EnvironmentWorkerError when the workers of a source are gone.
+    """
+    runner = RolloutRunner.at(gateway, config, pools, seed=seed, eval_share=1.0)
+    failures = FailureLog(path=run_dir.failed_rollouts)
+    sources = [source for source in config.source if source.name in pools]
+    places = [place for source in sources for place in _places(config, source, pools[source.name])]
+    path, count, writing = run_dir.eval_rollouts(0), 0, asyncio.Lock()
+
+    async def play(source: str, task_index: int, sample: int) -> None:
+        nonlocal count
+        rollout = await play_held_out(runner, failures, source, step=0, version=0, task_index=task_index, sample=sample)
+        line = rollout_log.rollout_line(0, source, rollout, "evaluated")
+        async with writing:
+            await asyncio.to_thread(rollout_log.append, path, line)
+        count += 1
+        on_progress(count, len(places))
+
+    with plain_errors():
+        async with asyncio.TaskGroup() as group:
+            for place in places:
+                group.create_task(play(*place))
+
+
+def _places(config: OrchestratorConfig, source: SourceConfig, pool: WorkerPool) -> list[tuple[str, int, int]]:
+    tasks = min(config.eval.tasks, pool.num_tasks(EVAL))
+    return [(source.name, task, sample) for task in range(tasks) for sample in range(config.eval.samples)]

@@ -1,0 +1,467 @@
+"""What a crash must not lose: the journal, the orchestrator's part of a checkpoint, and the way back from both.
+
+    journal/000001.log    magic, then frames:  u32 length | u32 crc32 | msgpack of one entry
+
+    Started    a group was dispatched: its plan
+    Finished   a group is ready: its samples and rollouts       (before it can enter a batch)
+    Dropped    a group was filtered, failed or is stale
+    Formed     a batch has its groups                           (fsynced before a trainer sees it)
+
+One writer thread does all file work, in the order of the calls. A written entry is in the operating system's hands and
+survives kill -9. A Formed entry is on the disk: it survives a power cut, with everything before it. A segment whose
+tail is torn is cut back to its last whole frame. A segment is deleted once no checkpoint on disk needs one of its
+entries.
+
+The state (checkpoints/step_N/orchestrator/state.json) is small: the groups themselves are in the journal, and the state
+says which of them counted at that moment. It is taken in one step of the event loop together with the journal's
+sequence number, so the two never disagree. `resume` replays the newer entries on top of it. Every batch that was formed
+is served again unchanged, but for samples and pairs that made a step not finite (the trainer's ledger names them).
+Groups in flight keep their number, task and seeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from composer_prime.errors import CheckpointError
+from composer_prime.run.run_dir import RunDir, write_atomic, write_remedy
+from composer_prime.wire.types import Preference
+from orchestrator.batching.batches import Batch, Versions
+from orchestrator.preferences import PairCursor
+from orchestrator.rollouts.groups import FinishedGroup, GroupPlan
+from orchestrator.tasks import Sources
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+_MAGIC = b"composer-journal-1\n"
+_FRAME = struct.Struct("<II")
+_NAME = re.compile(r"(\d{6,})\.log$")
+SEGMENT_BYTES = 64 << 20
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+    seq: int
+    plan: GroupPlan
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+    seq: int
+    group: FinishedGroup
+
+
+class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag="dropped"):
+    seq: int
+    group: FinishedGroup
+    """Without samples; its outcome is the reason."""
+
+
+class Formed(msgspec.Struct, frozen=True, kw_only=True, tag="formed"):
+    seq: int
+    step: int
+    groups: list[int]
+    """Numbers of the batch's groups, in order."""
+    dropped: list[int]
+    """Groups dropped since the last batch; they are logged and counted with this one."""
+    metrics: dict[str, float]
+    oldest_version: int = 0
+    """Tokens of older policy versions are context in this batch."""
+    preferences: list[Preference] = []
+    """The batch's pairs for replay-DPO."""
+    pairs: PairCursor | None = None
+    """Where the pairs continue after this batch; None where none are mixed in."""
+
+
+Entry = Started | Finished | Dropped | Formed
+
+
+@dataclass(slots=True)
+class _Segment:
+    path: Path
+    last_seq: int = 0
+    groups: set[int] = field(default_factory=set)
+    """Groups whose Finished entry is in it."""
+    steps: set[int] = field(default_factory=set)
+    """Batches whose Formed entry is in it."""
+
+    def note(self, entry: Entry) -> None:
+        self.last_seq = max(self.last_seq, entry.seq)
+        if isinstance(entry, Finished | Dropped):
+            self.groups.add(entry.group.plan.group)
+        elif isinstance(entry, Formed):
+            self.steps.add(entry.step)
+
+
+class Journal:
+    """Open it with `Journal.create` or `Journal.resume`; from then on only this process may write it."""
+
+    def __init__(
+        self, folder: Path, segments: list[_Segment], segment_bytes: int = SEGMENT_BYTES, min_seq: int = 0
+    ) -> None:
+        self.seq = max([segment.last_seq for segment in segments] + [min_seq])
+        """Sequence number of the newest entry; each new entry takes the next."""
+        self._folder = folder
+        self._segment_bytes = segment_bytes
+        self._closed = segments
+        self._file: BinaryIO | None = None
+        """The segment being written; None between segments."""
+        self._current: _Segment | None = None
+        numbers = [int(match[1]) for segment in segments if (match := _NAME.search(segment.path.name))]
+        self._next_number = max(numbers, default=0) + 1
+        self._encoder = msgspec.msgpack.Encoder()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
+
+    @classmethod
+    def create(cls, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> Journal:
+        """Create an empty journal. Removes what an earlier run left in `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in _segment_paths(folder):
+            path.unlink()
+        return cls(folder, [], segment_bytes)
+
+    @classmethod
+    def resume(
+        cls, folder: Path, segment_bytes: int = SEGMENT_BYTES, *, min_seq: int = 0
+    ) -> tuple[Journal, list[Entry]]:
+        """Return the journal and all its entries in order. Cuts off a torn tail of the newest segment.
+
+        Entry numbers continue after the checkpoint's `min_seq`: compaction may have emptied the journal, and new
+        entries must not count as old ones. Raises CheckpointError when an older segment is damaged.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        entries, segments = [], []
+        paths = _segment_paths(folder)
+        for path in paths:
+            segment = _Segment(path)
+            for entry in _read(path, newest=path == paths[-1]):
+                segment.note(entry)
+                entries.append(entry)
+            segments.append(segment)
+        return cls(folder, segments, segment_bytes, min_seq), entries
+
+    def next_seq(self) -> int:
+        self.seq += 1
+        return self.seq
+
+    def append(self, entry: Entry) -> asyncio.Future[None]:
+        """Queue `entry`, with its seq from `next_seq`. Entries are written in the order of these calls.
+
+        The future is done once the entry is written. It raises CheckpointError when that fails (a full disk).
+        """
+        return asyncio.get_running_loop().run_in_executor(self._writer, self._append, entry)
+
+    async def read(self) -> list[Entry]:
+        """Return all entries on disk, in order. Raises CheckpointError when a segment is damaged."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, self._read_all)
+
+    async def compact(self, *, oldest_seq: int, groups: set[int], steps: set[int]) -> int:
+        """Delete segments without an entry newer than `oldest_seq`, one of `groups` or a batch of `steps`.
+
+        Returns how many segments were deleted.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._writer, self._compact, oldest_seq, groups, steps)
+
+    async def close(self) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._writer, self._rotate)
+        except OSError as error:
+            logger.error("the journal could not be closed cleanly: %s", error)
+        self._writer.shutdown(wait=True)
+
+    def _append(self, entry: Entry) -> None:
+        payload = self._encoder.encode(entry)
+        try:
+            if self._file is None or self._current is None:
+                self._current = _Segment(self._folder / f"{self._next_number:06d}.log")
+                self._next_number += 1
+                self._file = self._current.path.open("xb")
+                self._file.write(_MAGIC)
+            self._file.write(_FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
+            self._file.flush()
+            if isinstance(entry, Formed):
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise CheckpointError(
+                f"the journal {self._current.path if self._current else self._folder} cannot be written: {error}; "
+                f"{write_remedy(error)}, then start again with --resume"
+            ) from error
+        self._current.note(entry)
+        if self._file.tell() >= self._segment_bytes:
+            self._rotate()
+
+    def _read_all(self) -> list[Entry]:
+        self._rotate()
+        return [entry for segment in self._closed for entry in _read(segment.path, newest=False)]
+
+    def _rotate(self) -> None:
+        if self._file is None or self._current is None:
+            return
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._closed.append(self._current)
+        self._file, self._current = None, None
+
+    def _compact(self, oldest_seq: int, groups: set[int], steps: set[int]) -> int:
+        self._rotate()
+        needed, deleted = [], 0
+        for segment in self._closed:
+            if segment.last_seq > oldest_seq or segment.groups & groups or segment.steps & steps:
+                needed.append(segment)
+            else:
+                segment.path.unlink(missing_ok=True)
+                deleted += 1
+        self._closed = needed
+        return deleted
+
+
+def _segment_paths(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if _NAME.search(path.name))
+
+
+def _read(path: Path, *, newest: bool) -> Iterator[Entry]:
+    """Yield a segment's entries. Cuts off the newest segment's torn tail in place."""
+    raw = path.read_bytes()
+    decoder = msgspec.msgpack.Decoder(Entry)
+    at = len(_MAGIC) if raw.startswith(_MAGIC) else 0
+    while at and at < len(raw):
+        entry, end = _frame(raw, at, decoder)
+        if entry is None:
+            break
+        yield entry
+        at = end
+    if at == len(raw) and at:
+        return
+    if not newest:
+        raise CheckpointError(
+            f"{path} is damaged at byte {at} of {len(raw)}: the run's journal cannot be trusted; restore the file, "
+            "or start a new run from the model in the newest checkpoint"
+        )
+    logger.warning("%s: cut off a torn tail of %d bytes", path, len(raw) - at)
+    with path.open("r+b") as file:
+        file.truncate(at)
+        if at == 0:
+            file.write(_MAGIC)
+
+
+def _frame(raw: bytes, at: int, decoder: msgspec.msgpack.Decoder) -> tuple[Entry | None, int]:
+    if at + _FRAME.size > len(raw):
+        return None, at
+    length, crc = _FRAME.unpack_from(raw, at)
+    end = at + _FRAME.size + length
+    payload = raw[at + _FRAME.size : end]
+    if len(payload) < length or zlib.crc32(payload) != crc:
+        return None, at
+    try:
+        return decoder.decode(payload), end
+    except msgspec.DecodeError:
+        return None, at
+
+
+# -- the state of a checkpoint ---------------------------------------------------------------------------------------
+
+
+class GroupProgress(msgspec.Struct, kw_only=True):
+    """Which groups and batches are under way."""
+
+    next_group: int
+    """Number of the next group to be planned."""
+    in_flight: list[GroupPlan]
+    ready: list[int]
+    """Groups in the buffer."""
+    dropped: list[int]
+    """Groups dropped since the last batch was formed."""
+    batches: dict[int, list[int]]
+    """Formed batches that are not trained, each with its groups."""
+    pairs: PairCursor | None = None
+    """Where the replay-DPO pairs continue; None where none are mixed in."""
+
+    def note(self, entry: Entry, sources: Sources) -> None:
+        """Take in what happened next, and bring the curricula of `sources` up to date."""
+        match entry:
+            case Started(plan=plan):
+                sources.curricula[plan.source].next_task()
+                self.in_flight.append(plan)
+                self.next_group = plan.group + 1
+            case Finished(group=group):
+                self._end(group, sources)
+                self.ready.append(group.plan.group)
+            case Dropped(group=group):
+                if group.plan.group in self.ready:  # It ended earlier and became stale.
+                    self.ready.remove(group.plan.group)
+                else:
+                    self._end(group, sources)
+                self.dropped.append(group.plan.group)
+            case Formed():
+                self.batches[entry.step] = entry.groups
+                self.pairs = entry.pairs or self.pairs
+                self.ready = [number for number in self.ready if number not in entry.groups]
+                self.dropped = [number for number in self.dropped if number not in entry.dropped]
+
+    def _end(self, group: FinishedGroup, sources: Sources) -> None:
+        sources.observe(group)
+        self.in_flight = [plan for plan in self.in_flight if plan.group != group.plan.group]
+
+
+class OrchestratorState(GroupProgress, kw_only=True):
+    """Everything about step `step` that cannot be derived from the configuration.
+
+    Every random draw derives from run.seed and from group numbers: there is no generator state to save.
+    """
+
+    run_id: str
+    step: int
+    journal_seq: int
+    """Journal entries after this one happened after the checkpoint."""
+    curricula: dict[str, Any]
+    """By source."""
+    counters: dict[str, int]
+    demonstrations: str = ""
+    """Digest of the files that SFT reads; empty where there are none."""
+    versions: Versions
+    format: int = FORMAT
+
+
+def state_path(run_dir: RunDir, step: int) -> Path:
+    return run_dir.checkpoint(step) / "orchestrator" / "state.json"
+
+
+def save_state(run_dir: RunDir, state: OrchestratorState) -> None:
+    """Write the state atomically. Raises CheckpointError, for example when the disk is full."""
+    path = state_path(run_dir, state.step)
+    try:
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(state), indent=1) + b"\n")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}; {write_remedy(error)}") from error
+
+
+def load_state(run_dir: RunDir, step: int, run_id: str) -> OrchestratorState:
+    """Read the state of checkpoint `step`. Raises CheckpointError when it is missing, unreadable or of another run."""
+    path = state_path(run_dir, step)
+    try:
+        state = msgspec.json.decode(path.read_bytes(), type=OrchestratorState)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"checkpoint {run_dir.checkpoint(step)} has a COMPLETE marker but no orchestrator state: "
+            "remove that folder to resume from the checkpoint before it"
+        ) from None
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{path} is not an orchestrator state: {error}") from None
+    if state.run_id != run_id:
+        raise CheckpointError(f"{path} belongs to run {state.run_id!r}, this is run {run_id!r}")
+    if state.format != FORMAT:
+        raise CheckpointError(f"{path} has format {state.format}, not {FORMAT}: use the release that wrote it")
+    return state
+
+
+# -- the way back ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class ResumedRun:
+    """What was in progress when the run broke off."""
+
+    next_group: int
+    in_flight: list[GroupPlan]
+    """Groups to dispatch again."""
+    ready: list[FinishedGroup] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    """Formed batches after the checkpoint's step."""
+    dropped: list[FinishedGroup] = field(default_factory=list)
+    """Dropped since the last formed batch."""
+    pairs: PairCursor | None = None
+    """Where the replay-DPO pairs continue."""
+
+
+def resume(
+    state: OrchestratorState, entries: list[Entry], sources: Sources, left_out: Set[str] = frozenset()
+) -> ResumedRun:
+    """Replay the journal's `entries` on top of `state`; brings the curricula of `sources` up to date as well.
+
+    `left_out`: samples and pairs (`pair ID`) that no batch serves again.
+    Raises CheckpointError when the journal lacks a group that the checkpoint or a formed batch names.
+    """
+    sources.load_state(state.curricula)
+    progress = copy.deepcopy(state)
+    for entry in entries:
+        if entry.seq > state.journal_seq:
+            progress.note(entry, sources)
+    groups = {entry.group.plan.group: entry.group for entry in entries if isinstance(entry, Finished | Dropped)}
+    finished = _finished_groups(entries)
+    _check_complete(progress, finished)
+    return ResumedRun(
+        next_group=progress.next_group,
+        in_flight=[sources.within(plan) for plan in sorted(progress.in_flight, key=lambda plan: plan.group)],
+        ready=[finished[number] for number in sorted(progress.ready)],
+        batches=_batches(progress.batches, finished, entries, left_out),
+        dropped=[groups[number] for number in progress.dropped if number in groups],
+        pairs=progress.pairs,
+    )
+
+
+def formed_batches(entries: list[Entry], after: int, left_out: Set[str] = frozenset()) -> list[Batch]:
+    """Return the batches of steps > `after` whose groups `entries` hold, by step, without `left_out` as in `resume`."""
+    finished = _finished_groups(entries)
+    formed = [entry for entry in entries if isinstance(entry, Formed) and entry.step > after]
+    whole = {entry.step: entry.groups for entry in formed if finished.keys() >= set(entry.groups)}
+    return _batches(whole, finished, entries, left_out)
+
+
+def _finished_groups(entries: list[Entry]) -> dict[int, FinishedGroup]:
+    return {entry.group.plan.group: entry.group for entry in entries if isinstance(entry, Finished)}
+
+
+def _batches(
+    numbers: dict[int, list[int]], finished: dict[int, FinishedGroup], entries: list[Entry], left_out: Set[str]
+) -> list[Batch]:
+    """Return the batches of `numbers`, groups by step, as they were formed."""
+    formed = {entry.step: entry for entry in entries if isinstance(entry, Formed)}
+    batches = []
+    for step in sorted(numbers):
+        batch = Batch(step=step, groups=[finished[number] for number in numbers[step]], metrics={})
+        if (entry := formed.get(step)) is not None:
+            groups = [group.without_stale_tokens(entry.oldest_version) for group in batch.groups]
+            batch = Batch(step=step, groups=groups, metrics=entry.metrics, preferences=entry.preferences)
+        batches.append(without_left_out(batch, left_out))
+    return batches
+
+
+def without_left_out(batch: Batch, left_out: Set[str]) -> Batch:
+    """Return `batch` without the samples and pairs (`pair ID`) of `left_out`."""
+    if not left_out:
+        return batch
+    groups = [
+        msgspec.structs.replace(group, samples=[sample for sample in group.samples if sample.sample_id not in left_out])
+        for group in batch.groups
+    ]
+    pairs = [pair for pair in batch.preferences if f"pair {pair.pair_id}" not in left_out]
+    return replace(batch, groups=groups, preferences=pairs)
+
+
+def _check_complete(progress: OrchestratorState, finished: dict[int, FinishedGroup]) -> None:
+    required = {*progress.ready, *(number for numbers in progress.batches.values() for number in numbers)}
+    missing = sorted(required - finished.keys())
+    if missing:
+        raise CheckpointError(
+            f"the journal lacks groups {missing[:8]} ({len(missing)} in all), which checkpoint {progress.step} or a "
+            "batch after it names: restore the run directory's journal/ folder, or start a new run"
+        )
+    expected = list(range(progress.step + 1, progress.step + 1 + len(progress.batches)))
+    if sorted(progress.batches) != expected:
+        raise CheckpointError(
+            f"the journal holds batches {sorted(progress.batches)} after checkpoint {progress.step}, "
+            f"expected {expected}"
+        )

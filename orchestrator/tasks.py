@@ -1,0 +1,288 @@
+"""Which task comes next: group number -> (source, task, seed).
+
+The source of group i depends only on i and run.seed: point i of a golden-ratio sequence falls into the source's share
+of [0, 1). So every stretch of groups holds the sources in proportion to their weights. The seed is a hash of
+(run.seed, i).
+
+The task is chosen by the source's curriculum. `orchestrator.curriculum.import_path` names it: `shuffled`, `frontier` or
+`module:Class`. Each source gets one, built as `Class(num_tasks=…, seed=…, **kwargs)`. Its state is part of every
+checkpoint. After a crash the journal replays the calls since then in their order, so a curriculum without randomness of
+its own continues exactly.
+
+In a joint run each cluster plays its own part of a source's tasks: i, i + n, i + 2n, ... where diloco.task_shard is
+[i, n]. The curriculum knows only its part, numbered from 0, so any curriculum can be sharded.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig, SourceConfig
+from composer_prime.errors import ConfigError, EmptyTaskSetError
+from composer_prime.import_path import build_part
+from orchestrator.rollouts.groups import FinishedGroup, GroupPlan, derive_seed
+from orchestrator.workers.protocol import EVAL, TRAIN, SourceSpec
+
+logger = logging.getLogger(__name__)
+
+CURRICULA = {"shuffled": "orchestrator.tasks:Shuffled", "frontier": "orchestrator.tasks:Frontier"}
+"""By short name."""
+WHOLE = (0, 1)
+"""The shard that holds all tasks."""
+_SHARD_KEY = "task_shard"
+_GOLDEN = 0.6180339887498949
+
+
+class Sources:
+    """The weighted sources of training tasks."""
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        *,
+        seed: int,
+        num_tasks: dict[str, int],
+        shard: tuple[int, int] = WHOLE,
+    ) -> None:
+        """`num_tasks`: training tasks by source name. `shard`: diloco.task_shard.
+
+        Raises EmptyTaskSetError for a source without a task here.
+        """
+        self._seed = seed
+        self._group_size = config.group_size
+        self._num_tasks = num_tasks
+        trained = [source for source in config.source if source.weight > 0]
+        self._names = [source.name for source in trained]
+        total = sum(source.weight for source in trained)
+        self._shares = list(itertools.accumulate(source.weight / total for source in trained))
+        self._offset = derive_seed(seed, "source") / (1 << 31)
+        self._first, self._every = shard
+        self.next_group = 0
+        """Number of the next new group."""
+        self.again: list[GroupPlan] = []
+        """Groups that a crash cut short and that are still to be dispatched again."""
+        self.curricula: dict[str, Curriculum] = {}
+        """By source; each knows this shard's tasks only."""
+        for name in self._names:
+            available = num_tasks[name]
+            if available == 0:
+                raise EmptyTaskSetError(
+                    f"source {name!r} has an empty task set: check its taskset's settings in [[orchestrator.source]]"
+                )
+            part = len(range(self._first, available, self._every))
+            if part == 0:
+                raise EmptyTaskSetError(
+                    f"source {name!r} has {available} training task(s), so part {self._first} of {self._every} "
+                    f"(diloco.task_shard) has none: use task_shard = [i, n] with n <= {available}, or more tasks"
+                )
+            curriculum_seed = derive_seed(seed, "curriculum", name)
+            self.curricula[name] = build_curriculum(config.curriculum, num_tasks=part, seed=curriculum_seed)
+
+    def source_of(self, group: int) -> str:
+        """Return the source that group number `group` draws its task from."""
+        point = (self._offset + group * _GOLDEN) % 1.0
+        return self._names[min(bisect.bisect_right(self._shares, point), len(self._names) - 1)]
+
+    def next(self) -> tuple[GroupPlan, bool]:
+        """Return the plan of the group that starts next, and whether it is new."""
+        if self.again:
+            return self.again.pop(0), False
+        plan = self.plan(self.next_group)
+        self.next_group += 1
+        return plan, True
+
+    def plan(self, group: int) -> GroupPlan:
+        """Return the plan of the next group. Call it once for each number, in order."""
+        source = self.source_of(group)
+        return GroupPlan(
+            group=group,
+            source=source,
+            task_index=self._first + self._every * self.curricula[source].next_task(),
+            seed=derive_seed(self._seed, "group", group),
+            size=self._group_size,
+        )
+
+    def within(self, plan: GroupPlan) -> GroupPlan:
+        """Return `plan` with a task that there is. A set that never ends had more tasks in earlier releases."""
+        count = self._num_tasks[plan.source]
+        if plan.task_index < count:
+            return plan
+        index = plan.task_index % count
+        logger.warning("group %d of source %s plays task %d: there are %d", plan.group, plan.source, index, count)
+        return msgspec.structs.replace(plan, task_index=index)
+
+    def observe(self, group: FinishedGroup) -> None:
+        """Tell the source's curriculum how the group ended."""
+        index_in_part = (group.plan.task_index - self._first) // self._every
+        plan = msgspec.structs.replace(group.plan, task_index=index_in_part)
+        self.curricula[plan.source].observe(msgspec.structs.replace(group, plan=plan))
+
+    def state(self) -> dict[str, Any]:
+        """Return the curricula's states by source, each with the part of the tasks that it is of."""
+        shard = (self._first, self._every)
+        part = {} if shard == WHOLE else {_SHARD_KEY: list(shard)}
+        return {name: curriculum.state() | part for name, curriculum in self.curricula.items()}
+
+    def load_state(self, states: dict[str, Any]) -> None:
+        """Load a checkpoint's state. Sources that it lacks start over, and all do after a change of task_shard."""
+        for name, state in states.items():
+            if name not in self.curricula:
+                continue
+            if tuple(state.get(_SHARD_KEY, WHOLE)) != (self._first, self._every):
+                logger.warning("source %s: diloco.task_shard has changed, so its tasks start over", name)
+                continue
+            self.curricula[name].load_state({key: value for key, value in state.items() if key != _SHARD_KEY})
+
+
+class Curriculum(Protocol):
+    """Called from the event loop: each call must be quick."""
+
+    def next_task(self) -> int:
+        """Return the index of the task that the next group plays, in [0, num_tasks)."""
+        ...
+
+    def observe(self, group: FinishedGroup) -> None:
+        """Take in a group of this source that ended, with any outcome; `group.plan.task_index` is its task."""
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that `load_state` needs, as plain JSON values."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Shuffled:
+    """Every task once per epoch, each epoch in its own order.
+
+    Only the draw number decides, so the state is one integer.
+    """
+
+    num_tasks: int
+    seed: int
+    _drawn: int = field(default=0, init=False)
+    _epoch: int = field(default=-1, init=False)
+    _order: list[int] = field(default_factory=list, init=False)
+
+    def next_task(self) -> int:
+        draw = self._drawn
+        self._drawn += 1
+        epoch, position = divmod(draw, self.num_tasks)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = list(range(self.num_tasks))
+            random.Random(derive_seed(self.seed, "epoch", epoch)).shuffle(self._order)
+        return self._order[position]
+
+    def observe(self, group: FinishedGroup) -> None:
+        """Do nothing: a fixed order learns nothing from results."""
+
+    def state(self) -> dict[str, Any]:
+        return {"drawn": self._drawn}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._drawn = int(state["drawn"])
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Frontier:
+    """Prefers tasks with an intermediate pass rate: p(1-p) is largest where a group carries most signal.
+
+    A task's weight is 4 p (1 - p), with p the mean of its last `window` group pass rates; an unplayed task counts as
+    p = 1/2.
+
+    Of `candidates` tasks drawn uniformly the heaviest is played (ties: the first drawn). So a draw costs the
+    same for ten tasks and ten million. With probability `explore` it is any task: what was hard may now be easy.
+    """
+
+    num_tasks: int
+    seed: int
+    window: int = 4
+    candidates: int = 8
+    explore: float = 0.05
+    pass_threshold: float = 1.0
+    _drawn: int = field(default=0, init=False)
+    _rates: dict[int, deque[float]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.candidates < 1 or self.window < 1 or not 0 <= self.explore <= 1:
+            raise ConfigError(
+                f"orchestrator.curriculum.kwargs: candidates = {self.candidates}, window = {self.window}, "
+                f"explore = {self.explore}; candidates and window must be at least 1, explore between 0 and 1"
+            )
+
+    def next_task(self) -> int:
+        rng = random.Random(derive_seed(self.seed, "frontier", self._drawn))
+        self._drawn += 1
+        candidates = [rng.randrange(self.num_tasks) for _ in range(self.candidates)]
+        if rng.random() < self.explore:
+            return candidates[0]
+        return max(candidates, key=self._signal)
+
+    def observe(self, group: FinishedGroup) -> None:
+        rewards = group.rewards
+        if rewards:
+            rate = sum(reward >= self.pass_threshold for reward in rewards) / len(rewards)
+            task = group.plan.task_index
+            self._rates.setdefault(task, deque(maxlen=self.window)).append(rate)
+
+    def _signal(self, task: int) -> float:
+        rates = self._rates.get(task, ())
+        rate = sum(rates) / len(rates) if rates else 0.5
+        return 4 * rate * (1 - rate)
+
+    def state(self) -> dict[str, Any]:
+        return {"drawn": self._drawn, "rates": {str(task): list(rates) for task, rates in self._rates.items()}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._drawn = int(state["drawn"])
+        self._rates = {int(task): deque(rates, maxlen=self.window) for task, rates in state["rates"].items()}
+
+
+def build_curriculum(config: CurriculumConfig, *, num_tasks: int, seed: int) -> Curriculum:
+    """Build the curriculum of one source.
+
+    Raises ConfigError when `import_path` names no class, or the class does not take `kwargs`.
+    """
+    key, given = "orchestrator.curriculum.import_path", {"num_tasks": num_tasks, "seed": seed}
+    curriculum = build_part(config.import_path, config.kwargs, CURRICULA, key, given)
+    missing = [name for name in ("next_task", "observe", "state", "load_state") if not hasattr(curriculum, name)]
+    if missing:
+        raise ConfigError(
+            f"{key} is {config.import_path!r}; its class lacks {missing}: see orchestrator/tasks.py for the protocol"
+        )
+    return curriculum
+
+
+def source_spec(
+    source: SourceConfig,
+    *,
+    model_path: str,
+    renderer: str | None,
+    max_context: int,
+    import_from: Sequence[Path] = (),
+) -> SourceSpec:
+    """Return what the source's worker processes load: the training task set and, merged over it, the held-out one."""
+    tasksets = {TRAIN: source.taskset}
+    if source.eval_taskset:
+        tasksets[EVAL] = {**source.taskset, **source.eval_taskset}
+    return SourceSpec(
+        name=source.name,
+        tasksets=tasksets,
+        harness=source.harness,
+        runtime=source.runtime.model_dump(mode="json", exclude_defaults=True),
+        model_path=model_path,
+        renderer=renderer,
+        max_total_tokens=max_context,
+        import_from=[str(folder) for folder in import_from],
+    )
