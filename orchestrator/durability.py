@@ -40,7 +40,7 @@ from composer_prime.errors import CheckpointError
 from composer_prime.run.run_dir import RunDir, write_atomic, write_remedy
 from composer_prime.wire.types import Preference
 from orchestrator.batching.batches import Batch, Versions
-from orchestrator.preferences import PairCursor
+from orchestrator.file_rows import PairCursor
 from orchestrator.rollouts.groups import FinishedGroup, GroupPlan
 from orchestrator.tasks import Sources
 

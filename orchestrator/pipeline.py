@@ -48,13 +48,12 @@ from composer_prime.wire.types import StepDone
 from orchestrator.batching.batches import OpenRun, build_batches
 from orchestrator.batching.dispatch import Dispatcher
 from orchestrator.chat_template import chat_folder
-from orchestrator.demonstrations import DemonstrationRows, build_demonstrations
 from orchestrator.durability import Entry, Journal, load_state, resume
 from orchestrator.evals import Evaluator
 from orchestrator.event_loop import Notifier, watched
+from orchestrator.file_rows import DemonstrationRows, build_demonstrations, build_mixer
 from orchestrator.gateway import Gateway
 from orchestrator.hints.stage import build_hints
-from orchestrator.preferences import build_mixer
 from orchestrator.rollouts.rollout import RolloutRunner
 from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.scheduler import BatchScheduler
@@ -277,7 +276,7 @@ class Pipeline:
 
     async def _close_pools(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self.opened.pools.values()))
-        self.batches.close()
+        self.batches.packed.close()
 
     async def _end_replay(self, replay: OnlineReplay, task: asyncio.Task[None]) -> None:
         """Wait for calls to teachers, which may be charged. After a failure do not wait: it must be reported soon."""

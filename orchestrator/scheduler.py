@@ -45,7 +45,7 @@ from orchestrator.durability import (
     without_left_out,
 )
 from orchestrator.evals import Evaluator
-from orchestrator.preferences import PairMixer
+from orchestrator.file_rows import PairMixer
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, trained_by_node
 from orchestrator.tasks import Sources
@@ -205,9 +205,8 @@ class BatchScheduler:
             _warn_of_filtered(metrics["groups/filtered_share"])
             preferences = []
             if self.pairs is not None:
-                draw = await asyncio.to_thread(self.pairs.draw, step)
-                preferences = draw.preferences
-                metrics |= draw.metrics
+                preferences = await asyncio.to_thread(self.pairs.draw, step)
+                metrics |= self.pairs.metrics
             batch = Batch(step=step, groups=groups, metrics=metrics, preferences=preferences)
             await self._commit(batch, oldest, dropped)
         if groups or dropped:

@@ -3,7 +3,7 @@
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}], "tools": [...]}
 
 Assistant messages are imitated, but for those with `"weight": 0`. Other keys of a line are ignored. Blank lines are not
-rows. Imports no tokenizer; orchestrator/demonstrations.py turns rows into tokens.
+rows. Imports no tokenizer; orchestrator/file_rows.py turns rows into tokens.
 """
 
 from __future__ import annotations

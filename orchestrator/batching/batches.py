@@ -37,8 +37,8 @@ from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.packing.pack import model_flops, pack, totals
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.types import Preference, Sample, StepReply
-from orchestrator.demonstrations import NO_ROWS, DemonstrationRows
 from orchestrator.event_loop import Notifier
+from orchestrator.file_rows import NO_ROWS, DemonstrationRows
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from orchestrator.workers.pool import WorkerPool

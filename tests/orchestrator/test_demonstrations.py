@@ -20,7 +20,7 @@ from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.run import ledger
 from composer_prime.wire.types import StepReply, TermUnit, flags, ints, pack_flags, pack_ints
 from orchestrator.chat_renderer import ChatTemplateRenderer
-from orchestrator.demonstrations import NO_ROWS, DemonstrationRows, RowTokenizer, build_demonstrations
+from orchestrator.file_rows import NO_ROWS, DemonstrationRows, RowTokenizer, build_demonstrations
 from tests.chat_models import chat
 from tests.rollouts_made import TOOLS
 

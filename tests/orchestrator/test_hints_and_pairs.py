@@ -16,7 +16,7 @@ from orchestrator.batching.batch_metrics import batch_metrics
 from orchestrator.batching.batches import Buffer, Versions
 from orchestrator.chat_renderer import build_renderer
 from orchestrator.durability import Finished, Formed, OrchestratorState, Started, resume
-from orchestrator.preferences import PairCursor
+from orchestrator.file_rows import PairCursor
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from orchestrator.tasks import Sources
 from orchestrator.workers.protocol import MessageRecord, RolloutReply, RunRollout, SessionRecord, ToolCall
@@ -72,13 +72,13 @@ def test_a_resumed_batch_has_its_pairs_and_the_cursor_moves_on():
     ]
     sources = Sources(make_config(MODEL).orchestrator, seed=3, num_tasks={"s": 4})
     found = resume(state, entries, sources)
-    assert found.batches[2].preferences == [PREFERENCE] and found.pairs == state.pairs
+    assert found.batches[0].preferences == [PREFERENCE] and found.pairs == state.pairs
     entries += [
         Finished(seq=4, group=distilled(1)),
         Formed(seq=5, step=3, groups=[1], dropped=[], metrics={}, preferences=[], pairs=later),
     ]
     found = resume(state, entries, sources)
-    assert found.pairs == later and found.batches[3].groups[0].outcome is GroupOutcome.DISTILLED
+    assert found.pairs == later and found.batches[1].groups[0].outcome is GroupOutcome.DISTILLED
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(entries[2]), type=Formed)
     assert again == entries[2]
 

@@ -16,7 +16,7 @@ from composer_prime.data.pairs import Pair, PairFile, PairState, resolve_pairs
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.packing.pack import pack
 from composer_prime.wire.types import Preference, ints
-from orchestrator.preferences import PairCursor, PairMixer, PairOrder, PairTokenizer
+from orchestrator.file_rows import PairCursor, PairMixer, RowTokenizer
 from tests.chat_models import chat
 from tests.rollouts_made import TOOLS
 
@@ -47,7 +47,7 @@ def write(path: Path, pairs: list[Pair], *, more: bytes = b"") -> Path:
 
 
 def mixer(path: Path, *, per_step: int = 4, seed: int = 0, limits: dict[str, Any] = ROOMY) -> PairMixer:
-    return PairMixer(PairFile(path), PairTokenizer(chat("tiny")[0], **limits), per_step=per_step, seed=seed)
+    return PairMixer(PairFile(path), RowTokenizer(chat("tiny")[0], **limits), per_step=per_step, seed=seed)
 
 
 def ids(drawn: list[Preference]) -> list[str]:
@@ -61,7 +61,7 @@ def ids(drawn: list[Preference]) -> list[str]:
 def test_both_sides_are_what_a_rollout_would_hold(model):
     # The common context is a rollout's prompt, token by token; each answer ends with the token that ends a turn.
     renderer, tokenizer = chat(model)
-    made = PairTokenizer(renderer, max_context=2000, row_tokens=4096).preference(pair())
+    made = RowTokenizer(renderer, max_context=2000, row_tokens=4096).preference(pair())
     assert isinstance(made, Preference)
     prompt = list(renderer.render_ids(pair().state.messages, tools=TOOLS, add_generation_prompt=True))
     chosen, rejected = ints(made.chosen_ids).tolist(), ints(made.rejected_ids).tolist()
@@ -85,30 +85,61 @@ def test_both_sides_are_what_a_rollout_would_hold(model):
     ],
 )
 def test_a_pair_that_cannot_be_trained_is_refused_with_its_reason(reason, changes, limits):
-    assert PairTokenizer(chat("tiny")[0], **limits).preference(pair(**changes)) == reason
+    assert RowTokenizer(chat("tiny")[0], **limits).preference(pair(**changes)) == reason
 
 
 # -- order -----------------------------------------------------------------------------------------------------------
 
 
+class Counted:
+    """A file of so many pairs, whose text nobody reads."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.path = count, Path("pairs.jsonl")
+
+    def __len__(self) -> int:
+        return self.count
+
+    def refresh(self) -> int:
+        return self.count
+
+    def digest(self, count: int) -> str:
+        return str(count)
+
+    def read(self, index: int) -> int:
+        return index
+
+    def preference(self, index: int) -> Preference:
+        """As a tokenizer: a pair that is named by its number."""
+        return Preference(pair_id=f"t/{index}", chosen_ids=b"", rejected_ids=b"", context=0, epsilon=0.0)
+
+
+def drawn(mixing: PairMixer, count: int) -> list[str]:
+    return [name for step in range(count) for name in ids(mixing.draw(step))]
+
+
+def counted(file: Counted, seed: int) -> PairMixer:
+    return PairMixer(file, file, per_step=1, seed=seed)
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 5), st.integers(1, 12), st.integers(0, 30), st.integers(0, 8))
+@given(st.integers(0, 5), st.integers(1, 12), st.integers(1, 30), st.integers(0, 8))
 def test_a_resumed_order_goes_on_as_if_it_had_not_stopped(seed, size, before, grown):
     # Also when the file grew meanwhile: the pass under way keeps its order.
-    whole = PairOrder(seed)
-    for _ in range(before):
-        whole.next(size)
-    stopped = PairOrder(seed)
-    stopped.seek(msgspec.json.decode(msgspec.json.encode(whole.cursor), type=PairCursor), size)
-    assert [whole.next(size + grown) for _ in range(30)] == [stopped.next(size + grown) for _ in range(30)]
+    file = Counted(size)
+    whole, stopped = counted(file, seed), counted(file, seed)
+    drawn(whole, before)
+    stopped.restore(msgspec.json.decode(msgspec.json.encode(whole.cursor), type=PairCursor))
+    file.count += grown
+    assert drawn(whole, 30) == drawn(stopped, 30)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 5), st.integers(2, 12))
 def test_every_pass_holds_every_pair_once_and_is_shuffled_anew(seed, size):
-    order = PairOrder(seed)
-    passes = [[order.next(size) for _ in range(size)] for _ in range(6)]
-    assert all(sorted(one) == list(range(size)) for one in passes)
+    mixing = counted(Counted(size), seed)
+    passes = [drawn(mixing, size) for _ in range(6)]
+    assert all(sorted(one, key=int) == [str(number) for number in range(size)] for one in passes)
     assert len({tuple(one) for one in passes}) > 1
 
 
@@ -119,14 +150,13 @@ def test_a_file_may_grow_while_training(tmp_path):
     # No file, then three pairs, then a fourth and half a line: each pass holds what there was when it began.
     path = tmp_path / "pairs.jsonl"
     mixing = mixer(path, per_step=3)
-    assert mixing.draw(1).preferences == [] and mixing.draw(1).metrics["pairs/in_file"] == 0
+    assert mixing.draw(1) == [] and mixing.metrics["pairs/in_file"] == 0
     write(path, [pair(n) for n in range(3)])
-    assert sorted(ids(mixing.draw(2).preferences)) == ["s0", "s1", "s2"]
+    assert sorted(ids(mixing.draw(2))) == ["s0", "s1", "s2"]
     write(path, [pair(3)], more=b'{"trace": "torn')
-    drawn = mixing.draw(3)
-    assert len(set(ids(drawn.preferences))) == 3 and mixing.cursor is not None and mixing.cursor.known == 4
-    assert drawn.metrics["pairs/in_file"] == 4
-    seen = set(ids(drawn.preferences)) | set(ids(mixing.draw(4).preferences))
+    third = ids(mixing.draw(3))
+    assert len(set(third)) == 3 and mixing.cursor.known == 4 and mixing.metrics["pairs/in_file"] == 4
+    seen = set(third) | set(ids(mixing.draw(4)))
     assert seen == {"s0", "s1", "s2", "s3"}
 
 
@@ -136,12 +166,11 @@ def test_a_mixer_goes_on_from_a_checkpoints_cursor(tmp_path):
     first.draw(1)
     first.draw(2)
     cursor = first.cursor
-    assert cursor is not None
     second = mixer(path)
     second.restore(cursor)
-    assert ids(second.draw(3).preferences) == ids(first.draw(3).preferences)
+    assert ids(second.draw(3)) == ids(first.draw(3))
     short = write(tmp_path / "short.jsonl", [pair(0)])
-    with pytest.raises(CheckpointError, match="had 7 pairs, the file has 1"):
+    with pytest.raises(CheckpointError, match="has 1 pairs and does not begin with the 7 pairs"):
         mixer(short).restore(cursor)
 
 
@@ -150,11 +179,10 @@ def test_refused_pairs_are_counted_and_others_drawn_in_their_place(tmp_path):
     path = write(tmp_path / "pairs.jsonl", [pair(0, truncated=True), *(pair(n) for n in range(1, 5))], more=b"[]\n")
     mixing = mixer(path)
     for step in range(1, 5):
-        drawn = mixing.draw(step)
-        assert sorted(ids(drawn.preferences)) == ["s1", "s2", "s3", "s4"]
-    assert drawn.metrics["pairs/refused/truncated"] == drawn.metrics["pairs/refused/no_pair"] == 1
+        assert sorted(ids(mixing.draw(step))) == ["s1", "s2", "s3", "s4"]
+    assert mixing.metrics["pairs/refused/truncated"] == mixing.metrics["pairs/refused/no_pair"] == 1
     nothing = mixer(write(tmp_path / "bad.jsonl", [pair(0, truncated=True)]))
-    assert nothing.draw(1).preferences == [] and nothing.draw(2).metrics["pairs/refused"] == 1
+    assert nothing.draw(1) == [] and nothing.metrics["pairs/refused"] == 1
 
 
 def test_a_file_of_refused_pairs_is_told_once(tmp_path, caplog):
@@ -169,7 +197,7 @@ def test_a_file_of_refused_pairs_is_told_once(tmp_path, caplog):
     mixing.draw(4)
     assert "all 4 pairs" in caplog.records[-1].getMessage() and len(caplog.records) == 2
     write(path, [pair(4)])
-    assert ids(mixing.draw(5).preferences) == ["s4"] and len(caplog.records) == 2
+    assert ids(mixing.draw(5)) == ["s4"] and len(caplog.records) == 2
 
 
 def test_a_resumed_run_has_the_pairs_it_had(tmp_path):
@@ -178,7 +206,6 @@ def test_a_resumed_run_has_the_pairs_it_had(tmp_path):
     first = mixer(path)
     first.draw(1)
     cursor = first.cursor
-    assert cursor is not None
     grown = write(tmp_path / "grown.jsonl", [pair(n) for n in range(8)])
     mixer(grown).restore(cursor)
     other = write(tmp_path / "other.jsonl", [pair(n + 1) for n in range(5)])
@@ -191,7 +218,7 @@ def test_a_file_that_disappears_is_named_with_the_remedy(tmp_path, drawn_before)
     path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(5)])
     file = PairFile(path)
     file.refresh()
-    mixing = PairMixer(file, PairTokenizer(chat("tiny")[0], **ROOMY), per_step=2, seed=0)
+    mixing = PairMixer(file, RowTokenizer(chat("tiny")[0], **ROOMY), per_step=2, seed=0)
     for step in range(drawn_before):
         mixing.draw(step)
     path.unlink()
@@ -203,11 +230,10 @@ def test_a_file_that_disappears_is_named_with_the_remedy(tmp_path, drawn_before)
 
 def test_steps_without_weight_draw_nothing(tmp_path):
     path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(4)])
-    tokenizer = PairTokenizer(chat("tiny")[0], **ROOMY)
+    tokenizer = RowTokenizer(chat("tiny")[0], **ROOMY)
     mixing = PairMixer(PairFile(path), tokenizer, per_step=2, seed=0, active=lambda step: step > 5)
-    before = mixing.draw(5)
-    assert before.preferences == [] and mixing.cursor == PairCursor()
-    assert len(mixing.draw(6).preferences) == 2
+    assert mixing.draw(5) == [] and mixing.cursor == PairCursor()
+    assert len(mixing.draw(6)) == 2
 
 
 def test_a_wrong_line_is_named(tmp_path):
@@ -229,7 +255,7 @@ def test_the_shipped_pairs_can_all_be_trained():
     # Real votes of the tiny teachers: every pair fits configs/a3.toml's context, none is refused, labels are doubted.
     path = resolve_pairs(Path("tiny"), Path())
     assert path.stat().st_size < 1_000_000
-    file, tokenizer = PairFile(path), PairTokenizer(chat("tiny")[0], **ROOMY)
+    file, tokenizer = PairFile(path), RowTokenizer(chat("tiny")[0], **ROOMY)
     made = [tokenizer.preference(file.read(index)) for index in range(file.refresh())]
     assert len(made) == 270 and all(isinstance(each, Preference) for each in made)
     assert {each.epsilon for each in made} == {0.125, 0.375}

@@ -77,7 +77,7 @@ def serve(run_dir, monkeypatch):
         async with PeerTrainer(run_dir, served.endpoint, world_size=world_size) as trainer:
             yield served, trainer
         await served.server.close()
-        served.batches.close()
+        served.batches.packed.close()
 
     return opened
 

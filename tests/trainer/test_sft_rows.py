@@ -22,7 +22,7 @@ from composer_prime.errors import ConfigError, RunMismatchError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import TermUnit, flags, ints, pack_flags, pack_ints
 from orchestrator.chat_renderer import ChatTemplateRenderer
-from orchestrator.demonstrations import RowTokenizer
+from orchestrator.file_rows import RowTokenizer
 from tests.chat_models import chat
 from trainer.model.policy_model import PACKED, Policy
 from trainer.step import loss_of, score_held_out
