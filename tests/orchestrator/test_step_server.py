@@ -266,7 +266,7 @@ async def test_the_next_batch_is_packed_before_it_is_asked_for(serve):
         for rank in (0, 1):
             await trainer.send(request(rank=rank), rank)
             await trainer.receive(rank)
-        packed = served.batches._packed
+        packed = served.batches.packed._tasks
         first = packed[1][1]
         served.form(2)
         async with asyncio.timeout(60):
