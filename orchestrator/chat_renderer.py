@@ -11,14 +11,13 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 import pydantic
 from renderers import RendererConfig, config_from_name, create_renderer
 from renderers.base import (
     MODEL_RENDERER_MAP,
-    ChatTemplateTokenizer,
     Message,
     ParsedResponse,
     ParsedToolCall,
@@ -171,11 +170,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-class _TemplateTokenizer(ChatTemplateTokenizer, Protocol):
-    chat_template: str | None
-    eos_token: str | None
-
-
 class ChatTemplateRenderer(DefaultRenderer):
     """A renderer for any model whose folder has a chat template, SmolLM2 among them.
 
@@ -187,7 +181,7 @@ class ChatTemplateRenderer(DefaultRenderer):
     3. Tool calls written as `<tool_call>{"name": …, "arguments": {…}}</tool_call>` are parsed.
     """
 
-    _tokenizer: _TemplateTokenizer
+    _tokenizer: Any
     config_class = DefaultRendererConfig
     _MARK = "\u2063<think>\nabc\n</think>\n\nxyz\u2063"
 

@@ -30,7 +30,8 @@ def batch_metrics(
     return {
         **_rewards(scored),
         **_staleness(version, groups, whole),
-        **_shapes(groups, rollouts),
+        **_batch_size(groups),
+        **_rollouts(rollouts),
         **_hints(rollout for group in everything for rollout in group.rollouts),
         "groups/filtered": float(filtered),
         "groups/distilled": float(sum(group.outcome is GroupOutcome.DISTILLED for group in groups)),
@@ -77,16 +78,19 @@ def _spans(groups: Sequence[FinishedGroup]) -> list[VersionSpan]:
     return [span for group in groups for sample in group.samples for span in sample.version_spans]
 
 
-def _shapes(groups: Sequence[FinishedGroup], rollouts: Sequence[FinishedRollout]) -> dict[str, float]:
+def _batch_size(groups: Sequence[FinishedGroup]) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.samples]
-    metrics = {
+    return {
         "batch/groups": float(sum(group.outcome is GroupOutcome.READY for group in groups)),
         "batch/samples": float(len(samples)),
         "batch/tokens": float(sum(sample.num_tokens for sample in samples)),
     }
+
+
+def _rollouts(rollouts: Sequence[FinishedRollout]) -> dict[str, float]:
     walls_s = [rollout.wall_s for rollout in rollouts if rollout.wall_s is not None]
     tool_messages = [turn for rollout in rollouts for turn in rollout.turns if turn.role == "tool"]
-    metrics |= _means(
+    metrics = _means(
         {
             "rollout/turns_mean": [sum(turn.role == "assistant" for turn in rollout.turns) for rollout in rollouts],
             "rollout/sampled_tokens_mean": [rollout.sampled_tokens for rollout in rollouts],

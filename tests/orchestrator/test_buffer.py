@@ -44,6 +44,9 @@ def test_distilled_groups_join_a_batch_in_the_order_of_their_numbers():
     taken = buffer.take(2, oldest=0, newest=0)
     assert taken is not None and [group.plan.group for group in taken] == [1, 2, 3, 5]
     assert buffer.group_numbers == [4] and buffer.take(1, oldest=0, newest=0) is None
+    buffer.add(ready(6, 0))
+    assert [group.plan.group for group in buffer.take(1, oldest=0, newest=0, with_distilled=False)] == [6]
+    assert [group.plan.group for group in buffer.sweep(1)] == [4]
 
 
 def test_only_groups_within_the_version_bounds_are_taken():

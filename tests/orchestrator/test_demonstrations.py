@@ -86,14 +86,6 @@ def test_a_turn_is_what_a_rollout_would_sample(tmp_path):
         assert row_ids[: len(prompt)] == prompt and mask[len(prompt) - 1 : len(prompt) + 1] == [0, 1]
 
 
-def test_both_ways_of_marking_agree(tmp_path):
-    # The bare chat template gives the mask that the renderer's own attribution gives.
-    (row,) = rows_of(tmp_path, {"messages": TALK, "tools": TOOLS})
-    tokenizer = tokenizer_of()
-    ids, mask = tokenizer._marked(row)
-    assert tokenizer._marked_by_prefixes(row, TALK, ids) == mask
-
-
 def test_messages_of_weight_0_are_context(tmp_path):
     # As fine-tuning services have it.
     talk = [TALK[0], {**TALK[3], "weight": 0}, TALK[4], {**TALK[5], "weight": 1}]
@@ -217,14 +209,6 @@ def test_each_pass_has_each_row_once_in_an_order_of_its_own():
     assert rows.metrics(5) == {
         "sft/rows": 4, "sft/pass": 1, "sft/rows_in_files": 10, "sft/rows_skipped": 0,
     }  # fmt: skip
-
-
-def test_rows_that_made_a_step_not_finite_are_left_out():
-    assert set(names(made(10), 1, 2, 3)) - set(names(made(10, left_out=frozenset({"row f:3"})), 1, 2, 3)) == {"row f:3"}
-
-
-def test_no_files_no_rows():
-    assert NO_ROWS.of_step(3) == [] and NO_ROWS.metrics(3) == {}
 
 
 def test_a_resume_needs_the_same_files(tmp_path):

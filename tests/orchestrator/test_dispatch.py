@@ -142,14 +142,7 @@ async def test_a_reward_that_always_raises_stops_the_run(open_run, run_dir, tmp_
     assert failed[0]["status"] == "failed" and failed[0]["step"] == 1
     assert failed[0]["error"]["where"] == "my_env.py:12, in right"
     assert "line 12, in right" in failed[0]["error"]["detail"]
-
-
-async def test_a_group_that_ended_is_journaled_before_it_ends_the_run(open_run, run_dir, tmp_path, monkeypatch):
-    """Else a resume would start the same broken tasks first and end again."""
-    monkeypatch.setattr("orchestrator.scheduler._MAX_FAILED_GROUPS", 4)
-    async with open_run(make_config(tmp_path, max_retries=0), ScriptedPool(lambda request: RAISED)) as run:
-        [error] = await asyncio.gather(run.task, return_exceptions=True)
-    assert isinstance(error, RolloutError)
+    # The groups are journaled. Else a resume would start the same broken tasks first and end again.
     _, entries = Journal.resume(run_dir.journal)
     ended = {entry.group.plan.group for entry in entries if isinstance(entry, Dropped)}
     assert len(ended) >= 4  # others may end while the run does

@@ -43,7 +43,7 @@ def test_pass_at_k_refuses_impossible_counts():
 
 
 def test_failed_rollouts_are_left_out_and_counted():
-    """A verifier that broke is not a wrong answer: two tasks are scored, one has no estimate at all."""
+    """A verifier that broke is not a wrong answer: two tasks are scored; without a score there is no mean."""
     tasks = [
         [rollout("a", 1.0, version_min=3, version_max=4), rollout("b", None, failure="env")],
         [rollout("c", 0.0, version_min=4, version_max=5), rollout("d", 0.5, version_min=4, version_max=4)],
@@ -56,6 +56,8 @@ def test_failed_rollouts_are_left_out_and_counted():
     assert figures["eval/s/pass@1"] == 0.5
     assert figures["eval/s/pass@2"] == 0.0
     assert (figures["eval/s/version_min"], figures["eval/s/version_max"]) == (3, 5)
+    figures = eval_summary("s", tasks[2:], EvalConfig(every_steps=1))
+    assert "eval/s/reward_mean" not in figures and figures["eval/s/failed"] == 1
 
 
 def test_probes_of_earlier_runs_do_not_count(tmp_path):
@@ -63,13 +65,6 @@ def test_probes_of_earlier_runs_do_not_count(tmp_path):
     rollouts = [rollout("p", 0.0, metrics={"probe/cheated": 1.0}), rollout("a", 1.0)]
     rollout_log.write(tmp_path / "eval.jsonl", (rollout_log.rollout_line(0, "s", each, "x") for each in rollouts))
     assert list(scores(tmp_path / "eval.jsonl").values()) == [[1.0]]
-
-
-def test_nothing_measured_means_no_figure():
-    """All rollouts failed: no mean, rather than 0."""
-    figures = eval_summary("s", [[rollout("e", None, failure="env")]], EvalConfig(every_steps=1))
-    assert "eval/s/reward_mean" not in figures
-    assert figures["eval/s/failed"] == 1
 
 
 async def test_every_evaluation_plays_the_same_tasks_with_the_same_seeds(open_run, run_dir, tmp_path):

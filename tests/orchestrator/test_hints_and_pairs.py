@@ -13,7 +13,7 @@ from composer_prime.config import Config
 from composer_prime.data.pairs import Pair, PairState
 from composer_prime.wire.types import Preference, ints, pack_ints
 from orchestrator.batching.batch_metrics import batch_metrics
-from orchestrator.batching.batches import Buffer, Versions
+from orchestrator.batching.batches import Versions
 from orchestrator.chat_renderer import build_renderer
 from orchestrator.durability import Finished, Formed, OrchestratorState, Started, resume
 from orchestrator.file_rows import PairCursor
@@ -29,21 +29,6 @@ PREFERENCE = Preference(
 
 def distilled(number: int, version: int = 0) -> FinishedGroup:
     return msgspec.structs.replace(ready(number, version, rewards=(0.0, 0.0)), outcome=GroupOutcome.DISTILLED)
-
-
-def test_distilled_groups_join_a_batch_and_make_none():
-    """They take no place of a batch and open none for dispatch; a batch takes at most as many as its own groups."""
-    buffer = Buffer()
-    for number in (1, 3, 5):
-        buffer.add(distilled(number))
-    assert len(buffer) == 0 and buffer.take(1, oldest=0, newest=0) is None
-    buffer.add(ready(4, 0))
-    assert len(buffer) == 1 and buffer.group_numbers == [1, 3, 4, 5]
-    assert [group.plan.group for group in buffer.take(1, oldest=0, newest=0)] == [1, 4]
-    assert buffer.group_numbers == [3, 5]
-    buffer.add(ready(6, 0))
-    assert [group.plan.group for group in buffer.take(1, oldest=0, newest=0, with_distilled=False)] == [6]
-    assert [group.plan.group for group in buffer.sweep(1)] == [3, 5]
 
 
 def test_a_distilled_group_counts_as_filtered():

@@ -161,28 +161,6 @@ def test_alone_it_prepares_its_run_directory_and_stops_at_ctrl_c(tmp_path, call)
 
 
 @pytest.mark.process
-def test_alone_it_resumes_only_under_settings_that_agree(tmp_path, call):
-    """What the launcher refuses, it refuses too, dry or not, and config.json stays as it was."""
-    words = ["@", str(ROOT / "configs/a1.toml"), "--run.output_dir", str(tmp_path), "--run.name", "alone", "--resume"]
-    run_dir = RunDir(tmp_path / "alone")
-
-    def said(*more: str) -> str:
-        status, printed = call(*words, *more)
-        assert status == 2
-        return printed
-
-    assert "there is no run in" in said() and not run_dir.config.exists()
-    run_dir.checkpoint(1).mkdir(parents=True)
-    (run_dir.checkpoint(1) / "COMPLETE").touch()
-    before = load.dump(load.resolve([*words, "--run.seed", "1"]).config)
-    run_dir.config.write_text(before)
-    (run_dir.root / "run_id").write_text("alone")
-    for more in ([], ["--dry-run"]):
-        assert "run.seed: was 1, now 2" in said("--run.seed", "2", *more)
-        assert run_dir.config.read_text() == before
-
-
-@pytest.mark.process
 def test_it_does_not_outlive_its_parent(prepared):
     """The launcher is killed with -9: the orchestrator and its workers end within seconds."""
     run_dir = prepared()

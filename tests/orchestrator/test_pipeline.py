@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from unittest.mock import Mock
 
+import pytest
 from orch_peers import RUN_ID, PeerTrainer, ScriptedPool, make_config, sample_ids
 
-from composer_prime.errors import CheckpointError, DeadlineError
+from composer_prime.errors import CheckpointError, DeadlineError, WireError
 from composer_prime.run import ledger
+from composer_prime.run.weights import WeightStore
 from composer_prime.wire.types import RunFinished, StepRefused, StepRequest
 from orchestrator.durability import state_path
+from orchestrator.pipeline import Pipeline
 
 
 async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir, tmp_path):
@@ -182,3 +186,15 @@ async def test_a_batch_that_never_fills_ends_the_run_with_its_reason(open_run, t
         assert isinstance(result, DeadlineError)
         assert "batch 1: 0 of 2 groups" in str(result)
         assert "no inference node has connected yet" in str(result)
+
+
+# At the start the store's newest manifest may be of an earlier release; one that the trainer announces may not.
+def test_an_old_manifest_is_left_to_the_trainer(tmp_path, caplog):
+    run = Pipeline.__new__(Pipeline)  # without a run's parts
+    run.store, run.gateway = WeightStore(tmp_path), Mock()
+    run.gateway.publish.side_effect = WireError("not a signed message")
+    run.store.put_manifest(3, b"old")
+    asyncio.run(run._publish(3, required=False))
+    assert "weights v3" in caplog.text
+    with pytest.raises(WireError):
+        asyncio.run(run._publish(3))

@@ -246,11 +246,6 @@ def test_a_wrong_line_is_named(tmp_path):
         file.read(1)
 
 
-def test_where_pairs_come_from(tmp_path):
-    assert resolve_pairs(None, tmp_path) == tmp_path / "pairs.jsonl"
-    assert resolve_pairs(Path("mine.jsonl"), tmp_path) == Path("mine.jsonl")
-
-
 def test_the_shipped_pairs_can_all_be_trained():
     # Real votes of the tiny teachers: every pair fits configs/a3.toml's context, none is refused, labels are doubted.
     path = resolve_pairs(Path("tiny"), Path())
