@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -28,6 +29,7 @@ from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, turn_error_rate
 from orchestrator.rollouts.rollout import EVAL_SHARE, RolloutRunner, finished_rollout, score_failure
 from orchestrator.rollouts.rollout_log import FailureLog
+from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import EVAL, RolloutFailure
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,8 @@ _VERSION_TIMEOUT_S = 600.0
 
 TaskRollouts = list[FinishedRollout]
 """The rollouts of one held-out task."""
+HeldOutPlace = tuple[str, int, int]
+"""A rollout of an evaluation: source, task and sample."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -128,20 +132,21 @@ class Evaluator:
                 self.run.changed.notify()
 
     async def _evaluate(self, step: int, version: int) -> None:
-        self._done_rollouts = 0
-        counts = {}
-        for source in self.sources:
-            available = self.run.pools[source.name].num_tasks(EVAL)
-            counts[source.name] = min(self.config.eval.tasks, available)
-        self._all_rollouts = sum(counts.values()) * self.config.eval.samples
+        places = held_out_places(self.config, self.run.pools)
+        self._done_rollouts, self._all_rollouts = 0, len(places)
         self._awaited_version = version
         await self._await_version(step, version)
         self._awaited_version = None
         self.runner.permits.eval_share = 1.0 if step == 0 else EVAL_SHARE
         start = time.monotonic()
-        by_source = [self._evaluate_source(source, step, version, counts[source.name]) for source in self.sources]
-        results = dict(zip(counts, await asyncio.gather(*by_source), strict=True))
-        rollouts = [(name, rollout) for name, tasks in results.items() for task in tasks for rollout in task]
+        played: dict[HeldOutPlace, FinishedRollout] = {}
+
+        async def note(place: HeldOutPlace, rollout: FinishedRollout) -> None:
+            played[place] = rollout
+            self._done_rollouts += 1
+
+        await play_held_out(self.runner, self.failures, places, step=step, version=version, on_end=note)
+        rollouts = [(place[0], played[place]) for place in places]
         lines = (rollout_log.rollout_line(step, name, rollout, "evaluated") for name, rollout in rollouts)
         await asyncio.to_thread(rollout_log.write, self.run.run_dir.eval_rollouts(step), lines)
         if failures := [rollout.failure for _, rollout in rollouts if rollout.failure is not None]:
@@ -150,8 +155,11 @@ class Evaluator:
                 step, len(failures), len(rollouts), self.config.max_retries + 1, failures[0].kind, failures[0].message,
             )  # fmt: skip
         figures = {"time/eval_s": time.monotonic() - start}
-        for source, tasks in results.items():
-            figures |= eval_summary(source, tasks, self.config.eval)
+        samples = self.config.eval.samples
+        for source in self.sources:
+            own = [rollout for name, rollout in rollouts if name == source.name]
+            tasks = [own[at : at + samples] for at in range(0, len(own), samples)]
+            figures |= eval_summary(source.name, tasks, self.config.eval)
         await asyncio.to_thread(self.run.metrics.log, step, figures)
         means = [f"{name} {value:.3f}" for name, value in figures.items() if name.endswith("/reward_mean")]
         about = event("evaluation", text=f"evaluation after step {step}: {', '.join(means) or 'no score'}")
@@ -169,47 +177,44 @@ class Evaluator:
                 )
             await self.run.changed.wait(0.1)
 
-    async def _evaluate_source(self, source: SourceConfig, step: int, version: int, count: int) -> list[TaskRollouts]:
-        results: list[TaskRollouts] = [[] for _ in range(count)]
-        async with asyncio.TaskGroup() as group:
-            for task_index, result in enumerate(results):
-                for sample in range(self.config.eval.samples):
-                    group.create_task(self._run_rollout(source.name, step, version, task_index, sample, result))
-        for rollouts in results:
-            rollouts.sort(key=lambda rollout: rollout.sibling)
-        return results
 
-    async def _run_rollout(
-        self, source: str, step: int, version: int, task_index: int, sample: int, task: TaskRollouts
-    ) -> None:
-        """Add one rollout to `task`."""
-        rollout = await play_held_out(
-            self.runner, self.failures, source, step=step, version=version, task_index=task_index, sample=sample
-        )
-        task.append(rollout)
-        self._done_rollouts += 1
+def held_out_places(config: OrchestratorConfig, pools: Mapping[str, WorkerPool]) -> list[HeldOutPlace]:
+    """Return what an evaluation plays: config.eval.samples of each held-out task, config.eval.tasks a source."""
+    return [
+        (source.name, task, sample)
+        for source in config.source
+        if source.eval_taskset and source.name in pools
+        for task in range(min(config.eval.tasks, pools[source.name].num_tasks(EVAL)))
+        for sample in range(config.eval.samples)
+    ]
 
 
 async def play_held_out(
     runner: RolloutRunner,
     failures: FailureLog,
-    source: str,
+    places: Sequence[HeldOutPlace],
     *,
     step: int,
     version: int,
-    task_index: int,
-    sample: int,
-) -> FinishedRollout:
-    """Return the first good try of a rollout, or the last failed one."""
+    on_end: Callable[[HeldOutPlace, FinishedRollout], Awaitable[None]],
+) -> None:
+    """Play a rollout for each place, side by side; `on_end` gets its first good try, or its last failed one."""
 
-    async def play(attempt: int, earlier: list[RolloutFailure]) -> CompiledRollout:
-        request = runner.eval_request(source, step=step, task_index=task_index, sample=sample, attempt=attempt)
-        result = await runner.run(source, request, order=task_index, oldest_version=version)
-        failure, seed = score_failure(result), request.seed or 0
-        return finished_rollout(result, sibling=sample, seed=seed, samples=[], failure=failure, earlier=earlier), []
+    async def play(place: HeldOutPlace) -> None:
+        source, task_index, sample = place
 
-    rollout, _ = await runner.play_with_retries(play, source=source, failures=failures, step=lambda: step)
-    return rollout
+        async def attempt(number: int, earlier: list[RolloutFailure]) -> CompiledRollout:
+            request = runner.eval_request(source, step=step, task_index=task_index, sample=sample, attempt=number)
+            result = await runner.run(source, request, order=task_index, oldest_version=version)
+            failure, seed = score_failure(result), request.seed or 0
+            return finished_rollout(result, sibling=sample, seed=seed, samples=[], failure=failure, earlier=earlier), []
+
+        rollout, _ = await runner.play_with_retries(attempt, source=source, failures=failures, step=lambda: step)
+        await on_end(place, rollout)
+
+    async with asyncio.TaskGroup() as group:
+        for place in places:
+            group.create_task(play(place))
 
 
 def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> dict[str, float]:

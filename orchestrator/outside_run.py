@@ -12,18 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from composer_prime.config.orchestrator import OrchestratorConfig, SourceConfig
+from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.console import pluralize
 from composer_prime.errors import plain_errors
 from composer_prime.run.run_dir import RunDir
-from orchestrator.evals import play_held_out
+from orchestrator.evals import HeldOutPlace, held_out_places, play_held_out
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import FinishedRollout, GroupPlan, derive_seed
 from orchestrator.rollouts.rollout import RolloutRunner, finish_rollout
 from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import EVAL, TRAIN
+from orchestrator.workers.protocol import TRAIN
 
 
 async def play_episodes(
@@ -101,25 +101,16 @@ async def evaluate(
     """
     runner = RolloutRunner.at(gateway, config, pools, seed=seed, eval_share=1.0)
     failures = FailureLog(path=run_dir.failed_rollouts)
-    sources = [source for source in config.source if source.name in pools]
-    places = [place for source in sources for place in _places(config, source, pools[source.name])]
+    places = held_out_places(config, pools)
     path, count, writing = run_dir.eval_rollouts(0), 0, asyncio.Lock()
 
-    async def play(source: str, task_index: int, sample: int) -> None:
+    async def write(place: HeldOutPlace, rollout: FinishedRollout) -> None:
         nonlocal count
-        rollout = await play_held_out(runner, failures, source, step=0, version=0, task_index=task_index, sample=sample)
-        line = rollout_log.rollout_line(0, source, rollout, "evaluated")
         async with writing:
+            line = rollout_log.rollout_line(0, place[0], rollout, "evaluated")
             await asyncio.to_thread(rollout_log.append, path, line)
         count += 1
         on_progress(count, len(places))
 
     with plain_errors():
-        async with asyncio.TaskGroup() as group:
-            for place in places:
-                group.create_task(play(*place))
-
-
-def _places(config: OrchestratorConfig, source: SourceConfig, pool: WorkerPool) -> list[tuple[str, int, int]]:
-    tasks = min(config.eval.tasks, pool.num_tasks(EVAL))
-    return [(source.name, task, sample) for task in range(tasks) for sample in range(config.eval.samples)]
+        await play_held_out(runner, failures, places, step=0, version=0, on_end=write)
