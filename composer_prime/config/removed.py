@@ -28,27 +28,6 @@ _SHOWN = 6
 _OURS = "orchestrator.coding."
 """Begins the modules of task sets whose settings this file knows. Those of other people's task sets stay."""
 _TASKSETS = (("orchestrator", "source", "taskset"), ("orchestrator", "source", "eval_taskset"))
-# fmt: off
-_FORMER_DEFAULTS = {
-    "stop_grace_s": 15, "prefill_tokens": 4096, "prefix_cache": True, "kv_at_swap": "keep", "cpu_kv_cache_gib": 1,
-    "start_timeout_s": 600, "swap_timeout_s": 300, "chunk_timeout_s": 30, "drain_timeout_s": 5, "worth_window_s": 600,
-    "file_mb": 64, "output_kb": 256, "output_mb": 16, "min_group": 2, "max_filtered_share": 0.9, "temperature": 1,
-    "pass_threshold": 1, "share": 0.25, "version_timeout_s": 600, "quarantine_s": 600, "max_epsilon": 0.5,
-    "too_long": "refuse", "gateway_processes": 1, "relays": True, "worker_start_timeout_s": 600, "momentum": 0.95,
-    "max_failed_groups": 32, "head_kernels": "auto", "anchor_every": 20, "max_skipped_steps": 3,
-    "collective_timeout_s": 600, "orchestrator_timeout_s": 120, "ratio_level": "token", "cispo_cap": 5,
-    "correction_level": "token", "tis_cap": 2, "mis_cap": 3, "icepop_low": 0.5, "icepop_high": 5,
-    "dppo_threshold": 0.2, "opsm_threshold": 0.5, "ema_rate": 0.01, "start_step": 1, "is_clip": 2,
-    "entropy_weighting": "none", "entropy_scale": 1, "taid_start": 0.2, "mix": 0.05, "simpo_margin": 0.5,
-    "voting": "sequential", "samples": 1, "max_retries": 4, "retry_base_s": 1, "retry_max_s": 30, "score": True,
-    "local_threads": 1, "local_start_timeout_s": 180, "usd_per_call": 1, "usd_per_trace": 5, "window_pairs": 64,
-    "mean_usd_per_trace": 5, "p95_s_per_step": 120, "error_rate": 0.25, "min_states": 20, "min_pairs_a_trace": 5,
-    "project": "composer-prime", "wandb_mode": "offline", "view": "auto", "refresh_s": 1, "k": 0.001, "q": 1,
-    "applies_to": "all", "thinking_tokens": 1, "tool_call_tokens": 1, "final_message_tokens": 1, "timeout_s": 300,
-    "placement": "message_end", "control": "none", "filtered_groups": True, "max_concurrent": 8, "rest_s": 30,
-}
-# fmt: on
-"""Last part of a removed key -> what it was unless it was set. A warning leaves such values out."""
 
 
 @functools.cache
@@ -101,17 +80,11 @@ def without_removed(values: dict[str, Any], origin: str) -> dict[str, Any]:
     """Return the tables of an older run's config.json without removed keys. Warn of those that were set."""
     dropped: dict[str, Any] = {}
     kept = _kept(values, (), dropped)
-    if were_set := [key for key, value in dropped.items() if _was_set(key.rpartition(".")[2], value)]:
+    if were_set := [key for key, value in dropped.items() if value not in (None, False, 0, "", [], {})]:
         shown = [f"{key} ({what_holds_now(key.split('.'))})" for key in were_set[:_SHOWN]]
         more = f", and {len(were_set) - _SHOWN} more" if len(were_set) > _SHOWN else ""
         logger.warning("%s has settings that this release no longer has: %s%s", origin, ", ".join(shown), more)
     return kept
-
-
-def _was_set(name: str, value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_was_set(key, inner) for key, inner in value.items())
-    return value not in (None, False, 0, "", [], _FORMER_DEFAULTS.get(name))
 
 
 def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, Any]) -> Any:

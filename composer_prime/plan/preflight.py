@@ -59,7 +59,7 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
                     "that can be written to"
                 )
     findings.notes += setting_notes(config)
-    for check in (_model, _modules, _files, _made_parts, _teachers):
+    for check in (_model, _modules, _files, _hints_key, _made_parts, _teachers):
         try:
             check(config, findings)
         except ComposerError as error:
@@ -184,31 +184,43 @@ def _missing_plugin(kind: str, table: dict[str, Any], key: str) -> list[str]:
 
 
 def _files(config: Config, findings: Findings) -> None:
-    """Check that the files which roles read are there, and the key of the hints' endpoint."""
-    orchestrator, diloco = config.orchestrator, config.diloco
-    files: list[tuple[str, Path]] = []
-    if orchestrator.address is None:
-        pairs = orchestrator.preferences
-        if pairs.pairs_per_step and pairs.pairs is not None:
-            files.append(("orchestrator.preferences.pairs", resolve_pairs(pairs.pairs, config.run_directory)))
-        for key in ("files", "eval_files"):
-            files += [
-                (f"orchestrator.demonstrations.{key}", file) for file in getattr(orchestrator.demonstrations, key)
-            ]
-        if orchestrator.hints is not None:
-            template, llm = orchestrator.hints.templates_file, orchestrator.hints.llm
-            files += [("orchestrator.hints.templates_file", template)] if template is not None else []
-            variable = llm.api_key_var if llm is not None and orchestrator.hints.asks_model else None
-            if variable is not None and not os.environ.get(variable):
-                findings.problems.append(
-                    f"orchestrator.hints.llm.api_key_var is {variable!r}, but the environment has no such variable: "
-                    "export it, or leave the setting out for an endpoint without a key"
-                )
-    if diloco is not None:
-        files.append(("diloco.key_file (make it once with `diloco keygen`, copy it to every cluster)", diloco.key_file))
+    """Check that the files which roles read are there."""
+    files: list[tuple[str, Path | None]] = []
+    if config.orchestrator.address is None:
+        files += _orchestrator_files(config)
+    if config.diloco is not None:
+        key = "diloco.key_file (make it once with `diloco keygen`, copy it to every cluster)"
+        files.append((key, config.diloco.key_file))
     findings.problems += [
-        f"{key} is {file}, but there is no such file" for key, file in files if not file.expanduser().is_file()
+        f"{key} is {file}, but there is no such file" for key, file in files if file and not file.expanduser().is_file()
     ]
+
+
+def _orchestrator_files(config: Config) -> Iterator[tuple[str, Path | None]]:
+    """Yield (key, file) of what the orchestrator reads."""
+    orchestrator = config.orchestrator
+    pairs, conversations = orchestrator.preferences, orchestrator.demonstrations
+    if pairs.pairs_per_step and pairs.pairs is not None:
+        yield "orchestrator.preferences.pairs", resolve_pairs(pairs.pairs, config.run_directory)
+    for file in conversations.files:
+        yield "orchestrator.demonstrations.files", file
+    for file in conversations.eval_files:
+        yield "orchestrator.demonstrations.eval_files", file
+    if orchestrator.hints is not None:
+        yield "orchestrator.hints.templates_file", orchestrator.hints.templates_file
+
+
+def _hints_key(config: Config, findings: Findings) -> None:
+    """Check that the environment has the key of the endpoint that writes hints."""
+    hints = config.orchestrator.hints
+    if config.orchestrator.address is not None or hints is None or hints.llm is None or not hints.asks_model:
+        return
+    variable = hints.llm.api_key_var
+    if variable and not os.environ.get(variable):
+        findings.problems.append(
+            f"orchestrator.hints.llm.api_key_var is {variable!r}, but the environment has no such variable: "
+            "export it, or leave the setting out for an endpoint without a key"
+        )
 
 
 def _own_parts(config: Config) -> Iterator[Callable[[], object]]:

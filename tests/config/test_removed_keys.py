@@ -93,15 +93,11 @@ def test_present_settings_stay():
     assert without_removed({"orchestrator": {"source": [source]}}, "old") == {"orchestrator": {"source": [source]}}
 
 
-# A warning names what was set, not former defaults.
-def test_former_defaults_are_not_named(caplog):
-    behavior = {"penalty": 0.0, "k": 0.001, "q": 1.0, "auxiliary": []}
-    values = {"orchestrator": {"behavior": behavior}, "inference": {"local": {"prefix_cache": True}}}
+# A warning names what holds now, of what was on.
+def test_a_warning_names_what_holds_now(caplog):
+    values = {"orchestrator": {"min_group": 0}, "inference": {"local": {"prefix_cache": True}}}
     assert without_removed(values, "old") == {"orchestrator": {}, "inference": {"local": {}}}
-    assert not caplog.text
-    behavior["penalty"] = 0.1
-    without_removed(values, "old")
-    assert "orchestrator.behavior" in caplog.text and "prefix_cache" not in caplog.text
+    assert REMOVED["inference.local.prefix_cache"] in caplog.text and "min_group" not in caplog.text
 
 
 # Removed values are read as the nearest present ones, also in the long form. A new file is told which these are.
