@@ -289,9 +289,5 @@ class StreamingDiLoCo:
 
 def agreed_settings(config: DilocoConfig) -> dict[str, str]:
     """Return what decides the global model, as text by `diloco.` key: the same for all peers."""
-    values = config.model_dump(mode="json", include={"fragments", "outer"})
-    flat: dict[str, str] = {}
-    for name, value in values.items():
-        inner = value if isinstance(value, dict) else {"": value}
-        flat |= {f"diloco.{name}.{key}".rstrip("."): str(each) for key, each in inner.items()}
-    return flat
+    outer = {f"diloco.outer.{name}": str(value) for name, value in config.outer.model_dump(mode="json").items()}
+    return {"diloco.fragments": str(config.fragments), **outer}

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 PIECE_BYTES = 1 << 18
-"""Most bytes of a piece."""
+"""Most bytes of a piece: LEAST_BYTES times a power of two."""
 WINDOW = 32
 """Most pieces under way at once."""
 LEAST_BYTES = 1 << 14
@@ -51,28 +51,25 @@ class Flow:
     transfer was does not matter to the next.
     """
 
-    def __init__(self, least_bytes: int = LEAST_BYTES, most_bytes: int = PIECE_BYTES) -> None:
-        """Sizes of pieces. The most must be the least times a power of two."""
-        self._least_bytes = least_bytes
-        self._most_bytes = most_bytes
-        self.piece_bytes = least_bytes
+    def __init__(self) -> None:
+        self.piece_bytes = LEAST_BYTES
         self.window = _FIRST_WINDOW
 
     def note_answer(self, took_s: float) -> None:
         """Adapt to a piece that was answered `took_s` after it was sent."""
         if took_s < _SLOW_S:
-            if self.piece_bytes < self._most_bytes:
+            if self.piece_bytes < PIECE_BYTES:
                 self.piece_bytes *= 2
             else:
                 self.window = min(WINDOW, self.window + 1)
         elif self.window > _LEAST_WINDOW:
             self.window -= 1
         else:
-            self.piece_bytes = max(self._least_bytes, self.piece_bytes // 2)
+            self.piece_bytes = max(LEAST_BYTES, self.piece_bytes // 2)
 
     def note_timeout(self) -> None:
         """Start small again: the link became slow, or was lost with all that was under way."""
-        self.piece_bytes, self.window = self._least_bytes, _LEAST_WINDOW
+        self.piece_bytes, self.window = LEAST_BYTES, _LEAST_WINDOW
 
 
 class TokenBucket:

@@ -220,18 +220,16 @@ def layout_hash(tensors: Sequence[TensorLayout]) -> str:
 
 def difference(ours: Sequence[TensorLayout], theirs: Sequence[TensorLayout]) -> str:
     """Return the first parameter that differs, with both sides; empty when none does."""
-    mine, other = {each.name: each for each in ours}, {each.name: each for each in theirs}
+    mine, other = ({each.name: each for each in side} for side in (ours, theirs))
     differing = [name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name)]
     if not differing:
         return ""
     name = min(differing, key=lambda name: (name in mine and name in other, name))
-    return f"parameter {name}: {_description(mine.get(name))} here, {_description(other.get(name))} there"
-
-
-def _description(tensor: TensorLayout | None) -> str:
-    if tensor is None:
-        return "not trained"
-    return f"shape {tensor.shape}, shard {tensor.local_shape}, fragment {tensor.fragment}"
+    here, there = (
+        f"shape {each.shape}, shard {each.local_shape}, fragment {each.fragment}" if each else "not trained"
+        for each in (mine.get(name), other.get(name))
+    )
+    return f"parameter {name}: {here} here, {there} there"
 
 
 # -- requests and answers ----------------------------------------------------------------------------------------

@@ -129,17 +129,6 @@ def test_a_resume_of_a_run_that_recorded_no_length_divisor_takes_the_former_defa
     assert any("max_completion_length stays 512" in note and "would give 64" in note for note in again.notes)
 
 
-def test_resume_before_the_first_checkpoint_starts_over(tmp_path):
-    # Nothing saved yet: journal and ledger of the crashed start go, keys stay, roles are told to start fresh.
-    first = start(config(tmp_path))
-    first.run_dir.journal.mkdir()
-    first.run_dir.ledger.write_text("{}\n")
-    again = start(config(tmp_path, resume=True))
-    assert again.start_step == 0 and not read_config(again.run_dir.config).run.resume
-    assert not first.run_dir.journal.exists() and not first.run_dir.ledger.exists()
-    assert (first.run_dir.keys / "server.curve").exists()
-
-
 PAID = ("pairs.jsonl", "pairs.votes.jsonl", "costs.jsonl", "hints/llm.jsonl", "reference/logprobs.jsonl")
 
 
@@ -149,13 +138,17 @@ def put(root: Path, *names: str) -> None:
         (root / name).write_text(f"{name} was paid for")
 
 
-def test_resume_before_the_first_checkpoint_keeps_what_was_paid_for(tmp_path):
-    # Pairs, votes, hints and the sums that budgets count from survive, byte by byte; training's own files do not.
+def test_resume_before_the_first_checkpoint_starts_over(tmp_path):
+    # Nothing saved yet: journal and metrics of the crashed start go, keys stay, roles are told to start fresh. Pairs,
+    # votes, hints and the sums that budgets count from survive, byte by byte.
     run_dir = start(config(tmp_path)).run_dir
+    run_dir.journal.mkdir()
     put(run_dir.root, *PAID, "metrics.jsonl")
-    start(config(tmp_path, resume=True))
+    again = start(config(tmp_path, resume=True))
+    assert again.start_step == 0 and not read_config(again.run_dir.config).run.resume
+    assert not run_dir.journal.exists() and not run_dir.metrics.exists()
+    assert (run_dir.keys / "server.curve").exists()
     assert all((run_dir.root / name).read_text() == f"{name} was paid for" for name in PAID)
-    assert not run_dir.metrics.exists()
 
 
 def test_a_run_starts_beside_pairs_that_were_replayed_before(tmp_path):

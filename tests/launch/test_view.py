@@ -6,7 +6,6 @@ import json
 import time
 
 from composer_prime.config import Config
-from composer_prime.console import clock
 from composer_prime.monitor.progress import RunProgress
 from composer_prime.run.run_dir import RunDir
 from trainer.launcher.view import View, channels_text, eval_text, run_summary, step_line
@@ -140,11 +139,6 @@ def test_eval_text_names_failures_only_when_there_are_some():
     # Rollouts that failed are left out of the mean, so they must be visible.
     assert eval_text({"a/reward_mean": 0.5, "a/failed": 0.0}) == "a/reward_mean 0.500"
     assert "a/failed 3" in eval_text({"a/reward_mean": 0.5, "a/failed": 3.0})
-
-
-def test_clock():
-    # Seconds for people.
-    assert [clock(5), clock(65), clock(3700)] == ["0m 05s", "1m 05s", "1h 01m"]
 
 
 def test_ten_steps_have_a_mean_and_fewer_claim_no_trend(capsys):

@@ -66,24 +66,6 @@ def test_ranks_get_different_outcomes(make_rendezvous, key_file, tmp_path):
         assert "f" * 15 in log and "more than one rendezvous" in log
 
 
-# The rendezvous is restarted twice under peers of two ranks, some of whose ranks may know a round's outcome that it has
-# forgotten: the ranks never apply different ones, and the peers find one another again.
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_rendezvous_restarts_under_ranks(make_rendezvous, key_file, tmp_path):
-    server = make_rendezvous(start_peers=2, beat_timeout_s=4)
-    values = {"rendezvous": server.endpoint, "key_file": str(key_file), "sync_every": 4, "fragments": 2, "delay": 1}
-    peers = [start_ranks(tmp_path, name, index, values, until=60) for index, name in enumerate("ab")]
-    for outer_step in (10, 25):
-        peers[0][0].wait_until(outer_step, 120)
-        server.stop()
-        server.start()
-    assert [each.end(300) for ranks in peers for each in ranks] == [0] * 4
-    for index in range(2):
-        mine, theirs = (ranks[index].seen for ranks in peers)
-        assert max(mine) == 60 and all(mine[step] == theirs[step] for step in mine.keys() & theirs.keys())
-
-
 # torchft's lighthouse is restarted, or dies and is replaced by the rendezvous: the peers notice nothing but a wait.
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [False, True])

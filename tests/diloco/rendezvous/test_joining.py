@@ -182,19 +182,6 @@ def test_a_state_of_another_model():
     assert rendezvous.ask("d", 0, base_hash="other").header.peer == "b"
 
 
-# A source may be behind the most advanced peer, as long as the rounds since are kept.
-def test_source_behind_the_front():
-    rendezvous = RendezvousState()
-    rendezvous.begin("a", "b", rounds=3)
-    rendezvous.beat("a", 2)  # has not fetched the last outcome yet
-    rendezvous.hello("c")
-    rendezvous.ask("c", 0, base_hash="other")
-    assert rendezvous.transfers.requested_from("a")
-    rendezvous.serve("a", 2)
-    answer = rendezvous.ask("c", 0, base_hash="other")
-    assert answer.header.outer_step == 2 and answer.newest == 2
-
-
 # A rendezvous was restarted under peer a, which trains on, and a joining peer is heard first: a newcomer, or one that
 # was stopped further back. It gets a's state all the same, also where a single peer is enough to start.
 @pytest.mark.parametrize("step", [0, 10])

@@ -231,16 +231,6 @@ def test_a_thawed_predecessor_brings_nothing():
     assert blob.complete and bytes(blob.data) == b"successor"
 
 
-# A body of another layout than that of its sender's hello is refused, with both.
-def test_layout_of_a_body():
-    rendezvous = RendezvousState()
-    rendezvous.begin("a", "b")
-    with pytest.raises(
-        RunMismatchError, match=r"delta/0/a/0 is of layout other, but the hello of peer a was of [0-9a-f]+"
-    ):
-        rendezvous.offer("a", 0, layout_hash="other")
-
-
 # Of peers with different global models the smaller party must join anew once the run has begun, but not while peers
 # that may outvote the larger one are expected. A waiting peer learns how many are expected.
 def test_nobody_is_outvoted_before_the_run_has_begun():
