@@ -14,10 +14,9 @@ from urllib.parse import urlsplit
 import pytest
 from huggingface_hub import constants
 
-from composer_prime import hub
+from composer_prime import model_source
 from composer_prime.errors import ModelNotFoundError
-from composer_prime.hub import HubModel
-from composer_prime.model_source import described_model, model_ready, present_model, resolve_model
+from composer_prime.model_source import HubModel, described_model, model_ready, present_model, resolve_model
 
 TINY = resolve_model("tiny")
 COMMIT = "5" * 40
@@ -206,7 +205,7 @@ def test_a_cached_model_needs_no_network(server: Hub, monkeypatch: pytest.Monkey
 
 def test_a_small_disk_is_named_before_the_download(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that does not fit names both sizes, also in a plan."""
-    monkeypatch.setattr(hub, "free_bytes", lambda path: 10)
+    monkeypatch.setattr(model_source, "free_bytes", lambda path: 10)
     with pytest.raises(ModelNotFoundError, match="HF_HOME"):
         model_ready(ID)
     assert server.asked == []

@@ -23,9 +23,9 @@ COMMANDS = {
     "ladder": ("composer_prime.cli.ladder_command", "train and compare arms with several seeds (run CONFIGS -o)"),
     "view": ("composer_prime.cli.view_command", "open a web page with all runs, live and finished (outputs/)"),
     "rollouts": ("composer_prime.cli.rollouts_command", "list, filter and show rollouts"),
-    "ingest": ("composer_prime.traces.ingest.ingest_command", "read agent sessions (PATHS... -o states.zst)"),
+    "ingest": ("composer_prime.traces.ingest.ingest", "read agent sessions (PATHS... -o states.zst)"),
     "replay": ("composer_prime.cli.replay_command", "let teachers vote on states, and write preference pairs"),
-    "pairs report": ("composer_prime.traces.replay.density", "measure pairs: pairs a trace, cost, verdict"),
+    "pairs report": ("composer_prime.traces.replay.records", "measure pairs: pairs a trace, cost, verdict"),
     "tasks": ("orchestrator.coding.tasks_command", "make, check and show coding tasks"),
     "doctor": ("composer_prime.cli.doctor_command", "check this machine: packages, GPUs, memory, disk, sandboxes"),
 }

@@ -2,7 +2,7 @@
 
 Thinking and tool calls may stand between tags in the text of an answer. Two places treat them otherwise on purpose.
 inference/model_server.py removes closed <think> blocks only, because its clients split the rest.
-traces/replay/actions.py looks for the beginnings of calls in any agent's notation.
+traces/replay/voting.py looks for the beginnings of calls in any agent's notation.
 """
 
 from __future__ import annotations

@@ -28,9 +28,8 @@ import regex
 
 from composer_prime.config.hints import EndpointConfig
 from composer_prime.errors import BudgetError, CapError, ConfigError, EndpointError
-from composer_prime.llm.budget import Budget
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
-from composer_prime.llm.client import ChatClient, ChatRequest, Endpoint
+from composer_prime.llm.client import Budget, ChatClient, ChatRequest, Endpoint
 from composer_prime.llm.prices import PER_MILLION, Price
 from composer_prime.run.costs import CostLedger
 from orchestrator.rollouts.groups import FinishedRollout, messages_before, tool_replies

@@ -13,8 +13,7 @@ import pytest
 from ingest_traces import MESSAGES, OPENHANDS, SESSION, TOOLS, answer, lines, prompt, taken, text, use
 
 from composer_prime.errors import ConfigError
-from composer_prime.traces.ingest.ingest import FORMATS, ingest
-from composer_prime.traces.ingest.ingest_command import find_files, main
+from composer_prime.traces.ingest.ingest import FORMATS, find_files, ingest, main
 from composer_prime.traces.ingest.reading import Limits
 from composer_prime.traces.ingest.trace_file import Tally
 from composer_prime.traces.states import read_states
@@ -230,7 +229,7 @@ def test_memory_is_bounded_for_any_line(tmp_path: Path, kind: str) -> None:
 def peak_kib(path: Path) -> int:
     """Peak of resident memory of a process that ingests the file."""
     program = (
-        "import sys; from composer_prime.traces.ingest.ingest_command import main; main(sys.argv[1:]);"
+        "import sys; from composer_prime.traces.ingest.ingest import main; main(sys.argv[1:]);"
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )
     command = [sys.executable, "-c", program, str(path), "-o", str(path.with_name("states.jsonl"))]

@@ -11,9 +11,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from loopback import call, says, xml
 
-from composer_prime.traces.replay.actions import actions_in_text, canonical, shell, way_of
 from composer_prime.traces.replay.records import VoteRecord, digest
-from composer_prime.traces.replay.voting import Vote, epsilon, majority, settled
+from composer_prime.traces.replay.voting import (
+    Vote,
+    actions_in_text,
+    canonical,
+    epsilon,
+    majority,
+    settled,
+    shell,
+    way_of,
+)
 
 
 def acts(name: str, **arguments) -> dict:

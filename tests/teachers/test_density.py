@@ -9,9 +9,15 @@ import pytest
 from loopback import call
 
 from composer_prime.data.pairs import Pair, PairState
-from composer_prime.traces.replay.actions import RULES
-from composer_prime.traces.replay.density import main, measure
-from composer_prime.traces.replay.records import ReplayRecords, StateRecord, VoteRecord, votes_beside
+from composer_prime.traces.replay.records import (
+    RULES,
+    ReplayRecords,
+    StateRecord,
+    VoteRecord,
+    main,
+    measure,
+    votes_beside,
+)
 
 
 def record(trace: str, number: int, *, outcome: str = "overruled", usd: float = 0.2, price: float = 0.0) -> StateRecord:

@@ -1,17 +1,27 @@
-"""Turn one file of recorded agent sessions into states. Read this file first.
+"""`composer ingest PATHS... -o states.zst`: turn files of recorded agent sessions into states. Read this file first.
 
     file -> reading.py -> formats/ -> conversation.py -> trace_file.py -> TraceState
             bounded JSON  a reader    contexts, open turns  |  masking/ masks every text on entry
                           a format                          `-> Tally: every record is taken, or skipped with a reason
 
-A file's format is found by its content, never by its name alone.
+A file's format is found by its content, never by its name alone. The command prints what was taken and skipped.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from composer_prime.console import INTERRUPTED, fail
+from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.model_families import family_named
 from composer_prime.traces.ingest.formats import (
     atif,
     chat_messages,
@@ -21,9 +31,16 @@ from composer_prime.traces.ingest.formats import (
     own_rollouts,
     swe_agent,
 )
-from composer_prime.traces.ingest.reading import take_sample
+from composer_prime.traces.ingest.reading import FileStart, take_sample
 from composer_prime.traces.ingest.trace_file import NO_TRACE, Options, Tally, TraceFile
-from composer_prime.traces.states import TraceState, is_compressed
+from composer_prime.traces.states import (
+    TraceState,
+    check_own,
+    compressed_lines,
+    is_compressed,
+    same_file,
+    write_state,
+)
 
 FORMATS = (
     claude_code,
@@ -77,3 +94,151 @@ def ingest(
     else:
         file.observe(reader.read)
         yield from reader.read(file)
+
+
+NOTHING = 1
+SUFFIXES = {".jsonl", ".ndjson", ".json", ".traj"}
+_DOCUMENTATION = """\
+Reads agent sessions into states, one for each assistant turn: Claude Code sessions, Codex CLI rollouts, OpenHands,
+SWE-agent, mini-swe-agent, ATIF (Harbor), JSON lines of messages (SWE-smith), and rollouts of this project's runs.
+Folders are searched for *.jsonl, *.ndjson, *.json and *.traj. Keys, tokens, passwords, e-mail addresses and the owners
+of home folders are masked."""
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run the command. Return 0 when states were written, 1 when there were none, 130 after Ctrl-C (no output is left).
+
+    Wrong input exits with status 2.
+    """
+    options = ingest_parser().parse_args(words)
+    try:
+        return ingest_files(options)
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    except ComposerError as error:
+        fail(error, command="composer ingest")
+
+
+def ingest_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="composer ingest", description=_DOCUMENTATION)
+    parser.add_argument("paths", nargs="+", type=Path, help="trace files, or folders of them")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file of states to write")
+    parser.add_argument(
+        "--format", choices=[reader.NAME for reader in FORMATS], help="use this format instead of detecting it"
+    )
+    parser.add_argument("--model", help="the model that made the traces, for traces that do not name it")
+    parser.add_argument(
+        "--family", type=family_named, help="the model's family (claude, gpt, qwen ...); overrides the traces"
+    )
+    parser.add_argument("--no-mask", action="store_true", help="do not mask secrets, for traces that hold none")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output file")
+    return parser
+
+
+def ingest_files(options: argparse.Namespace) -> int:
+    if options.output.is_dir():
+        raise ConfigError(f"{options.output} is a folder: name the states file with -o")
+    if options.output.exists() and not options.overwrite:
+        raise ConfigError(f"{options.output} exists already: give another -o, or --overwrite to replace it")
+    check_own(options.output, TraceState, "states")
+    files = find_files(options.paths, options.output)
+    how = Options(mask=not options.no_mask, model=options.model, family=options.family, format=options.format)
+    tallies = _write(files, options, how)
+    for table in ingest_table(tallies):
+        if table.row_count:
+            Console().print(table)
+    total = sum(tally.states for _, tally in tallies)
+    print(f"{total} states in {options.output} (JSON lines; zstd -dc shows them)")
+    return 0 if total else NOTHING
+
+
+def find_files(paths: list[Path], output: Path) -> list[Path]:
+    """Return the trace files in `paths`, without `output`. An OpenHands conversation folder counts as one file.
+
+    Raises ConfigError for a path that is missing, no file or folder, or without trace files.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist: give trace files or folders that hold them")
+        if not (path.is_file() or path.is_dir()):
+            kind = "a pipe" if path.is_fifo() else "a device or socket"
+            raise ConfigError(f"{path} is {kind}, but ingestion reads its input twice: save it to a file first")
+        try:
+            files += list(_inside(path)) if path.is_dir() else [path]
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be searched: {error.strerror}") from None
+    files = [path for path in files if not same_file(path, output)]
+    if not files:
+        listed = ", ".join(map(str, paths))
+        raise ConfigError(f"no trace files in {listed}: files end in {', '.join(sorted(SUFFIXES))}")
+    return list(dict.fromkeys(files))
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    if openhands.matches(FileStart(path=folder)):
+        yield folder
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            yield from _inside(path)
+        elif path.suffix in SUFFIXES and path.is_file() and not is_compressed(path):
+            yield path
+
+
+def _write(files: list[Path], options: argparse.Namespace, how: Options) -> list[tuple[str, Tally]]:
+    """Write all states to a sibling file, then rename it. The output is complete or absent."""
+    output: Path = options.output
+    console = Console(stderr=True)
+    partial = output.with_name(f".{output.name}.partial")
+    tallies: list[tuple[str, Tally]] = []
+    fingerprints, trace_ids = set[bytes](), set[str]()
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with compressed_lines(partial) as sink:
+            for path in track(files, "reading", console=console, transient=True, disable=not console.is_terminal):
+                name, tally = _shown_name(path), Tally()
+                for state in ingest(path, tally, how, fingerprints=fingerprints, trace_ids=trace_ids):
+                    sink.write(write_state(state))
+                tallies.append((name, tally))
+        partial.replace(output)
+    except OSError as error:
+        raise ConfigError(f"ingestion stopped: {error}") from None
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+    return tallies
+
+
+def _shown_name(path: Path) -> str:
+    return path.name.encode("utf-8", "replace").decode("utf-8")
+
+
+def ingest_table(tallies: list[tuple[str, Tally]]) -> list[Table]:
+    """Return two tables: the counts by file, and the count of every reason."""
+    files = Table(title="taken and skipped", title_justify="left")
+    files.add_column("file", overflow="fold")
+    for name in ("format", "records", "taken", "skipped", "turns", "states"):
+        files.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
+    total = Tally()
+    for name, tally in tallies:
+        total.add(tally)
+        files.add_row(name, tally.format or "-", *_figures(tally))
+    if len(tallies) > 1:
+        files.add_section()
+        files.add_row("all", "", *_figures(total))
+    reasons = Table("what", title="why", title_justify="left")
+    reasons.add_column("reason", overflow="fold")
+    for name in ("count", "files"):
+        reasons.add_column(name, justify="right")
+    for what, name in (("record skipped", "skipped"), ("turn passed over", "passed_over"), ("masked", "masked")):
+        for reason, count in getattr(total, name).most_common():
+            having = sum(reason in getattr(tally, name) for _, tally in tallies)
+            reasons.add_row(what, reason, f"{count:,}", f"{having:,}")
+    return [files, reasons]
+
+
+def _figures(tally: Tally) -> list[str]:
+    figures = (tally.seen, tally.taken, tally.skipped.total(), tally.turns, tally.states)
+    return [f"{figure:,}" for figure in figures]

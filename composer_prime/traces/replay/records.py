@@ -5,27 +5,37 @@
 A state is done once votes.jsonl has its line with a decision, and pairs.jsonl the pairs that the line names. Where a
 crash came between the two, or pairs were lost since, the state is replayed from the cache, for free. Its pairs are
 known by their ids, so none is written twice.
+
+`composer pairs report` prints two figures of them, pairs a trace and dollars a trace. Too few pairs a trace say that
+the teachers seldom agree against the student, or that most of its states were refused. Pairs are counted over the
+traces that anybody could judge, dollars over those that a teacher was asked about, an answer from the cache at what it
+cost when it was asked for. Traces that were refused would thin both out.
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from composer_prime.data.pairs import Pair
-from composer_prime.errors import ConfigError, UnwritableError
-from composer_prime.traces.replay.actions import RULES
+from composer_prime.console import fail
+from composer_prime.data.pairs import Pair, PairFile, resolve_pairs
+from composer_prime.errors import ComposerError, ConfigError, UnwritableError
 from composer_prime.traces.states import check_own
 
 T = TypeVar("T")
+RULES = 7
+"""By which actions are compared (voting.py). Raise it when forms change: votes by other rules are not continued."""
 UNDECIDED = {"refused", "failed", "budget"}
 """Outcomes that the next replay tries again: a teacher may be back, a family named."""
 
@@ -67,7 +77,7 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Digest of what the student saw and did. It tells apart another state with the same id."""
     pairs: list[str] = []
     rules: int = 0
-    """By which the forms were compared (actions.RULES)."""
+    """By which the forms were compared (RULES)."""
 
     @property
     def calls(self) -> int:
@@ -232,3 +242,77 @@ def _end_last_line(path: Path, kind: type) -> None:
                 file.truncate(end - len(last))
             else:
                 file.write(b"\n")
+
+
+MISSED = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Density:
+    """The two figures, and what they are made of."""
+
+    pairs_a_trace: float
+    judged_traces: int
+    """Traces with a state that was not refused."""
+    usd_a_trace: float
+    asked_traces: int
+    """Traces for which an answer was paid, now or when the cache got it."""
+
+
+def measure(records: Iterable[StateRecord], pairs: int) -> Density:
+    """Measure a replay that gave `pairs`, by the last record of each state. A state that was tried twice found the
+    votes of the first time in the cache."""
+    decided = latest(records).values()
+    judged = {record.trace for record in decided if record.outcome != "refused"}
+    asked = {record.trace for record in decided if record.votes or record.calls or record.price_usd}
+    usd = sum(record.price_usd for record in decided)
+    return Density(
+        pairs_a_trace=pairs / max(len(judged), 1),
+        judged_traces=len(judged),
+        usd_a_trace=usd / max(len(asked), 1),
+        asked_traces=len(asked),
+    )
+
+
+def pairs_parser() -> argparse.ArgumentParser:
+    description = "Says how many pairs a trace gave, and what a trace cost."
+    parser = argparse.ArgumentParser(prog="composer pairs report", description=description)
+    parser.add_argument("pairs", type=Path, help="pairs.jsonl of a replay or a run, or tiny, tiny_code")
+    parser.add_argument("--min-pairs", type=float, default=0.0, help="exit with 1 where a trace gave fewer pairs")
+    return parser
+
+
+def main(words: list[str] | None = None) -> int:
+    """Exit status: 0, 1 with fewer pairs a trace than --min-pairs, 2 for wrong input."""
+    options = pairs_parser().parse_args(words)
+    try:
+        return report_pairs(options.pairs, options.min_pairs)
+    except ComposerError as error:
+        fail(error, command="composer pairs report")
+
+
+def report_pairs(name: Path, min_pairs: float) -> int:
+    """Print the figures of a file. Raises ConfigError."""
+    path = resolve_pairs(name, Path())
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: name a pairs.jsonl that `composer replay` wrote")
+    file, votes = PairFile(path), votes_beside(path)
+    held = file.refresh()
+    doubts = Counter(round(file.read(number).epsilon, 4) for number in range(held))
+    records = list(read_records(votes))
+    if not records:
+        raise ConfigError(
+            f"{votes} holds no votes, so traces without a pair and the cost are not known: make pairs and votes with "
+            "`composer replay`"
+        )
+    density = measure(records, held)
+    outcomes = Counter(record.outcome.replace("_", " ") for record in latest(records).values())
+    listed = ", ".join(f"{count} with epsilon {epsilon:g}" for epsilon, count in sorted(doubts.items()))
+    print(f"pairs       {held} ({listed or 'none'})")
+    print(f"states      {', '.join(f'{count} {outcome}' for outcome, count in outcomes.most_common())}")
+    print(f"a trace     {density.pairs_a_trace:.2f} pairs, over {density.judged_traces} traces that were not refused")
+    print(f"cost        ${density.usd_a_trace:.4f} a trace, over {density.asked_traces} that teachers were asked about")
+    if density.pairs_a_trace >= min_pairs:
+        return 0
+    print(f"too few     {min_pairs:g} pairs a trace are wanted (--min-pairs)")
+    return MISSED

@@ -27,13 +27,12 @@ from composer_prime.config import Config
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.data.pairs import Pair
 from composer_prime.errors import CapError, TeacherError
-from composer_prime.llm.budget import Budget
 from composer_prime.llm.cache import Message
+from composer_prime.llm.client import Budget
 from composer_prime.model_source import resolve_model
-from composer_prime.traces.replay.actions import RULES, canonical
-from composer_prime.traces.replay.records import UNDECIDED, ReplayRecords, StateRecord, digest, only_writer
+from composer_prime.traces.replay.records import RULES, UNDECIDED, ReplayRecords, StateRecord, digest, only_writer
 from composer_prime.traces.replay.teacher_pool import Teacher, TeacherPool, check_teachers, models_at, teacher_budget
-from composer_prime.traces.replay.voting import Ballot, length_ratio, pairs_of, without_thinking
+from composer_prime.traces.replay.voting import Ballot, canonical, length_ratio, pairs_of, without_thinking
 from composer_prime.traces.states import TraceState
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ import msgspec
 
 from composer_prime.config.teachers import MODELS_VARIABLE, BudgetConfig, TeacherConfig, TeachersConfig
 from composer_prime.errors import ConfigError, DeadlineError, RoleFailedError, TeacherError
-from composer_prime.llm.budget import Budget
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
-from composer_prime.llm.client import ChatClient, ChatRequest, Endpoint, NoAnswerError
+from composer_prime.llm.client import Budget, ChatClient, ChatRequest, Endpoint, NoAnswerError
 from composer_prime.llm.prices import PER_MILLION, Price, listed_price
 from composer_prime.model_families import UNKNOWN, family_named, is_foreign
 from composer_prime.model_source import resolve_model, weight_files

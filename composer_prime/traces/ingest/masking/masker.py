@@ -2,23 +2,43 @@
 
     secret_patterns.py  secrets that their form, a header, a URL or a command gives away
     named_values.py     values beside a telling name, in text and in JSON
-    personal.py         what names a person
+    below               what names a person
 
 Three choices:
 
 1. Entropy detectors stay off. Commit hashes and ids fill agent traces, and masking them would change the actions.
 2. A pattern runs only where a literal occurs that every match must hold. Ordinary text costs almost nothing.
 3. The time is linear in the length of any text.
+
+What names a person are e-mail addresses and the owners of home folders. Code that only looks like them stays.
+
+An address ends in an existing domain (Public Suffix List) or in one reserved for private use. These are not addresses:
+`logo@2x.png`, `q@k.t(`, `x@self.weight`, `pkg@1.2.3-beta.rc`, `vpn@office.service`. After a common domain more text
+may follow, as in `a@example.com.json`. The login of a service, as in `git@github.com`, is not an address. The login of
+a person counts as one, because it may be one.
+
+A home folder starts an absolute path, or a relative one that climbs at least two folders: `../../Users/jdoe/x`. A
+module that code imports from there is not one. `src/home/x`, `../home/x`, `~/Users/x`, `https://host/home/x` and the
+file `/home/index.html` contain none. `/home/dashboard` may be a folder or a route of a web site. It counts as a route
+if the code around it suggests one (an HTTP method, href, redirect, fetch), else as a folder: a wrongly masked route
+costs one word.
+In the header of a diff, `--- a/home/jdoe/x`, and below mounts it may be a folder of a project: folders with usual names
+stay.
+
+The long listing of `ls` names the owner of each file. Owners of a system's own stay.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
-from composer_prime.traces.ingest.masking import named_values, personal
+from publicsuffixlist import PublicSuffixList
+
+from composer_prime.traces.ingest.masking import named_values
 from composer_prime.traces.ingest.masking.secret_patterns import RULES
 
 _LITERALS = [(literal, number) for number, (_, literals, _) in enumerate(RULES) for literal in literals]
@@ -58,11 +78,11 @@ class Masker:
         if any(word in lowered for word in named_values.WORDS):
             text = self._mask(text, named_values.value_spans(text, lowered), named_values.is_secret)
         if "@" in text or "%40" in text:
-            text = self._mask(text, personal.addresses(text), kind="email")
+            text = self._mask(text, addresses(text), kind="email")
         if "home" in text or "Users" in text:
-            text = self._mask(text, personal.owners(text), kind="home-folder")
+            text = self._mask(text, owners(text), kind="home-folder")
         if "r--" in text or "rwx" in text or "rw-" in text:
-            text = self._mask(text, personal.file_owners(text), kind="file-owner")
+            text = self._mask(text, file_owners(text), kind="file-owner")
         return text
 
     def value(self, value: Any, name: str = "") -> Any:
@@ -128,3 +148,152 @@ def lower(text: str) -> str:
 def _is_value(value: str) -> bool:
     """Check whether a value in quotes beside a name can be a secret."""
     return len(value) >= 6 and not _PLAIN_VALUE.fullmatch(value)
+
+
+_COMMON = {
+    "com", "org", "net", "edu", "gov", "io", "dev", "ai", "co", "de", "ch", "fr", "uk", "ie", "nl", "be", "eu",
+    "es", "pl", "cz", "gr", "se", "dk", "fi", "ru", "us", "ca", "au", "jp", "cn", "br",
+}  # fmt: skip
+"""No attribute has such a name. A bracket after it opens no call, and `self.de` is a domain."""
+_AT = re.compile(
+    rf"(?:@|%40)(?!v?\d{{1,4}}\.\d|(?:self|cls|this)\.(?!(?:{'|'.join(sorted(_COMMON))})\b))"
+    r"(?P<domain>(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24})\b"
+)
+_USER_CHARS = 64
+_USER = re.compile(r"(?:\\[nrt]|\\u[0-9A-Fa-f]{4}|\x1b\[[\d;]{0,12}[mK]|\b)(?P<name>[A-Za-z0-9._%+-]+)\Z")
+"""JSON escapes and terminal colors are not part of a name."""
+_SERVICES = {"git", "hg", "svn", "root", "ubuntu", "debian", "centos", "ec2-user"}
+_PRIVATE = {
+    "local", "localhost", "localdomain", "internal", "intranet", "private", "lan", "home", "corp", "cluster",
+    "test", "example", "invalid",
+}  # fmt: skip
+"""Domains of RFC 2606, 6761 and 6762, and others that companies use privately."""
+
+_ROOT = re.compile(
+    r"/(?:home|Users)\\{0,2}/|(?i:%2F)(?:home|Users)(?i:%2F)|:\\{1,2}Users\\{1,2}|-(?:home|Users)-(?=[^-])"
+)
+_BEFORE_CHARS = 48
+_PATH_BEGINS = re.compile(
+    r"(?:(?<![A-Za-z0-9_.~@#%*})\]/\\-])|://|\\[nrt]|[\d\[]m|\[\d?K|(?:^|[\s\"'=,\[])-[A-Za-z])"  # "\n", colors, -I
+    r"(?:/(?:(?:mnt|cygdrive|host_mnt)/)?[A-Za-z]|/(?:var|usr|export|nfs|host_mnt)|/System/Volumes/Data)?\\{0,2}\Z"
+)
+"""What may precede `/home/`, mounts of home folders included."""
+_RARE_CHARS = 192
+_RARE_BEGINS = re.compile(
+    r"(?:=@|\s-(?:d|F|T|-data(?:-[a-z]{3,9})?|-json)[ =][\"']?@|\bs(?P<sep>[#@%])(?:\S{0,32}(?P=sep))?"  # curl, sed
+    r"|(?:^|[\s\"'(])\[[A-Z]{3,9}\]"
+    r"|\b(?:sftp|(?:git\+)?ssh|scp|rsync|nfs|vscode(?:-remote)?)://[^\s/\"'<>]{1,64}"
+    r"|(?P<diff>(?:^|\n|\\n)(?:--- a|\+\+\+ b|diff --git a(?:/\S{1,100} b)?))"
+    r"|(?:(?<![A-Za-z0-9_.~@#%*})\]/\\-])|[\d\[]m|\[\d?K)(?:/(?:mnt|media|Volumes)(?:/[\w.-]{1,32}){1,2}"
+    r"|/(?:data|gpfs|lustre|cluster|nas|private|rootfs|chroot|proc/\d{1,9}/root)"
+    r"|/[\w./-]{0,64}/overlay2/[\w-]{1,80}/(?:merged|diff)))\\{0,2}\Z"
+)
+"""Tried when _PATH_BEGINS does not match. A project may have a folder `home` in such a place too."""
+_CLIMBS = re.compile(r"(?:(?<![\w.~@#%*})\]/-])|(?:^|[\s\"'=,\[])-[A-Za-z])(?:\.\./)*\.\./\.\.\Z")
+"""What may precede `/Users/` in a relative path."""
+_IMPORTED = re.compile(r"(?:\bfrom|\bimport|\brequire\(|\bimport\(|@import)\s?[\"'`]\Z")
+_LISTED = re.compile(
+    r"(?:^|(?<=\n)|(?<=\\n))[ \t]{0,16}[-dlbcps](?:[r-][w-][xsS-]){2}[r-][w-][xtT-][.+@]?[ \t]{1,8}\d{1,9}[ \t]{1,16}"
+    r"(?P<owner>[^\s\d]\S{0,63})[ \t]{1,64}(?P<group>\S{1,64})[ \t]{1,64}\d"
+)
+"""A line of `ls -l`."""
+_SYSTEM_OWNERS = _SERVICES | {
+    "_www", "admin", "app", "bin", "circleci", "codespace", "daemon", "docker", "jenkins", "jovyan", "linuxbrew",
+    "mysql", "nginx", "node", "nobody", "postgres", "runner", "staff", "sys", "systemd-network", "user", "vagrant",
+    "vscode", "wheel", "www-data",
+}  # fmt: skip
+_FOLDERS = {
+    "api", "app", "assets", "components", "css", "dashboard", "docs", "fixtures", "forms", "hooks", "images", "js",
+    "lib", "locale", "management", "migrations", "models", "pages", "partials", "services", "src", "static", "styles",
+    "templates", "templatetags", "test", "tests", "utils", "views",
+}  # fmt: skip
+"""Usual folder names of such a project."""
+_BEGINS = {
+    "/": _PATH_BEGINS,
+    "%": re.compile(r"(?<![A-Za-z0-9_.%])\Z"),
+    ":": re.compile(r"(?<![A-Za-z0-9])[A-Za-z]\Z|\\[nrt][A-Za-z]\Z"),
+    "-": re.compile(r"(?<![\w-])\Z"),
+}
+_ROUTE = re.compile(
+    r"(?:\b(?:GET|POST|PUT|PATCH|DELETE|HEAD) "
+    r"|\b(?:to=|(?:href|action|route|redirect(?:_to)?|navigate(?:To)?|fetch|visit|goto"
+    r"|(?:app|client|api|axios|requests|router)\.[a-z]{3,8})[\"']?\s?[=(:]\s?)[\"'`])\Z"
+)
+_NAMES = {
+    "/": re.compile(r"(?!(?:user|Shared|linuxbrew)(?![\w-]|\.\w))(?=[.-]{0,64}\w)[\w.-]*\w"),
+    "%": re.compile(r"(?!user(?![\w.-]))\w[\w.-]*"),
+    ":": re.compile(r"(?!(?:user|Public)(?![\w-]|\.\w))(?:[\w.-]+(?: [\w.-]+){1,3}(?=\\)|[\w.-]*\w)"),
+    "-": re.compile(r"(?!user(?!\w))(?!(?:page|dir|path|url)(?![\w.-]))[\w.]+"),
+}
+"""Names in letters of any script. Names of Windows users may have spaces. Claude Code names the folder of a project
+`-home-jdoe-src`; `-home-page` is an option."""
+_FILE = re.compile(
+    r"\.(?i:html?|php|aspx?|jsp|[cm]?[jt]sx?|vue|svelte|astro|s?css|sass|less|py|rb|go|rs|java|kt|cs|erb|haml|ejs|hbs|tpl"
+    r"|md|mdx|rst|txt|json|ya?ml|toml|xml|svg|png|jpe?g|gif|webp|ico|pdf|csv|sql|sh)\Z"
+)
+
+
+def addresses(text: str) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of each e-mail address. The user of a URL is yielded without the host."""
+    for at in _AT.finditer(text):
+        user = _USER.search(text[max(at.start() - _USER_CHARS, 0) : at.start()])
+        end = _end_of_domain(at, text[at.end() : at.end() + 1]) if user and user["name"] not in _SERVICES else None
+        if user and end:
+            start = at.start() - len(user["name"])
+            in_url = text[at.start()] == "@" and text[max(start - 3, 0) : start] == "://"
+            yield start, at.start() if in_url else end
+
+
+def _end_of_domain(at: re.Match[str], behind: str) -> int | None:
+    """Return the end of an address's domain; None if it is not a domain. `behind` is the character after the match."""
+    labels = at["domain"].split(".")
+    last = labels[-1].lower()
+    if behind not in ("(", "[") and (last in _COMMON | _PRIVATE or _suffixes().publicsuffix(at["domain"])):
+        return at.end()
+    while len(labels) > 1 and labels[-1].lower() not in _COMMON:
+        labels.pop()
+    return at.start("domain") + len(".".join(labels)) if len(labels) > 1 else None
+
+
+@cache
+def _suffixes() -> PublicSuffixList:
+    """Return the Public Suffix List. Loading it takes 30 ms."""
+    return PublicSuffixList(accept_unknown=False)
+
+
+def owners(text: str) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of each name of a home folder's owner."""
+    for root in _ROOT.finditer(text):
+        name = _NAMES[root[0][0]].match(text, root.end())
+        if name and _is_owner(text, root, name):
+            yield name.span()
+
+
+def file_owners(text: str) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of each name of a person in the long listings of `ls`: the owner, and a group of that name."""
+    for line in _LISTED.finditer(text):
+        if line["owner"] not in _SYSTEM_OWNERS:
+            yield line.span("owner")
+            if line["group"] == line["owner"]:
+                yield line.span("group")
+
+
+def _is_owner(text: str, root: re.Match[str], name: re.Match[str]) -> bool:
+    """Check whether the text before `root` makes it the start of a home folder's path."""
+    form, begin = root[0][0], root.start()
+    before = text[max(begin - _BEFORE_CHARS, 0) : begin]
+    if _BEGINS[form].search(before):
+        return form != "/" or not (_is_file(text, name) or _ROUTE.search(before))
+    climb = _CLIMBS.search(before) if form == "/" else None
+    if climb:
+        outside = _IMPORTED.search(before, 0, climb.start()) is None
+        return outside and name[0] not in _FOLDERS and not _is_file(text, name)
+    rare = _RARE_BEGINS.search(text, max(begin - _RARE_CHARS, 0), begin) if form == "/" else None
+    if not rare or name[0] in _FOLDERS or _is_file(text, name):
+        return False
+    inside = not rare["diff"] or text[name.end() : name.end() + 1] == "/"
+    return inside and not _ROUTE.search(text, max(rare.start() - _BEFORE_CHARS, 0), rare.start())
+
+
+def _is_file(text: str, name: re.Match[str]) -> bool:
+    return text[name.end() : name.end() + 1] not in ("/", "\\") and bool(_FILE.search(name[0]))
