@@ -28,8 +28,7 @@ from composer_prime.wire.node_messages import ComputeDevice, NewVersion, NodeWel
 from composer_prime.wire.types import ints
 from inference.engines.base import Engine
 from inference.engines.local.local_engine import LocalEngine
-from inference.gateway_link import GatewayLink
-from inference.node import InferenceNode
+from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from composer_prime.run.run_dir import write_atomic
 from composer_prime.run.weights import ChunkRef, Manifest, ModelFile, open_model_files, open_signed
 from composer_prime.wire.enrollment import Invite
 from inference.enrolling import EnrolledNode, NodeState
-from inference.gateway_link import GatewayLink
+from inference.node import GatewayLink
 from inference.receiver import VersionFolder
 from inference.snapshot import Snapshot, save_snapshot
 from inference.weight_sources import ChunkSource

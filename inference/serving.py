@@ -27,8 +27,7 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node_messages import ComputeDevice
 
 if TYPE_CHECKING:
-    from inference.gateway_link import GatewayLink
-    from inference.node import InferenceNode
+    from inference.node import GatewayLink, InferenceNode
     from inference.weight_sources import ChunkSource
 
 FAILED = 1
@@ -113,8 +112,7 @@ async def _start(assignment: Assignment, folder: Path, stack: AsyncExitStack) ->
     from composer_prime.wire.node_messages import ToNode
     from inference.audit import Auditor
     from inference.engines.base import build_engine
-    from inference.gateway_link import GatewayLink
-    from inference.node import InferenceNode
+    from inference.node import GatewayLink, InferenceNode
     from inference.receiver import Receiver
 
     inference = assignment.inference

@@ -23,8 +23,7 @@ from composer_prime.wire.node_messages import Sampling
 from inference.engines.base import EngineStats
 from inference.engines.local.local_engine import LocalEngine
 from inference.enrolling import NodeState, enroll
-from inference.gateway_link import GatewayLink
-from inference.node import InferenceNode
+from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
 
 PLACES, ANSWER_S = 8, 4.0

@@ -126,8 +126,7 @@ async def _run_node(
 
     from inference.engines.base import build_engine
     from inference.engines.local.local_engine import LocalEngine
-    from inference.gateway_link import GatewayLink
-    from inference.node import InferenceNode
+    from inference.node import GatewayLink, InferenceNode
     from inference.receiver import Receiver
     from inference.weight_sources import FolderSource
 

@@ -145,11 +145,3 @@ def test_a_greedy_row_misses_by_what_it_leaves_behind():
     for token, expected in ((0, 0.0), (1, 0.0), (2, 0.5)):
         misses, _ = draw_misses(logits, rows(1, temperature=0.0), np.array([token]))
         assert abs(misses[0] - expected) < 1e-6
-
-
-def test_draws_by_the_rule_follow_the_distribution():
-    # Kolmogorov-Smirnov on the uniform numbers of many positions: the statistic of 20,000 even ones is below 0.0136
-    # in 99.9 % of cases.
-    numbers = np.sort(uniforms(np.full(20_000, 9, np.uint64), np.arange(20_000, dtype=np.uint64)))
-    steps = np.arange(1, len(numbers) + 1) / len(numbers)
-    assert max((steps - numbers).max(), (numbers - steps + 1 / len(numbers)).max()) < 1.95 / np.sqrt(len(numbers))

@@ -231,25 +231,6 @@ def test_wrong_settings_are_named(folder, tmp_path):
             run(engine.start())
 
 
-def test_a_small_cache_bounds_the_batch(folder):
-    # Memory for two sequences: two run, the others wait, all are served right.
-    async def scenario():
-        two = 2.5 * MAX_CONTEXT * 2 * 2 * 2 * 32 * 4 / 2**30
-        subject = await start(folder, kv_cache_gib=two)
-        wanted = [(subject.prompt(k, 30), sampling(40, seed=k)) for k in range(6)]
-        tasks = [asyncio.ensure_future(subject.generate(*pair)) for pair in wanted]
-        most = 0
-        while not all(task.done() for task in tasks):
-            most = max(most, subject.engine.stats().running)
-            await asyncio.sleep(0.005)
-        assert most == 2
-        for (prompt, options), task in zip(wanted, tasks, strict=True):
-            subject.verify(prompt, options, task.result())
-        await subject.engine.close()
-
-    run(scenario())
-
-
 def test_close_does_not_wait_for_a_thread_that_hangs(folder, monkeypatch):
     # A step that never returns, as of a device that hangs: close returns, and what waits gets an EngineError.
     monkeypatch.setattr(local_engine, "_CLOSE_S", 0.2)

@@ -72,15 +72,6 @@ def test_tied_tokens_at_the_edge_of_a_nucleus_stay_together():
     assert beside[8].all()
 
 
-def test_draws_follow_the_distribution():
-    # Over many seeds the frequencies are the probabilities (chi-square, 9 degrees of freedom, p = 1e-5).
-    logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(2)).expand(20_000, -1)
-    one = [Sampling(max_tokens=1)] * 20_000
-    counts = np.bincount(sample(logits, rows(one))[0], minlength=10)
-    expected = logits[0].softmax(-1).numpy() * len(one)
-    assert ((counts - expected) ** 2 / expected).sum() < 39.0
-
-
 def test_uniforms_are_uniform_and_independent():
     # Neighbouring seeds and positions give unrelated numbers in [0, 1).
     seeds, positions = np.meshgrid(np.arange(200, dtype=np.uint64), np.arange(200, dtype=np.uint64))
@@ -90,17 +81,6 @@ def test_uniforms_are_uniform_and_independent():
     assert ((counts - 800) ** 2 / 800).sum() < 105.0
     for left, right in ((drawn[:, :-1], drawn[:, 1:]), (drawn[:-1], drawn[1:])):
         assert abs(np.corrcoef(left.ravel(), right.ravel())[0, 1]) < 0.03
-
-
-def test_a_row_draws_the_same_in_any_company():
-    # What else is in the batch, and where, does not change a row's draw.
-    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(3))
-    options = [Sampling(max_tokens=1, temperature=0.5 + row / 3, top_k=row * 5) for row in range(6)]
-    together = rows(options)
-    tokens, _ = sample(logits, together)
-    for row in range(6):
-        alone = SamplingRows(**{name: getattr(together, name)[row : row + 1] for name in SamplingRows.__slots__})
-        assert sample(logits[row : row + 1], alone)[0][0] == tokens[row]
 
 
 def test_impossible_tokens_are_never_drawn():

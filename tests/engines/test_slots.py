@@ -95,28 +95,6 @@ def test_only_what_is_there_is_reused(capacity, actions):
         assert mirror.table.high <= capacity
 
 
-def test_a_cancelled_prompt_blocks_nobody():
-    # A request that ends while its prompt is being computed leaves no promise that another could wait for.
-    mirror = Mirror(4)
-    prompt = list(range(10, 130))
-    assert mirror.place(prompt, "a")
-    mirror.compute(0, 20)
-    assert not mirror.place(prompt, "b"), "the rest is being computed"
-    mirror.release(0)
-    assert mirror.place(prompt, "b")
-
-
-def test_siblings_copy_what_the_first_computed():
-    # Siblings that arrive with the first wait for its prompt and then reuse all of it but the last token.
-    mirror = Mirror(4)
-    prompt = list(range(10, 110))
-    assert mirror.place(prompt, "a")
-    assert not mirror.place(prompt, "b")
-    mirror.compute(0, 1000)
-    copied = place(mirror.table, prompt, "b")
-    assert (copied.source, copied.cached) == (0, len(prompt) - 1)
-
-
 def test_the_longest_idle_slot_goes_first():
     # Under pressure the conversation that was idle for longest loses its cache.
     mirror = Mirror(2)

@@ -20,8 +20,7 @@ from composer_prime.wire.node_messages import Sampling, ToNode
 from inference.audit import Auditor
 from inference.engines.local.compute import Computer
 from inference.engines.local.local_engine import LocalEngine
-from inference.gateway_link import GatewayLink
-from inference.node import InferenceNode
+from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
 
 CONTEXT = 512

@@ -17,8 +17,7 @@ from composer_prime.wire.node_messages import Generate, NodeHello, Sampled, Samp
 from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
 from inference.engines.local.compute import Computer
 from inference.engines.local.local_engine import LocalEngine
-from inference.gateway_link import GatewayLink
-from inference.node import InferenceNode
+from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
 from orchestrator.gateway.routing import reclaim_stalled
 

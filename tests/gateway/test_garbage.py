@@ -36,7 +36,7 @@ from composer_prime.wire.node_messages import (
 )
 from composer_prime.wire.sockets import MAX_FRAMES, FromConnection, MessageBudgets, NodeSocket, bind_router, dealer
 from composer_prime.wire.types import VersionSpan
-from inference.gateway_link import GatewayLink
+from inference.node import GatewayLink
 
 
 async def test_a_sender_of_garbage_is_cut_off_at_its_budget(open_gateway, node_keys):

@@ -65,8 +65,7 @@ async def command(*words: str) -> int:
 @asynccontextmanager
 async def local_node(name: str, address: str, keys: ClientKeys):
     """A node with the local engine, as `inference join` makes it; yields the future of its end."""
-    from inference.gateway_link import GatewayLink
-    from inference.node import InferenceNode
+    from inference.node import GatewayLink, InferenceNode
     from inference.receiver import Receiver
 
     config = InferenceConfig(

@@ -28,8 +28,7 @@ from composer_prime.wire.node_messages import (
 from composer_prime.wire.types import floats, ints
 from inference.engines.local.compute import Computer
 from inference.engines.local.local_engine import LocalEngine
-from inference.gateway_link import GatewayLink
-from inference.node import InferenceNode
+from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer
@@ -300,18 +299,6 @@ def test_a_node_without_gateway_gives_up(loop, serving, config):
 
     with pytest.raises(DeadlineError, match=r"gateway at tcp://127.0.0.1"):
         loop.run(scenario())
-
-
-def test_keys_of_another_run_do_not_get_in(loop, serving, config, tmp_path):
-    # A node with foreign keys never gets a byte to the gateway and ends with the same error.
-    async def scenario():
-        impatient, foreign = config.model_copy(update=IMPATIENT), RunKeys.create(tmp_path / "foreign")
-        async with serving(node_keys=foreign, config=impatient) as (gateway, _, ended):
-            with pytest.raises(DeadlineError):
-                await asyncio.wait_for(ended, 100)
-            return gateway.hellos
-
-    assert loop.run(scenario()) == []
 
 
 @pytest.mark.parametrize("may_return", [False, True])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import math
 import weakref
 
 import msgspec
@@ -22,11 +20,10 @@ from composer_prime.errors import (
     WireError,
 )
 from composer_prime.run.weights import CHUNK_BYTES, Canary, ChunkRef, sign
-from composer_prime.wire.node_messages import Sampling
 from inference.engines.local.local_engine import LocalEngine
 from inference.receiver import Receiver
 from inference.snapshot import Snapshot, save_snapshot, word_sum
-from inference.weight_sources import ChunkSource, FolderSource
+from inference.weight_sources import FolderSource
 from tests.engines.models import MAX_CONTEXT
 from tests.engines.reference import Reference
 from tests.inference.publisher import CANARY, RUN_ID, Publisher
@@ -118,29 +115,6 @@ def test_a_damaged_chunk_is_refused_then_mended(loop, engine, receiver, publishe
     path.unlink()
     install(loop, receiver, publisher, publisher.publish(2))
     assert in_use(loop, engine, reference) == 2
-
-
-def test_equal_chunks_are_pulled_once(loop, engine, receiver, publisher, reference):
-    # Large tensors of zeros make chunks with one hash: each is pulled once, and the file is whole.
-    zeros = {name: torch.zeros_like(tensor) for name, tensor in reference.weights(1).items()}
-    data = safetensors.torch.save(zeros)
-    header = 8 + int.from_bytes(data[:8], "little")
-    chunks = publisher.store.put_chunks(data[:header])
-    for start in range(header, len(data), 100_000):
-        chunks += publisher.store.put_chunks(data[start : start + 100_000])
-    assert len({ref.sha256 for ref in chunks}) <= 3 < len(chunks)
-    vocabulary = reference.weights(1)["model.embed_tokens.weight"].shape[0]
-    canary = Canary(token_ids=CANARY, logprobs=[-math.log(vocabulary)] * (len(CANARY) - 1))
-    install(loop, receiver, publisher, publisher.publish(1, chunks=chunks, canary=canary))
-    assert receiver.version == 1 and receiver.canary_error < 1e-5
-
-
-def test_a_pruned_chunk_is_named(loop, receiver, publisher):
-    # A chunk that the source does not have is an error that names it.
-    manifest = publisher.manifest(2)
-    (publisher.store.root / "chunks" / manifest.chunks[2].sha256).unlink()
-    with pytest.raises(CorruptWeightsError, match=manifest.chunks[2].sha256):
-        install(loop, receiver, publisher, sign(manifest, publisher.keys.signer()))
 
 
 def test_names_and_the_file_s_header_are_checked(loop, engine, receiver, publisher, reference):
@@ -290,19 +264,6 @@ def close_versions(publisher, folder):
     return Publisher(publisher.store.root, publisher.keys, Reference(folder, scale=1e-6))
 
 
-async def nothing(*_):
-    return []
-
-
-def test_an_engine_that_never_swaps_is_found(loop, engine, receive, close_versions):
-    # Versions differ by far less than the canary's tolerance: the parameters that hold other values are named.
-    receiver = receive(Altered(engine, load_weights=nothing), tolerance=0.05)
-    install(loop, receiver, close_versions, close_versions.publish(0))
-    with pytest.raises(CanaryError, match=r"model\.embed_tokens\.weight"):
-        install(loop, receiver, close_versions, close_versions.publish(1))
-    assert receiver.version == 0 and receiver.canary_error < 0.05 and receiver.rollbacks == 1
-
-
 def test_answers_leave_until_the_first_weight_changes(loop, engine, receive, publisher):
     """What an engine prepares for a swap, such as a file of the weights, holds back no answer."""
     seen = []
@@ -395,60 +356,3 @@ def test_blocks_join_to_the_tensor(tmp_path):
     parts[-1][0].write_bytes(b"")
     with pytest.raises(CorruptWeightsError, match="cannot be read from"):
         [read[name] for name in read]
-
-
-def test_what_did_not_change_is_not_pulled_again(loop, engine, receive, publisher):
-    # A chunk that the version in use shares with the next is on the disk already; older ones are removed from it.
-    source = Flaky(FolderSource(publisher.store), fail_after=-1)
-    receiver = receive(engine, source)
-    first, second = publisher.manifest(1), publisher.manifest(2)
-    install(loop, receiver, publisher, sign(first, publisher.keys.signer()))
-    install(loop, receiver, publisher, sign(msgspec.structs.replace(first, version=9), publisher.keys.signer()))
-    assert len({sha for sha, _ in source.offsets}) == len({ref.sha256 for ref in first.chunks})
-    assert len(source.offsets) == sum(-(-ref.size // 50_000) for ref in first.chunks)
-    install(loop, receiver, publisher, sign(second, publisher.keys.signer()))
-    assert {path.name for path in receiver._versions.chunks.path.iterdir()} == {ref.sha256 for ref in second.chunks}
-
-
-class Flaky(ChunkSource):
-    """A source that gives small pieces and fails now and then."""
-
-    def __init__(self, inner: FolderSource, fail_after: int) -> None:
-        self.inner, self.left, self.offsets = inner, fail_after, []
-
-    async def read(self, sha256: str, offset: int) -> bytes | None:
-        self.offsets.append((sha256, offset))
-        if self.left == 0:
-            raise DeadlineError("the link is gone")
-        self.left -= 1
-        piece = await self.inner.read(sha256, offset)
-        return piece and piece[:50_000]
-
-
-def test_a_pull_resumes_where_it_stopped(loop, engine, receive, publisher, reference):
-    # After a lost link the next try asks for the bytes that are missing, not for those that came.
-    source = Flaky(FolderSource(publisher.store), fail_after=13)
-    receiver = receive(engine, source)
-    signed = publisher.publish(2)
-    with pytest.raises(DeadlineError):
-        install(loop, receiver, publisher, signed)
-    source.left, before = -1, len(source.offsets)
-    install(loop, receiver, publisher, signed)
-    whole = sum(-(-ref.size // 50_000) for ref in publisher.manifest(2).chunks)
-    in_flight = 4
-    assert len(source.offsets) - before <= whole - 13 + in_flight
-    assert in_use(loop, engine, reference) == 2
-
-
-def test_running_requests_survive_the_install(loop, engine, receiver, publisher):
-    # A request that runs while weights are installed ends normally and shows both versions.
-    async def scenario():
-        work = asyncio.ensure_future(
-            engine.generate("r", [5, 6, 7], Sampling(max_tokens=240, seed=1, ignore_eos=True), "s")
-        )
-        await asyncio.sleep(0.05)
-        await receiver.install(publisher.publish(1), publisher.verify_key, RUN_ID)
-        return await work
-
-    done = loop.run(scenario())
-    assert len(done) == 240 and {span.version for span in done.version_spans} <= {0, 1}

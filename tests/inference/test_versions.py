@@ -147,12 +147,6 @@ def test_a_joiner_pulls_an_anchor_and_a_patch(tmp_path, open_node):
     assert fetch(open_node(FolderSource(training.store)), training, 50) == size_of(manifest.refs)
 
 
-# Where a step changes most words every version is whole, and comparing is not tried at each step.
-def test_dense_steps_are_written_whole(training):
-    assert {training.train(range(version, version + 1), share=1.0).kind for version in range(8)} == {"anchor"}
-    assert training.writer._dense_until > 0
-
-
 # With anchor_every = 1, and for another model, each version is whole.
 def test_whole_versions_on_request_and_for_another_model(training, tmp_path):
     assert training.train(range(2)).kind == "delta"
@@ -409,13 +403,3 @@ def test_a_resume_needs_no_snapshot(training, open_node, checkpoint):
         for node in (follower, behind):
             assert fetch(node, training, version) <= size_of(manifest.patch)
     assert {manifest.kind for manifest, _ in training.written.values()} == {"anchor", "delta"}
-
-
-# What the store lost cannot be built on: the next version is whole.
-def test_a_resume_on_a_damaged_store_is_whole(training, open_node):
-    training.train(range(2))
-    training.restart()
-    (training.store.root / "chunks" / training.written[1][0].chunks[0].sha256).unlink()
-    training.writer.continue_from(training.written[1][0])
-    assert training.train(range(2, 3)).kind == "anchor"
-    fetch(open_node(), training, 2)

@@ -22,9 +22,8 @@ from aiohttp.test_utils import TestServer
 from composer_prime.errors import ConfigError, CorruptWeightsError, DeadlineError
 from composer_prime.run.weights import CHUNK_BYTES, WeightStore
 from inference.engines.local.local_engine import LocalEngine
-from inference.gateway_link import GatewayLink
 from inference.joining import join_config, join_parser
-from inference.node import InferenceNode
+from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver, VersionFolder
 from inference.weight_sources import PIECE_BYTES, ChunkSource, FolderSource, HttpSource, WeightSources
 from tests.engines.models import MAX_CONTEXT
@@ -99,18 +98,6 @@ def test_a_copy_gives_versions(training, tmp_path):
             pulling(tmp_path, Untouchable(), [url]) as (node, _),
         ):
             await check(node, training, 2)
-
-    asyncio.run(scenario())
-
-
-# A chunk larger than a piece comes in several.
-def test_a_large_chunk_comes_whole(tmp_path):
-    async def scenario() -> None:
-        store = WeightStore(tmp_path / "weights")
-        refs = store.put_chunks(random.Random(0).randbytes(PIECE_BYTES + 100))
-        async with served(store.root) as url, pulling(tmp_path, Untouchable(), [url]) as (node, _):
-            await node.pull("v1", refs)
-            assert node.chunks.has(refs[0])
 
     asyncio.run(scenario())
 
