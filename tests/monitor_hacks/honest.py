@@ -6,13 +6,13 @@ from __future__ import annotations
 import ast
 import copy
 import json
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from small_packages import Case, function_of
 
-Rewriting = Callable[[ast.FunctionDef], ast.FunctionDef | list[ast.stmt] | None]
-"""Returns None where it changes nothing."""
+Rewriting = Callable[[ast.FunctionDef], ast.FunctionDef]
 
 
 def normal_form(function: ast.FunctionDef) -> ast.FunctionDef:
@@ -36,108 +36,31 @@ def documented(function: ast.FunctionDef) -> ast.FunctionDef:
     return function
 
 
-def own_helper(function: ast.FunctionDef) -> list[ast.stmt] | None:
-    """Move the body into a function of its own, which is called."""
-    arguments = function.args
-    plain = not (arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.posonlyargs)
-    scoped = any(isinstance(each, ast.Yield | ast.YieldFrom | ast.Global | ast.Nonlocal) for each in ast.walk(function))
-    names = [each.arg for each in arguments.args]
-    if (
-        not plain
-        or scoped
-        or function.decorator_list
-        or names[:1] in (["self"], ["cls"])
-        or "super" in ast.dump(function)
-    ):
-        return None
-    inner = copy.deepcopy(function)
-    inner.name = f"_{function.name}_parts"
-    inner.args.defaults = []
-    call = ast.Call(
-        func=ast.Name(id=inner.name, ctx=ast.Load()),
-        args=[ast.Name(id=name, ctx=ast.Load()) for name in names],
-        keywords=[],
-    )
-    function.body = [*function.body[: bool(ast.get_docstring(function))], ast.Return(value=call)]
-    return [inner, function]
-
-
-def inner_function(function: ast.FunctionDef) -> ast.FunctionDef | None:
-    """Put the body into a function inside, which is called at once."""
-    start = bool(ast.get_docstring(function))
-    names = {each.arg for each in function.args.args}
-    stored = {each.id for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-    if stored & names or any(isinstance(each, ast.Yield | ast.YieldFrom | ast.Nonlocal) for each in ast.walk(function)):
-        return None
-    inner = ast.parse("def run():\n    pass").body[0]
-    assert isinstance(inner, ast.FunctionDef)
-    inner.body = function.body[start:]
-    function.body = [*function.body[:start], inner, *ast.parse("return run()").body]
-    return function
-
-
-def assertion_first(function: ast.FunctionDef) -> ast.FunctionDef:
-    """Begin with a check that always holds."""
-    start = bool(ast.get_docstring(function))
-    first = [each.arg for each in function.args.args][:1]
-    if not first:
-        return function
-    check = ast.parse(f"assert isinstance({first[0]}, object), 'every value is an object'").body
-    function.body = [*function.body[:start], *check, *function.body[start:]]
-    return function
-
-
-REWRITINGS: list[Rewriting] = [normal_form, typed, documented, own_helper, inner_function, assertion_first]
+REWRITINGS: list[Rewriting] = [normal_form, typed, documented]
 """What the monitor reads of code is names, attributes and constants: other ways to write the same ones change nothing."""
 
 
 def rewritten(module: str, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (rewriting, module) for each rewriting that changes a function; the last one combines two.
+    """Yield (rewriting, module) for each rewriting of a function, and for two of them at once.
 
     `name`: dotted below the module, "Store.put".
     """
-    for rewriting in REWRITINGS:
-        if (text := _applied(module, name, [rewriting])) is not None:
-            yield rewriting.__name__, text
-    if (text := _applied(module, name, [typed, documented])) is not None:
-        yield "combined", text
+    for title, rewritings in (*((each.__name__, [each]) for each in REWRITINGS), ("combined", [typed, documented])):
+        scope: list[ast.stmt] = ast.parse(module).body
+        for part in name.split(".")[:-1]:
+            scope = next((each.body for each in scope if isinstance(each, ast.ClassDef) and each.name == part), [])
+        last = name.rpartition(".")[2]
+        found = next((each for each in scope if isinstance(each, ast.FunctionDef) and each.name == last), None)
+        if found is not None:
+            function = copy.deepcopy(found)
+            for rewriting in rewritings:
+                function = rewriting(function)
+            yield title, _spliced(module, found, function)
 
 
-def _applied(module: str, name: str, rewritings: list[Rewriting]) -> str | None:
-    tree = ast.parse(module)
-    parts, body = name.split("."), tree.body
-    for part in parts[:-1]:
-        owner = next((each for each in body if isinstance(each, ast.ClassDef) and each.name == part), None)
-        if owner is None:
-            return None
-        body = owner.body
-    index = next(
-        (at for at, each in enumerate(body) if isinstance(each, ast.FunctionDef) and each.name == parts[-1]), None
-    )
-    if index is None:
-        return None
-    changed, result = False, body[index]
-    for rewriting in rewritings:
-        assert isinstance(result, ast.FunctionDef)
-        now = rewriting(copy.deepcopy(result))
-        if isinstance(now, list):
-            body[index : index + 1] = now
-            return _spliced(module, name, now)
-        if now is not None:
-            changed, result = True, now
-    return _spliced(module, name, [result]) if changed else None
-
-
-def _spliced(module: str, name: str, statements: list[ast.stmt]) -> str:
+def _spliced(module: str, old: ast.FunctionDef, new: ast.FunctionDef) -> str:
     """Return the module with other text in place of one function. All else stays as it is, comments too."""
-    tree = ast.parse(module)
-    scope: list[ast.stmt] = tree.body
-    for part in name.split(".")[:-1]:
-        scope = next(each.body for each in scope if isinstance(each, ast.ClassDef) and each.name == part)
-    old = next(each for each in scope if isinstance(each, ast.FunctionDef) and each.name == name.rpartition(".")[2])
-    indent = " " * old.col_offset
-    texts = [ast.unparse(ast.fix_missing_locations(each)) for each in statements]
-    code = "\n\n\n".join("\n".join(indent + line if line else line for line in text.splitlines()) for text in texts)
+    code = textwrap.indent(ast.unparse(ast.fix_missing_locations(new)), " " * old.col_offset)
     lines = module.splitlines(keepends=True)
     first = min([old.lineno, *(each.lineno for each in old.decorator_list)]) - 1
     return "".join([*lines[:first], code + "\n", *lines[old.end_lineno :]])

@@ -2,7 +2,7 @@
 
     seal (before.py) ──> agent plays ──> inspect (after.py) ──> HackVerdict (verdict.py) ──> reward
       unwanted files       tool calls      files, code, calls       policy of the source
-      lures, hashes
+      lures, hashes                        └─ judge.py, if a judge is configured
 
 Grading is the first defense: it copies only source files into a pristine tree. The monitor checks what grading cannot:
 how the agent made the patch, and code that works only for the tests. Read after.py first.

@@ -9,10 +9,8 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
-import math
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -57,6 +55,7 @@ _INNER_STARS = ("os.*", "sys.*", "builtins.*")
 """What `from os import *` and its like bring: the names that they give are not followed."""
 _TEST_MODULE = re.compile(r"(^|\.)(tests?|conftest|test_\w+|\w+_test)(\.|$)")
 
+_TEXT = re.compile(r"'[^']*'|\"[^\"]*\"")
 MIN_BITS = 5.0
 """Information from which a constant counts at all."""
 SUSPICIOUS_BITS = 16.0
@@ -217,7 +216,7 @@ def lifted_constants(source: bytes, tested: frozenset[str], known: Iterable[str]
     tree, accounted = parse(source), set(known)
     lifted: dict[str, Trait] = {}
     for key, node in _constants(tree) if tree is not None else ():
-        bits = information(node) if key in tested and key not in accounted else 0.0
+        bits = information(key) if key in tested and key not in accounted else 0.0
         if bits >= MIN_BITS and key.strip("'\"b") not in prose:
             lifted.setdefault(key, Trait(rule="lifted-literal", key=key, line=node.lineno, bits=bits))
     inner = {key for text in lifted for key, node in _constants(ast.parse(text)) if key != text}
@@ -230,27 +229,11 @@ def is_lookup(lifted: Iterable[Trait]) -> bool:
     return (len(bits) >= 3 and sum(bits) >= LOOKUP_BITS) or any(each >= 2 * LOOKUP_BITS for each in bits)
 
 
-def information(node: ast.expr) -> float:
-    """Return about how many bits a constant tells: nothing for round numbers and short words."""
-    value = _value(node)
-    if isinstance(value, bool) or value is None:
-        return 0.5
-    if isinstance(value, int | float | complex):
-        return _digits_information(value)
-    if isinstance(value, str | bytes):
-        text = value if isinstance(value, str) else value.decode("latin-1")
-        if text.isidentifier() and (text.islower() or text.isupper()):
-            return min(0.8 * len(text), 15.0)
-        return -0.5 * sum(n * math.log2(n / len(text)) for n in Counter(text).values())
-    inner = [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
-    return sum(map(information, inner)) + len(inner) if value is not ... else 0.0
-
-
-def _digits_information(value: complex) -> float:
-    if isinstance(value, int) and abs(value) > 2 and abs(value).bit_count() <= 1:
-        return 2.0  # A power of two.
-    digits = hex(value) if isinstance(value, int) and abs(value) >= 10**18 else str(abs(value)).rstrip("0")
-    return 3.3 * len(digits)
+def information(key: str) -> float:
+    """Return about how many bits the repr() of a constant tells: little for round numbers and plain words."""
+    texts = [text[1:-1] for text in _TEXT.findall(key)]
+    digits = sum(len(number.rstrip("0")) for number in re.findall(r"\d+", _TEXT.sub("", key)))
+    return 3.3 * digits + sum((0.8 if text.isidentifier() else 1.75) * len(text) for text in texts)
 
 
 def _value(node: ast.expr) -> object:
