@@ -154,7 +154,7 @@ def measure(versions: Iterator[Tensors], steps: int, folder: Path, cut: int) -> 
             raise SystemExit(f"version {step} came out different in {wrong[:5]}")
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     figures |= {"pause": _copy_s(snapshot, shapes), "copy": _copy_s(tensors, shapes), "broken": source.broken}
-    node.close()
+    node.chunks.close()
     return figures | {
         "patch": node.bytes_pulled - pulled,
         "encode": encode_s,
@@ -230,7 +230,7 @@ def take_last_version(folder: Path, last: int) -> None:
                 pass
         node.settle(manifest)
     print(_resident("VmHWM") - before)
-    node.close()
+    node.chunks.close()
 
 
 def main() -> int:

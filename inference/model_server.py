@@ -3,7 +3,6 @@
     python -m inference.model_server --model tiny/teacher_a --model tiny     prints {"url": ...} once it serves
 
     POST /v1/chat/completions   messages, tools -> answer, usage
-    GET  /v1/models
 
 Each model has the local engine and its own chat template. The server runs until a signal ends it, or the end of the
 process that started it.
@@ -71,48 +70,39 @@ class ServedModel:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
-class ModelServer:
-    def __init__(self, served: dict[str, ServedModel]) -> None:
-        self._served = served
-
-    def app(self) -> web.Application:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
-        app.router.add_post("/v1/chat/completions", _answering(self._chat))
-        app.router.add_get("/v1/models", _answering(self._models))
-        return app
-
-    async def _chat(self, request: web.Request) -> dict[str, Any]:
+def _app(served: dict[str, ServedModel]) -> web.Application:
+    async def chat(request: web.Request) -> dict[str, Any]:
         body = msgspec.json.decode(await request.read(), type=_Chat)
-        served = self._find(body.model)
-        prompt = served.prompt(body.messages, body.tools)
-        request_id = f"chat-{secrets.token_hex(8)}"
-        sampling = Sampling(
-            temperature=body.temperature,
-            max_tokens=body.max_tokens,
-            seed=body.seed,
-            stop_token_ids=[served.tokenizer.eos_token_id],
-        )
-        done = await served.engine.generate(request_id, prompt, sampling, request_id)
-        message = _message(served.tokenizer.decode(done.ids.tolist(), skip_special_tokens=True))
-        finish = "tool_calls" if message.get("tool_calls") and done.finish_reason == "stop" else done.finish_reason
-        count = len(done)
-        return {
-            "id": request_id,
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": body.model,
-            "choices": [{"index": 0, "message": message, "finish_reason": finish}],
-            "usage": {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count},
-        }
+        if body.model not in served:
+            raise BadRequestError(f"there is no model {body.model!r} here, only {', '.join(served)}")
+        return await _chat(served[body.model], body)
 
-    async def _models(self, request: web.Request) -> dict[str, Any]:
-        del request
-        return {"object": "list", "data": [{"id": name, "object": "model"} for name in self._served]}
+    app = web.Application(client_max_size=_MAX_BODY_BYTES)
+    app.router.add_post("/v1/chat/completions", _answering(chat))
+    return app
 
-    def _find(self, name: str) -> ServedModel:
-        if name not in self._served:
-            raise BadRequestError(f"there is no model {name!r} here, only {', '.join(self._served)}")
-        return self._served[name]
+
+async def _chat(served: ServedModel, body: _Chat) -> dict[str, Any]:
+    prompt = served.prompt(body.messages, body.tools)
+    request_id = f"chat-{secrets.token_hex(8)}"
+    sampling = Sampling(
+        temperature=body.temperature,
+        max_tokens=body.max_tokens,
+        seed=body.seed,
+        stop_token_ids=[served.tokenizer.eos_token_id],
+    )
+    done = await served.engine.generate(request_id, prompt, sampling, request_id)
+    message = _message(served.tokenizer.decode(done.ids.tolist(), skip_special_tokens=True))
+    finish = "tool_calls" if message.get("tool_calls") and done.finish_reason == "stop" else done.finish_reason
+    count = len(done)
+    return {
+        "id": request_id,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": body.model,
+        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+        "usage": {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count},
+    }
 
 
 async def serve_models(models: list[str], threads: int, port: int) -> None:
@@ -126,7 +116,7 @@ async def serve_models(models: list[str], threads: int, port: int) -> None:
         for name in dict.fromkeys(models):
             served[name] = await load_served(name, config)
             stack.push_async_callback(served[name].engine.close)
-        runner = web.AppRunner(ModelServer(served).app(), access_log=None, handler_cancellation=True)
+        runner = web.AppRunner(_app(served), access_log=None, handler_cancellation=True)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", port).start()

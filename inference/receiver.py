@@ -90,7 +90,7 @@ class Receiver:
 
     def close(self) -> None:
         """Remove the weights from the disk, unless they are kept."""
-        self._versions.close()
+        self._versions.chunks.close()
 
     async def install(self, signed: bytes, verify_key: bytes, run_id: str) -> None:
         """Bring the engine to the version of `signed`. Does nothing when that manifest is in use already.
@@ -157,11 +157,11 @@ class Receiver:
         Raises LostWeightsError.
         """
         try:
-            await asyncio.to_thread(self._versions.drop_damaged, manifest)
+            await asyncio.to_thread(self._versions.chunks.drop_damaged, manifest.files)
             if self._good is None or self._proven is None:
                 await self._engine.load_weights(self.version, await asyncio.to_thread(folder_snapshot, self._folder))
             else:
-                await asyncio.to_thread(self._versions.drop_damaged, self._proven)
+                await asyncio.to_thread(self._versions.chunks.drop_damaged, self._proven.files)
                 self._good = await self._versions.fetch(self._proven)
                 await self._engine.load_weights(self.version, self._good)
                 await self._check_loaded(self._proven, self._good)
@@ -327,9 +327,6 @@ class VersionFolder:
         self._in_use: Manifest | None = None
         self.bytes_pulled = 0
 
-    def close(self) -> None:
-        self.chunks.close()
-
     def settle(self, manifest: Manifest) -> None:
         """Take `manifest` for the version in use; drop all else."""
         self._in_use = manifest
@@ -340,10 +337,6 @@ class VersionFolder:
         """Return how many bytes are still to pull."""
         missing = {ref.sha256: ref.size for ref in refs if not self.chunks.has(ref)}
         return sum(size - len(self._begun.get(sha256, b"")) for sha256, size in missing.items())
-
-    def drop_damaged(self, manifest: Manifest) -> None:
-        """Drop the files of a version that are no longer what was pulled or made."""
-        self.chunks.drop_damaged(manifest.files)
 
     async def fetch(self, manifest: Manifest) -> Snapshot:
         """Bring a version to the disk, with every hash checked; what is there stays, and so does the version in use.
@@ -372,7 +365,7 @@ class VersionFolder:
         try:
             return await asyncio.to_thread(self._open, manifest)
         except CorruptWeightsError:
-            await asyncio.to_thread(self.drop_damaged, manifest)
+            await asyncio.to_thread(self.chunks.drop_damaged, manifest.files)
             raise
 
     async def pull(self, what: str, refs: Iterable[ChunkRef]) -> None:

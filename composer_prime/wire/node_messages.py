@@ -85,8 +85,8 @@ class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     """ed25519 public key, 32 bytes, that signs manifests of this run."""
     heartbeat_s: float
     sources: list[str] = []
-    """Copies of the weight store besides this link: http://, https:// or bucket URLs. The host `*` stands for the one
-    that the node reaches the gateway at."""
+    """Copies of the weight store besides this link: http:// or https:// URLs. The host `*` stands for the one that the
+    node reaches the gateway at."""
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rejected"):

@@ -100,9 +100,13 @@ def training(tmp_path):
 @pytest.fixture
 def open_node(training, tmp_path):
     with contextlib.ExitStack() as stack:
-        yield lambda source=None: stack.enter_context(
-            contextlib.closing(VersionFolder(source or FolderSource(training.store), tmp_path))
-        )
+
+        def make(source=None) -> VersionFolder:
+            node = VersionFolder(source or FolderSource(training.store), tmp_path)
+            stack.callback(node.chunks.close)
+            return node
+
+        yield make
 
 
 def fetch(node: VersionFolder, training: Training, version: int) -> int:
@@ -220,7 +224,7 @@ def test_a_repair_needs_no_patch_that_is_here(training, open_node):
     for ref in manifest.patch:
         (training.store.root / "chunks" / ref.sha256).unlink()
     node.chunks.path_of(manifest.chunks[0]).write_bytes(b"")
-    node.drop_damaged(manifest)
+    node.chunks.drop_damaged(manifest.files)
     assert fetch(node, training, 1) == manifest.chunks[0].size
 
 
@@ -310,7 +314,7 @@ def test_any_history_is_bit_exact(actions, cut_after):
                     training.writer.continue_from(newest)
                 training.tensors = {key: value.clone() for key, value in training.written[version][1].items()}
             elif action == "join":
-                node.close()
+                node.chunks.close()
                 node = VersionFolder(source, Path(name))
             elif action == "cut":
                 source.left = cut_after
@@ -319,7 +323,7 @@ def test_any_history_is_bit_exact(actions, cut_after):
                 source.left = -1
             else:
                 fetch(node, training, version)
-        node.close()
+        node.chunks.close()
 
 
 # The engine's own sums must be those that the trainer signed. An engine that loaded the old weights under the new

@@ -76,7 +76,7 @@ async def pulling(
     try:
         yield node, sources
     finally:
-        node.close()
+        node.chunks.close()
         await sources.close()
 
 

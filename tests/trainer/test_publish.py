@@ -53,7 +53,7 @@ def published(run, version: int, folder: Path | None = None):
     manifest = open_signed(store.manifest(version), RunKeys(run.dir.keys).verifier(), run_id="run")
     received = VersionFolder(FolderSource(store), folder or run.dir.root)
     tensors = dict(asyncio.run(received.fetch(manifest)))
-    received.close()
+    received.chunks.close()
     if manifest.kind != "adapters":
         assert manifest.tensors == {name: f"{word_sum(tensor):x}" for name, tensor in tensors.items()}
     return manifest, tensors
