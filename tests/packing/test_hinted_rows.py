@@ -12,6 +12,7 @@ from test_packing import sample
 from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.errors import ConfigError, RunMismatchError
 from composer_prime.packing.pack import pack, totals
+from composer_prime.packing.row import Row
 from composer_prime.wire.types import HintedTurn, Preference, Sample, flags, floats, ints, pack_ints, verify_batch
 
 ROW = {"run_id": "r", "step": 5, "world_size": 1, "max_tokens": 400}
@@ -108,6 +109,16 @@ def test_common_contexts_are_counted_once():
         ["rollout-0", "rollout-8"],
         ["rollout-1", "rollout-9"],
     ]
+
+
+def test_a_document_holds_its_first_token_and_not_its_neighbor_s():
+    # Positions belong to documents from each start on; the sample's teacher document follows all others.
+    ((batch,),) = pack([hinted(0, 12, [(4, 8)]), hinted(1, 9, [])], (), **ROW)
+    row = Row.of(batch)
+    assert row.document_of(row.starts[:-1]).tolist() == list(range(len(row.starts) - 1))
+    assert row.document_of(row.starts[1:] - 1).tolist() == list(range(len(row.starts) - 1))
+    (turn,) = batch.turns
+    assert [row.name(index) for index in row.teachers()] == [row.name(int(row.document_of(turn.student)))]
 
 
 def test_what_does_not_fit_names_both_numbers_and_the_remedy():

@@ -31,6 +31,9 @@ def test_check_finds_doubles_and_gaps(tmp_path):
     append_step(path, 1, ["a"])
     append_step(path, 3, ["a"])
     assert check_ledger(path) == ["steps [2] are missing", "sample a was trained in steps 1 and 3"]
+    begun_late = tmp_path / "late.jsonl"
+    append_step(begun_late, 2, ["b"])
+    assert check_ledger(begun_late) == ["steps [1] are missing"]
     append_step(path, 3, ["z"])
     with pytest.raises(CheckpointError, match="step 3 appears twice"):
         effective(path)
