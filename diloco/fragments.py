@@ -62,8 +62,6 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
-    """One part of the model on this rank."""
-
     index: int
     parameters: tuple[NamedParameter, ...]
     """Sorted by name."""
@@ -83,7 +81,6 @@ class Fragment:
 
     @torch.no_grad()
     def write(self, values_n: Tensor) -> None:
-        """Set the local values from float32 [numel]."""
         at = 0
         for _, parameter in self.parameters:
             shard = local_shard(parameter)

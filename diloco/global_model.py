@@ -79,7 +79,6 @@ class GlobalModel:
 
     @property
     def sweep(self) -> int:
-        """How often every fragment has been synchronized."""
         return self.outer_step // len(self.fragments)
 
     def delta(self, fragment: int) -> Tensor:
@@ -213,7 +212,6 @@ class AcceptedDeltas:
     counted: list[tuple[DeltaHeader, memoryview]]
     """What was accepted, encoded, in order of the peers' names."""
     weights: list[float]
-    """Of those, each at most MAX_WEIGHT_RATIO times their low median."""
     norms: dict[str, float]
     """L2 norm over all ranks, by peer."""
     remembered: list[float]

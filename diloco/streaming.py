@@ -236,7 +236,6 @@ class StreamingDiLoCo:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last completed outer step."""
         return self._steps.metrics
 
     @property

@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from composer_prime.errors import ConfigError, DeadlineError
@@ -48,27 +47,17 @@ class Lighthouse:
                 "pip install 'composer-prime[diloco]' (Linux)"
             ) from None
         self._make_client = LighthouseClient
-        self._make_server = partial(
-            LighthouseServer,
+        self._server: Any = LighthouseServer(
             bind="127.0.0.1:0",
             min_replicas=min_peers,
             join_timeout_ms=100,
             quorum_tick_ms=_TICK_MS,
             heartbeat_timeout_ms=int(HEARTBEAT_TIMEOUT_S * 1000),
         )
-        self._start()
-
-    def _start(self) -> None:
-        self._server: Any = self._make_server()
         self.url = f"http://127.0.0.1:{self._server.address().rpartition(':')[2]}"
         """Dashboard; reachable from this machine only."""
         self._clients: dict[str, Any] = {}
         self._members: frozenset[str] = frozenset()
-
-    def restart(self) -> None:
-        """Replace a lighthouse that does not answer. It holds no state that matters: quorum ids start over."""
-        self.close()
-        self._start()
 
     def quorum(self, peers: Sequence[str], outer_step: int, timeout_s: float) -> frozenset[str]:
         """Return the peers of a quorum that holds all of `peers`.
@@ -83,7 +72,7 @@ class Lighthouse:
                 return quorum
         raise DeadlineError(
             f"the lighthouse granted no quorum of {', '.join(sorted(peers))} for outer step {outer_step} within "
-            f"{timeout_s:g} s; its view is at {self.url}"
+            f"{timeout_s:g} s; its view is at {self.url}. If this repeats, restart `diloco rendezvous`"
         )
 
     def _attempt(self, peers: Sequence[str], outer_step: int) -> frozenset[str]:

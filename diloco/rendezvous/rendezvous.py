@@ -166,8 +166,7 @@ class Rendezvous:
                 self.lighthouse.quorum, list(members), current.outer_step, _QUORUM_TIMEOUT_S
             )
         except DeadlineError as error:
-            logger.warning("round %d stays open, and the lighthouse is restarted: %s", current.outer_step, error)
-            await asyncio.to_thread(self.lighthouse.restart)
+            logger.warning("round %d stays open: %s", current.outer_step, error)
             return
         if self.rounds.open_round() is not current:
             return

@@ -22,25 +22,20 @@ _MAX_RANKS = 4096
 
 
 class RendezvousSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `diloco rendezvous --help` explains, with its defaults."""
+
     bind: str
     """tcp://ADDRESS:PORT; port 0 takes a free one."""
     run: str
     min_peers: int = 1
-    """A round needs this many contributions."""
     start_peers: int = 1
-    """The first round waits until this many peers are training."""
     gather_s: float = 60.0
-    """How long, after a restart of the rendezvous or of all peers, those that come first wait for start_peers."""
     beat_timeout_s: float = 10.0
-    """A peer that is silent for longer is gone; beats come five times as often."""
     keep_rounds: int = 16
-    """Closed rounds that late peers can catch up with, as far as max_bytes allows."""
     max_bytes: int = 16_000_000_000
-    """Most bytes of deltas and of a state in memory."""
 
     @property
     def beat_s(self) -> float:
-        """Seconds between beats."""
         return self.beat_timeout_s / 5
 
     @property
@@ -199,7 +194,6 @@ class RequestHandler:
         return messages.Received(size=blob.received)
 
     def _get(self, get: messages.Get) -> messages.ToPeer:
-        """Answer with some bytes of a body that is whole."""
         blob = self._find(get.name)
         if blob is None or not blob.complete:
             return messages.Gone(reason=f"{get.name} is not kept any more")

@@ -43,13 +43,10 @@ class RankReport:
 
     hello: PeerHello
     heard: float
-    """When it last sent anything."""
     outer_step: int
     base_hash: str
     training: bool
-    """False while it joins: rounds do not wait for it."""
     inner_steps: int = 0
-    """Taken since its start."""
 
     def note(self, outer_step: int, base_hash: str, now: float, *, training: bool | None = None) -> None:
         """Note where the rank stands; `training` None leaves that as it was."""
@@ -197,7 +194,6 @@ class Round:
     whole_since: float | None = None
     """When the first peer had brought a whole delta; None while none has."""
     blobs: dict[tuple[str, int], Blob] = field(default_factory=dict)
-    """By peer and rank."""
     is_closed: bool = False
     members: tuple[str, ...] = ()
     base: Base = ()

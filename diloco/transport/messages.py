@@ -51,7 +51,6 @@ _KEY_BYTES = 32
 @dataclass(frozen=True, slots=True)
 class JointKey:
     raw: bytes
-    """32 bytes."""
 
     @classmethod
     def create(cls, path: Path) -> JointKey:
@@ -107,8 +106,6 @@ class JointKey:
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a blob is."""
-
     run: str
     peer: str
     rank: int
@@ -118,7 +115,6 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """Hash of this rank's global values at outer_step: all peers of a round start from the same."""
     layout_hash: str
     size: int
-    """Bytes of the body."""
     checksum: str
     """blake2b-256 of the body, hexadecimal."""
     nonce: str = ""
@@ -135,7 +131,6 @@ class DeltaHeader(Header, frozen=True, kw_only=True, tag="delta"):
 
     @property
     def name(self) -> str:
-        """Name of the blob at the rendezvous."""
         return f"delta/{self.outer_step}/{self.peer}/{self.rank}"
 
 
@@ -145,7 +140,6 @@ class StateHeader(Header, frozen=True, kw_only=True, tag="state"):
 
     @property
     def name(self) -> str:
-        """Name of the blob at the rendezvous."""
         return f"state/{self.serial}/{self.peer}/{self.rank}"
 
 
@@ -200,7 +194,6 @@ class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     shape: list[int]
-    """Of the whole parameter."""
     local_shape: list[int]
     """Of this rank's shard; equal to `shape` without sharding."""
     fragment: int
@@ -244,7 +237,6 @@ class FromRank(msgspec.Struct, frozen=True, kw_only=True):
     """Random, the same on all ranks of one start of a peer: it tells a restarted peer from its predecessor."""
     outer_step: int
     base_hash: str
-    """Of its global values."""
 
 
 class PeerHello(FromRank, frozen=True, kw_only=True, tag="hello"):

@@ -189,7 +189,6 @@ class PeerLink:
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes sent and received so far."""
         connection = self._exchange.connection
         return (connection.bytes_sent, connection.bytes_received) if connection is not None else (0, 0)
 
@@ -225,7 +224,6 @@ class Exchange:
         self.hellos = 0
         """How often the rendezvous admitted this rank: more than once when it was restarted."""
         self.status: messages.BeatReply | None = None
-        """The last answer to a beat."""
         self.status_at = 0.0
         self.waiting_for = "the rendezvous' answer"
         self.upload_s = 0.0

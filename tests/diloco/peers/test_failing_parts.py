@@ -1,13 +1,11 @@
-"""A part of a joint run fails while the others live: one rank of a peer, its answers, torchft's lighthouse."""
+"""A part of a peer fails while the others live: one of its ranks, or what a rank is told."""
 
 from __future__ import annotations
 
 import signal
-from functools import partial
 
 import msgspec
 import pytest
-from joint_run import assert_same_globals, settings, together, train
 from peer_process import start_ranks
 
 from diloco.transport.messages import AskRound, RoundOutcome, ToPeer
@@ -36,14 +34,14 @@ def test_one_rank_is_killed(make_rendezvous, key_file, tmp_path, rank):
         assert len(both) > 10 and all(mine[step] == theirs[step] for step in both)
 
 
-# Rank 1 of peer b gets another outcome than rank 0, as from two rendezvous behind one address. Once is repaired by
-# asking again. If it repeats, both ranks end with an error that names both outcomes and apply neither; peer a goes on.
+# Rank 1 of peer b gets another outcome than rank 0, as from two rendezvous behind one address: they ask again, and
+# apply the same one.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ranks_get_different_outcomes(make_rendezvous, key_file, tmp_path):
     server = make_rendezvous(start_peers=2, beat_timeout_s=4)
     handler = server.server.handler
-    honest, lies = handler._outcome, {2: 1, 5: 1_000_000}
+    honest, lies = handler._outcome, {2: 1, 5: 4}
 
     def lying(ask: AskRound) -> ToPeer:
         answer = honest(ask)
@@ -57,33 +55,9 @@ def test_ranks_get_different_outcomes(make_rendezvous, key_file, tmp_path):
     values = {"rendezvous": server.endpoint, "key_file": str(key_file), "sync_every": 4, "fragments": 2, "delay": 1}
     steady = start_ranks(tmp_path, "a", 0, values, until=20)
     deceived = start_ranks(tmp_path, "b", 1, values, until=20)
-    assert [each.end(300) for each in (*deceived, *steady)] == [1, 1, 0, 0]
-    assert lies[2] == 0
+    assert [each.end(300) for each in (*deceived, *steady)] == [0] * 4
+    assert lies == {2: 0, 5: 0}
     for rank, each in enumerate(deceived):
-        assert max(each.seen) == 5 and all(steady[rank].seen[step] == each.seen[step] for step in each.seen)
+        assert all(steady[rank].seen[step] == each.seen[step] for step in each.seen.keys() & steady[rank].seen.keys())
         log = each.lines.with_name(each.lines.name + ".log").read_text()
-        assert "got different outcomes of outer step 5 3 times in a row (" in log
-        assert "f" * 15 in log and "more than one rendezvous" in log
-
-
-# torchft's lighthouse is restarted, or dies and is replaced by the rendezvous: the peers notice nothing but a wait.
-@pytest.mark.slow
-@pytest.mark.parametrize("dies", [False, True])
-def test_lighthouse_alone_restarts(make_rendezvous, key_file, dies):
-    server = make_rendezvous(start_peers=2, beat_timeout_s=4)
-
-    def disturb(step, engine):
-        lighthouse = server.server.lighthouse
-        if step == 5 and dies:
-            lighthouse.close()
-            lighthouse._clients.clear()  # connections that are up outlive torchft's shutdown
-        elif step == 5:
-            lighthouse.restart()
-
-    waits = {"sync_every": 2, "round_timeout_s": 30, "offline_timeout_s": 40}
-    seen = together(
-        partial(train, settings(server.endpoint, key_file, "a", **waits), 0, 12, before_step=disturb),
-        partial(train, settings(server.endpoint, key_file, "b", **waits), 1, 12),
-    )
-    assert_same_globals(*seen)
-    assert max(seen[0].hashes) == 6 and seen[1].metrics[6]["diloco/participants"] == 2
+        assert "got different outcomes of outer step 5" in log and "more than one rendezvous" in log
