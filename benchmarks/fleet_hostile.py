@@ -194,7 +194,7 @@ def process(folder: Path, name: str, words: list[str], invitation: str = "") -> 
 
 
 def auditor(folder: Path, keys: RunKeys, address: str) -> list[str]:
-    """What `orchestrator audit` starts, for an auditor elsewhere."""
+    """What `inference audit` starts, for an auditor elsewhere."""
     token = folder / "trainer.token"
     token.write_text(keys.client("trainer").token())
     words = ["--model", "tiny", "--device", "cpu", "--token-file", str(token), "--max-context", str(CONTEXT)]

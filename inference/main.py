@@ -30,9 +30,10 @@ _USAGE = """usage:
 inference --run-dir DIR --node-name node-0           as the launcher starts it: config, keys, endpoints in DIR
 inference @ file.toml [--node-name NAME]             a single node, on the machine of the run directory
 inference join INVITE                                on any machine, with the output of `orchestrator invite`
-inference audit --run-dir DIR | tcp://HOST:PORT ...  as `orchestrator audit` starts it: checks what nodes sample
+inference audit --run-dir DIR [--node-name NAME]     checks what the nodes of a run on this host sample
+inference audit tcp://HOST:PORT ...                  the same elsewhere, with a copy of the run's keys/trainer.token
 
-More: inference join --help, trainer --help (the keys of file.toml)"""
+More: inference join --help, inference audit tcp://HOST:PORT --help, trainer --help (the keys of file.toml)"""
 
 
 def main() -> int:
@@ -100,6 +101,11 @@ def _as_auditor(words: list[str]) -> tuple[Assignment, bool]:
     assignment, dry_run = _parse(words)
     run_dir = assignment.run_dir
     assert run_dir is not None
+    if not load.read_config(run_dir.config).orchestrator.audit.enabled:
+        raise ConfigError(
+            f"orchestrator.audit.enabled is false for {run_dir.root}, which then has no work for an auditor: start the "
+            "run with --orchestrator.audit.enabled"
+        )
     # What the run's nodes compute on says nothing of this machine.
     inference = assignment.inference.model_copy(update={"engine": "local", "device": "auto", "dtype": "float32"})
     auditor = replace(
@@ -123,7 +129,7 @@ def _bound_address(run_dir: RunDir, role: str = "node") -> str | None:
 
 def _auditor_elsewhere(words: list[str]) -> tuple[Assignment, bool]:
     """Return the assignment of an auditor on another machine than the run's."""
-    parser = argparse.ArgumentParser(prog="orchestrator audit", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="inference audit", allow_abbrev=False)
     parser.add_argument("address", metavar="tcp://HOST:PORT", help="orchestrator.audit.address of the run")
     parser.add_argument("--model", required=True, help="the run's model.path (a model folder, a Hub id, ...)")
     parser.add_argument("--token-file", type=Path, required=True, help="a copy of the run's keys/trainer.token")

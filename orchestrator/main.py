@@ -3,7 +3,6 @@
     orchestrator --run-dir DIR                       as the launcher starts it: reads DIR/config.json
     orchestrator @ file.toml [--section.key VALUE]   on its own: nodes and trainer connect from elsewhere
     orchestrator invite RUN_DIR                      one string with which nodes join from elsewhere (swarm/invite.py)
-    orchestrator audit RUN_DIR                       an auditor of what nodes sampled (`audit`)
     orchestrator nodes|drain|ban RUN_DIR [NODE]      look at a live run's nodes, and send them away (swarm)
 
 Exit status: 0 finished, 1 failed, 2 wrong configuration, 130 / 143 stopped by Ctrl-C / SIGTERM.
@@ -26,7 +25,6 @@ from composer_prime.console import (
     INTERRUPTED,
     columns,
     console_main,
-    console_script,
     did_you_mean,
     exit_on_version_flag,
     fail,
@@ -42,19 +40,11 @@ FAILED = 1
 _COMMANDS = {
     **{name: f"orchestrator.swarm.node_commands:{name}" for name in ("nodes", "drain", "ban", "unban")},
     "invite": "orchestrator.swarm.invite",
-    "audit": "orchestrator.main:audit",
 }
 """Words after `orchestrator`, each with the module whose `main`, or the function that, runs it."""
 _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]
        orchestrator invite RUN_DIR (orchestrator invite --help)
-       orchestrator audit RUN_DIR (orchestrator audit --help)
        orchestrator nodes RUN_DIR | drain|ban|unban RUN_DIR NODE (orchestrator nodes --help)"""
-_AUDIT_USAGE = """usage: orchestrator audit RUN_DIR [--node-name NAME] [--dry-run]     on the run's host
-       orchestrator audit tcp://HOST:PORT --model PATH --token-file trainer.token [...]
-
-Checks a share of the answers of a run with orchestrator.audit.enabled. HOST:PORT is orchestrator.audit.address; the
-token is the run's keys/trainer.token, which gives full trust over the run's weights. For other options see
-`inference audit tcp://HOST:PORT --help`."""
 
 
 def main() -> int:
@@ -102,26 +92,6 @@ def _command(name: str, words: list[str]) -> int:
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-
-
-def audit(words: list[str]) -> int:
-    """Become the auditor's process, which holds the model and checks what inference nodes sample.
-
-    It is a console script of its own, as every role is: this package does not import the engines. Returns only for
-    --help and without words. Raises ConfigError for a run without audits.
-    """
-    if words and words[0] not in ("--help", "-h"):
-        is_elsewhere = words[0].startswith("tcp://")
-        if not is_elsewhere and not load.read_config(RunDir(Path(words[0])).config).orchestrator.audit.enabled:
-            raise ConfigError(
-                f"orchestrator.audit.enabled is false for {words[0]}, which then has no work for an auditor: start the "
-                "run with --orchestrator.audit.enabled"
-            )
-        where = words if is_elsewhere else ["--run-dir", *words]
-        command = [*console_script("inference"), "audit", *where]
-        os.execvp(command[0], command)
-    print(_AUDIT_USAGE)
-    return 0 if words else EXIT_USAGE
 
 
 def _dry_run(config: Config) -> int:

@@ -146,7 +146,7 @@ class AuditConfig(BaseConfig):
     enabled: bool = False
     """Audit answers. Answers of new nodes wait for their audit; a node that cheats gets no requests."""
     auditors: int = Field(default=1, ge=0)
-    """Auditors to start on this machine's CPU; 0 waits for `orchestrator audit`, which can use a GPU."""
+    """Auditors to start on this machine's CPU; 0 waits for `inference audit`, which can use a GPU."""
     address: str = "tcp://127.0.0.1:0"
     """Where auditors connect (CURVE-encrypted, with the trainer's key)."""
     floor: float = Field(default=0.02, gt=0, le=1)

@@ -198,7 +198,7 @@ class Audits:
         while num_bytes > self._max_queued_bytes or len(self._queue) > _MAX_QUEUED:
             error = f"{len(self._queue)} answers of {num_bytes / 1e6:.1f} MB wait for an auditor"
             num_bytes -= self._queue[0].num_bytes
-            self._fail(self._queue.pop(0), f"{error}: start more (orchestrator audit)")
+            self._fail(self._queue.pop(0), f"{error}: start more (inference audit)")
 
     async def cleared(self, rollout_id: str) -> str | None:
         """Return why a rollout that has ended must not be used; None when nothing speaks against it.
@@ -248,7 +248,7 @@ class Audits:
         connected = f"{len(self._auditors)} auditors are connected" if self._auditors else "no auditor is connected"
         return (
             f"waited {TIMEOUT_S:g} s for the audit of {len(answers)} "
-            f"answers of new nodes ({', '.join(nodes[:5])}); {connected} (orchestrator audit), "
+            f"answers of new nodes ({', '.join(nodes[:5])}); {connected} (inference audit), "
             f"{len(self._queue)} answers are queued"
         )
 

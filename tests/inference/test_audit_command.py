@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from composer_prime.config import Config, load
@@ -9,7 +11,6 @@ from composer_prime.errors import ConfigError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, write_atomic
 from inference.main import _as_auditor, _main
-from orchestrator.main import audit as orchestrator_audit
 
 
 @pytest.fixture
@@ -21,7 +22,10 @@ def run_dir(tmp_path):
             "run": {"name": "audited"},
             "model": {"path": "tiny"},
             "inference": {"engine": "vllm", "device": "cuda", "dtype": "bfloat16"},
-            "orchestrator": {"source": [{"name": "s", "taskset": {"id": "orchestrator.environments.toolsmith"}}]},
+            "orchestrator": {
+                "source": [{"name": "s", "taskset": {"id": "orchestrator.environments.toolsmith"}}],
+                "audit": {"enabled": True},
+            },
         }
     )
     write_atomic(run.config, load.dump(config).encode())
@@ -57,11 +61,7 @@ def test_an_auditor_computes_in_float32(run_dir):
 
 def test_a_run_without_audits_has_no_work_for_an_auditor(run_dir):
     # Said at once: its gateway has no port for auditors to wait for.
+    text = run_dir.config.read_text()
+    run_dir.config.write_text(re.sub(r'("audit":\s*{\s*"enabled":\s*)true', r"\1false", text))
     with pytest.raises(ConfigError, match=r"orchestrator\.audit\.enabled is false .*--orchestrator\.audit\.enabled"):
-        orchestrator_audit([str(run_dir.root)])
-
-
-def test_orchestrator_audit_says_how_it_is_called(capsys):
-    # With --help, and without a word.
-    assert orchestrator_audit(["--help"]) == 0 and orchestrator_audit([]) == 2
-    assert "orchestrator audit RUN_DIR" in capsys.readouterr().out
+        _as_auditor(["--run-dir", str(run_dir.root)])

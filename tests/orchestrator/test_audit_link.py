@@ -59,7 +59,7 @@ async def test_the_error_of_a_full_queue_counts_what_is_queued(audited):
         for number in range(4097):
             audits.offer(record("n0"), f"r{number}")
         [error] = [one.error for [one] in audits._open.values() if one.done.is_set()]
-        assert error == "4097 answers of 0.3 MB wait for an auditor: start more (orchestrator audit)"
+        assert error == "4097 answers of 0.3 MB wait for an auditor: start more (inference audit)"
 
 
 async def test_answers_that_nobody_waits_for_are_not_queued(audited):
