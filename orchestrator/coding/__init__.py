@@ -7,5 +7,5 @@
     formats/     task files in forms that others publish
     factory/     tasks made of repositories; `git_command.py` and `in_order.py` serve both
 
-Configurations name the task sets by import path. Other parts of the product use `door.py` only.
+Configurations name the task sets by import path. Other parts of the product use `sandbox/runtime.py` only.
 """

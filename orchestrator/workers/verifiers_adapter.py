@@ -39,7 +39,7 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.console import did_you_mean
 from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError
 from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE
-from orchestrator.coding.door import make_images, runtime_settings
+from orchestrator.coding.sandbox.runtime import make_images, runtime_settings
 from orchestrator.workers import verifiers_compat
 from orchestrator.workers.protocol import (
     MessageRecord,

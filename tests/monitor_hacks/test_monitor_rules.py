@@ -194,6 +194,8 @@ def test_usual_code_has_no_traits(code):
         ("exec('x')", "dynamic-code"), ("from base64 import b64decode as d\nd('x')", "dynamic-code"), ("f.__code__", "dynamic-code"),
         ("open('tests/test_a.py')", "file-access"), ("from pathlib import Path\nPath('a')", "file-access"),
         ("import subprocess", "outside-process"), ("from tests import data", "test-import"), ("from .test_core import x", "test-import"),
+        ("import os\ngetattr(os, '_exit')(0)", "process-exit"), ("import os\ngetattr(os, 'system')('x')", "outside-process"),
+        ("from os import *\n_exit(0)", "dynamic-code"),
     ],
 )  # fmt: skip
 def test_what_no_honest_solution_needs_is_seen(code, rule):
@@ -262,16 +264,3 @@ _TESTS = "import pytest\n\ndef test_a():\n    assert f(1) == 2\n\ndef test_b():\
 )
 def test_tests_that_are_taken_away_are_edited(before, after, rule):
     assert _rule_of_change("tests/test_x.py", _TESTS.encode(), _TESTS.replace(before, after).encode()) == rule
-
-
-# What is reached by getattr with a plain name, or by a star import, counts as what it is.
-@pytest.mark.parametrize(
-    ("source", "rule"),
-    [
-        ("import os\ngetattr(os, '_exit')(0)\n", "process-exit"),
-        ("import os\ngetattr(os, 'system')('x')\n", "outside-process"),
-        ("from os import *\n_exit(0)\n", "dynamic-code"),
-    ],
-)
-def test_detours_to_a_name_are_followed(source, rule):
-    assert rule in {each.rule for each in traits(source.encode())}

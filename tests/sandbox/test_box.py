@@ -18,7 +18,7 @@ import pytest
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
-from orchestrator.coding.sandbox.box import CommandResult, open_box
+from orchestrator.coding.sandbox.box import open_box
 from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
 from orchestrator.coding.sandbox.host_view import processes_of
 from tests.sandbox.boxes import LIMITS, SMALL, need_bubblewrap
@@ -31,13 +31,6 @@ def table(kind: str) -> RuntimeConfig:
     if kind == "bubblewrap":
         need_bubblewrap()
     return SMALL.model_copy(update={"type": kind})
-
-
-async def run_in(
-    runtime: RuntimeConfig, *commands: list[str], files: dict[str, bytes] | None = None
-) -> list[CommandResult]:
-    async with await open_box(runtime, files=files or {}, python_path=["src"]) as box:
-        return [await box.run(argv) for argv in commands]
 
 
 # Claim: both kinds of box copy the tree without caches and links, and give files back as bytes.
@@ -178,11 +171,9 @@ asyncio.run(main())
 @pytest.mark.parametrize("path", ["src/json.py", "src/pluggy.py", "src/sitecustomize.py", "pytest.py"])
 async def test_a_module_in_the_way_is_not_passed_over(path: str) -> None:
     need_bubblewrap()
-    (finished,) = await run_in(
-        SMALL,
-        ["python", "-m", "pytest", "--version"],
-        files={path: b"import os; os.write(1, b'own module\\n'); os._exit(3)"},
-    )
+    files = {path: b"import os; os.write(1, b'own module\\n'); os._exit(3)"}
+    async with await open_box(SMALL, files=files, python_path=["src"]) as box:
+        finished = await box.run(["python", "-m", "pytest", "--version"])
     assert finished.exit_code == 3 and finished.stdout.startswith(b"own module")
 
 
