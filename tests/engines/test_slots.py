@@ -93,15 +93,3 @@ def test_only_what_is_there_is_reused(capacity, actions):
             case ("swap", chosen):
                 mirror.swap([slot for slot in running if chosen >> slot & 1])
         assert mirror.table.high <= capacity
-
-
-def test_the_longest_idle_slot_goes_first():
-    # Under pressure the conversation that was idle for longest loses its cache.
-    mirror = Mirror(2)
-    for session, head in (("a", 1), ("b", 1000)):
-        mirror.place([head + k for k in range(50)], session)
-        slot = mirror.running[0]
-        mirror.compute(slot, 1000)
-        mirror.release(slot)
-    mirror.place([5000 + k for k in range(50)], "c")
-    assert mirror.table.session == ["c", "b"]

@@ -83,13 +83,6 @@ def test_a_start_folder_of_other_weights_is_replaced(loop, engine, receiver, pub
     assert receiver.version == 0 and in_use(loop, engine, reference) == 2
 
 
-def test_going_back_to_a_lower_version_works(loop, engine, receiver, publisher, reference):
-    # A run that resumes from a checkpoint publishes a lower version than the node has.
-    install(loop, receiver, publisher, publisher.publish(3))
-    install(loop, receiver, publisher, publisher.publish(1))
-    assert (receiver.version, engine.version, in_use(loop, engine, reference)) == (1, 1, 1)
-
-
 def test_another_signature_is_refused(loop, engine, receiver, publisher, reference):
     # A manifest that another key signed, of another run, or that is no manifest, changes nothing.
     install(loop, receiver, publisher, publisher.publish(1))
