@@ -65,13 +65,12 @@ def open_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> OpenRun:
         *,
         pools: Mapping[str, ScriptedPool] = {},
         node: bool = True,
-        report_s: float = 0.5,
         **node_options: float,
     ) -> AsyncIterator[Running]:
         run_dir.endpoints.unlink(missing_ok=True)
         pool = pool or ScriptedPool()
         monkeypatch.setattr("orchestrator.step_server.POLL_S", 0.3)
-        for name, value in {"TICK_S": 0.05, "REPORT_S": report_s, "FAREWELL_S": 0.3}.items():
+        for name, value in {"TICK_S": 0.05, "REPORT_S": 0.5, "FAREWELL_S": 0.3}.items():
             monkeypatch.setattr(f"orchestrator.pipeline.{name}", value)
         make_pool = lambda source, spec: pools.get(source.name, pool)
         pipeline = Pipeline(config, run_dir, RUN_ID, MODEL, make_pool=make_pool)

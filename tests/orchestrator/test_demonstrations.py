@@ -277,12 +277,6 @@ def test_a_rollout_becomes_a_row(tmp_path):
     assert imitated("tiny", tokenizer_of().demonstration(row))[1] == "3<|im_end|>"
 
 
-def test_what_follows_the_last_answer_is_no_part_of_a_row():
-    # An environment may end with a result, which nobody answers.
-    line = {"reward": 1.0, "truncated": False, "turns": [*PLAYED, turn("user", "Right.", 3)]}
-    assert rollout_row(line) == rollout_row({**line, "turns": PLAYED})
-
-
 @pytest.mark.parametrize(
     "changes",
     [

@@ -14,7 +14,6 @@ from orch_peers import PeerTrainer, ScriptedPool, draw, make_config, sample_ids
 
 from composer_prime.errors import EnvironmentWorkerError, RolloutError
 from composer_prime.monitor.events import EventFile, EventHandler, read_events
-from composer_prime.wire.types import RunFinished
 from orchestrator.durability import Dropped, Journal
 from orchestrator.gateway.generation import RolloutRecords
 from orchestrator.rollouts.groups import GroupOutcome
@@ -80,22 +79,6 @@ async def test_a_group_with_too_few_rollouts_is_dropped_and_counted(open_run, ru
         assert counters["failed"] > 0
         assert run.pipeline.watchdog.scheduler.dispatcher.retries == 0
         assert all(reply.metrics["batch/groups"] == 2 for [reply] in trainer.steps.values())
-
-
-async def test_a_run_whose_every_group_fails_ends_with_the_last_error(open_run, run_dir, tmp_path, monkeypatch):
-    """Nothing but failures: the run ends, the message holds the error, and the ranks hear of it."""
-    pool = ScriptedPool(lambda request: HOPELESS)
-    monkeypatch.setattr("orchestrator.scheduler._MAX_FAILED_GROUPS", 6)
-    config = make_config(tmp_path)
-    async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
-        finished = await trainer.ask(1, 0)
-        assert isinstance(finished, RunFinished)
-        assert finished.failed
-        assert "6 groups in a row of source 's' failed" in finished.reason
-        [error] = await asyncio.gather(run.task, return_exceptions=True)
-        assert isinstance(error, RolloutError)
-        assert "context_overflow: the prompt is too long" in str(error)
 
 
 def test_failures_in_a_row_are_counted_by_source(monkeypatch):

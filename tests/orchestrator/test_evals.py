@@ -36,12 +36,6 @@ def test_pass_at_k_is_the_share_of_draws_with_a_pass(samples, data):
     assert pass_at_k(samples, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
-def test_pass_at_k_refuses_impossible_counts():
-    """k above the number of samples has no unbiased estimate."""
-    with pytest.raises(ValueError, match="pass@3 of 1 passes in 2 samples"):
-        pass_at_k(2, 1, 3)
-
-
 def test_failed_rollouts_are_left_out_and_counted():
     """A verifier that broke is not a wrong answer: two tasks are scored; without a score there is no mean."""
     tasks = [

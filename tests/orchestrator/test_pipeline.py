@@ -163,20 +163,6 @@ async def test_a_starting_run_says_what_is_really_missing(open_run, run_dir, tmp
     assert all(said.endswith(no_node) for said in waits) and "workers" not in "".join(waits[1:])
 
 
-async def test_a_run_that_begins_with_an_evaluation_says_that_it_waits_for_it(open_run, tmp_path):
-    """First for the environments; once they are loaded, before the next regular line, for the evaluation."""
-    pool = LoadingPool()
-    config = make_config(tmp_path, eval={"every_steps": 2, "tasks": 2})
-    async with open_run(config, pool, node=False, report_s=60.0) as run, asyncio.timeout(30):
-        while not run.run_dir.metrics.exists():
-            await asyncio.sleep(0.01)
-        while not (said := [line["waiting_for"] for line in run.lines() if "waiting_for" in line])[1:]:
-            pool.ready.set()
-            await asyncio.sleep(0.01)
-    assert said[0].startswith("the environments: the environment workers of s are loading; no inference node")
-    assert said[1].startswith("evaluation of step 0: ") and "no inference node has connected yet" in said[1]
-
-
 async def test_a_batch_that_never_fills_ends_the_run_with_its_reason(open_run, tmp_path):
     """Without a node the run fails at its deadline, and the error names the missing node."""
     config = make_config(tmp_path, batch_timeout_s=1.0)

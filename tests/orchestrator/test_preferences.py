@@ -160,20 +160,6 @@ def test_a_file_may_grow_while_training(tmp_path):
     assert seen == {"s0", "s1", "s2", "s3"}
 
 
-def test_a_mixer_goes_on_from_a_checkpoints_cursor(tmp_path):
-    path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(7)])
-    first = mixer(path)
-    first.draw(1)
-    first.draw(2)
-    cursor = first.cursor
-    second = mixer(path)
-    second.restore(cursor)
-    assert ids(second.draw(3)) == ids(first.draw(3))
-    short = write(tmp_path / "short.jsonl", [pair(0)])
-    with pytest.raises(CheckpointError, match="has 1 pairs and does not begin with the 7 pairs"):
-        mixer(short).restore(cursor)
-
-
 def test_refused_pairs_are_counted_and_others_drawn_in_their_place(tmp_path):
     # Of six, one is cut and one is no pair at all; a batch of four is full nevertheless, and never holds a pair twice.
     path = write(tmp_path / "pairs.jsonl", [pair(0, truncated=True), *(pair(n) for n in range(1, 5))], more=b"[]\n")

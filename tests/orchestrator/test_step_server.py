@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,7 +12,7 @@ import zmq.asyncio
 from orch_groups import ready
 from orch_peers import RUN_ID, PeerTrainer
 
-from composer_prime.errors import CheckpointError, PortInUseError, RunMismatchError
+from composer_prime.errors import CheckpointError, RunMismatchError
 from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.wire.sockets import SecureServer, bind_router, dealer
 from composer_prime.wire.types import (
@@ -156,20 +155,6 @@ async def test_garbage_is_counted_and_dropped(serve):
         assert served.orders == []
 
 
-async def test_raw_bytes_on_the_port_do_no_harm(serve):
-    """An HTTP client, random bytes and a connection without a word on the ZMQ port are ignored."""
-    async with serve() as (served, trainer):
-        served.form(1)
-        host, port = served.endpoint.removeprefix("tcp://").split(":")
-        for junk in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b""):
-            _, writer = await asyncio.open_connection(host, int(port))
-            writer.write(junk)
-            writer.close()
-        await trainer.send(request(world_size=1))
-        assert isinstance(await trainer.receive(), StepReply)
-        assert served.server.garbage == 0 and served.orders == []
-
-
 async def test_a_stranger_gets_no_word_in(serve, run_dir):
     """A peer without the trainer's key (here a node's) is never heard."""
     async with serve() as (served, _):
@@ -274,10 +259,3 @@ async def test_the_next_batch_is_packed_before_it_is_asked_for(serve):
         await trainer.send(request(rank=0), 0)
         await trainer.receive(0)
         assert packed[1][1] is first
-
-
-async def test_a_port_in_use_is_named(serve, run_dir):
-    """Two orchestrators on one address: the second says which address is taken."""
-    async with serve() as (served, _):
-        with pytest.raises(PortInUseError, match=served.endpoint):
-            bound(served.endpoint, RunKeys(run_dir.keys))
