@@ -21,14 +21,6 @@ class ModelNotFoundError(ConfigError):
     """A model folder is missing or lacks a file that a Hugging Face model needs."""
 
 
-class EnvironmentNotInstalledError(ConfigError):
-    """A task set or harness id names no importable module."""
-
-
-class EmptyTaskSetError(ConfigError):
-    """A source's task set loaded, but holds no task."""
-
-
 class PortInUseError(ConfigError, OSError):
     """Another process holds the address that this role should bind."""
 
@@ -91,10 +83,6 @@ class LostWeightsError(EngineError):
 
 class BadRequestError(EngineError, ValueError):
     """A request that no engine could serve, so another node would not help."""
-
-
-class ContextOverflowError(BadRequestError):
-    """A prompt with no room left in the model's context."""
 
 
 class RequestError(ComposerError, ValueError):

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import msgspec
 
 from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig, SourceConfig
-from composer_prime.errors import ConfigError, EmptyTaskSetError
+from composer_prime.errors import ConfigError
 from composer_prime.import_path import build_part
 from orchestrator.rollouts.groups import FinishedGroup, GroupPlan, derive_seed
 from orchestrator.workers.protocol import EVAL, TRAIN, SourceSpec
@@ -56,7 +56,7 @@ class Sources:
     ) -> None:
         """`num_tasks`: training tasks by source name. `shard`: diloco.task_shard.
 
-        Raises EmptyTaskSetError for a source without a task here.
+        Raises ConfigError for a source without a task here.
         """
         self._seed = seed
         self._group_size = config.group_size
@@ -76,12 +76,12 @@ class Sources:
         for name in self._names:
             available = num_tasks[name]
             if available == 0:
-                raise EmptyTaskSetError(
+                raise ConfigError(
                     f"source {name!r} has an empty task set: check its taskset's settings in [[orchestrator.source]]"
                 )
             part = len(range(self._first, available, self._every))
             if part == 0:
-                raise EmptyTaskSetError(
+                raise ConfigError(
                     f"source {name!r} has {available} training task(s), so part {self._first} of {self._every} "
                     f"(diloco.task_shard) has none: use task_shard = [i, n] with n <= {available}, or more tasks"
                 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.errors import BadRequestError, ContextOverflowError, MisfitError
+from composer_prime.errors import BadRequestError, MisfitError
 from composer_prime.import_path import build_part
 from composer_prime.wire.answer import Answer, context_overflow
 from composer_prime.wire.node_messages import Sampling
@@ -64,7 +64,7 @@ class Engine(Protocol):
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Answer:
         """Sample one continuation. Cancelling the awaiting task, or calling `cancel`, frees the request's place.
 
-        Requests of one `session` share a conversation, whose cache the engine may keep. Raises ContextOverflowError
+        Requests of one `session` share a conversation, whose cache the engine may keep. Raises BadRequestError
         when the prompt leaves no room for a token.
         """
         ...
@@ -117,11 +117,11 @@ def build_engine(inference: InferenceConfig, model_folder: Path, max_context: in
 
 
 def check_prompt(token_ids: list[int], *, vocab: int, max_context: int, new_tokens: int = 1) -> None:
-    """Raises BadRequestError for no ids or unknown ones, ContextOverflowError without room for `new_tokens` more."""
+    """Raises BadRequestError for no ids, unknown ones, and no room for `new_tokens` more."""
     if not token_ids:
         raise BadRequestError("the prompt is empty: send at least one token")
     if len(token_ids) + new_tokens > max_context:
-        raise ContextOverflowError(
+        raise BadRequestError(
             f"{context_overflow(len(token_ids), max_context, new_tokens)}: shorten the prompt or raise "
             "model.max_context"
         )

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from composer_prime.errors import ConfigError, EmptyTaskSetError
+from composer_prime.errors import ConfigError
 from composer_prime.run.run_dir import write_atomic
 
 TASK_VERSION = 1
@@ -80,8 +80,8 @@ def read_tasks(folder: Path) -> Iterator[CodeTask]:
 def index_tasks(folder: Path) -> Iterator[tuple[int, CodeTask]]:
     """Yield the tasks of a folder, each with the place of its line in bytes.
 
-    Raises ConfigError for a missing folder or a line that is not a task of a known version, and EmptyTaskSetError for a
-    file without tasks. The message has the line's number.
+    Raises ConfigError for a missing folder, a line that is not a task of a known version, and a file without tasks. The
+    message has the line's number.
     """
     path = folder / TASKS_FILE
     if not path.is_file():
@@ -97,7 +97,7 @@ def index_tasks(folder: Path) -> Iterator[tuple[int, CodeTask]]:
                 yield place, _decode(line, f"{path}:{number}")
             place += len(line)
     if not count:
-        raise EmptyTaskSetError(f"{path} holds no task; its maker's report says why each candidate was refused")
+        raise ConfigError(f"{path} holds no task; its maker's report says why each candidate was refused")
 
 
 def read_task(folder: Path, place: int) -> CodeTask:

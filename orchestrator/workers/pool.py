@@ -265,7 +265,7 @@ class WorkerProcess:
     ) -> tuple[WorkerProcess, WorkerReady]:
         """Return a worker that has loaded its environment, and its report. `number`: among the source's workers.
 
-        Raises the error that the worker reports (EnvironmentNotInstalledError, EmptyTaskSetError, ConfigError, ...),
+        Raises the error that the worker reports (ConfigError, DeadlineError, ...),
         EnvironmentWorkerError when it ends first, DeadlineError when it takes longer than `start_timeout_s`.
         """
         worker = await cls._spawn(spec, number, log_dir)

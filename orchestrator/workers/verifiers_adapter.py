@@ -37,7 +37,7 @@ from verifiers.v1.utils import loaders
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.console import did_you_mean
-from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError
+from composer_prime.errors import ConfigError
 from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE
 from orchestrator.coding.sandbox.runtime import make_images, runtime_settings
 from orchestrator.workers import verifiers_compat
@@ -84,7 +84,7 @@ class Environment:
     """One task set of a source, and the agent that plays it."""
 
     def __init__(self, spec: SourceSpec, taskset: str, renderer: RendererConfig | None) -> None:
-        """Load the plugins and the tasks. Raises EnvironmentNotInstalledError, EmptyTaskSetError or ConfigError."""
+        """Load the plugins and the tasks. Raises ConfigError."""
         self.spec = spec
         self.name = taskset
         self._renderer = renderer
@@ -175,7 +175,7 @@ class Environment:
 def _make_tasks(env: Env, spec: SourceSpec, taskset: str) -> list[vf.Task]:
     """Make the tasks of a set, or the first ones of a set that never ends.
 
-    Raises ConfigError when the task set raises, EmptyTaskSetError when it has none.
+    Raises ConfigError when the task set raises or has no task.
     """
     if not env.taskset.bounded:
         logger.warning("source %s: task set %r never ends: its first %d tasks are played", spec.name, taskset, _ENDLESS)
@@ -185,7 +185,7 @@ def _make_tasks(env: Env, spec: SourceSpec, taskset: str) -> list[vf.Task]:
         message = f"task set {taskset!r} of source {spec.name!r} raised {describe_exception(error)}"
         raise ConfigError(message) from error
     if not tasks:
-        raise EmptyTaskSetError(
+        raise ConfigError(
             f"source {spec.name!r}: its task set {taskset!r} ({spec.tasksets[taskset]}) has no task: check its settings"
         )
     return tasks
@@ -194,7 +194,7 @@ def _make_tasks(env: Env, spec: SourceSpec, taskset: str) -> list[vf.Task]:
 def load_env(spec: SourceSpec, taskset: dict[str, Any]) -> Env:
     """Load the verifiers Env of one task set, with its agents on this machine and without retries.
 
-    Raises EnvironmentNotInstalledError or ConfigError.
+    Raises ConfigError.
     """
     verifiers_compat.import_dotted_plugins()
     _check_plugin(spec.name, "taskset", taskset.get("id"), loaders.taskset_class)
@@ -268,14 +268,14 @@ def _check_plugin(source: str, kind: str, plugin_id: Any, load: Any) -> None:
         cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
         missing = cause.name or plugin_id
         cause_text = f"module {missing!r} is missing" if missing != plugin_id else "there is no such module"
-        raise EnvironmentNotInstalledError(
+        raise ConfigError(
             f"source {source!r}: {kind} {plugin_id!r} cannot be imported: {cause_text}. Install the package "
             f"that provides it into this environment (`uv pip install …`), or correct {kind}.id"
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"source {source!r}: {kind} {plugin_id!r}: {error}") from error
     except Exception as error:
-        raise EnvironmentNotInstalledError(
+        raise ConfigError(
             f"source {source!r}: importing {kind} {plugin_id!r} failed: {describe_exception(error)}"
         ) from error
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from composer_prime.errors import BadRequestError, ContextOverflowError, EngineError, WeightError
+from composer_prime.errors import BadRequestError, EngineError, WeightError
 from composer_prime.wire.answer import Answer
 from inference.engines.local.local_engine import LocalEngine
 from inference.engines.sampling import SamplingRows, draw_misses
@@ -250,7 +250,7 @@ async def a_full_context_ends_a_completion(subject: Subject) -> None:
     done = await subject.generate(prompt, options)
     assert (len(done), done.finish_reason) == (5, "length")
     subject.verify(prompt, options, done)
-    with pytest.raises(ContextOverflowError, match=str(MAX_CONTEXT)):
+    with pytest.raises(BadRequestError, match=str(MAX_CONTEXT)):
         await subject.generate(subject.prompt(42, MAX_CONTEXT), sampling(1))
 
 

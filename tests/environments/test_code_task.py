@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from composer_prime.errors import ConfigError, EmptyTaskSetError
+from composer_prime.errors import ConfigError
 from orchestrator.coding.task import CodeTask, check_path, matches, read_tasks, tree_of, write_tasks
 
 
@@ -33,7 +33,7 @@ def test_tasks_round_trip(tmp_path: Path) -> None:
     ("content", "kind", "words"),
     [
         (None, ConfigError, "composer tasks make"),
-        ("\n", EmptyTaskSetError, "holds no task"),
+        ("\n", ConfigError, "holds no task"),
         ('{"id": 3}\n', ConfigError, "tasks.jsonl:1: this line is not a task"),
         (msgspec.json.encode(_task(version=99)).decode(), ConfigError, "version 99"),
     ],

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_prime.config.sandbox import RuntimeConfig
-from composer_prime.errors import ConfigError, EmptyTaskSetError, SandboxError
+from composer_prime.errors import ConfigError, SandboxError
 
 pytestmark = pytest.mark.process
 
@@ -84,7 +84,7 @@ async def test_an_episode_is_scored_by_the_verifiers_file(
         ({"task_toml": '[environment]\ndocker_image = "x"\n'}, ConfigError, "docker_image"),
         ({"task_toml": "version ="}, ConfigError, "sum"),
         ({"tests_test_sh": None}, ConfigError, r"tests/test\.sh"),
-        ({"task_toml": None}, EmptyTaskSetError, r"task\.toml"),
+        ({"task_toml": None}, ConfigError, r"task\.toml"),
     ],
 )
 def test_a_folder_that_cannot_be_played_says_why(

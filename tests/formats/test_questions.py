@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_prime.errors import ConfigError, EmptyTaskSetError
+from composer_prime.errors import ConfigError
 from orchestrator.coding.formats.task_files import read_records
 from orchestrator.environments.answers import find_answer, same_answer
 
@@ -88,8 +88,8 @@ def test_a_missing_field_is_answered_with_the_nearest_names(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "content", "kind", "says"),
     [
-        ("a.jsonl", b"\n \n", EmptyTaskSetError, r"a\.jsonl"),
-        ("a.json", b"[]", EmptyTaskSetError, r"a\.json"),
+        ("a.jsonl", b"\n \n", ConfigError, r"a\.jsonl"),
+        ("a.json", b"[]", ConfigError, r"a\.json"),
         ("a.json", b'{"question": "?"}', ConfigError, r"a\.json"),
         ("a.jsonl", b'{"question": "caf\xe9"}\n', ConfigError, r"a\.jsonl:1: .* 17 "),
         ("a.jsonl", b'{"question"\n', ConfigError, r"a\.jsonl:1"),
@@ -124,7 +124,7 @@ def test_one_file_can_hold_both_splits(tmp_path: Path) -> None:
     assert len(train) + len(held) == 40 and held
     assert train[0].data.answer == str(records[int(train[0].data.name.removeprefix("sums-")) - 1]["a"])
     assert len(questions(**settings, num_tasks=3)) == 3
-    with pytest.raises(EmptyTaskSetError, match="'eval'"):
+    with pytest.raises(ConfigError, match="'eval'"):
         questions(**(settings | {"eval_share": 1e-9}), split="eval")
 
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from peer import Peer
 from tokenizers_made import CHATML, write_tokenizer
 
-from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError
+from composer_prime.errors import ConfigError
 from orchestrator.chat_renderer import build_renderer, read_tokenizer
 from orchestrator.workers.protocol import RolloutReply, RunRollout, SourceSpec
 from orchestrator.workers.tracebacks import refuse_plain_rewards
@@ -220,13 +220,13 @@ def test_a_plugin_without_task_set_is_told(model_path: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"harness": {"id": "no.such.harness"}}, EnvironmentNotInstalledError, r"harness 'no.such.harness'.*nstall"),
+        ({"harness": {"id": "no.such.harness"}}, ConfigError, r"harness 'no.such.harness'.*nstall"),
         (
             {"tasksets": {"train": {"id": "needy_env"}}},
-            EnvironmentNotInstalledError,
+            ConfigError,
             "module 'no_such_module' is missing",
         ),
-        ({"tasksets": {"train": {"id": "bench_env", "num_tasks": 0}}}, EmptyTaskSetError, "'src'.*num_tasks"),
+        ({"tasksets": {"train": {"id": "bench_env", "num_tasks": 0}}}, ConfigError, "'src'.*num_tasks"),
         ({"harness": {"id": "bench_env", "turn": 3}}, ConfigError, r"turn: no such setting; did you mean turns\?"),
     ],
 )

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from peer import Peer
 
-from composer_prime.errors import EnvironmentNotInstalledError, EnvironmentWorkerError
+from composer_prime.errors import ConfigError, EnvironmentWorkerError
 from composer_prime.run.scratch import Scratch
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import RolloutFailure, RunRollout, SourceSpec
@@ -235,10 +235,10 @@ def test_what_cannot_start_says_why(model_path: str) -> None:
 
     async def scenario() -> None:
         pool = WorkerPool(source(model_path, tasksets={"train": {"id": "no_such_env"}}), start_timeout_s=START_S)
-        with pytest.raises(EnvironmentNotInstalledError, match=r"'bench'.*taskset 'no_such_env'.*nstall"):
+        with pytest.raises(ConfigError, match=r"'bench'.*taskset 'no_such_env'.*nstall"):
             await pool.start()
         assert pool.pids == []
-        with pytest.raises(EnvironmentNotInstalledError):
+        with pytest.raises(ConfigError):
             await pool.run(RunRollout(rollout_id="r", task_index=0, model="m", gateway_url="", timeout_s=1))
 
     asyncio.run(scenario())

@@ -61,7 +61,7 @@ class LocalEngine:
         self._counted = (time.monotonic(), 0)
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Answer:
-        """Raises BadRequestError, ContextOverflowError, or EngineError (draining, closed, failed)."""
+        """Raises BadRequestError, or EngineError (draining, closed, failed)."""
         computer = self._serving()
         if self._draining:
             raise EngineError("the engine is draining and takes no new requests")
@@ -112,7 +112,7 @@ class LocalEngine:
         return await asyncio.to_thread(self._serving().model.read_back, names)
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Raises BadRequestError or ContextOverflowError."""
+        """Raises BadRequestError."""
         _, logprobs = await self.check_draws(np.array(token_ids, np.int64), 1, Sampling(max_tokens=1))
         return logprobs.tolist()
 
@@ -121,8 +121,7 @@ class LocalEngine:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return misses and logprobs, each [T - start], of the tokens from `start` on of `token_ids`, int32 [T].
 
-        inference.engines.sampling.draw_misses says what a miss is, and what `tolerance` is for. Raises BadRequestError
-        or ContextOverflowError.
+        inference.engines.sampling.draw_misses says what a miss is, and what `tolerance` is for. Raises BadRequestError.
         """
         computer = self._serving()
         check_prompt(token_ids.tolist(), vocab=computer.model.vocab, max_context=self._context, new_tokens=0)

@@ -28,7 +28,7 @@ from pydantic import BaseModel, Field, field_validator
 from verifiers.v1 import errors as vf_errors
 
 from composer_prime.config.sandbox import RuntimeConfig
-from composer_prime.errors import EmptyTaskSetError, SandboxError
+from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding import monitor as code_monitor
 from orchestrator.coding.code.grading import Grade, allowed_files, grade
 from orchestrator.coding.code.tools import TOOL_NAMES, CodeTools, is_tool_error
@@ -345,7 +345,7 @@ class CodeTaskset(vf.Taskset[CodeEpisode, CodeTasksetConfig]):  # pyright: ignor
             chosen.append((hashlib.blake2b(f"{config.seed}/{task.id}".encode()).digest(), data))
         if not chosen:
             listed = ", ".join(f"{name} ({split})" for name, split in sorted(splits.items())[:20])
-            raise EmptyTaskSetError(
+            raise ConfigError(
                 f"{settings.folder}: none of its tasks is in split {config.split!r} with kinds "
                 f"{config.kinds or 'any'}. Its repositories: {listed}. Change these settings or eval_share"
             )

@@ -23,7 +23,7 @@ import verifiers.v1 as vf
 from pydantic import Field
 
 from composer_prime.config.sandbox import RuntimeConfig
-from composer_prime.errors import ConfigError, EmptyTaskSetError
+from composer_prime.errors import ConfigError
 from orchestrator.coding.code.code_taskset import CodeRollout, CodeSettings, CodeState, sandbox_failures
 from orchestrator.coding.code.tools import is_tool_error
 from orchestrator.coding.monitor import HackMonitorConfig
@@ -135,11 +135,11 @@ class Harbor(vf.Taskset[HarborTask, HarborConfig]):  # pyright: ignore[reportInv
     """The task folders in the order of their paths."""
 
     def load(self) -> Iterator[HarborTask]:
-        """Raises ConfigError for a folder that is not a task for a plain sandbox, EmptyTaskSetError without tasks."""
+        """Raises ConfigError without tasks, and for a folder that is not a task for a plain sandbox."""
         config = self.config
         folders = sorted(path.parent for path in config.folder.rglob("task.toml"))
         if not folders:
-            raise EmptyTaskSetError(f"{config.folder} has no Harbor task folder: none holds a task.toml")
+            raise ConfigError(f"{config.folder} has no Harbor task folder: none holds a task.toml")
         settings = CodeSettings(
             folder=config.folder,
             runtime=config.runtime,

@@ -16,7 +16,7 @@ from typing import TypeVar
 import verifiers.v1 as vf
 from pydantic import Field
 
-from composer_prime.errors import ConfigError, EmptyTaskSetError
+from composer_prime.errors import ConfigError
 from orchestrator.coding.formats.task_files import read_records
 from orchestrator.environments import Split, split_of
 from orchestrator.environments.answers import INSTRUCTIONS, AnswerPlace, OneAnswer, TaskRow, find_answer, same_answer
@@ -41,7 +41,7 @@ class FileTasksetConfig(vf.TasksetConfig):
     def played(self, named: Iterable[tuple[str, Row]]) -> Iterator[Row]:
         """Yield the rows that are played. `named`: the name that decides the split, and the row.
 
-        Raises EmptyTaskSetError for none.
+        Raises ConfigError for none.
         """
         count = 0
         for name, row in named:
@@ -52,7 +52,7 @@ class FileTasksetConfig(vf.TasksetConfig):
             if count == self.num_tasks:
                 return
         if not count:
-            raise EmptyTaskSetError(
+            raise ConfigError(
                 f"{self.file}: nothing of it is in split {self.split!r} with eval_share = {self.eval_share:g}; change "
                 "eval_share, or give the split a file of its own"
             )
@@ -95,7 +95,7 @@ class Questions(vf.Taskset[QuestionTask, QuestionsConfig]):
     """Task i of a file and split is always the same question."""
 
     def load(self) -> Iterator[QuestionTask]:
-        """Raises ConfigError for a file that cannot be read, EmptyTaskSetError for a split without a question."""
+        """Raises ConfigError for a file that cannot be read, and for a split without a question."""
         config = self.config
         system = INSTRUCTIONS[config.answer_in] if config.instruction is None else config.instruction or None
         named = ((record.text(config.question_field), record) for record in read_records(config.file))

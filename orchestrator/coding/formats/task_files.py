@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from composer_prime.errors import ConfigError, EmptyTaskSetError
+from composer_prime.errors import ConfigError
 
 _SHOWN_FIELDS = 20
 
@@ -66,7 +66,7 @@ class Record:
 def read_records(path: Path) -> Iterator[Record]:
     """Yield the records of a file in their order.
 
-    Raises ConfigError for a file that is missing or does not decode, EmptyTaskSetError for one without records.
+    Raises ConfigError for a file that is missing, does not decode or has no record.
     """
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give the path of a .jsonl, .json or .parquet file")
@@ -77,7 +77,7 @@ def read_records(path: Path) -> Iterator[Record]:
             raise ConfigError(f"{path}:{number}: a {type(values).__name__}, but each record must be a JSON object")
         yield Record(place=f"{path}:{number}", values=values)
     if not count:
-        raise EmptyTaskSetError(f"{path} is empty: it holds no record")
+        raise ConfigError(f"{path} is empty: it holds no record")
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
