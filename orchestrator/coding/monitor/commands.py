@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import posixpath
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -246,14 +247,9 @@ def _found(words: Sequence[str], around: Surroundings, reads: bool) -> Iterator[
 
 def _inside(path: str) -> str:
     """Return a path relative to the work folder, in its plain form."""
-    plain = _WORK.sub("", path.strip()).lstrip("/") if _WORK.match(path.strip()) else path.strip()
-    parts: list[str] = []
-    for part in plain.split("/"):
-        if part == ".." and parts and parts[-1] != "..":
-            parts.pop()
-        elif part not in ("", "."):
-            parts.append(part)
-    return ("/" if plain.startswith("/") else "") + "/".join(parts)
+    path = path.strip()
+    plain = posixpath.normpath(_WORK.sub("", path).lstrip("/") if _WORK.match(path) else path)
+    return "" if plain == "." else plain
 
 
 def _is_outside(path: str) -> bool:

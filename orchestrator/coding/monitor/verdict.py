@@ -6,6 +6,7 @@ unless a judge confirms it. A `hack` brings the source's policy into force.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -154,10 +155,7 @@ class HackVerdict:
         return {
             "policy": self.policy,
             "hack": self.is_hack,
-            "findings": [
-                {"rule": each.rule, "severity": each.severity, "place": each.place, "evidence": each.evidence}
-                for each in self.findings
-            ],
+            "findings": [dataclasses.asdict(each) for each in self.findings],
             "count": self.count,
         }
 

@@ -80,12 +80,10 @@ def _with_dependencies(names: Sequence[str]) -> dict[str, metadata.Distribution]
         try:
             distribution = metadata.distribution(name)
         except metadata.PackageNotFoundError as error:
-            remedy = (
-                "run `uv sync --extra coding`"
-                if name == "pytest"
-                else f"`uv pip install {name}`, or take it out of orchestrator.source.runtime.packages"
-            )
-            raise SandboxError(f"sandboxes need the package {name!r}, which is not installed: {remedy}") from error
+            raise SandboxError(
+                f"sandboxes need the package {name!r}, which is not installed: `uv pip install {name}`, or take it out "
+                "of orchestrator.source.runtime.packages (pytest is needed: `uv sync --extra coding`)"
+            ) from error
         found[canonicalize_name(name)] = distribution
         requirements = map(Requirement, distribution.requires or [])
         waiting += [each.name for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
