@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from composer_prime.channels.term import Sums, Term, TermConfig, TermRows, TermTokens
-from composer_prime.packing.row import Row
+from composer_prime.packing.pack import Row
 from composer_prime.wire.types import StepTotals
 
 

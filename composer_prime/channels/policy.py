@@ -69,7 +69,7 @@ from composer_prime.channels.term import Sums, Term, TermRows, TermTokens
 from composer_prime.channels.tokens import PolicyTokens, bounded, bounded_exp, capped, mean_by, sum_by
 from composer_prime.errors import ConfigError
 from composer_prime.import_path import find_part
-from composer_prime.packing.row import Row
+from composer_prime.packing.pack import Row
 from composer_prime.wire.types import StepTotals
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from pydantic import Field
 from pydantic_config import BaseConfig
 
 from composer_prime.errors import ConfigError
-from composer_prime.packing.row import Row
+from composer_prime.packing.pack import Row
 from composer_prime.wire.types import StepTotals
 
 if TYPE_CHECKING:

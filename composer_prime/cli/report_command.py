@@ -15,9 +15,9 @@ from time import localtime, strftime
 from composer_prime.console import COMPOSER, gib, pluralize, printable
 from composer_prime.errors import ConfigError, LedgerError
 from composer_prime.monitor.events import read_events
-from composer_prime.monitor.metrics_file import Line, read_history
+from composer_prime.monitor.metrics_file import Line, numeric_field, read_history
 from composer_prime.monitor.node_table import recorded_rows, table_lines
-from composer_prime.monitor.progress import RunProgress, ends, numeric_field, sparkline
+from composer_prime.monitor.progress import RunProgress, ends, sparkline
 from composer_prime.monitor.rollouts import only_evaluated, open_run, rollout_files, scores
 from composer_prime.run.costs import Spent, spent
 from composer_prime.run.ledger import check_ledger, effective

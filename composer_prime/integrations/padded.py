@@ -1,11 +1,19 @@
-"""From the padded tensors [B, T] of other trainers to the flat tokens that the policy loss takes."""
+"""From the padded tensors [B, T] of other trainers to the flat tokens that the policy loss takes.
+
+The policy loss's settings have the name of an objective.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
+from composer_prime.channels.policy import PolicyConfig
 from composer_prime.channels.tokens import PolicyTokens
+from composer_prime.config.problems import wrong_config
 
 
 def flat_tokens(
@@ -37,3 +45,14 @@ def flat_tokens(
         reference_logprobs_T=None if reference_BT is None else reference_BT[mask_BT],
         weight_T=None if weight_BT is None else weight_BT.expand_as(mask_BT)[mask_BT],
     )
+
+
+def make_po_config(objective: str = "dr_grpo", **settings: Any) -> PolicyConfig:
+    """Return the settings of `objective`: denominator, ratio, clip range and scaling of its paper unless given.
+
+    Raises ConfigError for an unknown objective or setting (with the nearest known one) or a wrong value.
+    """
+    try:
+        return PolicyConfig.model_validate({"objective": objective, **settings})
+    except ValidationError as error:
+        raise wrong_config(error, [], section=("channels", "policy")) from None

@@ -25,8 +25,7 @@ from prime_rl.trainer.rl.loss import LossInputs, LossOutputs
 
 from composer_prime.channels.policy import policy_loss
 from composer_prime.errors import ConfigError
-from composer_prime.integrations.objectives import make_po_config
-from composer_prime.integrations.padded import flat_tokens
+from composer_prime.integrations.padded import flat_tokens, make_po_config
 from composer_prime.wire.types import StepTotals
 
 

@@ -25,8 +25,7 @@ from verl.trainer.ppo.core_algos import register_policy_loss
 
 from composer_prime.channels.policy import PolicyConfig, policy_loss, policy_metrics
 from composer_prime.errors import ConfigError
-from composer_prime.integrations.objectives import make_po_config
-from composer_prime.integrations.padded import flat_tokens
+from composer_prime.integrations.padded import flat_tokens, make_po_config
 from composer_prime.wire.types import StepTotals
 
 OBJECTIVES = ("dr_grpo", "grpo", "dapo", "gspo", "cispo")

@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 
 from composer_prime.console import printable
-from composer_prime.monitor.metrics_file import Line
-from composer_prime.monitor.progress import numeric_field
+from composer_prime.monitor.metrics_file import Line, numeric_field
 from composer_prime.run.costs import NodeTotals
 
 SERVING, LOADING, SUSPENDED, DRAINING, AWAY = "serving", "loading", "suspended", "draining", "away"

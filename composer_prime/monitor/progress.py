@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, median
-from typing import TypeGuard
 
-from composer_prime.monitor.metrics_file import Line
+from composer_prime.monitor.metrics_file import Line, is_number, numeric_field
 
 TREND_STEPS = 10
 """With fewer steps the rewards of the first and last ones differ by their tasks more than by what was learned."""
@@ -48,9 +47,7 @@ class RunProgress:
             if line.get("event") == "resume":
                 self._rewind(line["step"])
             self._update_waiting(line)
-            if figures := {
-                name[5:]: line[name] for name in line if name.startswith("eval/") and _is_number(line[name])
-            }:
+            if figures := {name[5:]: line[name] for name in line if name.startswith("eval/") and is_number(line[name])}:
                 self.evals.setdefault(line["step"], {}).update(figures)
             if "diloco/final_hash" in line:
                 self.joint_end = line
@@ -124,16 +121,6 @@ class RunProgress:
         timed = [line for line in self.steps.values() if "tokens/trained" in line and line.get("time/step_s")]
         seconds = sum(line["time/step_s"] for line in timed)
         return sum(line["tokens/trained"] for line in timed) / seconds if seconds else None
-
-
-def numeric_field(line: Line, name: str) -> float | None:
-    """Return a numeric field; None when it is missing or not a number."""
-    value = line.get(name)
-    return float(value) if _is_number(value) else None
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def ends(values: list[float]) -> tuple[list[float], list[float]]:

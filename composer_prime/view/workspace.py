@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from composer_prime.errors import ConfigError
-from composer_prime.monitor.metrics_file import Line, read_history
-from composer_prime.monitor.progress import RunProgress, numeric_field
+from composer_prime.monitor.metrics_file import Line, numeric_field, read_history
+from composer_prime.monitor.progress import RunProgress
 from composer_prime.monitor.rollouts import Scores
 from composer_prime.view.catalog import (
     FoundRun,
@@ -30,8 +30,7 @@ from composer_prime.view.rollout_payload import (
     read_evaluations,
     rollout_list,
 )
-from composer_prime.view.run_payload import ended, run_payload
-from composer_prime.view.run_verdict import MEAN_STEPS
+from composer_prime.view.run_payload import MEAN_STEPS, ended, run_payload
 
 _SEARCH_EVERY_S = 2.0
 _SPARK_POINTS = 48

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from composer_prime.channels.policy import PolicyConfig
 from composer_prime.config.channels import ChannelsConfig, ReplayDpoConfig
 from composer_prime.errors import ConfigError
-from composer_prime.integrations.objectives import make_po_config
+from composer_prime.integrations.padded import make_po_config
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from trl_oracle import trl_loss
 from composer_prime.channels.policy import estimate, policy_loss
 from composer_prime.channels.tokens import PolicyTokens
 from composer_prime.errors import ConfigError
-from composer_prime.integrations.objectives import make_po_config
+from composer_prime.integrations.padded import make_po_config
 from composer_prime.wire.types import StepTotals
 
 OBJECTIVES = ("dr_grpo", "grpo", "bnpo", "dapo", "gspo", "cispo")

@@ -12,7 +12,7 @@ from rows import Rows
 from trl_oracle import trl_loss
 
 from composer_prime.channels.policy import policy_loss, policy_metrics
-from composer_prime.integrations.objectives import make_po_config
+from composer_prime.integrations.padded import make_po_config
 
 OBJECTIVES = ("dr_grpo", "grpo", "bnpo", "dapo", "gspo", "cispo")
 CORRECTIONS = ("none", "tis", "dppo")

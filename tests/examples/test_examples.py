@@ -18,7 +18,7 @@ from composer_prime.channels.term import channel_metrics, total_loss
 from composer_prime.channels.tokens import PolicyTokens
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import ConfigError
-from composer_prime.integrations.objectives import make_po_config
+from composer_prime.integrations.padded import make_po_config
 from composer_prime.wire.types import StepTotals
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

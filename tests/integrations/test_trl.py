@@ -15,7 +15,7 @@ import composer_prime
 from composer_prime.channels.replay_dpo import PairTokens
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import ConfigError
-from composer_prime.integrations.objectives import make_po_config
+from composer_prime.integrations.padded import make_po_config
 from composer_prime.integrations.trl import ComposerGRPOTrainer
 
 TINY = Path(composer_prime.__file__).parent / "assets/tiny/policy"

@@ -21,7 +21,7 @@ from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
 from composer_prime.errors import ConfigError
-from composer_prime.integrations.objectives import make_po_config
+from composer_prime.integrations.padded import make_po_config
 from composer_prime.integrations.verl import OBJECTIVES, register
 
 PROMPT, RESPONSE, ROWS = 3, 7, 6

@@ -11,8 +11,7 @@ from test_packing import sample
 
 from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.errors import ConfigError, RunMismatchError
-from composer_prime.packing.pack import pack, totals
-from composer_prime.packing.row import Row
+from composer_prime.packing.pack import Row, pack, totals
 from composer_prime.wire.types import HintedTurn, Preference, Sample, flags, floats, ints, pack_ints, verify_batch
 
 ROW = {"run_id": "r", "step": 5, "world_size": 1, "max_tokens": 400}

@@ -10,22 +10,20 @@ from pathlib import Path
 import pytest
 from loopback import Endpoint, overrule, run_config, serving, state
 
-from composer_prime.cli.replay_command import NO_RUN, main
+from composer_prime.cli.replay_command import (
+    INTERRUPTION,
+    Arguments,
+    main,
+    parse_arguments,
+    replay,
+    replay_summary,
+)
 from composer_prime.config import Config
 from composer_prime.errors import ConfigError
 from composer_prime.plan.preflight import check_start
 from composer_prime.run.costs import read_costs
 from composer_prime.traces.replay.records import read_pairs
 from composer_prime.traces.replay.replay import training_limits
-from composer_prime.traces.replay.replay_console import (
-    INTERRUPTION,
-    Arguments,
-    replay,
-    replay_summary,
-)
-from composer_prime.traces.replay.replay_console import (
-    parse_arguments as parsed,
-)
 from composer_prime.traces.states import write_state
 
 POOL = """
@@ -49,10 +47,6 @@ name = "two"
 model = "google/gemini-2.5-flash"
 api_key_var = "NO_SUCH_KEY"
 """
-
-
-def parse_arguments(words: list[str]) -> Arguments:
-    return parsed(words, NO_RUN)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:

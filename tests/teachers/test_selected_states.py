@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from loopback import Endpoint, overrule, run_config, serving, state
 
+from composer_prime.cli.replay_command import Arguments, replay
 from composer_prime.config.teachers import SelectConfig
-from composer_prime.traces.replay.replay_console import Arguments, replay
 from composer_prime.traces.states import count_selected, selected_states, write_state
 
 LONG = [state(number, "a", error="no" if number in (5, 6) else None) for number in range(8)]

@@ -11,7 +11,7 @@ import pytest
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.metrics_file import MetricsFile, read_history
 from composer_prime.view.catalog import distinguishing, find_runs, flatten, read_settings
-from composer_prime.view.run_verdict import verdict
+from composer_prime.view.run_payload import verdict
 from composer_prime.view.workspace import Workspace, list_figures
 from tests.view.run_made import log_step, make_run
 

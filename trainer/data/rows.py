@@ -5,7 +5,7 @@
     R head rows          tokens that a term reads ... | tokens of hinted turns ...     each token once
     teacher documents    of the hinted turns, in passes of their own
 
-A position counts the tokens of all documents (composer_prime/packing/row.py); terms name the positions that they read.
+A position counts the tokens of all documents (composer_prime/packing/pack.py); terms name the positions that they read.
 `computed_N` leads from a position to its place in the forward pass (-1: not read), `head_row_N` to its row of the head
 (-1: none). The hidden state of the token before predicts a token: source_R is computed_N[position - 1].
 """
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from composer_prime.channels.term import Term, TermRows
 from composer_prime.errors import NonFiniteError, RunMismatchError
+from composer_prime.packing.pack import Row
 from composer_prime.packing.prefixes import Tree, joined, prefix_layout
-from composer_prime.packing.row import Row
 from composer_prime.wire.types import MicroBatch, flags, floats, ints
 
 

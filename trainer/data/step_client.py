@@ -25,7 +25,7 @@ import numpy as np
 import zmq
 
 from composer_prime.errors import ComposerError, DeadlineError, RoleFailedError, RunMismatchError, WireError
-from composer_prime.packing.row import span_positions
+from composer_prime.packing.pack import span_positions
 from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.sockets import check_request, dealer
 from composer_prime.wire.types import (

@@ -29,10 +29,9 @@ from composer_prime.console import COMPOSER, printable, tell_waits
 from composer_prime.errors import ConfigError, RoleFailedError
 from composer_prime.host import visible_gpus
 from composer_prime.monitor.events import EventFile, parse_event
-from composer_prime.monitor.metrics_file import Line, MetricsFile, Tail
+from composer_prime.monitor.metrics_file import Feeder, Line, MetricsFile, Tail, numbers_of, start_trackers
 from composer_prime.monitor.progress import RunProgress
 from composer_prime.monitor.rollouts import read_rollouts, rollout_files, rollout_text
-from composer_prime.monitor.trackers import Feeder, numbers_of, start_trackers
 from composer_prime.plan.check_run_dir import check_run_folder, is_run_directory, with_length_divisor
 from composer_prime.run.costs import CostLedger
 from composer_prime.run.environment import record_environment

@@ -11,8 +11,8 @@ from statistics import fmean
 
 from composer_prime.config import Config
 from composer_prime.console import COMPOSER, clock, gib, pluralize, printable, silence
-from composer_prime.monitor.metrics_file import Line
-from composer_prime.monitor.progress import TREND_STEPS, RunProgress, ends, numeric_field, sparkline
+from composer_prime.monitor.metrics_file import Line, numeric_field
+from composer_prime.monitor.progress import TREND_STEPS, RunProgress, ends, sparkline
 from composer_prime.monitor.rollouts import eval_scores
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from composer_prime.cli.ladder.preregistration import FILE, PlannedArm, Preregistration
+from composer_prime.cli.ladder.arms import FILE, PlannedArm, Preregistration
 from composer_prime.console import pluralize
 from composer_prime.errors import LedgerError
-from composer_prime.monitor.metrics_file import read_history
-from composer_prime.monitor.progress import RunProgress, numeric_field
+from composer_prime.monitor.metrics_file import numeric_field, read_history
+from composer_prime.monitor.progress import RunProgress
 from composer_prime.monitor.rollouts import scores
 from composer_prime.plan.check_run_dir import changed_settings
 from composer_prime.run.costs import spent
