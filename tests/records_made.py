@@ -9,7 +9,7 @@ import numpy as np
 from composer_prime.wire.answer import Answer
 from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
-from orchestrator.gateway.generation import GenerationRecord
+from orchestrator.gateway.http import GenerationRecord
 
 _SAMPLING = Sampling(
     max_tokens=64, temperature=1.0, top_p=1.0, top_k=0, seed=1, stop=[], stop_token_ids=[], ignore_eos=False

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from composer_prime.wire.types import Sample
-from orchestrator.gateway.generation import GenerationRecord
+from orchestrator.gateway.http import GenerationRecord
 from orchestrator.rollouts.groups import FinishedRollout, GroupPlan
 from orchestrator.rollouts.rollout import RolloutResult, compile_rollout, finished_rollout, numbered_turns
 from orchestrator.workers.protocol import MessageRecord, RolloutReply, SessionRecord, ToolCall

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from composer_prime.errors import ConfigError, RequestError
+from composer_prime.wire.answer import Answer
 
 if TYPE_CHECKING:
     from renderers.base import ParsedResponse
@@ -119,3 +121,29 @@ def _to_message(parsed: ParsedResponse) -> dict[str, Any]:
             {"id": call.id or f"call_{index}", "type": "function", "function": function}
         )
     return message
+
+
+def chat_reply(
+    model: str,
+    num_prompt: int,
+    answer: Answer,
+    token_ids: list[int],
+    message: dict[str, Any],
+    finish_reason: str,
+) -> dict[str, Any]:
+    """Return the body of OpenAI's chat completion; `token_ids` and `version_spans` are additions."""
+    choice = {"index": 0, "message": message, "finish_reason": finish_reason, "token_ids": token_ids, "logprobs": None}
+    return {
+        "id": f"chatcmpl-{answer.record_id}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": len(token_ids),
+            "total_tokens": num_prompt + len(token_ids),
+            "prompt_tokens_details": {"cached_tokens": answer.prompt_cached},
+        },
+        "version_spans": answer.version_spans,
+    }

@@ -1,8 +1,8 @@
 """The gateway: the only way from environments to inference nodes, and the record of what was sampled.
 
-    environment worker --HTTP, loopback--> http.py -> generation.py -> routing.py -> link.py --CURVE ZMQ--> node
-                                                          |                ^             <-- answer, heartbeat --
-                                                       records             |
+    environment worker --HTTP, loopback--> http.py -> routing.py -> link.py --CURVE ZMQ--> node
+                                              |           ^             <-- answer, heartbeat --
+                                           records        |
     orchestrator: records.open(rollout) ... take    tick task: lost nodes, deadlines
 
 Three kinds of tasks run besides aiohttp's: the link's receiver, the tick, and weight chunks being read in threads. A
@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from aiohttp import web
+
 from composer_prime.address import is_loopback
 from composer_prime.config import Config
 from composer_prime.model_source import vocabulary_size
@@ -37,8 +39,7 @@ from composer_prime.wire.sockets import NodeSocket
 from orchestrator.event_loop import LoopLag, watched
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.chunks import ChunkServer
-from orchestrator.gateway.generation import Generator, RolloutRecords
-from orchestrator.gateway.http import HttpServer
+from orchestrator.gateway.http import Generator, HttpServer, RolloutRecords, json_reply
 from orchestrator.gateway.link import NodeLink
 from orchestrator.gateway.nodes import Nodes
 from orchestrator.gateway.requests import ServedPolicy
@@ -146,9 +147,11 @@ class Gateway:
             model_names=(POLICY, self._config.model.path),
             max_context=self._config.model.max_context,
             token=os.environ.get(GATEWAY_TOKEN_VARIABLE),
-            health=self._health,
-            metrics=self.state,
-            control=self._control.routes(self._run_id),
+            others=[
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+                *self._control.routes(self._run_id),
+            ],
         )
 
     async def start(self) -> None:
@@ -272,11 +275,14 @@ class Gateway:
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def _health(self) -> tuple[int, dict[str, Any]]:
+    async def _health(self, _: web.Request) -> web.Response:
         if serving := len(self.router.serving()):
-            return 200, {"status": "ok", "serving_nodes": serving, "version": self.version}
+            return json_reply({"status": "ok", "serving_nodes": serving, "version": self.version})
         why = {"since_s": self.waits.no_node_s(), "why": self.waits.why_no_node()}
-        return 503, {"status": "waiting for a node", **why}
+        return json_reply({"status": "waiting for a node", **why}, 503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return json_reply(self.state())
 
     def state(self) -> dict[str, Any]:
         """Return everything that /metrics shows."""

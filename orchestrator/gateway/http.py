@@ -1,32 +1,48 @@
-"""The gateway's HTTP server on loopback, for environments, judges and people.
+"""The gateway's HTTP server on loopback, for environments, judges and people, and the record of what was sampled.
 
     POST /inference/v1/generate   token ids in, token ids and logprobs out (verifiers' training client)
     POST /v1/chat/completions     OpenAI, messages and tools
     GET  /v1/models  /health  /metrics
     /control/...                  for the run's operator (orchestrator/swarm)
 
-Bad input gets a 4xx status. Every exception of a route gets OpenAI's error body. A client that closes its
-connection cancels its request.
+    request -> HttpServer: check -> Generator: seed, route -> RolloutRecords -> reply
+
+Bad input gets a 4xx status. Every exception of a route gets OpenAI's error body. A client that closes its connection
+cancels its request. A sampling parameter that would change the distribution, but that our engines do not have, is
+refused and not ignored. Otherwise the recorded logprobs would belong to another distribution than the one requested.
+
+`RolloutRecords` is the source of truth for training tokens. Requests of rollouts that the orchestrator did not open
+leave nothing behind, so memory is bounded by the rollouts in flight.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import itertools
 import logging
+import re
+import secrets
 import socket
-import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
 from aiohttp import web
 from msgspec import Meta
 
 from composer_prime.errors import DeadlineError, EngineError, RequestError
-from composer_prime.wire.answer import Answer
-from composer_prime.wire.types import pack_ints
-from orchestrator.gateway.chat import ChatFormat
-from orchestrator.gateway.generation import Generator, SamplingFields, TokenId
+from composer_prime.wire.answer import Answer, context_overflow
+from composer_prime.wire.node_messages import Sampling
+from composer_prime.wire.types import ints, pack_ints
+from orchestrator.gateway.chat import ChatFormat, chat_reply
+from orchestrator.gateway.routing import Router
+
+if TYPE_CHECKING:
+    from orchestrator.swarm import Audits
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +51,42 @@ _MAX_SESSION_CHARACTERS = 256
 _BACKLOG = 4096
 _SHUTDOWN_S = 2.0
 """Time for replies on their way. Requests without an answer have been ended by then."""
+_MAX_STOPS = 64
+_AGENT = re.compile(r"#\d+$")
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""Larger integers have no msgpack form, in which requests go to nodes."""
 BodyT = TypeVar("BodyT")
+
+
+class UnsupportedFields(msgspec.Struct, kw_only=True):
+    """Sampling parameters that our engines do not have, each with the value that switches it off."""
+
+    n: Int64 | None = 1
+    min_p: float | None = 0
+    min_tokens: Int64 | None = 0
+    presence_penalty: float | None = 0
+    frequency_penalty: float | None = 0
+    repetition_penalty: float | None = 1
+    logit_bias: dict[str, float] | None = {}
+
+
+class SamplingFields(UnsupportedFields, kw_only=True):
+    """Sampling parameters of a request; None where it names none."""
+
+    max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    """0 is greedy."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
+    """-1 and 0 keep every token."""
+    seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+
+
+_NEUTRAL = UnsupportedFields()
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
@@ -78,24 +129,19 @@ class HttpServer:
         model_names: Sequence[str],
         max_context: int,
         token: str | None,
-        health: Callable[[], tuple[int, dict[str, Any]]],
-        metrics: Callable[[], dict[str, Any]],
-        control: Sequence[web.RouteDef],
+        others: Sequence[web.RouteDef],
     ) -> None:
         """`model_names`: accepted values of `model`. `max_context`: prompt and reply together, in tokens.
 
-        `token`: bearer token that requests must carry, None for no check. `health` returns status and body. `control`:
-        routes with a check of their own.
+        `token`: bearer token that requests must carry, None for no check. `others`: further routes; /health needs no
+        token, and /control/... has a check of its own.
         """
-        self.url = ""
         self._generator = generator
         self._chat = chat
         self._model_names = model_names
         self._max_context = max_context
         self._token = token
-        self._health = health
-        self._metrics = metrics
-        self._control = control
+        self._others = others
         self._runner: web.AppRunner | None = None
 
     async def start(self, listener: socket.socket) -> None:
@@ -106,15 +152,12 @@ class HttpServer:
                 web.post("/inference/v1/generate", self._generate),
                 web.post("/v1/chat/completions", self._chat_complete),
                 web.get("/v1/models", self._get_models),
-                web.get("/health", self._get_health),
-                web.get("/metrics", self._get_metrics),
-                *self._control,
+                *self._others,
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
         await web.SockSite(self._runner, listener, backlog=_BACKLOG).start()
-        self.url = "http://{}:{}".format(*listener.getsockname())
 
     async def close(self) -> None:
         runner, self._runner = self._runner, None
@@ -130,7 +173,7 @@ class HttpServer:
         _check_no_stream(request, body.stream)
         self._check_model(body.model)
         answer = await self._generator.answer(_session(request), pack_ints(body.token_ids), body.sampling_params)
-        return _reply(answer.to_json())
+        return json_reply(answer.to_json())
 
     async def _chat_complete(self, request: web.Request) -> web.Response:
         body = await _decoded(request, _CHAT_DECODER)
@@ -145,11 +188,11 @@ class HttpServer:
         answer = await self._generator.answer(_session(request), pack_ints(prompt), sampling)
         token_ids = answer.ids.tolist()
         message, finish_reason = await self._chat.parse(token_ids, prompt, tools, answer.finish_reason)
-        return _reply(_chat_reply(body.model, len(prompt), answer, token_ids, message, finish_reason))
+        return json_reply(chat_reply(body.model, len(prompt), answer, token_ids, message, finish_reason))
 
     async def _get_models(self, _: web.Request) -> web.Response:
         card = {"object": "model", "created": 0, "owned_by": "composer-prime", "max_model_len": self._max_context}
-        return _reply({"object": "list", "data": [{"id": name, **card} for name in self._model_names]})
+        return json_reply({"object": "list", "data": [{"id": name, **card} for name in self._model_names]})
 
     def _check_model(self, name: str) -> None:
         """Raise RequestError (404) for a model that is not served here."""
@@ -160,13 +203,6 @@ class HttpServer:
                 code="model_not_found",
                 param="model",
             )
-
-    async def _get_health(self, _: web.Request) -> web.Response:
-        status, body = self._health()
-        return _reply(body, status)
-
-    async def _get_metrics(self, _: web.Request) -> web.Response:
-        return _reply(self._metrics())
 
     # -- around every route --------------------------------------------------------------------------------------
 
@@ -272,37 +308,236 @@ def _check_chat(body: ChatBody) -> None:
 # -- replies -------------------------------------------------------------------------------------------------------
 
 
-def _reply(body: dict[str, Any], status: int = 200) -> web.Response:
+def json_reply(body: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(status=status, body=msgspec.json.encode(body), headers={"Content-Type": "application/json"})
 
 
 def _error(error: RequestError) -> web.Response:
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     body = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
-    return _reply({"error": body}, error.status)
+    return json_reply({"error": body}, error.status)
 
 
-def _chat_reply(
-    model: str,
-    num_prompt: int,
-    answer: Answer,
-    token_ids: list[int],
-    message: dict[str, Any],
-    finish_reason: str,
-) -> dict[str, Any]:
-    """Return the body of OpenAI's chat completion; `token_ids` and `version_spans` are additions."""
-    choice = {"index": 0, "message": message, "finish_reason": finish_reason, "token_ids": token_ids, "logprobs": None}
-    return {
-        "id": f"chatcmpl-{answer.record_id}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [choice],
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": len(token_ids),
-            "total_tokens": num_prompt + len(token_ids),
-            "prompt_tokens_details": {"cached_tokens": answer.prompt_cached},
-        },
-        "version_spans": answer.version_spans,
-    }
+# -- generation ----------------------------------------------------------------------------------------------------
+
+
+def to_sampling(fields: SamplingFields, *, num_prompt: int, max_context: int) -> Sampling:
+    """Return the sampling parameters for a node. The reply is cut where the context ends.
+
+    Raises RequestError for a parameter that is not supported and for a prompt that leaves no room.
+    """
+    for name in UnsupportedFields.__struct_fields__:
+        value, neutral = getattr(fields, name), getattr(_NEUTRAL, name)
+        if value is not None and value != neutral:
+            message = f"{name} is {value!r}, which is not supported: leave it out or send {neutral!r}"
+            raise RequestError(message, param=name)
+    room = max_context - num_prompt
+    if room < 1:
+        raise RequestError(
+            f"{context_overflow(num_prompt, max_context)}: shorten the conversation or raise model.max_context",
+            code="context_length_exceeded",
+            param="token_ids",
+        )
+    stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    if len(stop) > _MAX_STOPS or "" in stop:
+        raise RequestError(f"stop has {len(stop)} strings; send at most {_MAX_STOPS}, none of them empty", param="stop")
+    return Sampling(
+        max_tokens=min(fields.max_tokens or room, room),
+        temperature=1.0 if fields.temperature is None else fields.temperature,
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        top_k=max(0, fields.top_k or 0),
+        seed=fields.seed,
+        stop=stop,
+        stop_token_ids=fields.stop_token_ids or [],
+        ignore_eos=bool(fields.ignore_eos),
+    )
+
+
+class Generator:
+    """Turns token ids and sampling parameters into a checked answer, and records it."""
+
+    def __init__(
+        self,
+        router: Router,
+        records: RolloutRecords,
+        *,
+        vocab_size: int,
+        max_context: int,
+        run_id: str = "",
+    ) -> None:
+        """`max_context`: prompt and reply together, in tokens."""
+        self._seed_text = f"{run_id}/{secrets.token_hex(8)}"  # Random: a restart counts requests from 0 again.
+        self._max_context = max_context
+        self._vocab_size = vocab_size
+        self._router = router
+        self._records = records
+        self._order = itertools.count()
+        self._under_way: Counter[str] = Counter()
+        """Requests without an answer yet, by session."""
+
+    async def answer(self, session: str | None, prompt: bytes, fields: SamplingFields) -> Answer:
+        """Return the answer to `prompt`, int32 [T], recorded when `session` belongs to an open rollout.
+
+        Raises RequestError, and what Router.generate raises.
+        """
+        order = next(self._order)
+        request_id = f"g{order}"
+        token_ids = self._checked_ids(prompt)
+        sampling = to_sampling(fields, num_prompt=len(token_ids), max_context=self._max_context)
+        if sampling.seed is None:  # An audit must know what a node had to draw.
+            sampling = msgspec.structs.replace(sampling, seed=_hashed_seed(f"{self._seed_text}/{request_id}"))
+        if session is None:
+            answer = await self._router.generate(request_id, request_id, prompt, sampling)
+            return msgspec.structs.replace(answer, record_id=request_id)
+        if fields.seed is not None:  # Parallel requests of one session draw different noise.
+            turn = self._records.answered(session) + self._under_way[session]
+            sampling = msgspec.structs.replace(sampling, seed=turn_seed(fields.seed, turn))
+        self._under_way[session] += 1
+        try:
+            oldest = self._records.oldest_version(session)
+            answer = await self._router.generate(request_id, session, prompt, sampling, oldest_version=oldest)
+            answer = msgspec.structs.replace(answer, record_id=request_id)
+            record = GenerationRecord(session=session, prompt_ids=token_ids, answer=answer, sampling=sampling)
+            self._records.append(record, order)
+        finally:
+            self._under_way[session] -= 1
+            if not self._under_way[session]:
+                del self._under_way[session]
+        return answer
+
+    def _checked_ids(self, prompt: bytes) -> np.ndarray:
+        """Return the ids of a prompt. Raises RequestError for none, and for one outside of the vocabulary."""
+        token_ids = ints(prompt)
+        valid_ids = f"send at least one id in 0..{self._vocab_size - 1}"
+        if not len(token_ids):
+            raise RequestError(f"the prompt is empty: {valid_ids}", param="token_ids")
+        lowest, highest = int(token_ids.min()), int(token_ids.max())
+        if not 0 <= lowest <= highest < self._vocab_size:
+            outside = lowest if lowest < 0 else highest
+            raise RequestError(f"token id {outside} is outside the vocabulary: {valid_ids}", param="token_ids")
+        return token_ids
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed of a session's turn, counted from 0.
+
+    A rollout's seed is the same in all its turns, but the noise must not be.
+    """
+    if turn == 0:
+        return seed
+    return _hashed_seed(f"{seed}/{turn}")
+
+
+def _hashed_seed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 11
+
+
+# -- records -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRecord:
+    """One answered request: an assistant turn."""
+
+    session: str
+    """The X-Session-ID it came with: the rollout's id, or `<rollout id>#N` for the rollout's further agents."""
+    prompt_ids: np.ndarray
+    """int32 [T_prompt]."""
+    answer: Answer
+    sampling: Sampling
+
+
+@dataclass(slots=True)
+class _OpenRollout:
+    oldest_version: int
+    num_bytes: int = 0
+    """Of the token ids and logprobs held."""
+    sessions: dict[str, list[list[tuple[int, GenerationRecord]]]] = field(default_factory=dict)
+    """Records with the numbers of their requests, by session; in one list those that continue one another."""
+
+    def append(self, record: GenerationRecord, order: int) -> None:
+        """Keep a record. Where it continues the one before, its prompt is the memory of all earlier ones."""
+        chains, prompt = self.sessions.setdefault(record.session, []), record.prompt_ids
+        self.num_bytes += prompt.nbytes + len(record.answer.token_ids) + len(record.answer.logprobs)
+        before = chains[-1][-1][1] if chains else None
+        if before is None or not _continues(prompt, before):
+            chains.append([])
+        else:
+            self.num_bytes -= before.prompt_ids.nbytes
+            shared = [(at, replace(turn, prompt_ids=prompt[: len(turn.prompt_ids)])) for at, turn in chains[-1]]
+            chains[-1] = shared
+        chains[-1].append((order, record))
+
+
+def _continues(prompt: np.ndarray, before: GenerationRecord) -> bool:
+    """Tell whether `prompt` begins with all tokens of the record `before`."""
+    start, end = len(before.prompt_ids), len(before.prompt_ids) + len(before.answer)
+    return np.array_equal(prompt[:start], before.prompt_ids) and np.array_equal(prompt[start:end], before.answer.ids)
+
+
+class RolloutRecords:
+    """Sessions of open rollouts, by rollout id."""
+
+    def __init__(self, router: Router | None = None, audits: Audits | None = None) -> None:
+        """`router` forgets the sessions of a rollout that is taken. `audits` are offered each answer that is kept."""
+        self._router = router
+        self._audits = audits
+        self._open: dict[str, _OpenRollout] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of token ids and logprobs held."""
+        return sum(rollout.num_bytes for rollout in self._open.values())
+
+    def open(self, rollout_id: str, oldest_version: int = 0) -> None:
+        """Record this rollout's generations from now on, all by policy version `oldest_version` or newer ones.
+
+        Raises ValueError when it is open already.
+        """
+        if rollout_id in self._open:
+            raise ValueError(f"rollout {rollout_id!r} is open already: every attempt at a rollout needs its own id")
+        self._open[rollout_id] = _OpenRollout(oldest_version)
+
+    def take(self, rollout_id: str) -> list[GenerationRecord]:
+        """Close a rollout, and return its records in the order in which its requests began.
+
+        Records of several agents come together; `session` separates them. A rollout that is not open has none.
+        """
+        rollout = self._open.pop(rollout_id, None)
+        if rollout is None:
+            return []
+        if self._router is not None:
+            for session in dict.fromkeys((rollout_id, *rollout.sessions)):
+                self._router.forget(session)
+        turns = [turn for chains in rollout.sessions.values() for chain in chains for turn in chain]
+        return [record for _, record in sorted(turns, key=lambda turn: turn[0])]
+
+    def rollout_of(self, session: str) -> str | None:
+        """Return the open rollout that `session` belongs to, or None."""
+        if session in self._open:
+            return session
+        rollout_id = _AGENT.sub("", session)
+        return rollout_id if rollout_id in self._open else None
+
+    def oldest_version(self, session: str) -> int:
+        """Return the oldest policy version that may answer this session."""
+        rollout_id = self.rollout_of(session)
+        return 0 if rollout_id is None else self._open[rollout_id].oldest_version
+
+    def answered(self, session: str) -> int:
+        """Return how many generations are recorded for this session."""
+        rollout_id = self.rollout_of(session)
+        return 0 if rollout_id is None else sum(map(len, self._open[rollout_id].sessions.get(session, ())))
+
+    def append(self, record: GenerationRecord, order: int) -> bool:
+        """Keep `record`, or return False when its rollout is not open. `order` tells when its request began."""
+        rollout_id = self.rollout_of(record.session)
+        if rollout_id is None:
+            return False
+        self._open[rollout_id].append(record, order)
+        if self._audits is not None:
+            self._audits.offer(record, rollout_id)
+        return True

@@ -39,7 +39,7 @@ from composer_prime.run.retry import backoff_s
 from composer_prime.wire.answer import POLICY, joined
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, pack_flags, pack_floats, pack_ints
 from orchestrator.gateway import Gateway
-from orchestrator.gateway.generation import GenerationRecord, RolloutRecords
+from orchestrator.gateway.http import GenerationRecord, RolloutRecords
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, GroupPlan, derive_seed
 from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.swarm import Audits

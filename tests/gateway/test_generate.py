@@ -12,7 +12,7 @@ from node_peer import PeerNode, failed, tokens_for
 
 from composer_prime.wire.node_messages import Generate
 from composer_prime.wire.types import VersionSpan, ints, pack_floats
-from orchestrator.gateway.generation import turn_seed
+from orchestrator.gateway.http import turn_seed
 
 
 async def test_ids_logprobs_and_spans_come_back_and_are_recorded(open_gateway, node_keys):

@@ -19,7 +19,7 @@ from composer_prime.run.weights import WeightStore
 from composer_prime.wire.audit_messages import AuditRequest, AuditVerdict, PartVerdict
 from composer_prime.wire.node_messages import Heard, NodeWelcome, Sampling, Status
 from orchestrator.gateway.chunks import ChunkServer
-from orchestrator.gateway.generation import GenerationRecord
+from orchestrator.gateway.http import GenerationRecord
 from orchestrator.swarm.audits import Audits
 from orchestrator.swarm.trust import NodeTrust
 from tests.records_made import record_of

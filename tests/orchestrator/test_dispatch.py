@@ -15,7 +15,7 @@ from orch_peers import PeerTrainer, ScriptedPool, draw, make_config, sample_ids
 from composer_prime.errors import EnvironmentWorkerError, RolloutError
 from composer_prime.monitor.events import EventFile, EventHandler, read_events
 from orchestrator.durability import Dropped, Journal
-from orchestrator.gateway.generation import RolloutRecords
+from orchestrator.gateway.http import RolloutRecords
 from orchestrator.rollouts.groups import GroupOutcome
 from orchestrator.rollouts.rollout import Permits, RolloutRunner, score_failure
 from orchestrator.scheduler import DroppedGroups

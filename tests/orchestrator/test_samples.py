@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from composer_prime.errors import RolloutError
 from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, floats, ints, pack_floats
-from orchestrator.gateway.generation import GenerationRecord
+from orchestrator.gateway.http import GenerationRecord
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan, trained_by_node, with_advantage
 from orchestrator.rollouts.rollout import (
     RolloutResult,
