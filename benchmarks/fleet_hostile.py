@@ -55,8 +55,8 @@ from composer_prime.model_source import resolve_model
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import CHUNK_BYTES, WeightStore
-from composer_prime.wire.answer import POLICY
 from composer_prime.wire.enrollment import INVITE_VARIABLE
+from composer_prime.wire.node_messages import POLICY
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.rollout import RolloutRunner
 from orchestrator.swarm import audits as audit_rules

@@ -41,8 +41,7 @@ from transformers import AutoTokenizer
 
 from benchmarks._verdicts import conclude
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.wire.audit_messages import AuditRequest, PartVerdict
-from composer_prime.wire.node_messages import Sampling
+from composer_prime.wire.node_messages import AuditRequest, PartVerdict, Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from inference.audit import OpenAudit, judge
 from inference.engines.base import Engine

@@ -2,7 +2,7 @@
 
     AuditRequest -> versions of its tokens -> receiver installs one after another -> engine.check_draws
                  -> judge: is each token the draw of its seed, are its logprobs right, does it end where it says
-                 -> AuditVerdict | AuditFailed
+                 -> AuditVerdict
 
 It holds one version at a time. The answer that waits for longest chooses it, and all that need that version share
 passes: under load there are few swaps for each answer, and none waits for ever. It is trusted: it runs on the run's
@@ -23,8 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, ComposerError, EngineError, LostWeightsError
 from composer_prime.run.weights import open_signed
-from composer_prime.wire.audit_messages import AuditFailed, AuditRequest, AuditVerdict, PartVerdict
-from composer_prime.wire.node_messages import ComputeDevice, NewVersion, NodeWelcome
+from composer_prime.wire.node_messages import AuditRequest, AuditVerdict, ComputeDevice, NodeWelcome, PartVerdict
 from composer_prime.wire.types import ints
 from inference.engines.base import Engine
 from inference.engines.local.local_engine import LocalEngine
@@ -157,7 +156,7 @@ class Auditor(InferenceNode):
     def _drop_requests(self) -> None:
         self._audits.clear()
 
-    def _learn(self, message: NodeWelcome | NewVersion) -> None:
+    def _learn(self, message: NodeWelcome) -> None:
         """Remember a version. It is installed when an answer was sampled from it."""
         super()._learn(message)
         welcome, manifest = self._welcome, message.manifest
@@ -214,7 +213,7 @@ class Auditor(InferenceNode):
         """Spend no time on what nobody waits for any more."""
         for audit in [one for one in self._audits if time.monotonic() > one.arrived + one.request.timeout_s]:
             limit = f"{audit.request.timeout_s:g} s"
-            self._end(audit, AuditFailed(audit=audit.request.audit, error=f"it was not checked within {limit}"))
+            self._end(audit, AuditVerdict(audit=audit.request.audit, error=f"it was not checked within {limit}"))
 
     def _waiting_for(self, version: int) -> list[OpenAudit]:
         return [audit for audit in self._audits if version in audit.missing]
@@ -240,9 +239,9 @@ class Auditor(InferenceNode):
         if isinstance(error, EngineError) and not isinstance(error, BadRequestError):
             await self._local.score([0, 0])
         retryable = isinstance(error, OSError)
-        self._end(audit, AuditFailed(audit=audit.request.audit, error=f"{what}{error}", retryable=retryable))
+        self._end(audit, AuditVerdict(audit=audit.request.audit, error=f"{what}{error}", retryable=retryable))
 
-    def _end(self, audit: OpenAudit, answer: AuditVerdict | AuditFailed) -> None:
+    def _end(self, audit: OpenAudit, answer: AuditVerdict) -> None:
         """Send an outcome, unless the connection was lost meanwhile: the orchestrator then asks again."""
         if audit in self._audits:
             self._audits.remove(audit)

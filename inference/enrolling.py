@@ -29,15 +29,8 @@ from zmq.utils.monitor import recv_monitor_message
 from composer_prime.errors import ConfigError, DeadlineError, InviteError, LostRunError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair, write_secret
 from composer_prime.run.node_registry import utc_text
-from composer_prime.wire.enrollment import (
-    PROTOCOL,
-    Enroll,
-    Enrolled,
-    Invite,
-    NodeMachine,
-    release,
-)
-from composer_prime.wire.node_messages import Rejected, ToNode
+from composer_prime.wire.enrollment import Invite, release
+from composer_prime.wire.node_messages import PROTOCOL, Dismissed, Enroll, Enrolled, ToNode
 from composer_prime.wire.sockets import dealer
 
 logger = logging.getLogger(__name__)
@@ -111,9 +104,7 @@ class EnrolledNode:
     answer: Enrolled
 
 
-async def enroll(
-    invite: Invite, state: NodeState, slot: int, name: str, machine: NodeMachine, wait_s: float
-) -> EnrolledNode:
+async def enroll(invite: Invite, state: NodeState, slot: int, name: str, machine: str, wait_s: float) -> EnrolledNode:
     """Make node `slot` known to the run, or ask again under its own key. Tries all addresses.
 
     A machine that the run knows already tries for `wait_s`, another for a minute. Raises InviteError (refused, with the
@@ -168,7 +159,7 @@ async def _first_answer(
 
 
 async def enroll_for_weights(
-    invite: Invite, state: NodeState, slot: int, name: str, machine: NodeMachine, wait_s: float
+    invite: Invite, state: NodeState, slot: int, name: str, machine: str, wait_s: float
 ) -> EnrolledNode:
     """Enroll, again until the run has published a version. Raises LostRunError, or what `enroll` raises."""
     deadline = time.monotonic() + wait_s
@@ -228,7 +219,7 @@ def _read(raw: bytes, address: str) -> Enrolled:
         raise InviteError(
             f"{address} answered {len(raw)} bytes that are not a message ({error}): use the run's release"
         ) from None
-    if isinstance(answer, Rejected):
+    if isinstance(answer, Dismissed):
         raise (WireError if answer.may_return else InviteError)(f"the run at {address} refused: {answer.reason}")
     if not isinstance(answer, Enrolled):
         raise InviteError(f"{address} answered with a {type(answer).__name__}: use the run's release")

@@ -172,7 +172,7 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
 
     Raises ConfigError when the run refuses them for all of --wait, and what `enroll` and `pull_model` raise.
     """
-    slot, machine, deadline, refused = options.slot, find_machine(state.path), None, 0
+    slot, machine, deadline, refused = options.slot, str(find_machine(state.path)), None, 0
     while True:
         enrollment = await enroll_for_weights(invite, state, slot, _name(options, slot), machine, options.wait)
         answer = enrollment.answer

@@ -49,7 +49,6 @@ from composer_prime.wire.node_messages import (
     Generate,
     Goodbye,
     Heard,
-    NewVersion,
     NodeHello,
     NodeWelcome,
     Rejected,
@@ -321,16 +320,16 @@ class InferenceNode:
             case NewVersion():
                 self._learn(message)
             case NodeWelcome():
-                self._attach(message)
+                self._learn(message) if self._attached else self._attach(message)
             case Heard(known=False):
                 self._repeat_hello()
-            case Rejected(reason=reason, may_return=may_return):
-                if self._stop_reason.done():  # By Drain. A Hello was on its way.
+            case Dismissed(reason=reason, finish_first=True):
+                self.drain(reason)
+            case Dismissed(reason=reason, may_return=may_return):
+                if self._stop_reason.done():  # It drains. A Hello was on its way.
                     return
                 refusal = f"the gateway at {self._link.endpoint} turned this node away: {reason}"
                 raise RunMismatchError(refusal) if not may_return else WireError(refusal)
-            case Drain(reason=reason):
-                self.drain(reason)
 
     def _repeat_hello(self) -> None:
         """Say hello again, once: the gateway may answer several messages that it cannot attribute."""
@@ -369,7 +368,7 @@ class InferenceNode:
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def _learn(self, message: NodeWelcome | NewVersion) -> None:
+    def _learn(self, message: NodeWelcome) -> None:
         """Note where weights are available, and trigger the installation of the newest manifest."""
         host = urlsplit(self._link.endpoint or "").netloc.rpartition(":")[0]
         self._receiver.learn_sources(message.sources, host)

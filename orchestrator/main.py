@@ -117,7 +117,7 @@ def _prepare(config: Config, run_dir: RunDir) -> None:
 
 def _run(config: Config, run_dir: RunDir) -> int:
     from composer_prime.model_source import resolve_model
-    from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE
+    from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
     from orchestrator.event_loop import freeze_startup, until_signal
     from orchestrator.pipeline import Pipeline
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from composer_prime.wire.answer import Answer
-from composer_prime.wire.node_messages import Sampling
+from composer_prime.wire.node_messages import Answer, Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from orchestrator.gateway.http import GenerationRecord
 

@@ -17,9 +17,8 @@ import torch
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.model_source import resolve_model
-from composer_prime.wire.answer import Answer
-from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite, NodeMachine
-from composer_prime.wire.node_messages import Sampling
+from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite
+from composer_prime.wire.node_messages import Answer, Sampling
 from inference.engines.base import EngineStats
 from inference.engines.local.local_engine import LocalEngine
 from inference.enrolling import NodeState, enroll
@@ -27,7 +26,7 @@ from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
 
 PLACES, ANSWER_S = 8, 4.0
-MACHINE = NodeMachine(gpus=[], driver="", memory=1 << 34, disk=1 << 34, cores=2)
+MACHINE = "no GPU, 2 cores"
 
 
 @dataclass(slots=True)

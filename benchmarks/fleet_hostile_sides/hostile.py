@@ -20,15 +20,15 @@ import msgspec
 import zmq
 
 from composer_prime.run.keys import ClientKeys
-from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite, NodeMachine
+from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite
 from composer_prime.wire.node_messages import (
     MAX_PLACES,
     ChunkRequest,
+    Dismissed,
     Generate,
     Goodbye,
     Heard,
     NodeHello,
-    Rejected,
     Sampled,
     Status,
     ToNode,
@@ -44,7 +44,7 @@ HEARTBEAT_S, LIFE_S, HALVES, LIES = 0.5, 6.0, 3, 0.6
 FRAME = bytes((1 << 20) - 64)
 ENDLESS_FRAMES, MANY_FRAMES, HOARD_S, PAUSE_S = 600, 100_000, 30.0, 8.0
 PULLERS, OPEN_S = 4, 2.0
-MACHINE = NodeMachine(gpus=[], driver="", memory=1 << 34, disk=1 << 34, cores=2)
+MACHINE = "no GPU, 2 cores"
 encode = msgspec.msgpack.Encoder().encode
 
 
@@ -90,7 +90,7 @@ class Hostile:
                             halves += life % 2 == 0
                     case Heard(known=False):
                         own.send(self.hello(self.name))
-                    case Rejected():  # Cut off: try again.
+                    case Dismissed():  # Cut off: try again.
                         break
             own.send(encode(Goodbye(reason="gone")))
             time.sleep(1.0)

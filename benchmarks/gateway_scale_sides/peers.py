@@ -24,11 +24,10 @@ from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.node_messages import (
     MAX_PLACES,
     CancelGenerate,
-    Drain,
+    Dismissed,
     Generate,
     Heard,
     NodeHello,
-    Rejected,
     Sampled,
     Status,
     ToNode,
@@ -75,7 +74,7 @@ def run_node(endpoint: str, token: str, delay_s: float, reply: list[int]) -> Non
                 cancelled.add(message.lease)
             case Heard(known=False):
                 socket.send(encode(hello))
-            case Drain() | Rejected():
+            case Dismissed():
                 return
 
 

@@ -204,7 +204,7 @@ async def open_endpoint(config: Config, port: int) -> AsyncIterator[tuple[str, s
     from aiohttp import ClientSession, ClientTimeout, web
 
     from composer_prime.cli.served_model import serve
-    from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE
+    from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
     from orchestrator.gateway.chat import ChatFormat
 
     scratch = Scratch("serve")

@@ -47,7 +47,7 @@ async def serve(
     ConfigError (no chat template, context, device) or EngineError when the model cannot be served, DeadlineError after
     READY_S.
     """
-    from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE
+    from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
     from orchestrator.chat_template import chat_folder
     from orchestrator.gateway.gateway import Gateway
 

@@ -1,7 +1,7 @@
 """How a machine that has only an invite becomes a node of a run.
 
     orchestrator invite --> one string: addresses, the run's keys, an expiry, a one-time secret
-    node --Enroll, under the invite's key pair--> gateway --Enrolled | Rejected--> node
+    node --Enroll, under the invite's key pair--> gateway --Enrolled | Dismissed--> node
     node --ChunkRequest, under its own key pair--> gateway          model files, weights; then NodeHello as any node
 
 A node draws its own pair, keeps it, and sends the public half. Whoever holds an invite's pair may send an Enroll and
@@ -17,30 +17,22 @@ import importlib.metadata
 import json
 import re
 import shlex
-from typing import Annotated, Self
+from typing import Self
 
 import msgspec
 import zmq
-from msgspec import Meta
 from zmq.utils import z85
 
 from composer_prime.address import tcp_address
-from composer_prime.console import GIB
 from composer_prime.errors import ConfigError, InviteError
 from composer_prime.run.keys import ClientKeys, CurvePair
+from composer_prime.wire.node_messages import PROTOCOL
 
-PROTOCOL = 5
-"""Raised with every change of messages that an older release would misread. 5: prompts are whole, and an answer and its
-parts are one message."""
 INVITE_VARIABLE = "COMPOSER_INVITE"
 INVITE_PREFIX = "cpi2."
 NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """A name that a shell, a page and a file system take as it is."""
 _CHECK_BYTES = 4
-
-Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
-Word = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[ -~]*$")]
-Key = Annotated[bytes, Meta(min_length=40, max_length=40)]
 
 
 def release() -> str:
@@ -62,55 +54,6 @@ def package_of(direct_url: str | None) -> str | None:
     if url.startswith("file:"):
         return None
     return f"composer-prime @ {vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else f"composer-prime @ {url}"
-
-
-class Gpu(msgspec.Struct, frozen=True, array_like=True):
-    name: Word
-    memory: Bytes
-
-
-class NodeMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node found where it runs."""
-
-    gpus: Annotated[list[Gpu], Meta(max_length=64)]
-    driver: Annotated[str, Meta(max_length=40)]
-    """The newest CUDA that the driver knows, such as `12.8`; empty without a driver."""
-    memory: Bytes
-    disk: Bytes
-    """Free where the node keeps its files."""
-    cores: Annotated[int, Meta(ge=1, le=1 << 14)]
-
-    def __str__(self) -> str:
-        gpus = ", ".join(f"{gpu.name} {gpu.memory / GIB:.0f} GiB" for gpu in self.gpus) or "no GPU"
-        driver = f", CUDA {self.driver}" if self.driver else ""
-        return f"{gpus}{driver}, {self.cores} cores, {self.memory / GIB:.1f} GiB memory, {self.disk / GIB:.1f} GiB disk"
-
-
-class Enroll(msgspec.Struct, frozen=True, kw_only=True, tag="enroll"):
-    run_id: Annotated[str, Meta(max_length=400)]
-    release: Word
-    protocol: int
-    key: Key
-    """The node's own public key, Z85."""
-    name: Word
-    """The name that it would like."""
-    machine: NodeMachine
-
-
-class Enrolled(msgspec.Struct, frozen=True, kw_only=True, tag="enrolled"):
-    """What a node needs besides weights."""
-
-    node_id: str
-    """The node's name from now on."""
-    model: bytes
-    """The signed ModelFiles (composer_prime/run/weights.py)."""
-    manifest: bytes
-    """The newest signed weight manifest, empty while none is published."""
-    max_context: int
-    inference: bytes
-    """The run's [inference] table as JSON, without what concerns the host of the run only."""
-    sources: list[str] = []
-    """As in NodeWelcome: copies of the weight store besides this link."""
 
 
 class Invite(msgspec.Struct, frozen=True, array_like=True):

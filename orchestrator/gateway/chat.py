@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from composer_prime.errors import ConfigError, RequestError
-from composer_prime.wire.answer import Answer
+from composer_prime.wire.node_messages import Answer
 
 if TYPE_CHECKING:
     from renderers.base import ParsedResponse

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 from aiohttp import web
 
 from composer_prime.address import is_loopback
@@ -33,8 +34,7 @@ from composer_prime.model_source import vocabulary_size
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore, open_signed
-from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE, POLICY
-from composer_prime.wire.node_messages import Drain, NewVersion
+from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE, POLICY, Dismissed, NodeWelcome
 from composer_prime.wire.sockets import NodeSocket
 from orchestrator.event_loop import LoopLag, watched
 from orchestrator.gateway.chat import ChatFormat
@@ -116,8 +116,13 @@ class Gateway:
             self._chunks,
             self._admission,
             self._config,
-            run_id=self._run_id,
-            verify_key=self._verifier.public_bytes_raw(),
+            NodeWelcome(
+                run_id=self._run_id,
+                manifest=b"",
+                verify_key=self._verifier.public_bytes_raw(),
+                heartbeat_s=self._config.inference.heartbeat_s,
+                sources=self._config.orchestrator.weights.sources,
+            ),
         )
 
     def _build_audits(self, keys: RunKeys, store: WeightStore) -> Audits:
@@ -174,7 +179,7 @@ class Gateway:
         """Stop serving and free both addresses. With `finished`, nodes learn that the run is over and leave."""
         if finished:
             for node in self.router.nodes.attached():
-                self._node_socket.send(node.identity, Drain(reason="the run is finished"))
+                self._node_socket.send(node.identity, Dismissed(reason="the run is finished", finish_first=True))
         self.lag.stop()
         self.accounts.close()
         self.router.close("the orchestrator is stopping: try again once it runs")
@@ -224,15 +229,14 @@ class Gateway:
         manifest = open_signed(signed, self._verifier, run_id=self._run_id)
         self.version = manifest.version
         self.router.policy.publish(manifest.version)
-        self._link.newest_manifest = signed
+        self._link.welcome = msgspec.structs.replace(self._link.welcome, manifest=signed)
         self._link.grant(manifest)
         if self.audits is not None:
             self.audits.publish(signed)
         for node in self.router.nodes:
             node.reports.forget(manifest.version)
-        message = NewVersion(manifest=signed, sources=self._config.orchestrator.weights.sources)
         for node in self.router.nodes.attached():
-            self._node_socket.send(node.identity, message)
+            self._node_socket.send(node.identity, self._link.welcome)
         return manifest.version
 
     def require_version(self, oldest: int) -> None:

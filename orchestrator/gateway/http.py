@@ -35,8 +35,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from composer_prime.errors import DeadlineError, EngineError, RequestError
-from composer_prime.wire.answer import Answer, context_overflow
-from composer_prime.wire.node_messages import Sampling
+from composer_prime.wire.node_messages import Answer, Sampling, context_overflow
 from composer_prime.wire.types import ints, pack_ints
 from orchestrator.gateway.chat import ChatFormat, chat_reply
 from orchestrator.gateway.routing import Router

@@ -26,17 +26,19 @@ import zmq
 from composer_prime.config import Config
 from composer_prime.console import printable
 from composer_prime.run.weights import Manifest
-from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled
 from composer_prime.wire.node_messages import (
     MAX_PLACES,
+    PROTOCOL,
     ChunkRequest,
+    Dismissed,
+    Enroll,
+    Enrolled,
     FromNode,
     GenerateFailed,
     Goodbye,
     Heard,
     NodeHello,
     NodeWelcome,
-    Rejected,
     Sampled,
     Status,
     WeightPiece,
@@ -84,17 +86,14 @@ class NodeLink:
         chunks: ChunkServer,
         admission: Admission,
         config: Config,
-        *,
-        run_id: str,
-        verify_key: bytes,
+        welcome: NodeWelcome,
     ) -> None:
-        """`verify_key`: with it nodes check manifests."""
+        self.welcome = welcome
+        """Goes to every node that attaches; with the newest manifest, signed."""
         self.garbage = 0
         """Messages dropped because they could not be decoded or handled."""
         self.cut_off = 0
         """Connections that sent more garbage or more unrequested messages than their budget."""
-        self.newest_manifest = b""
-        """Signed; goes to every node that attaches."""
         self._socket = socket
         self._router = router
         self._chunks = chunks
@@ -105,10 +104,7 @@ class NodeLink:
         self._answering: asyncio.Task[None] | None = None
         self._said: dict[bytes, float] = {}
         """When the log last named a rejected enrollment, by key."""
-        self._run_id = run_id
-        self._verify_key = verify_key
         self._config = config
-        self._sources = config.orchestrator.weights.sources
         self._decoder = msgspec.msgpack.Decoder(FromNode)
         self._hello_requested: dict[bytes, float] = {}
         """When each unknown connection was last asked to say Hello."""
@@ -186,7 +182,7 @@ class NodeLink:
         self._ignored.add(identity)
         self.cut_off += 1
         logger.warning("cut off: %s", reason)
-        self._socket.send(identity, Rejected(reason=reason, may_return=True))
+        self._socket.send(identity, Dismissed(reason=reason, may_return=True))
         if not self._admission.is_node(key):  # An invite's key also makes no new connection for a while.
             self._admission.turn_away(key)
         if node is not None:
@@ -294,14 +290,14 @@ class NodeLink:
         nodes = self._router.nodes
         taken_names = {node.node_id for node in nodes if not self._admission.is_own(node.key)}
         reply = self._second_process(message.key)
-        reply = reply or await self._admission.answer(key, message, self.newest_manifest, taken_names)
-        if isinstance(reply, Rejected):
+        reply = reply or await self._admission.answer(key, message, self.welcome.manifest, taken_names)
+        if isinstance(reply, Dismissed):
             if time.monotonic() - self._said.get(key, -math.inf) > _SAY_AGAIN_S:
                 self._said[key] = time.monotonic()
                 logger.warning("rejected an enrollment: %s", reply.reason)
             self._socket.send(identity, reply)
         elif reply is not None:
-            self._send_with_manifest(identity, key, msgspec.structs.replace(reply, sources=self._sources))
+            self._send_with_manifest(identity, key, msgspec.structs.replace(reply, sources=self.welcome.sources))
 
     def end_revoked(self) -> None:
         """Learn which nodes were revoked, and send those away that are attached."""
@@ -309,7 +305,7 @@ class NodeLink:
         for node in self._router.nodes.attached():
             if (reason := self._admission.revoked.get(node.key)) is not None:
                 refusal = f"this node was turned away for good: {reason}"
-                self._socket.send(node.identity, Rejected(reason=refusal, may_return=False))
+                self._socket.send(node.identity, Dismissed(reason=refusal, may_return=False))
                 self._router.leave(node, f"revoked: {reason}")
 
     def _hello(self, identity: bytes, key: bytes, hello: NodeHello) -> None:
@@ -317,17 +313,10 @@ class NodeLink:
         reason = refusal or self._served_another_run(hello) or self._name_refusal(identity, hello)
         if reason is not None:
             logger.warning("rejected a node: %s", reason)
-            self._socket.send(identity, Rejected(reason=reason, may_return=refusal is None))
+            self._socket.send(identity, Dismissed(reason=reason, may_return=refusal is None))
             return
         self._router.attach(identity, hello, key)
-        welcome = NodeWelcome(
-            run_id=self._run_id,
-            manifest=self.newest_manifest,
-            verify_key=self._verify_key,
-            heartbeat_s=self._config.inference.heartbeat_s,
-            sources=self._sources,
-        )
-        self._send_with_manifest(identity, key, welcome)
+        self._send_with_manifest(identity, key, self.welcome)
         self._router.place()
 
     def _name_refusal(self, identity: bytes, hello: NodeHello) -> str | None:
@@ -338,14 +327,14 @@ class NodeLink:
         holder = self._router.nodes.holder(identity, hello)
         return self._refusal_by_holder(holder) if holder is not None else None
 
-    def _second_process(self, key: bytes) -> Rejected | None:
+    def _second_process(self, key: bytes) -> Dismissed | None:
         """Return the refusal of a node that enrolls while another process serves with its key: a copied state folder.
 
         It would pull and load the model only to be refused then.
         """
         for holder in self._router.nodes.attached() if self._admission.is_own(key) else []:
             if holder.key == key and (reason := self._refusal_by_holder(holder)) is not None:
-                return Rejected(reason=reason, may_return=True)
+                return Dismissed(reason=reason, may_return=True)
         return None
 
     def _refusal_by_holder(self, holder: AttachedNode) -> str | None:
@@ -369,9 +358,9 @@ class NodeLink:
         )
 
     def _served_another_run(self, hello: NodeHello) -> str | None:
-        if hello.run_id in (None, self._run_id):
+        if hello.run_id in (None, self.welcome.run_id):
             return None
-        return f"the node served run {hello.run_id!r}, this is run {self._run_id!r}: restart the node"
+        return f"the node served run {hello.run_id!r}, this is run {self.welcome.run_id!r}: restart the node"
 
     def _refusal(self, hello: NodeHello) -> str | None:
         """Return why this node stays out, however often it is started."""

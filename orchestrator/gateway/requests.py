@@ -21,8 +21,7 @@ import msgspec
 import numpy as np
 
 from composer_prime.errors import WireError
-from composer_prime.wire.answer import NO_TOKENS, Answer
-from composer_prime.wire.node_messages import Generate, Sampled, Sampling
+from composer_prime.wire.node_messages import NO_TOKENS, Answer, Generate, Sampled, Sampling
 from composer_prime.wire.types import FLOAT, INT, VersionSpan, floats, ints
 
 if TYPE_CHECKING:

@@ -23,8 +23,10 @@ from dataclasses import dataclass
 
 from composer_prime.console import printable
 from composer_prime.errors import DeadlineError, EngineError, RequestError, WireError
-from composer_prime.wire.answer import NO_TOKENS, RUNNING, Answer
 from composer_prime.wire.node_messages import (
+    NO_TOKENS,
+    RUNNING,
+    Answer,
     CancelGenerate,
     GenerateFailed,
     NodeHello,

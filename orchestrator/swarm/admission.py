@@ -25,16 +25,8 @@ from composer_prime.model_source import present_model, weight_files
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import RegisteredNode
 from composer_prime.run.weights import CHUNK_BYTES, ChunkRef, ModelFile, ModelFiles, sign
-from composer_prime.wire.enrollment import (
-    NODE_NAME,
-    PROTOCOL,
-    Enroll,
-    Enrolled,
-    other_release,
-    release,
-    release_package,
-)
-from composer_prime.wire.node_messages import Rejected
+from composer_prime.wire.enrollment import NODE_NAME, other_release, release, release_package
+from composer_prime.wire.node_messages import PROTOCOL, Dismissed, Enroll, Enrolled
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +140,7 @@ class Admission:
         message: Enroll,
         manifest: bytes,
         taken_names: Collection[str] = (),
-    ) -> Enrolled | Rejected | None:
+    ) -> Enrolled | Dismissed | None:
         """Enroll the sender, whose connection has proven `key`: an invite's, or its own.
 
         `manifest`: the newest, signed. `taken_names`: names that it may not get, besides those in the registry.
@@ -159,7 +151,7 @@ class Admission:
             async with self._hashing:  # Nodes wait here for the first one's files, without a thread.
                 self._model = self._model or await asyncio.to_thread(self._sign_model)
         except InviteError as error:
-            return Rejected(reason=str(error), may_return=False)
+            return Dismissed(reason=str(error), may_return=False)
         except (ComposerError, OSError) as error:
             logger.error("node %s cannot be enrolled now, it will ask again: %s", message.name, error)
             return None
@@ -194,7 +186,7 @@ class Admission:
             raise InviteError("a node may enroll only itself: join with an invite")
         if message.key == self._shared_key or self._registry.is_invite(message.key):
             raise InviteError("that key is not a node's own: remove its state folder and join again")
-        node = self._registry.enroll(key, message.key, message.name, str(message.machine), taken_names)
+        node = self._registry.enroll(key, message.key, message.name, message.machine, taken_names)
         self.refresh()
         return node
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 from dataclasses import dataclass, field
 
-from composer_prime.wire.audit_messages import AuditRequest, AuditVerdict
+from composer_prime.wire.node_messages import AuditRequest, AuditVerdict
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

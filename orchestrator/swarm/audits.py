@@ -31,25 +31,20 @@ from composer_prime.config import Config
 from composer_prime.monitor.events import event
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
-from composer_prime.wire.answer import Answer
-from composer_prime.wire.audit_messages import (
-    AuditFailed,
+from composer_prime.wire.node_messages import (
+    Answer,
     AuditRequest,
     AuditVerdict,
-    FromAuditor,
-    PartVerdict,
-    ToAuditor,
-)
-from composer_prime.wire.node_messages import (
     ChunkRequest,
-    Drain,
+    Dismissed,
+    FromAuditor,
     Goodbye,
     Heard,
-    NewVersion,
     NodeHello,
     NodeWelcome,
-    Rejected,
+    PartVerdict,
     Status,
+    ToAuditor,
 )
 from composer_prime.wire.sockets import NodeSocket
 from composer_prime.wire.types import pack_ints
@@ -158,7 +153,7 @@ class Audits:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for identity in self._auditors if finished else ():
-            self._send(identity, Drain(reason="the run is finished"))
+            self._send(identity, Dismissed(reason="the run is finished", finish_first=True))
         await self._socket.close()
 
     # -- answers -------------------------------------------------------------------------------------------------
@@ -298,7 +293,7 @@ class Audits:
     def publish(self, signed: bytes) -> None:
         """Tell the auditors of a new version."""
         for identity in self._auditors:
-            self._send(identity, NewVersion(manifest=signed))
+            self._send(identity, self._welcome_with(signed))
 
     def _place(self) -> None:
         """Hand waiting answers to auditors with room, the highest rank first."""
@@ -371,13 +366,13 @@ class Audits:
                 self._chunks.serve(identity, identity, message, self._socket.send_large)
             case _ if auditor is None:
                 self._send(identity, Heard(known=False))
-            case AuditVerdict() | AuditFailed():
+            case AuditVerdict():
                 if (held := auditor.held.pop(message.audit, None)) is not None:
                     answer, _ = held
-                    if isinstance(message, AuditVerdict) and len(message.parts) != len(answer.parts):
+                    if message.error is None and len(message.parts) != len(answer.parts):
                         error = f"its verdict has {len(message.parts)} parts, the answer {len(answer.parts)}"
-                        message = AuditFailed(audit=message.audit, error=f"{error}: use one release", retryable=True)
-                    if isinstance(message, AuditFailed) and message.retryable:
+                        message = AuditVerdict(audit=message.audit, error=f"{error}: use one release", retryable=True)
+                    if message.retryable:
                         auditor.paused_until = auditor.last_heard + self._heartbeat_s
                     self._take(auditor, answer, message)
             case Status():
@@ -386,8 +381,8 @@ class Audits:
                 self._lose(identity, f"said goodbye: {reason[:200]}")
         self._place()
 
-    def _take(self, auditor: ConnectedAuditor, answer: OfferedAnswer, outcome: AuditVerdict | AuditFailed) -> None:
-        if isinstance(outcome, AuditFailed):
+    def _take(self, auditor: ConnectedAuditor, answer: OfferedAnswer, outcome: AuditVerdict) -> None:
+        if outcome.error is not None:
             logger.warning("auditor %s cannot check an answer of %s: %s", auditor.name, answer.nodes, outcome.error)
             self._pass_on(answer, outcome.error, retry=outcome.retryable and len(self._auditors) > 1)
         else:
@@ -396,7 +391,7 @@ class Audits:
     def _welcome(self, identity: bytes, hello: NodeHello) -> None:
         if hello.run_id not in (None, self._run_id):
             reason = f"the auditor served run {hello.run_id!r}, this is run {self._run_id!r}: restart it"
-            self._send(identity, Rejected(reason=reason, may_return=True))
+            self._send(identity, Dismissed(reason=reason, may_return=True))
             return
         if identity in self._auditors:
             self._lose(identity, "said hello again")
@@ -408,15 +403,16 @@ class Audits:
         for version in self._store.versions():
             with suppress(FileNotFoundError):  # The trainer prunes meanwhile.
                 kept.append(self._store.manifest(version))
-        welcome = NodeWelcome(
+        for signed in [*kept[-1:], *kept[:-1]] or [b""]:
+            self._send(identity, self._welcome_with(signed))
+
+    def _welcome_with(self, signed: bytes) -> NodeWelcome:
+        return NodeWelcome(
             run_id=self._run_id,
-            manifest=kept[-1] if kept else b"",
+            manifest=signed,
             verify_key=self._keys.verifier().public_bytes_raw(),
             heartbeat_s=self._heartbeat_s,
         )
-        self._send(identity, welcome)
-        for signed in kept[:-1]:
-            self._send(identity, NewVersion(manifest=signed))
 
     def _send(self, identity: bytes, message: ToAuditor) -> bool:
         """Return False when the connection is gone."""

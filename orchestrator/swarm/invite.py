@@ -26,7 +26,8 @@ from composer_prime.errors import ConfigError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import utc_text
 from composer_prime.run.run_dir import RunDir, read_run_id
-from composer_prime.wire.enrollment import INVITE_VARIABLE, PROTOCOL, Invite, release, release_package
+from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite, release, release_package
+from composer_prime.wire.node_messages import PROTOCOL
 
 MAX_NODES = 4096
 MAX_EXPIRES_S = 365 * 86400

@@ -26,7 +26,7 @@ from composer_prime.errors import ConfigError, RequestError
 from composer_prime.monitor.events import event
 from composer_prime.monitor.node_table import BANNED, NodeRow
 from composer_prime.run.keys import RunKeys
-from composer_prime.wire.node_messages import Drain
+from composer_prime.wire.node_messages import Dismissed
 from orchestrator.swarm.accounts import NodeAccounts
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class NodeControl:
                 continue
             node.draining = True  # It may have reconnected.
             if not node.leases or now > until:
-                self._router.send(node, Drain(reason="drained by the operator"))
+                self._router.send(node, Dismissed(reason="drained by the operator", finish_first=True))
 
     def routes(self, run_id: str) -> list[web.RouteDef]:
         """Return GET /control/nodes (the table) and POST /control/nodes/ACTION?node=NAME, for the operator's token."""

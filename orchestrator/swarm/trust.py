@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from composer_prime.wire.audit_messages import PartVerdict
+from composer_prime.wire.node_messages import PartVerdict
 
 _NEW_ANSWERS = 32
 """Clean audited answers after which a node is no longer new."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from composer_prime.wire.answer import Answer
-from composer_prime.wire.node_messages import Sampling
+from composer_prime.wire.node_messages import Answer, Sampling
 from composer_prime.wire.types import VersionSpan
 from inference.engines.base import Engine
 from tests.engines.reference import Reference

@@ -13,9 +13,10 @@ import zmq
 from zmq.utils import z85
 
 from composer_prime.run.keys import RunKeys
-from composer_prime.wire.enrollment import PROTOCOL, Invite, NodeMachine, release
+from composer_prime.wire.enrollment import Invite, release
+from composer_prime.wire.node_messages import PROTOCOL
 
-MACHINE = NodeMachine(gpus=[], driver="", memory=1 << 30, disk=1 << 30, cores=2)
+MACHINE = "no GPU, 2 cores"
 
 
 def invite_for(keys: RunKeys, address: str = "127.0.0.1:1", *, uses: int = 1, valid_s: float = 1000.0) -> Invite:

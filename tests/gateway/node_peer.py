@@ -21,7 +21,7 @@ import zmq.asyncio
 from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.node_messages import (
     CancelGenerate,
-    Drain,
+    Dismissed,
     FromNode,
     Generate,
     GenerateFailed,
@@ -29,7 +29,6 @@ from composer_prime.wire.node_messages import (
     Heard,
     NodeHello,
     NodeWelcome,
-    Rejected,
     Sampled,
     Status,
     ToNode,
@@ -77,7 +76,7 @@ class PeerNode:
         """Everything but Generate."""
         self.running: set[str] = set()
         self.status = {"waiting": 0, "kv_used": 0.0}
-        self.welcome: NodeWelcome | Rejected | None = None
+        self.welcome: NodeWelcome | Dismissed | None = None
         self._context = zmq.asyncio.Context()
         self._decoder = msgspec.msgpack.Decoder(ToNode)
         self._tasks: list[asyncio.Task[None]] = []
@@ -160,7 +159,7 @@ class PeerNode:
                 case Generate():
                     self._take(message)
                     continue
-                case NodeWelcome() | Rejected():
+                case NodeWelcome() | Dismissed(finish_first=False):
                     self.welcome = message
                 case Heard(known=False):
                     self.say_hello()
@@ -188,4 +187,4 @@ def failed(request: Generate, error: str, *, retryable: bool, tried: bool = True
     )
 
 
-__all__ = ["Drain", "PeerNode", "failed", "tokens_for"]
+__all__ = ["PeerNode", "failed", "tokens_for"]

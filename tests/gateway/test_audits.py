@@ -14,9 +14,7 @@ from http_calls import generate_body, post
 from node_peer import PeerNode
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
-from composer_prime.wire.answer import Answer
-from composer_prime.wire.audit_messages import ToAuditor
-from composer_prime.wire.node_messages import Sampling, ToNode
+from composer_prime.wire.node_messages import Answer, Sampling, ToAuditor, ToNode
 from inference.audit import Auditor
 from inference.engines.local.compute import Computer
 from inference.engines.local.local_engine import LocalEngine

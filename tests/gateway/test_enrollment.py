@@ -22,8 +22,18 @@ from zmq.utils.monitor import recv_monitor_message
 from composer_prime.config.inference import VllmEngineConfig
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.run.weights import ChunkRef, ModelFile, ModelFiles, open_model_files, sign
-from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, Invite, release
-from composer_prime.wire.node_messages import ChunkRequest, NodeHello, NodeWelcome, Rejected, ToNode, WeightPiece
+from composer_prime.wire.enrollment import Invite, release
+from composer_prime.wire.node_messages import (
+    PROTOCOL,
+    ChunkRequest,
+    Dismissed,
+    Enroll,
+    Enrolled,
+    NodeHello,
+    NodeWelcome,
+    ToNode,
+    WeightPiece,
+)
 from composer_prime.wire.sockets import dealer
 from inference.joining import join_config, join_parser
 
@@ -156,7 +166,7 @@ async def test_enrollments_are_refused_with_the_reason(open_gateway, keys, invit
             *((enroll(first, name=name), "--name") for name in ("-rf", "a b", "../x", "<b>", "n" * 65)),
         ):
             answer = await link.ask(message)
-            assert isinstance(answer, Rejected) and part in answer.reason
+            assert isinstance(answer, Dismissed) and part in answer.reason
         assert isinstance(await link.ask(enroll(first)), Enrolled)
         assert (await link.ask(enroll(second))).node_id == "box-2"
         assert "for 2 nodes and 2 have used it" in (await link.ask(enroll(third))).reason
@@ -194,7 +204,7 @@ async def test_no_invite_stops_the_enrollment_of_another(open_gateway, keys, inv
     async with open_gateway() as gateway:
         links = [joined(gateway, hostile) for _ in range(40)]
         for link in links:
-            assert isinstance(await link.ask(refused), Rejected)
+            assert isinstance(await link.ask(refused), Dismissed)
         for _ in range(50):
             for link in links:
                 await link._socket.send(msgspec.msgpack.encode(refused))
@@ -215,7 +225,7 @@ async def test_keys_that_are_not_a_nodes_own_are_not_enrolled(open_gateway, keys
         link = joined(gateway, invite.keys)
         for key in (keys.curve("node").public, invite.keys.own.public, public):
             answer = await link.ask(enroll(own_keys(invite), key=key))
-            assert isinstance(answer, Rejected) and "not a node's own: remove its state folder" in answer.reason
+            assert isinstance(answer, Dismissed) and "not a node's own: remove its state folder" in answer.reason
         assert not keys.registry.list()
 
 
@@ -279,7 +289,7 @@ async def test_a_revoked_node_is_sent_away_and_stays_out_while_others_serve_on(
         async with revoked:
             assert isinstance(revoked.welcome, NodeWelcome)
             RunKeys(keys.folder).registry.revoke(own.own.public, "too slow")
-            await revoked.until(lambda: isinstance(revoked.welcome, Rejected))
+            await revoked.until(lambda: isinstance(revoked.welcome, Dismissed))
             assert "turned away for good: too slow" in revoked.welcome.reason
         again = joined(gateway, own)
         assert await again.is_silent(hello("box"))

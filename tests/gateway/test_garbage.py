@@ -24,13 +24,13 @@ from composer_prime.errors import ConfigError, EngineError
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node_messages import (
     ChunkRequest,
+    Dismissed,
     FromNode,
     GenerateFailed,
     Goodbye,
     Heard,
     NodeHello,
     NodeWelcome,
-    Rejected,
     Sampled,
     Status,
 )
@@ -47,8 +47,8 @@ async def test_a_sender_of_garbage_is_cut_off_at_its_budget(open_gateway, node_k
     ):
         for _ in range(5):
             bad.send_raw([b"\xc1" * (256 << 10)])
-        await bad.until(lambda: isinstance(bad.welcome, Rejected))
-        assert isinstance(bad.welcome, Rejected) and "not a message" in bad.welcome.reason
+        await bad.until(lambda: isinstance(bad.welcome, Dismissed))
+        assert isinstance(bad.welcome, Dismissed) and "not a message" in bad.welcome.reason
         assert bad.welcome.may_return  # one bad link is enough
         bad.say_hello()
         async with PeerNode(gateway.node_endpoint, node_keys, "b"):
@@ -179,7 +179,7 @@ async def test_a_sender_of_empty_messages_is_cut_off(open_gateway, node_keys):
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as bad:
         for _ in range(17_000):
             bad.send_raw([b""])
-        await bad.until(lambda: isinstance(bad.welcome, Rejected))
+        await bad.until(lambda: isinstance(bad.welcome, Dismissed))
         assert gateway.state()["link"]["cut_off"] == 1
 
 
@@ -279,7 +279,7 @@ async def test_a_flood_of_valid_messages_cuts_its_sender_off(open_gateway, node_
         PeerNode(gateway.node_endpoint, node_keys, "b", heartbeat_s=300),
     ):
         async with asyncio.timeout(100):
-            while not isinstance(bad.welcome, Rejected):
+            while not isinstance(bad.welcome, Dismissed):
                 for _ in range(500):
                     bad.send(message)
                 await asyncio.sleep(0.01)

@@ -13,7 +13,7 @@ from fleet import Fleet
 
 from composer_prime.errors import ConfigError, InviteError, RequestError
 from composer_prime.run.keys import RunKeys
-from composer_prime.wire.node_messages import Drain, NodeHello, ToNode
+from composer_prime.wire.node_messages import Dismissed, NodeHello, ToNode
 from orchestrator.swarm.accounts import NodeAccounts
 from orchestrator.swarm.node_control import NodeControl
 
@@ -56,7 +56,7 @@ def test_drain_lets_a_node_answer(tmp_path):
         its.fleet.answer("a", held["a"][0])
         await asyncio.sleep(0)
         its.control.tick()
-        assert [(name, type(message)) for name, message in its.told] == [("a", Drain)]
+        assert [(name, type(message)) for name, message in its.told] == [("a", Dismissed)]
         assert its.fleet.calls[0].done() or its.fleet.calls[1].done()
         with pytest.raises(RequestError, match="drained already: it holds 0 requests"):
             its.control.drain("a")
@@ -76,7 +76,7 @@ def test_drain_now(tmp_path, is_drained):
         assert its.told == []
         assert "other nodes finish what is left of its 1 request" in its.control.drain_now("a")
         its.control.tick()
-        assert [(name, type(message)) for name, message in its.told] == [("a", Drain)]
+        assert [(name, type(message)) for name, message in its.told] == [("a", Dismissed)]
         (request,) = its.fleet.sent["a"]
         its.fleet.stream("a", request, [5, 6])
         its.fleet.router.leave(its.fleet.node("a"), "said goodbye")
@@ -192,6 +192,6 @@ def test_a_drain_outlasts_a_reconnect(tmp_path):
         hello = NodeHello(node_id="a", engine="test", run_id=None, version=0, max_concurrent=4, instance="a")
         its.fleet.router.attach(b"again", hello)
         its.control.tick()
-        assert its.fleet.node("a").draining and isinstance(its.told[-1][1], Drain)
+        assert its.fleet.node("a").draining and isinstance(its.told[-1][1], Dismissed)
 
     with_control(tmp_path, test, "a", "b")

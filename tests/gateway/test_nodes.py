@@ -20,16 +20,14 @@ from node_peer import PeerNode, failed, tokens_for
 from composer_prime.errors import DeadlineError, PortInUseError, SignatureError
 from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.run.weights import Canary, Manifest, sign
-from composer_prime.wire.enrollment import PROTOCOL
 from composer_prime.wire.node_messages import (
     MAX_PLACES,
-    Drain,
+    PROTOCOL,
+    Dismissed,
     Generate,
     Heard,
-    NewVersion,
     NodeHello,
     NodeWelcome,
-    Rejected,
     Status,
 )
 from composer_prime.wire.sockets import dealer
@@ -112,7 +110,7 @@ async def test_nobody_takes_the_name_of_a_node_that_lives(open_gateway, node_key
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as holder:
         other.endpoint, other.instance = gateway.node_endpoint, instance
         async with other:
-            assert isinstance(other.welcome, Rejected)
+            assert isinstance(other.welcome, Dismissed)
             assert "its own name" in other.welcome.reason and "lost_after_s" in other.welcome.reason
             assert other.welcome.may_return  # the holder may vanish
             assert (await post(gateway.http_url, generate_body(5)))[0] == 200
@@ -246,18 +244,18 @@ async def test_a_hello_that_does_not_fit_is_rejected_with_the_reason(open_gatewa
         node.welcome = None
         node.say_hello(**changes)
         await node.until(lambda: node.welcome is not None)
-        assert isinstance(node.welcome, Rejected) and complaint in node.welcome.reason
+        assert isinstance(node.welcome, Dismissed) and complaint in node.welcome.reason
         assert node.welcome.may_return is ("run_id" in changes)  # a new process would say none
         await node.vanish()
 
 
 async def test_a_published_version_reaches_all_nodes_and_late_comers(open_gateway, node_keys, keys):
-    """NewVersion goes to the attached, Welcome carries the newest manifest to the others."""
+    """A Welcome carries the newest manifest, to the attached at once and to the others at their Hello."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as a:
         assert isinstance(a.welcome, NodeWelcome) and a.welcome.manifest == b""
         signed = signed_manifest(keys, 3)
         assert gateway.publish(signed) == 3
-        await a.until(lambda: any(isinstance(m, NewVersion) and m.manifest == signed for m in a.received))
+        await a.until(lambda: any(isinstance(m, NodeWelcome) and m.manifest == signed for m in a.received))
         async with PeerNode(gateway.node_endpoint, node_keys, "b", version=3) as b:
             assert isinstance(b.welcome, NodeWelcome) and b.welcome.manifest == signed
             assert b.welcome.verify_key == keys.verifier().public_bytes_raw()
@@ -352,7 +350,7 @@ async def test_closing_ends_waiting_requests_at_once(open_gateway, node_keys):
             await gateway.close(finished=True)
             status, reply = await call
         assert status == 503 and "stopping" in reply["error"]["message"]
-        await node.until(lambda: any(isinstance(m, Drain) for m in node.received))
+        await node.until(lambda: any(isinstance(m, Dismissed) for m in node.received))
 
 
 async def test_a_failing_node_is_left_alone_for_a_while(open_gateway, node_keys):

@@ -7,7 +7,7 @@ from node_peer import PeerNode
 from test_nodes import signed_manifest
 
 from composer_prime.config.orchestrator import WeightCopiesConfig
-from composer_prime.wire.node_messages import NewVersion, NodeWelcome
+from composer_prime.wire.node_messages import NodeWelcome
 
 
 # The configured copies go to every node, at its Hello and with each version.
@@ -19,8 +19,8 @@ async def test_nodes_learn_of_copies(open_gateway, node_keys, keys):
     ):
         assert isinstance(node.welcome, NodeWelcome) and node.welcome.sources == copies
         gateway.publish(signed_manifest(keys, 3))
-        await node.until(lambda: any(isinstance(m, NewVersion) for m in node.received))
-        assert next(m for m in node.received if isinstance(m, NewVersion)).sources == copies
+        await node.until(lambda: bool(node.welcome.manifest))
+        assert node.welcome.sources == copies
 
 
 def test_a_source_is_a_url():

@@ -61,14 +61,7 @@ class GatewayPeer:
             self.hellos.append(message)
             self.known.add(identity)
             self.node = identity
-            welcome = NodeWelcome(
-                run_id=RUN_ID,
-                manifest=self.manifest,
-                verify_key=self._verify_key,
-                heartbeat_s=0.1,
-                sources=self.sources,
-            )
-            self.send(welcome)
+            self.announce(self.manifest)
         elif isinstance(message, ChunkRequest):
             self.chunk_requests.append(message)
             self.send(self._chunk(message))
@@ -91,6 +84,13 @@ class GatewayPeer:
         piece = self._store.chunk(request.sha256, request.offset, 100_000)
         last = piece is not None and len(piece) < 100_000
         return WeightPiece(sha256=request.sha256, offset=request.offset, data=piece, last=last)
+
+    def announce(self, manifest: bytes) -> None:
+        """Welcome the node with a version."""
+        welcome = NodeWelcome(
+            run_id=RUN_ID, manifest=manifest, verify_key=self._verify_key, heartbeat_s=0.1, sources=self.sources
+        )
+        self.send(welcome)
 
     def send(self, message) -> None:
         self.send_raw(msgspec.msgpack.encode(message))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from composer_prime.wire.audit_messages import AuditRequest, PartVerdict
-from composer_prime.wire.node_messages import Sampling
+from composer_prime.wire.node_messages import AuditRequest, PartVerdict, Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from inference.audit import OpenAudit, judge
 

@@ -13,7 +13,7 @@ from inference.joining import NodeShare, find_machine, plan_nodes
 
 def machine(gpus: int = 0, driver: str = "13.0") -> NodeMachine:
     return NodeMachine(
-        gpus=[Gpu("GPU", 80 * GIB)] * gpus, driver=driver if gpus else "", memory=64 * GIB, disk=1, cores=32,
+        gpus=[80 * GIB] * gpus, driver=driver if gpus else "", memory=64 * GIB, disk=1, cores=32,
     )  # fmt: skip
 
 

@@ -16,12 +16,10 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import Canary
 from composer_prime.wire.node_messages import (
     CancelGenerate,
-    Drain,
+    Dismissed,
     GenerateFailed,
     Goodbye,
     Heard,
-    NewVersion,
-    Rejected,
     Sampled,
     Sampling,
 )
@@ -127,7 +125,7 @@ def test_weights_come_over_the_link(loop, serving, publisher, reference):
             await gateway.until(lambda: gateway.statuses and gateway.statuses[-1].version == 1, "version 1")
             gateway.generate("r", PROMPT, max_tokens=200)
             for version in (2, 3, 4):
-                gateway.send(NewVersion(manifest=publisher.publish(version)))
+                gateway.announce(publisher.publish(version))
             await gateway.until(lambda: gateway.statuses[-1].version == 4, "version 4")
             answer = await gateway.next()
             assert gateway.statuses[-1].canary_error < 1e-3
@@ -163,7 +161,7 @@ def test_a_swap_is_reported_before_the_answers_that_show_it(loop, serving, publi
                     number += 1
                     gateway.generate(f"r{number}", PROMPT, max_tokens=20 + 11 * (number % 6), session=f"s{number}")
                 await gateway.until(lambda sampled=sampled: computer.sampled > sampled, "a first token")
-                gateway.send(NewVersion(manifest=publisher.publish(version)))
+                gateway.announce(publisher.publish(version))
                 answers += [await gateway.next() for _ in range(6)]
                 await gateway.until(lambda version=version: gateway.statuses[-1].version == version, "the version")
             return answers, gateway.versions_at
@@ -181,13 +179,13 @@ def test_bad_weights_are_reported_and_mended(loop, serving, publisher):
     async def scenario():
         async with serving() as (gateway, _, _):
             await gateway.until(lambda: gateway.statuses, "a heartbeat")
-            gateway.send(NewVersion(manifest=publisher.forge(1)))
+            gateway.announce(publisher.forge(1))
             await gateway.until(lambda: "signature" in (gateway.statuses[-1].weight_error or ""), "the refusal")
             manifest = publisher.manifest(2)
             publisher.damage(manifest, 0, keep=10)
             signed = publisher.publish(2)
             publisher.damage(manifest, 0, keep=10)
-            gateway.send(NewVersion(manifest=signed))
+            gateway.announce(signed)
             await gateway.until(lambda: "chunk" in (gateway.statuses[-1].weight_error or ""), "the damage")
             assert gateway.statuses[-1].version == 0
             gateway.generate("meanwhile", PROMPT)
@@ -207,12 +205,12 @@ def test_a_node_that_may_pull_no_more_serves_on(loop, serving, publisher):
         async with serving() as (gateway, _, _):
             await gateway.until(lambda: gateway.statuses, "a heartbeat")
             gateway.refusal = "this node pulled 9 MB: keep its state folder"
-            gateway.send(NewVersion(manifest=publisher.publish(1)))
+            gateway.announce(publisher.publish(1))
             await gateway.until(lambda: "state folder" in (gateway.statuses[-1].weight_error or ""), "the refusal")
             gateway.generate("meanwhile", PROMPT)
             meanwhile = await gateway.next()
             gateway.refusal = None
-            gateway.send(NewVersion(manifest=publisher.publish(2)))
+            gateway.announce(publisher.publish(2))
             await gateway.until(lambda: gateway.statuses[-1].version == 2, "the next version")
             return meanwhile, gateway.statuses[-1]
 
@@ -229,7 +227,7 @@ def test_a_node_without_weights_ends(loop, serving, publisher):
             await gateway.until(lambda: gateway.statuses, "a heartbeat")
             node._receiver._folder = publisher.store.root  # holds no model to go back to
             refused = Canary(token_ids=CANARY, logprobs=[-1.0] * (len(CANARY) - 1))
-            gateway.send(NewVersion(manifest=publisher.publish(1, canary=refused)))
+            gateway.announce(publisher.publish(1, canary=refused))
             await gateway.until(lambda: ended.done(), "the end")
             return ended.exception(), await gateway.next()
 
@@ -303,11 +301,11 @@ def test_a_node_without_gateway_gives_up(loop, serving, config):
 
 @pytest.mark.parametrize("may_return", [False, True])
 def test_a_rejected_node_ends(loop, serving, may_return):
-    # Rejected ends the node with the gateway's reason; the error says whether another start may help.
+    # Dismissed ends the node with the gateway's reason; the error says whether another start may help.
     async def scenario():
         async with serving() as (gateway, _, ended):
             await gateway.until(lambda: gateway.node, "a node")
-            gateway.send(Rejected(reason="give nodes own names", may_return=may_return))
+            gateway.send(Dismissed(reason="give nodes own names", may_return=may_return))
             await asyncio.wait_for(ended, 100)
 
     with pytest.raises(WireError, match="own names") as caught:
@@ -320,8 +318,8 @@ def test_an_evicted_node_ends_without_an_error(loop, serving):
     async def scenario():
         async with serving() as (gateway, _, ended):
             await gateway.until(lambda: gateway.node, "a node")
-            gateway.send(Drain(reason="this node was evicted by the operator"))
-            gateway.send(Rejected(reason="evicted by the operator", may_return=False))
+            gateway.send(Dismissed(reason="this node was evicted by the operator", finish_first=True))
+            gateway.send(Dismissed(reason="evicted by the operator", may_return=False))
             await asyncio.wait_for(ended, 100)
 
     loop.run(scenario())
@@ -335,7 +333,7 @@ def test_drain_finishes_and_says_goodbye(loop, serving, by):
             await gateway.until(lambda: gateway.node, "a node")
             gateway.generate("running", PROMPT, max_tokens=200)
             await asyncio.sleep(0.02)
-            gateway.send(Drain(reason="enough")) if by == "gateway" else node.stop("SIGTERM")
+            gateway.send(Dismissed(reason="enough", finish_first=True)) if by == "gateway" else node.stop("SIGTERM")
             await asyncio.sleep(0.02)
             gateway.generate("late", PROMPT)
             answers = [await gateway.next() for _ in range(3)]

@@ -17,7 +17,8 @@ from zmq.utils import z85
 from composer_prime.errors import CorruptWeightsError, DeadlineError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair
 from composer_prime.run.weights import ChunkRef, ModelFile, ModelFiles, sign
-from composer_prime.wire.enrollment import PROTOCOL, Enrolled, Invite, release
+from composer_prime.wire.enrollment import Invite, release
+from composer_prime.wire.node_messages import PROTOCOL, Enrolled
 from inference import pulling
 from inference.enrolling import EnrolledNode, NodeState
 from inference.pulling import pull_files, pull_model

@@ -16,8 +16,15 @@ from orch_peers import PeerAuditor
 from composer_prime.config import Config
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
-from composer_prime.wire.audit_messages import AuditRequest, AuditVerdict, PartVerdict
-from composer_prime.wire.node_messages import Heard, NodeWelcome, Sampling, Status
+from composer_prime.wire.node_messages import (
+    AuditRequest,
+    AuditVerdict,
+    Heard,
+    NodeWelcome,
+    PartVerdict,
+    Sampling,
+    Status,
+)
 from orchestrator.gateway.chunks import ChunkServer
 from orchestrator.gateway.http import GenerationRecord
 from orchestrator.swarm.audits import Audits

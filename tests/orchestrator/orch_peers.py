@@ -24,16 +24,16 @@ from composer_prime.run import ledger
 from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import Canary, Manifest, WeightStore, open_signed, sign
-from composer_prime.wire.audit_messages import FromAuditor, ToAuditor
 from composer_prime.wire.node_messages import (
     CancelGenerate,
+    FromAuditor,
     Generate,
     Heard,
-    NewVersion,
     NodeHello,
     NodeWelcome,
     Sampled,
     Status,
+    ToAuditor,
     ToNode,
 )
 from composer_prime.wire.sockets import dealer
@@ -144,8 +144,6 @@ class PeerNode:
                     self.cancelled += cancel.request_id in self.running
                     self.running.discard(cancel.request_id)
                 case NodeWelcome(manifest=manifest) if manifest:
-                    loop.call_later(self.swap_s, self._swap, manifest)
-                case NewVersion(manifest=manifest):
                     loop.call_later(self.swap_s, self._swap, manifest)
                 case Heard(known=False):
                     self._send(self._hello())

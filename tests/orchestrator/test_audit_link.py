@@ -13,8 +13,7 @@ from audit_peers import STATUS, record, verdict
 from orch_peers import PeerAuditor, PeerTrainer, ScriptedPool, make_config
 
 from composer_prime.run.keys import RunKeys
-from composer_prime.wire.audit_messages import AuditFailed, AuditRequest
-from composer_prime.wire.node_messages import Heard, NodeWelcome, Rejected
+from composer_prime.wire.node_messages import AuditRequest, AuditVerdict, Dismissed, Heard, NodeWelcome
 
 DEADLINE_S = 100.0
 
@@ -127,7 +126,7 @@ async def test_an_answer_that_cannot_be_checked_is_no_proof(audited):
         auditor = connect()
         auditor.hello("a")
         request = await auditor.next(AuditRequest)
-        auditor.send(AuditFailed(audit=request.audit, error="version 3 is not available"))
+        auditor.send(AuditVerdict(audit=request.audit, error="version 3 is not available"))
         assert "could not be audited: version 3 is not available" in (await audits.cleared("r1") or "")
         assert trust["n0"].audited == 0 and audits.metrics()["audit/failed"] == 1
 
@@ -164,7 +163,7 @@ async def test_an_auditor_of_another_run_is_rejected(audited):
     async with audited() as (audits, _, connect):
         auditor = connect()
         auditor.hello("a", run_id="run-0")
-        refusal = await auditor.next(Rejected)
+        refusal = await auditor.next(Dismissed)
         assert "'run-0'" in refusal.reason and "'run-1'" in refusal.reason and refusal.may_return
         assert audits.metrics()["audit/auditors"] == 0
 

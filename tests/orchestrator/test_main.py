@@ -21,7 +21,7 @@ from orch_peers import RUN_ID, PeerNode, PeerTrainer, make_config
 from composer_prime.config import load
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
-from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE
+from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
 from orchestrator.main import main
 
 ROOT = Path(__file__).parents[2]

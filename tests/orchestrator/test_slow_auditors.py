@@ -7,8 +7,7 @@ import time
 
 from audit_peers import STATUS, Clock, asked_beside_another, record, requests_until_now, vanish, verdict
 
-from composer_prime.wire.audit_messages import AuditFailed, AuditRequest
-from composer_prime.wire.node_messages import Goodbye, NodeWelcome
+from composer_prime.wire.node_messages import AuditRequest, AuditVerdict, Goodbye, NodeWelcome
 
 
 async def test_an_answer_that_ends_auditors_is_given_up(audited):
@@ -60,7 +59,7 @@ async def test_what_one_auditor_cannot_check_another_one_may(audited):
     # The disk of the first is full. If the second fails too, or there is none, the answer counts as not audited.
     async with audited() as (audits, _, connect):
         first, second, request = await asked_beside_another(audits, connect)
-        first.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        first.send(AuditVerdict(audit=request.audit, error="no space left", retryable=True))
         second.send(verdict(await second.next(AuditRequest)))
         assert await audits.cleared("r1") is None
         while any(one.paused_until > time.monotonic() for one in audits._auditors.values()):
@@ -69,14 +68,14 @@ async def test_what_one_auditor_cannot_check_another_one_may(audited):
         [holder] = [one.name for one in audits._auditors.values() if one.held]
         for auditor in (first, second) if holder == "a" else (second, first):
             request = await auditor.next(AuditRequest)
-            auditor.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+            auditor.send(AuditVerdict(audit=request.audit, error="no space left", retryable=True))
         assert "no space left" in (await audits.cleared("r2") or "")
         second.send(Goodbye(reason="test"))
         while audits.metrics()["audit/auditors"] == 2:
             await asyncio.sleep(0.01)
         audits.offer(record("n0"), "r3")
         request = await first.next(AuditRequest)
-        first.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        first.send(AuditVerdict(audit=request.audit, error="no space left", retryable=True))
         assert "no space left" in (await audits.cleared("r3") or "")
 
 
@@ -85,7 +84,7 @@ async def test_what_is_forgotten_meanwhile_goes_to_no_other_auditor(audited):
     async with audited() as (audits, _, connect):
         first, second, request = await asked_beside_another(audits, connect)
         audits.forget("r1")
-        first.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        first.send(AuditVerdict(audit=request.audit, error="no space left", retryable=True))
         assert await requests_until_now(first) == []
         assert await requests_until_now(second) == [] and audits.metrics()["audit/queued"] == 0
 
@@ -99,7 +98,7 @@ async def test_an_auditor_that_fails_gets_no_more_for_a_while(audited):
         request = await broken.next(AuditRequest)
         good.hello("b", max_concurrent=8)
         await good.next(NodeWelcome)
-        broken.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        broken.send(AuditVerdict(audit=request.audit, error="no space left", retryable=True))
         good.send(verdict(await good.next(AuditRequest)))
         for number in range(1, 8):
             audits.offer(record("n0", prompt=number), f"r{number}")

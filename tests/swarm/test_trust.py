@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from composer_prime.wire.audit_messages import PartVerdict
+from composer_prime.wire.node_messages import PartVerdict
 from orchestrator.swarm.trust import BOUND, NodeTrust
 
 FLOOR = 0.02

@@ -31,8 +31,7 @@ import torch
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ComposerError, ConfigError, EngineError
-from composer_prime.wire.answer import RUNNING, Answer
-from composer_prime.wire.node_messages import Sampling
+from composer_prime.wire.node_messages import RUNNING, Answer, Sampling
 from composer_prime.wire.types import VersionSpan
 from inference.engines.local.cached_attention import EngineStep, KvCache, Segment
 from inference.engines.local.loading import LoadedModel, check_supported

@@ -17,8 +17,7 @@ import torch
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, EngineError
-from composer_prime.wire.answer import Answer
-from composer_prime.wire.node_messages import Sampling
+from composer_prime.wire.node_messages import Answer, Sampling
 from inference.engines.base import EngineStats, ReadBack, check_prompt, check_sampling
 from inference.engines.local.compute import Computer, EngineRequest
 from inference.engines.sampling import rule_of

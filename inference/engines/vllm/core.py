@@ -41,8 +41,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, EngineError
 from composer_prime.model_source import tensor_shapes
-from composer_prime.wire.answer import RUNNING, Answer, joined
-from composer_prime.wire.node_messages import Sampling
+from composer_prime.wire.node_messages import RUNNING, Answer, Sampling, joined
 from composer_prime.wire.types import VersionSpan
 from inference.engines.vllm.core_messages import ARGUMENTS, LENGTH, START, Ask, EngineProgress, FromChild, Reply, packed
 from inference.engines.vllm.worker_extension import rule_arguments
