@@ -27,7 +27,6 @@ from zmq.auth.thread import ThreadAuthenticator
 from composer_prime.address import tcp_address
 from composer_prime.errors import ConfigError, PortInUseError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
-from composer_prime.wire.node_messages import ToNode
 from composer_prime.wire.unread import FRAME_OVERHEAD, LEAST_FRAME_BYTES, UnreadBytes
 
 logger = logging.getLogger(__name__)
@@ -348,11 +347,11 @@ class NodeSocket:
         """When a message of many frames was last read, monotonic seconds."""
         return -math.inf if self._server is None else self._server.behind_at
 
-    def send(self, identity: bytes, message: ToNode) -> bool:
+    def send(self, identity: bytes, message: msgspec.Struct) -> bool:
         """Queue `message` for a connection. Return False when the connection is gone."""
         return self._queue(identity, self._encoder.encode(message)) is not None
 
-    def send_large(self, identity: bytes, message: ToNode) -> zmq.MessageTracker | None:
+    def send_large(self, identity: bytes, message: msgspec.Struct) -> zmq.MessageTracker | None:
         """Queue `message` without a copy. Return a tracker that is done once it left the queue, None as False above."""
         queued = self._queue(identity, self._encoder.encode(message), copy=False, track=True)
         return None if queued is None else queued.result()

@@ -44,7 +44,7 @@ from orchestrator.gateway.link import NodeLink
 from orchestrator.gateway.nodes import Nodes
 from orchestrator.gateway.requests import ServedPolicy
 from orchestrator.gateway.routing import Router, Waits, reclaim_quarantined, reclaim_stalled
-from orchestrator.swarm import Admission, Audits, NodeAccounts, NodeControl
+from orchestrator.swarm import Admission, Auditors, Audits, NodeAccounts, NodeControl
 
 logger = logging.getLogger(__name__)
 
@@ -126,15 +126,9 @@ class Gateway:
         )
 
     def _build_audits(self, keys: RunKeys, store: WeightStore) -> Audits:
-        return Audits(
-            self._config,
-            keys=keys,
-            run_id=self._run_id,
-            store=store,
-            chunks=self._chunks,
-            trust=self.router.nodes.trust,
-            on_quarantine=partial(reclaim_quarantined, self.router),
-        )
+        auditors = Auditors(self._config, keys, self._link.welcome, store, self._chunks.serve)
+        on_quarantine = partial(reclaim_quarantined, self.router)
+        return Audits(self._config.orchestrator.audit, auditors, self.router.nodes.trust, on_quarantine)
 
     def _build_generator(self, vocab_size: int) -> Generator:
         return Generator(

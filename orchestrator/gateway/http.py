@@ -538,5 +538,5 @@ class RolloutRecords:
             return False
         self._open[rollout_id].append(record, order)
         if self._audits is not None:
-            self._audits.offer(record, rollout_id)
+            self._audits.offer(rollout_id, record.prompt_ids, record.answer, record.sampling)
         return True

@@ -11,8 +11,9 @@ node_commands.py   the same from the command line, over loopback
 
 from orchestrator.swarm.accounts import NodeAccounts
 from orchestrator.swarm.admission import Admission
+from orchestrator.swarm.auditors import Auditors
 from orchestrator.swarm.audits import Audits
 from orchestrator.swarm.node_control import NodeControl
 from orchestrator.swarm.trust import NodeTrust
 
-__all__ = ["Admission", "Audits", "NodeAccounts", "NodeControl", "NodeTrust"]
+__all__ = ["Admission", "Auditors", "Audits", "NodeAccounts", "NodeControl", "NodeTrust"]

@@ -27,6 +27,7 @@ from composer_prime.wire.node_messages import (
 )
 from orchestrator.gateway.chunks import ChunkServer
 from orchestrator.gateway.http import GenerationRecord
+from orchestrator.swarm.auditors import Auditors
 from orchestrator.swarm.audits import Audits
 from orchestrator.swarm.trust import NodeTrust
 from tests.records_made import record_of
@@ -68,36 +69,33 @@ async def serve_audits(
     store = WeightStore(folder / "weights")
     trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
     left = list(chances or [])
-    audits = Audits(
-        Config.model_validate(
-            {
-                "run": {"name": "r"},
-                "model": {"path": "tiny", "max_context": 512},
-                "orchestrator": {
-                    "source": [{"name": "s", "taskset": {"id": "t"}}],
-                    "sampling": {"max_tokens": 64},
-                    "audit": {"enabled": True, **settings},
-                },
-                "inference": {"heartbeat_s": heartbeat_s, "lost_after_s": lost_after_s},
-            }
-        ),
-        keys=keys,
-        run_id="run-1",
-        store=store,
-        chunks=ChunkServer(store),
-        trust=trust,
-        chance=lambda: left.pop(0),
-        clock=clock,
-        max_queued_bytes=max_queued_bytes,
+    config = Config.model_validate(
+        {
+            "run": {"name": "r"},
+            "model": {"path": "tiny", "max_context": 512},
+            "orchestrator": {
+                "source": [{"name": "s", "taskset": {"id": "t"}}],
+                "sampling": {"max_tokens": 64},
+                "audit": {"enabled": True, **settings},
+            },
+            "inference": {"heartbeat_s": heartbeat_s, "lost_after_s": lost_after_s},
+        }
     )
+    welcome = NodeWelcome(
+        run_id="run-1", manifest=b"", verify_key=keys.verifier().public_bytes_raw(), heartbeat_s=heartbeat_s
+    )
+    serve_chunk = ChunkServer(store).serve
+    auditors = Auditors(config, keys, welcome, store, serve_chunk, clock=clock, max_queued_bytes=max_queued_bytes)
+    audits = Audits(config.orchestrator.audit, auditors, trust, chance=lambda: left.pop(0))
     patch = pytest.MonkeyPatch()
-    patch.setattr("orchestrator.swarm.audits.TIMEOUT_S", timeout_s)
+    for module in ("audits", "auditors"):
+        patch.setattr(f"orchestrator.swarm.{module}.TIMEOUT_S", timeout_s)
     failures: list[BaseException] = []
     audits.start(failures.append)
     peers: list[PeerAuditor] = []
 
     def connect(role: str = "trainer") -> PeerAuditor:
-        peers.append(PeerAuditor(audits.endpoint, keys, role))
+        peers.append(PeerAuditor(auditors.endpoint, keys, role))
         return peers[-1]
 
     try:
@@ -122,6 +120,10 @@ def record(node: str, *parts: tuple[str, int], tokens: int = 8, version: int = 0
     )
 
 
+def offer(audits: Audits, record: GenerationRecord, rollout_id: str) -> None:
+    audits.offer(rollout_id, record.prompt_ids, record.answer, record.sampling)
+
+
 def verdict(request: AuditRequest, wrong: tuple[int, ...] = ()) -> AuditVerdict:
     """`wrong`: positions in the first part."""
     parts = [PartVerdict(tokens=count, wrong=[]) for _, count in request.sampled_by]
@@ -133,7 +135,7 @@ async def asked_beside_another(audits, connect):
     """Return two auditors, and the answer of n0 for r1 that the first one got before the second came."""
     first, second = connect(), connect()
     first.hello("a")
-    audits.offer(record("n0"), "r1")
+    offer(audits, record("n0"), "r1")
     request = await first.next(AuditRequest)
     second.hello("b")
     await second.next(NodeWelcome)
@@ -151,7 +153,7 @@ async def requests_until_now(auditor: PeerAuditor) -> list[AuditRequest]:
 
 async def vanish(audits: Audits, auditor: PeerAuditor, name: str) -> None:
     """End an auditor's connection without a word. The audits have yet to notice."""
-    [identity] = [identity for identity, one in audits._auditors.items() if one.name == name]
+    [identity] = [identity for identity, one in audits.auditors._connected.items() if one.name == name]
     auditor.close()
-    while audits._send(identity, Heard()):
+    while audits.auditors._socket.send(identity, Heard()):
         await asyncio.sleep(0.01)

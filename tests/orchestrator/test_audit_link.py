@@ -9,7 +9,7 @@ import time
 
 import msgspec
 import pytest
-from audit_peers import STATUS, record, verdict
+from audit_peers import STATUS, offer, record, verdict
 from orch_peers import PeerAuditor, PeerTrainer, ScriptedPool, make_config
 
 from composer_prime.run.keys import RunKeys
@@ -21,7 +21,7 @@ DEADLINE_S = 100.0
 async def test_a_new_nodes_rollout_waits_for_its_audit(audited):
     # It is cleared only once the auditor has said that the tokens are right; the request has the seed.
     async with audited() as (audits, trust, connect):
-        audits.offer(record("n0"), "r1")
+        offer(audits, record("n0"), "r1")
         waiting = asyncio.ensure_future(audits.cleared("r1"))
         auditor = connect()
         auditor.hello("a")
@@ -37,7 +37,7 @@ async def test_what_waits_for_an_auditor_is_bounded_in_bytes(audited):
     # Two answers of 72 bytes fit into 200; of three, one counts as not audited, at once.
     async with audited(max_queued_bytes=200) as (audits, *_):
         for name in ("r1", "r2", "r3"):
-            audits.offer(record("n0"), name)
+            offer(audits, record("n0"), name)
         clearing = [asyncio.ensure_future(audits.cleared(name)) for name in ("r1", "r2", "r3")]
         [refused], waiting = await asyncio.wait(clearing, return_when=asyncio.FIRST_COMPLETED)
         assert "could not be audited: 3 answers of 0.0 MB wait" in (refused.result() or "")
@@ -51,12 +51,12 @@ async def test_the_error_of_a_full_queue_counts_what_is_queued(audited):
     async with audited() as (audits, _, connect):
         auditor = connect()
         auditor.hello("a")
-        audits.offer(record("n0", tokens=30_000), "taken")
+        offer(audits, record("n0", tokens=30_000), "taken")
         await auditor.next(AuditRequest)
-        audits.offer(record("n0", tokens=30_000), "forgotten")
+        offer(audits, record("n0", tokens=30_000), "forgotten")
         audits.forget("forgotten")
         for number in range(4097):
-            audits.offer(record("n0"), f"r{number}")
+            offer(audits, record("n0"), f"r{number}")
         [error] = [one.error for [one] in audits._open.values() if one.done.is_set()]
         assert error == "4097 answers of 0.3 MB wait for an auditor: start more (inference audit)"
 
@@ -64,9 +64,9 @@ async def test_the_error_of_a_full_queue_counts_what_is_queued(audited):
 async def test_answers_that_nobody_waits_for_are_not_queued(audited):
     # One rollout waited in vain, another is forgotten: an auditor that comes later gets neither answer.
     async with audited(timeout_s=0.01) as (audits, *_):
-        audits.offer(record("n0"), "late")
+        offer(audits, record("n0"), "late")
         assert "waited 0.01 s" in (await audits.cleared("late") or "")
-        audits.offer(record("n0"), "forgotten")
+        offer(audits, record("n0"), "forgotten")
         audits.forget("forgotten")
         assert audits.metrics()["audit/queued"] == 0
 
@@ -76,7 +76,7 @@ async def test_what_a_caught_node_sampled_without_an_audit_is_tainted(audited):
     async with audited(chances=[1.0, 1.0, 1.0, 0.0]) as (audits, trust, connect):
         trust["n0"].clean = trust["n1"].clean = 10**6
         for name, node in (("early", "n0"), ("other", "n1"), ("open", "n0"), ("caught", "n0")):
-            audits.offer(record(node), name)
+            offer(audits, record(node), name)
         assert await audits.cleared("early") is None and await audits.cleared("other") is None
         assert not audits.is_tainted(["early"])
         auditor = connect()
@@ -95,12 +95,12 @@ async def test_a_verdict_at_the_last_moment_is_in_time(audited):
         auditor = connect()
         auditor.hello("a")
         await auditor.next(NodeWelcome)
-        audits.offer(record("n0"), "r1")
+        offer(audits, record("n0"), "r1")
         request = await auditor.next(AuditRequest)
         waiting = asyncio.ensure_future(audits.cleared("r1"))
         await asyncio.sleep(0)
-        [identity] = audits._auditors
-        asyncio.get_running_loop().call_later(0.01, audits._handle, identity, verdict(request))
+        [identity] = audits.auditors._connected
+        asyncio.get_running_loop().call_later(0.01, audits.auditors._handle, identity, verdict(request))
         time.sleep(0.1)  # Both are due now, in this order.
         assert await waiting is None
 
@@ -108,7 +108,7 @@ async def test_a_verdict_at_the_last_moment_is_in_time(audited):
 async def test_each_node_answers_for_its_own_tokens(audited):
     # One node continued for another: the wrong tokens are those of the first.
     async with audited() as (audits, trust, connect):
-        audits.offer(record("n1", ("n0", 4), ("n1", 4)), "r1")
+        offer(audits, record("n1", ("n0", 4), ("n1", 4)), "r1")
         auditor = connect()
         auditor.hello("a")
         request = await auditor.next(AuditRequest)
@@ -122,7 +122,7 @@ async def test_each_node_answers_for_its_own_tokens(audited):
 async def test_an_answer_that_cannot_be_checked_is_no_proof(audited):
     # A new node's rollout fails with the reason; its trust stays as it was.
     async with audited() as (audits, trust, connect):
-        audits.offer(record("n0"), "r1")
+        offer(audits, record("n0"), "r1")
         auditor = connect()
         auditor.hello("a")
         request = await auditor.next(AuditRequest)
@@ -137,7 +137,7 @@ async def test_a_rollout_of_many_answers_is_remembered_once(audited):
         trust["n0"].clean = 10**6
         for rollout in ("r1", "r2", "r3"):
             for _ in range(3):
-                audits.offer(record("n0"), rollout)
+                offer(audits, record("n0"), rollout)
             assert await audits.cleared(rollout) is None
         assert list(audits._recent["n0"]) == ["r1", "r2", "r3"]
 
@@ -148,7 +148,7 @@ async def test_a_verdict_on_too_few_parts_is_no_verdict(audited, caplog):
         confused, sound = connect(), connect()
         confused.hello("a")
         await confused.next(NodeWelcome)
-        audits.offer(record("n1", ("n0", 4), ("n1", 4)), "r1")
+        offer(audits, record("n1", ("n0", 4), ("n1", 4)), "r1")
         request = await confused.next(AuditRequest)
         sound.hello("b")
         await sound.next(NodeWelcome)
@@ -184,7 +184,7 @@ async def test_a_rollout_is_audited_whole_before_the_next(audited):
     # With too few auditors some rollouts get all their verdicts, not all of them some.
     async with audited() as (audits, _, connect):
         for number in range(30):
-            audits.offer(record("n0", prompt=number), f"r{number % 5}")
+            offer(audits, record("n0", prompt=number), f"r{number % 5}")
         rollout_of = {one.request.audit: name for name, answers in audits._open.items() for one in answers}
         auditor = connect()
         auditor.hello("a")

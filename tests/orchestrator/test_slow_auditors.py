@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from audit_peers import STATUS, Clock, asked_beside_another, record, requests_until_now, vanish, verdict
+from audit_peers import STATUS, Clock, asked_beside_another, offer, record, requests_until_now, vanish, verdict
 
 from composer_prime.wire.node_messages import AuditRequest, AuditVerdict, Goodbye, NodeWelcome
 
@@ -13,7 +13,7 @@ from composer_prime.wire.node_messages import AuditRequest, AuditVerdict, Goodby
 async def test_an_answer_that_ends_auditors_is_given_up(audited):
     # Two auditors are lost with it; a third one never sees it, and its rollout learns why.
     async with audited() as (audits, _, connect):
-        audits.offer(record("n0"), "poison")
+        offer(audits, record("n0"), "poison")
         for name in ("a", "b"):
             auditor = connect()
             auditor.hello(name)
@@ -31,7 +31,7 @@ async def test_an_auditor_that_had_vanished_was_not_lost_with_an_answer(audited)
         vanished.hello("v")
         await vanished.next(NodeWelcome)
         await vanish(audits, vanished, "v")
-        audits.offer(record("n0"), "r1")
+        offer(audits, record("n0"), "r1")
         assert (audits.metrics()["audit/queued"], audits.metrics()["audit/auditors"]) == (1, 0)
         lost.hello("l")
         await lost.next(AuditRequest)
@@ -62,10 +62,10 @@ async def test_what_one_auditor_cannot_check_another_one_may(audited):
         first.send(AuditVerdict(audit=request.audit, error="no space left", retryable=True))
         second.send(verdict(await second.next(AuditRequest)))
         assert await audits.cleared("r1") is None
-        while any(one.paused_until > time.monotonic() for one in audits._auditors.values()):
+        while any(one.paused_until > time.monotonic() for one in audits.auditors._connected.values()):
             await asyncio.sleep(0.01)
-        audits.offer(record("n0"), "r2")
-        [holder] = [one.name for one in audits._auditors.values() if one.held]
+        offer(audits, record("n0"), "r2")
+        [holder] = [one.name for one in audits.auditors._connected.values() if one.held]
         for auditor in (first, second) if holder == "a" else (second, first):
             request = await auditor.next(AuditRequest)
             auditor.send(AuditVerdict(audit=request.audit, error="no space left", retryable=True))
@@ -73,7 +73,7 @@ async def test_what_one_auditor_cannot_check_another_one_may(audited):
         second.send(Goodbye(reason="test"))
         while audits.metrics()["audit/auditors"] == 2:
             await asyncio.sleep(0.01)
-        audits.offer(record("n0"), "r3")
+        offer(audits, record("n0"), "r3")
         request = await first.next(AuditRequest)
         first.send(AuditVerdict(audit=request.audit, error="no space left", retryable=True))
         assert "no space left" in (await audits.cleared("r3") or "")
@@ -94,14 +94,14 @@ async def test_an_auditor_that_fails_gets_no_more_for_a_while(audited):
     async with audited(heartbeat_s=100.0, lost_after_s=300.0) as (audits, _, connect):
         broken, good = connect(), connect()
         broken.hello("a", max_concurrent=8)
-        audits.offer(record("n0", prompt=0), "r0")
+        offer(audits, record("n0", prompt=0), "r0")
         request = await broken.next(AuditRequest)
         good.hello("b", max_concurrent=8)
         await good.next(NodeWelcome)
         broken.send(AuditVerdict(audit=request.audit, error="no space left", retryable=True))
         good.send(verdict(await good.next(AuditRequest)))
         for number in range(1, 8):
-            audits.offer(record("n0", prompt=number), f"r{number}")
+            offer(audits, record("n0", prompt=number), f"r{number}")
             good.send(verdict(await good.next(AuditRequest)))
         for number in range(8):
             assert await audits.cleared(f"r{number}") is None
@@ -110,7 +110,7 @@ async def test_an_auditor_that_fails_gets_no_more_for_a_while(audited):
 async def test_an_audit_that_takes_too_long_is_given_up(audited):
     # A hung auditor does not hold the rollouts of a known node, and a new node's fail with what was waited for.
     async with audited(timeout_s=0.2) as (audits, _, connect):
-        audits.offer(record("n0"), "r1")
+        offer(audits, record("n0"), "r1")
         auditor = connect()
         auditor.hello("a")
         await auditor.next(AuditRequest)
@@ -125,7 +125,7 @@ async def test_a_hanging_auditor_gets_no_more(audited):
         hanging, working, _ = await asked_beside_another(audits, connect)
         clock.now += 501.0
         for number in range(2, 5):
-            audits.offer(record("n0", prompt=number), f"r{number}")
+            offer(audits, record("n0", prompt=number), f"r{number}")
             working.send(verdict(await working.next(AuditRequest)))
             assert await audits.cleared(f"r{number}") is None
         assert await requests_until_now(hanging) == []
@@ -138,7 +138,7 @@ async def test_what_the_only_auditor_hangs_with_is_not_audited(audited):
         trust["n0"].clean = 10**6
         hanging = connect()
         hanging.hello("h")
-        audits.offer(record("n0"), "r1")
+        offer(audits, record("n0"), "r1")
         await hanging.next(AuditRequest)
         for clock.now in (900.0, 1800.0, 2100.0):
             assert audits.metrics()["audit/failed"] == 0
@@ -159,8 +159,8 @@ async def test_no_auditor_is_lost_while_the_orchestrator_stands_still(audited):
         times_read = clock.times_read
         while clock.times_read == times_read:
             await asyncio.sleep(0)
-        [identity] = audits._auditors
-        audits._handle(identity, STATUS)
+        [identity] = audits.auditors._connected
+        audits.auditors._handle(identity, STATUS)
         await clock.look()
         clock.now += 399.0
         await clock.look()
