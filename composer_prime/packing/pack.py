@@ -336,8 +336,10 @@ def _micro_batch(parts: Sequence[Part], run_id: str, step: int, rank: int, index
             step=step,
             rank=rank,
             index=index,
-            version_min=min((sample.version_min for sample in samples), default=step - 1),
-            version_max=max((sample.version_max for sample in samples), default=step - 1),
+            versions=(
+                min((sample.version_min for sample in samples), default=step - 1),
+                max((sample.version_max for sample in samples), default=step - 1),
+            ),
             input_ids=pack_ints(np.concatenate(documents)),
             lengths=lengths,
             loss_mask=b"".join(sample.loss_mask for sample in samples) + pack_flags(np.zeros(rest)),

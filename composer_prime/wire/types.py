@@ -125,7 +125,23 @@ class TermUnit(msgspec.Struct, frozen=True, kw_only=True):
         return sum(int(flags(mask).sum()) for mask in self.masks)
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class TokenArrays(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens in order, and one entry of each other array a token."""
+
+    input_ids: bytes
+    """int32 [T]: prompt, sampled and tool tokens."""
+    loss_mask: bytes
+    """uint8 [T]: 1 where the policy sampled the token and it is to be trained."""
+    logprobs: bytes
+    """float32 [T]: log-probability of token t under the sampling distribution; 0 where the policy did not sample it.
+
+    A sampled token with mask 0 keeps its own: SDPO computes importance weights from it.
+    """
+    advantages: bytes
+    """float32 [T]: advantage of token t; 0 where mask is 0."""
+
+
+class Sample(TokenArrays, frozen=True, kw_only=True):
     """One root-to-leaf token sequence of a rollout; the trainer trains on samples.
 
     Sampled tokens have mask 1 in exactly one sample of their rollout, however many branches share them.
@@ -137,17 +153,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """The group of G sibling rollouts that the advantage was computed in."""
     source: str
     task_id: str
-    input_ids: bytes
-    """int32 [T]: prompt, sampled and tool tokens in order."""
-    loss_mask: bytes
-    """uint8 [T]: 1 where the policy sampled the token and it is to be trained."""
-    logprobs: bytes
-    """float32 [T]: log-probability of token t under the sampling distribution; 0 where the policy did not sample it.
-
-    A sampled token with mask 0 keeps its own: SDPO computes importance weights from it.
-    """
-    advantages: bytes
-    """float32 [T]: advantage of token t; 0 where mask is 0."""
     reward: float
     temperature: float
     version_spans: list[VersionSpan]
@@ -199,7 +204,7 @@ class UnitInRow(msgspec.Struct, frozen=True, array_like=True):
     value: float
 
 
-class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
+class MicroBatch(TokenArrays, frozen=True, kw_only=True):
     """Samples laid end to end in one row of N tokens; block-diagonal attention keeps them apart.
 
     A row holds first the samples, in the order of `sample_ids`, then the documents of each unit. Only samples have
@@ -214,18 +219,10 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     index: int
     """Position within the rank's list of the step."""
-    version_min: int
-    version_max: int
-    input_ids: bytes
-    """int32 [N]."""
+    versions: tuple[int, int]
+    """The oldest and newest policy version that sampled its tokens."""
     lengths: list[int]
     """Token count of each document in the row; sums to N."""
-    loss_mask: bytes
-    """uint8 [N]."""
-    logprobs: bytes
-    """float32 [N], the sampler's."""
-    advantages: bytes
-    """float32 [N]."""
     temperatures: list[float]
     """Sampling temperature of each document: those of units have 1."""
     sample_ids: list[str]
@@ -366,10 +363,10 @@ def verify_batch(batch: MicroBatch, *, run_id: str, step: int, rank: int, versio
         actual = getattr(batch, name)
         if actual != expected:
             raise RunMismatchError(f"micro-batch has {name} {actual!r}, this trainer rank asked for {expected!r}")
-    oldest, newest = versions
-    if batch.sample_ids and not oldest <= batch.version_min <= batch.version_max <= newest:
+    (oldest, newest), (first, last) = versions, batch.versions
+    if batch.sample_ids and not oldest <= first <= last <= newest:
         raise RunMismatchError(
-            f"micro-batch of step {step} holds policy versions {batch.version_min}..{batch.version_max}; "
+            f"micro-batch of step {step} holds policy versions {first}..{last}; "
             f"allowed are {oldest}..{newest} (raise orchestrator.max_staleness to accept older rollouts)"
         )
     checksum = batch_checksum(batch)

@@ -94,7 +94,7 @@ class Gateway:
         self._run_id = run_id
         self._model_dir = model_dir
         self._verifier = keys.verifier()
-        self._chunks = ChunkServer(weight_store, self._admission.chunk)
+        self._chunks = ChunkServer(weight_store, self._admission.model.chunk)
         self._link = self._build_link()
         self.accounts = NodeAccounts(self.router, run_dir)
         self._control = NodeControl(self.router, self.accounts, keys)

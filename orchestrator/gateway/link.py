@@ -97,7 +97,7 @@ class NodeLink:
         self._socket = socket
         self._router = router
         self._chunks = chunks
-        self._allowance = PullAllowance(lambda: admission.num_model_bytes)
+        self._allowance = PullAllowance(lambda: admission.model.num_bytes)
         self._admission = admission
         self._enrolling: dict[bytes, dict[bytes, Enroll]] = {}
         """What waits for an answer, by key and connection; each connection has at most one."""

@@ -2,7 +2,7 @@
 
     handshake --key--> is_admitted: the run's shared node key, an invite's, or that of a node that enrolled
     Enroll --> registry: count the use, record key, name and machine --> Enrolled: model files, newest version, settings
-    ChunkRequest of a model file --> chunk(): read where the model folder lies, nothing is copied
+    ChunkRequest of a model file --> ServedModel.chunk(): read where the model folder lies, nothing is copied
 
 The list of model files is hashed and signed at the first Enroll. Weights are in it only where versions are adapters:
 every other version is whole in the weight store.
@@ -41,6 +41,59 @@ _TURNED_AWAY_S = 60.0
 """How long a key may not connect that sent a message which delays those of all others."""
 
 
+class ServedModel:
+    """The files of the model folder, signed and read for nodes that enroll."""
+
+    def __init__(self, config: Config, keys: RunKeys, run_id: str, model_dir: Path) -> None:
+        self._config = config
+        self._keys = keys
+        self._run_id = run_id
+        self._model_dir = model_dir
+        self._hashing = asyncio.Lock()
+        self._signed = b""
+        self._places: dict[str, tuple[Path, int, int]] = {}
+        """File, offset and bytes of each chunk of a model file."""
+
+    async def signed(self) -> bytes:
+        """Return the list of files, hashed and signed at the first call. Raises ComposerError or OSError."""
+        async with self._hashing:  # Nodes wait here for the first one's files, without a thread.
+            self._signed = self._signed or await asyncio.to_thread(self._sign)
+        return self._signed
+
+    def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
+        """Return up to `size` bytes of a chunk of a model file; None for an unknown chunk. Raises OSError."""
+        place = self._places.get(sha256)
+        if place is None:
+            return None
+        path, start, length = place
+        with path.open("rb") as file:
+            file.seek(start + offset)
+            return file.read(max(0, min(size, length - offset)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the model files' chunks; 0 before the first node enrolled."""
+        return sum(size for _, _, size in self._places.values())
+
+    def _sign(self) -> bytes:
+        paths = [path for path in sorted(self._model_dir.iterdir()) if _SMALL_FILE.fullmatch(path.name)]
+        if self._config.trainer.lora is not None and (base := present_model(self._config.model.path)):
+            index = base / "model.safetensors.index.json"
+            paths += [*weight_files(base), *([index] if index.is_file() else [])]
+        files = [ModelFile(path.name, self._chunks(path)) for path in paths if path.is_file()]
+        return sign(ModelFiles(run_id=self._run_id, files=files), self._keys.signer())
+
+    def _chunks(self, path: Path) -> list[ChunkRef]:
+        refs, offset = [], 0
+        with path.open("rb") as file:
+            while piece := file.read(CHUNK_BYTES):
+                ref = ChunkRef(hashlib.sha256(piece).hexdigest(), len(piece))
+                self._places[ref.sha256] = path, offset, ref.size
+                refs.append(ref)
+                offset += ref.size
+        return refs
+
+
 class Admission:
     """Used by the gateway's event loop, by its authenticator's thread, and by threads that read files."""
 
@@ -52,19 +105,14 @@ class Admission:
         """Until when keys may not connect, monotonic seconds."""
         self._config = config
         self._keys = keys
-        self._registry = keys.registry
         self._run_id = run_id
-        self._model_dir = model_dir
+        self.model = ServedModel(config, keys, run_id, model_dir)
         self._shared_key = b""
         self._nodes: dict[bytes, RegisteredNode] = {}
         """By key, revoked ones too, as the registry was read last: they count while it cannot be read."""
         self._invites: Collection[bytes] = ()
         """Keys of the open ones, as it was read last."""
         self._reading = threading.Lock()
-        self._hashing = asyncio.Lock()
-        self._model = b""
-        self._places: dict[str, tuple[Path, int, int]] = {}
-        """File, offset and bytes of each chunk of a model file."""
 
     # -- keys ----------------------------------------------------------------------------------------------------------
 
@@ -83,7 +131,7 @@ class Admission:
     def _read(self) -> None:
         """Raises ConfigError when the registry cannot be read."""
         with self._reading:  # Else what one thread read first might replace what another one read last.
-            nodes, self._invites = self._registry.list(), self._registry.open_invites()
+            nodes, self._invites = self._keys.registry.list(), self._keys.registry.open_invites()
             self._nodes = {node.key: node for node in nodes}
             self.revoked = {node.key: node.reason for node in nodes if node.revoked is not None}
 
@@ -148,8 +196,7 @@ class Admission:
         """
         try:
             node = await asyncio.to_thread(self._enroll, key, message, taken_names)
-            async with self._hashing:  # Nodes wait here for the first one's files, without a thread.
-                self._model = self._model or await asyncio.to_thread(self._sign_model)
+            model = await self.model.signed()
         except InviteError as error:
             return Dismissed(reason=str(error), may_return=False)
         except (ComposerError, OSError) as error:
@@ -159,7 +206,7 @@ class Admission:
         inference = self._config.inference.model_dump_json(include=_SETTINGS, exclude=_OWN_SETTINGS)
         return Enrolled(
             node_id=node.name,
-            model=self._model,
+            model=model,
             manifest=manifest,
             max_context=self._config.model.max_context,
             inference=inference.encode(),
@@ -182,43 +229,10 @@ class Admission:
             )
         if key == self._shared_key:
             raise InviteError("the run's shared node key cannot enroll a node: join with an invite")
-        if key != message.key and self._registry.is_known(key):
+        if key != message.key and self._keys.registry.is_known(key):
             raise InviteError("a node may enroll only itself: join with an invite")
-        if message.key == self._shared_key or self._registry.is_invite(message.key):
+        if message.key == self._shared_key or self._keys.registry.is_invite(message.key):
             raise InviteError("that key is not a node's own: remove its state folder and join again")
-        node = self._registry.enroll(key, message.key, message.name, message.machine, taken_names)
+        node = self._keys.registry.enroll(key, message.key, message.name, message.machine, taken_names)
         self.refresh()
         return node
-
-    def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
-        """Return up to `size` bytes of a chunk of a model file; None for an unknown chunk. Raises OSError."""
-        place = self._places.get(sha256)
-        if place is None:
-            return None
-        path, start, length = place
-        with path.open("rb") as file:
-            file.seek(start + offset)
-            return file.read(max(0, min(size, length - offset)))
-
-    @property
-    def num_model_bytes(self) -> int:
-        """Bytes of the model files' chunks; 0 before the first node enrolled."""
-        return sum(size for _, _, size in self._places.values())
-
-    def _sign_model(self) -> bytes:
-        paths = [path for path in sorted(self._model_dir.iterdir()) if _SMALL_FILE.fullmatch(path.name)]
-        if self._config.trainer.lora is not None and (base := present_model(self._config.model.path)):
-            index = base / "model.safetensors.index.json"
-            paths += [*weight_files(base), *([index] if index.is_file() else [])]
-        files = [ModelFile(path.name, self._chunks(path)) for path in paths if path.is_file()]
-        return sign(ModelFiles(run_id=self._run_id, files=files), self._keys.signer())
-
-    def _chunks(self, path: Path) -> list[ChunkRef]:
-        refs, offset = [], 0
-        with path.open("rb") as file:
-            while piece := file.read(CHUNK_BYTES):
-                ref = ChunkRef(hashlib.sha256(piece).hexdigest(), len(piece))
-                self._places[ref.sha256] = path, offset, ref.size
-                refs.append(ref)
-                offset += ref.size
-        return refs

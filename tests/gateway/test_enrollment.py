@@ -242,8 +242,8 @@ async def test_while_model_files_are_hashed_threads_are_free(open_gateway, invit
     """Others that enroll wait without one: weights and files are read meanwhile."""
     async with open_gateway() as gateway:
         enrollment, own, go_on = gateway._admission, own_keys(invite), threading.Event()
-        sign = enrollment._sign_model
-        monkeypatch.setattr(enrollment, "_sign_model", lambda: go_on.wait(100) and sign())
+        sign = enrollment.model._sign
+        monkeypatch.setattr(enrollment.model, "_sign", lambda: go_on.wait(100) and sign())
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
         asking = [asyncio.ensure_future(enrollment.answer(invite.keys.own.public, enroll(own), b"")) for _ in range(8)]
         try:

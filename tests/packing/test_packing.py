@@ -85,7 +85,7 @@ def test_a_row_names_the_oldest_and_the_newest_version_of_its_samples():
     spans = [[VersionSpan(1, 4, version)] for version in (2, 4)]
     samples = [msgspec.structs.replace(sample(index, 4), version_spans=span) for index, span in enumerate(spans)]
     ((row,),) = pack(samples, run_id="r", step=5, world_size=1, max_tokens=10)
-    assert (row.version_min, row.version_max) == (2, 4)
+    assert row.versions == (2, 4)
 
 
 @settings(max_examples=30, deadline=None)

@@ -65,7 +65,7 @@ ANSWERS = {
         "RunMismatchError: micro-batch has run_id 'other', this trainer rank asked for 'run-",
     ),
     "rollouts that are too old": (
-        with_batches(lambda batch: msgspec.structs.replace(batch, version_min=-5)),
+        with_batches(lambda batch: msgspec.structs.replace(batch, versions=(-5, batch.versions[1]))),
         "holds policy versions -5..0; allowed are -1..0 (raise orchestrator.max_staleness",
     ),
     **{
