@@ -47,8 +47,6 @@ _BYTES_PER_TOKEN = 32
 """A token of a node's answer: id, logprob, and at worst a version span of its own."""
 _M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 256 << 10
 """An option of mallopt, and the size from which buffers are mapped."""
-_MAX_PEERS = 4096
-"""Peers whose use of a MessageBudgets is remembered."""
 _ZAP_DOMAIN, _ZAP_VERSION = b"composer-prime", b"1.0"
 _SILENCE_MS = 30_000
 """A connection on which no whole message arrives for this long is dropped and opened again.
@@ -242,32 +240,6 @@ def give_back_buffers() -> None:
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
-
-
-class MessageBudgets:
-    """How many unrequested messages each peer may send: some at once, and a rate."""
-
-    def __init__(self, burst: float, per_s: float) -> None:
-        self._burst = burst
-        self._per_s = per_s
-        self._used: dict[bytes, tuple[float, float]] = {}
-        """By peer: what was used, and when that was counted, monotonic seconds."""
-
-    def charge(self, peer: bytes, cost: float, *, extra: float = 0.0) -> bool:
-        """Take `cost`. Return False when that is more than the peer has left of its burst and `extra`."""
-        now = time.monotonic()
-        used, counted = self._used.pop(peer, (0.0, now))
-        used = max(0.0, used - self._per_s * (now - counted)) + cost
-        self._used[peer] = min(used, self._burst + extra + cost), now
-        if len(self._used) > _MAX_PEERS:  # The one that sent nothing for the longest time goes.
-            del self._used[next(iter(self._used))]
-        return used <= self._burst + extra
-
-    def refund(self, peer: bytes, cost: float) -> None:
-        """Return `cost`: the message turned out to be due."""
-        if peer in self._used:
-            used, counted = self._used[peer]
-            self._used[peer] = used - cost, counted
 
 
 def _cannot_bind(address: str, error: zmq.ZMQError) -> ConfigError:

@@ -16,7 +16,6 @@ import asyncio
 import logging
 import os
 import shlex
-import socket
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -27,6 +26,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from composer_prime.address import is_loopback
 from composer_prime.config import Config
@@ -48,7 +48,6 @@ from orchestrator.swarm import Admission, Auditors, Audits, NodeAccounts, NodeCo
 
 logger = logging.getLogger(__name__)
 
-_LOOPBACK = "127.0.0.1"
 _BEHIND_FACTOR = 4
 """For how many lost_after_s a node's heartbeats may wait behind messages of many frames."""
 _STALL_SHARE = 0.25
@@ -74,95 +73,68 @@ class Gateway:
         `model_dir`: the folder with config.json, tokenizer and chat template. Raises ModelNotFoundError without them.
         `run_dir`: where the nodes' figures are recorded; None records none.
         """
-        orchestrator, inference = config.orchestrator, config.inference
         vocab_size = vocabulary_size(model_dir)
-        self.version: int | None = None
-        """Newest published policy version; None before the first `publish`."""
+        admission = Admission(config, keys, run_id, model_dir)
+        node_socket = NodeSocket(keys, config.model.max_context, admission.is_admitted)
         self.lag = LoopLag()
-        self._admission = Admission(config, keys, run_id, model_dir)
-        self._node_socket = NodeSocket(keys, config.model.max_context, self._admission.is_admitted)
         self.router = Router(
             Nodes(),
-            self._node_socket.send,
+            node_socket.send,
             policy=ServedPolicy(vocab_size),
-            suspend_s=inference.lost_after_s,
-            request_timeout_s=max((source.timeout_s for source in orchestrator.source), default=0.0),
+            suspend_s=config.inference.lost_after_s,
+            request_timeout_s=max((source.timeout_s for source in config.orchestrator.source), default=0.0),
         )
         self.router.policy.published.update(weight_store.versions())
-        self.waits = Waits(self.router, orchestrator.no_node_timeout_s, partial(_join_hint, self._node_socket, keys))
+        self.waits = Waits(self.router, config.orchestrator.no_node_timeout_s, partial(_join_hint, node_socket, keys))
+        welcome = NodeWelcome(
+            run_id=run_id,
+            manifest=b"",
+            verify_key=keys.verifier().public_bytes_raw(),
+            heartbeat_s=config.inference.heartbeat_s,
+            sources=config.orchestrator.weights.sources,
+        )
+        chunks = ChunkServer(weight_store, admission.model.chunk)
         self._config = config
-        self._run_id = run_id
-        self._model_dir = model_dir
-        self._verifier = keys.verifier()
-        self._chunks = ChunkServer(weight_store, self._admission.model.chunk)
-        self._link = self._build_link()
-        self.accounts = NodeAccounts(self.router, run_dir)
-        self._control = NodeControl(self.router, self.accounts, keys)
-        self.audits = self._build_audits(keys, weight_store) if orchestrator.audit.enabled else None
+        self._link = NodeLink(node_socket, self.router, chunks, admission, config, welcome)
+        self._control = NodeControl(self.router, NodeAccounts(self.router, run_dir), keys)
+        self.audits = self._build_audits(keys, weight_store) if config.orchestrator.audit.enabled else None
         self.records = RolloutRecords(self.router, self.audits)
-        self._chat = ChatFormat(model_dir, config.model.renderer)
-        self._generator = self._build_generator(vocab_size)
-        self._http = self._build_http()
-        self._http_socket: socket.socket | None = None
-        """Where turns are asked for; None before `start`."""
+        self._http = self._build_http(vocab_size, model_dir)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._counted_tokens = (0, time.monotonic())
 
-    def _build_link(self) -> NodeLink:
-        return NodeLink(
-            self._node_socket,
-            self.router,
-            self._chunks,
-            self._admission,
-            self._config,
-            NodeWelcome(
-                run_id=self._run_id,
-                manifest=b"",
-                verify_key=self._verifier.public_bytes_raw(),
-                heartbeat_s=self._config.inference.heartbeat_s,
-                sources=self._config.orchestrator.weights.sources,
-            ),
-        )
-
     def _build_audits(self, keys: RunKeys, store: WeightStore) -> Audits:
-        auditors = Auditors(self._config, keys, self._link.welcome, store, self._chunks.serve)
+        welcome = msgspec.structs.replace(self._link.welcome, sources=[])
+        auditors = Auditors(self._config, keys, welcome, store, self._link.chunks.serve)
         on_quarantine = partial(reclaim_quarantined, self.router)
         return Audits(self._config.orchestrator.audit, auditors, self.router.nodes.trust, on_quarantine)
 
-    def _build_generator(self, vocab_size: int) -> Generator:
-        return Generator(
-            self.router,
-            self.records,
-            vocab_size=vocab_size,
-            max_context=self._config.model.max_context,
-            run_id=self._run_id,
+    def _build_http(self, vocab_size: int, model_dir: Path) -> HttpServer:
+        model, run_id = self._config.model, self._link.welcome.run_id
+        generator = Generator(
+            self.router, self.records, vocab_size=vocab_size, max_context=model.max_context, run_id=run_id
         )
-
-    def _build_http(self) -> HttpServer:
         return HttpServer(
-            self._generator,
-            self._chat,
-            model_names=(POLICY, self._config.model.path),
-            max_context=self._config.model.max_context,
+            generator,
+            ChatFormat(model_dir, model.renderer),
+            model_names=(POLICY, model.path),
+            max_context=model.max_context,
             token=os.environ.get(GATEWAY_TOKEN_VARIABLE),
             others=[
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
-                *self._control.routes(self._run_id),
+                *self._control.routes(run_id),
             ],
         )
 
     async def start(self) -> None:
         """Bind both sides and serve. Raises PortInUseError naming the address, or ConfigError for missing keys."""
-        orchestrator = self._config.orchestrator
-        self._admission.open()
-        self._node_socket.bind(orchestrator.node_address)
+        self._link.start()
         try:
             if self.audits is not None:
                 self.audits.start(self._fail)
-            self._http_socket = socket.create_server((_LOOPBACK, 0))
-            await self._http.start(self._http_socket)
+            await self._http.start()
         except BaseException:
             await self.close()
             raise
@@ -172,23 +144,18 @@ class Gateway:
     async def close(self, *, finished: bool = False) -> None:
         """Stop serving and free both addresses. With `finished`, nodes learn that the run is over and leave."""
         if finished:
-            for node in self.router.nodes.attached():
-                self._node_socket.send(node.identity, Dismissed(reason="the run is finished", finish_first=True))
+            self._link.tell_all(Dismissed(reason="the run is finished", finish_first=True))
         self.lag.stop()
         self.accounts.close()
         self.router.close("the orchestrator is stopping: try again once it runs")
         await self._http.close()
-        if self._http_socket is not None:
-            self._http_socket.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
         if self.audits is not None:
             await self.audits.close(finished=finished)
-        await self._chunks.close()
-        self._chat.close()
-        await self._node_socket.close()
+        await self._link.close()
         if not self._failure.cancel() and not self._failure.cancelled():
             self._failure.exception()  # Retrieved here in case nobody watched.
 
@@ -206,12 +173,16 @@ class Gateway:
     @property
     def http_url(self) -> str:
         """`http://127.0.0.1:PORT`; OpenAI clients add `/v1`."""
-        return "" if self._http_socket is None else f"http://{_LOOPBACK}:{self._http_socket.getsockname()[1]}"
+        return self._http.url
 
     @property
     def node_endpoint(self) -> str:
         """`tcp://host:port` where nodes connect."""
-        return self._node_socket.endpoint
+        return self._link.endpoint
+
+    @property
+    def accounts(self) -> NodeAccounts:
+        return self._control.accounts
 
     # -- policy versions and nodes -------------------------------------------------------------------------------
 
@@ -220,18 +191,21 @@ class Gateway:
 
         Raises WireError or SignatureError when it is not a manifest of this run.
         """
-        manifest = open_signed(signed, self._verifier, run_id=self._run_id)
-        self.version = manifest.version
+        welcome = self._link.welcome
+        verifier = Ed25519PublicKey.from_public_bytes(welcome.verify_key)
+        manifest = open_signed(signed, verifier, run_id=welcome.run_id)
         self.router.policy.publish(manifest.version)
-        self._link.welcome = msgspec.structs.replace(self._link.welcome, manifest=signed)
-        self._link.grant(manifest)
         if self.audits is not None:
             self.audits.publish(signed)
         for node in self.router.nodes:
             node.reports.forget(manifest.version)
-        for node in self.router.nodes.attached():
-            self._node_socket.send(node.identity, self._link.welcome)
+        self._link.publish(signed, manifest)
         return manifest.version
+
+    @property
+    def version(self) -> int | None:
+        """Newest published policy version; None before the first `publish`."""
+        return self.router.policy.newest if self._link.welcome.manifest else None
 
     def require_version(self, oldest: int) -> None:
         """Give nodes with weights older than `oldest` no new request until they have caught up."""
@@ -263,12 +237,10 @@ class Gateway:
                 continue
             router = self.router
             self._link.end_revoked()
-            is_behind = now - self._node_socket.behind_at < inference.lost_after_s
-            router.lose_silent(inference.lost_after_s * (_BEHIND_FACTOR if is_behind else 1))
+            router.lose_silent(inference.lost_after_s * (_BEHIND_FACTOR if self._link.is_behind else 1))
             reclaim_stalled(router, max(inference.lost_after_s, _STALL_SHARE * self.router.request_timeout_s))
             if (error := self.waits.enforce()) is not None:
                 self._fail(error)
-            self.accounts.tick()
             self._control.tick()
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -286,7 +258,7 @@ class Gateway:
         """Return everything that /metrics shows."""
         router = self.router
         return {
-            "run_id": self._run_id,
+            "run_id": self._link.welcome.run_id,
             "version": self.version,
             "oldest_version": router.policy.oldest,
             "no_node_since_s": self.waits.no_node_s(),
@@ -299,10 +271,10 @@ class Gateway:
             },
             "records": {"open_rollouts": len(self.records), "bytes": self.records.num_bytes},
             "link": {
-                "garbage": self._link.garbage,
-                "cut_off": self._link.cut_off,
-                "chunk_bytes_sent": self._chunks.bytes_sent,
-                "chunk_requests_dropped": self._chunks.dropped,
+                "garbage": self._link.conduct.garbage,
+                "cut_off": self._link.conduct.cut_off,
+                "chunk_bytes_sent": self._link.chunks.bytes_sent,
+                "chunk_requests_dropped": self._link.chunks.dropped,
             },
             "loop_lag": self.lag.metrics(reset=False),
         }

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOOPBACK = "127.0.0.1"
 _MAX_BODY_BYTES = 64 << 20
 _MAX_SESSION_CHARACTERS = 256
 _BACKLOG = 4096
@@ -142,9 +143,17 @@ class HttpServer:
         self._token = token
         self._others = others
         self._runner: web.AppRunner | None = None
+        self._listener: socket.socket | None = None
+        """Where turns are asked for; None before `start`."""
 
-    async def start(self, listener: socket.socket) -> None:
-        """Serve at a bound socket."""
+    @property
+    def url(self) -> str:
+        """`http://127.0.0.1:PORT`; OpenAI clients add `/v1`."""
+        return "" if self._listener is None else f"http://{_LOOPBACK}:{self._listener.getsockname()[1]}"
+
+    async def start(self) -> None:
+        """Serve at a free port of loopback."""
+        self._listener = socket.create_server((_LOOPBACK, 0))
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guard])
         app.add_routes(
             [
@@ -156,12 +165,15 @@ class HttpServer:
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
-        await web.SockSite(self._runner, listener, backlog=_BACKLOG).start()
+        await web.SockSite(self._runner, self._listener, backlog=_BACKLOG).start()
 
     async def close(self) -> None:
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
+        if self._listener is not None:
+            self._listener.close()
+        self._chat.close()
 
     # -- routes --------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import zmq
@@ -41,9 +42,10 @@ from composer_prime.wire.node_messages import (
     NodeWelcome,
     Sampled,
     Status,
+    ToNode,
     WeightPiece,
 )
-from composer_prime.wire.sockets import MAX_FRAMES, FromConnection, MessageBudgets, NodeSocket
+from composer_prime.wire.sockets import MAX_FRAMES, FromConnection, NodeSocket
 from composer_prime.wire.unread import FRAME_OVERHEAD
 from orchestrator.gateway.chunks import ChunkServer, PullAllowance, UnderWay
 from orchestrator.gateway.nodes import AttachedNode
@@ -54,8 +56,8 @@ logger = logging.getLogger(__name__)
 
 _BURST = 64
 """Messages handled before the event loop gets to run something else."""
-_MAX_UNKNOWN = 4096
-"""Connections without a Hello that are remembered."""
+_MAX_REMEMBERED = 4096
+"""Peers of which something is remembered."""
 _GARBAGE_BYTES = 1 << 8
 """Bytes that do not decode count as one message for each of this many; so a connection may send 1 MiB of them."""
 _UNASKED_MESSAGES = 4096
@@ -76,8 +78,78 @@ _MAX_UNSENT_REPLIES = 4
 """Replies with a manifest under way to one node. Further ones are not sent; a node asks again."""
 
 
+class Conduct:
+    """What peers sent that nobody asked for: some at once, and a rate. Who sends more is cut off."""
+
+    def __init__(self, burst: float = _UNASKED_MESSAGES, per_s: float = _UNASKED_PER_S) -> None:
+        self.garbage = 0
+        """Messages dropped because they could not be decoded or handled."""
+        self.cut_off = 0
+        """Connections that sent more than their budget."""
+        self.ignored: set[bytes] = set()
+        """Connections that are cut off: nothing from them is looked at."""
+        self.burst = burst
+        self._per_s = per_s
+        self.used: dict[bytes, tuple[float, float]] = {}
+        """By peer: what was used, and when that was counted, monotonic seconds."""
+
+    def charge(self, peer: bytes, cost: float, *, extra: float = 0.0) -> bool:
+        """Take `cost`. Return False when that is more than the peer has left of its burst and `extra`."""
+        now = time.monotonic()
+        used, counted = self.used.pop(peer, (0.0, now))
+        used = max(0.0, used - self._per_s * (now - counted)) + cost
+        self.used[peer] = min(used, self.burst + extra + cost), now
+        if len(self.used) > _MAX_REMEMBERED:  # The one that sent nothing for the longest time goes.
+            del self.used[next(iter(self.used))]
+        return used <= self.burst + extra
+
+    def refund(self, peer: bytes, cost: float) -> None:
+        """Return `cost`: the message turned out to be due."""
+        if peer in self.used:
+            used, counted = self.used[peer]
+            self.used[peer] = used - cost, counted
+
+    def cut(self, identity: bytes) -> None:
+        """Ignore a connection from now on."""
+        if len(self.ignored) >= _MAX_REMEMBERED:
+            self.ignored.clear()
+        self.ignored.add(identity)
+        self.cut_off += 1
+
+
+class EnrollmentQueue:
+    """Enrollments that wait for an answer. One of each key is answered in turn: no invite's holders delay others."""
+
+    def __init__(self, answer: Callable[[bytes, bytes, Enroll], Awaitable[None]]) -> None:
+        """`answer(identity, key, message)`."""
+        self._answer = answer
+        self._waiting: dict[bytes, dict[bytes, Enroll]] = {}
+        """By key and connection; each connection has at most one."""
+        self._answering: asyncio.Task[None] | None = None
+
+    def add(self, identity: bytes, key: bytes, message: Enroll) -> None:
+        waiting = self._waiting.setdefault(key, {})
+        if len(waiting) < _MAX_ENROLLING:
+            waiting.setdefault(identity, message)
+        if self._answering is None or self._answering.done():
+            self._answering = asyncio.create_task(self._answer_all())
+
+    async def _answer_all(self) -> None:
+        while self._waiting:
+            for key in list(self._waiting):
+                waiting = self._waiting[key]
+                identity, message = next(iter(waiting.items()))
+                try:
+                    await self._answer(identity, key, message)
+                except Exception:
+                    logger.exception("an enrollment could not be answered")
+                del waiting[identity]
+                if not waiting:
+                    del self._waiting[key]
+
+
 class NodeLink:
-    """Turns what nodes send into calls on the router."""
+    """Turns what nodes send into calls on the router. It works from `start` to `close`."""
 
     def __init__(
         self,
@@ -90,29 +162,57 @@ class NodeLink:
     ) -> None:
         self.welcome = welcome
         """Goes to every node that attaches; with the newest manifest, signed."""
-        self.garbage = 0
-        """Messages dropped because they could not be decoded or handled."""
-        self.cut_off = 0
-        """Connections that sent more garbage or more unrequested messages than their budget."""
+        self.conduct = Conduct()
+        self.chunks = chunks
+        self.admission = admission
         self._socket = socket
         self._router = router
-        self._chunks = chunks
         self._allowance = PullAllowance(lambda: admission.model.num_bytes)
-        self._admission = admission
-        self._enrolling: dict[bytes, dict[bytes, Enroll]] = {}
-        """What waits for an answer, by key and connection; each connection has at most one."""
-        self._answering: asyncio.Task[None] | None = None
-        self._said: dict[bytes, float] = {}
-        """When the log last named a rejected enrollment, by key."""
+        self._enrollments = EnrollmentQueue(self._answer_enrollment)
         self._config = config
         self._decoder = msgspec.msgpack.Decoder(FromNode)
-        self._hello_requested: dict[bytes, float] = {}
-        """When each unknown connection was last asked to say Hello."""
-        self._ignored: set[bytes] = set()
-        """Connections that are cut off: nothing from them is looked at."""
-        self._budgets = MessageBudgets(_UNASKED_MESSAGES, _UNASKED_PER_S)
+        self._said: dict[bytes, float] = {}
+        """When an unknown connection was last asked to say Hello, and the log last named a rejected key."""
         self._replies: UnderWay[zmq.MessageTracker] = UnderWay()
         """With a manifest; they have no other name."""
+
+    def start(self) -> None:
+        """Raise PortInUseError when another process holds the address, ConfigError when keys are missing."""
+        self.admission.open()
+        self._socket.bind(self._config.orchestrator.node_address)
+
+    async def close(self) -> None:
+        await self.chunks.close()
+        await self._socket.close()
+
+    @property
+    def endpoint(self) -> str:
+        return self._socket.endpoint
+
+    @property
+    def is_behind(self) -> bool:
+        """Tell whether heartbeats may have waited lately, behind a message of many frames."""
+        return time.monotonic() - self._socket.behind_at < self._config.inference.lost_after_s
+
+    def publish(self, signed: bytes, manifest: Manifest) -> None:
+        """Send a new version to every node, and give back what each may pull of it."""
+        self.welcome = msgspec.structs.replace(self.welcome, manifest=signed)
+        self._allowance.grant(manifest)
+        self.tell_all(self.welcome)
+
+    def tell_all(self, message: ToNode) -> None:
+        for node in self._router.nodes.attached():
+            self._socket.send(node.identity, message)
+
+    def _is_due(self, name: bytes, pause_s: float) -> bool:
+        """Tell whether something was not said for `pause_s`. It counts as said now."""
+        now = time.monotonic()
+        if now - self._said.get(name, -math.inf) < pause_s:
+            return False
+        if len(self._said) >= _MAX_REMEMBERED:
+            self._said.clear()
+        self._said[name] = now
+        return True
 
     async def receive(self) -> None:
         """Handle messages until cancelled."""
@@ -126,19 +226,19 @@ class NodeLink:
         """Return False for a message that was not looked at: its connection is cut off, or is not its sender's."""
         identity, key = received.identity, received.key
         if received.num_frames >= MAX_FRAMES:
-            self._admission.turn_away(key)
-        if identity in self._ignored or key in self._admission.revoked:
-            self.garbage += 1
+            self.admission.turn_away(key)
+        if identity in self.conduct.ignored or key in self.admission.revoked:
+            self.conduct.garbage += 1
             return False
         node = self._router.nodes.at(identity)
         if node is not None and node.key != key:
-            self.garbage += 1
+            self.conduct.garbage += 1
             return False
         try:
             if received.num_frames != 1:
                 raise msgspec.DecodeError(f"{received.num_frames} frames, expected 1")
             message = self._decoder.decode(received.first)
-            if not isinstance(message, Enroll) and not self._admission.is_node(key):
+            if not isinstance(message, Enroll) and not self.admission.is_node(key):
                 raise msgspec.DecodeError(f"a {type(message).__name__} from a key that may only enroll")
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             self._drop_garbage(received, node, error)
@@ -170,27 +270,24 @@ class NodeLink:
         identity, key = received.identity, received.key
         cost += received.num_bytes // _UNASKED_BYTES
         late_answers = 2 * node.hello.max_concurrent if node else 0
-        if self._budgets.charge(self._account(identity, key), cost, extra=late_answers):
+        if self.conduct.charge(self._account(identity, key), cost, extra=late_answers):
             return True
         reason = (
             f"{f'node {node.node_id}' if node else 'a connection'} sent {what}: more than "
             f"{_UNASKED_MESSAGES + late_answers} at once and {_UNASKED_PER_S:g} a second; install the same release on "
             "both sides, and look for a loop in that node's log"
         )
-        if len(self._ignored) >= _MAX_UNKNOWN:
-            self._ignored.clear()
-        self._ignored.add(identity)
-        self.cut_off += 1
+        self.conduct.cut(identity)
         logger.warning("cut off: %s", reason)
         self._socket.send(identity, Dismissed(reason=reason, may_return=True))
-        if not self._admission.is_node(key):  # An invite's key also makes no new connection for a while.
-            self._admission.turn_away(key)
+        if not self.admission.is_node(key):  # An invite's key also makes no new connection for a while.
+            self.admission.turn_away(key)
         if node is not None:
             self._router.leave(node, "cut off for what it sent")
         return False
 
     def _account(self, identity: bytes, key: bytes) -> bytes:
-        return key if self._admission.is_own(key) else identity
+        return key if self.admission.is_own(key) else identity
 
     def _dispatch(self, identity: bytes, key: bytes, node: AttachedNode | None, message: FromNode) -> None:
         router = self._router
@@ -198,7 +295,7 @@ class NodeLink:
             case NodeHello():
                 self._hello(identity, key, message)
             case Enroll():
-                self._enroll(identity, key, message)
+                self._enrollments.add(identity, key, message)
             case ChunkRequest():
                 self._serve_chunk(identity, key, node, message)
             case _ if node is None:
@@ -218,82 +315,51 @@ class NodeLink:
         account = self._account(identity, key)
         refusal = self._allowance.refusal(account)
         if refusal is None:
-            self._chunks.serve(account, identity, request, lambda to, piece: self._send_piece(to, key, piece))
+            self.chunks.serve(account, identity, request, lambda to, piece: self._send_piece(to, key, piece))
             return
         self._socket.send(identity, WeightPiece(sha256=request.sha256, offset=request.offset, refusal=refusal))
         if self._allowance.tell_once(account):
-            name = node.node_id if node is not None else self._admission.name_of(key) or "of a connection"
+            name = node.node_id if node is not None else self.admission.name_of(key) or "of a connection"
             logger.warning("node %s gets no more weights through its link for now: %s", name, refusal)
-
-    def grant(self, manifest: Manifest) -> None:
-        """Give nodes back what they may pull of a new version."""
-        self._allowance.grant(manifest)
 
     def _send_piece(self, identity: bytes, key: bytes, piece: WeightPiece) -> zmq.MessageTracker | None:
         """Send a piece of a chunk. Its request was due: how fast a node pulls is bounded by the pieces under way."""
         if piece.data is not None:
             account = self._account(identity, key)
-            self._budgets.refund(account, 1)
+            self.conduct.refund(account, 1)
             self._allowance.charge(account, len(piece.data))
         return self._socket.send_large(identity, piece)
 
     def _send_with_manifest(self, identity: bytes, key: bytes, reply: Enrolled | NodeWelcome) -> None:
         """Send a reply that may be large, unless its node has not read the former ones."""
-        is_node = self._admission.is_own(key) and self._admission.is_node(key)
+        is_node = self.admission.is_own(key) and self.admission.is_node(key)
         unsent = self._replies.to(key if is_node else identity)  # Holders of one invite read at their own pace.
         if len(unsent) < _MAX_UNSENT_REPLIES and (sent := self._socket.send_large(identity, reply)) is not None:
             unsent[sent] = sent
 
     def _ask_for_hello(self, identity: bytes) -> None:
         """Ask at most once a heartbeat: each Hello attaches the node from scratch, and one is enough."""
-        now = time.monotonic()
-        if now - self._hello_requested.get(identity, -math.inf) < self._config.inference.heartbeat_s:
-            return
-        if len(self._hello_requested) >= _MAX_UNKNOWN:
-            self._hello_requested.clear()
-        self._hello_requested[identity] = now
-        self._socket.send(identity, Heard(known=False))
+        if self._is_due(identity, self._config.inference.heartbeat_s):
+            self._socket.send(identity, Heard(known=False))
 
     def _drop_garbage(self, received: FromConnection, node: AttachedNode | None, error: Exception) -> None:
         """Count garbage. Empty frames cost time too, so each frame counts as some bytes."""
-        size = received.num_bytes + received.num_frames * FRAME_OVERHEAD
-        self.garbage += 1
+        self.conduct.garbage += 1
+        num, size = self.conduct.garbage, received.num_bytes + received.num_frames * FRAME_OVERHEAD
         if node is not None:
             node.counters.garbage += 1
         is_kept = self._charge(received, node, 1 + size // _GARBAGE_BYTES, f"{size} bytes that are not a message")
-        if is_kept and (self.garbage <= 10 or self.garbage % 1000 == 0):
+        if is_kept and (num <= 10 or num % 1000 == 0):
             sender = f"node {node.node_id}" if node else "a connection"
-            logger.warning("dropped %d bytes from %s: not a message (%s); %d so far", size, sender, error, self.garbage)
-
-    def _enroll(self, identity: bytes, key: bytes, message: Enroll) -> None:
-        waiting = self._enrolling.setdefault(key, {})
-        if len(waiting) < _MAX_ENROLLING:
-            waiting.setdefault(identity, message)
-        if self._answering is None or self._answering.done():
-            self._answering = asyncio.create_task(self._answer_enrollments())
-
-    async def _answer_enrollments(self) -> None:
-        """Answer one enrollment of each key in turn: the holders of one invite delay nobody else."""
-        while self._enrolling:
-            for key in list(self._enrolling):
-                waiting = self._enrolling[key]
-                identity, message = next(iter(waiting.items()))
-                try:
-                    await self._answer_enrollment(identity, key, message)
-                except Exception:
-                    logger.exception("an enrollment could not be answered")
-                del waiting[identity]
-                if not waiting:
-                    del self._enrolling[key]
+            logger.warning("dropped %d bytes from %s: not a message (%s); %d so far", size, sender, error, num)
 
     async def _answer_enrollment(self, identity: bytes, key: bytes, message: Enroll) -> None:
         nodes = self._router.nodes
-        taken_names = {node.node_id for node in nodes if not self._admission.is_own(node.key)}
+        taken_names = {node.node_id for node in nodes if not self.admission.is_own(node.key)}
         reply = self._second_process(message.key)
-        reply = reply or await self._admission.answer(key, message, self.welcome.manifest, taken_names)
+        reply = reply or await self.admission.answer(key, message, self.welcome.manifest, taken_names)
         if isinstance(reply, Dismissed):
-            if time.monotonic() - self._said.get(key, -math.inf) > _SAY_AGAIN_S:
-                self._said[key] = time.monotonic()
+            if self._is_due(key, _SAY_AGAIN_S):
                 logger.warning("rejected an enrollment: %s", reply.reason)
             self._socket.send(identity, reply)
         elif reply is not None:
@@ -301,15 +367,15 @@ class NodeLink:
 
     def end_revoked(self) -> None:
         """Learn which nodes were revoked, and send those away that are attached."""
-        self._admission.refresh()
+        self.admission.refresh()
         for node in self._router.nodes.attached():
-            if (reason := self._admission.revoked.get(node.key)) is not None:
+            if (reason := self.admission.revoked.get(node.key)) is not None:
                 refusal = f"this node was turned away for good: {reason}"
                 self._socket.send(node.identity, Dismissed(reason=refusal, may_return=False))
                 self._router.leave(node, f"revoked: {reason}")
 
     def _hello(self, identity: bytes, key: bytes, hello: NodeHello) -> None:
-        refusal = self._refusal(hello) or self._admission.name_refusal(key, hello.node_id)
+        refusal = self._refusal(hello) or self.admission.name_refusal(key, hello.node_id)
         reason = refusal or self._served_another_run(hello) or self._name_refusal(identity, hello)
         if reason is not None:
             logger.warning("rejected a node: %s", reason)
@@ -332,7 +398,7 @@ class NodeLink:
 
         It would pull and load the model only to be refused then.
         """
-        for holder in self._router.nodes.attached() if self._admission.is_own(key) else []:
+        for holder in self._router.nodes.attached() if self.admission.is_own(key) else []:
             if holder.key == key and (reason := self._refusal_by_holder(holder)) is not None:
                 return Dismissed(reason=reason, may_return=True)
         return None
@@ -346,7 +412,7 @@ class NodeLink:
             self._router.leave(holder, "its connection is closed")
             return None
         heard_s = time.monotonic() - holder.heard.anything
-        if self._admission.is_own(holder.key):
+        if self.admission.is_own(holder.key):
             return (
                 f"two processes hold the key of node {holder.node_id!r}, the other one spoke {heard_s:.1f} s ago: if "
                 "its state folder was copied, join here with an invite and another --state-dir; if that one vanished, "

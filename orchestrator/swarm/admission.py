@@ -2,7 +2,7 @@
 
     handshake --key--> is_admitted: the run's shared node key, an invite's, or that of a node that enrolled
     Enroll --> registry: count the use, record key, name and machine --> Enrolled: model files, newest version, settings
-    ChunkRequest of a model file --> ServedModel.chunk(): read where the model folder lies, nothing is copied
+    ChunkRequest of a model file --> ServedFiles.chunk(): read where the model folder lies, nothing is copied
 
 The list of model files is hashed and signed at the first Enroll. Weights are in it only where versions are adapters:
 every other version is whole in the weight store.
@@ -41,7 +41,7 @@ _TURNED_AWAY_S = 60.0
 """How long a key may not connect that sent a message which delays those of all others."""
 
 
-class ServedModel:
+class ServedFiles:
     """The files of the model folder, signed and read for nodes that enroll."""
 
     def __init__(self, config: Config, keys: RunKeys, run_id: str, model_dir: Path) -> None:
@@ -106,7 +106,7 @@ class Admission:
         self._config = config
         self._keys = keys
         self._run_id = run_id
-        self.model = ServedModel(config, keys, run_id, model_dir)
+        self.model = ServedFiles(config, keys, run_id, model_dir)
         self._shared_key = b""
         self._nodes: dict[bytes, RegisteredNode] = {}
         """By key, revoked ones too, as the registry was read last: they count while it cannot be read."""

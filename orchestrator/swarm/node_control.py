@@ -43,7 +43,7 @@ class NodeControl:
     """Used on the gateway's event loop."""
 
     def __init__(self, router: Router, accounts: NodeAccounts, keys: RunKeys) -> None:
-        self._accounts = accounts
+        self.accounts = accounts
         self._router = router
         self._keys = keys
         self._registry = keys.registry
@@ -118,7 +118,7 @@ class NodeControl:
             banned = self._banned()
         except ConfigError as error:
             logger.warning("who is banned is not shown: %s", error)
-        rows = {row.name: row for row in self._accounts.rows()}
+        rows = {row.name: row for row in self.accounts.rows()}
         for name in sorted(banned):
             rows[name] = msgspec.structs.replace(rows.get(name, NodeRow(name=name, state=BANNED)), state=BANNED)
         return list(rows.values())
@@ -146,7 +146,8 @@ class NodeControl:
     # -- upkeep ----------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Send away drained nodes that have answered."""
+        """Count what nodes did, and send away drained ones that have answered."""
+        self.accounts.tick()
         now = time.monotonic()
         attached = {node.node_id: node for node in self._router.nodes.attached()}
         for name, until in list(self._leaving.items()):

@@ -241,7 +241,7 @@ async def test_a_node_gets_no_name_of_one_with_the_shared_key(open_gateway, node
 async def test_while_model_files_are_hashed_threads_are_free(open_gateway, invite, monkeypatch):
     """Others that enroll wait without one: weights and files are read meanwhile."""
     async with open_gateway() as gateway:
-        enrollment, own, go_on = gateway._admission, own_keys(invite), threading.Event()
+        enrollment, own, go_on = gateway._link.admission, own_keys(invite), threading.Event()
         sign = enrollment.model._sign
         monkeypatch.setattr(enrollment.model, "_sign", lambda: go_on.wait(100) and sign())
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))

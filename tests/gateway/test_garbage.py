@@ -34,9 +34,10 @@ from composer_prime.wire.node_messages import (
     Sampled,
     Status,
 )
-from composer_prime.wire.sockets import MAX_FRAMES, FromConnection, MessageBudgets, NodeSocket, bind_router, dealer
+from composer_prime.wire.sockets import MAX_FRAMES, FromConnection, NodeSocket, bind_router, dealer
 from composer_prime.wire.types import VersionSpan
-from inference.node import GatewayLink
+from inference.gateway_link import GatewayLink
+from orchestrator.gateway.link import Conduct
 
 
 async def test_a_sender_of_garbage_is_cut_off_at_its_budget(open_gateway, node_keys):
@@ -144,9 +145,9 @@ async def test_a_message_of_many_frames_ends_its_connection(open_gateway, keys: 
         assert not gateway.state()["link"]["cut_off"], "its budget has room for many more"
         key = bad.keys.own.public
         with pytest.raises(ConfigError, match="bad is turned away for 60 s"):
-            gateway._admission.is_admitted(key)
-        gateway._admission._turned_away[key] = 0.0
-        assert gateway._admission.is_admitted(key)
+            gateway._link.admission.is_admitted(key)
+        gateway._link.admission._turned_away[key] = 0.0
+        assert gateway._link.admission.is_admitted(key)
 
 
 async def test_the_key_that_nodes_share_is_never_turned_away(open_gateway, node_keys):
@@ -295,7 +296,7 @@ async def test_a_new_connection_brings_no_new_budget_for_garbage(open_gateway, k
     """A node with a key of its own is cut off for what its earlier connections sent, too."""
     async with open_gateway() as gateway:
         async with own_node(gateway, keys, "bad") as bad:
-            gateway._link._budgets = MessageBudgets(burst=40, per_s=0)
+            gateway._link.conduct = Conduct(burst=40, per_s=0)
             for _ in range(30):
                 bad.send_raw([b"\xc1"])
             await bad.until(lambda: gateway.state()["link"]["garbage"] == 30)
@@ -321,7 +322,7 @@ async def test_answers_that_were_asked_for_are_not_counted(open_gateway, node_ke
         for _ in range(3):
             assert (await post(gateway.http_url, generate_body(5)))[0] == 200
         assert len(node.generates) == 3
-        assert [used for used, _ in gateway._link._budgets._used.values()] == [16], "the cost of its hello"
+        assert [used for used, _ in gateway._link.conduct.used.values()] == [16], "the cost of its hello"
 
 
 async def test_only_messages_about_a_held_request_are_free(open_gateway, node_keys):
@@ -336,10 +337,10 @@ async def test_only_messages_about_a_held_request_are_free(open_gateway, node_ke
         received = FromConnection(identity=node.identity, key=node.key, peer="", frames=[], num_frames=1, num_bytes=0)
 
         def costs(request_id: str) -> float:
-            link._budgets = MessageBudgets(burst=10, per_s=0)
+            link.conduct = Conduct(burst=10, per_s=0)
             message = Sampled(request_id=request_id, lease=request.lease, start=0, **_SAMPLED)
             assert link._is_in_budget(received, node, message)
-            return sum(used for used, _ in link._budgets._used.values())
+            return sum(used for used, _ in link.conduct.used.values())
 
         assert (costs(request.request_id), costs("another")) == (0, 1)
         gateway.router.end(node.leases[request.lease], EngineError("ended in the same burst"))
@@ -349,7 +350,7 @@ async def test_only_messages_about_a_held_request_are_free(open_gateway, node_ke
 
 def test_a_budget_is_a_burst_and_what_is_refunded_is_free():
     """Beyond burst and extra a charge is refused; other peers have their own; refunded charges never add up."""
-    budgets = MessageBudgets(burst=10, per_s=0)
+    budgets = Conduct(burst=10, per_s=0)
     assert [budgets.charge(b"a", 4) for _ in range(3)] == [True, True, False]
     assert budgets.charge(b"a", 4, extra=100)
     assert all(budgets.charge(b"b", 1) for _ in range(10))
@@ -360,7 +361,7 @@ def test_a_budget_is_a_burst_and_what_is_refunded_is_free():
 
 def test_a_budget_comes_back_with_time():
     """What was used falls by the rate: a peer that stays below it is never refused."""
-    budgets = MessageBudgets(burst=1, per_s=1e12)
+    budgets = Conduct(burst=1, per_s=1e12)
     assert all(budgets.charge(b"a", 1) for _ in range(1000))
 
 

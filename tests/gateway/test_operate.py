@@ -117,7 +117,7 @@ def test_drain_and_ban_real_nodes(tmp_path, capsys):
     async def second_start() -> None:
         async with live_run(tmp_path) as (gateway, run_dir):
             keys = RunKeys(run_dir.keys).client("node")
-            assert not gateway._admission.is_admitted(own.own.public)
+            assert not gateway._link.admission.is_admitted(own.own.public)
             async with PeerNode(gateway.node_endpoint, keys, "c") as other:
                 assert isinstance(other.welcome, NodeWelcome)
 
