@@ -156,12 +156,3 @@ def test_pulled_bytes_count_once():
 
 
 # A node that serves an older version says why it has no newer one; so does one that gets no requests for that.
-def test_the_table_shows_why_a_node_lacks_weights():
-    async def test(fleet: Fleet) -> None:
-        accounts = accounts_of(fleet, Clock(), None)
-        fleet.router.update_status(fleet.node("a"), status(weight_error="pulled 9 MB: keep its state folder"))
-        assert accounts.rows()[0].why == "pulled 9 MB: keep its state folder"
-        fleet.router.policy.newest = fleet.router.policy.oldest = 1
-        assert accounts.rows()[0].why == "has policy version 0, needs version 1; pulled 9 MB: keep its state folder"
-
-    with_fleet(test, a={})

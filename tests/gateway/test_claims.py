@@ -6,10 +6,8 @@ import math
 
 import pytest
 from fleet import Fleet, status
-from gateway_config import config_with
 from http_calls import generate_body, post
 from node_peer import PeerNode
-from pydantic import ValidationError
 
 from composer_prime.wire.node_messages import MAX_PLACES, NodeHello
 from composer_prime.wire.types import VersionSpan
@@ -22,14 +20,6 @@ async def test_a_node_that_claims_many_places_gets_its_share_and_no_more():
     await fleet.ask(1000)
     assert len(fleet.sent["liar"]) <= 40
     await fleet.close()
-
-
-def test_the_configuration_has_the_bound_of_the_wire():
-    """inference.max_concurrent ends where a gateway would refuse the node."""
-    assert config_with(inference={"max_concurrent": MAX_PLACES}).inference.max_concurrent == MAX_PLACES
-    for count in (0, MAX_PLACES + 1):
-        with pytest.raises(ValidationError, match="max_concurrent"):
-            config_with(inference={"max_concurrent": count})
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -236,24 +234,6 @@ async def test_a_node_gets_no_name_of_one_with_the_shared_key(open_gateway, node
         assert (await link.ask(enroll(own_keys(invite)))).node_id == "box-2"
         assert (await link.ask(enroll(own_keys(invite), name="node-0"))).node_id == "node-0-joined"
         assert isinstance(await joined(gateway, node_keys).ask(hello("node-0")), NodeWelcome)
-
-
-async def test_while_model_files_are_hashed_threads_are_free(open_gateway, invite, monkeypatch):
-    """Others that enroll wait without one: weights and files are read meanwhile."""
-    async with open_gateway() as gateway:
-        enrollment, own, go_on = gateway._link.admission, own_keys(invite), threading.Event()
-        sign = enrollment.model._sign
-        monkeypatch.setattr(enrollment.model, "_sign", lambda: go_on.wait(100) and sign())
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
-        asking = [asyncio.ensure_future(enrollment.answer(invite.keys.own.public, enroll(own), b"")) for _ in range(8)]
-        try:
-            async with asyncio.timeout(20):
-                for _ in range(8):
-                    await asyncio.to_thread(time.sleep, 0.01)
-            assert not any(one.done() for one in asking)
-        finally:
-            go_on.set()
-        assert [type(answer) for answer in await asyncio.gather(*asking)] == [Enrolled] * 8
 
 
 async def test_a_fault_of_this_machine_is_no_refusal(open_gateway, keys, invite, joined):

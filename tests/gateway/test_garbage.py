@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import platform
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -20,7 +18,7 @@ from http_calls import generate_body, post
 from node_peer import PeerNode
 from test_weight_chunks import own_node
 
-from composer_prime.errors import ConfigError, EngineError
+from composer_prime.errors import ConfigError
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node_messages import (
     ChunkRequest,
@@ -35,8 +33,6 @@ from composer_prime.wire.node_messages import (
     Status,
 )
 from composer_prime.wire.sockets import MAX_FRAMES, FromConnection, NodeSocket, bind_router, dealer
-from composer_prime.wire.types import VersionSpan
-from inference.gateway_link import GatewayLink
 from orchestrator.gateway.link import Conduct
 
 
@@ -67,22 +63,6 @@ async def test_a_message_above_the_bound_never_arrives(open_gateway, node_keys):
         await node.until(lambda: isinstance(node.welcome, NodeWelcome))
         assert gateway.state()["link"]["garbage"] == 0
         assert (await post(gateway.http_url, generate_body(5)))[0] == 200
-
-
-async def test_of_a_message_with_many_frames_only_the_first_is_kept(keys: RunKeys):
-    """The bound on size is one for each frame; the others are counted for the sender's budget, not copied."""
-    socket = NodeSocket(keys, 1024)
-    socket.bind("tcp://127.0.0.1:0")
-    context = zmq.asyncio.Context()
-    sender = dealer(context, socket.endpoint, keys.client("node"))
-    await sender.send_multipart([b"first", *[b"x" * (256 << 10)] * 20])
-    await sender.send(b"next")
-    async with asyncio.timeout(10):
-        received, following = await socket.receive(), await socket.receive()
-    assert (received.first, received.num_frames, received.num_bytes) == (b"first", 21, 5 + 20 * (256 << 10))
-    assert (following.first, following.num_frames, following.identity) == (b"next", 1, received.identity)
-    context.destroy(linger=0)
-    await socket.close()
 
 
 async def test_a_message_of_many_frames_does_not_hold_the_event_loop(keys: RunKeys):
@@ -157,52 +137,6 @@ async def test_the_key_that_nodes_share_is_never_turned_away(open_gateway, node_
         await bad.until(lambda: gateway.state()["link"]["garbage"] == 1)
         async with PeerNode(gateway.node_endpoint, node_keys, "good") as good:
             assert isinstance(good.welcome, NodeWelcome)
-
-
-async def test_the_longest_answer_is_one_frame(keys: RunKeys):
-    """Whatever a node says: no message of one is near to the bound on frames."""
-    socket = NodeSocket(keys, 1 << 15)
-    socket.bind("tcp://127.0.0.1:0")
-    link, count = GatewayLink(lambda: socket.endpoint, keys.client("node"), 1.0), 1 << 15
-    link.reopen()
-    spans = [VersionSpan(place, place + 1, place) for place in range(count)]
-    link.send(Sampled(request_id="r", lease=1, token_ids=bytes(4 * count), logprobs=bytes(4 * count),
-                        version_spans=spans, finish_reason="length"))  # fmt: skip
-    received = await asyncio.wait_for(socket.receive(), 100)
-    assert received.num_frames == 1 and MAX_FRAMES >= 1000
-    assert received.num_bytes <= socket.max_message_bytes
-    link.close()
-    await socket.close()
-
-
-async def test_a_sender_of_empty_messages_is_cut_off(open_gateway, node_keys):
-    """A message without a byte costs time too: 17,000 of them are more than the budget."""
-    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as bad:
-        for _ in range(17_000):
-            bad.send_raw([b""])
-        await bad.until(lambda: isinstance(bad.welcome, Dismissed))
-        assert gateway.state()["link"]["cut_off"] == 1
-
-
-@pytest.mark.process
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have other rules")
-def test_large_buffers_leave_the_process_when_they_are_freed():
-    """glibc maps a buffer by itself, also after one as large was freed. A new process has no free memory to use."""
-    script = """
-import ctypes
-from composer_prime.wire.sockets import give_back_buffers
-class Info(ctypes.Structure):
-    _fields_ = (("numbers", ctypes.c_size_t * 10),)  # struct mallinfo2; the fifth are the bytes that are mapped
-library = ctypes.CDLL(None)
-library.malloc.restype, library.free.argtypes, library.mallinfo2.restype = ctypes.c_void_p, [ctypes.c_void_p], Info
-give_back_buffers()
-for _ in range(2):
-    before, buffer = library.mallinfo2().numbers[4], library.malloc(8 << 20)
-    print(library.mallinfo2().numbers[4] - before >= 8 << 20)
-    library.free(buffer)
-"""
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
-    assert ran.stdout.split() == ["True", "True"], ran.stderr
 
 
 async def test_an_identity_stays_with_the_connection_that_has_it(keys: RunKeys):
@@ -325,29 +259,6 @@ async def test_answers_that_were_asked_for_are_not_counted(open_gateway, node_ke
         assert [used for used, _ in gateway._link.conduct.used.values()] == [16], "the cost of its hello"
 
 
-async def test_only_messages_about_a_held_request_are_free(open_gateway, node_keys):
-    """One that names another request under a held lease, or whose request has ended, is charged."""
-    async with (
-        open_gateway(inference={"lost_after_s": 300.0}) as gateway,
-        PeerNode(gateway.node_endpoint, node_keys, "a", heartbeat_s=300, answer=lambda request: None) as peer,
-    ):
-        call = asyncio.create_task(post(gateway.http_url, generate_body(5)))
-        await peer.until(lambda: len(peer.generates) == 1)
-        [request], [node], link = peer.generates, gateway.router.nodes.attached(), gateway._link
-        received = FromConnection(identity=node.identity, key=node.key, peer="", frames=[], num_frames=1, num_bytes=0)
-
-        def costs(request_id: str) -> float:
-            link.conduct = Conduct(burst=10, per_s=0)
-            message = Sampled(request_id=request_id, lease=request.lease, start=0, **_SAMPLED)
-            assert link._is_in_budget(received, node, message)
-            return sum(used for used, _ in link.conduct.used.values())
-
-        assert (costs(request.request_id), costs("another")) == (0, 1)
-        gateway.router.end(node.leases[request.lease], EngineError("ended in the same burst"))
-        assert costs(request.request_id) == 1
-        assert (await call)[0] == 502
-
-
 def test_a_budget_is_a_burst_and_what_is_refunded_is_free():
     """Beyond burst and extra a charge is refused; other peers have their own; refunded charges never add up."""
     budgets = Conduct(burst=10, per_s=0)
@@ -357,12 +268,6 @@ def test_a_budget_is_a_burst_and_what_is_refunded_is_free():
     for _ in range(100):
         assert budgets.charge(b"c", 10)
         budgets.refund(b"c", 10)
-
-
-def test_a_budget_comes_back_with_time():
-    """What was used falls by the rate: a peer that stays below it is never refused."""
-    budgets = Conduct(burst=1, per_s=1e12)
-    assert all(budgets.charge(b"a", 1) for _ in range(1000))
 
 
 @pytest.mark.slow

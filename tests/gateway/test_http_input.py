@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from typing import Any
 
 import aiohttp
@@ -129,19 +128,6 @@ async def test_an_idle_connection_is_kept_for_long(open_gateway):
         writer.close()
 
 
-async def test_raw_bytes_on_the_http_port_do_no_harm(open_gateway, node_keys):
-    """Bytes that are no HTTP close that connection and nothing else."""
-    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0"):
-        port = int(gateway.http_url.rsplit(":", 1)[1])
-        for junk in (os.urandom(2000), b"\x00" * 100, b"POST / HTTP/1.1\r\nContent-Length: -5\r\n\r\n", b"GET\r\n\r\n"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(junk)
-            writer.write_eof()
-            await asyncio.wait_for(reader.read(), 100)
-            writer.close()
-        assert (await post(gateway.http_url, generate_body(5)))[0] == 200
-
-
 @pytest.mark.parametrize("header", ["X-Session-ID", "Authorization"])
 async def test_a_header_that_is_no_text_is_the_clients_error(open_gateway, node_keys, monkeypatch, header):
     """Bytes that are no UTF-8 in a header get a 4xx, and nothing of the request stays behind."""
@@ -170,14 +156,6 @@ async def test_a_body_that_does_not_decode_is_the_clients_error(open_gateway, ca
                 assert f"Content-Encoding says: '{encoding}'" in (await reply.json())["error"]["message"]
         assert (await get(gateway.http_url + "/health"))[0] == 503  # The gateway goes on; it has no node.
     assert "Traceback" not in caplog.text
-
-
-async def test_models_lists_the_policy_with_its_context(open_gateway):
-    """Clients learn max_model_len before their first request, node or no node."""
-    async with open_gateway() as gateway:
-        status, body = await get(gateway.http_url + "/v1/models")
-        assert status == 200
-        assert ("policy", 512) in [(card["id"], card["max_model_len"]) for card in body["data"]]
 
 
 async def test_a_token_is_asked_for_where_one_is_set(open_gateway, node_keys, monkeypatch):

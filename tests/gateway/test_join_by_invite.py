@@ -21,7 +21,8 @@ from composer_prime.errors import ConfigError, InviteError, LostRunError
 from composer_prime.host import module_file
 from composer_prime.run.keys import ClientKeys, CurvePair
 from inference.enrolling import NodeState, enroll
-from inference.joining import NodeShare, _invite, _Machine, join_parser
+from inference.joining import _Machine, join_parser
+from inference.machine import NodeShare
 from tests.engines.reference import Reference
 from tests.inference.publisher import Publisher
 
@@ -230,12 +231,6 @@ def test_a_state_folder_that_cannot_be_written_is_named(keys):
     state = NodeState(Path("/proc/x"), invite_for(keys))
     with pytest.raises(ConfigError, match=r"/proc/x/run-1-.* cannot be written .*--state-dir"), state.locked("join"):
         pass
-
-
-def test_a_blank_before_an_invite_does_no_harm(keys, tmp_path, monkeypatch):
-    text = invite_for(keys).text()
-    monkeypatch.setenv("COMPOSER_INVITE", f" {text}\n")
-    assert _invite(join_parser().parse_args(["--state-dir", str(tmp_path)]))[0].text() == text
 
 
 def test_the_price_of_a_node_is_that_of_its_gpus(keys, tmp_path):

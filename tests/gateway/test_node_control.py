@@ -88,11 +88,6 @@ def test_drain_now(tmp_path, is_drained):
 
 
 # The last node that serves may be drained too; the answer says what follows.
-def test_draining_the_last_node_says_so(tmp_path):
-    async def test(its: Controlled) -> None:
-        assert "no other node serves now" in its.control.drain("a")
-
-    with_control(tmp_path, test, "a")
 
 
 # The key of a node is revoked, for every later start too, and admitted again by unban; the table shows it meanwhile.

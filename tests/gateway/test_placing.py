@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from composer_prime.wire.node_messages import NodeHello
 from orchestrator.gateway.nodes import AttachedNode
-from orchestrator.gateway.placing import UNPROVEN_PLACES, NodeSpeed, Pace, Placing, WarmPrefix
+from orchestrator.gateway.placing import UNPROVEN_PLACES, NodeSpeed, Pace, Placing
 
 
 def measured(prompt_s: float, token_s: float, answers: int = 40) -> NodeSpeed:
@@ -143,17 +142,6 @@ async def test_a_conversation_goes_where_the_cache_has_room_for_it():
     await fleet.close()
 
 
-@pytest.mark.parametrize(("slow_tokens", "expected"), [(0, "fast"), (1 << 20, "slow")])
-async def test_a_node_that_reports_no_size_has_room_until_it_reports_a_full_cache(slow_tokens, expected):
-    """It counts as any other beside nodes that report theirs."""
-    fleet = fast_and_slow(fast=0, slow=slow_tokens)
-    assert await turn(fleet, "s0", 400) == "fast"
-    fleet.router.update_status(fleet.node("fast"), status(kv_used=0.97))
-    fleet.router.update_status(fleet.node("slow"), status(kv_used=0.0 if slow_tokens else 0.97))
-    assert await turn(fleet, "s1", 400) == expected
-    await fleet.close()
-
-
 async def test_as_many_conversations_leave_a_full_cache_as_must():
     """They grow until they are larger than the KV cache: the one that has the next turn goes, and the others stay."""
     fleet = fast_and_slow(fast=1000, slow=2000)
@@ -179,33 +167,6 @@ async def test_a_node_without_room_is_better_than_a_far_slower_one():
     set_pace(fleet.node("slow"), Pace(1e-1, 5.0), fleet)
     await fleet.ask(prompt=400, session="s2")
     assert fleet.sent["fast"][-1].session == "s2"
-    await fleet.close()
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4), st.integers(1, 50), st.booleans()), max_size=40))
-def test_a_nodes_conversations_are_those_that_are_warm_there(events):
-    """Whatever turns and ends come, sizes are the sums over the conversations; none is left of an end."""
-    placing, sizes = Placing(), {}
-    for name, session, size, ends in events:
-        if ends:
-            placing.forget(str(session))
-            sizes.pop(session, None)
-        else:
-            placing._remember(str(session), WarmPrefix(name, size, size, 0, 0.0))
-            sizes[session] = (name, size)
-    by_node: Counter[str] = Counter()
-    for name, size in sizes.values():
-        by_node[name] += size
-    assert +placing._sizes == by_node
-
-
-async def test_an_empty_node_has_room_for_one_conversation_however_small_its_cache():
-    """A GPU that holds about one average conversation gets one, not none."""
-    fleet = fast_and_slow(fast=40_000, slow=1 << 20)
-    fleet.router.placing.mean_context = 38_000.0
-    assert await turn(fleet, "s0", 500) == "fast"
-    fleet.router.placing.mean_context = 38_000.0
-    assert await turn(fleet, "s1", 500) == "slow"
     await fleet.close()
 
 

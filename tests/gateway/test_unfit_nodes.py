@@ -66,24 +66,6 @@ async def test_a_stalled_node_gets_one_request_until_it_answers():
     await fleet.close()
 
 
-@pytest.mark.parametrize(("stall_s", "longest_s"), [(75.0, 300.0), (2000.0, 3600.0)])
-async def test_a_suspension_has_a_longest_time(stall_s, longest_s):
-    """A node that hung many times is tried again within an hour."""
-    fleet = Fleet(a={}, b={})
-    node = fleet.node("a")
-    for _ in range(8):
-        await fleet.ask(6)
-        node.heard.progress -= 2 * stall_s
-        for request in node.leases.values():
-            request.running.placed -= 2 * stall_s
-        reclaim_stalled(fleet.router, stall_s)
-        suspended_s = node.standing.suspended_until - time.monotonic()
-        assert 0 < suspended_s <= longest_s
-        node.standing.suspended_until = 0.0
-    assert node.standing.stalls_in_row == 8 and suspended_s == pytest.approx(longest_s, abs=longest_s / 4)
-    await fleet.close()
-
-
 @pytest.mark.parametrize("instance", ["a", "restarted", ""])
 async def test_a_suspension_outlasts_a_restart(instance):
     """Whatever process a node announces itself as, its suspension ends when its time is over, not before."""
@@ -129,19 +111,6 @@ async def test_a_node_that_delivered_something_may_leave():
     fleet.router.leave(fleet.node("a"), "reconnecting")
     fleet.router.leave(fleet.node("b"), "reconnecting")
     assert [fleet.node(name).standing.failures_in_row for name in ("a", "b")] == [0, 1]
-    await fleet.close()
-
-
-async def test_a_claim_of_one_place_ends_no_probation():
-    """A suspended node that says that it has one place, and then that it has many, gets one request."""
-    fleet = Fleet(a={}, b={})
-    await fleet.ask(6)
-    stall(fleet.node("a"))
-    reclaim_stalled(fleet.router, 75.0)
-    for places in (1, 64):
-        hello = NodeHello(node_id="a", engine="test", run_id=None, version=0, max_concurrent=places, instance="a")
-        node = fleet.router.attach(b"a2", hello)
-    assert (node.hello.max_concurrent, node.standing.places) == (64, 1)
     await fleet.close()
 
 

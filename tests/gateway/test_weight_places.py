@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from node_peer import PeerNode
 from test_nodes import signed_manifest
 
-from composer_prime.config.orchestrator import WeightCopiesConfig
 from composer_prime.wire.node_messages import NodeWelcome
 
 
@@ -21,8 +19,3 @@ async def test_nodes_learn_of_copies(open_gateway, node_keys, keys):
         gateway.publish(signed_manifest(keys, 3))
         await node.until(lambda: bool(node.welcome.manifest))
         assert node.welcome.sources == copies
-
-
-def test_a_source_is_a_url():
-    with pytest.raises(ValueError, match="sources"):
-        WeightCopiesConfig(sources=["cdn.example"])

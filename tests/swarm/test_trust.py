@@ -73,8 +73,3 @@ def test_a_quarantine_ends_in_probation_and_the_next_one_is_longer():
     for _ in range(32):
         note(trust, verdict())
     assert trust.state(10_000.0) == "known"
-
-
-def test_nothing_is_known_of_a_node_that_was_never_audited():
-    # The operator's table shows no figure then.
-    assert NodeTrust().expectation(0.0) is None
