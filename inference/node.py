@@ -320,7 +320,7 @@ class InferenceNode:
             case NewVersion():
                 self._learn(message)
             case NodeWelcome():
-                self._learn(message) if self._attached else self._attach(message)
+                self._attach(message)
             case Heard(known=False):
                 self._repeat_hello()
             case Dismissed(reason=reason, finish_first=True):

@@ -198,7 +198,7 @@ class NodeLink:
         """Send a new version to every node, and give back what each may pull of it."""
         self.welcome = msgspec.structs.replace(self.welcome, manifest=signed)
         self._allowance.grant(manifest)
-        self.tell_all(self.welcome)
+        self.tell_all(msgspec.structs.replace(self.welcome, is_news=True))
 
     def tell_all(self, message: ToNode) -> None:
         for node in self._router.nodes.attached():

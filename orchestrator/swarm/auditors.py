@@ -251,7 +251,7 @@ class Auditors:
     def publish(self, signed: bytes) -> None:
         """Tell the auditors of a new version."""
         for identity in self._connected:
-            self._socket.send(identity, msgspec.structs.replace(self._welcome, manifest=signed))
+            self._announce(identity, signed)
 
     async def _receive(self) -> None:
         decoder = msgspec.msgpack.Decoder(FromAuditor)
@@ -314,8 +314,13 @@ class Auditors:
         for version in self._store.versions():
             with suppress(FileNotFoundError):  # The trainer prunes meanwhile.
                 kept.append(self._store.manifest(version))
-        for signed in [*kept[-1:], *kept[:-1]] or [b""]:
-            self._socket.send(identity, msgspec.structs.replace(self._welcome, manifest=signed))
+        newest = kept.pop() if kept else b""
+        self._socket.send(identity, msgspec.structs.replace(self._welcome, manifest=newest))
+        for signed in kept:
+            self._announce(identity, signed)
+
+    def _announce(self, identity: bytes, signed: bytes) -> None:
+        self._socket.send(identity, msgspec.structs.replace(self._welcome, manifest=signed, is_news=True))
 
     async def _tick(self) -> None:
         """Look for auditors that are silent, or take too long."""

@@ -61,7 +61,7 @@ class GatewayPeer:
             self.hellos.append(message)
             self.known.add(identity)
             self.node = identity
-            self.announce(self.manifest)
+            self.announce(self.manifest, is_news=False)
         elif isinstance(message, ChunkRequest):
             self.chunk_requests.append(message)
             self.send(self._chunk(message))
@@ -85,10 +85,15 @@ class GatewayPeer:
         last = piece is not None and len(piece) < 100_000
         return WeightPiece(sha256=request.sha256, offset=request.offset, data=piece, last=last)
 
-    def announce(self, manifest: bytes) -> None:
+    def announce(self, manifest: bytes, *, is_news: bool = True) -> None:
         """Welcome the node with a version."""
         welcome = NodeWelcome(
-            run_id=RUN_ID, manifest=manifest, verify_key=self._verify_key, heartbeat_s=0.1, sources=self.sources
+            run_id=RUN_ID,
+            manifest=manifest,
+            verify_key=self._verify_key,
+            heartbeat_s=0.1,
+            sources=self.sources,
+            is_news=is_news,
         )
         self.send(welcome)
 
