@@ -32,12 +32,12 @@ from pydantic import ValidationError
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.layers import Layer, merge_layers, read_with_bases
-from composer_prime.console import EXIT_USAGE, console_script, duration_s, pluralize
+from composer_prime.console import EXIT_USAGE, GIB, console_script, duration_s, pluralize
 from composer_prime.errors import ComposerError, ConfigError, InviteError, LostRunError, PullRefusedError
 from composer_prime.host import cuda_visible_devices, driver_cuda, free_bytes, gpu_name, module_file, this_machine
 from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session, stop
 from composer_prime.run.retry import Restarts, backoff_s
-from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Gpu, Invite, NodeMachine
+from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite
 from inference.enrolling import EnrolledNode, NodeState, enroll_for_weights
 from inference.serving import DISCONNECTED, FAILED, Assignment, run_node
 
@@ -319,11 +319,33 @@ class NodeShare:
     threads: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMachine:
+    """What a node found where it runs."""
+
+    gpu: str = ""
+    """The name of its GPUs."""
+    gpus: list[int]
+    """Bytes of memory of each."""
+    driver: str
+    """The newest CUDA that the driver knows, such as `12.8`; empty without a driver."""
+    memory: int
+    disk: int
+    """Free where the node keeps its files."""
+    cores: int
+
+    def __str__(self) -> str:
+        gpus = ", ".join(f"{self.gpu} {memory / GIB:.0f} GiB" for memory in self.gpus) or "no GPU"
+        driver = f", CUDA {self.driver}" if self.driver else ""
+        return f"{gpus}{driver}, {self.cores} cores, {self.memory / GIB:.1f} GiB memory, {self.disk / GIB:.1f} GiB disk"
+
+
 def find_machine(state: Path) -> NodeMachine:
     """Look at this machine; `state` is the folder in which the node will keep its files."""
     machine = this_machine()
     return NodeMachine(
-        gpus=[Gpu(gpu_name(), memory) for memory in machine.gpus],
+        gpu=gpu_name() if machine.gpus else "",
+        gpus=list(machine.gpus),
         driver=driver_cuda(),
         memory=min(machine.memory_bytes, psutil.virtual_memory().available),
         disk=free_bytes(state),

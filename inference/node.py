@@ -51,7 +51,6 @@ from composer_prime.wire.node_messages import (
     Heard,
     NodeHello,
     NodeWelcome,
-    Rejected,
     Status,
     ToNode,
     WeightPiece,
@@ -317,7 +316,7 @@ class InferenceNode:
                 self._answers.accept(message)
             case CancelGenerate(request_id=request_id, lease=lease):
                 self._answers.cancel(request_id, lease)
-            case NewVersion():
+            case NodeWelcome(is_news=True):
                 self._learn(message)
             case NodeWelcome():
                 self._attach(message)

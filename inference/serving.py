@@ -108,8 +108,7 @@ async def _start(assignment: Assignment, folder: Path, stack: AsyncExitStack) ->
     """Return the node, its engine started and its first version in use. `stack` closes what it is made of."""
     import torch
 
-    from composer_prime.wire.audit_messages import ToAuditor
-    from composer_prime.wire.node_messages import ToNode
+    from composer_prime.wire.node_messages import ToAuditor, ToNode
     from inference.audit import Auditor
     from inference.engines.base import build_engine
     from inference.node import GatewayLink, InferenceNode

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, MisfitError
 from composer_prime.import_path import build_part
-from composer_prime.wire.answer import Answer, context_overflow
-from composer_prime.wire.node_messages import Sampling
+from composer_prime.wire.node_messages import Answer, Sampling, context_overflow
 
 if TYPE_CHECKING:
     import torch

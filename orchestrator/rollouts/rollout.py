@@ -36,7 +36,7 @@ import numpy as np
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import DeadlineError, RolloutError
 from composer_prime.run.retry import backoff_s
-from composer_prime.wire.answer import POLICY, joined
+from composer_prime.wire.node_messages import POLICY, joined
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, pack_flags, pack_floats, pack_ints
 from orchestrator.gateway import Gateway
 from orchestrator.gateway.http import GenerationRecord, RolloutRecords

@@ -21,8 +21,7 @@ from composer_prime.errors import ConfigError, InviteError, LostRunError
 from composer_prime.host import module_file
 from composer_prime.run.keys import ClientKeys, CurvePair
 from inference.enrolling import NodeState, enroll
-from inference.joining import _Machine, join_parser
-from inference.machine import NodeShare
+from inference.joining import NodeShare, _Machine, join_parser
 from tests.engines.reference import Reference
 from tests.inference.publisher import Publisher
 

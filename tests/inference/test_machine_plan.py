@@ -7,8 +7,7 @@ import pytest
 from composer_prime.config.inference import InferenceConfig, VllmEngineConfig
 from composer_prime.console import GIB
 from composer_prime.errors import ConfigError
-from composer_prime.wire.enrollment import Gpu, NodeMachine
-from inference.joining import NodeShare, find_machine, plan_nodes
+from inference.joining import NodeMachine, NodeShare, find_machine, plan_nodes
 
 
 def machine(gpus: int = 0, driver: str = "13.0") -> NodeMachine:
