@@ -39,12 +39,12 @@ from composer_prime.errors import (
     WireError,
 )
 from composer_prime.run.keys import ClientKeys
-from composer_prime.wire.audit_messages import FromAuditor
 from composer_prime.wire.node_messages import (
     CancelGenerate,
     ChunkRequest,
     ComputeDevice,
-    Drain,
+    Dismissed,
+    FromAuditor,
     FromNode,
     Generate,
     Goodbye,

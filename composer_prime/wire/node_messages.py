@@ -257,8 +257,8 @@ class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     """ed25519 public key, 32 bytes, that signs manifests of this run."""
     heartbeat_s: float
     sources: list[str] = []
-    """Copies of the weight store besides this link: http://, https:// or bucket URLs. The host `*` stands for the one
-    that the node reaches the gateway at."""
+    """Copies of the weight store besides this link: http:// or https:// URLs. The host `*` stands for the one that the
+    node reaches the gateway at."""
     is_news: bool = False
     """Whether it announces a version to a node that is attached; else it answers a Hello."""
 

@@ -186,7 +186,7 @@ class Auditors:
         while num_bytes > self._max_queued_bytes or len(self._queue) > _MAX_QUEUED:
             error = f"{len(self._queue)} answers of {num_bytes / 1e6:.1f} MB wait for an auditor"
             num_bytes -= self._queue[0].num_bytes
-            self._fail(self._queue.pop(0), f"{error}: start more (orchestrator audit)")
+            self._fail(self._queue.pop(0), f"{error}: start more (inference audit)")
 
     def give_up(self, answers: Iterable[OfferedAnswer]) -> None:
         """Remove answers that are no longer awaited from the queue. Verdicts under way count for the node."""

@@ -145,7 +145,7 @@ class Audits:
         nodes = sorted({node_id for answer in answers for node_id in answer.quarantines})
         return (
             f"waited {TIMEOUT_S:g} s for the audit of {len(answers)} answers of new nodes ({', '.join(nodes[:5])}); "
-            f"{self.auditors.connected} auditors are connected (orchestrator audit), {self.auditors.queued} answers "
+            f"{self.auditors.connected} auditors are connected (inference audit), {self.auditors.queued} answers "
             "are queued"
         )
 

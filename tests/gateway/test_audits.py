@@ -156,7 +156,7 @@ async def test_without_an_auditor_new_nodes_answers_are_refused_after_the_deadli
         _, objection = await play(gateway, "r1", [5, 6])
     assert objection is not None
     assert "waited 0.2 s" in objection and "n0" in objection
-    assert "0 auditors are connected (orchestrator audit)" in objection
+    assert "0 auditors are connected (inference audit)" in objection
 
 
 async def test_the_seed_that_a_request_lacks_is_the_gateways(open_gateway, node_keys):
