@@ -38,7 +38,7 @@ from verifiers.v1.utils import loaders
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.console import did_you_mean
 from composer_prime.errors import ConfigError
-from composer_prime.wire.answer import GATEWAY_TOKEN_VARIABLE
+from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
 from orchestrator.coding.sandbox.runtime import make_images, runtime_settings
 from orchestrator.workers import verifiers_compat
 from orchestrator.workers.protocol import (

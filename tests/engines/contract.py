@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from composer_prime.errors import BadRequestError, EngineError, WeightError
-from composer_prime.wire.answer import Answer
+from composer_prime.wire.node_messages import Answer
 from inference.engines.local.local_engine import LocalEngine
 from inference.engines.sampling import SamplingRows, draw_misses
 from inference.snapshot import word_sum
