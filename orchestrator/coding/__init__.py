@@ -5,7 +5,7 @@
     code/        the task set: tools, grading
     monitor/     hacks: how a rollout earned its reward
     formats/     task files in forms that others publish
-    factory/     tasks made of repositories; `git_command.py` and `in_order.py` serve both
+    factory/     tasks made of repositories; `git_command.py` serves it and formats/
 
 Configurations name the task sets by import path. Other parts of the product use `sandbox/runtime.py` only.
 """

@@ -18,8 +18,7 @@ from composer_prime.console import INTERRUPTED, ProgressLines, clock, pluralize
 from composer_prime.errors import ConfigError
 from orchestrator.coding.factory.candidates import FactorySettings
 from orchestrator.coding.factory.factory import TaskFactory, factory_runtime
-from orchestrator.coding.formats.conversion import ImportSettings, import_tasks, why_unproven
-from orchestrator.coding.in_order import in_order
+from orchestrator.coding.formats.conversion import ImportSettings, import_tasks, in_order, why_unproven
 from orchestrator.coding.task import TREES_FOLDER, CodeTask, read_tasks
 
 NOTHING = 1

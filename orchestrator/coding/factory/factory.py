@@ -45,8 +45,8 @@ from orchestrator.coding.factory.source import (
     write_tree,
 )
 from orchestrator.coding.factory.suite import last_line, measure_baseline
+from orchestrator.coding.formats.conversion import in_order
 from orchestrator.coding.git_command import git
-from orchestrator.coding.in_order import in_order
 from orchestrator.coding.sandbox.box import open_box
 from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER
 

@@ -18,10 +18,11 @@ import asyncio
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 import msgspec
 
@@ -31,7 +32,6 @@ from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.code.grading import grade
 from orchestrator.coding.formats.task_files import Record, read_records
 from orchestrator.coding.git_command import git
-from orchestrator.coding.in_order import in_order
 from orchestrator.coding.sandbox.box import open_box
 from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, check_path, write_tasks
 
@@ -117,6 +117,33 @@ def _convert(record: Record, folder: Path, settings: ImportSettings) -> CodeTask
     if settings.repositories is None:
         raise ConfigError("an instance of SWE-bench's form needs its repository: give --repositories FOLDER")
     return _instance_task(record, settings.repositories, folder / TREES_FOLDER, settings.timeout_s)
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+async def in_order(
+    work: Callable[[Item], Awaitable[Result]], items: Iterable[Item], jobs: int
+) -> AsyncGenerator[Result, None]:
+    """Yield what `work` returns for each item, in the items' order; `jobs` of them are under way at a time.
+
+    Close it (`contextlib.aclosing`) to cancel what is still under way. Raises what the work of an item raises.
+    """
+    free = asyncio.Semaphore(jobs)
+
+    async def one(item: Item) -> Result:
+        async with free:
+            return await work(item)
+
+    running = [asyncio.create_task(one(item)) for item in items]
+    try:
+        for job in running:
+            yield await job
+    finally:
+        for job in running:
+            job.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 async def why_unproven(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> str:
