@@ -45,7 +45,7 @@ def test_a_distilled_group_counts_as_filtered():
 def test_a_resumed_batch_has_its_pairs_and_the_cursor_moves_on():
     """Pairs are served again as they were; the next batch draws after the newest one that was formed."""
     state = OrchestratorState(
-        run_id="run", step=1, seed=3, journal_seq=3, next_group=2, in_flight=[], ready=[], dropped=[], batches={2: [0]},
+        run_id="run", step=1, journal_seq=3, next_group=2, in_flight=[], ready=[], dropped=[], batches={2: [0]},
         curricula={}, counters={}, pairs=PairCursor(position=2, known=9),
         versions=Versions(trained=1, newest=1, since=1),
     )  # fmt: skip
