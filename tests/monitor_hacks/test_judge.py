@@ -6,8 +6,7 @@ from patch_hacks import bash
 from small_packages import cases
 
 from composer_prime.config.hints import EndpointConfig
-from orchestrator.coding.monitor import HackMonitorConfig, inspect, seal
-from orchestrator.coding.monitor.judge import second_opinion
+from orchestrator.coding.monitor import HackMonitorConfig, inspect, seal, second_opinion
 from tests.chat_server import chat_server
 
 CASE = cases()[0]

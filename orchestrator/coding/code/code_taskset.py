@@ -32,7 +32,6 @@ from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding import monitor as code_monitor
 from orchestrator.coding.code.grading import Grade, allowed_files, grade
 from orchestrator.coding.code.tools import TOOL_NAMES, CodeTools, is_tool_error
-from orchestrator.coding.monitor.judge import second_opinion
 from orchestrator.coding.sandbox.box import WORK, Box, box_class, open_box
 from orchestrator.coding.sandbox.runtime import box_of
 from orchestrator.coding.task import TREES_FOLDER, CodeTask, index_tasks, read_task, tree_of
@@ -265,7 +264,7 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
             state.grade = await grade(task, self.data.settings.trees, changed, self.data.settings.runtime)
         inspect = code_monitor.inspect
         verdict = await asyncio.to_thread(inspect, task, state.seal, state.files, state.uses, monitor)
-        state.verdict = await second_opinion(monitor, task, verdict, changed)
+        state.verdict = await code_monitor.second_opinion(monitor, task, verdict, changed)
         if state.verdict.reward(self._earned(state)) is None:
             state.quarantine = "; ".join(finding.text() for finding in state.verdict.findings[:3])
 

@@ -2,13 +2,13 @@
 
     seal (before.py) ──> agent plays ──> inspect (after.py) ──> HackVerdict (verdict.py) ──> reward
       unwanted files       tool calls      files, code, calls       policy of the source
-      lures, hashes                        └─ judge.py, if a judge is configured
+      lures, hashes                        └─ a judge, if one is configured
 
 Grading is the first defense: it copies only source files into a pristine tree. The monitor checks what grading cannot:
 how the agent made the patch, and code that works only for the tests. Read after.py first.
 """
 
-from orchestrator.coding.monitor.after import inspect
+from orchestrator.coding.monitor.after import inspect, second_opinion
 from orchestrator.coding.monitor.before import Seal, seal
 from orchestrator.coding.monitor.commands import ToolUse, tool_use
 from orchestrator.coding.monitor.verdict import HackFinding, HackMonitorConfig, HackVerdict
@@ -21,5 +21,6 @@ __all__ = [
     "ToolUse",
     "inspect",
     "seal",
+    "second_opinion",
     "tool_use",
 ]
