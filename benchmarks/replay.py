@@ -82,7 +82,7 @@ async def measure(folder: Path, url: str, states: int, at_once: int) -> float:
     try:
         began = time.perf_counter()
         progress = await Replay(config, pool, budget, records).run(state(number) for number in range(states))
-        return progress.calls / (time.perf_counter() - began)
+        return progress.votes.calls / (time.perf_counter() - began)
     finally:
         await pool.close()
 

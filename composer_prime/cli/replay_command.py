@@ -173,16 +173,17 @@ async def _show(progress: ReplayProgress, total: int) -> None:
 
 def replay_summary(progress: ReplayProgress, pairs: Path) -> list[str]:
     """Return what a replay did, as lines."""
+    votes = progress.votes
     outcomes = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in progress.outcomes.most_common())
     lines = [
         f"states    {progress.states} replayed ({outcomes or 'none'}); {progress.resumed} were done before",
         f"pairs     {progress.pairs} written to {pairs}"
         + (f"; {progress.dropped} dropped" if progress.dropped else ""),
-        f"votes     {progress.calls} called, {progress.cached} from the cache, {progress.failed} failed",
+        f"votes     {votes.calls} called, {votes.cached} from the cache, {votes.failed} failed",
         f"cost      ${progress.usd:.4f} paid now, ${progress.price_usd:.4f} as first asked",
     ]
     if progress.left_out:
         lines.append(f"left out  {progress.left_out}: {progress.why_left_out}")
     lines += [f"refused   {count}: {reason}" for reason, count in progress.refusals.most_common(3)]
-    lines += [f"no vote   {count}: {reason}" for reason, count in progress.without_vote.most_common(3)]
+    lines += [f"no vote   {count}: {reason}" for reason, count in votes.without_vote.most_common(3)]
     return [*lines, f"stopped   {progress.stopped}"] if progress.stopped else lines

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -163,11 +164,9 @@ def split_thinking(text: str) -> tuple[str, str]:
     visible: list[str] = []
     thoughts: list[str] = []
     done, opened = 0, None
-    for tag in _THINK_TAG.finditer(text):
-        if _is_quoted(text, tag):
-            continue
+    for tag in _think_tags(text):
         if not tag[0].startswith("</"):
-            opened = tag if opened is None else opened
+            opened = opened or tag
         elif opened is not None or not thoughts:
             start, inner = (done, done) if opened is None else opened.span()
             visible.append(text[done:start])
@@ -175,7 +174,12 @@ def split_thinking(text: str) -> tuple[str, str]:
             done, opened = tag.end(), None
     if opened is not None and not thoughts and not text[: opened.start()].strip():
         return "", text[opened.end() :].strip()
-    return "".join([*visible, text[done:]]), "\n\n".join(thought.strip() for thought in thoughts)
+    return "".join([*visible, text[done:]]), "\n\n".join(map(str.strip, thoughts))
+
+
+def _think_tags(text: str) -> Iterator[re.Match[str]]:
+    """Yield the tags that are not quoted."""
+    return (tag for tag in _THINK_TAG.finditer(text) if not _is_quoted(text, tag))
 
 
 def read_tool_call(text: str) -> tuple[str, dict[str, Any]] | None:

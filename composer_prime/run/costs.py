@@ -83,8 +83,6 @@ class Spent:
     hint_calls: int = 0
     machine_usd: float = 0.0
     """What the launcher's machine cost at run.usd_per_hour; no other sum includes it."""
-    machine_s: float = 0.0
-    """Seconds of all starts of the launcher."""
     process_s: float = 0.0
     """Seconds of all processes of the run together."""
     gpu_s: float = 0.0
@@ -171,7 +169,6 @@ def _count(total: Spent, open_calls: dict[str, dict[str, Any]], line: dict[str, 
         total.hint_calls += 1
     elif kind == "machine":
         total.machine_usd += _number(line, "usd")
-        total.machine_s += _number(line, "seconds")
     elif kind == "seconds":
         total.process_s += _number(line, "seconds")
         total.gpu_s += _number(line, "gpu_seconds")

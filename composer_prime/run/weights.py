@@ -307,12 +307,7 @@ class WeightStore:
         A slow node pulls a version for longer than it is among the newest. So up to `keep` older versions stay while
         their chunks are read.
         """
-        chunks: dict[int, set[str]] = {}
-        for version in self.versions():
-            try:
-                chunks[version] = {ref.sha256 for ref in decode(self.manifest(version)).refs}
-            except ComposerError:  # An earlier release wrote it, or it is damaged: no node can use it.
-                self._manifest_path(version).unlink(missing_ok=True)
+        chunks = self._named_chunks(decode)
         versions = list(chunks)
         held = {sha256 for version in versions[-keep:] for sha256 in chunks[version]}
         pulled_at = {version: self._pulled_at(chunks[version] - held) for version in versions[:-keep]}
@@ -325,6 +320,16 @@ class WeightStore:
         for path in self._chunks.iterdir():
             if path.name not in held and not path.name.startswith("."):
                 path.unlink(missing_ok=True)
+
+    def _named_chunks(self, decode: Callable[[bytes], Manifest]) -> dict[int, set[str]]:
+        """Return the chunks that each version names. Drop the manifests that cannot be read."""
+        chunks: dict[int, set[str]] = {}
+        for version in self.versions():
+            try:
+                chunks[version] = {ref.sha256 for ref in decode(self.manifest(version)).refs}
+            except ComposerError:  # An earlier release wrote it, or it is damaged: no node can use it.
+                self._manifest_path(version).unlink(missing_ok=True)
+        return chunks
 
     def _pulled_at(self, chunks: Iterable[str]) -> float:
         """Return when one of `chunks` was last read since it was written, Unix seconds; 0 for never."""

@@ -95,6 +95,6 @@ def test_a_reply_of_another_family_is_not_kept(tmp_path: Path) -> None:
             config.teacher[0] = TeacherConfig.model_validate(first)
             return await replayed(tmp_path, config, [state(0)])
 
-    (reason,) = asyncio.run(run()).without_vote
+    (reason,) = asyncio.run(run()).votes.without_vote
     assert "came from gemini-3.8-flash, of another family than a-latest" in reason
     assert len([answer for answer in kept_answers(tmp_path / "cache").values() if answer is not None]) == 2

@@ -40,7 +40,7 @@ from composer_prime.traces.states import TraceState, read_states, write_state
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("late", "not_found")])
 def test_a_fault_costs_a_retry(tmp_path: Path, fault: str) -> None:
     progress, endpoint = play(tmp_path, [state(0)], {"gpt-a": [fault, fault]})
-    assert progress.pairs == 1 and progress.failed == 0
+    assert progress.pairs == 1 and progress.votes.failed == 0
     assert len(endpoint.answered) == len(set(endpoint.answered)) == 2
     calls = settled_calls(tmp_path)
     assert len(calls) == len(endpoint.asked) == 4
@@ -56,7 +56,7 @@ def test_a_fault_costs_a_retry(tmp_path: Path, fault: str) -> None:
 def test_an_answer_that_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("composer_prime.traces.replay.teacher_pool.MAX_RETRIES", 60)
     progress, endpoint = play(tmp_path, [state(0)], {"gpt-a": ["late", "late"]}, timeout_s=0.5)
-    assert progress.pairs == 1 and progress.failed == 0 and len(set(endpoint.answered)) == 2
+    assert progress.pairs == 1 and progress.votes.failed == 0 and len(set(endpoint.answered)) == 2
     calls = settled_calls(tmp_path)
     lost = [(reserved, settled) for reserved, settled in calls if settled["status"] != "ok"]
     assert len(lost) == len(calls) - 2 >= 2
@@ -124,7 +124,7 @@ def test_a_proxy_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_dead_teacher_is_replaced(tmp_path: Path) -> None:
     faults = ["500", "half", "nothing", "wrong_json", "429"]
     progress, endpoint = play(tmp_path, [state(0)], {"gpt-a": faults})
-    assert progress.pairs == 1 and progress.failed == 1
+    assert progress.pairs == 1 and progress.votes.failed == 1
     assert {model for model, _ in endpoint.answered} == {"qwen-b", "glm-c"}
     progress, endpoint = play(tmp_path / "404", [state(0)], {"gpt-a": ["not_found"]})
     assert [model for model, _ in endpoint.asked].count("gpt-a") == 1 and progress.pairs == 1
@@ -164,7 +164,7 @@ def test_a_replay_whose_calls_fail_stops(tmp_path: Path) -> None:
     states = [state(number) for number in range(40)]
     progress, _ = play(tmp_path, states, endpoint=endpoint, concurrent_states=2)
     assert progress.stopped is not None and "calls failed" in progress.stopped
-    assert progress.calls >= FEWEST_CALLS and 7 <= progress.states <= 10
+    assert progress.votes.calls >= FEWEST_CALLS and 7 <= progress.states <= 10
     assert [line["reason"] for line in read_costs(tmp_path / "costs.jsonl") if line["kind"] == "stopped"]
     endpoint.script.clear()
     progress, _ = play(tmp_path, states, endpoint=endpoint)
@@ -208,7 +208,7 @@ def test_a_filtered_answer_is_no_vote(tmp_path: Path) -> None:
         async with serving(Endpoint(answers=overrule, finish_reason="content_filter")) as endpoint:
             config = configured(tmp_path, endpoint.url)
             progress = await replayed(tmp_path, config, [state(0)])
-            assert progress.outcomes == {"failed": 1} and "content_filter" in next(iter(progress.without_vote))
+            assert progress.outcomes == {"failed": 1} and "content_filter" in next(iter(progress.votes.without_vote))
             assert (await replayed(tmp_path, config, [state(0)])).failed == 0 and len(endpoint.asked) == 3
 
     asyncio.run(run())
@@ -265,7 +265,7 @@ def test_a_state_that_breaks_fails_alone(tmp_path: Path, caplog: pytest.LogCaptu
         async with serving(Endpoint(answers=overrule, delay_s=0.1)) as endpoint:
             progress = await replayed(tmp_path, configured(tmp_path, endpoint.url), states)
             assert progress.outcomes == {"failed": 1, "overruled": 7} and progress.pairs == 7
-            assert any("TypeError" in reason for reason in progress.without_vote)
+            assert any("TypeError" in reason for reason in progress.votes.without_vote)
 
     asyncio.run(run())
     assert settled(tmp_path) == ["ok"] * 14

@@ -201,7 +201,7 @@ def test_a_crash_between_the_files(tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_bytes(pairs.read_bytes() + b'{"trace": "t", "sta')
     progress, _ = play(tmp_path, overrule, [state(0), state(1)])
-    assert (progress.resumed, progress.calls) == (1, 2)  # another port is another endpoint
+    assert (progress.resumed, progress.votes.calls) == (1, 2)  # another port is another endpoint
     assert len({pair.pair_id for pair in read_pairs(pairs)}) == len(list(read_pairs(pairs))) == 2
     assert len(list(read_records(votes))) == 2
 
@@ -237,7 +237,7 @@ def test_a_state_has_one_pair_against_a_rejected_form(tmp_path: Path) -> None:
             await replayed(tmp_path, config, [state(0)])
             votes.write_bytes(b"")
             progress = await replayed(tmp_path, config, [state(0)])
-            assert (progress.calls, progress.cached) == (1, 1)
+            assert (progress.votes.calls, progress.votes.cached) == (1, 1)
 
     asyncio.run(run())
     (pair,), (record,) = read_pairs(tmp_path / "pairs.jsonl"), read_records(votes)

@@ -160,11 +160,7 @@ def find_files(paths: list[Path], output: Path) -> list[Path]:
     """
     files: list[Path] = []
     for path in paths:
-        if not path.exists():
-            raise ConfigError(f"{path} does not exist: give trace files or folders that hold them")
-        if not (path.is_file() or path.is_dir()):
-            kind = "a pipe" if path.is_fifo() else "a device or socket"
-            raise ConfigError(f"{path} is {kind}, but ingestion reads its input twice: save it to a file first")
+        _check_kind(path)
         try:
             files += list(_inside(path)) if path.is_dir() else [path]
         except OSError as error:
@@ -174,6 +170,15 @@ def find_files(paths: list[Path], output: Path) -> list[Path]:
         listed = ", ".join(map(str, paths))
         raise ConfigError(f"no trace files in {listed}: files end in {', '.join(sorted(SUFFIXES))}")
     return list(dict.fromkeys(files))
+
+
+def _check_kind(path: Path) -> None:
+    """Raise ConfigError for a path that is missing, or no file or folder."""
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: give trace files or folders that hold them")
+    if not (path.is_file() or path.is_dir()):
+        kind = "a pipe" if path.is_fifo() else "a device or socket"
+        raise ConfigError(f"{path} is {kind}, but ingestion reads its input twice: save it to a file first")
 
 
 def _inside(folder: Path) -> Iterator[Path]:

@@ -144,15 +144,16 @@ def text_of(content: Any) -> str:
         return content
     if isinstance(content, list):
         return "\n".join(part for block in content if (part := text_of(block)))
-    if not isinstance(content, dict):
-        return ""
-    kind = content.get("type")
-    if kind in ("text", "input_text", "output_text") or (kind is None and "text" in content):
-        text = content.get("text")
-        return text if isinstance(text, str) else text_of(text) if isinstance(text, list) else ""
+    return _text_of_block(content) if isinstance(content, dict) else ""
+
+
+def _text_of_block(block: dict[str, Any]) -> str:
+    kind = block.get("type")
     if kind in ("image", "image_url", "document", "input_image"):
         return f"[{kind}]"
-    return text_of(content["content"]) if isinstance(content.get("content"), str | list) else ""
+    is_text = kind in ("text", "input_text", "output_text") or (kind is None and "text" in block)
+    inner = block.get("text" if is_text else "content")
+    return text_of(inner) if isinstance(inner, str | list) else ""
 
 
 SAMPLE_RECORDS, SAMPLE_BYTES = 64, 4 << 20

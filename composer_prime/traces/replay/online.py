@@ -150,7 +150,7 @@ class OnlineReplay:
 
     def _log(self, replay: Replay) -> None:
         progress = replay.progress
-        for reason in [reason for reason in progress.without_vote if reason not in self._logged]:
+        for reason in [reason for reason in progress.votes.without_vote if reason not in self._logged]:
             self._logged.add(reason)
             logger.warning("no vote: %s", reason)
         self._metrics.log(
@@ -158,9 +158,9 @@ class OnlineReplay:
             {
                 "replay/states": float(progress.states + progress.resumed),
                 "replay/pairs": float(progress.pairs),
-                "replay/calls": float(progress.calls),
-                "replay/cached": float(progress.cached),
-                "replay/failed_calls": float(progress.failed),
+                "replay/calls": float(progress.votes.calls),
+                "replay/cached": float(progress.votes.cached),
+                "replay/failed_calls": float(progress.votes.failed),
                 "replay/usd": progress.usd,
                 "replay/stopped": float(_stopped(replay)),
             },

@@ -79,6 +79,22 @@ async def open_replay(
 
 
 @dataclass(slots=True)
+class VoteCounts:
+    """How teachers voted so far."""
+
+    calls: int = 0
+    cached: int = 0
+    failed: int = 0
+    without_vote: Counter[str] = field(default_factory=Counter)
+    """Why teachers gave no vote."""
+
+    def count_none(self, reason: str) -> None:
+        """Count why a teacher gave no vote. Endpoints may word their errors in any way."""
+        known = reason in self.without_vote or len(self.without_vote) < MAX_REASONS
+        self.without_vote[reason if known else "other reasons"] += 1
+
+
+@dataclass(slots=True)
 class ReplayProgress:
     """What a replay did so far."""
 
@@ -89,9 +105,7 @@ class ReplayProgress:
     pairs: int = 0
     dropped: int = 0
     """Pairs whose answers differ too much in length."""
-    calls: int = 0
-    cached: int = 0
-    failed: int = 0
+    votes: VoteCounts = field(default_factory=VoteCounts)
     usd: float = 0.0
     """Paid now, also on states that were not finished."""
     cached_usd: float = 0.0
@@ -99,17 +113,10 @@ class ReplayProgress:
     stopped: str | None = None
     """Why it stopped early."""
     refusals: Counter[str] = field(default_factory=Counter)
-    without_vote: Counter[str] = field(default_factory=Counter)
-    """Why teachers gave no vote."""
     left_out: int = 0
     """States whose id another state has."""
     why_left_out: str | None = None
     """Of the first of them."""
-
-    def count_no_vote(self, reason: str) -> None:
-        """Count why a teacher gave no vote. Endpoints may word their errors in any way."""
-        known = reason in self.without_vote or len(self.without_vote) < MAX_REASONS
-        self.without_vote[reason if known else "other reasons"] += 1
 
     @property
     def price_usd(self) -> float:
@@ -251,9 +258,9 @@ class Replay:
             logger.exception("state %s of trace %s failed", state.state_id, state.trace_id)
             outcome, reason = "failed", f"{type(error).__name__}: {error}"
             ballot, broken = None, True
-            self.progress.count_no_vote(reason)
+            self.progress.votes.count_none(reason)
         for each in ballot.without_vote if ballot else ():
-            self.progress.count_no_vote(each)
+            self.progress.votes.count_none(each)
         pairs = [pair for pair in made if length_ratio(pair.chosen, pair.rejected) <= _MAX_LENGTH_RATIO]
         usd = self._budget.take_state(state.state_id)
         record = StateRecord(
@@ -292,17 +299,17 @@ class Replay:
         progress.outcomes[record.outcome] += 1
         progress.pairs += len(record.pairs)
         progress.dropped += dropped
-        progress.calls += record.calls
-        progress.cached += sum(vote.cached for vote in record.votes)
-        progress.failed += record.failed_calls
+        progress.votes.calls += record.calls
+        progress.votes.cached += sum(vote.cached for vote in record.votes)
+        progress.votes.failed += record.failed_calls
         progress.usd = self._budget.spent_usd - self._spent_before_usd
         progress.cached_usd += record.price_usd - record.cost_usd
         if record.outcome == "refused":
             progress.refusals[record.reason or ""] += 1
         if self._budget.closed is not None:
             self.stop(self._budget.closed)
-        elif progress.calls >= FEWEST_CALLS and progress.failed > MOST_FAILED * progress.calls:
-            self.stop(f"{progress.failed} of {progress.calls} calls failed: see the reasons, and repeat")
+        elif progress.votes.calls >= FEWEST_CALLS and progress.votes.failed > MOST_FAILED * progress.votes.calls:
+            self.stop(f"{progress.votes.failed} of {progress.votes.calls} calls failed: see the reasons, and repeat")
 
 
 class TrainingLimits:

@@ -129,17 +129,26 @@ class _Steps:
             belongs = named is not None or not some_named
             if not belongs or not builder.tool_result(None if named is None else str(named), text, error=error):
                 others.append((text, error))
-        failed = next((error for _, error in others if error is not None), None)
-        for text, _ in others:  # context ends the turn, so it comes after all results
-            if text.strip():
-                builder.context("user", text, error=failed)
+        _show(builder, others)  # context ends the turn, so it comes after all results
         return bool(results)
+
+
+def _show(builder: TraceBuilder, others: list[tuple[str, str | None]]) -> None:
+    """Show texts as context, with the first error of all."""
+    failed = next((error for _, error in others if error is not None), None)
+    for text, _ in others:
+        if text.strip():
+            builder.context("user", text, error=failed)
 
 
 def _of_subagent(result: dict[str, Any]) -> str:
     references = objects(result.get("subagent_trajectory_ref"))
     names = [str(ref.get("trajectory_id") or ref.get("session_id") or "") for ref in references]
     return f"[done by a subagent: {', '.join(names)}]" if names else ""
+
+
+def _is_failure(code: object) -> bool:
+    return isinstance(code, int) and not isinstance(code, bool) and code != 0
 
 
 def _error(text: str, result: dict[str, Any], step: dict[str, Any]) -> str | None:
@@ -149,6 +158,6 @@ def _error(text: str, result: dict[str, Any], step: dict[str, Any]) -> str | Non
         flags = (extra.get("is_error"), extra.get("tool_result_is_error"), extra.get("success") is False)
         if True in flags or str(extra.get("status")).lower() in _BAD_STATUS:
             return text or "error"
-        if any(isinstance(code, int) and not isinstance(code, bool) and code != 0 for code in codes):
+        if any(map(_is_failure, codes)):
             return text or "error"
     return (text or "error") if result.get("error") or _FAILED.search(text) else failure(text)

@@ -159,28 +159,34 @@ def matches(sample: FileStart) -> bool:
 
 
 def read(file: TraceFile) -> Iterator[TraceState]:
-    session = _Session(file)
+    session = _Session(file, _Memory(given_up=set()))
     for record in file.records():
         session.record(record)
         del record
-        if session.held > file.options.limits.session_bytes:
+        if session.memory.held > file.options.limits.session_bytes:
             session.give_up()
             yield from session.states()
-            session = _Session(file, session.given_up)
+            session = _Session(file, _Memory(given_up=session.memory.given_up))
     yield from session.states()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Memory:
+    """What the tree holds."""
+
+    given_up: set[str]
+    """Sessions of earlier trees, so that what they still say cannot be shown."""
+    held: int = 0
+    """Bytes, about."""
+    sessions: set[str] = field(default_factory=set)
 
 
 class _Session:
     """The tree of the file's records. A trace is one session, or several when one continues records of another."""
 
-    def __init__(self, file: TraceFile, given_up: set[str] | None = None) -> None:
+    def __init__(self, file: TraceFile, memory: _Memory) -> None:
         self._file = file
-        self._tally = file.tally
-        self.held = 0
-        """Bytes of memory that the tree takes, about."""
-        self.given_up = set[str]() if given_up is None else given_up
-        """Sessions whose tree is gone, so that what they still say cannot be shown."""
-        self._sessions = set[str]()
+        self.memory = memory
         self._turns: list[SessionNode] = []
         self._line = 0
         self._nodes: dict[str, SessionNode] = {}
@@ -206,7 +212,7 @@ class _Session:
 
     def give_up(self) -> None:
         """Take no more of the sessions read so far. The turn that may still be open gives no state."""
-        self.given_up |= self._sessions
+        self.memory.given_up |= self.memory.sessions
         turn = None if self._tip is None else self._tip.nearest
         if turn is not None and turn.turn is not None:
             turn.turn.aside = self._endless()
@@ -227,15 +233,15 @@ class _Session:
     def record(self, record: Any) -> None:
         self._line += 1
         if not isinstance(record, dict):
-            self._tally.skip("not an object")
+            self._file.tally.skip("not an object")
             return
         kind = string(record.get("type"))
         if record.get("isSidechain") is True:
-            self._tally.skip("subagent (sidechain)")
-        elif _session_of(record) in self.given_up:
-            self._tally.skip(self._endless())
+            self._file.tally.skip("subagent (sidechain)")
+        elif _session_of(record) in self.memory.given_up:
+            self._file.tally.skip(self._endless())
         elif (uuid := string(record.get("uuid"))) is not None and _key(record, uuid) in self._seen:
-            self._tally.skip("repeated uuid")
+            self._file.tally.skip("repeated uuid")
         elif kind in ("user", "assistant"):
             self._spoken(kind, record)
         elif kind == "system":
@@ -273,7 +279,7 @@ class _Session:
     def _begin(self, record: dict[str, Any]) -> SessionNode:
         """Start another trace."""
         self._session = record.get("sessionId")
-        self.held += TRACE_BYTES
+        self.memory.held += TRACE_BYTES
         self._maker = StateMaker(self._file, self._session)
         self._linked = string(record.get("parentUuid")) is not None
         return self._root()
@@ -293,12 +299,12 @@ class _Session:
     def _stands(self, record: dict[str, Any], node: SessionNode, read: bool = True) -> None:
         """Make `node` the parent of what follows the record. A record that was not read may be repeated later."""
         self._tip = node
-        self.held += RECORD_BYTES
-        self._sessions.add(_session_of(record))
+        self.memory.held += RECORD_BYTES
+        self.memory.sessions.add(_session_of(record))
         uuid = string(record.get("uuid"))
         if uuid is not None:
             self._nodes[uuid] = node
-            self.held += sum(map(sys.getsizeof, _key(record, uuid)))
+            self.memory.held += sum(map(sys.getsizeof, _key(record, uuid)))
             if read:
                 self._seen.add(_key(record, uuid))
 
@@ -320,9 +326,9 @@ class _Session:
         node.turn.add(text, calls, thinking)
         arguments = [str(call.arguments) for call in calls]
         behind.chars += len(text) + sum(map(len, arguments))
-        self.held += sum(map(sys.getsizeof, (text, thinking, key, *arguments)))
+        self.memory.held += sum(map(sys.getsizeof, (text, thinking, key, *arguments)))
         self._stands(record, behind)
-        self._tally.taken += 1
+        self._file.tally.taken += 1
 
     def _user(self, record: dict[str, Any], message: dict[str, Any], parent: SessionNode) -> None:
         blocks = _blocks(message)
@@ -338,9 +344,9 @@ class _Session:
             return
         self._stands(record, parent)
         if paired:
-            self._tally.taken += 1
+            self._file.tally.taken += 1
         else:
-            self._tally.skip("tool result without its call" if results else "no text in the message")
+            self._file.tally.skip("tool result without its call" if results else "no text in the message")
 
     def _result(self, parent: SessionNode, block: dict[str, Any]) -> bool:
         """Store the result of a call of the turn nearest to `parent`. Return False when it has none to store."""
@@ -350,7 +356,7 @@ class _Session:
         if node is None or node.turn is None or not node.turn.answer(call_id, "", error):
             return False
         parent.chars += len(text)
-        self.held += sys.getsizeof(text)
+        self.memory.held += sys.getsizeof(text)
         if not node.maker.gathering:
             node.results[call_id] = self._line, shown(node.maker.result(call_id, text))
         return True
@@ -360,13 +366,13 @@ class _Session:
     ) -> None:
         """Add a text of the user. `paired`: the same record holds results of calls."""
         message = parent.maker.message("user", text)
-        self.held += sys.getsizeof(text)
+        self.memory.held += sys.getsizeof(text)
         repeated = _is_said(parent, message, queued)
         self._stands(record, parent if repeated else self._below(parent, message, queued=queued))
         if repeated and not paired:
-            self._tally.skip("queued prompt that is there already")
+            self._file.tally.skip("queued prompt that is there already")
         else:
-            self._tally.taken += 1
+            self._file.tally.taken += 1
 
     def _attachment(self, record: dict[str, Any]) -> None:
         attachment = object_at(record, "attachment")
@@ -384,7 +390,7 @@ class _Session:
             self._stands(record, self._root())
             self._kept = object_at(record, "compactMetadata", "preservedSegment")
             self._keep(record)
-            self._tally.skip(f"system record: {label}")
+            self._file.tally.skip(f"system record: {label}")
         elif subtype == "microcompact_boundary" and (parent := self._parent(record)) is not None:
             listed = object_at(record, "microcompactMetadata").get("compactedToolIds")
             call_ids = (
@@ -393,7 +399,7 @@ class _Session:
             node = self._below(parent, cleared=call_ids)
             node.chars -= cleared_chars(parent, call_ids)
             self._stands(record, node)
-            self._tally.taken += 1
+            self._file.tally.taken += 1
         else:
             self._aside(record, f"system record: {label}")
 
@@ -415,7 +421,7 @@ class _Session:
         parent = None if string(record.get("uuid")) is None else self._parent(record)
         if parent is not None:
             self._stands(record, parent, read)
-        self._tally.skip(reason)
+        self._file.tally.skip(reason)
 
 
 def _unusable(kind: str, record: dict[str, Any]) -> str | None:

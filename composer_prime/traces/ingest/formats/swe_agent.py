@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from composer_prime.traces.ingest.conversation import TraceBuilder, feed, take_message
@@ -33,19 +34,20 @@ def read(file: TraceFile) -> Iterator[TraceState]:
     history = document["history"]
     agents = Counter(string(entry.get("agent")) for entry in objects(history) if entry.get("role") != "tool")
     acting = agents.most_common(1)[0][0] if agents else None
-
-    def take(builder: TraceBuilder, entry: Any) -> str | None:
-        if not isinstance(entry, dict):
-            return "not an object"
-        if entry.get("is_demo"):
-            return "demonstration"
-        if entry.get("agent", acting) != acting:
-            return "another agent's message"
-        thoughts = [string(block.get("thinking")) or "" for block in objects(entry.get("thinking_blocks"))]
-        return take_message(builder, {**entry, "reasoning_content": "\n\n".join(thoughts)} if thoughts else entry)
-
     trace_id = string(document.get("instance_id")) or file.path.stem
-    yield from feed(file, TraceBuilder(file, trace_id, _model(document)), history, take)
+    yield from feed(file, TraceBuilder(file, trace_id, _model(document)), history, partial(_take, acting))
+
+
+def _take(acting: str | None, builder: TraceBuilder, entry: Any) -> str | None:
+    """Take a message of the agent that acts. Return why it is skipped, if it is."""
+    if not isinstance(entry, dict):
+        return "not an object"
+    if entry.get("is_demo"):
+        return "demonstration"
+    if entry.get("agent", acting) != acting:
+        return "another agent's message"
+    thoughts = [string(block.get("thinking")) or "" for block in objects(entry.get("thinking_blocks"))]
+    return take_message(builder, {**entry, "reasoning_content": "\n\n".join(thoughts)} if thoughts else entry)
 
 
 def _model(document: dict[str, Any]) -> str | None:
