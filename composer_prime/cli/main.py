@@ -20,7 +20,7 @@ COMMANDS = {
     "export": ("composer_prime.cli.export_command", "write a trained model as a folder (RUN|MODEL -o)"),
     "eval": ("composer_prime.cli.eval_command", "score a model, or compare two, on held-out tasks (MODEL RUN)"),
     "report": ("composer_prime.cli.report_command", "report on runs: rewards, time, hints, pairs, joint rounds"),
-    "ladder": ("composer_prime.cli.ladder.run", "train and compare arms with several seeds (run CONFIGS -o)"),
+    "ladder": ("composer_prime.cli.ladder_command", "train and compare arms with several seeds (run CONFIGS -o)"),
     "view": ("composer_prime.cli.view_command", "open a web page with all runs, live and finished (outputs/)"),
     "rollouts": ("composer_prime.cli.rollouts_command", "list, filter and show rollouts"),
     "ingest": ("composer_prime.traces.ingest.ingest", "read agent sessions (PATHS... -o states.zst)"),

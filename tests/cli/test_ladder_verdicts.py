@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from composer_prime.cli.ladder.arms import PlannedArm, Preregistration, read_preregistration, register
-from composer_prime.cli.ladder.run import main
+from composer_prime.cli.ladder.preregistration import PlannedArm, Preregistration, read_preregistration, register
 from composer_prime.cli.ladder.verdicts import Comparison, compare, result_lines
+from composer_prime.cli.ladder_command import main
 from composer_prime.errors import ConfigError
 from composer_prime.run.costs import CostLedger
 

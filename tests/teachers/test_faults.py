@@ -209,7 +209,7 @@ def test_a_filtered_answer_is_no_vote(tmp_path: Path) -> None:
             config = configured(tmp_path, endpoint.url)
             progress = await replayed(tmp_path, config, [state(0)])
             assert progress.outcomes == {"failed": 1} and "content_filter" in next(iter(progress.votes.without_vote))
-            assert (await replayed(tmp_path, config, [state(0)])).failed == 0 and len(endpoint.asked) == 3
+            assert (await replayed(tmp_path, config, [state(0)])).votes.failed == 0 and len(endpoint.asked) == 3
 
     asyncio.run(run())
 
@@ -228,7 +228,7 @@ def test_half_a_character_in_an_answer(tmp_path: Path, said: str | tuple[str, di
             asked = state(0, tools=[{"function": {"name": "bash"}}])
             first = await replayed(tmp_path, config, [asked])
             again = await replayed(tmp_path / "again", config, [asked])
-            assert (first.pairs, first.calls, again.pairs, again.calls) == (1, 2, 1, 0)
+            assert (first.pairs, first.votes.calls, again.pairs, again.votes.calls) == (1, 2, 1, 0)
 
     asyncio.run(run())
     (pair,) = read_pairs(tmp_path / "pairs.jsonl")

@@ -48,9 +48,9 @@ def test_the_name_of_the_limit_is_no_part_of_the_question(tmp_path: Path) -> Non
             config = configured(tmp_path, endpoint.url)
             await replayed(tmp_path, config, [state(0)])
             renamed = await replayed(tmp_path / "renamed", reasoning(config, temperature=None), [state(0)])
-            assert (renamed.calls, renamed.cached) == (0, 3)
+            assert (renamed.votes.calls, renamed.votes.cached) == (0, 3)
             omitted = await replayed(tmp_path / "omitted", reasoning(config), [state(0)])
-            assert (omitted.calls, omitted.cached) == (1, 2)
+            assert (omitted.votes.calls, omitted.votes.cached) == (1, 2)
 
     asyncio.run(run())
 

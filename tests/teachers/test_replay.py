@@ -149,10 +149,10 @@ def test_nothing_is_paid_twice(tmp_path: Path) -> None:
             config = configured(tmp_path, endpoint.url)
             first = await replayed(tmp_path, config, states[:3])
             second = await replayed(tmp_path, config, states)
-            assert (first.calls, second.calls, second.resumed) == (6, 4, 3)
+            assert (first.votes.calls, second.votes.calls, second.resumed) == (6, 4, 3)
             again = tmp_path / "again"
             third = await replayed(again, config, states)
-            assert third.calls == 0 and third.cached == 10 and third.usd == 0
+            assert third.votes.calls == 0 and third.votes.cached == 10 and third.usd == 0
             assert len(endpoint.asked) == 10
 
     asyncio.run(run())
@@ -186,7 +186,10 @@ def test_a_cut_answer_in_the_cache_is_no_failed_call(tmp_path: Path) -> None:
             config = configured(tmp_path, endpoint.url)
             first = await replayed(tmp_path, config, [state(0)])
             again = await replayed(tmp_path / "again", config, [state(0)])
-            assert (first.calls, first.failed) == (3, 3) and (again.calls, again.failed) == (0, 0)
+            assert (first.votes.calls, first.votes.failed) == (3, 3) and (again.votes.calls, again.votes.failed) == (
+                0,
+                0,
+            )
             assert first.outcomes == again.outcomes == {"failed": 1}
 
     asyncio.run(run())

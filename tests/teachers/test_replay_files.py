@@ -42,7 +42,7 @@ def test_a_torn_first_line_is_replayed(tmp_path: Path, torn: bytes) -> None:
     for path in (pairs, votes_beside(pairs)):
         path.write_bytes(path.read_bytes().rstrip(b"\n"))
     again, _ = play(tmp_path, [*STATES, state(3)])
-    assert (again.resumed, again.pairs, again.calls) == (3, 1, 2)
+    assert (again.resumed, again.pairs, again.votes.calls) == (3, 1, 2)
     assert len(list(read_pairs(pairs))) == len(list(read_records(votes_beside(pairs)))) == 4
 
 
@@ -60,7 +60,7 @@ def test_lost_pairs_are_made_again(tmp_path: Path, left: int | None) -> None:
             else:
                 pairs.write_bytes(b"".join(pairs.read_bytes().splitlines(keepends=True)[:left]))
             again = await replayed(tmp_path, config, STATES)
-            assert (again.pairs, again.resumed, again.calls) == (3 - (left or 0), left or 0, 0)
+            assert (again.pairs, again.resumed, again.votes.calls) == (3 - (left or 0), left or 0, 0)
 
     asyncio.run(run())
     assert len({pair.pair_id for pair in read_pairs(pairs)}) == len(list(read_pairs(pairs))) == 3

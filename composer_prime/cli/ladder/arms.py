@@ -1,120 +1,21 @@
-"""From the command line of `composer ladder run` to its arms and their pre-registration.
-
-preregistration.json says what a ladder is to show, and by which rule. It is written before the first run. Every later
-start must agree with it, so that neither the question nor the rule can follow the result.
-"""
+"""From the command line of `composer ladder run` to its arms and their pre-registration."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
+from composer_prime.cli.ladder.preregistration import PlannedArm, Preregistration
 from composer_prime.config import Config
 from composer_prime.config.load import resolve
 from composer_prime.errors import ConfigError
-from composer_prime.plan.check_run_dir import changed_settings, earlier_output
-from composer_prime.run.run_dir import RunDir, write_atomic
-
-FILE = "preregistration.json"
-RULE = """\
-VALIDATED  the interval over tasks and the interval over seeds both lie above 0, and the difference is at least the
-           smallest effect of interest
-REFUTED    both intervals end below the smallest effect of interest: an effect of that size is excluded
-PARTIAL    the interval over tasks lies above 0: these trained models are better, but that other seeds would be, or
-           that the difference is large enough, is not shown
-UNDECIDED  anything else"""
-"""How a verdict follows from an arm's difference from the baseline arm. The first line that holds counts."""
-
-
-class PlannedArm(msgspec.Struct, frozen=True, kw_only=True):
-    """One configuration, to be trained with every seed."""
-
-    name: str
-    settings: dict[str, Any]
-    """The checked configuration without [run] and [monitor]."""
-    steps: int
-    """Optimizer steps; 0 only evaluates the start model."""
-
-    @property
-    def sources(self) -> list[str]:
-        """Sources with held-out tasks, those that are trained on first."""
-        sources = [source for source in self.settings["orchestrator"]["source"] if source["eval_taskset"]]
-        return [source["name"] for source in sorted(sources, key=lambda source: source["weight"] <= 0)]
-
-
-class Preregistration(msgspec.Struct, frozen=True, kw_only=True):
-    """A ladder's question and rule. Fields that earlier releases wrote besides these are ignored."""
-
-    arms: list[PlannedArm]
-    baseline: str
-    seeds: list[int]
-    held_out: str
-    """Source whose held-out reward after the last step is the primary outcome."""
-    minimal_effect: float
-    """The smallest difference in held-out reward that is of interest."""
-    rule: str = RULE
-    primary_outcome: str = "held-out reward after the last step, minus that of the baseline arm, paired by task"
-    written: str = ""
-    """UTC; not compared."""
-
-    def arm(self, name: str) -> PlannedArm:
-        return next(arm for arm in self.arms if arm.name == name)
-
-    def run_name(self, arm: str, seed: int) -> str:
-        return f"{arm}-seed{seed}"
-
-    @property
-    def challengers(self) -> list[PlannedArm]:
-        """Arms that train and are compared with the baseline."""
-        return [arm for arm in self.arms if arm.steps and arm.name != self.baseline]
-
-
-def read_preregistration(folder: Path) -> Preregistration | None:
-    """Return the pre-registration of a ladder's folder, if any. Raises ConfigError for a file that cannot be read."""
-    path = folder / FILE
-    if not path.is_file():
-        return None
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Preregistration)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): restore it, or start a ladder in another folder") from None
-
-
-def register(folder: Path, planned: Preregistration) -> bool:
-    """Write the file, or check that `planned` is what it holds. Returns whether it was written.
-
-    Raises ConfigError that names both values of every difference.
-    """
-    path = folder / FILE
-    registered = read_preregistration(folder)
-    if registered is None:
-        write_atomic(path, msgspec.json.format(msgspec.json.encode(planned), indent=1) + b"\n")
-        return True
-    changes = changed_settings(_compared(registered), _compared(planned))
-    if changes:
-        listed = "\n".join(f"  {name}: registered {old!r}, now {new!r}" for name, old, new in changes)
-        raise ConfigError(
-            f"this is not the ladder that {path} announced before its first run:\n{listed}\n"
-            "repeat it as it was registered, or start another ladder with another -o"
-        )
-    return False
-
-
-def _compared(registration: Preregistration) -> dict[str, Any]:
-    """Return what must agree, with arms by name, so that a difference names its setting."""
-    values = json.loads(msgspec.json.encode(registration))
-    del values["written"]
-    values["arms"] = {arm.pop("name"): arm for arm in values["arms"]}
-    return values
+from composer_prime.plan.check_run_dir import earlier_output
+from composer_prime.run.run_dir import RunDir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ could have started it. Ctrl-C and SIGTERM are passed on to it. It then saves, an
 
 from __future__ import annotations
 
-import argparse
 import signal
 import subprocess
 import sys
@@ -19,17 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from composer_prime.cli.ladder.arms import (
-    FILE,
-    RULE,
-    ArmCommand,
-    Preregistration,
-    parse,
-    plan_arms,
-    preregistration,
-    read_preregistration,
-    register,
-)
+from composer_prime.cli.ladder.arms import ArmCommand, parse, plan_arms, preregistration
+from composer_prime.cli.ladder.preregistration import FILE, Preregistration, register
 from composer_prime.cli.ladder.verdicts import result_lines
 from composer_prime.console import console_script, pluralize, what_is_wrong
 from composer_prime.errors import ConfigError
@@ -40,7 +30,7 @@ from composer_prime.run.process import child_options, exit_text
 from composer_prime.run.run_dir import RunDir
 
 
-def run_ladder(words: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Plan, register, train and compare."""
     options, common = parse(words)
     commands = plan_arms(options, common)
@@ -124,28 +114,3 @@ def train(words: Sequence[str]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-_DESCRIPTION = """\
-`composer ladder run CONFIG ... -o FOLDER` trains arms; `composer ladder FOLDER` prints their verdicts.
-
-An arm is a configuration that is trained with several seeds. What is compared, and by which rule, is registered before
-the first run."""
-
-
-def main(words: list[str]) -> int:
-    if words[:1] == ["run"]:
-        return run_ladder(words[1:])
-    parser = argparse.ArgumentParser(
-        prog="composer ladder",
-        description=_DESCRIPTION,
-        epilog=f"Verdicts, by the first line that holds:\n\n{RULE}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", type=Path, help="folder of a ladder, or `run` to train one")
-    folder = parser.parse_args(words).folder
-    registered = read_preregistration(folder)
-    if registered is None:
-        raise ConfigError(f"{folder} has no {FILE}: name the folder that `composer ladder run` was given with -o")
-    print("\n".join(result_lines(folder, registered)))
-    return 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from composer_prime.cli.ladder.arms import FILE, PlannedArm, Preregistration
+from composer_prime.cli.ladder.preregistration import FILE, PlannedArm, Preregistration
 from composer_prime.console import pluralize
 from composer_prime.errors import LedgerError
 from composer_prime.monitor.metrics_file import numeric_field, read_history
