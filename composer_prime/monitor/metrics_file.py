@@ -20,12 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
 
-from composer_prime.config import Config
 from composer_prime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from composer_prime.config import Config
 
 Metric = float | int | str | bool | None
 Line = dict[str, Any]
