@@ -1,4 +1,4 @@
-"""10^5 mutated records of every format: no crash, and taken + skipped = seen = what was written."""
+"""Mutated records of every format: no crash, and taken + skipped = seen = what was written."""
 
 from __future__ import annotations
 
@@ -90,9 +90,3 @@ def test_mutated_documents(tmp_path: Path, name: str) -> None:
         states, tally = taken(path)
         assert tally.seen > 0 or not path.read_bytes().strip() or tally.format is not None
         assert all(state.student_action["role"] == "assistant" and survives(state) for state in states)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LINES)
-def test_a_hundred_thousand_mutated_records(tmp_path: Path, name: str) -> None:
-    fuzz_lines(tmp_path, name, 17_000, seed=3)
