@@ -39,15 +39,20 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     version: int | None = None
     behind: int | None = None
     """Policy versions that the newest is ahead of it."""
-    tokens_per_s: float | None = None
-    """Sampled, counted by the gateway; a mean over the time that it was connected."""
-    trained_tokens_per_s: float | None = None
     trust: float | None = None
     usd_per_hour: float | None = None
     """As the node says."""
     in_flight: int = 0
     """Requests that it holds."""
     totals: NodeTotals = msgspec.field(default_factory=NodeTotals)
+
+    def with_rates(self) -> dict[str, Any]:
+        """Return the row as a table, with rates: means over the time that the node was connected."""
+        return msgspec.to_builtins(self) | {
+            "tokens_per_s": self.totals.per_second("tokens"),
+            "trained_tokens_per_s": self.totals.per_second("trained_tokens"),
+            "usd_per_million": self.totals.usd_per_million,
+        }
 
 
 def recorded_rows(lines: Iterable[Line], totals: Mapping[str, NodeTotals]) -> list[NodeRow]:
@@ -66,8 +71,6 @@ def recorded_rows(lines: Iterable[Line], totals: Mapping[str, NodeTotals]) -> li
                 device=str(line.get("node/device", "")),
                 engine=str(line.get("node/engine", "")),
                 version=None if version is None else int(version),
-                tokens_per_s=sums.per_second("tokens"),
-                trained_tokens_per_s=sums.per_second("trained_tokens"),
                 trust=numeric_field(line, "node/trust"),
                 usd_per_hour=numeric_field(line, "node/usd_per_hour"),
                 totals=sums,
@@ -130,8 +133,8 @@ def _cells(row: NodeRow) -> list[str]:
         printable(row.device) or _UNKNOWN,
         printable(row.engine) or _UNKNOWN,
         f"{version} (-{row.behind})" if row.behind else version,
-        _number(row.tokens_per_s, ".0f"),
-        _number(row.trained_tokens_per_s, ".0f"),
+        _number(totals.per_second("tokens"), ".0f"),
+        _number(totals.per_second("trained_tokens"), ".0f"),
         _number(row.trust, ".2f"),
         _number(row.usd_per_hour, ".2f"),
         _number(totals.usd_per_million, ".2f"),

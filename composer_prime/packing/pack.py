@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from composer_prime.errors import ConfigError, RunMismatchError
@@ -56,6 +57,9 @@ from composer_prime.wire.types import (
     pack_ints,
     seal_batch,
 )
+
+TOKENS_ALONE = FlopCost(per_token=1.0, per_pair=0.0)
+"""For a model of unknown shape: rows are balanced by tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,23 +109,20 @@ def pack(
     step: int,
     world_size: int,
     max_tokens: int,
-    distil: bool = True,
-    flops_per_token: float = 1.0,
-    flops_per_pair: float = 0.0,
+    cost: FlopCost = TOKENS_ALONE,
 ) -> list[list[MicroBatch]]:
     """Return the micro-batches of each rank: [world_size][same count], sealed; each sample and unit is in exactly one.
 
-    Pass no units of a term in a step where it has weight 0, and `distil` False where SDPO has it: the rows are then
-    those of the policy loss alone. T tokens cost flops_per_token * T + flops_per_pair * T^2 (`model_flops` gives
-    both). Ranks without enough rows get dummy micro-batches of one masked token.
+    Pass no units of a term in a step where it has weight 0, and samples `without_hints` where SDPO has it: the rows are
+    then those of the policy loss alone. `model_flops` gives a model's `cost`. Ranks without enough rows get dummy
+    micro-batches of one masked token.
 
     Rows, teacher documents and units have at most `max_tokens` each.
 
     Raises ConfigError (longer than `max_tokens`, given twice, a first token that is trained) or RunMismatchError (a
     hinted turn or a unit that is cut or does not match), each naming the sample or unit.
     """
-    parts = _parts(samples, units, distil=distil, max_tokens=max_tokens)
-    cost = FlopCost(per_token=flops_per_token, per_pair=flops_per_pair)
+    parts = _parts(samples, units, max_tokens)
     together = _rows(_siblings(parts, max_tokens), cost, world_size, max_tokens)
     apart = _rows([[part] for part in parts], cost, world_size, max_tokens) if world_size > 1 else together
     rows = min(together, apart, key=lambda rows: _duration(rows, world_size))
@@ -135,15 +136,14 @@ def totals(
     samples: Sequence[Sample],
     units: Sequence[TermUnit] = (),
     *,
-    distil: bool = True,
     micro_batches: int = 1,
 ) -> StepTotals:
-    """Return the losses' denominators of a step that trains these; `distil` as for `pack`.
+    """Return the losses' denominators of a step that trains these.
 
     `micro_batches` counts those that hold samples, over all ranks.
     """
     trained = [sample for sample in samples if sample.num_trained > 0]
-    turns = [turn for sample in samples for turn in sample.distillations] if distil else []
+    turns = [turn for sample in samples for turn in sample.distillations]
     unit_counts: Counter[str] = Counter()
     unit_tokens: Counter[str] = Counter()
     for unit in units:
@@ -160,8 +160,13 @@ def totals(
     )
 
 
-def model_flops(config: Mapping[str, Any]) -> tuple[float, float]:
-    """Return (FLOPs a token, FLOPs a token pair) of a decoder's forward pass, from the values of its config.json.
+def without_hints(samples: Iterable[Sample]) -> list[Sample]:
+    """Return `samples` for a step where SDPO has weight 0."""
+    return [msgspec.structs.replace(sample, distillations=[]) for sample in samples]
+
+
+def model_flops(config: Mapping[str, Any]) -> FlopCost:
+    """Return what a decoder's forward pass costs, from the values of its config.json.
 
     Two operations a weight and token; attention is causal: 2 products x 2 operations x half the pairs.
     """
@@ -172,12 +177,13 @@ def model_flops(config: Mapping[str, Any]) -> tuple[float, float]:
     mlp = config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * hidden
     experts = config.get("num_experts_per_tok") or 1
     block = hidden * head * (2 * heads + 2 * key_value) + 3 * hidden * mlp * experts
-    return 2.0 * (layers * block + hidden * config["vocab_size"]), 2.0 * layers * heads * head
+    per_token = 2.0 * (layers * block + hidden * config["vocab_size"])
+    return FlopCost(per_token=per_token, per_pair=2.0 * layers * heads * head)
 
 
-def _parts(samples: Iterable[Sample], units: Iterable[TermUnit], *, distil: bool, max_tokens: int) -> list[Part]:
+def _parts(samples: Iterable[Sample], units: Iterable[TermUnit], max_tokens: int) -> list[Part]:
     """Return everything that a step trains, checked; raises as `pack`."""
-    parts = [_of_sample(sample, distil) for sample in samples] + [_of_unit(unit) for unit in units]
+    parts = [_of_sample(sample) for sample in samples] + [_of_unit(unit) for unit in units]
     seen: set[str] = set()
     for part in parts:
         if part.name in seen:
@@ -201,11 +207,11 @@ def _check_same_turn(where: str, turn: str, student: np.ndarray, teacher: np.nda
     )
 
 
-def _of_sample(sample: Sample, distil: bool) -> Part:
+def _of_sample(sample: Sample) -> Part:
     ids = ints(sample.input_ids)
     if len(ids) and flags(sample.loss_mask)[0]:
         raise ConfigError(f"sample {sample.sample_id} trains its first token, which has no context to predict it")
-    hinted_turns = tuple(sample.distillations) if distil else ()
+    hinted_turns = tuple(sample.distillations)
     for turn in hinted_turns:
         _check_hinted_turn(sample.sample_id, ids, turn)
     by_start = sorted(hinted_turns, key=lambda turn: turn.start)

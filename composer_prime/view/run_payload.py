@@ -13,8 +13,6 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-import msgspec
-
 from composer_prime.console import pluralize
 from composer_prime.errors import LedgerError
 from composer_prime.monitor.events import read_events
@@ -189,7 +187,7 @@ def _event(line: dict[str, Any], kind: str, text: str) -> dict[str, Any]:
 def node_rows(lines: list[Line], totals: Mapping[str, NodeTotals]) -> list[dict[str, Any]]:
     """Return the table of the run's inference nodes."""
     rows = recorded_rows(lines, totals)
-    return [{**msgspec.to_builtins(row), "usd_per_million": row.totals.usd_per_million} for row in rows]
+    return [row.with_rates() for row in rows]
 
 
 def _span(lines: list[Line]) -> list[float] | None:

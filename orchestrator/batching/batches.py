@@ -34,7 +34,8 @@ from composer_prime.config.orchestrator import EvalConfig
 from composer_prime.errors import RunMismatchError
 from composer_prime.model_source import text_settings
 from composer_prime.monitor.metrics_file import MetricsFile
-from composer_prime.packing.pack import model_flops, pack, totals
+from composer_prime.packing.pack import TOKENS_ALONE, model_flops, pack, totals, without_hints
+from composer_prime.packing.prefixes import FlopCost
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.types import Preference, Sample, StepReply
 from orchestrator.event_loop import Notifier
@@ -259,7 +260,7 @@ class Batches:
 
     run_id: str
     max_steps: int
-    flops: tuple[float, float] = (1.0, 0.0)
+    cost: FlopCost = TOKENS_ALONE
     """FLOPs a token and a token pair, by which packing balances."""
     channels: ChannelsConfig = field(default_factory=ChannelsConfig)
     """Which terms have a weight at a step, and so need their documents."""
@@ -338,7 +339,8 @@ class Batches:
         return any(self.distils(step) for step in range(first, last + 1))
 
     def _encode(self, batch: Batch, layout: BatchLayout) -> list[bytes]:
-        samples, sdpo, step = batch.samples, self.distils(batch.step), batch.step
+        step = batch.step
+        samples = batch.samples if self.distils(step) else without_hints(batch.samples)
         rows, metrics, held_out = self.demonstrations(), batch.metrics, [[] for _ in range(layout.world_size)]
         units = [pair_unit(pair) for pair in batch.preferences]
         if self.channels.sft.weight_at(self._run_step(step)) > 0:
@@ -349,14 +351,13 @@ class Batches:
             step=step,
             world_size=layout.world_size,
             max_tokens=layout.max_tokens,
-            flops_per_token=self.flops[0],
-            flops_per_pair=self.flops[1],
+            cost=self.cost,
         )
-        rows_by_rank = packed(samples, units, distil=sdpo)
+        rows_by_rank = packed(samples, units)
         if rows.held_out and (step == 1 or self.evaluation.due(step, self.last_step)):
             held_out = packed([], rows.held_out)
         trained_rows = sum(1 in row.loss_mask for rows in rows_by_rank for row in rows)
-        step_totals = totals(samples, units, distil=sdpo, micro_batches=trained_rows)
+        step_totals = totals(samples, units, micro_batches=trained_rows)
         return [
             msgspec.msgpack.encode(
                 StepReply(
@@ -377,14 +378,14 @@ def build_batches(
 ) -> Batches:
     """Return the batches of a run. `demonstrations` gives its rows once a trainer asks for a batch."""
     try:
-        flops = model_flops(text_settings(model_dir))
+        cost = model_flops(text_settings(model_dir))
     except KeyError as error:
         logger.warning("%s/config.json has no %s: packing balances tokens, not FLOPs", model_dir, error)
-        flops = (1.0, 0.0)
+        cost = TOKENS_ALONE
     return Batches(
         run_id,
         max_steps=config.run.max_steps,
-        flops=flops,
+        cost=cost,
         channels=config.channels,
         evaluation=config.orchestrator.eval,
         demonstrations=demonstrations,

@@ -187,8 +187,6 @@ class NodeAccounts:
             engine=node.hello.engine,
             version=node.version,
             behind=max(0, router.policy.newest - node.version),
-            tokens_per_s=account.totals.per_second("tokens"),
-            trained_tokens_per_s=account.totals.per_second("trained_tokens"),
             trust=node.expectation,
             usd_per_hour=node.hello.usd_per_hour,
             in_flight=len(node.leases),

@@ -91,7 +91,7 @@ def nodes(words: list[str]) -> int:
     except NotLiveError as error:
         rows, note = recorded(run_dir), f"{error}; this is what it recorded"
     if options.json:
-        print(json.dumps([_json(row) for row in rows], indent=1))
+        print(json.dumps([row.with_rates() for row in rows], indent=1))
     else:
         print("\n".join([*([note] if note else []), *table_lines(rows)]))
     return 0
@@ -100,10 +100,6 @@ def nodes(words: list[str]) -> int:
 def recorded(run_dir: RunDir) -> list[NodeRow]:
     """Return the rows of a run that is over. Raises LedgerError for a costs.jsonl that cannot be added up."""
     return recorded_rows(read_history(run_dir.metrics), spent(run_dir.root / "costs.jsonl").nodes)
-
-
-def _json(row: NodeRow) -> dict[str, Any]:
-    return {**msgspec.to_builtins(row), "usd_per_million": row.totals.usd_per_million}
 
 
 def drain(words: list[str]) -> int:

@@ -8,14 +8,16 @@ from composer_prime.run.costs import NodeTotals
 
 # Every figure has its column; what is unknown is "-", and who has no price is named once with the remedy.
 def test_the_table_names_what_is_unknown():
-    totals = NodeTotals(seconds=3600, usd=2.5, tokens=9, trained_tokens=500_000, weight_bytes=270_000_000, failures=2)
+    totals = NodeTotals(
+        seconds=3600, usd=2.5, tokens=4_443_840, trained_tokens=500_000, weight_bytes=270_000_000, failures=2
+    )
     rented = NodeRow(name="rented", state="serving", device="L4, 22 GiB", engine="vllm", version=7, behind=0,
-                     tokens_per_s=1234.4, trained_tokens_per_s=88.6, trust=0.5, usd_per_hour=2.5, in_flight=3,
+                     trust=0.5, usd_per_hour=2.5, in_flight=3,
                      totals=totals)  # fmt: skip
     late = NodeRow(name="late", state="loading", why="has policy version 5, needs 7", version=5, behind=2)
     head, first, second, why, price = table_lines([rented, late])
-    assert first.split() == ["rented", "serving", "L4,", "22", "GiB", "vllm", "7", "1234", "89", "0.50", "2.50", "5.00",
-                             "500,000", "270.0", "MB", "3", "2"]  # fmt: skip
+    assert first.split() == ["rented", "serving", "L4,", "22", "GiB", "vllm", "7", "1234", "139", "0.50", "2.50",
+                             "5.00", "500,000", "270.0", "MB", "3", "2"]  # fmt: skip
     assert second.split() == ["late", "loading", "-", "-", "5", "(-2)", *["-"] * 5, "0", "0", "B", "0", "0"]
     assert why == "late: has policy version 5, needs 7"
     assert price == "price unknown for late: pass --price (dollars per hour) to `inference join`"
@@ -70,5 +72,6 @@ def test_rows_of_a_run_that_is_over():
     totals = {"a": NodeTotals(seconds=8.0, usd=0.004, tokens=80, trained_tokens=40), "c": NodeTotals(seconds=1.0)}
     a, b, c = recorded_rows(LINES, totals)
     assert (a.state, a.device, a.engine, a.version, a.usd_per_hour) == ("away", "L4", "vllm", 1, 2.0)
-    assert (a.tokens_per_s, a.trained_tokens_per_s, a.totals.usd_per_million) == (10.0, 5.0, 100.0)
+    rates = ("tokens_per_s", "trained_tokens_per_s", "usd_per_million")
+    assert [a.with_rates()[name] for name in rates] == [10.0, 5.0, 100.0]
     assert (b.state, b.totals.seconds, c.name, c.state) == ("serving", 0.0, "c", "away")

@@ -11,7 +11,7 @@ from test_packing import sample
 
 from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.errors import ConfigError, RunMismatchError
-from composer_prime.packing.pack import Row, pack, totals
+from composer_prime.packing.pack import Row, pack, totals, without_hints
 from composer_prime.wire.types import HintedTurn, Preference, Sample, flags, floats, ints, pack_ints, verify_batch
 
 ROW = {"run_id": "r", "step": 5, "world_size": 1, "max_tokens": 400}
@@ -93,11 +93,11 @@ def test_teachers_share_their_sample_s_row_and_pairs_are_whole(samples, pair_cou
 
 
 def test_without_sdpo_and_replay_dpo_rows_are_those_of_the_policy_loss():
-    # distil=False and no pairs: byte for byte the micro-batches of the same samples without hints.
+    # No pairs and no hints: byte for byte the micro-batches of samples that never had any.
     samples = [hinted(index, 30, [(5, 9), (12, 20)]) for index in range(6)]
     bare = [msgspec.structs.replace(one, distillations=[]) for one in samples]
-    assert pack(samples, distil=False, **ROW) == pack(bare, **ROW)
-    assert totals(samples, distil=False) == totals(bare)
+    assert pack(without_hints(samples), **ROW) == pack(bare, **ROW)
+    assert totals(without_hints(samples)) == totals(bare)
 
 
 def test_common_contexts_are_counted_once():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from composer_prime.errors import ConfigError
 from composer_prime.packing.pack import model_flops, pack, totals
+from composer_prime.packing.prefixes import FlopCost
 from composer_prime.wire.types import (
     Sample,
     VersionSpan,
@@ -50,7 +51,14 @@ lengths = st.lists(st.integers(2, 64), min_size=0, max_size=60)
 def test_every_sample_once_equal_counts_within_budget(lengths, world_size, budget, pair):
     # Every sample is in exactly one micro-batch with its own bytes; counts are equal; no row is over the budget.
     samples = [sample(i, n) for i, n in enumerate(lengths)]
-    ranks = pack(samples, run_id="r", step=5, world_size=world_size, max_tokens=budget, flops_per_pair=pair)
+    ranks = pack(
+        samples,
+        run_id="r",
+        step=5,
+        world_size=world_size,
+        max_tokens=budget,
+        cost=FlopCost(per_token=1.0, per_pair=pair),
+    )
     assert len(ranks) == world_size and len({len(own) for own in ranks}) == 1 and len(ranks[0]) >= 1
     by_id, seen = {s.sample_id: s for s in samples}, []
     for rank, own in enumerate(ranks):
@@ -102,7 +110,8 @@ def test_ranks_get_nearly_equal_work():
     # With many samples, the slowest rank of each round costs at most 10 % more than the mean of the round.
     rng = np.random.default_rng(0)
     samples = [sample(i, int(n)) for i, n in enumerate(rng.integers(20, 400, 200))]
-    ranks = pack(samples, run_id="r", step=1, world_size=4, max_tokens=2048, flops_per_pair=0.001)
+    cost = FlopCost(per_token=1.0, per_pair=0.001)
+    ranks = pack(samples, run_id="r", step=1, world_size=4, max_tokens=2048, cost=cost)
     for batches in zip(*ranks, strict=True):
         costs = [sum(n + 0.001 * n * n for n in batch.lengths) for batch in batches]
         assert max(costs) <= 1.1 * np.mean(costs)
@@ -136,4 +145,4 @@ def test_flops_of_a_known_model():
     config = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
               "head_dim": 4, "intermediate_size": 16, "vocab_size": 32}  # fmt: skip
     matrices = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16) + 8 * 32
-    assert model_flops(config) == (2.0 * matrices, 2.0 * 2 * 8)
+    assert model_flops(config) == FlopCost(per_token=2.0 * matrices, per_pair=2.0 * 2 * 8)

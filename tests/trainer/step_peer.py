@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from composer_prime.channels.replay_dpo import pair_unit
-from composer_prime.packing.pack import pack, totals
+from composer_prime.packing.pack import pack, totals, without_hints
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, read_run_id, write_atomic
 from composer_prime.wire.sockets import bind_router
@@ -144,9 +144,10 @@ class StepPeer:
             self.not_ready_first.remove(request.step)
             return BatchNotReady(step=request.step, waiting_for="3 of 8 groups")
         samples, units = self.samples_of(request.step), [pair_unit(pair) for pair in self.pairs_of(request.step)]
+        samples = samples if self.distil else without_hints(samples)
         ranks = pack(samples, units, run_id=self.run_id, step=request.step, world_size=request.world_size,
-                     max_tokens=request.max_tokens, distil=self.distil)  # fmt: skip
+                     max_tokens=request.max_tokens)  # fmt: skip
         trained = sum(1 in row.loss_mask for own in ranks for row in own)
-        counts = totals(samples, units, distil=self.distil, micro_batches=trained)
+        counts = totals(samples, units, micro_batches=trained)
         return StepReply(step=request.step, rank=request.rank, totals=counts, micro_batches=ranks[request.rank],
                          metrics={"reward/mean": 0.5})  # fmt: skip

@@ -29,7 +29,7 @@ def test_qwen3_8b_on_the_meta_device():
     assert count == 8_190_735_360 and len(blocks(lm)) == 36
     assert abs(ModelShape.of(QWEN3_8B).parameters - count) / count < 1e-3
     matrices = sum(p.numel() for block in blocks(lm) for p in block.parameters() if p.ndim == 2)
-    assert model_flops(QWEN3_8B)[0] == 2 * (matrices + 151936 * 4096)
+    assert model_flops(QWEN3_8B).per_token == 2 * (matrices + 151936 * 4096)
 
 
 def test_peak_memory_covers_what_is_held():

@@ -125,18 +125,24 @@ def play(run: dict, job: dict, root: str, aside: Path) -> dict:
         os.killpg(child, signal.SIGKILL)
     if not finished:
         os.waitpid(child, 0)
-    lines = records.read_text("utf-8", "replace").splitlines()
+    result = _recorded(run, records)
+    if not finished or result.get("exit_status") not in COMPLETE:
+        ended = f"exit status {os.waitstatus_to_exitcode(status)}" if finished else "timeout"
+        output = said.read_text("utf-8", "replace")[-MESSAGE_CHARACTERS:] if run["trace"] else ""
+        result["ended"] = f"{ended}: {output}".removesuffix(": ")
+    return result
+
+
+def _recorded(run: dict, records: Path) -> dict:
+    """Return what the child's reporter wrote; a line that is cut short does not count."""
     result: dict = {"key": run["key"], "tests": {}, "collect_errors": {}, "ended": ""}
+    lines = records.read_text("utf-8", "replace").splitlines()
     for record in (json.loads(line) for line in lines if line.endswith("}")):
         for name, value in record.items():
             if isinstance(value, dict):
                 result[name].update(value)
             else:
                 result[name] = value
-    if not finished or result.get("exit_status") not in COMPLETE:
-        ended = f"exit status {os.waitstatus_to_exitcode(status)}" if finished else "timeout"
-        output = said.read_text("utf-8", "replace")[-MESSAGE_CHARACTERS:] if run["trace"] else ""
-        result["ended"] = f"{ended}: {output}".removesuffix(": ")
     return result
 
 
