@@ -23,7 +23,7 @@ class FirstCallTask(ToolsmithTask):
     async def correct(self, trace: vf.Trace) -> float:
         replies = trace.assistant_messages
         calls = (replies[0].tool_calls if replies else None) or []
-        return call_is_right(self.data.episode(), (calls[0].name, calls[0].arguments) if calls else None)
+        return call_is_right(self.data.tool_executor(), (calls[0].name, calls[0].arguments) if calls else None)
 
 
 class FirstCallTaskset(ToolsmithTaskset):

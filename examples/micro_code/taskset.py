@@ -45,7 +45,7 @@ _RULES = {"lure_read": "lure-opened", "lure_edit": "lure-opened", "tests_edit": 
 
 
 class FileTools:
-    """Runs one rollout's tool calls. Implements the `ToolExecutor` of `tool_loop`, to record the calls for scoring."""
+    """Runs one rollout's tool calls. An executor of the tool loop, to record the calls for scoring."""
 
     def __init__(self, files: dict[str, str], runtime: RuntimeConfig) -> None:
         self._files = files

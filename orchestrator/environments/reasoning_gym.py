@@ -35,6 +35,8 @@ __all__ = ["ReasoningGym"]
 logger = logging.getLogger(__name__)
 
 _TRIES_PER_TASK = 200
+_ANSWER_CHARS = 2000
+"""A longer answer scores 0 without being parsed: some scorers take long for what a model may write."""
 
 
 class ReasoningGymConfig(vf.TasksetConfig):
@@ -54,8 +56,6 @@ class ReasoningGymConfig(vf.TasksetConfig):
     """The answer's place in the reply: between <answer> tags, on the last line, the whole reply, or its last number."""
     instruction: str | None = None
     """System prompt. None takes one that asks for `answer_in`; an empty one is left out."""
-    max_answer_chars: int = Field(2000, ge=1)
-    """A longer answer scores 0 without being parsed: some scorers take long for what a model may write."""
 
     @field_validator("datasets", mode="before")
     @classmethod
@@ -89,7 +89,6 @@ class ReasoningGymTask(OneAnswer, vf.Task[ReasoningGymData]):
         self, data: ReasoningGymData, settings: ReasoningGymConfig, *, dataset: Any, entry: dict[str, Any]
     ) -> None:
         super().__init__(data, settings.task)
-        self._settings = settings
         self.answer_in = settings.answer_in
         self._dataset = dataset
         self._entry = entry
@@ -97,7 +96,7 @@ class ReasoningGymTask(OneAnswer, vf.Task[ReasoningGymData]):
     @vf.reward(weight=1.0)
     async def correct(self, trace: vf.Trace) -> float:
         answer = self.answer(trace)
-        if answer is not None and len(answer) > self._settings.max_answer_chars:
+        if answer is not None and len(answer) > _ANSWER_CHARS:
             return 0.0
         try:
             return float(self._dataset.score_answer(answer, self._entry))

@@ -131,7 +131,7 @@ class CodeState(vf.State):
 
 
 class CodeRollout:
-    """The tools of one rollout, in a box of its own. Implements the tool loop's `ToolExecutor`."""
+    """The tools of one rollout, in a box of its own. An executor of the tool loop."""
 
     is_over = False
 

@@ -90,7 +90,7 @@ class OpenEnv(vf.Taskset[OpenEnvTask, OpenEnvConfig]):
 
 
 class OpenEnvEpisode:
-    """One episode: a `ToolExecutor` of the tool loop."""
+    """One episode: an executor of the tool loop."""
 
     def __init__(self, base_url: str, reset: dict[str, Any]) -> None:
         self._url = base_url.rstrip("/")

@@ -7,17 +7,15 @@
 Every call in a reply gets a tool message. A call that the renderer could not parse arrives as text (see `renderer.py`)
 and gets an error message. Without it, the conversation would end, and the policy could hide its broken calls that way.
 
-All rollouts of a worker share one HTTP session. It is aiohttp's, without TLS: making an httpx client costs more CPU
-than a whole single-turn rollout, and its pool walks every open connection at each request.
+A rollout has an HTTP session of its own. It is aiohttp's, without TLS, made in 20 microseconds: making an httpx client
+costs more CPU than a whole single-turn rollout.
 """
 
 import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import verifiers.v1 as vf
@@ -36,26 +34,6 @@ BROKEN = "broken_"
 """Begins the id of a call that could not be read, which no executor sees."""
 _CONTEXT_FULL = re.compile(r"context length|context window|max_model_len", re.IGNORECASE)
 _DONE = ProgramResult(exit_code=0, stdout="", stderr="")
-
-
-class ToolExecutor(Protocol):
-    """Runs the tool calls of one rollout, for which the task's data makes it. It may hold state between calls.
-
-    One with an episode of its own, in a sandbox or in an environment that runs elsewhere, has three parts more.
-    `async start()` begins the episode, fills `schemas`, and returns text to append to the task's prompt, or "".
-    `is_over` tells that the environment ended the episode; the rollout then ends too. `async finish(trace)` records the
-    rewards and lets go of the environment. It is called once, also after a failure.
-    """
-
-    schemas: list[dict[str, Any]]
-    """The tools on offer, as OpenAI function definitions."""
-
-    async def call(self, name: str, arguments_json: str) -> str:
-        """Return the text of the tool's reply, also for an error that the model should see.
-
-        An exception ends the rollout as failed.
-        """
-        ...
 
 
 def bounded(text: str, limit: int, origin: str) -> str:
@@ -87,7 +65,17 @@ class ToolLoopConfig(vf.HarnessConfig):
 
 
 class ToolLoop(vf.Harness[ToolLoopConfig]):
-    """Plays tasks with or without tools. A task with tools has data with a `tool_executor()`."""
+    """Plays tasks with or without tools. A task with tools has data with a `tool_executor()`, one for each rollout.
+
+    An executor has `schemas`, the tools on offer as OpenAI function definitions, and `async call(name,
+    arguments_json)`, which returns the text of the tool's reply, also for an error that the model should see. An
+    exception ends the rollout as failed. It may hold state between calls.
+
+    One with an episode of its own, in a sandbox or in an environment that runs elsewhere, has three parts more.
+    `async start()` begins the episode, fills `schemas`, and returns text to append to the task's prompt, or "".
+    `is_over` tells that the environment ended the episode; the rollout then ends too. `async finish(trace)` records the
+    rewards and lets go of the environment. It is called once, also after a failure.
+    """
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -123,14 +111,15 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
         trace: vf.Trace,
         endpoint: str,
         secret: str,
-        executor: ToolExecutor | None,
+        executor: Any,
         messages: list[dict[str, Any]],
     ) -> ProgramResult:
         body: dict[str, Any] = {"model": model, "messages": messages}
         if executor is not None and executor.schemas:
             body["tools"] = executor.schemas
         try:
-            async with _session() as session:
+            connector, no_limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+            async with aiohttp.ClientSession(connector=connector, timeout=no_limit, trust_env=False) as session:
                 for _ in range(self.config.max_turns):
                     choice = await self._complete(session, trace, endpoint, secret, body)
                     if choice is None:
@@ -147,7 +136,7 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
         trace.stop("max_turns")
         return _DONE
 
-    async def _answers(self, executor: ToolExecutor | None, message: dict[str, Any]) -> list[dict[str, Any]]:
+    async def _answers(self, executor: Any, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Return tool messages: one for each call of an assistant message, then one for each broken call.
 
         An empty list means that the message calls no tool. `executor`: None for a task without tools.
@@ -198,27 +187,3 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
             trace.stop("context_full")
             return None
         raise HarnessError(f"tool_loop: the model endpoint answered {response.status}: {detail}")
-
-
-_SESSIONS: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, int]] = {}
-"""An event loop's HTTP session, and how many rollouts hold it."""
-
-
-@asynccontextmanager
-async def _session() -> AsyncIterator[aiohttp.ClientSession]:
-    """Yield the session of all rollouts in flight; the last one to leave closes it."""
-    loop = asyncio.get_running_loop()
-    if loop in _SESSIONS:
-        session, holders = _SESSIONS[loop]
-    else:
-        connector, no_limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
-        session, holders = aiohttp.ClientSession(connector=connector, timeout=no_limit, trust_env=False), 0
-    _SESSIONS[loop] = session, holders + 1
-    try:
-        yield session
-    finally:
-        _, holders = _SESSIONS.pop(loop)
-        if holders > 1:
-            _SESSIONS[loop] = session, holders - 1
-        else:
-            await session.close()

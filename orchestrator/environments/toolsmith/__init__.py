@@ -22,8 +22,9 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from composer_prime.errors import ConfigError
 from orchestrator.environments import Split, on_first_use, split_one_in
 
 __all__ = ["ToolsmithTaskset"]
@@ -35,10 +36,8 @@ __getattr__ = on_first_use(__name__, "ToolsmithTaskset", "taskset")
 class Operation:
     """One computation that a tool can do."""
 
-    key: str
-    """Identity of the operation; never shown."""
     names: tuple[str, ...]
-    """Tool names to draw from. The first is the canonical one."""
+    """Tool names to draw from. The first is the operation's key."""
     description: str
     """The description in the tool's schema."""
     arity: int
@@ -50,10 +49,13 @@ class Operation:
     following: str
     """The user's words for it as a later step; {1} is the second operand, the first is the last result."""
 
+    @property
+    def key(self) -> str:
+        return self.names[0]
+
 
 OPERATIONS: tuple[Operation, ...] = (
     Operation(
-        key="add",
         names=("add", "plus", "sum_two", "total", "increase"),
         description="Adds two numbers.",
         arity=2,
@@ -62,7 +64,6 @@ OPERATIONS: tuple[Operation, ...] = (
         following="add {1}",
     ),
     Operation(
-        key="subtract",
         names=("subtract", "minus", "take_away", "difference", "decrease"),
         description="Subtracts the second number from the first.",
         arity=2,
@@ -71,7 +72,6 @@ OPERATIONS: tuple[Operation, ...] = (
         following="subtract {1}",
     ),
     Operation(
-        key="multiply",
         names=("multiply", "times", "product", "mul", "scale"),
         description="Multiplies two numbers.",
         arity=2,
@@ -80,7 +80,6 @@ OPERATIONS: tuple[Operation, ...] = (
         following="multiply by {1}",
     ),
     Operation(
-        key="maximum",
         names=("maximum", "larger", "biggest", "max_of", "greatest"),
         description="Returns the larger of two numbers.",
         arity=2,
@@ -89,7 +88,6 @@ OPERATIONS: tuple[Operation, ...] = (
         following="take the larger of that and {1}",
     ),
     Operation(
-        key="join",
         names=("join", "concat", "glue", "append", "merge"),
         description="Writes two numbers one after the other.",
         arity=2,
@@ -98,7 +96,6 @@ OPERATIONS: tuple[Operation, ...] = (
         following="join {1}",
     ),
     Operation(
-        key="reverse",
         names=("reverse", "flip", "backwards", "mirror", "turn_round"),
         description="Reverses the digits of a number.",
         arity=1,
@@ -202,7 +199,7 @@ class Episode:
         return [tool.schema() for tool in self.tools]
 
     async def call(self, name: str, arguments_json: str) -> str:
-        """Run a tool call. With `schemas` this makes an episode a `ToolExecutor` of `tool_loop`."""
+        """Run a tool call. With `schemas` this makes an episode an executor of `tool_loop`."""
         return run_call(self, name, arguments_json)
 
     def tool_for(self, operation: str) -> Tool:
@@ -211,7 +208,9 @@ class Episode:
 
 
 def generate(*, seed: int, difficulty: int, split: Split) -> Episode:
-    """Return the episode of a seed. Raises KeyError where difficulty is not in 1..3."""
+    """Return the episode of a seed. Raises KeyError where difficulty is not in 1..3, ConfigError for another split."""
+    if split not in get_args(Split):
+        raise ConfigError(f"toolsmith: split is {split!r}, expected {' or '.join(map(repr, get_args(Split)))}")
     num_tools = TOOLS_BY_DIFFICULTY[difficulty]
     rng = random.Random(f"toolsmith/{split}/{difficulty}/{seed}")
     while True:

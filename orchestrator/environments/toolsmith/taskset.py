@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 
 import verifiers.v1 as vf
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from orchestrator.environments import Split
 from orchestrator.environments.answers import TaskRow
@@ -22,11 +22,8 @@ class ToolsmithData(TaskRow):
     answer: str
     """The exact right answer."""
 
-    def episode(self) -> Episode:
-        return generate(seed=self.seed, difficulty=self.difficulty, split=self.split)
-
     def tool_executor(self) -> Episode:
-        return self.episode()
+        return generate(seed=self.seed, difficulty=self.difficulty, split=self.split)
 
     def is_tool_error(self, text: str) -> bool:
         """Tell whether a tool message reports a failed call."""
@@ -46,19 +43,11 @@ class ToolsmithTask(vf.Task[ToolsmithData]):
 
     @vf.metric
     async def tool_errors(self, trace: vf.Trace) -> float:
-        return float(self._errors(trace))
-
-    @vf.metric
-    async def tool_errors_per_turn(self, trace: vf.Trace) -> float:
-        return self._errors(trace) / max(trace.num_turns, 1)
+        return float(sum(is_error(str(message.content)) for message in trace.tool_messages))
 
     @vf.metric
     async def turns_used(self, trace: vf.Trace) -> float:
         return float(trace.num_turns)
-
-    @staticmethod
-    def _errors(trace: vf.Trace) -> int:
-        return sum(is_error(str(message.content)) for message in trace.tool_messages)
 
 
 class ToolsmithConfig(vf.TasksetConfig):
@@ -74,15 +63,6 @@ class ToolsmithConfig(vf.TasksetConfig):
     """Most calls a task may need."""
     seed: int = 0
     """Draws another set of episodes."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "ToolsmithConfig":
-        if self.min_difficulty > self.max_difficulty:
-            raise ValueError(
-                f"toolsmith: min_difficulty {self.min_difficulty} is above max_difficulty {self.max_difficulty}; "
-                "lower the first or raise the second"
-            )
-        return self
 
 
 class ToolsmithTaskset(vf.Taskset[ToolsmithTask, ToolsmithConfig]):
