@@ -1,6 +1,6 @@
 """Answers of models, kept in one SQLite file: what was paid for once is never asked again.
 
-One row a question: its key, the answer (none where no call gave a usable one), and what all its calls cost.
+One row a question: its key and the answer. `cost_usd` was used by earlier versions, as were rows without an answer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ _BUSY_S = 30.0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer BLOB, cost_usd REAL NOT NULL DEFAULT 0);
 """
-_ADD = """
-INSERT INTO answers (key, answer, cost_usd) VALUES (?, ?, ?)
-ON CONFLICT (key) DO UPDATE SET
-    answer = coalesce(excluded.answer, answer), cost_usd = cost_usd + excluded.cost_usd
-"""
+_PUT = "INSERT INTO answers (key, answer) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET answer = excluded.answer"
 
 
 class CachedAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,16 +94,7 @@ class AnswerCache:
 
     def put(self, key: str, answer: CachedAnswer) -> None:
         """Keep an answer. Raises OSError."""
-        self._execute(_ADD, (key, msgspec.json.encode(answer), 0.0))
-
-    def add_cost(self, key: str, usd: float) -> None:
-        """Add what a call for this question cost, with or without an answer. Raises OSError."""
-        self._execute(_ADD, (key, None, usd))
-
-    @property
-    def spent_usd(self) -> float:
-        """The sum of `add_cost`, over earlier runs too. Raises OSError when the file is damaged."""
-        return self._execute("SELECT total(cost_usd) FROM answers")[0][0]
+        self._execute(_PUT, (key, msgspec.json.encode(answer)))
 
     def close(self) -> None:
         with self._lock:

@@ -3,21 +3,19 @@
 templates.toml documents the format of templates: patterns that name an error, and hints with fields.
 
 A model is asked through a `ChatEndpoint`, and so is the judge of rollouts: text in, text out, within one budget for the
-run. Only usable answers are cached. The cost of the others is kept in the same file, so that a resumed run counts all
-that was spent. A call that was sent costs its worst case until the reply tells less: a count of tokens, or a refusal.
+run. Only usable answers are cached. The cost of all is in costs.jsonl, so that a resumed run counts all that was
+spent. A call that was sent costs its worst case until the reply tells less: a count of tokens, or a refusal.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import os
 import string
 import tomllib
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -31,7 +29,7 @@ from composer_prime.errors import BudgetError, CapError, ConfigError, EndpointEr
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.client import Budget, ChatClient, ChatRequest, Endpoint
 from composer_prime.llm.prices import PER_MILLION, Price
-from composer_prime.run.costs import CostLedger
+from composer_prime.run.costs import CostLedger, spent
 from orchestrator.rollouts.groups import FinishedRollout, messages_before, tool_replies
 from orchestrator.workers.call_schema import json_type
 from orchestrator.workers.protocol import MessageRecord
@@ -52,9 +50,6 @@ _WRITE = (
     "task, do not write the turn for it, do not mention this conversation. Reply with the reminder only."
 )
 _ERROR_CHARS = 400
-_KEY_VERSION = 2
-"""Part of every cache key. Raise it when something else of a reply is kept than before: answers in older caches are
-then asked for again. 2: without the model's thinking."""
 _BYTES_PER_TOKEN = 2
 """Prompts are reserved for with this few bytes a token; hardly any text has fewer."""
 _TEMPERATURE = 0.0
@@ -314,9 +309,10 @@ class ChatEndpoint:
         ledger: CostLedger | None = None,
     ) -> None:
         """`name`: the configuration key that messages name. `cache`: where answers are kept (SQLite); None keeps
-        them in memory. `ledger`: where calls that cost something are written down.
+        them in memory. `ledger`: where calls that cost something are written down; what it holds counts as spent.
 
-        Raises ConfigError when the configured key variable is not set, or the cache cannot be opened.
+        Raises ConfigError when the configured key variable is not set, or the cache cannot be opened, and LedgerError
+        for a ledger with a line that cannot be read.
         """
         api_key = os.environ.get(config.api_key_var) if config.api_key_var else None
         if config.api_key_var and not api_key:
@@ -327,13 +323,12 @@ class ChatEndpoint:
         self._config = config
         self._name = name
         self._ledger = ledger
-        self._cost_writer = ThreadPoolExecutor(1, thread_name_prefix="hint-costs")
-        """Another process may keep the cache locked for seconds. The event loop must not wait for it."""
         self._cache = AnswerCache(cache)
         self._price = Price(
             input_usd=config.input_usd_per_mtok * PER_MILLION, output_usd=config.output_usd_per_mtok * PER_MILLION
         )
-        self._budget = Budget(config.budget_usd, self._record, self._cache.spent_usd)
+        spent_usd = 0.0 if ledger is None else spent(ledger.path).hint_usd
+        self._budget = Budget(config.budget_usd, self._record, spent_usd)
         endpoint = Endpoint(
             name=name,
             base_url=config.base_url,
@@ -352,42 +347,28 @@ class ChatEndpoint:
         return self._budget.spent_usd
 
     async def close(self) -> None:
-        """Wait until all costs are kept. Calls must have ended."""
+        """Close the connections and the cache. Calls must have ended."""
         await self.client.close()
-        await asyncio.to_thread(self._cost_writer.shutdown)
         await asyncio.to_thread(self._cache.close)
 
-    async def ask(self, messages: list[dict[str, str]], *, check: Callable[[str], object] | None = None) -> str:
+    async def ask(self, messages: list[dict[str, str]]) -> str:
         """Return the answer's text. A question that was answered is not asked again.
-
-        `check` raises EndpointError for an answer of no use.
 
         Raises BudgetError before a call that could pass the budget, EndpointError when no usable answer came.
         """
         config = self._config
         size = sum(len(message["content"].encode()) + 16 for message in messages)
         bound_usd = self._price.bound_usd(size // _BYTES_PER_TOKEN, config.max_tokens)
-        parts = [_KEY_VERSION, config.model, _TEMPERATURE, config.max_tokens, "", messages]
-        key = hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
-
-        def check_text(answer: CachedAnswer) -> None:
-            text = self._text(answer)
-            if check is not None:
-                check(text)
-
+        question = Question(
+            endpoint=config.base_url,
+            model=config.model,
+            messages=messages,
+            tools=[],
+            temperature=_TEMPERATURE,
+            max_tokens=config.max_tokens,
+        )
         request = ChatRequest(
-            question=Question(
-                endpoint=config.base_url,
-                model=config.model,
-                messages=messages,
-                tools=[],
-                temperature=_TEMPERATURE,
-                max_tokens=config.max_tokens,
-            ),
-            key=key,
-            bound_usd=bound_usd,
-            state=self._name,
-            check=check_text,
+            question=question, key=question.key, bound_usd=bound_usd, state=self._name, check=self._text
         )
         try:
             answer, _ = await self.client.ask(request)
@@ -410,18 +391,9 @@ class ChatEndpoint:
 
     def _record(self, kind: str, **values: Any) -> None:
         """Write down what a call cost. A disk that refuses costs the line only."""
-        if kind != "settled" or not values["usd"]:
+        if kind != "settled" or not values["usd"] or self._ledger is None:
             return
-        usd = values["usd"]
-        self._cost_writer.submit(self._keep_cost, values["call"], usd)
-        if self._ledger is not None:
-            try:
-                self._ledger.write("hint", endpoint=self._name, usd=usd)
-            except OSError as error:
-                logger.warning("%s: a call's cost could not be kept in %s: %s", self._name, self._ledger.path, error)
-
-    def _keep_cost(self, call: str, usd: float) -> None:
         try:
-            self._cache.add_cost(call, usd)
+            self._ledger.write("hint", endpoint=self._name, usd=values["usd"])
         except OSError as error:
-            logger.warning("%s: a call's cost could not be kept: %s", self._name, error)
+            logger.warning("%s: a call's cost could not be kept in %s: %s", self._name, self._ledger.path, error)
