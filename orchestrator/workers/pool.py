@@ -8,7 +8,7 @@ A `WorkerProcess` is one of them:
 
 start    --SourceSpec--> worker, then wait at most start_timeout_s for WorkerReady
 _read    passes replies to the futures that wait for them
-_watch   names the code that blocks a silent worker, and kills one that was silent for hang_timeout_s
+_watch   warns of a silent worker, and kills one that was silent for hang_timeout_s
 stop     closes the connection, gives the worker a while to clean up, then kills what is left of its session
 ended    resolves with the reason, after every request in flight has its error reply and the worker's scratch folder is
          removed; a killed worker cannot remove that itself
@@ -24,15 +24,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 import composer_prime.errors
-from composer_prime.config.sandbox import SANDBOX_TYPES
 from composer_prime.errors import ComposerError, ConfigError, DeadlineError, EnvironmentWorkerError, WireError
 from composer_prime.monitor.events import event
-from composer_prime.plan.sandboxes import probe
 from composer_prime.run import process as processes
 from composer_prime.run.process import WORKER_ENVIRONMENT, child_options, exit_text, signal_session
 from composer_prime.run.retry import backoff_s
@@ -40,7 +38,6 @@ from composer_prime.run.scratch import Scratch
 from composer_prime.wire.frames import Frames
 from orchestrator.event_loop import Notifier
 from orchestrator.workers.protocol import (
-    STACK_FILE,
     STALL_S,
     TRAIN,
     CancelRollout,
@@ -53,7 +50,6 @@ from orchestrator.workers.protocol import (
     StartFailed,
     WorkerReady,
 )
-from orchestrator.workers.tracebacks import blocked_at
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +100,7 @@ class WorkerPool:
     async def start(self) -> None:
         """Start every worker and wait until all have loaded.
 
-        Raises what `WorkerProcess.start` and `check_runtimes` raise.
+        Raises what `WorkerProcess.start` raises.
         """
         self._supervisors = [asyncio.create_task(self._supervise(number)) for number in range(self._workers)]
         loaded = lambda: self.ready is not None and len(self._children) == self._workers
@@ -114,7 +110,6 @@ class WorkerPool:
             if self._failure is not None:
                 raise self._failure
             assert self.ready is not None
-            await asyncio.to_thread(check_runtimes, self.spec.name, self.ready.runtimes)
             if self.ready.overlap is not None:
                 logger.warning("source %s: %s", self.spec.name, self.ready.overlap)
         except BaseException:
@@ -219,16 +214,6 @@ class WorkerPool:
             logger.warning("%s; restarting it in %.1f s (restart %d)", reason, wait_s, restarts)
             self.restarts += 1
             await asyncio.sleep(wait_s)
-
-
-def check_runtimes(source: str, types: Iterable[str]) -> None:
-    """Raise ConfigError when a runtime in which `source` executes code does not work on this machine."""
-    for kind in set(types) & set(SANDBOX_TYPES):
-        if not (runtime_probe := probe(kind)).works:
-            raise ConfigError(
-                f"source {source!r} executes code in the runtime {kind!r}, which does not work here: "
-                f"{runtime_probe.text}"
-            )
 
 
 class WorkerProcess:
@@ -394,27 +379,17 @@ class WorkerProcess:
             if time.monotonic() - before > 2 * step_s:
                 continue  # This loop itself stood still: look again before judging the worker.
             silent_s = time.monotonic() - self._heard_at
-            if silent_s > STALL_S and blamed != self._heard_at and (place := self._blocked_at()) is not None:
+            if silent_s > STALL_S and blamed != self._heard_at:
                 blamed = self._heard_at
                 logger.warning(
-                    "%s: the environment blocks its event loop, for %.0f s now, at %s: no rollout of this worker goes "
-                    "on meanwhile; make it async, or call it with asyncio.to_thread",
-                    self.label, silent_s, place, extra=event("warning", where=place, same_as=f"blocked at {place}"),
+                    "%s: the environment blocks its event loop, for %.0f s now: no rollout of this worker goes on "
+                    "meanwhile; %s shows the line: make it async, or call it with asyncio.to_thread",
+                    self.label, silent_s, self._log[0], extra=event("warning", same_as=f"{self.label} blocks"),
                 )  # fmt: skip
             if silent_s > hang_timeout_s:
-                place = self._blocked_at()
-                self._end_reason = (
-                    f"no heartbeat for {silent_s:.1f} s (at most {hang_timeout_s:g})"
-                    f"{f'; it stood at {place}' if place else ''}"
-                )
+                self._end_reason = f"no heartbeat for {silent_s:.1f} s (at most {hang_timeout_s:g})"
                 signal_session(self._process.pid, signal.SIGKILL)
                 return  # _read sees the end of the stream.
-
-    def _blocked_at(self) -> str | None:
-        try:
-            return blocked_at((self._scratch.path / STACK_FILE).read_text(errors="replace"))
-        except OSError:
-            return None
 
     async def _finish(self) -> None:
         await self._process.wait()

@@ -20,8 +20,7 @@ TRAIN, EVAL = "train", "eval"
 HEARTBEAT_S = 2.0
 """A worker says this often that its event loop runs."""
 STALL_S = 5.0
-"""A worker whose event loop stands still for this long writes its stack to STACK_FILE, in its scratch folder."""
-STACK_FILE = "stack.txt"
+"""A worker whose event loop stands still for this long writes its stack to its log."""
 
 
 class SourceSpec(msgspec.Struct, frozen=True, kw_only=True, tag="source"):
@@ -49,8 +48,6 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
     num_tasks: dict[str, int]
     """By task set."""
-    runtimes: list[str] = []
-    """Types of the runtimes in which the source executes code."""
     overlap: str | None = None
     """A sentence where held-out prompts are training prompts too."""
 

@@ -16,14 +16,19 @@ reward function returned a finite number.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import logging
 import math
 import re
+import sysconfig
+import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pydantic
 import verifiers.v1 as vf
 from renderers import RendererConfig
@@ -50,7 +55,6 @@ from orchestrator.workers.protocol import (
     SourceSpec,
     ToolCall,
 )
-from orchestrator.workers.tracebacks import describe_exception, read_traceback, refuse_plain_rewards, with_function
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +82,14 @@ _TOOL_ERROR = re.compile(
     re.IGNORECASE,
 )
 _MESSAGE_CHARS = 2000
+_FRAME = re.compile(r'^[ |]*File "([^"<]+)", line (\d+), in (\S+)', re.MULTILINE)
+_CHAINED = re.compile(
+    r"\n(?:The above exception was the direct cause|During handling of the above exception, another exception).*\n"
+)
+_RECORDED = re.compile(r"in record_(reward|metric)s?$")
+"""Where verifiers turns a result into a float."""
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_DETAIL_CHARS = 2000
 
 
 class Environment:
@@ -423,3 +435,70 @@ def _turn(trace: vf.Trace, node: Any, call: int | None, time: Any, session: int,
         tool_calls=[ToolCall(id=c.id, name=_valid(c.name), arguments=_valid(c.arguments)) for c in calls],
         reasoning=message.reasoning_content if isinstance(message, AssistantMessage) else None,
     )
+
+
+# -- where an environment's code raised ----------------------------------------------------------------------------
+
+
+def describe_exception(error: BaseException) -> str:
+    """Return `LookupError: no word list (envs/words.py:12, in load)`."""
+    _, where = read_traceback("".join(traceback.format_exception(error)))
+    return f"{type(error).__name__}: {error}{f' ({where})' if where else ''}"
+
+
+def read_traceback(text: str) -> tuple[str, str | None]:
+    """Return the end of the traceback of the code that raised, and its `file:line, in function`; None without a frame.
+
+    The frame is the last one of the user's own files, else the last one of the first cause.
+    """
+    parts = _CHAINED.split(text)
+    for part in reversed(parts):
+        own = [frame for frame in _FRAME.findall(part) if _is_own(frame[0])]
+        if own:
+            return part.strip()[-_DETAIL_CHARS:], _frame_text(*own[-1])
+    frames = _FRAME.findall(parts[0])
+    return parts[0].strip()[-_DETAIL_CHARS:], _frame_text(*frames[-1]) if frames else None
+
+
+def refuse_plain_rewards(task: Any) -> None:
+    """Raise ConfigError for a reward or metric of a verifiers Task that returns a number but is not a coroutine.
+
+    verifiers awaits each, so every rollout would fail with an error of asyncio.
+    """
+    for kind in ("reward", "metric"):
+        for function in task.hooks(kind):
+            returned = inspect.signature(function).return_annotation
+            is_number = getattr(returned, "__name__", returned) in ("float", "int", "bool")
+            plain = inspect.unwrap(function)
+            if is_number and not any(map(inspect.iscoroutinefunction, (function, plain))):
+                code = plain.__code__
+                place = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+                raise ConfigError(f"{kind} `{function.__name__}` ({place}) must be `async def` and return a number")
+
+
+def with_function(failure: RolloutFailure | None, task: Any, trace: Any) -> RolloutFailure | None:
+    """Name the reward or metric of a verifiers Task whose result is not a number.
+
+    verifiers' traceback ends where the result is recorded, after the function has returned.
+    """
+    match = _RECORDED.search(failure.where or "") if failure is not None else None
+    if failure is None or match is None or trace is None:
+        return failure
+    kind = match[1]
+    values = trace.rewards if kind == "reward" else trace.metrics
+    names = [hook.__name__ for hook in task.hooks(kind) if values.get(hook.__name__) is None]
+    message = f"{kind} {' or '.join(names)} returned no number ({failure.message})"
+    return msgspec.structs.replace(failure, message=message, retryable=False)
+
+
+def _is_own(file: str) -> bool:
+    """Tell whether a file belongs neither to Python nor to an installed package."""
+    path = Path(file)
+    return not {"site-packages", "dist-packages"} & set(path.parts) and not path.is_relative_to(_STDLIB)
+
+
+def _frame_text(file: str, line: str, function: str) -> str:
+    path = Path(file)
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return f"{path}:{line}, in {function}"

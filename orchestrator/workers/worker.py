@@ -4,7 +4,7 @@
                               |                    ^ deadline: RunRollout.timeout_s
     pool <--RolloutReply------+       Cancel aborts the task, and with it the open request
     pool <--Heartbeat-- every HEARTBEAT_S; the pool kills a worker that stays silent. One whose event loop stands still
-                        for STALL_S writes its stack to STACK_FILE, where the pool finds the line that blocks it
+                        for STALL_S writes its stack to its log
 
 Only `WorkerProcess` starts it. It is killed when its parent dies.
 """
@@ -27,14 +27,15 @@ from typing import Any
 
 import msgspec
 
-from composer_prime.errors import ComposerError
+from composer_prime.config.sandbox import SANDBOX_TYPES
+from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.monitor.events import join_events
+from composer_prime.plan.sandboxes import probe
 from composer_prime.run.process import end_with_parent
 from composer_prime.wire.frames import Frames
 from orchestrator.workers.protocol import (
     EVAL,
     HEARTBEAT_S,
-    STACK_FILE,
     STALL_S,
     TRAIN,
     CancelRollout,
@@ -45,13 +46,13 @@ from orchestrator.workers.protocol import (
     ToWorker,
     WorkerReady,
 )
-from orchestrator.workers.tracebacks import read_traceback
 
 logger = logging.getLogger("orchestrator.worker")
 
 _ABORT_S = 3.0
 """Time for aborted rollouts to end. The environments themselves close after that."""
 
+_DETAIL_CHARS = 2000
 _COMPARED = 512
 """Held-out prompts that are looked for among the training prompts."""
 
@@ -60,7 +61,7 @@ class Worker:
     """Serves the environments of one source on this process's event loop."""
 
     def __init__(self, spec: SourceSpec, frames: Frames, scratch: Path) -> None:
-        """Import verifiers and load everything. Raises what `Environment` and `build_renderer` raise.
+        """Import verifiers and load everything. Raises what `Environment`, `build_renderer` and `check_runtimes` raise.
 
         `scratch`: takes the rollouts' working folders; `WorkerProcess` removes it.
         """
@@ -70,11 +71,12 @@ class Worker:
 
         sys.path += [folder for folder in spec.import_from if folder not in sys.path]
         keep_folders_in(scratch)
-        self._stack_file = scratch / STACK_FILE
         self._frames = frames
         config, renderer = build_renderer(spec.model_path, spec.renderer)
         install_renderer(spec.model_path, config, renderer)
         self._environments = {name: Environment(spec, name, config) for name in spec.tasksets}
+        for environment in self._environments.values():
+            check_runtimes(environment)
         self._running: dict[str, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
@@ -83,8 +85,7 @@ class Worker:
             for environment in self._environments.values():
                 await stack.enter_async_context(environment.serving())
             num_tasks = {name: environment.num_tasks for name, environment in self._environments.items()}
-            runtimes = sorted({kind for each in self._environments.values() for kind in runtime_types(each)})
-            self._frames.send(WorkerReady(num_tasks=num_tasks, runtimes=runtimes, overlap=overlap(self._environments)))
+            self._frames.send(WorkerReady(num_tasks=num_tasks, overlap=overlap(self._environments)))
             heartbeats = asyncio.create_task(self._heartbeats())
             try:
                 while (message := await self._frames.receive()) is not None:
@@ -116,8 +117,8 @@ class Worker:
         except asyncio.CancelledError:
             reply = request.failed("cancelled", "cancelled by the orchestrator", retryable=False)
         except Exception as error:
-            detail, where = read_traceback(traceback.format_exc())
-            reply = request.failed("internal", f"{type(error).__name__}: {error}", detail=detail, where=where)
+            detail = traceback.format_exc()[-_DETAIL_CHARS:]
+            reply = request.failed("internal", f"{type(error).__name__}: {error}", detail=detail)
         finally:
             self._running.pop(request.rollout_id, None)
         try:
@@ -131,15 +132,13 @@ class Worker:
 
     async def _heartbeats(self) -> None:
         """Say that the loop runs. faulthandler's thread needs no GIL, so it also sees code that holds it."""
-        with self._stack_file.open("w") as file:
-            try:
-                while True:
-                    file.truncate(0)
-                    faulthandler.dump_traceback_later(STALL_S, file=file)
-                    await asyncio.sleep(HEARTBEAT_S)
-                    self._frames.send(Heartbeat())
-            finally:
-                faulthandler.cancel_dump_traceback_later()
+        try:
+            while True:
+                faulthandler.dump_traceback_later(STALL_S)
+                await asyncio.sleep(HEARTBEAT_S)
+                self._frames.send(Heartbeat())
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def overlap(environments: Mapping[str, Any]) -> str | None:
@@ -161,8 +160,11 @@ def overlap(environments: Mapping[str, Any]) -> str | None:
     )
 
 
-def runtime_types(environment: Any) -> set[str]:
-    """Return the types of runtime that an Environment uses: those of its agents, and of boxes that its tasks open."""
+def check_runtimes(environment: Any) -> None:
+    """Raise ConfigError when a runtime in which an Environment executes code does not work on this machine.
+
+    These are the runtimes of its agents, and of boxes that its tasks open.
+    """
     from verifiers.v1.configs.agent import agent_config_fields
 
     config = environment._env.config
@@ -170,7 +172,12 @@ def runtime_types(environment: Any) -> set[str]:
     if (taskset_runtime := getattr(config.taskset, "runtime", None)) is not None:
         kind = getattr(taskset_runtime, "type", taskset_runtime)
         types.add("bubblewrap" if kind == "auto" else kind)
-    return types
+    for kind in sorted(types & set(SANDBOX_TYPES)):
+        if not (runtime_probe := probe(kind)).works:
+            raise ConfigError(
+                f"source {environment.spec.name!r} executes code in the runtime {kind!r}, which does not work here: "
+                f"{runtime_probe.text}"
+            )
 
 
 async def serve_worker(connection: socket.socket, scratch: Path) -> None:

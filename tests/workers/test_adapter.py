@@ -19,8 +19,7 @@ from tokenizers_made import CHATML, write_tokenizer
 from composer_prime.errors import ConfigError
 from orchestrator.chat_renderer import build_renderer, read_tokenizer
 from orchestrator.workers.protocol import RolloutReply, RunRollout, SourceSpec
-from orchestrator.workers.tracebacks import refuse_plain_rewards
-from orchestrator.workers.verifiers_adapter import Environment, tool_error
+from orchestrator.workers.verifiers_adapter import Environment, refuse_plain_rewards, tool_error
 from orchestrator.workers.verifiers_compat import install_renderer, keep_folders_in
 
 pytestmark = pytest.mark.process  # verifiers' subprocess runtime
