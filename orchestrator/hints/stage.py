@@ -261,8 +261,6 @@ class HintPlacer:
         """Renderers are not thread-safe."""
         self._tokenizer = tokenizer
         self._reserved = _special_texts(tokenizer)
-        self._ids_of_ending: dict[str, np.ndarray] = {}
-        """The last ids of each ending: most contexts end in the same ones, and decoding is slow."""
         opening = self._opening()
         self._closings = {role: self._closing(role, opening) for role in _CONVERSATIONS}
         """By role: the text after a message's content, up to where the assistant's turn begins; None: not found."""
@@ -314,13 +312,9 @@ class HintPlacer:
 
     def _find(self, ids: np.ndarray, ending: str) -> int | None:
         """Return where the tail of `ids` begins whose text is exactly `ending`."""
-        remembered = self._ids_of_ending.get(ending)
-        if remembered is not None and np.array_equal(ids[-len(remembered) :], remembered):
-            return len(ids) - len(remembered)
         for at in range(len(ids) - 1, max(-1, len(ids) - 2 - len(ending.encode())), -1):
             text = self._decode(ids[at:])
             if text == ending:
-                self._ids_of_ending[ending] = np.array(ids[at:])
                 return at
             if not ending.endswith(text) and "\ufffd" not in text:
                 return None
