@@ -54,6 +54,8 @@ from orchestrator.workers.protocol import (
 logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
+_LAST_LINES = 40
+"""The stack of an environment that blocks has more than 20."""
 _STOP_GRACE_S = 5.0
 """Time for a worker to clean up when its pool is closed."""
 
@@ -395,7 +397,7 @@ class WorkerProcess:
         await self._process.wait()
         if self.ended.done():
             return
-        self.last_words = self.last_words or " Its last lines:\n" + processes.last_words(*self._log)
+        self.last_words = self.last_words or " Its last lines:\n" + processes.last_words(*self._log, _LAST_LINES)
         await asyncio.to_thread(self._scratch.close)
         self._frames.close()
         self._cancel_tasks()

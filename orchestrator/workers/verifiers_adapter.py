@@ -276,19 +276,13 @@ def _check_plugin(source: str, kind: str, plugin_id: Any, load: Any) -> None:
         raise ConfigError(f"source {source!r}: its {kind} has no `id`: name an importable module that exports one")
     try:
         load(plugin_id)
-    except ModuleNotFoundError as error:
-        cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
-        missing = cause.name or plugin_id
-        cause_text = f"module {missing!r} is missing" if missing != plugin_id else "there is no such module"
-        raise ConfigError(
-            f"source {source!r}: {kind} {plugin_id!r} cannot be imported: {cause_text}. Install the package "
-            f"that provides it into this environment (`uv pip install …`), or correct {kind}.id"
-        ) from error
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"source {source!r}: {kind} {plugin_id!r}: {error}") from error
     except Exception as error:
         raise ConfigError(
-            f"source {source!r}: importing {kind} {plugin_id!r} failed: {describe_exception(error)}"
+            f"source {source!r}: {kind} {plugin_id!r} cannot be imported: "
+            f"{describe_exception(error.__cause__ or error)}. Install the package that provides it into this "
+            f"environment (`uv pip install …`), or correct {kind}.id"
         ) from error
 
 

@@ -220,11 +220,7 @@ def test_a_plugin_without_task_set_is_told(model_path: str) -> None:
     ("changes", "error", "says"),
     [
         ({"harness": {"id": "no.such.harness"}}, ConfigError, r"harness 'no.such.harness'.*nstall"),
-        (
-            {"tasksets": {"train": {"id": "needy_env"}}},
-            ConfigError,
-            "module 'no_such_module' is missing",
-        ),
+        ({"tasksets": {"train": {"id": "needy_env"}}}, ConfigError, "named 'no_such_module'"),
         ({"tasksets": {"train": {"id": "bench_env", "num_tasks": 0}}}, ConfigError, "'src'.*num_tasks"),
         ({"harness": {"id": "bench_env", "turn": 3}}, ConfigError, r"turn: no such setting; did you mean turns\?"),
     ],
