@@ -108,7 +108,7 @@ async def test_a_silent_node_is_found_though_messages_of_many_frames_are_read(op
                 await ticked.wait()
             return not attached.attached
 
-        gateway._node_socket._server.behind_at = math.inf
+        gateway._link._socket._server.behind_at = math.inf
         assert not await is_lost_after(3000)
         assert await is_lost_after(5000)
 
