@@ -268,7 +268,7 @@ def test_engines_that_load_at_the_same_moment(folder):
     run(scenario())
 
 
-def test_close_does_not_wait_for_a_model_that_loads(folder):
+def test_close_does_not_wait_for_a_model_that_loads(folder, caplog):
     # Large models load for minutes; the thread ends by itself once it is through.
     loads, over = threading.Event(), threading.Event()
 
@@ -288,6 +288,7 @@ def test_close_does_not_wait_for_a_model_that_loads(folder):
         await asyncio.wait_for(engine._computer.mail.ended, 60)
 
     run(scenario())
+    assert "left behind" not in caplog.text
 
 
 def test_a_failed_compute_thread_fails_every_request(folder):

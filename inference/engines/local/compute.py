@@ -271,6 +271,7 @@ class Computer:
 
     def _load(self) -> None:
         self.model = LoadedModel(self._folder, self._config, self._context)
+        self.vocab = self.model.vocab  # Callers read it until they hear that the thread ended.
         self._cache = KvCache()
         probe = EngineStep(
             cache=self._cache,

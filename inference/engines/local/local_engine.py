@@ -56,7 +56,7 @@ class LocalEngine:
         self._computer = self._make_computer(self._folder, self._config, self._context)
         self._computer.on_token = self.on_token
         self._computer.start()
-        await self._computer.mail.ready
+        await asyncio.shield(self._computer.mail.ready)  # A cancelled start leaves it open: the model still loads.
         self._counted = (time.monotonic(), 0)
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Answer:
@@ -77,7 +77,7 @@ class LocalEngine:
             del self._active[request_id]
 
     def _request(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> EngineRequest:
-        check_prompt(prompt_ids, vocab=self._serving().model.vocab, max_context=self._context)
+        check_prompt(prompt_ids, vocab=self._serving().vocab, max_context=self._context)
         check_sampling(sampling)
         return EngineRequest(
             request_id=request_id,
@@ -123,7 +123,7 @@ class LocalEngine:
         inference.engines.sampling.draw_misses says what a miss is, and what `tolerance` is for. Raises BadRequestError.
         """
         computer = self._serving()
-        check_prompt(token_ids.tolist(), vocab=computer.model.vocab, max_context=self._context, new_tokens=0)
+        check_prompt(token_ids.tolist(), vocab=computer.vocab, max_context=self._context, new_tokens=0)
         check_sampling(sampling)
         return await computer.mail.submit(computer.check_draws, token_ids, start, sampling, tolerance)
 
