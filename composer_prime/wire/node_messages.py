@@ -210,8 +210,9 @@ class Enroll(msgspec.Struct, frozen=True, kw_only=True, tag="enroll"):
     """The node's own public key, Z85."""
     name: Word
     """The name that it would like."""
-    machine: Annotated[str, Meta(max_length=4000, pattern=r"^[ -~]*$")]
-    """What it found where it runs, for the log."""
+    machine: Annotated[str, Meta(max_length=4000, pattern=r"^[ -~]*$")] = msgspec.field(name="found", default="")
+    """What it found where it runs, for the log. Protocol 5 had a table named `machine`: its nodes must decode, to hear
+    why they are refused."""
 
 
 class Enrolled(msgspec.Struct, frozen=True, kw_only=True, tag="enrolled"):

@@ -25,6 +25,7 @@ from composer_prime.config import Config
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.node_messages import (
+    PROTOCOL,
     AuditRequest,
     AuditVerdict,
     ChunkRequest,
@@ -300,6 +301,10 @@ class Auditors:
             self._on_verdict(answer, outcome)
 
     def _hello(self, identity: bytes, hello: NodeHello) -> None:
+        if hello.protocol != PROTOCOL:
+            reason = f"the auditor speaks protocol {hello.protocol}, this run {PROTOCOL}: use one release everywhere"
+            self._socket.send(identity, Dismissed(reason=reason, may_return=False))
+            return
         if hello.run_id not in (None, self._welcome.run_id):
             reason = f"the auditor served run {hello.run_id!r}, this is run {self._welcome.run_id!r}: restart it"
             self._socket.send(identity, Dismissed(reason=reason, may_return=True))

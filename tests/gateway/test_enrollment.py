@@ -155,9 +155,11 @@ async def test_an_invite_opens_nothing_but_the_enrollment(open_gateway, invite, 
 async def test_enrollments_are_refused_with_the_reason(open_gateway, keys, invite, joined):
     """Another run, another release, used up, revoked; the run's shared key enrolls nobody."""
     first, second, third = (own_keys(invite) for _ in range(3))
+    older = msgspec.msgpack.decode(msgspec.msgpack.encode(enroll(first, protocol=5)))
     async with open_gateway() as gateway:
         link = joined(gateway, invite.keys)
         for message, part in (
+            (older | {"machine": {"gpus": [], "cores": 2}}, "(protocol 5)"),
             (enroll(first, run_id="run-2"), "the invite is of run 'run-2', here is run 'run-1'"),
             (enroll(first, release="0.0.1"), f"composer-prime {release()} (protocol {PROTOCOL}), this node 0.0.1 ("),
             (enroll(first, protocol=7), "protocol"),
