@@ -160,7 +160,7 @@ class RunningAnswers:
         now = time.monotonic()
         for name, part in parts.items():
             running = self._running.get(name)
-            if running is None or running.sent != sent[name]:
+            if running is None or running.task.done() or running.sent != sent[name]:
                 continue
             if len(part) < enough and now - running.sent_at < _LONGEST_S:
                 continue

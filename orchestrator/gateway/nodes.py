@@ -84,7 +84,7 @@ class AttachedNode:
     key: bytes
     """The public key of its connection; nodes without one of their own share the run's."""
     version: int
-    """ServedPolicy version it samples with, from its last report."""
+    """Policy version it samples with, from its last report."""
     reports: VersionReports
     trust: NodeTrust
     """What audits of its answers tell; belongs to its name."""

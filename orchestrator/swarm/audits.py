@@ -51,6 +51,7 @@ class Audits:
     ) -> None:
         """`trust` holds every node's, by id. `chance()` returns a number in [0, 1) that no node can know."""
         self.counters: Counter[str] = Counter()
+        self._seconds = 0.0
         self._config = config
         self.auditors = auditors
         self._trust = trust
@@ -163,7 +164,7 @@ class Audits:
 
     def _note(self, answer: OfferedAnswer, verdict: AuditVerdict) -> None:
         answer.end(verdict)
-        self.counters["seconds"] += verdict.seconds
+        self._seconds += verdict.seconds
         self.counters["audited"] += 1
         self.counters["tokens"] += sum(part.tokens for part in verdict.parts)
         self.counters["wrong"] += not all(map(is_clean, verdict.parts))
@@ -196,9 +197,10 @@ class Audits:
         """Return the numbers for metrics.jsonl; counts and seconds are over the whole run."""
         now = time.monotonic()
         states = Counter(trust.state(now) for trust in self._trust.values())
-        names = ("answers", "chosen", "audited", "wrong", "quarantines", "tokens", "seconds")
+        names = ("answers", "chosen", "audited", "wrong", "quarantines", "tokens")
         return {
             **{f"audit/{name}": self.counters[name] for name in names},
+            "audit/seconds": self._seconds,
             "audit/failed": self.auditors.failed,
             "audit/queued": self.auditors.queued,
             "audit/auditors": self.auditors.connected,

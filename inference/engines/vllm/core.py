@@ -387,7 +387,7 @@ class Server:
             self._link.send(self._core.progress())
 
 
-def arguments_of(ask: Ask) -> tuple:
+def arguments_of(ask: Ask) -> tuple[Any, ...]:
     return msgspec.msgpack.decode(ask.arguments, type=ARGUMENTS[ask.method])
 
 
