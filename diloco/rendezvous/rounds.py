@@ -125,12 +125,11 @@ def leading(peers: Sequence[Peer]) -> list[Peer]:
 
 
 def check_same_run(hello: PeerHello, other: Peer) -> None:
-    """Raises RunMismatchError when this rank's settings or layout differ from the other peer's."""
-    report = other.reports.get(hello.rank)
-    if report is None:
-        return
+    """Raises RunMismatchError when this rank's settings or layout differ from those of `other`, which is alive."""
+    report = other.reports.get(hello.rank, other.reports[0])
     settings = report.hello.settings
-    for key in sorted(hello.settings.keys() | settings.keys()):
+    # The ranks first: where they differ, so do the digests and the layouts of their shards.
+    for key in sorted(hello.settings.keys() | settings.keys(), key=lambda key: (key != "trainer.ranks", key)):
         mine, theirs = hello.settings.get(key), settings.get(key)
         if mine != theirs:
             raise RunMismatchError(

@@ -11,7 +11,7 @@ from rendezvous_state import RendezvousState
 
 from composer_prime.errors import RunMismatchError
 from diloco.fragments import frozen_digest
-from diloco.streaming import StreamingDiLoCo
+from diloco.streaming import FROZEN_KEY, StreamingDiLoCo
 from diloco.transport.messages import PROTOCOL, BeatReply, PeerHello, encode, from_peer
 
 
@@ -69,3 +69,19 @@ def test_other_releases(protocol, told):
     with pytest.raises(RunMismatchError, match=f"peer b speaks {told}, this rendezvous {PROTOCOL}: use one release"):
         rendezvous.handler.answer(from_peer(encode(hello)))
     assert isinstance(rendezvous.hello("b")[0], BeatReply)
+
+
+# Peers of other numbers of ranks hold other shards, and so other digests: each rank is told of the ranks.
+@pytest.mark.parametrize("rank", [0, 1])
+def test_other_ranks(rank):
+    def hello(peer: str, rank: int, ranks: int) -> PeerHello:
+        return PeerHello(
+            protocol=PROTOCOL, run="joint", peer=peer, rank=rank, ranks=ranks, instance=1, outer_step=0, base_hash="",
+            training=False, layout=[], settings={"trainer.ranks": str(ranks), FROZEN_KEY: f"{rank} of {ranks}"},
+            round_deadline_s=1,
+        )  # fmt: skip
+
+    rendezvous = RendezvousState()
+    rendezvous.handler.answer(hello("a", 0, 1))
+    with pytest.raises(RunMismatchError, match=r"peer b has trainer\.ranks = 2, peer a has 1"):
+        rendezvous.handler.answer(hello("b", rank, 2))
