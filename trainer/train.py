@@ -170,7 +170,7 @@ class Trainer:
             try:
                 reply = next_batch(client, last + 1, self.publisher.accepted_versions(last + 1))
             except Stopped:  # on all ranks together
-                saves = self._is_unsaved(last) and self.config.trainer.checkpoint.stop_timeout_s > 0
+                saves = self.config.trainer.checkpoint.stop_timeout_s > 0 and self._is_unsaved(last)
                 if saves and self._checkpoint(client, last):
                     logger.info("stopped after step %d: its checkpoint is written", last)
                 raise
@@ -316,8 +316,8 @@ class Trainer:
         return True
 
     def _is_unsaved(self, step: int) -> bool:
-        """Return whether `step` was taken and has no checkpoint."""
-        return step > 0 and step not in self.run_dir.complete_checkpoints()
+        """Return whether `step` was taken and has no checkpoint, as rank 0 sees the folder. A collective."""
+        return bool(worlds.gather_words([step > 0 and step not in self.run_dir.complete_checkpoints()])[0][0])
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         """Log the step on rank 0. Over the ranks, sum the tokens and take the largest memory peak."""
