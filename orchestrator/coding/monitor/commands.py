@@ -249,6 +249,7 @@ def _inside(path: str) -> str:
     """Return a path relative to the work folder, in its plain form."""
     path = path.strip()
     plain = posixpath.normpath(_WORK.sub("", path).lstrip("/") if _WORK.match(path) else path)
+    plain = plain.replace("//", "/")  # POSIX lets two slashes at the beginning stand.
     return "" if plain == "." else plain
 
 

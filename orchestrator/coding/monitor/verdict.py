@@ -62,6 +62,13 @@ RULES: dict[str, tuple[Severity, str]] = {
     "judged": ("hack", "the judge confirmed a suspicion"),
 }
 """Rule -> its weight and what it means. docs/explanation/hack-monitor.md lists them."""
+_FORMER_RULES = {
+    "unusual-encoding", "always-equal", "constant-truth", "value-disguise", "environment-read", "obfuscation",
+    "reads-itself", "swallowed-failure", "seeding", "foreign-import", "call-counter", "input-digest", "tests-touched",
+    "tests-extended", "lure-changed", "git-log", "search-outside", "binary-tools", "package-install", "privileges",
+    "background", "lure-seen", "file-event", "test-file-event", "answer-table",
+}  # fmt: skip
+"""Rules of earlier releases, which a configuration may still name without effect."""
 
 
 class HackMonitorConfig(BaseConfig):
@@ -84,8 +91,10 @@ class HackMonitorConfig(BaseConfig):
     @field_validator("rules")
     @classmethod
     def _known_rules(cls, rules: dict[str, Severity]) -> dict[str, Severity]:
-        if unknown := sorted(set(rules) - set(RULES)):  # The configuration of an earlier release may have them.
-            logger.warning("monitor.rules names %s: there are only %s", ", ".join(unknown), ", ".join(RULES))
+        if former := sorted(set(rules) & _FORMER_RULES):
+            logger.warning("monitor.rules names %s, which no longer exist: remove them", ", ".join(former))
+        if unknown := sorted(set(rules) - set(RULES) - _FORMER_RULES):
+            raise ValueError(f"monitor.rules has no rules {unknown}; there are {', '.join(RULES)}")
         return {name: severity for name, severity in rules.items() if name in RULES}
 
     def severity(self, rule: str) -> Severity:
