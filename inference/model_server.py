@@ -3,6 +3,7 @@
     python -m inference.model_server --model tiny/teacher_a --model tiny     prints {"url": ...} once it serves
 
     POST /v1/chat/completions   messages, tools -> answer, usage
+    GET  /v1/models             the orchestrator asks until its teachers are there (traces/replay/teacher_pool.py)
 
 Each model has the local engine and its own chat template. The server runs until a signal ends it, or the end of the
 process that started it.
@@ -77,8 +78,12 @@ def _app(served: dict[str, ServedModel]) -> web.Application:
             raise BadRequestError(f"there is no model {body.model!r} here, only {', '.join(served)}")
         return await _chat(served[body.model], body)
 
+    async def list_models(_: web.Request) -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": name, "object": "model"} for name in served]}
+
     app = web.Application(client_max_size=_MAX_BODY_BYTES)
     app.router.add_post("/v1/chat/completions", _answering(chat))
+    app.router.add_get("/v1/models", _answering(list_models))
     return app
 
 

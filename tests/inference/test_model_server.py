@@ -8,7 +8,9 @@ import json
 import aiohttp
 import pytest
 
+from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.errors import ModelNotFoundError
+from composer_prime.traces.replay.teacher_pool import models_at
 from inference.model_server import main, serve_models
 
 QUESTION = [{"role": "user", "content": "Say something."}]
@@ -25,19 +27,19 @@ async def first_line(task: asyncio.Task[None], capsys: pytest.CaptureFixture[str
     raise AssertionError("the server ended without a word")
 
 
-def test_a_tiny_model_is_served(loop, capsys):
-    # Chat answers within max_tokens and counts them, a seed fixes the answer; an unknown model and a wrong body are
-    # refused by name.
+def test_a_tiny_model_is_served(loop, capsys, monkeypatch):
+    # Who waits for it finds it. Chat answers within max_tokens and counts them, a seed fixes the answer; an unknown
+    # model and a wrong body are refused by name.
     async def post(session, path, **body):
         async with session.post(path, json=body) as answer:
             return answer.status, await answer.json()
 
     async def scenario():
         task = asyncio.create_task(serve_models(["tiny/teacher_a"], 1, 0))
-        url = json.loads(await first_line(task, capsys))["url"]
+        monkeypatch.setenv(MODELS_VARIABLE, json.loads(await first_line(task, capsys))["url"])
         chat = {"model": "tiny/teacher_a", "messages": QUESTION, "max_tokens": 8, "seed": 5}
         try:
-            async with aiohttp.ClientSession(url + "/") as session:
+            async with models_at(["tiny/teacher_a"], []) as found, aiohttp.ClientSession(found + "/") as session:
                 status, done = await post(session, "chat/completions", **chat)
                 again = await post(session, "chat/completions", **chat)
                 assert (
