@@ -104,7 +104,7 @@ async def _outcome(record: Record, folder: Path, settings: ImportSettings) -> Co
         task = await asyncio.to_thread(_convert, record, folder, settings)
         reason = await why_unproven(task, folder / TREES_FOLDER, settings.runtime) if settings.runtime else ""
     except (ConfigError, SandboxError, OSError) as error:  # OSError: its files do not fit.
-        reason = str(error).removeprefix(f"{record.place}: ")
+        reason = str(error).removeprefix(f"{record.place}: ") or repr(error)  # A TimeoutError has no words.
     return Refusal(place=record.place, reason=f"{name}: {reason}") if reason else task
 
 

@@ -88,6 +88,11 @@ class Programs(vf.Taskset[ProgramTask, ProgramsConfig]):  # pyright: ignore[repo
 
 def human_eval_task(record: Record) -> CodeTask:
     """Return the task of a record with prompt, test, entry_point and maybe canonical_solution. Raises ConfigError."""
+    if not record.has("prompt", "test", "entry_point"):
+        raise ConfigError(
+            f"{record.place}: its fields ({', '.join(record.values)}) are of no known form: SWE-bench (instance_id, "
+            "...), HumanEval (prompt, test, entry_point)"
+        )
     prompt, test, name = record.text("prompt"), record.text("test"), record.text("entry_point")
     helpers = [ast.unparse(node) for node in _parse(record, "prompt", prompt).body if not _is_function(node, name)]
     if not any(_is_function(node, "check") for node in _parse(record, "test", test).body):
