@@ -17,17 +17,19 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from composer_prime.errors import RunMismatchError
 from diloco.transport.messages import (
-    BlobHeader,
     DeltaHeader,
     PeerHello,
+    StateHeader,
     check_body,
     difference,
     running_checksum,
 )
 
+HeaderKind = TypeVar("HeaderKind", DeltaHeader, StateHeader)
 Base = tuple[str, ...]
 """Hash of the global values of each rank."""
 _WAITS = 3
@@ -147,13 +149,13 @@ def check_same_run(hello: PeerHello, other: Peer) -> None:
 
 
 @dataclass(slots=True)
-class Blob:
+class Blob(Generic[HeaderKind]):
     """A body on its way into the rendezvous: complete once all bytes are there and their hash is right.
 
     The hash is taken as the pieces come, because hashing a large body at once would hold up all beats.
     """
 
-    header: BlobHeader
+    header: HeaderKind
     name: str = field(init=False)
     data: bytearray = field(init=False)
     received: int = 0
@@ -192,7 +194,7 @@ class Round:
     outer_step: int
     whole_since: float | None = None
     """When the first peer had brought a whole delta; None while none has."""
-    blobs: dict[tuple[str, int], Blob] = field(default_factory=dict)
+    blobs: dict[tuple[str, int], Blob[DeltaHeader]] = field(default_factory=dict)
     is_closed: bool = False
     members: tuple[str, ...] = ()
     base: Base = ()
@@ -309,7 +311,7 @@ class Rounds:
             return self.newest + 1
         return max((peer.outer_step for peer in self.training(now)), default=0)
 
-    def delta(self, header: DeltaHeader) -> Blob:
+    def delta(self, header: DeltaHeader) -> Blob[DeltaHeader]:
         """Return the blob of an acceptable delta; a new one replaces the same rank's earlier in an open round."""
         current = self.rounds.setdefault(header.outer_step, Round(header.outer_step))
         key = (header.peer, header.rank)

@@ -41,7 +41,7 @@ class StateTransfer:
     ranks: int
     progress_at: float
     """When it last made progress."""
-    blobs: dict[int, Blob] = field(default_factory=dict)
+    blobs: dict[int, Blob[StateHeader]] = field(default_factory=dict)
     """By rank."""
 
     @property
@@ -110,7 +110,7 @@ class StateTransfers:
         blob = current.blobs.get(rank) if rank is not None else None
         return 0 if blob is not None and blob.complete else current.serial
 
-    def state(self, header: StateHeader, now: float) -> Blob | None:
+    def state(self, header: StateHeader, now: float) -> Blob[StateHeader] | None:
         """Return the blob of a state that was requested; None for any other."""
         current = self.current
         if current is None or header.serial != current.serial or header.peer != current.source:
