@@ -367,7 +367,7 @@ class Server:
                     self._reply(ask.call, None, str(error))
             case "abort":
                 if (answer := self._core.abort(*arguments)) is not None:
-                    self._reply(*arguments, answer)
+                    self._reply(arguments[0], answer)
             case "read_back":
                 try:
                     self._reply(ask.call, self._core.read_back(*arguments))

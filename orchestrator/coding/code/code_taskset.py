@@ -62,9 +62,9 @@ class CodeSettings(BaseModel):
     """The sandboxes. Left out, the source's own table [orchestrator.source.runtime] counts."""
     tools: list[str] = Field(default_factory=lambda: list(TOOL_NAMES))
     """The tools on offer."""
-    output_chars: int = Field(8000, ge=200)
+    output_chars: int = Field(default=8000, ge=200)
     """Length of a tool's reply; the middle of a longer one is cut."""
-    command_timeout_s: float = Field(60.0, gt=0)
+    command_timeout_s: float = Field(default=60.0, gt=0)
     """Longest run of one command that the agent starts."""
     monitor: code_monitor.HackMonitorConfig = Field(default_factory=code_monitor.HackMonitorConfig)
     """What counts as a hack, and what follows from one."""
