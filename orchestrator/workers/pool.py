@@ -8,7 +8,7 @@ A `WorkerProcess` is one of them:
 
 start    --SourceSpec--> worker, then wait at most start_timeout_s for WorkerReady
 _read    passes replies to the futures that wait for them
-_watch   warns of a silent worker, and kills one that was silent for hang_timeout_s
+_watch   names the code that blocks a silent worker, and kills one that was silent for hang_timeout_s
 stop     closes the connection, gives the worker a while to clean up, then kills what is left of its session
 ended    resolves with the reason, after every request in flight has its error reply and the worker's scratch folder is
          removed; a killed worker cannot remove that itself
@@ -19,10 +19,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +58,10 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
 _LAST_LINES = 40
 """The stack of an environment that blocks has more than 20."""
+_STACK_LINES = 200
+_DUMPED = re.compile(r'^ +File "([^"<]+)", line (\d+) in (\S+)', re.MULTILINE)
+"""A frame as faulthandler writes it, the innermost first."""
+_NOT_OWN = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parents[1]))
 _STOP_GRACE_S = 5.0
 """Time for a worker to clean up when its pool is closed."""
 
@@ -381,17 +387,24 @@ class WorkerProcess:
             if time.monotonic() - before > 2 * step_s:
                 continue  # This loop itself stood still: look again before judging the worker.
             silent_s = time.monotonic() - self._heard_at
-            if silent_s > STALL_S and blamed != self._heard_at:
+            if silent_s > STALL_S and blamed != self._heard_at and (place := self._blocked_at()) is not None:
                 blamed = self._heard_at
                 logger.warning(
-                    "%s: the environment blocks its event loop, for %.0f s now: no rollout of this worker goes on "
-                    "meanwhile; %s shows the line: make it async, or call it with asyncio.to_thread",
-                    self.label, silent_s, self._log[0], extra=event("warning", same_as=f"{self.label} blocks"),
+                    "%s: the environment blocks its event loop, for %.0f s now, at %s: no rollout of this worker goes "
+                    "on meanwhile; make it async, or call it with asyncio.to_thread",
+                    self.label, silent_s, place, extra=event("warning", where=place, same_as=f"blocked at {place}"),
                 )  # fmt: skip
             if silent_s > hang_timeout_s:
-                self._end_reason = f"no heartbeat for {silent_s:.1f} s (at most {hang_timeout_s:g})"
+                place = self._blocked_at()
+                self._end_reason = (
+                    f"no heartbeat for {silent_s:.1f} s (at most {hang_timeout_s:g})"
+                    f"{f'; it stood at {place}' if place else ''}"
+                )
                 signal_session(self._process.pid, signal.SIGKILL)
                 return  # _read sees the end of the stream.
+
+    def _blocked_at(self) -> str | None:
+        return blocked_at(processes.last_words(*self._log, _STACK_LINES))
 
     async def _finish(self) -> None:
         await self._process.wait()
@@ -419,3 +432,17 @@ class WorkerProcess:
         detail = self.last_words.strip()
         failure = RolloutFailure(kind="worker", message=self.ended.result(), detail=detail)
         return RolloutReply(rollout_id=rollout_id, task_id="", failure=failure)
+
+
+def blocked_at(words: str) -> str | None:
+    """Return `file:line, in function` where the main thread stood in the last stack among a worker's last words.
+
+    The frame is the innermost of the user's own files, else the innermost; None without a stack.
+    """
+    threads = [block for block in words.split("\n    \n") if "workers/worker.py" in block]
+    frames = _DUMPED.findall(threads[-1]) if threads else []
+    own = [frame for frame in frames if not frame[0].startswith(_NOT_OWN) and "-packages" not in frame[0]]
+    for file, line, function in (own or frames)[:1]:
+        path = Path(file)
+        return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}, in {function}"
+    return None
