@@ -59,7 +59,7 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
                     "that can be written to"
                 )
     findings.notes += setting_notes(config)
-    for check in (_model, _modules, _files, _hints_key, _made_parts, _teachers):
+    for check in (_model, _modules, _files, _weight_copies, _hints_key, _made_parts, _teachers):
         try:
             check(config, findings)
         except ComposerError as error:
@@ -208,6 +208,17 @@ def _orchestrator_files(config: Config) -> Iterator[tuple[str, Path | None]]:
         yield "orchestrator.demonstrations.eval_files", file
     if orchestrator.hints is not None:
         yield "orchestrator.hints.templates_file", orchestrator.hints.templates_file
+
+
+def _weight_copies(config: Config, findings: Findings) -> None:
+    """Check that nodes can read the named copies of the weights."""
+    if config.orchestrator.address is None:
+        findings.problems += [
+            f"orchestrator.weights.sources has {url!r}, but nodes read http:// and https:// addresses: give that of a "
+            "bucket, or serve it with `rclone serve http`"
+            for url in config.orchestrator.weights.sources
+            if not url.startswith(("http://", "https://"))
+        ]
 
 
 def _hints_key(config: Config, findings: Findings) -> None:
