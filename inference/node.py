@@ -2,7 +2,7 @@
 
     link           one DEALER socket, the node's end of orchestrator/gateway/link.py; auditors use it too
     receive loop   gateway messages -> requests, cancellations, weight chunks, new manifests; says hello, reconnects
-    requests       answers.py: a task each, and parts of long answers, so that another node can continue them
+    requests       running_answers.py: a task each, and parts of long answers, so that another node can continue them
     heartbeat      Status every heartbeat_s, also while weights load (pulling, hashing and loading run in threads)
     weights task   the newest manifest -> receiver; versions that were replaced meanwhile are skipped
 
@@ -57,9 +57,9 @@ from composer_prime.wire.node_messages import (
     cut_text,
 )
 from composer_prime.wire.sockets import dealer
-from inference.answers import RunningAnswers
 from inference.engines.base import Engine
 from inference.receiver import Receiver
+from inference.running_answers import RunningAnswers
 from inference.weight_sources import CHUNK_TIMEOUT_S, ChunkSource
 
 logger = logging.getLogger(__name__)
