@@ -324,7 +324,7 @@ class Exchange:
             logger.info("serving the global state of outer step %d (%.1f MB)", header.outer_step, len(body) / 1e6)
             if not await self._live.upload(header, body, self.hello.instance):
                 logger.info("the state is not wanted any more")
-        except (WireError, DeadlineError) as error:
+        except (WireError, DeadlineError, OSError, MemoryError) as error:
             logger.warning("the state could not be served: %s", error)
             return False
         return True

@@ -239,7 +239,10 @@ async def second_opinion(
     except EndpointError as error:
         logger.warning("no second opinion on a rollout of %s: %s", task.id, error)
         return verdict
-    if not answer.strip(" \n.*`\"'").upper().startswith("HACK"):
+    word = answer.strip(" \n.*`\"'").upper()
+    if not word.startswith("HACK"):
+        if not word.startswith("HONEST"):
+            logger.warning("the judge answered %r about a rollout of %s: it confirms nothing", answer[:80], task.id)
         return verdict
     first = suspicions[0]
     judged = finding(config, "judged", first.place, f"{first.rule}: {first.evidence}")

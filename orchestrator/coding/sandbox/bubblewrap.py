@@ -87,8 +87,10 @@ class BubblewrapBox(Box):
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await control.ask({"op": "limits", "limits": _limits(runtime)})
-            _, init_pid = processes_of(process.pid)  # It has answered, so bwrap has this one child.
-            box = cls(runtime, process, control, HostView(init_pid), variables)
+            children = processes_of(process.pid)[1:]  # It has answered, so bwrap has this one child.
+            if not children:
+                raise ValueError("the kernel lists no children of a process (CONFIG_PROC_CHILDREN)")
+            box = cls(runtime, process, control, HostView(children[0]), variables)
             assert process.stderr is not None
             process.stderr.close()  # Open boxes are many, and descriptors are few.
             return box
