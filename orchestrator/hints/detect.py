@@ -75,10 +75,17 @@ class RuleDetector:
 
 
 def error_turn(rollout: FinishedRollout, index: int, kind: str, text: str, tool: str | None = None) -> ErrorTurn:
-    """Return the error `kind` of the sampled turn at position `index` of the rollout's messages."""
-    turn = rollout.turns[index].turn
-    assert turn is not None, "only a sampled turn can be an error turn"
-    return ErrorTurn(message=index, turn=turn, kind=kind, text=text, tool=tool, tools=tools_of(rollout, index))
+    """Return the error `kind` of the sampled turn at position `index` of the rollout's messages.
+
+    `text` is what a template's pattern reads. Raises ValueError for a message that was not sampled.
+    """
+    message = rollout.turns[index]
+    if message.turn is None:
+        raise ValueError(
+            f"message {index} is the {message.role}'s, but only what the model sampled can be an error turn: give the "
+            "index of the assistant's message"
+        )
+    return ErrorTurn(message=index, turn=message.turn, kind=kind, text=text, tool=tool, tools=tools_of(rollout, index))
 
 
 def tools_of(rollout: FinishedRollout, index: int) -> list[dict]:

@@ -88,7 +88,7 @@ class Programs(vf.Taskset[ProgramTask, ProgramsConfig]):  # pyright: ignore[repo
 
 def human_eval_task(record: Record) -> CodeTask:
     """Return the task of a record with prompt, test, entry_point and maybe canonical_solution. Raises ConfigError."""
-    if not record.has("prompt", "test", "entry_point"):
+    if "entry_point" not in record.values:
         raise ConfigError(
             f"{record.place}: its fields ({', '.join(record.values)}) are of no known form: SWE-bench (instance_id, "
             "...), HumanEval (prompt, test, entry_point)"
