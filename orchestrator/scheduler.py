@@ -59,6 +59,8 @@ _FILTERED_TOO_MANY = (
 )
 _MAX_FILTERED_SHARE = 0.9
 """Warn if more than this share of the groups since the last batch had equal rewards."""
+_BATCHES_LEFT_OUT = 5
+"""So many batches of dropped groups are looked at before a batch is formed."""
 _MAX_FAILED_GROUPS = 32
 """Groups of one source in a row that fail for lack of finished rollouts. Then the run ends with the last error."""
 _DROPPED_WHOLE = 1024
@@ -101,10 +103,14 @@ class DroppedGroups:
                     f"(`{COMPOSER} rollouts RUN --failed` shows them); the last error: {failure.text()}"
                 )
 
+    @property
+    def num_filtered(self) -> int:
+        """Groups without advantage since the last batch."""
+        return sum(group.outcome is GroupOutcome.FILTERED for group in self.since_batch)
+
     def describe(self) -> list[str]:
         """Say how many groups were left out since the last batch."""
-        filtered = sum(group.outcome is GroupOutcome.FILTERED for group in self.since_batch)
-        lost = len(self.since_batch) - filtered
+        filtered, lost = self.num_filtered, len(self.since_batch) - self.num_filtered
         parts = [f"{pluralize(filtered, 'group')} without advantage left out"] if filtered else []
         return parts + ([f"{pluralize(lost, 'group')} failed or stale"] if lost else [])
 
@@ -416,6 +422,9 @@ class BatchScheduler:
     def _drop(self, group: FinishedGroup) -> None:
         self.dropped.add(group)
         self._write(Dropped(seq=self.journal.next_seq(), group=self.dropped.since_batch[-1]))
+        dropped = len(self.dropped.since_batch)
+        if dropped == _BATCHES_LEFT_OUT * self.config.groups_per_step:  # The batch that would tell may never form.
+            _warn_of_filtered(self.dropped.num_filtered / (dropped + len(self.buffer)))
 
     def _write(self, entry: Entry) -> None:
         def written(done: asyncio.Future[None]) -> None:

@@ -161,6 +161,14 @@ async def test_groups_without_advantage_are_left_out_but_counted(open_run, run_d
         assert all(line["advantage"] == 0 for line in filtered)
 
 
+async def test_tasks_without_advantage_are_said_before_the_first_batch(open_run, tmp_path, caplog):
+    """Where every group gets equal rewards no batch forms, so the dropped groups themselves warn."""
+    async with open_run(make_config(tmp_path), ScriptedPool(lambda request: 0.0)), asyncio.timeout(60):
+        while not any(getattr(record, "event_kind", "") == "groups" for record in caplog.records):
+            await asyncio.sleep(0.01)
+    assert "100 % of the groups" in caplog.text
+
+
 async def test_a_long_rollout_goes_on_over_versions_and_its_new_tokens_are_trained(open_run, run_dir, tmp_path):
     """Group 1 plays until step 4 is trained: batches go on without it, then its last turn is trained."""
     pool = ScriptedPool(mixed)
