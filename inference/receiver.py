@@ -38,8 +38,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from composer_prime.errors import CanaryError, ComposerError, CorruptWeightsError, LostWeightsError, MisfitError
 from composer_prime.run.scratch import Scratch
-from composer_prime.run.weight_patches import WORDS, Patch, patches
-from composer_prime.run.weights import ChunkRef, Manifest, open_signed
+from composer_prime.run.weights import WORDS, ChunkRef, Manifest, Patch, open_signed, patches
 from inference.engines.base import Engine, ReadBack
 from inference.snapshot import Snapshot, folder_snapshot, open_snapshot, tensor_blocks, word_sum
 from inference.weight_sources import ChunkSource

@@ -19,8 +19,7 @@ import torch
 
 from composer_prime.errors import CorruptWeightsError, MisfitError, WeightError
 from composer_prime.model_source import weight_files
-from composer_prime.run.weight_patches import WORDS, Patch, patch_starts, patches
-from composer_prime.run.weights import ChunkRef, Manifest
+from composer_prime.run.weights import WORDS, ChunkRef, Manifest, Patch, patch_starts, patches
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,

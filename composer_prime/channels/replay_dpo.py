@@ -30,8 +30,7 @@ from composer_prime.channels.later import torch, without_gradient
 from composer_prime.channels.term import ScheduledTermConfig, Sums, Term, TermRows, TermTokens
 from composer_prime.channels.tokens import sum_by
 from composer_prime.errors import ConfigError, RunMismatchError
-from composer_prime.packing.pack import Row, span_positions
-from composer_prime.packing.prefixes import joined
+from composer_prime.packing.pack import Row, joined, span_positions
 from composer_prime.wire.types import Preference, StepTotals, TermUnit, ints, pack_flags
 
 if TYPE_CHECKING:

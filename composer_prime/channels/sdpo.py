@@ -40,8 +40,7 @@ from composer_prime.channels.later import torch, without_gradient
 from composer_prime.channels.term import ScheduledTermConfig, Sums, Term, TermRows, TermTokens
 from composer_prime.channels.tokens import bounded_exp, mean_by, sum_by
 from composer_prime.errors import ConfigError
-from composer_prime.packing.pack import Row
-from composer_prime.packing.prefixes import joined
+from composer_prime.packing.pack import Row, joined
 from composer_prime.wire.types import StepTotals
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from composer_prime.channels.later import torch
 from composer_prime.channels.term import Sums, Term, TermConfig, TermRows, TermTokens
-from composer_prime.packing.pack import Row, span_positions
-from composer_prime.packing.prefixes import joined
+from composer_prime.packing.pack import Row, joined, span_positions
 from composer_prime.wire.types import StepTotals
 
 if TYPE_CHECKING:

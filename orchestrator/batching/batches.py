@@ -34,8 +34,7 @@ from composer_prime.config.orchestrator import EvalConfig
 from composer_prime.errors import RunMismatchError
 from composer_prime.model_source import text_settings
 from composer_prime.monitor.metrics_file import MetricsFile
-from composer_prime.packing.pack import TOKENS_ALONE, model_flops, pack, totals, without_hints
-from composer_prime.packing.prefixes import FlopCost
+from composer_prime.packing.pack import TOKENS_ALONE, FlopCost, model_flops, pack, totals, without_hints
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.types import Preference, Sample, StepReply
 from orchestrator.event_loop import Notifier

@@ -37,7 +37,7 @@ from composer_prime.run import process as processes
 from composer_prime.run.process import WORKER_ENVIRONMENT, child_options, exit_text, signal_session
 from composer_prime.run.retry import backoff_s
 from composer_prime.run.scratch import Scratch
-from composer_prime.wire.frames import Frames
+from composer_prime.wire.sockets import Frames
 from orchestrator.event_loop import Notifier
 from orchestrator.workers.protocol import (
     STALL_S,

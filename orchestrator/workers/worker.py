@@ -32,7 +32,7 @@ from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.monitor.events import join_events
 from composer_prime.plan.sandboxes import probe
 from composer_prime.run.process import end_with_parent
-from composer_prime.wire.frames import Frames
+from composer_prime.wire.sockets import Frames
 from orchestrator.workers.protocol import (
     EVAL,
     HEARTBEAT_S,

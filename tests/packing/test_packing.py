@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.errors import ConfigError
-from composer_prime.packing.pack import model_flops, pack, totals
-from composer_prime.packing.prefixes import FlopCost
+from composer_prime.packing.pack import FlopCost, model_flops, pack, totals
 from composer_prime.wire.types import (
     Sample,
     VersionSpan,

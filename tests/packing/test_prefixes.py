@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_packing import sample
 
-from composer_prime.packing.pack import pack
-from composer_prime.packing.prefixes import MAX_NESTED, MERGED_COST, MIN_SAVED, Tree, common_prefix, prefix_layout
+from composer_prime.packing.pack import MAX_NESTED, MERGED_COST, MIN_SAVED, Tree, common_prefix, pack, prefix_layout
 
 pieces = st.sampled_from([[1] * 3, [2] * 20, [3] * 40, [4], [5, 6, 7]])
 documents = st.lists(

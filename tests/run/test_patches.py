@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_prime.errors import CorruptWeightsError
-from composer_prime.run.weight_patches import WORDS, difference, patches, stream_entry, word_sum
+from composer_prime.run.weights import WORDS, difference, patches, stream_entry, word_sum
 from inference.snapshot import word_sum as tensor_sum
 
 WORD = WORDS["bfloat16"]

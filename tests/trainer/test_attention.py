@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composer_prime.packing.prefixes import Tree
+from composer_prime.packing.pack import Tree
 from trainer.model.policy_model import FLASH, packed_attention, packing_arguments
 
 CPU = torch.device("cpu")

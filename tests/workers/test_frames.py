@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.errors import WireError
-from composer_prime.wire.frames import Frames
+from composer_prime.wire.sockets import Frames
 from orchestrator.workers.protocol import CancelRollout, ToWorker
 
 

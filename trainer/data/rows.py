@@ -22,8 +22,7 @@ from torch import Tensor
 
 from composer_prime.channels.term import Term, TermRows
 from composer_prime.errors import NonFiniteError, RunMismatchError
-from composer_prime.packing.pack import Row
-from composer_prime.packing.prefixes import Tree, joined, prefix_layout
+from composer_prime.packing.pack import Row, Tree, joined, prefix_layout
 from composer_prime.wire.types import MicroBatch, flags, floats, ints
 
 

@@ -5,7 +5,7 @@ The head runs inside this module's forward, so FSDP gathers its root group (embe
 In attention each document attends to itself only, and no [N, N] mask is ever made. It is registered with transformers
 as `composer_packed`. A row is cut at the document borders, and each piece goes through torch's causal kernel: a row of
 4096 tokens in 16 documents costs 1/16 of the dense masked form. Documents with a common beginning are branches of one
-tree (composer_prime/packing/prefixes.py). How a branch sees the runs above it:
+tree (composer_prime/packing/pack.py). How a branch sees the runs above it:
 
     CPU                  one call without a mask for all that hangs on a run, merged by log-sum-exp
     CUDA                 keys of the runs above and its own, end to end, with torch's lower-right causal bias
@@ -31,7 +31,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import is_flash_attn_2_available
 
 from composer_prime.errors import ConfigError
-from composer_prime.packing.prefixes import Tree
+from composer_prime.packing.pack import Tree
 from trainer.data.rows import PackedRow, Reading
 from trainer.head import Head, HeadTeacher, TokenStatistics, head_of, likeliest, token_statistics
 

@@ -21,8 +21,18 @@ from torch import Tensor
 from composer_prime.errors import ComposerError, CorruptWeightsError, WeightError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, write_remedy
-from composer_prime.run.weight_patches import WORDS, difference, stream_entry, word_sum
-from composer_prime.run.weights import ChunkRef, Manifest, WeightStore, open_signed, safetensors_header, sign
+from composer_prime.run.weights import (
+    WORDS,
+    ChunkRef,
+    Manifest,
+    WeightStore,
+    difference,
+    open_signed,
+    safetensors_header,
+    sign,
+    stream_entry,
+    word_sum,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from composer_prime.errors import BadRequestError, DeadlineError, EngineError, W
 from composer_prime.model_source import check_model_folder, tensor_shapes, text_settings, vocabulary_size
 from composer_prime.run.process import child_options, exit_text, last_words, stop
 from composer_prime.run.scratch import Scratch
-from composer_prime.wire.frames import Frames
 from composer_prime.wire.node_messages import Answer, Sampling
+from composer_prime.wire.sockets import Frames
 from inference.engines.base import (
     EngineStats,
     ReadBack,
