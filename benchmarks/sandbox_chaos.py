@@ -29,7 +29,7 @@ import composer_prime
 from orchestrator.coding.task import CodeTask, write_tasks
 from orchestrator.rollouts.rollout import retry_pause_s
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import RunRollout, SourceSpec
+from orchestrator.workers.worker import RunRollout, SourceSpec
 
 POLICY = Path(composer_prime.__file__).parent / "assets/tiny/policy"
 STUB, BODY = "    raise NotImplementedError\n", "    return a + b\n"

@@ -30,7 +30,7 @@ from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, turn_
 from orchestrator.rollouts.rollout import EVAL_SHARE, RolloutRunner, finished_rollout, score_failure
 from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import EVAL, RolloutFailure
+from orchestrator.workers.worker import EVAL, RolloutFailure
 
 logger = logging.getLogger(__name__)
 _VERSION_TIMEOUT_S = 600.0

@@ -23,7 +23,7 @@ from orchestrator.rollouts.groups import FinishedRollout, GroupPlan, derive_seed
 from orchestrator.rollouts.rollout import RolloutRunner, finish_rollout
 from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import TRAIN
+from orchestrator.workers.worker import TRAIN
 
 
 async def play_episodes(

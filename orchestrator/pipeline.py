@@ -61,7 +61,7 @@ from orchestrator.step_server import StepServer, TrainerOrders
 from orchestrator.tasks import WHOLE, Sources, source_spec
 from orchestrator.watchdog import RunWatchdog, describe_startup
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import SourceSpec
+from orchestrator.workers.worker import SourceSpec
 
 if TYPE_CHECKING:
     from composer_prime.traces import OnlineReplay

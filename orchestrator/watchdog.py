@@ -23,7 +23,7 @@ from orchestrator.rollouts.rollout import Permits
 from orchestrator.scheduler import BatchScheduler
 from orchestrator.step_server import StepServer
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import TRAIN
+from orchestrator.workers.worker import TRAIN
 
 if TYPE_CHECKING:
     from composer_prime.traces import OnlineReplay

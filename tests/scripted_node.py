@@ -13,7 +13,7 @@ from aiohttp import web
 from transformers import AutoTokenizer
 
 from orchestrator.chat_renderer import build_renderer
-from orchestrator.workers.protocol import RolloutReply, RunRollout, SourceSpec
+from orchestrator.workers.worker import RolloutReply, RunRollout, SourceSpec
 
 POLICY = str(Path(__file__).parents[1] / "composer_prime/assets/tiny/policy")
 RENDERER = {
@@ -67,8 +67,7 @@ class ScriptedNode:
 
 
 def load(spec: SourceSpec) -> Any:
-    from orchestrator.workers.verifiers_adapter import Environment
-    from orchestrator.workers.verifiers_compat import install_renderer
+    from orchestrator.workers.verifiers_adapter import Environment, install_renderer
 
     config, renderer = build_renderer(spec.model_path, spec.renderer)
     install_renderer(spec.model_path, config, renderer)
@@ -79,7 +78,7 @@ async def played(
     spec: SourceSpec, script: Callable[[str], Sequence[str]], *, task_index: int = 0, **request: Any
 ) -> tuple[RolloutReply, ScriptedNode]:
     """Play one task as a worker does. `script` makes the policy's replies from the task's id."""
-    from orchestrator.workers.verifiers_compat import keep_folders_in
+    from orchestrator.workers.verifiers_adapter import keep_folders_in
 
     environment = load(spec)
     texts = script(environment.describe(task_index)[0])
@@ -97,7 +96,7 @@ def roll_out(
     import verifiers.v1 as vf
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-    from orchestrator.workers.verifiers_compat import import_dotted_plugins
+    from orchestrator.workers.verifiers_adapter import import_dotted_plugins
 
     import_dotted_plugins()
     agent = {"harness": {"id": TOOL_LOOP, **harness}, "runtime": {"type": "subprocess"}}

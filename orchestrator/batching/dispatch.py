@@ -43,7 +43,7 @@ from orchestrator.rollouts.groups import (
 )
 from orchestrator.rollouts.rollout import RolloutRunner, finish_rollout
 from orchestrator.rollouts.rollout_log import FailureLog
-from orchestrator.workers.protocol import RolloutFailure
+from orchestrator.workers.worker import RolloutFailure
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from composer_prime.llm.prices import PER_MILLION, Price
 from composer_prime.run.costs import CostLedger, spent
 from orchestrator.rollouts.groups import FinishedRollout, messages_before, tool_replies
 from orchestrator.workers.call_schema import json_type
-from orchestrator.workers.protocol import MessageRecord
+from orchestrator.workers.worker import MessageRecord
 
 logger = logging.getLogger(__name__)
 

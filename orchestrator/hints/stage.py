@@ -53,7 +53,7 @@ from orchestrator.hints.generate import (
 )
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout
 from orchestrator.workers.call_schema import SCHEMA_KINDS
-from orchestrator.workers.protocol import MessageRecord
+from orchestrator.workers.worker import MessageRecord
 
 logger = logging.getLogger(__name__)
 

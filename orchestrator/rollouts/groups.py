@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from composer_prime.wire.types import HintedTurn, Sample, VersionSpan, flags, floats, pack_flags, pack_floats
-from orchestrator.workers.protocol import MessageRecord, RolloutFailure, RolloutReply
+from orchestrator.workers.worker import MessageRecord, RolloutFailure, RolloutReply
 
 _ODD = 0x9E3779B1
 _SEED_MASK = (1 << 31) - 1

@@ -44,7 +44,7 @@ from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, Group
 from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.swarm import Audits
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import EVAL, TRAIN, MessageRecord, RolloutFailure, RolloutReply, RunRollout
+from orchestrator.workers.worker import EVAL, TRAIN, MessageRecord, RolloutFailure, RolloutReply, RunRollout
 
 EVAL_SHARE = 0.25
 """Share of the permits for evaluation while training rollouts wait."""

@@ -1,11 +1,9 @@
 """Environment workers: verifiers environments in processes of their own.
 
     pool      a source's workers and their processes: dispatch, restart with backoff, cancellation
-    protocol  the messages between pool and worker, as length-prefixed msgpack over a socket pair
-    worker    the process: one source's environments, many concurrent rollouts on one event loop
+    worker    the messages between the two; the process: one source's environments, many concurrent rollouts
 
-Only the worker process imports verifiers (verifiers_adapter, verifiers_compat), so the orchestrator's own process stays
-free of it.
+Only the worker process imports verifiers (verifiers_adapter), so the orchestrator's own process stays free of it.
 
 Why not verifiers' own environment server (verifiers.v1.serve)? See docs/decisions/index.md.
 """

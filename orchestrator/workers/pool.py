@@ -24,7 +24,6 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,18 +38,18 @@ from composer_prime.run.retry import backoff_s
 from composer_prime.run.scratch import Scratch
 from composer_prime.wire.sockets import Frames
 from orchestrator.event_loop import Notifier
-from orchestrator.workers.protocol import (
+from orchestrator.workers.worker import (
     STALL_S,
     TRAIN,
     CancelRollout,
     FromWorker,
-    Heartbeat,
     RolloutFailure,
     RolloutReply,
     RunRollout,
     SourceSpec,
-    StartFailed,
     WorkerReady,
+    frame_text,
+    is_own,
 )
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ _LAST_LINES = 40
 _STACK_LINES = 200
 _DUMPED = re.compile(r'^ +File "([^"<]+)", line (\d+) in (\S+)', re.MULTILINE)
 """A frame as faulthandler writes it, the innermost first."""
-_NOT_OWN = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parents[1]))
+_OURS = str(Path(__file__).parents[1])
 _STOP_GRACE_S = 5.0
 """Time for a worker to clean up when its pool is closed."""
 
@@ -274,12 +273,12 @@ class WorkerProcess:
         except BaseException:
             await worker.kill("start was given up")
             raise
-        if isinstance(first, WorkerReady):
+        if isinstance(first, WorkerReady) and not first.error:
             worker._heard_at = time.monotonic()
             worker._tasks = [asyncio.create_task(worker._read()), asyncio.create_task(worker._watch(hang_timeout_s))]
             return worker, first
         await worker.kill("it did not start")
-        if isinstance(first, StartFailed):
+        if isinstance(first, WorkerReady):
             error = getattr(composer_prime.errors, first.error, EnvironmentWorkerError)
             raise (error if issubclass(error, ComposerError) else EnvironmentWorkerError)(first.message)
         status = exit_text(worker._process.returncode)
@@ -361,23 +360,18 @@ class WorkerProcess:
         try:
             while (message := await self._frames.receive()) is not None:
                 self._heard_at = time.monotonic()
-                self._handle(message)
+                if isinstance(message, RolloutReply):
+                    self._take(message)
         except WireError as error:
             self._end_reason = str(error)
         signal_session(self._process.pid, signal.SIGKILL)
         await self._finish()
 
-    def _handle(self, message: FromWorker) -> None:
-        match message:
-            case RolloutReply():
-                self.completed += message.failure is None
-                future = self._rollouts.get(message.rollout_id)
-                if future is not None and not future.done():
-                    future.set_result(message)
-            case Heartbeat():
-                pass  # `_read` has noted the time.
-            case WorkerReady() | StartFailed():
-                logger.warning("%s: unexpected %s", self.label, type(message).__name__)
+    def _take(self, reply: RolloutReply) -> None:
+        self.completed += reply.failure is None
+        future = self._rollouts.get(reply.rollout_id)
+        if future is not None and not future.done():
+            future.set_result(reply)
 
     async def _watch(self, hang_timeout_s: float) -> None:
         step_s, blamed = min(1.0, hang_timeout_s / 10), None
@@ -441,8 +435,5 @@ def blocked_at(words: str) -> str | None:
     """
     threads = [block for block in words.split("\n    \n") if "workers/worker.py" in block]
     frames = _DUMPED.findall(threads[-1]) if threads else []
-    own = [frame for frame in frames if not frame[0].startswith(_NOT_OWN) and "-packages" not in frame[0]]
-    for file, line, function in (own or frames)[:1]:
-        path = Path(file)
-        return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}, in {function}"
-    return None
+    own = [frame for frame in frames if is_own(frame[0]) and not frame[0].startswith(_OURS)]
+    return next((frame_text(*frame) for frame in own or frames), None)

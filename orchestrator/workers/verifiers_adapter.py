@@ -4,7 +4,7 @@
                     ^                                                                           |
                     +---------------- trace -> to_reply <---------------------------------------+
 
-Only this module, verifiers_compat and the plugins under environments/ import verifiers. The gateway's record of the
+Only this module and the plugins under environments/ import verifiers. The gateway's record of the
 session holds what a rollout sampled. The trace's id is set to the rollout id, because verifiers sends the trace's id as
 X-Session-ID.
 
@@ -16,28 +16,39 @@ reward function returned a finite number.
 from __future__ import annotations
 
 import asyncio
+import functools
+import importlib
 import inspect
 import itertools
+import json
 import logging
 import math
 import re
-import sysconfig
 import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import aiohttp
+import jinja2
 import msgspec
 import pydantic
 import verifiers.v1 as vf
+from pydantic import Field
 from renderers import RendererConfig
+from renderers.client import MalformedGenerateResponseError
+from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot, TrainClient
 from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.configs.client import TrainClientConfig, resolve_api_key
 from verifiers.v1.env import Env
 from verifiers.v1.episode import Episode
+from verifiers.v1.errors import ProviderError, RolloutError
 from verifiers.v1.interception import InterceptionServer
+from verifiers.v1.runtimes import subprocess as subprocess_runtime
 from verifiers.v1.trace import Error
-from verifiers.v1.types import AssistantMessage, ToolMessage, content_text
+from verifiers.v1.types import AssistantMessage, Response, ToolMessage, content_text
 from verifiers.v1.utils import loaders
 
 from composer_prime.config.sandbox import RuntimeConfig
@@ -45,8 +56,7 @@ from composer_prime.console import did_you_mean
 from composer_prime.errors import ConfigError
 from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
 from orchestrator.coding.sandbox.runtime import make_images, runtime_settings
-from orchestrator.workers import verifiers_compat
-from orchestrator.workers.protocol import (
+from orchestrator.workers.worker import (
     MessageRecord,
     RolloutFailure,
     RolloutReply,
@@ -54,6 +64,8 @@ from orchestrator.workers.protocol import (
     SessionRecord,
     SourceSpec,
     ToolCall,
+    frame_text,
+    is_own,
 )
 
 logger = logging.getLogger(__name__)
@@ -88,8 +100,15 @@ _CHAINED = re.compile(
 )
 _RECORDED = re.compile(r"in record_(reward|metric)s?$")
 """Where verifiers turns a result into a float."""
-_STDLIB = sysconfig.get_paths()["stdlib"]
 _DETAIL_CHARS = 2000
+_LOST = (aiohttp.ClientOSError, aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError)
+_ASK_AGAIN_S = (0.1, 1.0)
+"""Pauses after lost connections. A turn that is asked for again counts once (rollouts/rollout.py)."""
+_IDLE_S = 15.0
+"""The client closes idle connections before the gateway does, so no request meets a closing one."""
+_CONNECT_S = 30.0
+_LONGEST_TOKEN = 256
+"""Characters of one token at most, in the tokenizers that are known."""
 
 
 class Environment:
@@ -176,7 +195,7 @@ class Environment:
                 # One renderer is shared by all; beyond this number verifiers would build another one, slowly.
                 multiplex=_ANY_NUMBER,
             )
-            client = verifiers_compat.GatewayClient(config, self.spec.max_total_tokens)
+            client = GatewayClient(config, self.spec.max_total_tokens)
             server = self._env._interception  # It has no public name.
             assert isinstance(server, InterceptionServer)
             server.clients[config.model_dump_json()] = client
@@ -208,7 +227,7 @@ def load_env(spec: SourceSpec, taskset: dict[str, Any]) -> Env:
 
     Raises ConfigError.
     """
-    verifiers_compat.import_dotted_plugins()
+    import_dotted_plugins()
     _check_plugin(spec.name, "taskset", taskset.get("id"), loaders.taskset_class)
     _check_plugin(spec.name, "harness", spec.harness.get("id"), loaders.harness_class)
     try:
@@ -447,11 +466,11 @@ def read_traceback(text: str) -> tuple[str, str | None]:
     """
     parts = _CHAINED.split(text)
     for part in reversed(parts):
-        own = [frame for frame in _FRAME.findall(part) if _is_own(frame[0])]
+        own = [frame for frame in _FRAME.findall(part) if is_own(frame[0])]
         if own:
-            return part.strip()[-_DETAIL_CHARS:], _frame_text(*own[-1])
+            return part.strip()[-_DETAIL_CHARS:], frame_text(*own[-1])
     frames = _FRAME.findall(parts[0])
-    return parts[0].strip()[-_DETAIL_CHARS:], _frame_text(*frames[-1]) if frames else None
+    return parts[0].strip()[-_DETAIL_CHARS:], frame_text(*frames[-1]) if frames else None
 
 
 def refuse_plain_rewards(task: Any) -> None:
@@ -485,14 +504,139 @@ def with_function(failure: RolloutFailure | None, task: Any, trace: Any) -> Roll
     return msgspec.structs.replace(failure, message=message, retryable=False)
 
 
-def _is_own(file: str) -> bool:
-    """Tell whether a file belongs neither to Python nor to an installed package."""
-    path = Path(file)
-    return not {"site-packages", "dist-packages"} & set(path.parts) and not path.is_relative_to(_STDLIB)
+# -- replacements for parts of verifiers and renderers, each for a measured reason -----------------------------------
 
 
-def _frame_text(file: str, line: str, function: str) -> str:
-    path = Path(file)
-    if path.is_relative_to(Path.cwd()):
-        path = path.relative_to(Path.cwd())
-    return f"{path}:{line}, in {function}"
+class RecordedMessage(AssistantMessage):
+    """A sampled message that knows the gateway's record of its tokens."""
+
+    record_id: str = Field(default="", exclude=True)
+
+
+RecordedMessage.__name__ = AssistantMessage.__name__
+"""verifiers tells messages apart by the names of their classes: with another one, no prompt would continue a trace."""
+
+
+class RenderError(RolloutError):
+    """The model folder's renderer or chat template cannot render this conversation."""
+
+    status_code = 400
+
+
+class GatewayClient(TrainClient):
+    """verifiers' training client over one aiohttp session; its renderer must be installed (`install_renderer`).
+
+    The stock client posts with OpenAI's, over httpx, whose pool walks every open connection at every request. With 256
+    rollouts in flight that walk is the largest cost of a turn. Failures become verifiers' ProviderError. Its status
+    tells whether another try makes sense: the gateway's own, or 503 for a refused or lost connection.
+    """
+
+    def __init__(self, config: TrainClientConfig, max_tokens: int | None = None) -> None:
+        """`max_tokens`: of a conversation. One whose text cannot fit is refused before it is rendered."""
+        self.config = config
+        self._max_chars = None if max_tokens is None else max_tokens * _LONGEST_TOKEN
+        self.base_url = config.base_url.rstrip("/")
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {resolve_api_key(config)}"},
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            trust_env=False,
+        )
+
+    @property
+    def client(self) -> Any:
+        """What `renderers.client.generate` calls in place of an OpenAI client: `get` and `post` below."""
+        return self
+
+    async def get_response(self, dialect: Any, body: dict[str, Any], *args: Any, **kwargs: Any) -> Response:
+        texts = [message.get("content") for message in body.get("messages") or []]
+        chars = sum(len(text) for text in texts if isinstance(text, str))
+        if self._max_chars is not None and chars > self._max_chars:
+            raise ProviderError(
+                f"the conversation has {chars} characters and exceeds the maximum context length, which holds "
+                f"{self._max_chars} at most (model.max_context): have tools and users return less",
+                status_code=400,
+            )
+        try:
+            response = await super().get_response(dialect, body, *args, **kwargs)
+        except MalformedGenerateResponseError as error:
+            raise ProviderError(f"the gateway's reply breaks the generate contract: {error}") from error
+        except (jinja2.TemplateError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+            raise RenderError(f"{type(error).__name__}: {error}") from error
+        # The trace keeps this very object as the turn's message.
+        response.message = RecordedMessage.model_construct(**dict(response.message), record_id=response.id)
+        return response
+
+    async def get(self, path: str, *, cast_to: Any = None) -> Any:
+        return json.loads(await self._send("GET", self.base_url + path, {}, None))
+
+    async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> Any:
+        """Post `body` of /inference/v1/generate, and return its answer."""
+        headers = {"Content-Type": "application/json", **((options or {}).get("headers") or {})}
+        return SimpleNamespace(content=await self._send("POST", url, headers, msgspec.json.encode(body)))
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _send(self, method: str, url: str, headers: dict[str, str], data: bytes | None) -> bytes:
+        """Return the body of a good answer. Raises ProviderError."""
+        for pause_s in (*_ASK_AGAIN_S, None):
+            try:
+                async with self._session.request(method, url, data=data, headers=headers) as reply:
+                    content = await reply.read()
+            except (aiohttp.ClientError, OSError) as error:
+                if pause_s is None or not isinstance(error, _LOST):
+                    raise ProviderError(f"{url}: {type(error).__name__}: {error}", status_code=503) from error
+                await asyncio.sleep(pause_s)
+                continue
+            if reply.status >= 400:
+                raise ProviderError(_message(content) or f"{url} answered {reply.status}", status_code=reply.status)
+            return content
+        raise AssertionError("the last try returns or raises")
+
+
+def _message(content: bytes) -> str:
+    """Return the text of an OpenAI-style error body, or the start of any other body."""
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return content[:500].decode(errors="replace")
+
+
+def install_renderer(model_path: str, config: RendererConfig, renderer: Any) -> None:
+    """Make every TrainClient of this process with this model and configuration use `renderer`.
+
+    The stock path uses AutoTokenizer, which imports torch (0.6 GiB and 7 s in every worker).
+    """
+    pool = ElasticRendererPool(model_path, config, multiplex=1)
+    pool.renderers[:] = [RendererSlot(renderer)]
+
+
+@functools.cache
+def import_dotted_plugins() -> None:
+    """Import a plugin id with a dot as a module path.
+
+    The stock loader looks for it in its own namespace first, and fails there.
+    """
+    stock = loaders._import_plugin
+
+    def import_plugin(plugin_id: str, kind: str, group: str) -> ModuleType:
+        return importlib.import_module(plugin_id) if "." in plugin_id else stock(plugin_id, kind, group)
+
+    loaders._import_plugin = import_plugin
+
+
+def keep_folders_in(folder: Path) -> None:
+    """Make the subprocess runtime's working folders in `folder`.
+
+    It makes one named after the rollout in the user's cache. Two runs could use the same one there, and a killed worker
+    would never remove it.
+    """
+    subprocess_runtime.CACHE_DIR = folder
+
+
+def taskset_settings(taskset_id: str) -> list[str]:
+    """Import a task set and return the names of its own settings. Raises what its import raises."""
+    import_dotted_plugins()
+    common = loaders.TasksetConfig.model_fields
+    return [name for name in loaders.taskset_config_type(taskset_id).model_fields if name not in common]

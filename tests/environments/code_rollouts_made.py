@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from orchestrator.workers.protocol import RolloutReply, SourceSpec
+from orchestrator.workers.worker import RolloutReply, SourceSpec
 from tests.scripted_node import POLICY, TOOL_LOOP, ScriptedNode, played
 
 

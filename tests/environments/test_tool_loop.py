@@ -15,7 +15,7 @@ pytestmark = pytest.mark.process  # verifiers' subprocess runtime
 @pytest.fixture(scope="module")
 def vf() -> Any:
     module = pytest.importorskip("verifiers.v1")
-    from orchestrator.workers.verifiers_compat import import_dotted_plugins
+    from orchestrator.workers.verifiers_adapter import import_dotted_plugins
 
     import_dotted_plugins()
     return module
@@ -145,7 +145,7 @@ def test_a_long_reply_is_cut(vf, caplog):
 
 # Other harnesses pass text as it is: what cannot fit the context is refused before it is rendered.
 def test_an_endless_conversation_is_refused(vf, monkeypatch):
-    from orchestrator.workers.verifiers_compat import GatewayClient
+    from orchestrator.workers.verifiers_adapter import GatewayClient
 
     monkeypatch.setenv("SOME_TOKEN", "t")
 

@@ -81,7 +81,7 @@ async def test_the_workers_client_gets_what_verifiers_client_gets(open_gateway, 
     from verifiers.v1.types import AssistantMessage, SamplingConfig
 
     from orchestrator.chat_renderer import build_renderer
-    from orchestrator.workers.verifiers_compat import GatewayClient, install_renderer
+    from orchestrator.workers.verifiers_adapter import GatewayClient, install_renderer
 
     renderer_config, renderer = build_renderer(str(MODEL), None)
     install_renderer(str(MODEL), renderer_config, renderer)

@@ -10,7 +10,7 @@ from orchestrator.hints.detect import RuleDetector
 from orchestrator.hints.generate import ErrorTurn, Templates
 from orchestrator.rollouts.groups import failed_turns, messages_before, tool_replies, turn_error_rate
 from orchestrator.workers.call_schema import violation
-from orchestrator.workers.protocol import MessageRecord, ToolCall
+from orchestrator.workers.worker import MessageRecord, ToolCall
 from tests.rollouts_made import TOOLS, Step, call, play
 
 ALL = ["tool_error", "exception", "test_failure", "schema"]

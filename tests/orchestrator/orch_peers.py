@@ -54,7 +54,7 @@ from composer_prime.wire.types import (
     pack_ints,
     verify_batch,
 )
-from orchestrator.workers.protocol import EVAL, MessageRecord, RolloutFailure, RolloutReply, RunRollout
+from orchestrator.workers.worker import EVAL, MessageRecord, RolloutFailure, RolloutReply, RunRollout
 
 MODEL = Path(__file__).parents[2] / "composer_prime" / "assets" / "tiny" / "policy"
 RUN_ID = "orch-test"

@@ -22,7 +22,7 @@ from orchestrator.rollouts.rollout import (
     numbered_turns,
     turn_nodes,
 )
-from orchestrator.workers.protocol import MessageRecord, RolloutReply, SessionRecord
+from orchestrator.workers.worker import MessageRecord, RolloutReply, SessionRecord
 from tests.records_made import record_of
 from tests.rollouts_made import Step, play
 

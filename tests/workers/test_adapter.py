@@ -18,9 +18,14 @@ from tokenizers_made import CHATML, write_tokenizer
 
 from composer_prime.errors import ConfigError
 from orchestrator.chat_renderer import build_renderer, read_tokenizer
-from orchestrator.workers.protocol import RolloutReply, RunRollout, SourceSpec
-from orchestrator.workers.verifiers_adapter import Environment, refuse_plain_rewards, tool_error
-from orchestrator.workers.verifiers_compat import install_renderer, keep_folders_in
+from orchestrator.workers.verifiers_adapter import (
+    Environment,
+    install_renderer,
+    keep_folders_in,
+    refuse_plain_rewards,
+    tool_error,
+)
+from orchestrator.workers.worker import RolloutReply, RunRollout, SourceSpec
 
 pytestmark = pytest.mark.process  # verifiers' subprocess runtime
 

@@ -140,7 +140,7 @@ def module_configuration(env: str, model: str, folder: Path, *, held_out: bool) 
 
 def _held_out_settings(module: str, home: Path) -> dict[str, str]:
     """Return `split` where the task set has that setting. A worker names what cannot load."""
-    from orchestrator.workers.verifiers_compat import taskset_settings
+    from orchestrator.workers.verifiers_adapter import taskset_settings
 
     sys.path += [str(home)] if str(home) not in sys.path else []
     try:
@@ -183,7 +183,7 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
     from composer_prime.run.scratch import Scratch
     from orchestrator.outside_run import play_episodes, trial_warnings
     from orchestrator.rollouts.rollout_log import rollout_line
-    from orchestrator.workers.protocol import EVAL, TRAIN
+    from orchestrator.workers.worker import EVAL, TRAIN
 
     taskset = EVAL if options.eval else TRAIN
     scratch = Scratch("try")
