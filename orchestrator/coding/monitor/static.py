@@ -11,7 +11,7 @@ import builtins
 import functools
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 USES: dict[str, tuple[str, ...]] = {
@@ -51,6 +51,7 @@ _ATTRIBUTES = {
     **dict.fromkeys(("read_text", "read_bytes", "rglob", "iterdir"), "file-access"),
 }  # fmt: skip
 """Attribute of any object, also as a text -> rule."""
+_BUILT_IN = frozenset({*dir(builtins), "__builtins__"})
 _INNER_STARS = ("os.*", "sys.*", "builtins.*")
 """What `from os import *` and its like bring: the names that they give are not followed."""
 _TEST_MODULE = re.compile(r"(^|\.)(tests?|conftest|test_\w+|\w+_test)(\.|$)")
@@ -92,44 +93,47 @@ def traits(source: bytes, modules: frozenset[str] = frozenset()) -> tuple[Trait,
     tree = parse(source)
     if tree is None:
         return ()
-    names = _Names(tree)
-    found = (
-        Trait(rule=rule, key=key, line=getattr(node, "lineno", 1))
-        for node in ast.walk(tree)
-        for rule, key in _uses(node, names, modules)
-        if rule is not None
-    )
+    names = _names(tree)
+    found = []
+    for node in ast.walk(tree):
+        uses = _READERS[type(node)](node, names, modules) if type(node) in _READERS else ()
+        found += [Trait(rule=rule, key=key, line=getattr(node, "lineno", 1)) for rule, key in uses if rule is not None]
     return tuple(dict.fromkeys(found))
 
 
-class _Names:
-    """What the names of a module stand for."""
+Names = Mapping[str, str]
+"""Name in a module -> the imported or built-in thing that it stands for."""
+Uses = Iterator[tuple[str | None, str]]
+"""(rule, key) of what a node does; None for a rule where it does nothing."""
 
-    def __init__(self, tree: ast.Module) -> None:
-        self._imports: dict[str, str] = {}
-        self._bound: set[str] = set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                self._imports |= dict(_imported(node))
-            elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-                self._bound.add(node.id)
-            elif isinstance(node, ast.arg):
-                self._bound.add(node.arg)
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-                self._bound.add(node.name)
 
-    def dotted(self, node: ast.AST) -> str | None:
-        """Return the full name of an imported or built-in thing, or of a part of it."""
-        if isinstance(node, ast.Attribute):
-            owner = self.dotted(node.value)
-            return f"{owner}.{node.attr}" if owner else None
-        if isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
-            owner = self.dotted(node.args[0]) if self.dotted(node.func) == "getattr" else None
-            return f"{owner}.{node.args[1].value}" if owner else None
-        if not isinstance(node, ast.Name):
-            return None
-        is_built_in = hasattr(builtins, node.id) or node.id == "__builtins__"
-        return self._imports.get(node.id) or (node.id if is_built_in and node.id not in self._bound else None)
+def _names(tree: ast.Module) -> Names:
+    """Return what the names of a module stand for. A built-in name that it binds itself is its own."""
+    imports: dict[str, str] = {}
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports |= dict(_imported(node))
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            bound.add(node.id)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+    return {**{name: name for name in _BUILT_IN - bound}, **imports}
+
+
+def _dotted(node: ast.AST, names: Names) -> str | None:
+    """Return the full name of an imported or built-in thing, or of a part of it."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    owner = part = None
+    if isinstance(node, ast.Attribute):
+        owner, part = _dotted(node.value, names), node.attr
+    elif isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+        is_getattr = _dotted(node.func, names) == "getattr"
+        owner, part = _dotted(node.args[0], names) if is_getattr else None, node.args[1].value
+    return f"{owner}.{part}" if owner else None
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
@@ -147,52 +151,60 @@ def _rule_of(dotted: str) -> str | None:
     return next((rule for name, rule in names if f"{dotted}.".startswith(f"{name}.")), None)
 
 
-Uses = Iterator[tuple[str | None, str]]
-"""(rule, key) of what a node does; None for a rule where it does nothing."""
+# The uses of one node, without what lies below it.
 
 
-def _uses(node: ast.AST, names: _Names, modules: frozenset[str]) -> Uses:
-    """Yield the uses of one node, without what lies below it."""
-    if isinstance(node, ast.Import):
-        yield from (each for alias in node.names for each in _import_uses(alias.name))
-    elif isinstance(node, ast.ImportFrom):
-        yield from (each for _, dotted in _imported(node) for each in _import_uses(dotted))
-    elif isinstance(node, ast.Attribute):
-        yield from _attribute_uses(node, names, modules)
-    elif isinstance(node, ast.Call):
-        yield from _call_uses(node, names, modules)
-    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and (dotted := names.dotted(node)):
-        yield _rule_of(dotted), dotted
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 80:
-        yield from ((_ATTRIBUTES.get(name), f".{name}") for name in node.value.split("."))
-        yield "test-context" if node.value.startswith("PYTEST") else None, f"text {node.value!r}"
+def _import_uses(node: ast.Import | ast.ImportFrom, names: Names, modules: frozenset[str]) -> Uses:
+    is_from = isinstance(node, ast.ImportFrom)
+    for dotted in [dotted for _, dotted in _imported(node)] if is_from else [alias.name for alias in node.names]:
+        yield "dynamic-code" if dotted in _INNER_STARS else _rule_of(dotted), dotted
+        is_standard = dotted.partition(".")[0] in sys.stdlib_module_names
+        yield "test-import" if _TEST_MODULE.search(dotted) and not is_standard else None, dotted
 
 
-def _attribute_uses(node: ast.Attribute, names: _Names, modules: frozenset[str]) -> Uses:
-    dotted = names.dotted(node)
+def _attribute_uses(node: ast.Attribute, names: Names, modules: frozenset[str]) -> Uses:
+    dotted = _dotted(node, names)
     rule = _rule_of(dotted) if dotted else None
     yield rule or _ATTRIBUTES.get(node.attr), dotted or f".{node.attr}"
     if not isinstance(node.ctx, ast.Load):
         yield from _patched(node.value, names, modules)
 
 
-def _call_uses(node: ast.Call, names: _Names, modules: frozenset[str]) -> Uses:
+def _call_uses(node: ast.Call, names: Names, modules: frozenset[str]) -> Uses:
     """Yield the uses of getattr with a plain name, setattr and delattr; the function called is a node of its own."""
-    if dotted := names.dotted(node):
+    if dotted := _dotted(node, names):
         yield _rule_of(dotted), dotted
-    elif names.dotted(node.func) in ("setattr", "delattr") and node.args:
+    elif _dotted(node.func, names) in ("setattr", "delattr") and node.args:
         yield from _patched(node.args[0], names, modules)
 
 
-def _import_uses(dotted: str) -> Uses:
-    yield "dynamic-code" if dotted in _INNER_STARS else _rule_of(dotted), dotted
-    is_standard = dotted.partition(".")[0] in sys.stdlib_module_names
-    yield "test-import" if _TEST_MODULE.search(dotted) and not is_standard else None, dotted
+def _name_uses(node: ast.Name, names: Names, modules: frozenset[str]) -> Uses:
+    if isinstance(node.ctx, ast.Load) and (dotted := _dotted(node, names)):
+        yield _rule_of(dotted), dotted
 
 
-def _patched(owner: ast.AST, names: _Names, modules: frozenset[str]) -> Uses:
+def _text_uses(node: ast.Constant, names: Names, modules: frozenset[str]) -> Uses:
+    """Yield the uses of a short text, which may name an attribute or a variable of pytest."""
+    if not isinstance(node.value, str) or len(node.value) >= 80:
+        return
+    for name in node.value.split("."):
+        yield _ATTRIBUTES.get(name), f".{name}"
+    yield "test-context" if node.value.startswith("PYTEST") else None, f"text {node.value!r}"
+
+
+_READERS: dict[type, Callable[..., Uses]] = {
+    ast.Import: _import_uses,
+    ast.ImportFrom: _import_uses,
+    ast.Attribute: _attribute_uses,
+    ast.Call: _call_uses,
+    ast.Name: _name_uses,
+    ast.Constant: _text_uses,
+}
+
+
+def _patched(owner: ast.AST, names: Names, modules: frozenset[str]) -> Uses:
     """Yield a finding for an attribute of somebody else's module, or of a class in it, that is replaced."""
-    dotted = names.dotted(owner)
+    dotted = _dotted(owner, names)
     if dotted is not None and dotted.partition(".")[0] not in {*modules, ""}:
         yield "monkeypatch", f"{dotted} is changed"
 
