@@ -31,10 +31,10 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.types import Sample, VersionSpan, pack_flags, pack_floats, pack_ints
 from trainer import world as worlds
-from trainer.data.rows import checked_row, unpack
+from trainer.data import checked_row, unpack
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
-from trainer.step import train_step
+from trainer.train import train_step
 from trainer.weights.publish import Publisher
 
 SHAPE = {

@@ -3,7 +3,7 @@
     uv run python -m benchmarks.weight_sync                    # a tiny model
     uv run python -m benchmarks.weight_sync --model smollm2    # SmolLM2-135M
 
-Real AdamW steps on float32 masters; each version is published in bfloat16 by trainer/weights/version_file.py and
+Real AdamW steps on float32 masters; each version is published in bfloat16 by trainer/weights/publish.py and
 brought to a node's disk by inference/receiver.py, which must give back the same bits. Of the last step:
 
     full        the file in bfloat16
@@ -39,6 +39,7 @@ from pathlib import Path
 import msgspec
 import torch
 import zstandard
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks._verdicts import conclude
 from composer_prime.errors import DeadlineError
@@ -47,7 +48,7 @@ from composer_prime.run.weights import Canary, Manifest, WeightStore
 from inference.receiver import VersionFolder
 from inference.snapshot import Snapshot
 from inference.weight_sources import ChunkSource, FolderSource
-from trainer.weights.version_file import VersionWriter
+from trainer.weights.publish import VersionWriter
 
 Tensors = dict[str, torch.Tensor]
 LEAST_RATIOS = {1e-6: 100.0, 1e-5: 30.0}
@@ -128,7 +129,7 @@ def brought(node: VersionFolder, manifest: Manifest) -> Snapshot:
 
 def measure(versions: Iterator[Tensors], steps: int, folder: Path, cut: int) -> dict[str, float]:
     store = WeightStore(folder / "weights")
-    writer = VersionWriter(store, steps + 2)
+    writer = VersionWriter(store, Ed25519PrivateKey.generate(), "benchmark", keep=3, anchor_every=steps + 2)
     source = Breaking(store, cut)
     node = VersionFolder(source, folder)
     figures: dict[str, float] = {}

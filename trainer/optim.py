@@ -12,22 +12,91 @@ each matrix whole, and any number of ranks takes the same step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
-from composer_prime.config.trainer import OptimConfig
+from composer_prime.config.trainer import OptimConfig, ScheduleConfig
 from composer_prime.errors import ConfigError
 from composer_prime.import_path import build_part
 from trainer.model.build import blocks
 from trainer.model.policy_model import Policy
-from trainer.step import Optimizer
 
 _MUON_MOMENTUM = 0.95
+
+
+def rate(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
+    """Return the learning rate of step `step` (from 1), relative to the peak.
+
+    Linear warm-up that reaches 1 at step warmup_steps, then constant, or a cosine down to final_ratio at max_steps.
+    """
+    if step <= schedule.warmup_steps:
+        return step / schedule.warmup_steps
+    if schedule.type == "constant":
+        return 1.0
+    done = min(1.0, (step - schedule.warmup_steps) / max(1, max_steps - schedule.warmup_steps))
+    return schedule.final_ratio + (1.0 - schedule.final_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+class Optimizer:
+    """One or two torch optimizers that step together. It keeps the peak rates, so each step can set its own."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer], max_grad_norm: float | None) -> None:
+        self.parts = parts
+        self._peaks = [[group["lr"] for group in part.param_groups] for part in parts]
+        self._max_grad_norm = max_grad_norm
+        self.skipped = 0
+        """How many of the latest steps in a row were skipped."""
+
+    def scale_rates(self, ratio: float) -> None:
+        """Set each learning rate to `ratio` of its peak."""
+        for part, peaks in zip(self.parts, self._peaks, strict=True):
+            for group, peak in zip(part.param_groups, peaks, strict=True):
+                group["lr"] = peak * ratio
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for group in self.groups() for parameter in group["params"])
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Return the hyper-parameters of each group but its rate, which each step sets."""
+        left_out = ("params", "param_names", "lr")
+        return [{name: value for name, value in group.items() if name not in left_out} for group in self.groups()]
+
+    def grad_norm(self) -> Tensor:
+        """Return the global L2 norm of the gradients over all ranks; a scalar on the device."""
+        norm = get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def step(self, norm: Tensor) -> float:
+        """Clip by `norm`, update, drop the gradients. Return AdamW's rate."""
+        if self._max_grad_norm is not None:
+            clip_grads_with_norm_(list(self.parameters()), self._max_grad_norm, norm)
+        for part in self.parts:
+            part.step()
+        self.skipped = 0
+        self.zero_grad()
+        return self.parts[0].param_groups[0]["lr"]
+
+    def skip(self) -> None:
+        """Run the hooks of a step without changing anything: other clusters count the steps of this one."""
+        self.skipped += 1
+        self.zero_grad()
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
 
 
 def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:

@@ -7,6 +7,15 @@
 
 Ranks wait for the orchestrator's batch and, in collectives, for one another. They never wait for inference nodes.
 In a joint run the optimizer's step ends in the outer loop (diloco/streaming.py), which may wait for other clusters.
+
+One optimizer step (`train_step`): forward and backward over the micro-batches, one read of the numbers, one update.
+
+    for each micro-batch:  L_k = share of the step's loss (global denominators);  backward accumulates sum_k dL_k
+    last micro-batch:      FSDP sums the gradients over ranks
+    then, once:            sums and gradient norm to the host; all finite -> clip, update; else -> NonFiniteStepError
+
+The host reads no number between micro-batches, so an accelerator never waits for it. The update comes after the read,
+so a step that fails leaves the parameters untouched.
 """
 
 from __future__ import annotations
@@ -19,14 +28,18 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from composer_prime.channels.sft import SftConfig
+from composer_prime.channels.term import LossParts, TaughtTokens, Term, TermTokens, channel_metrics, total_loss
 from composer_prime.config import Config, load
-from composer_prime.config.channels import weight_sets
 from composer_prime.errors import (
     CheckpointError,
     ComposerError,
@@ -42,18 +55,26 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.ledger import append_rewind, append_step
 from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir, read_run_id
-from composer_prime.wire.types import RunFinished, StepReply, StepTotals
+from composer_prime.wire.types import RunFinished, StepReply, StepRequest, StepTotals
 from diloco.streaming import StreamingDiLoCo
 from trainer import world as worlds
-from trainer.data.rows import PackedRow, checked_row, unpack
-from trainer.data.step_client import RankInfo, StepClient, Stopped, find_endpoint, next_batch, wait_together
+from trainer.data import (
+    PackedRow,
+    StepClient,
+    Stopped,
+    checked_row,
+    find_endpoint,
+    next_batch,
+    unpack,
+    wait_together,
+)
+from trainer.head import TokenStatistics
 from trainer.model.build import build_policy
-from trainer.optim import build_optimizer
-from trainer.step import rate, score_held_out, train_step
-from trainer.teacher import ReferenceLogprobs, SelfTeacher
+from trainer.model.policy_model import AuxiliaryLogprobs, Policy, SelfTeacher
+from trainer.optim import Optimizer, build_optimizer, rate
 from trainer.weights.checkpoint import Checkpoints
 from trainer.weights.publish import Publisher
-from trainer.world import LEAVE_S, StopSignal
+from trainer.world import LEAVE_S, StopSignal, gather_texts, gather_words
 
 logger = logging.getLogger("trainer")
 MAX_SKIPPED_STEPS = 3
@@ -79,9 +100,7 @@ class Trainer:
         run_id, model_folder = read_run_id(run_dir), resolve_model(config.model.path)
         self.world = worlds.join(trainer)
         self.policy = build_policy(config, model_folder, self.world)
-        scores_pairs = weight_sets(channels).scores_pairs
-        reference = ReferenceLogprobs(self.world) if scores_pairs else None
-        self.teacher = SelfTeacher(self.policy, channels, reference)
+        self.teacher = SelfTeacher(self.policy, channels)
         self.optimizer = build_optimizer(self.policy, trainer.optim)
         self.outer = self._build_outer()
         self.terms = channels.terms(config.completion_length)
@@ -144,18 +163,18 @@ class Trainer:
         return start
 
     def _connect(self) -> StepClient:
-        trainer = self.config.trainer
         endpoint = self.config.orchestrator.address or find_endpoint(
             self.run_dir.endpoints, ORCHESTRATOR_TIMEOUT_S, self.stop.is_requested
         )
-        rank = RankInfo(
+        rank = StepRequest(
             run_id=read_run_id(self.run_dir),
+            step=0,
             rank=self.world.rank,
             world_size=self.world.size,
-            max_tokens=trainer.micro_batch_tokens,
-            silence_timeout_s=ORCHESTRATOR_TIMEOUT_S,
+            max_tokens=self.config.trainer.micro_batch_tokens,
         )
-        return StepClient(endpoint, RunKeys(self.run_dir.keys).client("trainer"), rank, self._should_stop)
+        keys = RunKeys(self.run_dir.keys).client("trainer")
+        return StepClient(endpoint, keys, rank, self._should_stop, silence_timeout_s=ORCHESTRATOR_TIMEOUT_S)
 
     def _should_stop(self) -> bool:
         """Raise an error of the background publication: the awaited batch may need the version that failed."""
@@ -251,7 +270,7 @@ class Trainer:
         totals = reply.totals
         if self.config.channels.own:
             counts = [sum(term.count(row) for row in rows) for term in terms]
-            over_ranks = map(sum, zip(*worlds.gather_words(counts), strict=True))
+            over_ranks = map(sum, zip(*gather_words(counts), strict=True))
             own = {term.name: count for term, count in zip(terms, over_ranks, strict=True)}
             totals = msgspec.structs.replace(totals, own=own)
         device = self.world.device
@@ -275,7 +294,7 @@ class Trainer:
             for sample_id, task in zip(batch.sample_ids, batch.task_ids, strict=True)
         }
         named = "\n".join(_describe(name, tasks[name]) for name in error.samples if name in tasks)
-        descriptions = [line for text in worlds.gather_texts(named) for line in text.splitlines()]
+        descriptions = [line for text in gather_texts(named) for line in text.splitlines()]
         descriptions += [name for name in error.samples if name.startswith(("pair ", "row "))]
         more = f" and {len(descriptions) - NAMED} more" if len(descriptions) > NAMED else ""
         blamed = "; ".join(descriptions[:NAMED]) + more
@@ -298,7 +317,7 @@ class Trainer:
 
         A step that leaves out samples was skipped and trained none.
         """
-        texts = worlds.gather_texts("\n".join(sample_id for row in rows for sample_id in row.sample_ids))
+        texts = gather_texts("\n".join(sample_id for row in rows for sample_id in row.sample_ids))
         sample_ids = [sample_id for text in texts for sample_id in text.splitlines()]
         if self.world.first:
             append_step(self.run_dir.ledger, step, [] if left_out else sample_ids, left_out)
@@ -317,12 +336,12 @@ class Trainer:
 
     def _is_unsaved(self, step: int) -> bool:
         """Return whether `step` was taken and has no checkpoint, as rank 0 sees the folder. A collective."""
-        return bool(worlds.gather_words([step > 0 and step not in self.run_dir.complete_checkpoints()])[0][0])
+        return bool(gather_words([step > 0 and step not in self.run_dir.complete_checkpoints()])[0][0])
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         """Log the step on rank 0. Over the ranks, sum the tokens and take the largest memory peak."""
         of_rank = [int(metrics["tokens/total"]), int(metrics["tokens/computed"]), peak_bytes(self.world.device)]
-        total, computed, peaks = zip(*worlds.gather_words(of_rank), strict=True)
+        total, computed, peaks = zip(*gather_words(of_rank), strict=True)
         metrics |= {"tokens/total": sum(total), "tokens/computed": sum(computed), "memory/peak_bytes": max(peaks)}
         if self.world.first:
             self.metrics.log(step, metrics)
@@ -349,6 +368,162 @@ def _describe(sample_id: str, task: str) -> str:
     """Name a sample by its parts: sample IDs are GROUP-SIBLING/BRANCH."""
     rollout = sample_id.rpartition("/")[0]
     return f"task {task}, group {rollout.rpartition('-')[0]}, rollout {rollout}"
+
+
+# -- one step ----------------------------------------------------------------------------------------------------------
+
+
+def train_step(
+    policy: Policy,
+    optimizer: Optimizer,
+    rows: Sequence[PackedRow],
+    totals: StepTotals,
+    terms: Sequence[Term],
+    *,
+    step: int,
+    auxiliary: Sequence[AuxiliaryLogprobs] | None = None,
+) -> dict[str, float]:
+    """Take one step, and return metrics of the whole step, all ranks.
+
+    `terms` are those of the loss that are on, the policy loss first; `step` sets their weights. Every rank must bring
+    the same number of rows; `auxiliary` has one entry a row. Raises NonFiniteStepError, on all ranks alike, before
+    anything is changed.
+    """
+    assert isinstance(policy, FSDPModule)
+    started = time.monotonic()
+    losses: list[Tensor] = []
+    not_finite: list[Tensor] = []
+    sums: dict[str, Tensor] = {}
+    for index, (row, of_row) in enumerate(zip(rows, auxiliary or [None] * len(rows), strict=True)):
+        # A GPU sums its gradients over the ranks beside the next row's work; CPU ranks once, after the last row.
+        policy.set_requires_gradient_sync(row.input_ids.is_cuda or index == len(rows) - 1)
+        parts, bad = loss_of(policy, row, totals, terms, step=step, auxiliary=of_row)
+        parts.total.backward()
+        losses.append(parts.total.detach())
+        not_finite.append(bad)
+        for name, value in parts.sums.items():
+            sums[name] = sums[name] + value if name in sums else value.double()
+    norm = optimizer.grad_norm()
+    sums = dict(sorted(sums.items()))  # a policy loss of the user's may give its sums in another order on each rank
+    stacked = torch.stack(list(sums.values()))
+    dist.all_reduce(stacked)
+    *summed, grad_norm = torch.cat([stacked, norm.double().reshape(1)]).tolist()
+    values = dict(zip(sums, summed, strict=True))
+    if not (math.isfinite(grad_norm) and math.isfinite(values["loss/total"])):
+        optimizer.zero_grad()
+        raise _blame(rows, losses, not_finite, grad_norm)
+    computed = time.monotonic()
+    lr = optimizer.step(norm)
+    return (
+        {"sdpo/turns": 0.0, "dpo/pairs": 0.0}
+        | channel_metrics(terms, values)
+        | {
+            "tokens/trained": values["policy/tokens"] + values.get("sft/tokens", 0.0),
+            "optim/grad_norm": grad_norm,
+            "optim/lr": lr,
+            "time/forward_backward_s": computed - started,
+            "time/optimizer_s": time.monotonic() - computed,
+        }
+    )
+
+
+def score_held_out(policy: Policy, rows: Sequence[PackedRow]) -> dict[str, float]:
+    """Return loss (nats a token) and token accuracy of held-out demonstrations, over all ranks. A collective."""
+    sums = torch.zeros(3, dtype=torch.float64, device=next(policy.parameters()).device)
+    was_training = policy.training
+    policy.eval()
+    for row in rows:
+        logprobs_R, hits_R = policy.grades(row)
+        sums += torch.stack([logprobs_R.double().sum(), hits_R.double().sum(), sums.new_tensor(float(len(hits_R)))])
+    policy.train(was_training)
+    dist.all_reduce(sums)
+    logprobs, hits, tokens = sums.tolist()
+    name = "eval/demonstrations"
+    return {f"{name}/loss": -logprobs / tokens, f"{name}/token_accuracy": hits / tokens, f"{name}/tokens": tokens}
+
+
+def loss_of(
+    policy: Policy,
+    row: PackedRow,
+    totals: StepTotals,
+    terms: Sequence[Term],
+    *,
+    step: int = 1,
+    auxiliary: AuxiliaryLogprobs | None = None,
+) -> tuple[LossParts, Tensor]:
+    """Return one row's share of the step's loss, and how many statistics of each of its documents are not finite."""
+    auxiliary = auxiliary or AuxiliaryLogprobs()
+    statistics = policy(row, auxiliary.teacher)
+    inputs = {
+        term.name: term.inputs(_tokens(term, row, statistics, auxiliary.references.get(term.name))) for term in terms
+    }
+    parts = total_loss(terms, inputs, totals, step)
+    bad_R = ~torch.isfinite(statistics.logprobs_R.detach())
+    if statistics.divergence_D is not None:
+        bad_R[len(bad_R) - len(statistics.divergence_D) :] |= ~torch.isfinite(statistics.divergence_D.detach())
+    not_finite = torch.zeros(len(row.names), device=bad_R.device).index_add_(0, row.document_R, bad_R.float())
+    return parts, not_finite
+
+
+def _tokens(term: Term, row: PackedRow, statistics: TokenStatistics, reference: Tensor | None) -> TermTokens:
+    """Return the statistics of the term's own tokens; without any in this row they are empty, but have a gradient."""
+    own, taught = row.terms[term.name], None
+    chosen = slice(None) if own.head_rows is None else own.head_rows
+    if term.is_taught and statistics.divergence_D is not None:
+        assert statistics.teacher_entropy_D is not None and statistics.teacher_logprobs_D is not None
+        taught = TaughtTokens(
+            divergence=statistics.divergence_D,
+            teacher_entropy=statistics.teacher_entropy_D,
+            teacher_logprobs=statistics.teacher_logprobs_D,
+        )
+    return TermTokens(
+        logprobs=statistics.logprobs_R[chosen],
+        entropy=statistics.entropy_R[chosen],
+        arrays=own.arrays,
+        counts=own.counts,
+        reference=reference,
+        taught=taught,
+    )
+
+
+def _blame(
+    rows: Sequence[PackedRow], losses: list[Tensor], not_finite: list[Tensor], grad_norm: float
+) -> NonFiniteStepError:
+    """Name the micro-batches that are not finite. A collective; every rank gets the same error.
+
+    Blames the samples and pairs whose logits are not finite, all samples of a micro-batch whose logits all are (all
+    pairs where it has no sample), and all samples of the step where every loss is (all rows where it has no sample).
+    """
+    texts, blamed = [], []
+    for index in torch.stack(losses).isfinite().logical_not().nonzero()[:, 0].tolist():
+        what, names = _blamed(rows[index], not_finite[index].tolist())
+        texts.append(f"micro-batch {index} of rank {dist.get_rank()} ({what} {', '.join(names)})")
+        blamed += names
+    culprits = "loss of " + "; ".join(filter(None, gather_texts("; ".join(texts))))
+    samples = _gather_lines(blamed)
+    if not samples:
+        culprits = "gradient, although every micro-batch's loss is finite"
+        samples = _gather_lines([sample_id for row in rows for sample_id in row.sample_ids])
+        names = dict.fromkeys(name for row in rows for name in row.names if name != "none")
+        samples = samples or _gather_lines(list(names))
+    return NonFiniteStepError(
+        f"NaN or infinity in the {culprits} (gradient norm {grad_norm}). The parameters are unchanged",
+        samples,
+    )
+
+
+def _blamed(row: PackedRow, bad_counts: list[int]) -> tuple[str, list[str]]:
+    """Return what is wrong with a row whose loss is not finite, and the names of its culprits."""
+    bad = [name for name, count in zip(row.names, bad_counts, strict=True) if count]
+    what = "logits of" if bad else "samples" if row.sample_ids else "all of"
+    return what, list(dict.fromkeys(bad or row.sample_ids or row.names))
+
+
+def _gather_lines(lines: Sequence[str]) -> list[str]:
+    return [line for text in gather_texts("\n".join(lines)) for line in text.splitlines()]
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
 
 
 def peak_bytes(device: torch.device) -> int:

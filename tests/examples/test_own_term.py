@@ -14,9 +14,9 @@ from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import ConfigError
 from composer_prime.packing.pack import Row, pack, totals
 from composer_prime.wire.types import Sample, VersionSpan, pack_flags, pack_floats, pack_ints
-from trainer.data.rows import unpack
+from trainer.data import unpack
 from trainer.model.policy_model import Policy
-from trainer.step import loss_of
+from trainer.train import loss_of
 
 CPU = torch.device("cpu")
 

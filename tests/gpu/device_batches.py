@@ -21,11 +21,11 @@ from composer_prime.packing.pack import pack, totals
 from composer_prime.run.process import end_with_parent
 from composer_prime.wire.types import Sample, VersionSpan, pack_flags, pack_floats, pack_ints
 from trainer import world as worlds
-from trainer.data.rows import PackedRow, checked_row, unpack
+from trainer.data import PackedRow, checked_row, unpack
 from trainer.model.build import build_policy
 from trainer.model.policy_model import Policy
 from trainer.optim import build_optimizer
-from trainer.step import train_step
+from trainer.train import train_step
 
 GROUP = 4
 """Sibling samples of a made-up batch."""

@@ -24,8 +24,7 @@ from tests.gpu.device_batches import GROUP, Lengths, joined_world, make_config, 
 from trainer.head import Head, token_statistics
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
-from trainer.step import loss_of, train_step
-from trainer.train import peak_bytes
+from trainer.train import loss_of, peak_bytes, train_step
 
 ROOT = Path(__file__).parents[2]
 

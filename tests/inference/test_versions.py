@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,9 +25,10 @@ from inference.snapshot import word_sum
 from inference.weight_sources import ChunkSource, FolderSource
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.publisher import CANARY, RUN_ID
-from trainer.weights.version_file import VersionWriter
+from trainer.weights.publish import VersionWriter
 
 KEEP = 3
+KEY = Ed25519PrivateKey.generate()
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -53,7 +55,7 @@ class Training:
 
     def restart(self) -> None:
         """A new trainer process: it knows no version."""
-        self.writer = VersionWriter(self.store, self.anchor_every)
+        self.writer = VersionWriter(self.store, KEY, "r", keep=KEEP, anchor_every=self.anchor_every)
 
     def step(self, share: float = 0.01) -> None:
         for tensor in self.tensors.values():

@@ -18,7 +18,7 @@ from composer_prime.config import Config, load
 from composer_prime.packing.pack import pack
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.wire.types import MicroBatch, Sample, VersionSpan, pack_flags, pack_floats, pack_ints
-from trainer.data.rows import PackedRow, checked_row, unpack
+from trainer.data import PackedRow, checked_row, unpack
 
 VOCABULARY = 96
 

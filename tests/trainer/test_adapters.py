@@ -22,7 +22,7 @@ from inference.receiver import Receiver
 from inference.weight_sources import FolderSource
 from trainer.model.adapters import factors
 from trainer.model.build import build_policy
-from trainer.teacher import adapters_off
+from trainer.model.policy_model import adapters_off
 from trainer.weights.publish import Publisher, export
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -23,11 +23,10 @@ from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import NonFiniteError, RunMismatchError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import HintedTurn, Sample, StepTotals, flags, floats, ints, pack_floats, pack_ints
-from trainer.data.rows import checked_row, unpack
+from trainer.data import checked_row, unpack
 from trainer.head import HeadTeacher
-from trainer.model.policy_model import PACKED, Policy
-from trainer.step import loss_of
-from trainer.teacher import AuxiliaryLogprobs
+from trainer.model.policy_model import PACKED, AuxiliaryLogprobs, Policy
+from trainer.train import loss_of
 
 CPU = torch.device("cpu")
 CHANNELS = three_channels()
@@ -236,7 +235,7 @@ def test_a_token_of_two_terms_is_one_row_of_the_head():
     sides = [ids[start:end] for unit in batch.units for ((start, end),) in unit.spans]
     assert np.array_equal(row.targets_R[dpo.head_rows], np.concatenate(sides))
     assert dpo.arrays["length"].tolist() == [len(side) for side in sides]
-    assert [len(d) - s for d, s in zip(row.scored.ids, row.scored.starts, strict=True)] == list(map(len, sides))
+    assert [len(ids) - start for ids, start in row.scored] == list(map(len, sides))
 
 
 def test_terms_that_are_off_leave_no_trace():

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from composer_prime.packing.pack import totals
 from composer_prime.wire.types import CheckpointSaved
 from trainer.model.build import build_policy
+from trainer.model.policy_model import SelfTeacher
 from trainer.optim import build_optimizer
-from trainer.step import train_step
-from trainer.teacher import SelfTeacher
+from trainer.train import train_step
 from trainer.weights.checkpoint import Checkpoints
 
 
@@ -50,7 +50,7 @@ def trained(run, folder, world, *, thaw: str | None = None):
     samples = make_samples(1)
     settings = run.config.channels.terms(32)
     train_step(policy, optimizer, rows_of(samples, world.device), totals(samples), settings, step=1)
-    teacher = SelfTeacher(policy, run.config.channels, None)
+    teacher = SelfTeacher(policy, run.config.channels)
     checkpoints = Checkpoints(
         run_dir=run.dir, world=world, policy=policy, optimizer=optimizer, teacher=teacher, outer=None, keep=2
     )

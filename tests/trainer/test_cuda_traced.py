@@ -13,9 +13,8 @@ from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.channels.sdpo import divergence
 from composer_prime.packing.pack import totals
 from trainer.head import HeadTeacher
-from trainer.model.policy_model import PACKED, Policy
-from trainer.step import loss_of
-from trainer.teacher import AuxiliaryLogprobs
+from trainer.model.policy_model import PACKED, AuxiliaryLogprobs, Policy
+from trainer.train import loss_of
 
 CUDA = torch.device("cuda", 0)
 CHANNELS = three_channels()

@@ -260,7 +260,7 @@ def test_an_adapted_output_layer_trains_its_adapters():
     # the adapters scaled to nothing the layer is the base.
     from composer_prime.config.trainer import LoraConfig
     from trainer.model.adapters import inject_adapters
-    from trainer.teacher import adapters_off
+    from trainer.model.policy_model import adapters_off
 
     torch.manual_seed(0)
     lm = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, tie_word_embeddings=False))

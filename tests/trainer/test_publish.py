@@ -25,9 +25,8 @@ from inference.snapshot import word_sum
 from inference.weight_sources import FolderSource
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
-from trainer.step import train_step
-from trainer.weights.publish import Publisher, export
-from trainer.weights.version_file import safetensors_parts
+from trainer.train import train_step
+from trainer.weights.publish import Publisher, export, safetensors_parts
 
 
 def train_once(run, model_folder, world):

@@ -13,9 +13,9 @@ from composer_prime.errors import NonFiniteError
 from composer_prime.packing.pack import totals
 from composer_prime.wire.types import ints
 from trainer.model.build import build_policy
+from trainer.model.policy_model import ReferenceLogprobs, SelfTeacher, WeightSnapshot, adapters_off
 from trainer.optim import build_optimizer
-from trainer.step import train_step
-from trainer.teacher import ReferenceLogprobs, SelfTeacher, WeightSnapshot, adapters_off
+from trainer.train import train_step
 from trainer.weights.publish import whole_parameters
 
 
@@ -58,7 +58,7 @@ def taught(model_folder, tmp_path, world, kind: str, **trainer):
     """Three steps with a teacher of `kind`; the teacher's logits at the last step, and those of plain copies."""
     channels, samples, pairs = three_channels(kind), make_hinted(1, 8), make_pairs(1)
     policy, optimizer = setup(model_folder, tmp_path, world, **trainer)
-    teacher = SelfTeacher(policy, channels, ReferenceLogprobs(world))
+    teacher = SelfTeacher(policy, channels)
     (row,) = rows_of(samples, world.device, 4096, pairs, distil=True, prefer=True, share=True)
     copies = [copy_of(policy, world)]
     for step in (1, 2, 3):
@@ -148,7 +148,7 @@ def test_kl_reference_logprobs(model_folder, tmp_path, world):
     settings = channels.terms(64)
     samples, pairs = make_hinted(1, 8), make_pairs(1)
     policy, optimizer = setup(model_folder, tmp_path, world, optim={"lr": 1e-2})
-    teacher = SelfTeacher(policy, channels, ReferenceLogprobs(world))
+    teacher = SelfTeacher(policy, channels)
     (row,) = rows_of(samples, world.device, 4096, pairs, distil=True, prefer=True)
     distances = []
     for step in (1, 2):
@@ -167,7 +167,7 @@ def test_reference_logprobs_are_computed_once(model_folder, tmp_path, world):
     policy, _ = setup(model_folder, tmp_path, world)
     pairs = make_pairs(1)
     (row,) = rows_of([], world.device, 4096, pairs, prefer=True)
-    cache = ReferenceLogprobs(world)
+    cache = ReferenceLogprobs()
     assert cache.missing([row.scored]) == [True]
     with torch.no_grad():
         cache.compute(policy, [row.scored])
@@ -180,7 +180,7 @@ def test_a_reference_that_is_not_finite_is_refused(model_folder, tmp_path, world
     # A base model that gives NaN: nothing is cached, nothing is trained.
     policy, _ = setup(model_folder, tmp_path, world)
     (row,) = rows_of([], world.device, 4096, make_pairs(1), prefer=True)
-    cache = ReferenceLogprobs(world)
+    cache = ReferenceLogprobs()
     with torch.no_grad(), pytest.raises(NonFiniteError):
         for parameter in policy.parameters():
             parameter.fill_(float("nan"))

@@ -25,7 +25,7 @@ from orchestrator.chat_renderer import ChatTemplateRenderer
 from orchestrator.file_rows import RowTokenizer
 from tests.chat_models import chat
 from trainer.model.policy_model import PACKED, Policy
-from trainer.step import loss_of, score_held_out
+from trainer.train import loss_of, score_held_out
 
 CPU = torch.device("cpu")
 

@@ -22,8 +22,8 @@ from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import ints
 from trainer.model.build import build_policy
 from trainer.model.policy_model import Policy
-from trainer.optim import ShardedMuon, build_optimizer
-from trainer.step import loss_of, rate, train_step
+from trainer.optim import ShardedMuon, build_optimizer, rate
+from trainer.train import loss_of, train_step
 
 CHANNELS = ChannelsConfig(policy=PolicyConfig(correction="none"))
 SETTINGS = CHANNELS.terms(64)

@@ -12,18 +12,19 @@ from step_peer import StepPeer
 
 from composer_prime.errors import ComposerError, DeadlineError
 from composer_prime.run.keys import RunKeys
-from composer_prime.wire.types import StepRefused
-from trainer.data import step_client
-from trainer.data.step_client import RankInfo, StepClient, find_endpoint, next_batch
+from composer_prime.wire.types import StepRefused, StepRequest
+from trainer import data
+from trainer.data import StepClient, find_endpoint, next_batch
 
 VERSIONS = (-1, 0)
 
 
 @contextmanager
 def connected(run: Run, peer: StepPeer, silence_timeout_s: float = 20) -> Iterator[StepClient]:
-    info = RankInfo(run_id=peer.run_id, rank=0, world_size=1, max_tokens=128, silence_timeout_s=silence_timeout_s)
+    rank = StepRequest(run_id=peer.run_id, step=0, rank=0, world_size=1, max_tokens=128)
     address = find_endpoint(run.dir.endpoints, 10, lambda: False)
-    client = StepClient(address, RunKeys(run.dir.keys).client("trainer"), info, lambda: False)
+    keys = RunKeys(run.dir.keys).client("trainer")
+    client = StepClient(address, keys, rank, lambda: False, silence_timeout_s=silence_timeout_s)
     try:
         yield client
     finally:
@@ -113,7 +114,7 @@ def test_silence_has_a_deadline(make_run):
 
 def test_a_request_is_repeated_ever_more_rarely(make_run, monkeypatch):
     # A large batch over a thin link looks like silence: each repetition would put it on the link once more.
-    monkeypatch.setattr(step_client, "REPEAT_S", 0.1)
+    monkeypatch.setattr(data, "REPEAT_S", 0.1)
     run = make_run()
     with StepPeer(run.dir, make_samples, max_steps=3) as peer, connected(run, peer, 3.5) as client:
         peer.quiet_from = 1
@@ -124,7 +125,7 @@ def test_a_request_is_repeated_ever_more_rarely(make_run, monkeypatch):
 
 def test_a_lost_step_done_is_repeated(make_run, monkeypatch):
     # The link loses StepDone of step 1 and of the last step: both arrive in the end, in order, before the checkpoint.
-    monkeypatch.setattr(step_client, "REPEAT_S", 0.2)
+    monkeypatch.setattr(data, "REPEAT_S", 0.2)
     run = make_run()
     with StepPeer(run.dir, make_samples, max_steps=3) as peer, connected(run, peer) as client:
         peer.lost_first = {1, 3}

@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from composer_prime.config import Config
 from composer_prime.errors import ConfigError, ModelNotFoundError
-from trainer.data.rows import reading_of
+from trainer.data import reading_of
 from trainer.model.adapters import inject_adapters
 from trainer.model.policy_model import FORWARD_METHODS, PACKED, Policy, attention_name
 from trainer.world import World, gather_texts

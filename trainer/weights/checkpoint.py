@@ -32,11 +32,10 @@ from composer_prime.model_source import resolve_model
 from composer_prime.run.run_dir import RunDir, write_atomic, write_remedy
 from diloco.streaming import StreamingDiLoCo
 from trainer import world as worlds
-from trainer.data.step_client import StepClient
+from trainer.data import StepClient
 from trainer.model.build import build_policy
-from trainer.model.policy_model import Policy
-from trainer.step import Optimizer
-from trainer.teacher import SelfTeacher
+from trainer.model.policy_model import Policy, SelfTeacher
+from trainer.optim import Optimizer
 from trainer.weights.publish import export
 from trainer.world import World, gather_texts
 

@@ -13,18 +13,31 @@ One publication is under way at a time: the next one waits for it, and so do a c
 failure in the thread is raised by the next call, on the main thread. A device never holds more than one whole tensor
 besides its shards. `export` writes final/ from the same tensors in the same type: what the nodes sampled from and what
 the last evaluation measured.
+
+The file of a version in the store is whole (an anchor), or what differs from the last anchor:
+
+    anchor 0 ────┬────┬────┬────────> anchor 4 ────┬────┬────         one patch to each version, from its anchor
+                 1    2    3                       5    6             a new anchor has one from the anchor before
+
+A patch is written chunk by chunk, beside training: a chunk of the anchor is read from the store and compared with the
+tensors in memory. So no second snapshot is held. A version is whole after `anchor_every` others, when its patch would
+not be small, and when the anchor is not certain (after a start, a rewind, or damage in the store).
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -32,15 +45,27 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from composer_prime.config import Config
-from composer_prime.errors import CheckpointError, ComposerError, WeightError
+from composer_prime.errors import CheckpointError, ComposerError, CorruptWeightsError, WeightError
 from composer_prime.model_source import tensor_shapes
+from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, write_remedy
-from composer_prime.run.weights import Canary, Manifest
+from composer_prime.run.weights import (
+    WORDS,
+    Canary,
+    ChunkRef,
+    Manifest,
+    WeightStore,
+    difference,
+    open_signed,
+    safetensors_header,
+    sign,
+    stream_entry,
+    word_sum,
+)
 from diloco.streaming import StreamingDiLoCo
 from trainer.model.adapters import factors, merged_parameters
 from trainer.model.build import empty_model
 from trainer.model.policy_model import Policy
-from trainer.weights.version_file import SignedStore
 from trainer.world import World
 
 CANARY_TEXT = "The quick brown fox jumps over the lazy dog. 3 + 4 = 7, and 12 * 12 = 144."
@@ -72,7 +97,10 @@ class Publisher:
         self.background = Background(config.trainer.threads)
         """Writes the version; idle on ranks but the first."""
         if world.first:
-            self._store = SignedStore(run_dir, run_id, keep=config.trainer.weights.keep)
+            store = WeightStore(run_dir.weights)
+            store.remove_partials()
+            signer = RunKeys(run_dir.keys).signer()
+            self._writer = VersionWriter(store, signer, run_id, keep=config.trainer.weights.keep)
             self._plain = plain_model(config, folder)
             self._canary = CanaryScorer(plain_model(config, folder), folder, world.device)
 
@@ -124,7 +152,7 @@ class Publisher:
             tensors.clear()  # They are not what is written.
         lora = self._config.trainer.lora
         manifest = Manifest(
-            run_id=self._store.run_id,
+            run_id=self._writer.run_id,
             version=version,
             kind="adapters" if adapted else "anchor",
             dtype=str(self.dtype).removeprefix("torch."),
@@ -133,7 +161,7 @@ class Publisher:
             canary=canary,
             adapter_scale=lora.alpha / lora.rank if lora else 1.0,
         )
-        self._store.write(manifest, {name: tensor.contiguous() for name, tensor in stored.items()}, size)
+        self._writer.publish(manifest, {name: tensor.contiguous() for name, tensor in stored.items()}, size)
         announce(version)
 
     def _copy(self, policy: Policy) -> None:
@@ -147,7 +175,7 @@ class Publisher:
     def rewind(self, step: int) -> None:
         """Drop the versions after that of `step`: they belong to steps that a resume takes again."""
         if self._world.first:
-            self._store.rewind(self._version_of(step), self.dtype)
+            self._writer.rewind(self._version_of(step), self.dtype)
 
     def export(self, policy: Policy, target: Path) -> None:
         """Write final/ to `target` in the published type. Raises CheckpointError. A collective; rank 0 writes."""
@@ -346,3 +374,150 @@ def export(policy: Policy, config: Config, folder: Path, target: Path, world: Wo
             f"the final model cannot be written to {target}: {error}; {write_remedy(error)}, "
             "then continue with --resume"
         ) from error
+
+
+logger = logging.getLogger(__name__)
+
+ANCHOR_EVERY = 20
+"""Versions between two whole ones."""
+_LARGEST_SHARE = 1 / 3
+"""Of an anchor's bytes: no patch is larger."""
+
+
+class VersionWriter:
+    """The weight store of a run, as its trainer writes it: every version has a signed manifest.
+
+    Used by one thread at a time.
+    """
+
+    def __init__(
+        self, store: WeightStore, signer: Ed25519PrivateKey, run_id: str, *, keep: int, anchor_every: int = ANCHOR_EVERY
+    ) -> None:
+        """`keep` versions stay in the store. `anchor_every` versions after an anchor the next one is whole."""
+        self.run_id = run_id
+        self._store = store
+        self._signer = signer
+        self._keep = keep
+        self._anchor_every = anchor_every
+        self._anchor: list[ChunkRef] = []
+        """The file of the last anchor; empty where that is not certain."""
+        self._header = b""
+        """Of that file: names, types, shapes, order."""
+        self._since_anchor = 0
+        self._dense_until = 0
+        """So many versions are not compared with the anchor: a step changed too many words."""
+
+    def publish(self, manifest: Manifest, tensors: Mapping[str, Tensor], size: int) -> None:
+        """Write the version of contiguous CPU `tensors` of `size` bytes, and drop old ones. Raises WeightError."""
+        version = manifest.version
+        try:
+            manifest = self.write(manifest, tensors)
+            self._store.put_manifest(version, sign(manifest, self._signer))
+            self._store.prune(self._keep, self._open)
+        except OSError as error:
+            raise WeightError(
+                f"policy version {version} ({size} bytes) cannot be written to {self._store.root}: {error}; "
+                f"{write_remedy(error, ' or lower trainer.weights.keep')}, then continue with --resume"
+            ) from error
+
+    def rewind(self, version: int, dtype: torch.dtype) -> None:
+        """Drop the versions after `version`. The next one builds on the newest there was, if that has `dtype`."""
+        newest = self._newest()
+        self._store.rewind(version)
+        self.forget()
+        if newest is not None and newest.dtype == str(dtype).removeprefix("torch."):
+            self.continue_from(newest)
+
+    def _newest(self) -> Manifest | None:
+        """Return the manifest published last, by this process or an earlier one; None if none can be read."""
+        versions = self._store.versions()
+        try:
+            return self._open(self._store.manifest(versions[-1])) if versions else None
+        except (ComposerError, OSError):  # Of another release, or damaged.
+            return None
+
+    def _open(self, raw: bytes) -> Manifest:
+        return open_signed(raw, self._signer.public_key(), run_id=self.run_id)
+
+    def forget(self) -> None:
+        """The next version is whole."""
+        self._anchor = []
+
+    def continue_from(self, newest: Manifest) -> None:
+        """Build on the anchor of the store's `newest`, from whatever version training continues: files are compared.
+
+        Nodes that have that anchor pull no other one. The store may have lost it: then the next version is whole.
+        """
+        self.forget()
+        if newest.kind == "adapters" or any(ref.size != self._store.chunk_bytes for ref in newest.chunks[:-1]):
+            return
+        start = bytearray()
+        try:
+            for ref in newest.chunks:
+                start += self._store.read(ref)
+                if len(start) >= 8 + int.from_bytes(start[:8], "little"):
+                    break
+        except CorruptWeightsError as error:
+            logger.warning("the next version of the weights is whole: %s", error)
+            return
+        self._anchor, self._since_anchor = newest.chunks, 0
+        self._header = bytes(start[: 8 + int.from_bytes(start[:8], "little")])
+
+    def write(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Manifest:
+        """Store the file of contiguous CPU `tensors`, and return the manifest with what a reader needs."""
+        if manifest.kind == "adapters":
+            return replace(manifest, chunks=self._store.put_stream(safetensors_parts(tensors)))
+        word = WORDS[manifest.dtype]
+        sums = {name: f"{word_sum(_raw_bytes(tensor), word):x}" for name, tensor in tensors.items()}
+        manifest = replace(manifest, tensors=sums)
+        anchor, self._anchor = self._anchor, []  # a failure leaves nothing certain
+        header = bytes(next(safetensors_parts(tensors)))
+        patch = self._patch(anchor, tensors, word) if anchor and header == self._header else []
+        self._since_anchor += 1
+        if patch and self._since_anchor < self._anchor_every:
+            self._anchor = anchor
+            return replace(manifest, kind="delta", chunks=anchor, patch=patch)
+        chunks = self._store.put_stream(safetensors_parts(tensors))
+        self._anchor, self._header, self._since_anchor = chunks, header, 0
+        return replace(manifest, kind="anchor", chunks=chunks, patch=patch, base=anchor if patch else [])
+
+    def _patch(self, anchor: list[ChunkRef], tensors: Mapping[str, Tensor], word: np.dtype) -> list[ChunkRef]:
+        """Return the patch from the anchor to `tensors`; nothing where that is not small or the store lost a chunk."""
+        if self._anchor_every == 1 or self._dense_until > 0:
+            self._dense_until = max(0, self._dense_until - 1)
+            return []
+        store, limit, size = self._store, sum(ref.size for ref in anchor) * _LARGEST_SHARE, 0
+
+        def entries() -> Iterator[bytes]:
+            nonlocal size
+            for ref, piece in zip(anchor, store.pieces(safetensors_parts(tensors)), strict=True):
+                entry = stream_entry(difference(store.read(ref), memoryview(piece), word).encode())
+                size += len(entry)
+                if size > limit:
+                    return
+                yield entry
+
+        try:
+            patch = store.put_stream(entries())
+        except CorruptWeightsError as error:
+            logger.warning("the next version of the weights is whole: %s", error)
+            return []
+        if size <= limit:
+            return patch
+        self._dense_until = self._anchor_every
+        return []
+
+
+def safetensors_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a safetensors file of CPU tensors, piece by piece, without a second copy of the model."""
+    yield safetensors_header(
+        (name, str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.nbytes)
+        for name, tensor in tensors.items()
+    )
+    for tensor in tensors.values():
+        yield _raw_bytes(tensor)
+
+
+def _raw_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, row-major, without a copy."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -10,7 +10,7 @@ from joint_run import Blocks, adamw, inner_step, settings, together, until
 
 from composer_prime.config.channels import ChannelsConfig
 from diloco.streaming import StreamingDiLoCo
-from trainer.teacher import SelfTeacher
+from trainer.model.policy_model import SelfTeacher
 
 RATES = {"teacher": 0.3, "reference": 0.01}
 CHANNELS = ChannelsConfig.model_validate({
@@ -26,7 +26,7 @@ class Cluster:
         self.model, self.peer = Blocks(seed), peer
         self.start = self.weights()
         self.optimizer = adamw(self.model)
-        self.teacher = SelfTeacher(self.model, CHANNELS, None)
+        self.teacher = SelfTeacher(self.model, CHANNELS)
         self.events: list[int | str] = []
         """Steps that it caught up with, and replaced states."""
         self.engine = StreamingDiLoCo(
