@@ -218,7 +218,7 @@ async def play_round(folder: Path, honest: int, seconds: float, rollouts: int) -
     gateway = Gateway(settings(), keys, RUN_ID, store, model_dir=resolve_model("tiny"))
     await gateway.start()
     assert gateway.audits is not None
-    trust, ledger, numbers = gateway.router.nodes.trust, Ledger(gateway), iter(range(1 << 60))
+    trust, ledger, numbers = gateway.router.trust, Ledger(gateway), iter(range(1 << 60))
     side = lambda name, word: [sys.executable, "-m", f"benchmarks.fleet_hostile_sides.{name}", str(folder / name), word]
     async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as tasks:
         # More rollouts than permits: those that wait for an audit hold none.
@@ -238,7 +238,8 @@ async def play_round(folder: Path, honest: int, seconds: float, rollouts: int) -
             while (passed := time.monotonic() - start) < seconds:
                 await asyncio.sleep(0.1)
                 memory.append(float(psutil.Process().memory_info().rss))
-                held = max([held, *(len(node.leases) for node in gateway.router.nodes if node.node_id == HOSTILE)])
+                if (hostile := gateway.router.nodes.get(HOSTILE)) is not None:
+                    held = max(held, len(hostile.leases))
             return (ledger.counts["tokens"] - before) / passed, memory
 
         with (
@@ -256,7 +257,7 @@ async def play_round(folder: Path, honest: int, seconds: float, rollouts: int) -
             for one in clients:
                 one.cancel()
     logger.info("MiB every .1 s with the hostile node: %s", [round(one / 2**20) for one in memory])
-    state, usual = gateway.state(), statistics.median(calm)
+    link, usual = gateway.link, statistics.median(calm)
     await gateway.close()
     return Figures(
         alone=alone,
@@ -265,10 +266,10 @@ async def play_round(folder: Path, honest: int, seconds: float, rollouts: int) -
         peak=max(memory) - usual,
         counts=ledger.counts,
         quarantines=trust[HOSTILE].quarantines,
-        junk=state["link"]["garbage"],
-        cut_off=state["link"]["cut_off"],
+        junk=link.conduct.garbage,
+        cut_off=link.conduct.cut_off,
         held=held,
-        dropped_pulls=state["link"]["chunk_requests_dropped"],
+        dropped_pulls=link.chunks.dropped,
     )
 
 

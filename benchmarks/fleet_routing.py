@@ -51,9 +51,7 @@ from composer_prime.errors import ConfigError
 from composer_prime.stats.intervals import seeds_interval
 from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import INT
-from orchestrator.gateway.nodes import AttachedNode
-from orchestrator.gateway.placing import UNPROVEN_PLACES, Placing
-from orchestrator.gateway.requests import GatewayRequest
+from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode, GatewayRequest, Placing
 
 RATIO_TARGET = 1.6
 _MAX_TOKENS = 4096
@@ -68,7 +66,7 @@ class LeastLoaded(Placing):
     def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
         def load(node: AttachedNode) -> float:
             """A node that claims many places gets more than others only after it has answered that many."""
-            return len(node.leases) / min(node.hello.max_concurrent, UNPROVEN_PLACES + node.counters.answers)
+            return len(node.leases) / min(node.hello.max_concurrent, UNPROVEN_PLACES + node.record.answers)
 
         return min(free, key=lambda node: (node.cache_is_full, load(node), node.node_id))
 
@@ -77,7 +75,7 @@ class StickySession(LeastLoaded):
     """The conversation's node while that is free, else the least loaded one."""
 
     def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
-        warm = self._sessions.get(request.session)
+        warm = self._sessions.get(request.asked.session)
         for node in free:
             if warm is not None and node.node_id == warm.node_id and not node.cache_is_full:
                 return node
@@ -89,7 +87,7 @@ class ConsistentHash(LeastLoaded):
 
     def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
         names = {node.node_id: node for node in free}
-        start = bisect(_RING, (_hash(request.session), ""))
+        start = bisect(_RING, (_hash(request.asked.session), ""))
         return next(names[name] for _, name in (*_RING[start:], *_RING[:start]) if name in names)
 
 

@@ -46,8 +46,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node_messages import Generate, NodeHello, Sampled, Sampling, ToNode
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from orchestrator.event_loop import freeze_startup
-from orchestrator.gateway.nodes import AttachedNode, Nodes
-from orchestrator.gateway.requests import ServedPolicy
+from orchestrator.gateway.nodes import AttachedNode, ServedPolicy
 from orchestrator.gateway.routing import Router
 
 FLAT_TARGET, PLACING_TARGET_US, LAG_TARGET_S = 4.0, 2000.0, 0.05
@@ -143,7 +142,7 @@ async def _place(num_nodes: int, requests: int) -> float:
         return True
 
     attached: dict[bytes, AttachedNode] = {}
-    router = Router(Nodes(), send, policy=ServedPolicy(32_000), suspend_s=1.0, request_timeout_s=60.0)
+    router = Router(send, policy=ServedPolicy(32_000), suspend_s=1.0, request_timeout_s=60.0)
     for index in range(num_nodes):
         hello = NodeHello(node_id=f"n{index}", engine="none", run_id=None, version=0, max_concurrent=128,
                           instance=f"n{index}")  # fmt: skip
@@ -178,10 +177,10 @@ async def measure_flood() -> dict[str, float]:
             calm = await measure(gateway, load)
             before = _resident_mib()
             with node_process(gateway, RunKeys(Path(folder) / "keys"), "flood"):
-                while not gateway.state()["link"]["cut_off"]:
+                while not gateway.link.conduct.cut_off:
                     await asyncio.sleep(0.01)
                 flooded = await measure(gateway, load)
-                ignored = gateway.state()["link"]["garbage"]
+                ignored = gateway.link.conduct.garbage
             grown = _resident_mib() - before
     print(f"calm {calm.turns_per_s:.0f} turns/s, {calm.cpu_ms:.2f} ms each; flooded "
           f"{flooded.turns_per_s:.0f} turns/s, {flooded.cpu_ms:.2f} ms each; {ignored} messages of the "

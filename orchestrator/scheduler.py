@@ -308,7 +308,7 @@ class BatchScheduler:
                 f"step {step} trained {len(sample_ids)} samples, its batch has {len(served)}; "
                 f"differing: {sorted(served ^ set(sample_ids))[:4]}"
             )
-        self.run.gateway.accounts.note_trained(step, trained_by_node(batch.groups))
+        self.run.gateway.control.note_trained(step, trained_by_node(batch.groups))
         self.batches.done(step, message.version, message.last_step)
         self.changed_at = time.monotonic()
         self.run.changed.notify()

@@ -45,7 +45,7 @@ def describe_nodes(config: Config, gateway: Gateway) -> str:
     router = gateway.router
     if serving := len(router.serving()):
         return f"served by {pluralize(serving, 'node')}"
-    if config.inference.nodes and not list(router.nodes):
+    if config.inference.nodes and not router.nodes:
         return "no inference node has connected yet: it loads its model first (logs/node-*.log)"
     return f"no node serves: {gateway.waits.why_no_node()}"
 

@@ -16,9 +16,7 @@ from composer_prime.wire.node_messages import (
     ToNode,
 )
 from composer_prime.wire.types import INT, VersionSpan, pack_floats, pack_ints
-from orchestrator.gateway.nodes import AttachedNode, Nodes
-from orchestrator.gateway.placing import Placing
-from orchestrator.gateway.requests import ServedPolicy
+from orchestrator.gateway.nodes import AttachedNode, Placing, ServedPolicy
 from orchestrator.gateway.routing import Router
 
 PLACES = 64
@@ -183,7 +181,6 @@ class SimulatedFleet:
         self.loop, self.streams, self.quantum_s = loop, streams, quantum_s
         self.targets: dict[str, int] = {}
         self.router = Router(
-            Nodes(),
             self._send,
             policy=ServedPolicy(100),
             suspend_s=10.0,

@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shlex
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -34,17 +31,15 @@ from composer_prime.model_source import vocabulary_size
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore, open_signed
-from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE, POLICY, Dismissed, NodeWelcome
+from composer_prime.wire.node_messages import Dismissed, NodeWelcome
 from composer_prime.wire.sockets import NodeSocket
 from orchestrator.event_loop import LoopLag, watched
-from orchestrator.gateway.chat import ChatFormat
-from orchestrator.gateway.chunks import ChunkServer
-from orchestrator.gateway.http import Generator, HttpServer, RolloutRecords, json_reply
-from orchestrator.gateway.link import NodeLink
-from orchestrator.gateway.nodes import Nodes
-from orchestrator.gateway.requests import ServedPolicy
-from orchestrator.gateway.routing import Router, Waits, reclaim_quarantined, reclaim_stalled
-from orchestrator.swarm import Admission, Auditors, Audits, NodeAccounts, NodeControl
+from orchestrator.gateway.http import HttpServer, RolloutRecords, json_reply
+from orchestrator.gateway.link import ChunkServer, NodeLink
+from orchestrator.gateway.node_control import NodeControl
+from orchestrator.gateway.nodes import ServedPolicy
+from orchestrator.gateway.routing import Router, Waits
+from orchestrator.swarm import Admission, Auditors, Audits
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +68,12 @@ class Gateway:
         `model_dir`: the folder with config.json, tokenizer and chat template. Raises ModelNotFoundError without them.
         `run_dir`: where the nodes' figures are recorded; None records none.
         """
-        vocab_size = vocabulary_size(model_dir)
         admission = Admission(config, keys, run_id, model_dir)
         node_socket = NodeSocket(keys, config.model.max_context, admission.is_admitted)
         self.lag = LoopLag()
         self.router = Router(
-            Nodes(),
             node_socket.send,
-            policy=ServedPolicy(vocab_size),
+            policy=ServedPolicy(vocabulary_size(model_dir)),
             suspend_s=config.inference.lost_after_s,
             request_timeout_s=max((source.timeout_s for source in config.orchestrator.source), default=0.0),
         )
@@ -93,44 +86,34 @@ class Gateway:
             heartbeat_s=config.inference.heartbeat_s,
             sources=config.orchestrator.weights.sources,
         )
-        chunks = ChunkServer(weight_store, admission.model.chunk)
-        self._config = config
-        self._link = NodeLink(node_socket, self.router, chunks, admission, config, welcome)
-        self._control = NodeControl(self.router, NodeAccounts(self.router, run_dir), keys)
-        self.audits = self._build_audits(keys, weight_store) if config.orchestrator.audit.enabled else None
+        chunks = ChunkServer(weight_store, admission.model)
+        self.link = NodeLink(node_socket, self.router, chunks, admission, config, welcome)
+        self.control = NodeControl(self.router, keys, run_dir)
+        self.audits: Audits | None = None
+        if config.orchestrator.audit.enabled:
+            welcome = msgspec.structs.replace(welcome, sources=[])
+            auditors = Auditors(config, keys, welcome, weight_store, chunks.serve)
+            self.audits = Audits(
+                config.orchestrator.audit, auditors, self.router.trust, self.router.reclaim_quarantined
+            )
         self.records = RolloutRecords(self.router, self.audits)
-        self._http = self._build_http(vocab_size, model_dir)
+        self._config = config
+        self._http = HttpServer(
+            self.router,
+            self.records,
+            config.model,
+            model_dir,
+            run_id=run_id,
+            operator_token=keys.operator_token(),
+            others=[web.get("/health", self._health), *self.control.routes(run_id)],
+        )
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._counted_tokens = (0, time.monotonic())
 
-    def _build_audits(self, keys: RunKeys, store: WeightStore) -> Audits:
-        welcome = msgspec.structs.replace(self._link.welcome, sources=[])
-        auditors = Auditors(self._config, keys, welcome, store, self._link.chunks.serve)
-        on_quarantine = partial(reclaim_quarantined, self.router)
-        return Audits(self._config.orchestrator.audit, auditors, self.router.nodes.trust, on_quarantine)
-
-    def _build_http(self, vocab_size: int, model_dir: Path) -> HttpServer:
-        model, run_id = self._config.model, self._link.welcome.run_id
-        generator = Generator(
-            self.router, self.records, vocab_size=vocab_size, max_context=model.max_context, run_id=run_id
-        )
-        return HttpServer(
-            generator,
-            ChatFormat(model_dir, model.renderer),
-            model_names=(POLICY, model.path),
-            max_context=model.max_context,
-            token=os.environ.get(GATEWAY_TOKEN_VARIABLE),
-            others=[
-                web.get("/health", self._health),
-                web.get("/metrics", self._metrics),
-                *self._control.routes(run_id),
-            ],
-        )
-
     async def start(self) -> None:
         """Bind both sides and serve. Raises PortInUseError naming the address, or ConfigError for missing keys."""
-        self._link.start()
+        self.link.start()
         try:
             if self.audits is not None:
                 self.audits.start(self._fail)
@@ -138,15 +121,15 @@ class Gateway:
         except BaseException:
             await self.close()
             raise
-        self._tasks = [watched(self._link.receive(), self._fail), watched(self._tick(), self._fail)]
+        self._tasks = [watched(self.link.receive(), self._fail), watched(self._tick(), self._fail)]
         self.lag.start()
 
     async def close(self, *, finished: bool = False) -> None:
         """Stop serving and free both addresses. With `finished`, nodes learn that the run is over and leave."""
         if finished:
-            self._link.tell_all(Dismissed(reason="the run is finished", finish_first=True))
+            self.link.tell_all(Dismissed(reason="the run is finished", finish_first=True))
         self.lag.stop()
-        self.accounts.close()
+        self.control.close()
         self.router.close("the orchestrator is stopping: try again once it runs")
         await self._http.close()
         for task in self._tasks:
@@ -155,7 +138,7 @@ class Gateway:
         self._tasks = []
         if self.audits is not None:
             await self.audits.close(finished=finished)
-        await self._link.close()
+        await self.link.close()
         if not self._failure.cancel() and not self._failure.cancelled():
             self._failure.exception()  # Retrieved here in case nobody watched.
 
@@ -178,11 +161,7 @@ class Gateway:
     @property
     def node_endpoint(self) -> str:
         """`tcp://host:port` where nodes connect."""
-        return self._link.endpoint
-
-    @property
-    def accounts(self) -> NodeAccounts:
-        return self._control.accounts
+        return self.link.endpoint
 
     # -- policy versions and nodes -------------------------------------------------------------------------------
 
@@ -191,21 +170,21 @@ class Gateway:
 
         Raises WireError or SignatureError when it is not a manifest of this run.
         """
-        welcome = self._link.welcome
+        welcome = self.link.welcome
         verifier = Ed25519PublicKey.from_public_bytes(welcome.verify_key)
         manifest = open_signed(signed, verifier, run_id=welcome.run_id)
         self.router.policy.publish(manifest.version)
         if self.audits is not None:
             self.audits.publish(signed)
-        for node in self.router.nodes:
-            node.reports.forget(manifest.version)
-        self._link.publish(signed, manifest)
+        for node in self.router.nodes.values():
+            node.record.forget_version(manifest.version)
+        self.link.publish(signed, manifest)
         return manifest.version
 
     @property
     def version(self) -> int | None:
         """Newest published policy version; None before the first `publish`."""
-        return self.router.policy.newest if self._link.welcome.manifest else None
+        return self.router.policy.newest if self.link.welcome.manifest else None
 
     def require_version(self, oldest: int) -> None:
         """Give nodes with weights older than `oldest` no new request until they have caught up."""
@@ -214,7 +193,7 @@ class Gateway:
 
     def versions(self) -> dict[str, int]:
         """Return the policy version of every attached node."""
-        return {node.node_id: node.version for node in self.router.nodes.attached()}
+        return {node.node_id: node.version for node in self.router.attached()}
 
     def is_tainted(self, rollout_ids: Iterable[str]) -> bool:
         """Tell whether a node that an audit caught sampled a rollout of these that no audit has cleared."""
@@ -236,12 +215,12 @@ class Gateway:
                 logger.warning("the event loop stood still; lost nodes are looked for in the next round")
                 continue
             router = self.router
-            self._link.end_revoked()
-            router.lose_silent(inference.lost_after_s * (_BEHIND_FACTOR if self._link.is_behind else 1))
-            reclaim_stalled(router, max(inference.lost_after_s, _STALL_SHARE * self.router.request_timeout_s))
+            self.link.end_revoked()
+            router.lose_silent(inference.lost_after_s * (_BEHIND_FACTOR if self.link.is_behind else 1))
+            router.reclaim_stalled(max(inference.lost_after_s, _STALL_SHARE * self.router.request_timeout_s))
             if (error := self.waits.enforce()) is not None:
                 self._fail(error)
-            self._control.tick()
+            self.control.tick()
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -251,47 +230,19 @@ class Gateway:
         why = {"since_s": self.waits.no_node_s(), "why": self.waits.why_no_node()}
         return json_reply({"status": "waiting for a node", **why}, 503)
 
-    async def _metrics(self, _: web.Request) -> web.Response:
-        return json_reply(self.state())
-
-    def state(self) -> dict[str, Any]:
-        """Return everything that /metrics shows."""
-        router = self.router
-        return {
-            "run_id": self._link.welcome.run_id,
-            "version": self.version,
-            "oldest_version": router.policy.oldest,
-            "no_node_since_s": self.waits.no_node_s(),
-            "nodes": router.nodes.snapshot(router.policy),
-            "requests": {
-                "queued": router.queued,
-                "in_flight": router.in_flight,
-                "warm_share": router.placing.warm_share,
-                **asdict(router.counters),
-            },
-            "records": {"open_rollouts": len(self.records), "bytes": self.records.num_bytes},
-            "link": {
-                "garbage": self._link.conduct.garbage,
-                "cut_off": self._link.conduct.cut_off,
-                "chunk_bytes_sent": self._link.chunks.bytes_sent,
-                "chunk_requests_dropped": self._link.chunks.dropped,
-            },
-            "loop_lag": self.lag.metrics(reset=False),
-        }
-
     def metrics(self) -> dict[str, float]:
         """Return the numbers for metrics.jsonl; rates and lag are over the time since the last call."""
         counters, now = self.router.counters, time.monotonic()
         tokens, since = self._counted_tokens
-        self._counted_tokens = (counters.tokens, now)
+        self._counted_tokens = (counters["tokens"], now)
         versions = list(self.versions().values())
         oldest = {"gateway/version_min": min(versions)} if versions else {}
         return {
             "gateway/nodes": len(versions),
-            "gateway/tokens_per_s": (counters.tokens - tokens) / max(now - since, 1e-9),
+            "gateway/tokens_per_s": (counters["tokens"] - tokens) / max(now - since, 1e-9),
             "gateway/queued": self.router.queued,
             "gateway/in_flight": self.router.in_flight,
-            **{f"gateway/{name}": count for name, count in asdict(counters).items()},
+            **{f"gateway/{name}": count for name, count in counters.items()},
             "gateway/warm_share": self.router.placing.warm_share,
             "gateway/records_bytes": self.records.num_bytes,
             **oldest,

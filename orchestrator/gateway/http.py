@@ -2,10 +2,10 @@
 
     POST /inference/v1/generate   token ids in, token ids and logprobs out (verifiers' training client)
     POST /v1/chat/completions     OpenAI, messages and tools
-    GET  /v1/models  /health  /metrics
-    /control/...                  for the run's operator (orchestrator/swarm)
+    GET  /v1/models  /health
+    /control/...                  for the run's operator (node_control.py)
 
-    request -> HttpServer: check -> Generator: seed, route -> RolloutRecords -> reply
+    request -> HttpServer: check, seed, route -> RolloutRecords -> reply
 
 Bad input gets a 4xx status. Every exception of a route gets OpenAI's error body. A client that closes its connection
 cancels its request. A sampling parameter that would change the distribution, but that our engines do not have, is
@@ -21,27 +21,27 @@ import hashlib
 import hmac
 import itertools
 import logging
+import os
 import re
 import secrets
-import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 from aiohttp import web
 from msgspec import Meta
 
+from composer_prime.config.root import ModelConfig
 from composer_prime.errors import DeadlineError, EngineError, RequestError
-from composer_prime.wire.node_messages import Answer, Sampling, context_overflow
+from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE, POLICY, Answer, Sampling, context_overflow
 from composer_prime.wire.types import ints, pack_ints
 from orchestrator.gateway.chat import ChatFormat, chat_reply
 from orchestrator.gateway.routing import Router
-
-if TYPE_CHECKING:
-    from orchestrator.swarm import Audits
+from orchestrator.swarm import Audits
 
 logger = logging.getLogger(__name__)
 
@@ -119,41 +119,48 @@ _CHAT_DECODER = msgspec.json.Decoder(ChatBody)
 
 
 class HttpServer:
-    """Checks requests, has their turns answered and encodes the answers."""
+    """Checks requests, has their turns answered by nodes, records the answers and encodes them."""
 
     def __init__(
         self,
-        generator: Generator,
-        chat: ChatFormat,
+        router: Router,
+        records: RolloutRecords,
+        model: ModelConfig,
+        model_dir: Path,
         *,
-        model_names: Sequence[str],
-        max_context: int,
-        token: str | None,
+        run_id: str,
+        operator_token: str,
         others: Sequence[web.RouteDef],
     ) -> None:
-        """`model_names`: accepted values of `model`. `max_context`: prompt and reply together, in tokens.
+        """`model_dir`: the folder with tokenizer and chat template. `operator_token`: bearer token of /control/...
 
-        `token`: bearer token that requests must carry, None for no check. `others`: further routes; /health needs no
-        token, and /control/... has a check of its own.
+        `others`: further routes.
         """
-        self._generator = generator
-        self._chat = chat
-        self._model_names = model_names
-        self._max_context = max_context
-        self._token = token
+        self._router = router
+        self._records = records
+        self._chat = ChatFormat(model_dir, model.renderer)
+        self._model_names = POLICY, model.path
+        """Accepted values of `model`."""
+        self._max_context = model.max_context
+        """Prompt and reply together, in tokens."""
+        self._token = os.environ.get(GATEWAY_TOKEN_VARIABLE)
+        """None for no check."""
+        self._operator_token = operator_token
         self._others = others
         self._runner: web.AppRunner | None = None
-        self._listener: socket.socket | None = None
-        """Where turns are asked for; None before `start`."""
+        self._seed_text = f"{run_id}/{secrets.token_hex(8)}"  # Random: a restart counts requests from 0 again.
+        self._order = itertools.count()
+        self._under_way: Counter[str] = Counter()
+        """Requests without an answer yet, by session."""
 
     @property
     def url(self) -> str:
         """`http://127.0.0.1:PORT`; OpenAI clients add `/v1`."""
-        return "" if self._listener is None else f"http://{_LOOPBACK}:{self._listener.getsockname()[1]}"
+        addresses = self._runner.addresses if self._runner is not None else []
+        return f"http://{_LOOPBACK}:{addresses[0][1]}" if addresses else ""
 
     async def start(self) -> None:
         """Serve at a free port of loopback."""
-        self._listener = socket.create_server((_LOOPBACK, 0))
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guard])
         app.add_routes(
             [
@@ -165,14 +172,12 @@ class HttpServer:
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
-        await web.SockSite(self._runner, self._listener, backlog=_BACKLOG).start()
+        await web.TCPSite(self._runner, _LOOPBACK, 0, backlog=_BACKLOG).start()
 
     async def close(self) -> None:
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
-        if self._listener is not None:
-            self._listener.close()
         self._chat.close()
 
     # -- routes --------------------------------------------------------------------------------------------------
@@ -183,7 +188,7 @@ class HttpServer:
             raise RequestError("content_parts and features are for images: this model reads text only")
         _check_no_stream(request, body.stream)
         self._check_model(body.model)
-        answer = await self._generator.answer(_session(request), pack_ints(body.token_ids), body.sampling_params)
+        answer = await self._answer(_session(request), pack_ints(body.token_ids), body.sampling_params)
         return json_reply(answer.to_json())
 
     async def _chat_complete(self, request: web.Request) -> web.Response:
@@ -196,10 +201,52 @@ class HttpServer:
         sampling = SamplingFields(**{name: getattr(body, name) for name in SamplingFields.__struct_fields__})
         sampling.stop_token_ids = [*(body.stop_token_ids or []), *stop_ids]
         sampling.max_tokens = body.max_completion_tokens or body.max_tokens
-        answer = await self._generator.answer(_session(request), pack_ints(prompt), sampling)
+        answer = await self._answer(_session(request), pack_ints(prompt), sampling)
         token_ids = answer.ids.tolist()
         message, finish_reason = await self._chat.parse(token_ids, prompt, tools, answer.finish_reason)
         return json_reply(chat_reply(body.model, len(prompt), answer, token_ids, message, finish_reason))
+
+    async def _answer(self, session: str | None, prompt: bytes, fields: SamplingFields) -> Answer:
+        """Return the answer to `prompt`, int32 [T], recorded when `session` belongs to an open rollout.
+
+        Raises RequestError, and what Router.generate raises.
+        """
+        order = next(self._order)
+        request_id = f"g{order}"
+        token_ids = self._checked_ids(prompt)
+        sampling = to_sampling(fields, num_prompt=len(token_ids), max_context=self._max_context)
+        if sampling.seed is None:  # An audit must know what a node had to draw.
+            sampling = msgspec.structs.replace(sampling, seed=_hashed_seed(f"{self._seed_text}/{request_id}"))
+        if session is None:
+            answer = await self._router.generate(request_id, request_id, prompt, sampling)
+            return msgspec.structs.replace(answer, record_id=request_id)
+        if fields.seed is not None:  # Parallel requests of one session draw different noise.
+            turn = self._records.answered(session) + self._under_way[session]
+            sampling = msgspec.structs.replace(sampling, seed=turn_seed(fields.seed, turn))
+        self._under_way[session] += 1
+        try:
+            oldest = self._records.oldest_version(session)
+            answer = await self._router.generate(request_id, session, prompt, sampling, oldest_version=oldest)
+            answer = msgspec.structs.replace(answer, record_id=request_id)
+            record = GenerationRecord(session=session, prompt_ids=token_ids, answer=answer, sampling=sampling)
+            self._records.append(record, order)
+        finally:
+            self._under_way[session] -= 1
+            if not self._under_way[session]:
+                del self._under_way[session]
+        return answer
+
+    def _checked_ids(self, prompt: bytes) -> np.ndarray:
+        """Return the ids of a prompt. Raises RequestError for none, and for one outside of the vocabulary."""
+        token_ids = ints(prompt)
+        valid_ids = f"send at least one id in 0..{self._router.policy.vocab_size - 1}"
+        if not len(token_ids):
+            raise RequestError(f"the prompt is empty: {valid_ids}", param="token_ids")
+        lowest, highest = int(token_ids.min()), int(token_ids.max())
+        if not 0 <= lowest <= highest < self._router.policy.vocab_size:
+            outside = lowest if lowest < 0 else highest
+            raise RequestError(f"token id {outside} is outside the vocabulary: {valid_ids}", param="token_ids")
+        return token_ids
 
     async def _get_models(self, _: web.Request) -> web.Response:
         card = {"object": "model", "created": 0, "owned_by": "composer-prime", "max_model_len": self._max_context}
@@ -223,8 +270,7 @@ class HttpServer:
     ) -> web.StreamResponse:
         """Check the token, and give every error OpenAI's body."""
         try:
-            if request.path != "/health" and not request.path.startswith("/control/"):
-                self._authorize(request)
+            self._authorize(request)
             return await handler(request)
         except web.RequestPayloadError:
             # aiohttp would read on after the reply and log this as its own error. Its parser takes no further request.
@@ -237,14 +283,18 @@ class HttpServer:
             return _error(_to_request_error(error, request))
 
     def _authorize(self, request: web.Request) -> None:
+        is_operators = request.path.startswith("/control/")
+        token = self._operator_token if is_operators else self._token
         header = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if self._token is not None and not hmac.compare_digest(header, f"Bearer {self._token}".encode()):
-            raise RequestError(
-                "the Authorization header does not carry this gateway's token: send `Bearer` and the value of the "
-                "environment variable COMPOSER_GATEWAY_TOKEN that the orchestrator was started with",
-                status=401,
-                code="unauthorized",
-            )
+        if request.path == "/health" or token is None or hmac.compare_digest(header, f"Bearer {token}".encode()):
+            return
+        message = (
+            "the operator's token (keys/operator.token) is missing"
+            if is_operators
+            else "the Authorization header does not carry this gateway's token: send `Bearer` and the value of the "
+            f"environment variable {GATEWAY_TOKEN_VARIABLE} that the orchestrator was started with"
+        )
+        raise RequestError(message, status=401, code="unauthorized")
 
 
 def _to_request_error(error: Exception, request: web.Request) -> RequestError:
@@ -259,7 +309,7 @@ def _to_request_error(error: Exception, request: web.Request) -> RequestError:
         case web.HTTPNotFound() | web.HTTPMethodNotAllowed():
             return RequestError(
                 f"there is no {request.method} {request.path[:200]}: the routes are POST /inference/v1/generate, "
-                "/v1/chat/completions and GET /v1/models, /health, /metrics",
+                "/v1/chat/completions and GET /v1/models, /health",
                 status=404,
                 code="not_found",
             )
@@ -362,71 +412,6 @@ def to_sampling(fields: SamplingFields, *, num_prompt: int, max_context: int) ->
         stop_token_ids=fields.stop_token_ids or [],
         ignore_eos=bool(fields.ignore_eos),
     )
-
-
-class Generator:
-    """Turns token ids and sampling parameters into a checked answer, and records it."""
-
-    def __init__(
-        self,
-        router: Router,
-        records: RolloutRecords,
-        *,
-        vocab_size: int,
-        max_context: int,
-        run_id: str = "",
-    ) -> None:
-        """`max_context`: prompt and reply together, in tokens."""
-        self._seed_text = f"{run_id}/{secrets.token_hex(8)}"  # Random: a restart counts requests from 0 again.
-        self._max_context = max_context
-        self._vocab_size = vocab_size
-        self._router = router
-        self._records = records
-        self._order = itertools.count()
-        self._under_way: Counter[str] = Counter()
-        """Requests without an answer yet, by session."""
-
-    async def answer(self, session: str | None, prompt: bytes, fields: SamplingFields) -> Answer:
-        """Return the answer to `prompt`, int32 [T], recorded when `session` belongs to an open rollout.
-
-        Raises RequestError, and what Router.generate raises.
-        """
-        order = next(self._order)
-        request_id = f"g{order}"
-        token_ids = self._checked_ids(prompt)
-        sampling = to_sampling(fields, num_prompt=len(token_ids), max_context=self._max_context)
-        if sampling.seed is None:  # An audit must know what a node had to draw.
-            sampling = msgspec.structs.replace(sampling, seed=_hashed_seed(f"{self._seed_text}/{request_id}"))
-        if session is None:
-            answer = await self._router.generate(request_id, request_id, prompt, sampling)
-            return msgspec.structs.replace(answer, record_id=request_id)
-        if fields.seed is not None:  # Parallel requests of one session draw different noise.
-            turn = self._records.answered(session) + self._under_way[session]
-            sampling = msgspec.structs.replace(sampling, seed=turn_seed(fields.seed, turn))
-        self._under_way[session] += 1
-        try:
-            oldest = self._records.oldest_version(session)
-            answer = await self._router.generate(request_id, session, prompt, sampling, oldest_version=oldest)
-            answer = msgspec.structs.replace(answer, record_id=request_id)
-            record = GenerationRecord(session=session, prompt_ids=token_ids, answer=answer, sampling=sampling)
-            self._records.append(record, order)
-        finally:
-            self._under_way[session] -= 1
-            if not self._under_way[session]:
-                del self._under_way[session]
-        return answer
-
-    def _checked_ids(self, prompt: bytes) -> np.ndarray:
-        """Return the ids of a prompt. Raises RequestError for none, and for one outside of the vocabulary."""
-        token_ids = ints(prompt)
-        valid_ids = f"send at least one id in 0..{self._vocab_size - 1}"
-        if not len(token_ids):
-            raise RequestError(f"the prompt is empty: {valid_ids}", param="token_ids")
-        lowest, highest = int(token_ids.min()), int(token_ids.max())
-        if not 0 <= lowest <= highest < self._vocab_size:
-            outside = lowest if lowest < 0 else highest
-            raise RequestError(f"token id {outside} is outside the vocabulary: {valid_ids}", param="token_ids")
-        return token_ids
 
 
 def turn_seed(seed: int, turn: int) -> int:

@@ -1,7 +1,7 @@
-"""The encrypted link to inference nodes: one bound ROUTER socket.
+"""The encrypted link to inference nodes: one bound ROUTER socket, through which they also pull weights.
 
     NodeLink.receive --bytes--> decode --> attach | heartbeat | answer --> router
-                                      +--> ChunkServer (chunks.py): read in one of 4 threads --> WeightPiece
+                                      +--> ChunkServer: read in one of 4 threads --> WeightPiece
     NodeSocket.send (wire/sockets.py): never waits; False means that the connection is gone
 
 Nodes hold the run's CURVE key or one of their own, so a stranger never gets a byte in here. The holder of an invite may
@@ -19,14 +19,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import zmq
 
 from composer_prime.config import Config
 from composer_prime.console import printable
-from composer_prime.run.weights import Manifest
+from composer_prime.run.weights import Manifest, WeightStore
 from composer_prime.wire.node_messages import (
     MAX_PLACES,
     PROTOCOL,
@@ -47,13 +48,13 @@ from composer_prime.wire.node_messages import (
 )
 from composer_prime.wire.sockets import MAX_FRAMES, FromConnection, NodeSocket
 from composer_prime.wire.unread import FRAME_OVERHEAD
-from orchestrator.gateway.chunks import ChunkServer, PullAllowance, UnderWay
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
-from orchestrator.swarm import Admission
+from orchestrator.swarm import Admission, ServedFiles
 
 logger = logging.getLogger(__name__)
 
+_DECODER = msgspec.msgpack.Decoder(FromNode)
 _BURST = 64
 """Messages handled before the event loop gets to run something else."""
 _MAX_REMEMBERED = 4096
@@ -76,6 +77,23 @@ _SAY_AGAIN_S = 10.0
 """Between two lines in the log about enrollments of one key that were rejected."""
 _MAX_UNSENT_REPLIES = 4
 """Replies with a manifest under way to one node. Further ones are not sent; a node asks again."""
+PIECE_BYTES = 2 << 20
+"""Of one message through the node link; 16 of them are the 32 MiB of docs/explanation/security.md."""
+_MAX_OFFSET = 1 << 40
+_READERS = 4
+_MAX_UNSENT = 16
+"""Pieces under way to one node. Requests beyond are dropped; a node asks again after its own deadline."""
+MAX_ACCOUNTS = 1024
+"""Nodes remembered before those with nothing under way, or that pulled least, are forgotten."""
+_ALLOWED_TIMES = 3
+"""One pull, one after a lost disk, and one for pieces that a slow node asks for again before they have arrived."""
+_LEAST_ALLOWED = 64 << 20
+"""Of a model so small that restarts and model files count."""
+
+UnderWay = dict[bytes, dict[Any, zmq.MessageTracker | None]]
+"""Messages that have not left the queue, by account and name; None while one is being prepared."""
+SendPiece = Callable[[bytes, WeightPiece], zmq.MessageTracker | None]
+"""Queues a message for a connection and returns its tracker; None when the connection is gone."""
 
 
 class Conduct:
@@ -117,35 +135,134 @@ class Conduct:
         self.cut_off += 1
 
 
-class EnrollmentQueue:
-    """Enrollments that wait for an answer. One of each key is answered in turn: no invite's holders delay others."""
+class ChunkServer:
+    """Reads the weights that nodes pull, in threads, and sends them piece by piece.
 
-    def __init__(self, answer: Callable[[bytes, bytes, Enroll], Awaitable[None]]) -> None:
-        """`answer(identity, key, message)`."""
-        self._answer = answer
-        self._waiting: dict[bytes, dict[bytes, Enroll]] = {}
-        """By key and connection; each connection has at most one."""
-        self._answering: asyncio.Task[None] | None = None
+    A node asks for pieces from whatever offset it stopped at. A piece counts against it until its last byte has left
+    the socket's queue. A node that asks faster than it reads costs this process 16 pieces (32 MiB), not the model,
+    however many connections it opens with its own key.
 
-    def add(self, identity: bytes, key: bytes, message: Enroll) -> None:
-        waiting = self._waiting.setdefault(key, {})
-        if len(waiting) < _MAX_ENROLLING:
-            waiting.setdefault(identity, message)
-        if self._answering is None or self._answering.done():
-            self._answering = asyncio.create_task(self._answer_all())
+    What an account pulls in all has a bound too: some times what the newest version names, model files included. A
+    version gives back as many times what it is the first to name, up to nothing pulled. A node that follows each
+    version needs no more than that, and one that pulls everything again and again soon waits for the next anchor.
+    """
 
-    async def _answer_all(self) -> None:
-        while self._waiting:
-            for key in list(self._waiting):
-                waiting = self._waiting[key]
-                identity, message = next(iter(waiting.items()))
-                try:
-                    await self._answer(identity, key, message)
-                except Exception:
-                    logger.exception("an enrollment could not be answered")
-                del waiting[identity]
-                if not waiting:
-                    del self._waiting[key]
+    def __init__(self, store: WeightStore, files: ServedFiles | None = None) -> None:
+        """`files`: chunks that the store lacks."""
+        self.dropped = 0
+        """Requests of nodes that had too many pieces under way."""
+        self.pulled: dict[bytes, int] = {}
+        """Bytes of weights that each account was sent, less what versions gave back."""
+        self._store = store
+        self._files = files
+        self._named: dict[str, int] = {}
+        """Bytes of the newest version's chunks; empty before there is one, when nothing is refused."""
+        self._told: set[bytes] = set()
+        """Accounts of which the log has it that they get no more until the next version."""
+        self._readers = asyncio.Semaphore(_READERS)
+        self._under_way: UnderWay = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def allowance(self) -> int:
+        """Bytes that each account may pull."""
+        others = self._files.num_bytes if self._files is not None else 0
+        return max(_LEAST_ALLOWED, _ALLOWED_TIMES * (sum(self._named.values()) + others))
+
+    def grant(self, manifest: Manifest) -> None:
+        """Take in the newest version."""
+        named = {ref.sha256: ref.size for ref in manifest.refs}
+        granted = _ALLOWED_TIMES * sum(size for sha256, size in named.items() if sha256 not in self._named)
+        self._named = named
+        self.pulled = {account: max(0, count - granted) for account, count in self.pulled.items()}
+        self._told.clear()
+
+    def charge(self, account: bytes, num_bytes: int) -> None:
+        self.pulled[account] = self.pulled.get(account, 0) + num_bytes
+        if len(self.pulled) > MAX_ACCOUNTS:
+            most = sorted(self.pulled, key=self.pulled.__getitem__)[-MAX_ACCOUNTS // 2 :]
+            self.pulled = {kept: self.pulled[kept] for kept in most}
+
+    def refusal(self, account: bytes) -> str | None:
+        """Return why `account` gets no more; None while it may pull."""
+        pulled = self.pulled.get(account, 0)
+        if not self._named or pulled < self.allowance:
+            return None
+        return (
+            f"this node pulled {pulled / 1e6:.1f} MB of weights through its link, and {self.allowance / 1e6:.1f} MB is "
+            "its allowance until the next versions: keep its state folder (--state-dir) over restarts, or give the run "
+            "a copy of its weights elsewhere (orchestrator.weights.sources)"
+        )
+
+    def is_told(self, account: bytes) -> bool:
+        """Tell whether `account` was refused since the last version. It counts as told now."""
+        was_told = account in self._told
+        self._told.add(account)
+        return was_told
+
+    def serve(self, account: bytes, identity: bytes, request: ChunkRequest, send: SendPiece) -> None:
+        """Answer `request` as soon as a reader is free, unless its answer is under way already.
+
+        `account`: the node, which may have several connections.
+        """
+        pieces, place = unsent(self._under_way, account), (identity, request.sha256, request.offset)
+        if place in pieces:
+            return
+        if len(pieces) >= _MAX_UNSENT:
+            self.dropped += 1
+            return
+        pieces[place] = None
+
+        async def answer() -> None:
+            sent = None
+            try:
+                async with self._readers:
+                    piece = await asyncio.to_thread(self._read, request)
+                    sent = send(identity, piece)
+                if sent is not None and piece.data is not None:
+                    self.charge(account, len(piece.data))
+            finally:
+                if sent is None:
+                    del pieces[place]
+                else:
+                    pieces[place] = sent
+
+        task = asyncio.create_task(answer())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _read(self, request: ChunkRequest) -> WeightPiece:
+        piece = None
+        if 0 <= request.offset < _MAX_OFFSET:
+            try:
+                # Reading one byte more than is sent shows whether this piece is the chunk's last.
+                place = request.sha256, request.offset, PIECE_BYTES + 1
+                piece = self._store.chunk(*place)
+                if piece is None and self._files is not None:
+                    piece = self._files.chunk(*place)
+            except OSError as error:
+                logger.error("weight chunk %s cannot be read: %s", request.sha256, error)
+        if piece is None:
+            return WeightPiece(sha256=request.sha256, offset=request.offset)
+        last = len(piece) <= PIECE_BYTES
+        return WeightPiece(sha256=request.sha256, offset=request.offset, data=piece[:PIECE_BYTES], last=last)
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def unsent(under_way: UnderWay, account: bytes) -> dict[Any, zmq.MessageTracker | None]:
+    """Return what has not left the queue to `account`, for the caller to add to."""
+    for other in list(under_way) if len(under_way) >= MAX_ACCOUNTS else [account]:
+        messages = under_way.setdefault(other, {})
+        for name, sent in list(messages.items()):
+            if sent is not None and sent.done:
+                del messages[name]
+        if not messages:
+            del under_way[other]
+    return under_way.setdefault(account, {})
 
 
 class NodeLink:
@@ -167,14 +284,14 @@ class NodeLink:
         self.admission = admission
         self._socket = socket
         self._router = router
-        self._allowance = PullAllowance(lambda: admission.model.num_bytes)
-        self._enrollments = EnrollmentQueue(self._answer_enrollment)
         self._config = config
-        self._decoder = msgspec.msgpack.Decoder(FromNode)
+        self._enrolling: dict[bytes, dict[bytes, Enroll]] = {}
+        """Enrollments that wait for an answer, by key and connection; each connection has at most one."""
+        self._answering: asyncio.Task[None] | None = None
         self._said: dict[bytes, float] = {}
         """When an unknown connection was last asked to say Hello, and the log last named a rejected key."""
-        self._replies: UnderWay[zmq.MessageTracker] = UnderWay()
-        """With a manifest; they have no other name."""
+        self._replies: UnderWay = {}
+        """With a manifest."""
 
     def start(self) -> None:
         """Raise PortInUseError when another process holds the address, ConfigError when keys are missing."""
@@ -197,11 +314,11 @@ class NodeLink:
     def publish(self, signed: bytes, manifest: Manifest) -> None:
         """Send a new version to every node, and give back what each may pull of it."""
         self.welcome = msgspec.structs.replace(self.welcome, manifest=signed)
-        self._allowance.grant(manifest)
+        self.chunks.grant(manifest)
         self.tell_all(msgspec.structs.replace(self.welcome, is_news=True))
 
     def tell_all(self, message: ToNode) -> None:
-        for node in self._router.nodes.attached():
+        for node in self._router.attached():
             self._socket.send(node.identity, message)
 
     def _is_due(self, name: bytes, pause_s: float) -> bool:
@@ -230,14 +347,14 @@ class NodeLink:
         if identity in self.conduct.ignored or key in self.admission.revoked:
             self.conduct.garbage += 1
             return False
-        node = self._router.nodes.at(identity)
+        node = self._router.at(identity)
         if node is not None and node.key != key:
             self.conduct.garbage += 1
             return False
         try:
             if received.num_frames != 1:
                 raise msgspec.DecodeError(f"{received.num_frames} frames, expected 1")
-            message = self._decoder.decode(received.first)
+            message = _DECODER.decode(received.first)
             if not isinstance(message, Enroll) and not self.admission.is_node(key):
                 raise msgspec.DecodeError(f"a {type(message).__name__} from a key that may only enroll")
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -260,7 +377,7 @@ class NodeLink:
         """
         if isinstance(message, Sampled | GenerateFailed) and node:
             request = node.leases.get(message.lease)
-            if request is not None and request.request_id == message.request_id:
+            if request is not None and request.asked.request_id == message.request_id:
                 return True
         what = f"unrequested messages, the last a {type(message).__name__}"
         return self._charge(received, node, _HELLO_COST if isinstance(message, NodeHello) else 1, what)
@@ -295,7 +412,7 @@ class NodeLink:
             case NodeHello():
                 self._hello(identity, key, message)
             case Enroll():
-                self._enrollments.add(identity, key, message)
+                self._enroll(identity, key, message)
             case ChunkRequest():
                 self._serve_chunk(identity, key, node, message)
             case _ if node is None:
@@ -313,29 +430,28 @@ class NodeLink:
 
     def _serve_chunk(self, identity: bytes, key: bytes, node: AttachedNode | None, request: ChunkRequest) -> None:
         account = self._account(identity, key)
-        refusal = self._allowance.refusal(account)
+
+        def send(identity: bytes, piece: WeightPiece) -> zmq.MessageTracker | None:
+            if piece.data is not None:  # Its request was due: pieces have a bound of their own.
+                self.conduct.refund(account, 1)
+            return self._socket.send_large(identity, piece)
+
+        refusal = self.chunks.refusal(account)
         if refusal is None:
-            self.chunks.serve(account, identity, request, lambda to, piece: self._send_piece(to, key, piece))
+            self.chunks.serve(account, identity, request, send)
             return
         self._socket.send(identity, WeightPiece(sha256=request.sha256, offset=request.offset, refusal=refusal))
-        if self._allowance.tell_once(account):
+        if not self.chunks.is_told(account):
             name = node.node_id if node is not None else self.admission.name_of(key) or "of a connection"
             logger.warning("node %s gets no more weights through its link for now: %s", name, refusal)
-
-    def _send_piece(self, identity: bytes, key: bytes, piece: WeightPiece) -> zmq.MessageTracker | None:
-        """Send a piece of a chunk. Its request was due: how fast a node pulls is bounded by the pieces under way."""
-        if piece.data is not None:
-            account = self._account(identity, key)
-            self.conduct.refund(account, 1)
-            self._allowance.charge(account, len(piece.data))
-        return self._socket.send_large(identity, piece)
 
     def _send_with_manifest(self, identity: bytes, key: bytes, reply: Enrolled | NodeWelcome) -> None:
         """Send a reply that may be large, unless its node has not read the former ones."""
         is_node = self.admission.is_own(key) and self.admission.is_node(key)
-        unsent = self._replies.to(key if is_node else identity)  # Holders of one invite read at their own pace.
-        if len(unsent) < _MAX_UNSENT_REPLIES and (sent := self._socket.send_large(identity, reply)) is not None:
-            unsent[sent] = sent
+        # Holders of one invite read at their own pace.
+        replies = unsent(self._replies, key if is_node else identity)
+        if len(replies) < _MAX_UNSENT_REPLIES and (sent := self._socket.send_large(identity, reply)) is not None:
+            replies[sent] = sent
 
     def _ask_for_hello(self, identity: bytes) -> None:
         """Ask at most once a heartbeat: each Hello attaches the node from scratch, and one is enough."""
@@ -346,15 +462,34 @@ class NodeLink:
         """Count garbage. Empty frames cost time too, so each frame counts as some bytes."""
         self.conduct.garbage += 1
         num, size = self.conduct.garbage, received.num_bytes + received.num_frames * FRAME_OVERHEAD
-        if node is not None:
-            node.counters.garbage += 1
         is_kept = self._charge(received, node, 1 + size // _GARBAGE_BYTES, f"{size} bytes that are not a message")
         if is_kept and (num <= 10 or num % 1000 == 0):
             sender = f"node {node.node_id}" if node else "a connection"
             logger.warning("dropped %d bytes from %s: not a message (%s); %d so far", size, sender, error, num)
 
+    def _enroll(self, identity: bytes, key: bytes, message: Enroll) -> None:
+        waiting = self._enrolling.setdefault(key, {})
+        if len(waiting) < _MAX_ENROLLING:
+            waiting.setdefault(identity, message)
+        if self._answering is None or self._answering.done():
+            self._answering = asyncio.create_task(self._answer_enrollments())
+
+    async def _answer_enrollments(self) -> None:
+        """Answer one of each key in turn: no invite's holders delay others."""
+        while self._enrolling:
+            for key in list(self._enrolling):
+                waiting = self._enrolling[key]
+                identity, message = next(iter(waiting.items()))
+                try:
+                    await self._answer_enrollment(identity, key, message)
+                except Exception:
+                    logger.exception("an enrollment could not be answered")
+                del waiting[identity]
+                if not waiting:
+                    del self._enrolling[key]
+
     async def _answer_enrollment(self, identity: bytes, key: bytes, message: Enroll) -> None:
-        nodes = self._router.nodes
+        nodes = self._router.nodes.values()
         taken_names = {node.node_id for node in nodes if not self.admission.is_own(node.key)}
         reply = self._second_process(message.key)
         reply = reply or await self.admission.answer(key, message, self.welcome.manifest, taken_names)
@@ -368,7 +503,7 @@ class NodeLink:
     def end_revoked(self) -> None:
         """Learn which nodes were revoked, and send those away that are attached."""
         self.admission.refresh()
-        for node in self._router.nodes.attached():
+        for node in self._router.attached():
             if (reason := self.admission.revoked.get(node.key)) is not None:
                 refusal = f"this node was turned away for good: {reason}"
                 self._socket.send(node.identity, Dismissed(reason=refusal, may_return=False))
@@ -390,15 +525,18 @@ class NodeLink:
 
         A name belongs to its holder until that leaves, its connection closes (its process died) or it counts as lost.
         """
-        holder = self._router.nodes.holder(identity, hello)
-        return self._refusal_by_holder(holder) if holder is not None else None
+        holder = self._router.nodes.get(hello.node_id)
+        if holder is None or not holder.attached or holder.identity == identity:
+            return None
+        is_same = hello.instance and hello.instance == holder.hello.instance
+        return None if is_same else self._refusal_by_holder(holder)
 
     def _second_process(self, key: bytes) -> Dismissed | None:
         """Return the refusal of a node that enrolls while another process serves with its key: a copied state folder.
 
         It would pull and load the model only to be refused then.
         """
-        for holder in self._router.nodes.attached() if self.admission.is_own(key) else []:
+        for holder in self._router.attached() if self.admission.is_own(key) else []:
             if holder.key == key and (reason := self._refusal_by_holder(holder)) is not None:
                 return Dismissed(reason=reason, may_return=True)
         return None
@@ -411,7 +549,7 @@ class NodeLink:
         if not self._socket.send(holder.identity, Heard()):
             self._router.leave(holder, "its connection is closed")
             return None
-        heard_s = time.monotonic() - holder.heard.anything
+        heard_s = time.monotonic() - holder.heard
         if self.admission.is_own(holder.key):
             return (
                 f"two processes hold the key of node {holder.node_id!r}, the other one spoke {heard_s:.1f} s ago: if "

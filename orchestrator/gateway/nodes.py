@@ -1,81 +1,226 @@
-"""The inference nodes of this run: which are attached, their state, and the requests they hold.
+"""The inference nodes of this run, the requests that they hold, and which node a request should go to.
 
     Hello -> attached -> (silent for lost_after_s | Goodbye | unreachable) -> away -> Hello -> attached again
 
-A node keeps its counters over a reconnect: they belong to its node_id, not to its connection. The router calls all of
-this and takes back what a node that leaves held. Nothing here knows the router.
+A request goes where it would take the least time, by the nodes' measured pace. A conversation stays where its prompt is
+cached, until a turn there would take much longer than elsewhere with the whole prompt to compute. When a KV cache
+cannot hold all conversations of its node, they push one another out of it, and each turn computes its whole prompt
+again. So a node without room counts as many times slower than it is.
+
+The pace is measured by the gateway's own clock and counts: nothing that a node claims about itself enters. An answer of
+T tokens after C prompt tokens that were not cached, on a node with R requests, takes about
+
+    prompt_s x C + max(fastest_s, token_s x R) x T    seconds
+
+`prompt_s` and `token_s` are fitted to the node's answers by least squares, older answers counting less. `fastest_s`
+bounds what a single request can have: a GPU with one request is not faster than with eight.
+
+The router (routing.py) calls all of this. Nothing here knows it.
 """
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import NamedTuple
 
-from composer_prime.monitor.events import event
-from composer_prime.wire.node_messages import NodeHello, Status
-from orchestrator.gateway.placing import NodeSpeed
-from orchestrator.gateway.requests import GatewayRequest, ServedPolicy, VersionReports
+import msgspec
+
+from composer_prime.wire.node_messages import NO_TOKENS, Answer, Generate, NodeHello, Status
+from composer_prime.wire.types import INT
 from orchestrator.swarm import NodeTrust
 
-logger = logging.getLogger(__name__)
-
-KV_FULL = 0.9
-"""Share of a KV cache in use from which it counts as full."""
 _FAILURES_IN_ROW = 4
 """After this many failures in a row a node gets no request for a while."""
+_MAX_REPORTS = 64
+"""Versions of a node that are remembered."""
 _CONTINUE = ("local", "vllm")
 """The engines that continue another node's answer as if it were their own."""
 _FIRST_PLACES, _TOKENS_A_PLACE = 4, 32
 """Requests that a node may hold at first, and delivered tokens for each one more, until its pace is measured."""
+UNPROVEN_PLACES = 32
+"""As how many places a node counts, at most, whose speed is not measured yet."""
+_LEAST_ANSWERS = 3
+"""Answers from which a node counts as measured."""
+_FORGET = 0.95
+"""Weight of the past at each answer: about twenty answers count."""
+_PREFILL_GAIN = 20.0
+"""Prompt tokens a second over sampled tokens a second, until the answers tell them apart."""
+_PRIOR = 0.2
+"""How much of an answer that ratio counts as, in the fit."""
+_LEAST_SAMPLING = 0.25
+"""Share of an answer's time that its tokens took at least, however long its prompt."""
+_GAIN_RANGE = (0.5, 400.0)
+_MOST_ABOVE_MEDIAN = 16.0
+"""No node counts as faster than this many times the fleet's median, whatever its answers look like."""
+_MAX_SESSIONS = 1 << 16
+"""Sessions whose node is remembered."""
+_STAY_FACTOR, _STAY_S = 1.5, 1.0
+"""A conversation leaves its node when a turn there takes this many times as long as elsewhere plus this many seconds:
+loads fluctuate, and leaving loses the cache."""
+_IDLE_S = 600.0
+"""A conversation of which no turn began or ended for so long takes no memory, and its node is forgotten."""
+_FULL_FROM, _CROWDED = 0.9, 16.0
+"""A KV cache counts as full for a new conversation from this share on, and its node as so many times slower."""
+_MEAN_OVER, _MEAN_CONTEXT_OVER = 0.05, 0.005
+"""Weight of the newest answer in the running means. Turns of one conversation are alike in their contexts."""
+_UPDATE_EVERY = 32
+"""The fleet's pace is taken again after so many answers."""
 
 
-@dataclass(slots=True)
-class NodeCounters:
-    """What the processes of one name did."""
+class ServedPolicy:
+    """The policy that is served: its vocabulary, and its versions."""
 
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.oldest = 0
+        """Nodes with older weights get no request: they are catching up."""
+        self.newest = 0
+        """The newest that is published. Nodes with newer weights get no request: their future was rewound."""
+        self.published: set[int] = set()
+        """The versions that there were, from the first of them on; the numbers jump in joint runs."""
+
+    def publish(self, version: int) -> None:
+        """Take in the newest version. A trainer that resumed may publish one, and later ones, once more."""
+        self.newest = version
+        self.oldest = min(self.oldest, version)
+        self.published = {old for old in self.published if old < version} | {version}
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A node holds a request."""
+
+    node: AttachedNode
+    lease: int
+    placed: float
+    """When the node was given it, monotonic seconds."""
+    load: int
+    """Requests that the node held then, this one included."""
+    cold: int
+    """Prompt tokens that the node had to compute, as far as this gateway knows."""
+    streamed: Answer = NO_TOKENS
+    """What the node has sampled so far, after what is kept."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GatewayRequest:
+    """A request from its arrival at the gateway to its answer."""
+
+    asked: Generate
+    """Prompt and sampling as they came; its lease is none of a node."""
+    since: float
+    """When it arrived, monotonic seconds."""
+    done: asyncio.Future[Answer]
+    oldest_version: int = 0
+    """Nodes with older weights may not answer it."""
+    running: Running | None = None
+    """None while it waits for a node, and once it is done."""
+    kept: Answer = NO_TOKENS
+    """What nodes that are gone sampled: its next node continues there, and `Answer.then` makes one answer of both."""
+    failures: int = 0
+    """Attempts that failed."""
+    avoid: str | None = None
+    """The node on which it failed last."""
+    refused_by: set[str] = field(default_factory=set)
+    """Nodes that cannot serve it as it stands."""
+    last_error: str = ""
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens that its next node begins with."""
+        return len(self.asked.prompt_ids) // INT.itemsize + len(self.kept)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that its next node may sample at most."""
+        return self.asked.sampling.max_tokens - len(self.kept)
+
+    @property
+    def least_version(self) -> int:
+        """Oldest policy version that may continue it: versions never fall within an answer."""
+        return max(self.oldest_version, self.kept.newest_version)
+
+    def may_run_on(self, node: AttachedNode) -> bool:
+        """Tell whether `node` has not refused it, and has weights that may continue it."""
+        return node.version >= self.least_version and node.node_id not in self.refused_by
+
+    def message(self, lease: int) -> Generate:
+        """Return what its next node is sent."""
+        sampling = msgspec.structs.replace(self.asked.sampling, max_tokens=self.num_left, resumed=len(self.kept))
+        prompt_ids = self.asked.prompt_ids + self.kept.token_ids
+        return msgspec.structs.replace(self.asked, lease=lease, prompt_ids=prompt_ids, sampling=sampling)
+
+
+# -- nodes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeRecord:
+    """What the processes of one name did. It outlives each of them, or a restart would end a suspension."""
+
+    trust: NodeTrust
+    """What audits of its answers tell."""
     answers: int = 0
+    tokens_out: int = 0
+    """Of accepted answers."""
     failures: int = 0
     """Requests it returned with an error."""
     bad_answers: int = 0
     """Answers that were refused: out of range, not finite, not covered by version spans."""
-    late_answers: int = 0
-    """Answers to requests that it no longer held."""
-    garbage: int = 0
-    """Messages that could not be decoded."""
-    tokens_out: int = 0
-    attachments: int = 1
-
-
-@dataclass(slots=True)
-class Standing:
-    """How many requests a node may hold for its conduct."""
-
-    places: int
-    """What it claims, or 1 after a suspension until it has answered."""
     suspended_until: float = 0.0
     stalls_in_row: int = 0
     """How often its requests were taken back for lack of progress since its last answer."""
     failures_in_row: int = 0
+    newest_version: int = 0
+    """The newest that it reported: with an older one it gets no request."""
+    first_reported: dict[int, float] = field(default_factory=dict)
+    """When it first reported each of its last versions, monotonic seconds."""
 
+    @property
+    def is_on_trial(self) -> bool:
+        """Tell whether it gets one request at a time until it has answered one."""
+        return self.stalls_in_row > 0 or self.failures_in_row >= _FAILURES_IN_ROW
 
-@dataclass(slots=True)
-class NodeTimes:
-    """When a node did something last, monotonic seconds."""
+    def note_answer(self, num_tokens: int) -> None:
+        """Count an accepted answer."""
+        self.answers += 1
+        self.tokens_out += num_tokens
+        self.suspended_until, self.stalls_in_row, self.failures_in_row = 0.0, 0, 0
 
-    anything: float = field(default_factory=time.monotonic)
-    progress: float = field(default_factory=time.monotonic)
-    """It gave an answer, reported sampled tokens or installed weights."""
-    delivered: float = field(default_factory=time.monotonic)
-    """It gave an answer or a part of one."""
+    def note_failure(self, suspend_s: float) -> None:
+        """Count a failure. After several in a row it gets no request for a while, then one until it has answered."""
+        self.failures_in_row += 1
+        if self.failures_in_row >= _FAILURES_IN_ROW:
+            self.suspended_until = max(self.suspended_until, time.monotonic() + suspend_s)
+
+    def note_version(self, version: int) -> None:
+        """Take in a report. Versions only rise: going back to one, or to it once more, is no swap."""
+        if version > self.newest_version:
+            self.newest_version = version
+            self.first_reported[version] = time.monotonic()
+            if len(self.first_reported) > _MAX_REPORTS:
+                del self.first_reported[min(self.first_reported)]
+
+    def swaps_since(self, start: float) -> set[int]:
+        return {version for version, time_s in self.first_reported.items() if time_s >= start}
+
+    def forget_version(self, version: int) -> None:
+        """Version `version` is published: a trainer that resumed may publish it, and later ones, once more."""
+        self.newest_version = min(self.newest_version, version - 1)
+        self.first_reported = {old: time_s for old, time_s in self.first_reported.items() if old < version}
 
 
 @dataclass(slots=True, kw_only=True)
 class AttachedNode:
-    """One node, attached or away."""
+    """One node, attached or away. Times are monotonic seconds."""
 
     hello: NodeHello
     """What it says of itself; nothing checks engine, device and price."""
@@ -83,104 +228,91 @@ class AttachedNode:
     """Routing id of its connection."""
     key: bytes
     """The public key of its connection; nodes without one of their own share the run's."""
-    version: int
-    """Policy version it samples with, from its last report."""
-    reports: VersionReports
-    trust: NodeTrust
-    """What audits of its answers tell; belongs to its name."""
-    standing: Standing
+    record: NodeRecord
+    speed: NodeSpeed
+    """Measured here, from its answers. It belongs to the process."""
     attached: bool = True
     draining: bool = False
     status: Status | None = None
     """None before its first heartbeat."""
-    speed: NodeSpeed = field(default_factory=NodeSpeed)
-    """Measured here, from its answers."""
     leases: dict[int, GatewayRequest] = field(default_factory=dict)
     """Requests it holds, by lease."""
-    heard: NodeTimes = field(default_factory=NodeTimes)
-    counters: NodeCounters = field(default_factory=NodeCounters)
+    heard: float = field(default_factory=time.monotonic)
+    """When it last sent a heartbeat."""
+    progress: float = field(default_factory=time.monotonic)
+    """When it last gave an answer, reported sampled tokens or installed weights."""
+    delivered: float = field(default_factory=time.monotonic)
+    """When it last gave an answer or a part of one."""
 
     @property
     def node_id(self) -> str:
         return self.hello.node_id
 
     @property
+    def version(self) -> int:
+        """Policy version it samples with, from its last report."""
+        return self.hello.version if self.status is None else self.status.version
+
+    @property
     def cache_is_full(self) -> bool:
         """Tell whether no further conversation fits into its KV cache, by its last report."""
-        return self.status is not None and self.status.kv_used > KV_FULL
+        return self.status is not None and self.status.kv_used > _FULL_FROM
 
-    def cannot_serve(self, policy: ServedPolicy) -> str | None:
-        """Return why it gets no request now, or None when it may get one."""
-        standing, now = self.standing, time.monotonic()
-        if not self.attached:
-            return f"gone for {now - self.heard.anything:.0f} s"
-        if self.draining:
-            return "draining"
-        if now < self.trust.quarantined_until:
-            return f"quarantined for {self.trust.quarantined_until - now:.0f} s: an audit found wrong answers"
-        oldest, newest = max(policy.oldest, self.reports.newest), policy.newest
-        if not oldest <= self.version <= newest:
-            needed = f"version {oldest}" if oldest >= newest else f"a version in {oldest}..{newest}"
-            return f"has policy version {self.version}, needs {needed}"
-        if now < standing.suspended_until:
-            stalls, failures = standing.stalls_in_row, standing.failures_in_row
-            cause = f"{stalls} stalls" if stalls else f"{failures} failures"
-            return f"suspended for {standing.suspended_until - now:.1f} s after {cause} in a row"
-        return None
+    @property
+    def places(self) -> int:
+        """How many requests it may hold: what it claims, or 1 after failures until it has answered.
+
+        Until its pace is measured it gets few: it may be the slowest.
+        """
+        places = 1 if self.record.is_on_trial else self.hello.max_concurrent
+        if self.speed.pace is None:
+            places = min(places, _FIRST_PLACES + self.speed.tokens // _TOKENS_A_PLACE)
+        return places
 
     @property
     def has_room(self) -> bool:
-        """Tell whether it may get one more request. Until its pace is measured it gets few: it may be the slowest."""
-        places = self.standing.places
-        if self.speed.pace is None:
-            places = min(places, _FIRST_PLACES + self.speed.tokens // _TOKENS_A_PLACE)
-        return len(self.leases) < places
+        return len(self.leases) < self.places
 
     @property
     def expectation(self) -> float | None:
         """Expected share of right answers, by its audits; 0 in quarantine, None before the first audit."""
-        return self.trust.expectation(time.monotonic())
+        return self.record.trust.expectation(time.monotonic())
 
     @property
     def continues(self) -> bool:
         """Tell whether it continues such a node's answer with the same draws, and finds stops that began there."""
         return self.hello.engine in _CONTINUE
 
-    def take_over(self, former: AttachedNode) -> None:
-        """Continue as `former` of this name, or a restart would end a suspension. Speed belongs to the process."""
-        self.reports, self.counters = former.reports, former.counters
-        self.counters.attachments += 1
-        was, places = former.standing, self.standing.places
-        if was.stalls_in_row or was.failures_in_row >= _FAILURES_IN_ROW:
-            places = 1
-        self.standing = Standing(places, was.suspended_until, was.stalls_in_row, was.failures_in_row)
-        self.speed.is_hopeful = former.speed.pace is not None  # Or it could restart to be tried first, again and again.
-        if self.hello.instance and self.hello.instance == former.hello.instance:
-            self.speed = former.speed
+    def is_current(self, policy: ServedPolicy) -> bool:
+        """Tell whether it has weights that may be served."""
+        return max(policy.oldest, self.record.newest_version) <= self.version <= policy.newest
 
-    def note_answer(self, num_tokens: int) -> None:
-        """Count an accepted answer."""
-        self.counters.answers += 1
-        self.counters.tokens_out += num_tokens
-        self.heard.delivered = time.monotonic()
-        self.standing = Standing(self.hello.max_concurrent)
-
-    def note_failure(self, suspend_s: float) -> None:
-        """Count a failure. After several in a row it gets no request for a while, then one until it has answered."""
-        standing = self.standing
-        standing.failures_in_row += 1
-        if standing.failures_in_row >= _FAILURES_IN_ROW:
-            standing.suspended_until = max(standing.suspended_until, time.monotonic() + suspend_s)
-            standing.places = 1
+    def cannot_serve(self, policy: ServedPolicy) -> str | None:
+        """Return why it gets no request now, or None when it may get one."""
+        record, now = self.record, time.monotonic()
+        if not self.attached:
+            return f"gone for {now - self.heard:.0f} s"
+        if self.draining:
+            return "draining"
+        if now < record.trust.quarantined_until:
+            return f"quarantined for {record.trust.quarantined_until - now:.0f} s: an audit found wrong answers"
+        if not self.is_current(policy):
+            oldest, newest = max(policy.oldest, record.newest_version), policy.newest
+            needed = f"version {oldest}" if oldest >= newest else f"a version in {oldest}..{newest}"
+            return f"has policy version {self.version}, needs {needed}"
+        if now < record.suspended_until:
+            stalls, failures = record.stalls_in_row, record.failures_in_row
+            cause = f"{stalls} stalls" if stalls else f"{failures} failures"
+            return f"suspended for {record.suspended_until - now:.1f} s after {cause} in a row"
+        return None
 
     def note_status(self, status: Status, newest_version: int) -> None:
         """Take in a heartbeat."""
-        heard = self.heard
-        heard.anything = time.monotonic()
+        self.heard = time.monotonic()
         if status.tokens_per_s > 0 or status.version != self.version:
-            heard.progress = heard.anything
-        self.status, self.version = status, status.version
-        self.reports.note(min(self.version, newest_version))
+            self.progress = self.heard
+        self.status = status
+        self.record.note_version(min(self.version, newest_version))
 
     def placed_at(self) -> list[float]:
         """Return when it was given each request that it holds, monotonic seconds."""
@@ -193,97 +325,229 @@ class AttachedNode:
         may be lying. Others deliver whole answers, however long those take.
         """
         oldest = min(self.placed_at(), default=now)
-        silent_s = now - max(oldest, self.heard.progress)
+        silent_s = now - max(oldest, self.progress)
         if not self.speed.streams:
             return silent_s
-        return max(silent_s, (now - max(oldest, self.heard.delivered)) / 2)
+        return max(silent_s, (now - max(oldest, self.delivered)) / 2)
 
 
-class Nodes:
-    """All nodes, by id and by connection."""
+# -- pace ------------------------------------------------------------------------------------------------------------
+
+
+class Pace(NamedTuple):
+    """Seconds a token; see the module's formula."""
+
+    prompt_s: float
+    token_s: float
+    fastest_s: float = 0.0
+
+    def seconds(self, cold: float, sampled: float, load: int) -> float:
+        """Return how long an answer takes."""
+        return self.prompt_s * cold + max(self.fastest_s, self.token_s * load) * sampled
+
+
+class NodeSpeed:
+    """Running sums over one node's answers, for the least-squares fit."""
+
+    def __init__(self, *, is_hopeful: bool = True) -> None:
+        self.answers = 0
+        self.tokens = 0
+        """Delivered in answers and parts of answers."""
+        self.pace: Pace | None = None
+        """None while it is not measured."""
+        self.streams = False
+        """Whether its node has ever delivered a part of an answer."""
+        self.is_hopeful = is_hopeful
+        """Whether its node counts as fast while it is idle and not measured, to be tried at all."""
+        self._cc = self._cw = self._ww = self._ce = self._we = 0.0
+        self._weight = 0.0
+
+    def note(self, elapsed_s: float, *, cold: int, sampled: int, load: float) -> None:
+        """Take in an answer: its time, and tokens computed and sampled. `load`: mean requests that the node held."""
+        work = sampled * load
+        self.answers += 1
+        sums = (self._cc, self._cw, self._ww, self._ce, self._we)
+        terms = (cold * cold, cold * work, work * work, cold * elapsed_s, work * elapsed_s)
+        self._cc, self._cw, self._ww, self._ce, self._we = (
+            _FORGET * old + new for old, new in zip(sums, terms, strict=True)
+        )
+        self._weight = _FORGET * self._weight + 1.0
+        if self.answers >= _LEAST_ANSWERS:
+            self.pace = self._fit(elapsed_s, cold, sampled)
+
+    def _fit(self, elapsed_s: float, cold: int, sampled: int) -> Pace:
+        """Solve for both rates, drawn a little towards the usual ratio of the two."""
+        gain = 1.0 / _PREFILL_GAIN
+        token = (self._we + gain * self._ce) / (self._ww + 2 * gain * self._cw + gain * gain * self._cc)
+        prompt = gain * token
+        rest_c = self._ce - prompt * self._cc - token * self._cw
+        rest_w = self._we - prompt * self._cw - token * self._ww
+        draw = 1 + _PRIOR / self._weight
+        cc, ww = self._cc * draw + 1e-9, self._ww * draw
+        determinant = cc * ww - self._cw * self._cw
+        token += (cc * rest_w - self._cw * rest_c) / determinant
+        prompt += (ww * rest_c - self._cw * rest_w) / determinant
+        token = max(token, 1e-9)
+        low, high = _GAIN_RANGE
+        prompt = min(max(prompt, token / high), token / low)
+        # It rises slowly, so that a node that has slowed down is believed again.
+        fastest = max(_LEAST_SAMPLING * elapsed_s, elapsed_s - prompt * cold) / sampled
+        if self.pace is not None:
+            fastest = min(fastest, 1.02 * self.pace.fastest_s)
+        return Pace(prompt, token, fastest)
+
+
+# -- the choice ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WarmPrefix:
+    """What a node has cached of a conversation."""
+
+    node_id: str
+    tokens: int
+    size: int
+    """Tokens that it takes there: with those of a prompt that is still to be computed."""
+    version: int
+    """Weights that computed the end of it. Most nodes do not use a cache of older ones."""
+    since: float
+    """Monotonic seconds."""
+
+
+class Placing:
+    """What the choice of a node rests on: the pace of all, and where conversations are warm."""
 
     def __init__(self) -> None:
-        self.trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
-        """What audits tell, by node id."""
-        self._by_id: dict[str, AttachedNode] = {}
-        self._by_identity: dict[bytes, AttachedNode] = {}
+        self.median: Pace | None = None
+        """Of the measured nodes: what an unmeasured one counts as, and the bound on measured ones."""
+        self.mean_sampled = 256.0
+        """Tokens of an answer; a running mean."""
+        self.mean_context = 0.0
+        """Tokens of a conversation after a turn; a running mean."""
+        self.warm_tokens = self.prompt_tokens = 0
+        """Over all placements: prompt tokens, and those of them that were cached where the request went."""
+        self._sessions: OrderedDict[str, WarmPrefix] = OrderedDict()
+        """The one that had a turn last comes last."""
+        self._sizes: Counter[str] = Counter()
+        """Tokens that conversations take, without what is being sampled, by node id."""
+        self._answers = 0
 
-    def __iter__(self) -> Iterator[AttachedNode]:
-        return iter(self._by_id.values())
+    @property
+    def warm_share(self) -> float:
+        """Share of all prompt tokens that were cached where their requests went, as far as this gateway knows."""
+        return self.warm_tokens / max(1, self.prompt_tokens)
 
-    def attached(self) -> list[AttachedNode]:
-        return list(self._by_identity.values())
+    def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
+        """Return the node of `free` on which `request` takes the least time, or its conversation's own."""
+        best = min(free, key=lambda node: self._rank(request, node))
+        known = self._sessions.get(request.asked.session)
+        warm = next((node for node in free if known is not None and node.node_id == known.node_id), best)
+        if warm is best or warm.node_id == request.avoid:
+            return best
+        here, there = self.crowding(request, warm), self.crowding(request, best)
+        if there > 1:  # It would take the room of others, so its own lack of room is no reason.
+            here = 1.0
+        if here == 1 and not (self.is_measured(warm) and self.is_measured(best)):
+            return warm
+        if here * self.seconds(request, warm) <= _STAY_FACTOR * there * self.seconds(request, best) + _STAY_S:
+            return warm
+        return best
 
-    def at(self, identity: bytes) -> AttachedNode | None:
-        """Return the attached node of a connection."""
-        return self._by_identity.get(identity)
+    def _rank(self, request: GatewayRequest, node: AttachedNode) -> tuple[bool, float, str]:
+        seconds = self.seconds(request, node, hopeful=True)
+        return node.node_id == request.avoid, seconds * self.crowding(request, node), node.node_id
 
-    def named(self, node_id: str) -> AttachedNode | None:
-        """Return the node of this name, attached or away."""
-        return self._by_id.get(node_id)
+    def seconds(self, request: GatewayRequest, node: AttachedNode, *, hopeful: bool = False) -> float:
+        """Return how long `request` would take on `node`.
 
-    def holder(self, identity: bytes, hello: NodeHello) -> AttachedNode | None:
-        """Return the attached node that has the name in `hello` but is another process."""
-        namesake = self._by_id.get(hello.node_id)
-        if namesake is None or not namesake.attached or namesake.identity == identity:
-            return None
-        return None if hello.instance and hello.instance == namesake.hello.instance else namesake
+        With `hopeful`, an idle node that is not measured has no `fastest_s`, so that it gets requests at all.
+        """
+        pace, speed = self.pace(node), node.speed
+        if hopeful and speed.pace is None and speed.is_hopeful:
+            pace = Pace(pace.prompt_s, pace.token_s)
+        sampled = max(1.0, min(self.mean_sampled, request.num_left))
+        return pace.seconds(self.cold(request, node), sampled, len(node.leases) + 1)
 
-    def add(self, identity: bytes, hello: NodeHello, key: bytes, newest_version: int) -> AttachedNode:
-        """Return the new node of connection `identity`. No attached node may have its name or connection."""
-        former = self._by_id.pop(hello.node_id, None)
-        node = AttachedNode(
-            hello=hello,
-            identity=identity,
-            key=key,
-            version=hello.version,
-            reports=VersionReports(),
-            trust=self.trust[hello.node_id],
-            standing=Standing(hello.max_concurrent),
-        )
-        if former is not None:
-            node.take_over(former)
-        node.reports.note(min(node.version, newest_version))
-        self._by_id[hello.node_id] = self._by_identity[identity] = node
-        logger.info(
-            "node %s attached: engine %s, %d places, version %d",
-            node.node_id,
-            hello.engine,
-            hello.max_concurrent,
-            node.version,
-            extra=event("node", text=f"node {node.node_id} connected (engine {hello.engine})"),
-        )
-        return node
+    def pace(self, node: AttachedNode) -> Pace:
+        """Return the pace to reckon with for `node`. An unmeasured one counts as slower, the fewer places it has."""
+        usual, pace = self.median, node.speed.pace
+        places_share = min(node.hello.max_concurrent, UNPROVEN_PLACES) / UNPROVEN_PLACES
+        if usual is None:
+            return Pace(1.0 / _PREFILL_GAIN, 1.0 / places_share)
+        if pace is None:
+            return Pace(usual.prompt_s, usual.token_s / places_share, usual.fastest_s)
+        return Pace(*(max(own, most / _MOST_ABOVE_MEDIAN) for own, most in zip(pace, usual, strict=True)))
 
-    def remove(self, node: AttachedNode, reason: str) -> bool:
-        """Mark `node` as away. Return False when it was that already."""
-        if self._by_identity.get(node.identity) is not node:
-            return False
-        del self._by_identity[node.identity]
-        node.attached = False
-        held = len(node.leases)
-        logger.warning("node %s is gone (%s); it held %d requests", node.node_id, reason, held, extra=event("node"))
-        return True
+    def is_measured(self, node: AttachedNode) -> bool:
+        """Tell whether its pace is in seconds. Before the fleet has a median, a pace only tells loads apart."""
+        return self.median is not None and node.speed.pace is not None
 
-    def snapshot(self, policy: ServedPolicy) -> list[dict[str, Any]]:
-        """Return the state of every node, for /metrics."""
-        return [_describe(node, policy) for node in self]
+    def cold(self, request: GatewayRequest, node: AttachedNode) -> int:
+        """Return how many prompt tokens `node` has to compute for `request`."""
+        warm = self._sessions.get(request.asked.session)
+        if warm is None or (warm.node_id, warm.version) != (node.node_id, node.version):
+            return request.num_prompt
+        return max(1, request.num_prompt - warm.tokens)
 
+    def crowding(self, request: GatewayRequest, node: AttachedNode) -> float:
+        """Return how many times as slow `node` counts for `request`: more than once without room in its KV cache.
 
-def _describe(node: AttachedNode, policy: ServedPolicy) -> dict[str, Any]:
-    status, obstacle = node.status, node.cannot_serve(policy)
-    reported = ("running", "waiting", "kv_used", "tokens_per_s", "canary_error", "weight_error")
-    return {
-        "node_id": node.node_id,
-        "engine": node.hello.engine,
-        "attached": node.attached,
-        "serves": obstacle is None,
-        "why_not": obstacle,
-        "version": node.version,
-        "in_flight": len(node.leases),
-        "max_concurrent": node.hello.max_concurrent,
-        "heard_s_ago": round(time.monotonic() - node.heard.anything, 3),
-        **{name: getattr(status, name) if status else None for name in reported},
-        **asdict(node.counters),
-        "trust": node.expectation,
-    }
+        Where a conversation joins others, some room is left, and it counts as an average one at least: they grow.
+        """
+        warm = self._sessions.get(request.asked.session)
+        joins = warm is None or warm.node_id != node.node_id
+        room = node.status.kv_tokens if node.status is not None else 0
+        size = float(self._sizes[node.node_id])
+        if joins:
+            size += max(request.num_prompt, self.mean_context if size else 0.0)
+        is_full = room > 0 and size > (_FULL_FROM if joins else 1.0) * room
+        return _CROWDED if is_full or (node.cache_is_full and (joins or not room)) else 1.0
+
+    # -- what happens --------------------------------------------------------------------------------------------
+
+    def note_placed(self, request: GatewayRequest, node: AttachedNode, lease: int) -> Running:
+        """Remember where the conversation is now. Call it before the request is counted there."""
+        cold, size, now = self.cold(request, node), request.num_prompt, time.monotonic()
+        self.prompt_tokens += size
+        self.warm_tokens += size - cold
+        warm = self._sessions.get(request.asked.session)
+        if warm is None or warm.node_id != node.node_id:
+            warm = WarmPrefix(node.node_id, 0, size, node.version, now)
+        self._remember(request.asked.session, replace(warm, size=max(warm.size, size), since=now))
+        return Running(node, lease, now, load=len(node.leases) + 1, cold=cold)
+
+    def note_answer(
+        self, request: GatewayRequest, running: Running, sampled: int, nodes: Iterable[AttachedNode]
+    ) -> None:
+        """Take in an answer of `sampled` tokens. Its node, one of `nodes`, no longer holds the request."""
+        node, session, now = running.node, request.asked.session, time.monotonic()
+        load = (running.load + len(node.leases) + 1) / 2
+        node.speed.note(max(now - running.placed, 1e-6), cold=running.cold, sampled=sampled, load=load)
+        self.mean_sampled += _MEAN_OVER * (sampled - self.mean_sampled)
+        self._answers += 1
+        size = request.num_prompt + sampled
+        self.mean_context += max(_MEAN_CONTEXT_OVER, 1 / self._answers) * (size - self.mean_context)
+        if session != request.asked.request_id:  # Else it is of no conversation.
+            self._remember(session, WarmPrefix(node.node_id, size, size, node.version, now))
+        if self._answers % _UPDATE_EVERY == 0:
+            self.update_median(other.speed for other in nodes)
+
+    def update_median(self, speeds: Iterable[NodeSpeed]) -> None:
+        """Take the median over the measured ones of `speeds` again."""
+        if paces := [speed.pace for speed in speeds if speed.pace is not None]:
+            self.median = Pace(*map(median, zip(*paces, strict=True)))
+
+    def _remember(self, session: str, warm: WarmPrefix) -> None:
+        self.forget(session)
+        self._sessions[session] = warm
+        self._sizes[warm.node_id] += warm.size
+        oldest = next(iter(self._sessions))
+        while len(self._sessions) > _MAX_SESSIONS or self._sessions[oldest].since < warm.since - _IDLE_S:
+            self.forget(oldest)
+            oldest = next(iter(self._sessions))
+
+    def forget(self, session: str) -> None:
+        """Forget a conversation that is over."""
+        warm = self._sessions.pop(session, None)
+        if warm is not None:
+            self._sizes[warm.node_id] -= warm.size

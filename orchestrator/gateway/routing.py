@@ -1,13 +1,18 @@
 """Hold each request until a node has answered it, and recover when one does not.
 
-    generate() -> queue (FIFO) -> node with a free place -> answer -----> generate() returns
+    generate() -> queued (FIFO) -> running on a node with a free place -> done -----> generate() returns
                     ^                  |  gone | stalled | draining: another node continues after the streamed tokens
                     |                  |  failed | bad answer: another node starts over
                     +---- at the front-+  (new lease: the old one's answer is dropped as late)
 
-requests.py has a request and the checks of its answer, placing.py the choice of a node. `Waits` finds requests that
-wait too long or make no progress. Everything runs on one event loop. Only `generate` waits, at most until one of its
-deadlines.
+`Router._transition` makes every step between the three states. nodes.py has the nodes, the requests and the choice of a
+node. `Waits` finds requests that wait too long or make no progress. Everything runs on one event loop. Only `generate`
+waits, at most until one of its deadlines.
+
+What nodes sample is checked before anyone sees it, a part as an answer is. What nodes that are gone sampled is kept. A
+node may claim a swap of weights within an answer only to a version that it first reported while it held the request,
+and not among tokens that it had streamed before. Otherwise a node with old weights could claim one in each answer: its
+tokens behind the swap would not be compared with suspect weights (inference/audit.py).
 """
 
 from __future__ import annotations
@@ -17,17 +22,21 @@ import itertools
 import logging
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Container, Hashable
+from typing import Literal
+
+import numpy as np
 
 from composer_prime.console import printable
 from composer_prime.errors import DeadlineError, EngineError, RequestError, WireError
+from composer_prime.monitor.events import event
 from composer_prime.wire.node_messages import (
     NO_TOKENS,
     RUNNING,
     Answer,
     CancelGenerate,
+    Generate,
     GenerateFailed,
     NodeHello,
     Sampled,
@@ -35,9 +44,17 @@ from composer_prime.wire.node_messages import (
     Status,
     ToNode,
 )
-from orchestrator.gateway.nodes import AttachedNode, Nodes
-from orchestrator.gateway.placing import Placing
-from orchestrator.gateway.requests import GatewayRequest, Running, ServedPolicy, check_sampled
+from composer_prime.wire.types import FLOAT, INT, VersionSpan, floats, ints
+from orchestrator.gateway.nodes import (
+    AttachedNode,
+    GatewayRequest,
+    NodeRecord,
+    NodeSpeed,
+    Placing,
+    Running,
+    ServedPolicy,
+)
+from orchestrator.swarm import NodeTrust
 
 logger = logging.getLogger(__name__)
 
@@ -50,33 +67,23 @@ _HELD_SHARE = 0.25
 _MAX_DOUBLINGS = 2
 _MAX_SUSPENSION_S = 3600.0
 """Bounds of a suspension: nothing but its end lets a node that works again show so."""
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestCounters:
-    """Counts over all requests."""
-
-    requests: int = 0
-    answered: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    reissued: int = 0
-    late_answers: int = 0
-    bad_answers: int = 0
-    tokens: int = 0
-    """Sampled tokens of accepted answers."""
-    tokens_resumed: int = 0
-    """Tokens that nodes had streamed before they were gone, and after which others continued."""
-    tokens_lost: int = 0
-    """Streamed tokens that no answer has. What a node sampled and did not stream is not known."""
+_NO_EVIDENCE = -9999.0
+"""vLLM's value for a missing logprob."""
+_ROUNDING = 1e-3
+"""A logprob may exceed 0 by this much through bfloat16 arithmetic."""
+COUNTERS = (
+    "requests", "answered", "failed", "cancelled", "reissued", "late_answers", "bad_answers", "tokens",
+    "tokens_resumed", "tokens_lost",
+)  # fmt: skip
+"""Of `Router.counters`. tokens: of accepted answers. tokens_resumed: streamed by nodes before they were gone, and
+continued by others. tokens_lost: streamed, and in no answer; what a node sampled and did not stream is not known."""
 
 
 class Router:
-    """Holds every request from its arrival to its answer."""
+    """Holds every request from its arrival to its answer, and every node."""
 
     def __init__(
         self,
-        nodes: Nodes,
         send: Callable[[bytes, ToNode], bool],
         *,
         policy: ServedPolicy,
@@ -89,20 +96,22 @@ class Router:
         `suspend_s`: how long a node that keeps failing gets no request. `request_timeout_s`: how long a request waits
         at all. `placing` chooses among nodes otherwise.
         """
-        self.nodes = nodes
         self.policy = policy
         self.placing = placing or Placing()
-        self.counters = RequestCounters()
+        self.counters = Counter(dict.fromkeys(COUNTERS, 0))
+        self.nodes: dict[str, AttachedNode] = {}
+        """Attached or away, by name."""
+        self.trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
+        """What audits tell, by name."""
         self.queue: OrderedDict[str, GatewayRequest] = OrderedDict()
         """Requests without a node, by id, the next one first."""
-        self.open: dict[str, GatewayRequest] = {}
-        """Every request without an answer, by id."""
         self.request_timeout_s = request_timeout_s
+        self._connections: dict[bytes, AttachedNode] = {}
+        """The attached nodes."""
         self._send = send
         self._suspend_s = suspend_s
         # Starts at random: an answer to a lease of an earlier orchestrator must not match one of ours.
         self._leases = itertools.count(secrets.randbits(48))
-        self._placing = False
         self._closed: RequestError | None = None
 
     @property
@@ -111,7 +120,12 @@ class Router:
 
     @property
     def in_flight(self) -> int:
-        return len(self.open) - len(self.queue)
+        return sum(len(node.leases) for node in self.attached())
+
+    @property
+    def open(self) -> list[GatewayRequest]:
+        """Return every request without an answer."""
+        return [*self.queue.values(), *(request for node in self.attached() for request in node.leases.values())]
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -134,69 +148,79 @@ class Router:
         if self._closed is not None:
             raise self._closed
         request = GatewayRequest(
-            request_id=request_id,
-            session=session,
-            prompt_ids=prompt_ids,
-            sampling=sampling,
+            asked=Generate(request_id=request_id, lease=0, prompt_ids=prompt_ids, sampling=sampling, session=session),
             since=time.monotonic(),
             done=asyncio.get_running_loop().create_future(),
             oldest_version=oldest_version,
         )
-        self.counters.requests += 1
-        self.open[request_id] = request
+        self.counters["requests"] += 1
         self.queue[request_id] = request
         try:
             self.place()
             return await request.done
         except asyncio.CancelledError as error:
-            self.counters.cancelled += 1
+            self.counters["cancelled"] += 1
             self.blame_node_of(request)
             self.finish(request, error)
             self.place()
             raise
-        finally:
-            if session == request_id:  # It is of no conversation, and may have failed.
-                self.placing.forget(session)
 
-    def send(self, node: AttachedNode, message: ToNode) -> bool:
-        """Return False when the node cannot be reached any more."""
-        return self._send(node.identity, message)
+    def _transition(
+        self, request: GatewayRequest, to: Literal["queued", "done"] | Running, *, cancel: bool = False
+    ) -> Answer:
+        """Move a request out of its state into another one. Return what the node that held it has streamed.
+
+        A request that is queued again comes first: it has waited before. With `cancel`, its former node stops.
+        """
+        request_id, former, streamed = request.asked.request_id, request.running, NO_TOKENS
+        self.queue.pop(request_id, None)
+        request.running = None
+        if former is not None:
+            streamed = former.streamed
+            del former.node.leases[former.lease]
+            if cancel and former.node.attached:
+                self.send(former.node, CancelGenerate(request_id=request_id, lease=former.lease))
+        if isinstance(to, Running):
+            request.running = to
+            to.node.leases[to.lease] = request
+        elif to == "queued":
+            self.queue[request_id] = request
+            self.queue.move_to_end(request_id, last=False)
+        return streamed
+
+    def assign(self, request: GatewayRequest, node: AttachedNode) -> None:
+        """Send `request` to `node`, which continues after the tokens that others have sampled."""
+        if request.kept and request.asked.sampling.stop and not node.continues:
+            self._start_over(request)
+        running = self.placing.note_placed(request, node, next(self._leases))
+        self._transition(request, running)
+        if not self.send(node, request.message(running.lease)):
+            self._take_away(node, "unreachable")
 
     def reissue(self, request: GatewayRequest, reason: str, *, keep: bool, cancel: bool = True) -> None:
-        """Take a request back from its node, and queue it at the front: it has waited before.
-
-        With `keep`, another node continues after the streamed tokens. With `cancel`, its former node stops.
-        """
-        if request.request_id not in self.open:
-            return
-        streamed = self._release(request, cancel=cancel)
+        """Take a request back from its node, and queue it. With `keep`, another continues after the streamed tokens."""
+        streamed = self._transition(request, "queued", cancel=cancel)
         if keep and streamed:
             request.kept = request.kept.then(streamed)
-            self.counters.tokens_resumed += len(streamed)
+            self.counters["tokens_resumed"] += len(streamed)
         else:
-            self.counters.tokens_lost += len(streamed)
-        request.tried.last_error = reason
-        self.queue[request.request_id] = request
-        self.queue.move_to_end(request.request_id, last=False)
-        self.counters.reissued += 1
-
-    def _start_over(self, request: GatewayRequest) -> None:
-        """Give up what was kept of a queued request: no node that serves can continue it."""
-        self.counters.tokens_lost += len(request.kept)
-        request.kept = NO_TOKENS
+            self.counters["tokens_lost"] += len(streamed)
+        request.last_error = reason
+        self.counters["reissued"] += 1
 
     def finish(self, request: GatewayRequest, outcome: Answer | BaseException, *, cancel: bool = True) -> None:
-        """Wake the caller of a request, once. With `cancel`, its node stops."""
-        if self.open.pop(request.request_id, None) is None:
+        """Wake the caller of a request, unless it has ended. With `cancel`, its node stops."""
+        if request.running is None and request.asked.request_id not in self.queue:
             return
-        self.queue.pop(request.request_id, None)
-        streamed = self._release(request, cancel=cancel)
+        streamed = self._transition(request, "done", cancel=cancel)
+        if request.asked.session == request.asked.request_id:  # It is of no conversation.
+            self.forget(request.asked.session)
         if isinstance(outcome, Answer):
-            self.counters.answered += 1
-            self.counters.tokens += len(outcome)
+            self.counters["answered"] += 1
+            self.counters["tokens"] += len(outcome)
         else:
-            self.counters.tokens_lost += len(streamed)
-            self.counters.failed += not isinstance(outcome, asyncio.CancelledError)
+            self.counters["tokens_lost"] += len(streamed)
+            self.counters["failed"] += not isinstance(outcome, asyncio.CancelledError)
         if request.done.done():  # Its caller was cancelled.
             return
         if isinstance(outcome, Answer):
@@ -204,27 +228,20 @@ class Router:
         else:
             request.done.set_exception(outcome)
 
-    def _release(self, request: GatewayRequest, *, cancel: bool) -> Answer:
-        """Take the lease from the node that holds a request. Return what the node has streamed."""
-        running, request.running = request.running, None
-        if running is None:
-            return NO_TOKENS
-        node = running.node
-        node.leases.pop(running.lease, None)
-        if cancel and node.attached:
-            self.send(node, CancelGenerate(request_id=request.request_id, lease=running.lease))
-        return running.streamed
+    def _start_over(self, request: GatewayRequest) -> None:
+        """Give up what was kept of a queued request: no node that serves can continue it."""
+        self.counters["tokens_lost"] += len(request.kept)
+        request.kept = NO_TOKENS
 
-    def end(self, request: GatewayRequest, error: Exception) -> None:
-        """End `request` with `error`, unless it has ended."""
-        self.finish(request, error)
-        self.place()
+    def send(self, node: AttachedNode, message: ToNode) -> bool:
+        """Return False when the node cannot be reached any more."""
+        return self._send(node.identity, message)
 
     def close(self, reason: str) -> None:
         """End every request, and each later one, with a 503."""
         self._closed = RequestError(reason, status=503, code="closing")
-        for request in list(self.open.values()):
-            self.end(request, self._closed)
+        for request in self.open:
+            self.finish(request, self._closed)
 
     def forget(self, session: str) -> None:
         """Forget the node of a session that is over."""
@@ -234,18 +251,12 @@ class Router:
 
     def place(self) -> None:
         """Hand waiting requests to nodes, oldest first, until no node has a free place."""
-        if self._placing or self._closed is not None or not self.queue:
-            return
-        self._placing = True
-        try:
-            while self._place_waiting():
-                pass
-        finally:
-            self._placing = False
+        while self.queue and self._closed is None and self._place_waiting():
+            pass
 
     def serving(self) -> list[AttachedNode]:
         """Return the nodes that may get requests now, full or not."""
-        return [node for node in self.nodes.attached() if node.cannot_serve(self.policy) is None]
+        return [node for node in self.attached() if node.cannot_serve(self.policy) is None]
 
     def _place_waiting(self) -> bool:
         """Look at each waiting request once. Return whether a node turned out to be gone: its requests came back.
@@ -258,7 +269,7 @@ class Router:
         for request in list(self.queue.values()):
             if not roomy:
                 break
-            needs = request.least_version, frozenset(request.tried.refused_by), bool(request.kept)
+            needs = request.least_version, frozenset(request.refused_by), bool(request.kept)
             if needs in unmet:
                 continue
             node = self._node_for(request, serving, roomy)
@@ -278,16 +289,6 @@ class Router:
         free = [node for node in roomy if request.may_run_on(node)]
         return self.placing.choose(request, free) if free else None
 
-    def assign(self, request: GatewayRequest, node: AttachedNode) -> None:
-        """Send `request` to `node`, which continues after the tokens that others have sampled."""
-        if request.kept and request.sampling.stop and not node.continues:
-            self._start_over(request)
-        running = request.running = self.placing.note_placed(request, node, next(self._leases))
-        self.queue.pop(request.request_id, None)
-        node.leases[running.lease] = request
-        if not self.send(node, request.message(running)):
-            self.leave(node, "unreachable")
-
     # -- answers -------------------------------------------------------------------------------------------------
 
     def on_sampled(self, node: AttachedNode, message: Sampled) -> None:
@@ -297,70 +298,67 @@ class Router:
             return
         running = request.running
         assert running is not None, "a lease is of a running request"
-        node.heard.progress = time.monotonic()
+        node.progress = time.monotonic()
         if message.finish_reason == "cancelled":
-            node.counters.failures += 1
+            node.record.failures += 1
             self._retry(request, node, "the node cancelled it", cancel=False)
             return
         try:
             answer = check_sampled(message, request, running, self.policy)
         except WireError as error:
-            self._refuse(request, node, error, cancel=message.is_part)
+            node.record.bad_answers += 1
+            self.counters["bad_answers"] += 1
+            logger.warning("node %s sent a bad answer to %s: %s", node.node_id, message.request_id, error)
+            self._retry(request, node, f"bad answer: {error}", cancel=message.is_part)
             return
+        node.delivered = node.progress
         if message.is_part:
             self._take_part(running, answer)
         else:
             self._take_answer(request, running, answer)
 
     def _take_part(self, running: Running, part: Answer) -> None:
-        node, running.streamed = running.node, running.streamed.then(part)
-        node.speed.streams = True
-        node.heard.delivered = time.monotonic()
-        if node.speed.note_tokens(len(part)):
+        running.streamed, speed = running.streamed.then(part), running.node.speed
+        speed.streams = True
+        speed.tokens += len(part)
+        if speed.pace is None:  # With each token it may get more requests.
             self.place()
 
     def _take_answer(self, request: GatewayRequest, running: Running, answer: Answer) -> None:
         node = running.node
         self.finish(request, request.kept.then(answer), cancel=False)
-        node.note_answer(len(answer))
-        node.speed.note_tokens(len(answer) - len(running.streamed))
-        self.placing.note_answer(request, running, len(answer), self.nodes.attached())
+        node.record.note_answer(len(answer))
+        node.speed.tokens += len(answer) - len(running.streamed)
+        self.placing.note_answer(request, running, len(answer), self.attached())
         # Other nodes refused a request that can be answered. If all refuse, no node is at fault.
-        for refuser in self.nodes.attached() if request.tried.refused_by else ():
-            if refuser.node_id in request.tried.refused_by:
+        for refuser in self.attached() if request.refused_by else ():
+            if refuser.node_id in request.refused_by:
                 self.blame(refuser)
         self.place()
-
-    def _refuse(self, request: GatewayRequest, node: AttachedNode, error: WireError, *, cancel: bool = True) -> None:
-        """Take nothing of what `node` sampled for `request`."""
-        node.counters.bad_answers += 1
-        self.counters.bad_answers += 1
-        logger.warning("node %s sent a bad answer to %s: %s", node.node_id, request.request_id, error)
-        self._retry(request, node, f"bad answer: {error}", cancel=cancel)
 
     def on_failed(self, node: AttachedNode, message: GenerateFailed) -> None:
         request = self._held(node, message)
         if request is None:
             return
-        node.heard.progress = time.monotonic()
+        node.progress = time.monotonic()
         error = printable(message.error)
         if not message.tried:
             node.draining = True
             self.reissue(request, f"{node.node_id} is leaving: {error}", keep=True, cancel=False)
         elif message.retryable:
-            node.counters.failures += 1
+            node.record.failures += 1
             self._retry(request, node, error, cancel=False)
         else:
-            node.counters.failures += 1
+            node.record.failures += 1
             self._refused_by(request, node, error)
         self.place()
 
     def _refused_by(self, request: GatewayRequest, node: AttachedNode, error: str) -> None:
         """Take note that `node` cannot serve `request`, which ends when no other node may."""
-        request.tried.refused_by.add(node.node_id)
-        others = [node for node in self.nodes.attached() if not node.draining]
-        may_go_on = any(node.node_id not in request.tried.refused_by for node in others)
-        if may_go_on and len(request.tried.refused_by) < _MAX_REFUSALS:
+        request.refused_by.add(node.node_id)
+        others = [node for node in self.attached() if not node.draining]
+        may_go_on = any(node.node_id not in request.refused_by for node in others)
+        if may_go_on and len(request.refused_by) < _MAX_REFUSALS:
             self.reissue(request, f"{node.node_id}: {error}", keep=False, cancel=False)
         else:
             refused = RequestError(f"node {node.node_id}: {error}", code="refused_by_node")
@@ -369,21 +367,20 @@ class Router:
     def _held(self, node: AttachedNode, message: Sampled | GenerateFailed) -> GatewayRequest | None:
         """Return the request that `node` holds under the message's lease; None for a late answer or part."""
         request = node.leases.get(message.lease)
-        if request is not None and request.request_id == message.request_id:
+        if request is not None and request.asked.request_id == message.request_id:
             return request
         if not (isinstance(message, Sampled) and message.finish_reason in ("cancelled", RUNNING)):
-            node.counters.late_answers += 1
-            self.counters.late_answers += 1
+            self.counters["late_answers"] += 1
         return None
 
     def _retry(self, request: GatewayRequest, node: AttachedNode, error: str, *, cancel: bool = True) -> None:
         """Count a failure of `node`, then let another one start over, or end the request after _MAX_FAILURES."""
         self.blame(node)
-        request.tried.failures += 1
-        request.tried.avoid = node.node_id
-        if request.tried.failures >= _MAX_FAILURES:
+        request.failures += 1
+        request.avoid = node.node_id
+        if request.failures >= _MAX_FAILURES:
             message = (
-                f"{request.tried.failures} attempts failed, the last on node {node.node_id}: {error}; "
+                f"{request.failures} attempts failed, the last on node {node.node_id}: {error}; "
                 "see that node's log (another attempt may go better)"
             )
             self.finish(request, EngineError(message), cancel=cancel)
@@ -392,48 +389,111 @@ class Router:
         self.place()
 
     def blame(self, node: AttachedNode) -> None:
-        """Count a failure of an attached node, which may suspend it."""
-        node.note_failure(self._suspend_s)
+        """Count a failure of a node, which may suspend it."""
+        node.record.note_failure(self._suspend_s)
 
     def blame_node_of(self, request: GatewayRequest) -> None:
         """Count a failure of the node that had `request` for long, when it ended, and delivered nothing meanwhile."""
         since = time.monotonic() - _HELD_SHARE * self.request_timeout_s
         running = request.running
-        if running is not None and running.node.heard.delivered <= running.placed <= since:
+        if running is not None and running.node.delivered <= running.placed <= since:
             self.blame(running.node)
 
     # -- nodes come and go ---------------------------------------------------------------------------------------
 
+    def attached(self) -> list[AttachedNode]:
+        return list(self._connections.values())
+
+    def at(self, identity: bytes) -> AttachedNode | None:
+        """Return the attached node of a connection."""
+        return self._connections.get(identity)
+
     def attach(self, identity: bytes, hello: NodeHello, key: bytes = b"") -> AttachedNode:
         """Attach the sender of `hello` on connection `identity`. Requests that it held before count as lost."""
-        previous = self.nodes.at(identity)
-        if previous is not None:
+        if (previous := self.at(identity)) is not None:
             self.leave(previous, "said hello again")
-        former = self.nodes.named(hello.node_id)
-        if former is not None and former.attached:
+        former = self.nodes.pop(hello.node_id, None)
+        if former is not None:
             self.leave(former, "came back on a new connection")
-        return self.nodes.add(identity, hello, key, self.policy.newest)
+        # A node could restart to be tried first, again and again.
+        speed = NodeSpeed(is_hopeful=former is None or former.speed.pace is not None)
+        if former is not None and hello.instance and hello.instance == former.hello.instance:
+            speed = former.speed
+        record = former.record if former is not None else NodeRecord(trust=self.trust[hello.node_id])
+        node = AttachedNode(hello=hello, identity=identity, key=key, record=record, speed=speed)
+        record.note_version(min(node.version, self.policy.newest))
+        self.nodes[hello.node_id] = self._connections[identity] = node
+        logger.info(
+            "node %s attached: engine %s, %d places, version %d",
+            node.node_id,
+            hello.engine,
+            hello.max_concurrent,
+            node.version,
+            extra=event("node", text=f"node {node.node_id} connected (engine {hello.engine})"),
+        )
+        return node
 
     def update_status(self, node: AttachedNode, status: Status) -> None:
         """Take in a heartbeat."""
         node.note_status(status, self.policy.newest)
 
     def leave(self, node: AttachedNode, reason: str) -> None:
-        """Mark `node` as away, and place elsewhere what it held."""
-        if not self.nodes.remove(node, reason):
+        """Mark `node` as away, unless it is, and place elsewhere what it held."""
+        self._take_away(node, reason)
+        self.place()
+
+    def _take_away(self, node: AttachedNode, reason: str) -> None:
+        if not node.attached:
             return
-        if node.leases and node.heard.delivered <= min(node.placed_at()):
-            node.note_failure(self._suspend_s)  # Else it could come back for them again and again.
+        del self._connections[node.identity]
+        node.attached = False
+        held = len(node.leases)
+        logger.warning("node %s is gone (%s); it held %d requests", node.node_id, reason, held, extra=event("node"))
+        if node.leases and node.delivered <= min(node.placed_at()):
+            self.blame(node)  # Else it could come back for them again and again.
         for request in reversed(list(node.leases.values())):
             self.reissue(request, f"node {node.node_id} is gone: {reason}", keep=True)
-        self.place()
 
     def lose_silent(self, lost_after_s: float) -> None:
         """Mark every node as away that was silent for longer than `lost_after_s`."""
         now = time.monotonic()
-        for node in self.nodes.attached():
-            if now - node.heard.anything > lost_after_s:
-                self.leave(node, f"silent for {now - node.heard.anything:.1f} s")
+        for node in self.attached():
+            if now - node.heard > lost_after_s:
+                self.leave(node, f"silent for {now - node.heard:.1f} s")
+
+    def reclaim_stalled(self, stall_s: float) -> None:
+        """Reissue what a node holds that has made no progress for `stall_s`, if another node can serve.
+
+        A node may send heartbeats while its engine hangs. It then misses new weights too, so it may not be serving. It
+        gets no request for `stall_s`, doubled with each further stall, up to 4 times that or an hour. Then it gets one
+        at a time until it has answered.
+        """
+        now = time.monotonic()
+        for node in self.attached():
+            stalled_s, record = node.stalled_s(now), node.record
+            if stalled_s < stall_s or all(other is node for other in self.serving()):
+                continue
+            reason = f"node {node.node_id} gave neither answer nor token for {stalled_s:.1f} s"
+            suspended_s = min(stall_s * 2 ** min(record.stalls_in_row, _MAX_DOUBLINGS), _MAX_SUSPENSION_S)
+            record.suspended_until = now + suspended_s
+            record.stalls_in_row += 1
+            logger.warning(
+                "%s, but sends heartbeats. Its %d requests go to other nodes, and it gets none for %.0f s. Check its "
+                "log for a hanging engine. A restart does not shorten that time", reason, len(node.leases), suspended_s,
+            )  # fmt: skip
+            self._reclaim(node, reason, keep=True)
+        self.place()
+
+    def reclaim_quarantined(self, node_id: str, reason: str) -> None:
+        """Reissue what a node holds whose answers are wrong, without what it has streamed."""
+        if (node := self.nodes.get(node_id)) is not None:
+            self._reclaim(node, f"node {node_id} is {reason}", keep=False)
+        self.place()
+
+    def _reclaim(self, node: AttachedNode, reason: str, *, keep: bool) -> None:
+        for request in reversed(list(node.leases.values())):
+            request.avoid = node.node_id
+            self.reissue(request, reason, keep=keep)
 
 
 # -- waits -----------------------------------------------------------------------------------------------------------
@@ -460,11 +520,13 @@ class Waits:
             self._no_node_since = None
         elif self._no_node_since is None:
             self._no_node_since = now
-        for request in list(self._router.open.values()):
+        for request in self._router.open:
             if now - request.since >= self._router.request_timeout_s:
                 self._router.blame_node_of(request)
-                self._router.end(request, self._too_slow(request, now))
-        return self._end_without_node(now)
+                self._router.finish(request, self._too_slow(request, now))
+        error = self._end_without_node(now)
+        self._router.place()
+        return error
 
     def _end_without_node(self, now: float) -> DeadlineError | None:
         since, limit_s = self._no_node_since, self._no_node_timeout_s
@@ -479,62 +541,129 @@ class Waits:
             f"({now - since:.1f} s, orchestrator.no_node_timeout_s is {limit_s}): {self.why_no_node()}"
         )
         for request in overdue:
-            self._router.end(request, error)
+            self._router.finish(request, error)
         return error
 
     def _too_slow(self, request: GatewayRequest, now: float) -> DeadlineError:
-        waited = (
-            f"request {request.request_id} waited {now - request.since:.1f} s, at most {self._router.request_timeout_s}"
-        )
+        name, limit_s = request.asked.request_id, self._router.request_timeout_s
+        waited = f"request {name} waited {now - request.since:.1f} s, at most {limit_s}"
         if request.running is not None:
             return DeadlineError(f"{waited}: node {request.running.node.node_id} has not answered")
-        previous = f" (before that, {request.tried.last_error})" if request.tried.last_error else ""
+        previous = f" (before that, {request.last_error})" if request.last_error else ""
         serving = self._router.serving()
         able = f"{sum(map(request.may_run_on, serving))} of {len(serving)} serving nodes"
         return DeadlineError(f"{waited}: it was queued, all places of the {able} that may take it are used{previous}")
 
     def why_no_node(self) -> str:
         """Return what each known node lacks, or how to start one."""
-        reasons = [f"{node.node_id} {node.cannot_serve(self._router.policy)}" for node in self._router.nodes]
+        reasons = [f"{node.node_id} {node.cannot_serve(self._router.policy)}" for node in self._router.nodes.values()]
         if reasons:
             return "; ".join(reasons[:8])
         return f"none has connected: {self._join_hint()}, or set inference.nodes to at least 1"
 
 
-def reclaim_stalled(router: Router, stall_s: float) -> None:
-    """Reissue what a node holds that has made no progress for `stall_s`, if another node can serve.
+# -- checks of what nodes sample -------------------------------------------------------------------------------------
 
-    A node may send heartbeats while its engine hangs. It then misses new weights too, so it may not be serving. It gets
-    no request for `stall_s`, doubled with each further stall, up to 4 times that or an hour. Then it gets one at a time
-    until it has answered.
+
+def check_sampled(message: Sampled, request: GatewayRequest, running: Running, policy: ServedPolicy) -> Answer:
+    """Return the answer in `message`, which begins with what its node streamed; or the part, which comes after it.
+
+    `running` holds `request`. Raises WireError naming what is wrong with the message.
     """
-    now = time.monotonic()
-    for node in router.nodes.attached():
-        stalled_s = node.stalled_s(now)
-        if stalled_s < stall_s or all(other is node for other in router.serving()):
-            continue
-        reason = f"node {node.node_id} gave neither answer nor token for {stalled_s:.1f} s"
-        standing = node.standing
-        suspended_s = min(stall_s * 2 ** min(standing.stalls_in_row, _MAX_DOUBLINGS), _MAX_SUSPENSION_S)
-        standing.suspended_until = now + suspended_s
-        standing.stalls_in_row += 1
-        standing.places = 1
-        requests = list(node.leases.values())
-        logger.warning(
-            "%s, but sends heartbeats. Its %d requests go to other nodes, and it gets none for %.0f s. Check its log "
-            "for a hanging engine. A restart does not shorten that time", reason, len(requests), suspended_s,
-        )  # fmt: skip
-        for request in reversed(requests):
-            request.tried.avoid = node.node_id
-            router.reissue(request, reason, keep=True)
-    router.place()
+    streamed, node, max_tokens = running.streamed, running.node, request.num_left
+    swaps = node.record.swaps_since(running.placed)
+    token_ids, logprobs = _numbers(message)
+    if message.is_part:
+        _check_place(message, len(streamed), len(token_ids), max_tokens)
+    else:
+        _check_end(message.finish_reason, len(token_ids), max_tokens)
+    _check_values(token_ids, logprobs, policy.vocab_size)
+    _check_spans(message.version_spans, len(token_ids), range(request.least_version, policy.newest + 1), swaps)
+    for span in message.version_spans:
+        if span.version not in policy.published and span.version > min(policy.published, default=span.version):
+            raise WireError(f"there never was a version {span.version}")
+    if streamed and message.is_part:
+        _check_seam(streamed.newest_version, message.version_spans[0].version, swaps)
+    elif streamed:
+        _check_beginning(message, streamed)
+    return Answer(
+        token_ids=message.token_ids,
+        logprobs=message.logprobs,
+        version_spans=message.version_spans,
+        finish_reason=message.finish_reason,
+        prompt_cached=message.prompt_cached,
+        sampled_by=[(node.node_id, len(token_ids))],
+    )
 
 
-def reclaim_quarantined(router: Router, node_id: str, reason: str) -> None:
-    """Reissue what a node holds whose answers are wrong, without what it has streamed."""
-    for node in router.nodes.attached():
-        if node.node_id == node_id:
-            for request in list(node.leases.values()):
-                request.tried.avoid = node_id
-                router.reissue(request, f"node {node_id} is {reason}", keep=False)
-    router.place()
+def _check_place(message: Sampled, num_streamed: int, count: int, max_tokens: int) -> None:
+    if message.start != num_streamed:
+        raise WireError(f"tokens from {message.start} came after {num_streamed}")
+    if not 0 < count < max_tokens - num_streamed:
+        raise WireError(f"{count} tokens came after {num_streamed} as a part, but max_tokens is {max_tokens}")
+
+
+def _check_end(reason: str, count: int, max_tokens: int) -> None:
+    if count > max_tokens:
+        raise WireError(f"{count} tokens came, but max_tokens was {max_tokens}")
+    if reason not in ("stop", "length"):
+        raise WireError(f"finish_reason is {reason!r}, expected 'stop' or 'length'")
+    if not count:
+        raise WireError(f"no token came, with finish_reason {reason!r}: a stop has at least its token")
+    if reason == "length" and count < max_tokens:
+        raise WireError(f"finish_reason is 'length' after {count} tokens, but max_tokens was {max_tokens}")
+
+
+def _check_seam(last: int, first: int, swaps: Container[int]) -> None:
+    if first < last:
+        raise WireError(f"version {first} came after version {last}")
+    if first != last:
+        _check_swap(first, swaps)
+
+
+def _check_beginning(message: Sampled, streamed: Answer) -> None:
+    count = len(streamed)
+    if not message.token_ids.startswith(streamed.token_ids):
+        raise WireError(f"the answer does not begin with the {count} tokens that its node had streamed")
+    spans = [span for span in message.version_spans if span.start < count]
+    if [VersionSpan(span.start, min(span.end, count), span.version) for span in spans] != streamed.version_spans:
+        raise WireError(f"other versions sampled its first {count} tokens than its node said with them")
+
+
+def _numbers(message: Sampled) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids and logprobs, equal in number."""
+    if len(message.token_ids) % INT.itemsize or len(message.logprobs) % FLOAT.itemsize:
+        raise WireError(f"{len(message.token_ids)} and {len(message.logprobs)} bytes are not 4-byte numbers")
+    token_ids, logprobs = ints(message.token_ids), floats(message.logprobs)
+    if len(token_ids) != len(logprobs):
+        raise WireError(f"{len(token_ids)} token ids came with {len(logprobs)} logprobs")
+    return token_ids, logprobs
+
+
+def _check_values(token_ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> None:
+    low, high = int(token_ids.min()), int(token_ids.max())
+    if low < 0 or high >= vocab_size:
+        raise WireError(f"token ids {low}..{high} leave the vocabulary 0..{vocab_size - 1}")
+    least, most = float(logprobs.min()), float(logprobs.max())
+    # A NaN makes both comparisons false.
+    if not (least > _NO_EVIDENCE and most <= _ROUNDING):
+        raise WireError(f"logprobs lie in {least}..{most}, expected finite numbers in ({_NO_EVIDENCE}, 0]")
+
+
+def _check_spans(spans: list[VersionSpan], num_tokens: int, versions: range, swaps: Container[int]) -> None:
+    end, oldest = 0, versions.start
+    for span in spans:
+        if span.start != end or span.end <= span.start:
+            raise WireError(f"version span [{span.start}, {span.end}) does not continue at position {end}")
+        if not oldest <= span.version < versions.stop:
+            raise WireError(f"version {span.version} is not between {oldest} and the newest, {versions.stop - 1}")
+        if span.start:
+            _check_swap(span.version, swaps)
+        end, oldest = span.end, span.version + 1
+    if end != num_tokens:
+        raise WireError(f"version spans cover {end} of {num_tokens} tokens")
+
+
+def _check_swap(version: int, swaps: Container[int]) -> None:
+    if version not in swaps:
+        raise WireError(f"a swap to version {version} came, but the node reported none while it held the request")

@@ -9,8 +9,7 @@ from node_peer import tokens_for
 
 from composer_prime.wire.node_messages import CancelGenerate, Generate, NodeHello, Sampled, Sampling, Status, ToNode
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
-from orchestrator.gateway.nodes import AttachedNode, Nodes
-from orchestrator.gateway.requests import ServedPolicy
+from orchestrator.gateway.nodes import AttachedNode, ServedPolicy
 from orchestrator.gateway.routing import Router, Waits
 
 
@@ -24,7 +23,6 @@ class Fleet:
         self.told: list[tuple[str, ToNode]] = []
         """All other messages, by node."""
         self.router = Router(
-            Nodes(),
             self._send,
             policy=ServedPolicy(256),
             suspend_s=1.0,
@@ -34,11 +32,11 @@ class Fleet:
         for name, changes in hellos.items():
             hello = NodeHello(node_id=name, engine="test", run_id=None, version=0, max_concurrent=64, instance=name)
             node = self.router.attach(name.encode(), msgspec.structs.replace(hello, **changes))
-            node.speed.note_tokens(1 << 20)  # So that it gets all of its places at once.
+            node.speed.tokens = 1 << 20  # So that it gets all of its places at once.
         self.calls: list[asyncio.Task] = []
 
     def _send(self, identity: bytes, message) -> bool:
-        name = next(node.node_id for node in self.router.nodes if node.identity == identity)
+        name = next(node.node_id for node in self.router.nodes.values() if node.identity == identity)
         if isinstance(message, Generate):
             self.sent[name].append(message)
         elif isinstance(message, CancelGenerate):
@@ -48,7 +46,7 @@ class Fleet:
         return True
 
     def node(self, name: str) -> AttachedNode:
-        return next(node for node in self.router.nodes if node.node_id == name)
+        return next(node for node in self.router.nodes.values() if node.node_id == name)
 
     async def ask(
         self,

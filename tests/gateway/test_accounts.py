@@ -14,9 +14,10 @@ from fleet import Fleet, status
 from composer_prime.monitor.metrics_file import read_history
 from composer_prime.monitor.node_table import recorded_rows
 from composer_prime.run.costs import spent
+from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node_messages import ComputeDevice, NodeHello
-from orchestrator.swarm.accounts import NodeAccounts
+from orchestrator.gateway.node_control import NodeControl
 
 
 class Clock:
@@ -27,12 +28,12 @@ class Clock:
         return self.now
 
 
-def accounts_of(fleet: Fleet, clock: Clock, folder: Path | None) -> NodeAccounts:
+def accounts_of(fleet: Fleet, clock: Clock, folder: Path | None) -> NodeControl:
     run_dir = None if folder is None else RunDir(folder)
-    return NodeAccounts(fleet.router, run_dir, clock=clock)
+    return NodeControl(fleet.router, RunKeys(Path("no keys")), run_dir, clock=clock)
 
 
-def pass_time(accounts: NodeAccounts, clock: Clock, seconds: float) -> None:
+def pass_time(accounts: NodeControl, clock: Clock, seconds: float) -> None:
     """Tick every five seconds, as a gateway does more often."""
     for _ in range(round(seconds / 5)):
         clock.now += 5
@@ -83,7 +84,7 @@ def test_records_give_the_table_again(tmp_path):
         await work_for(fleet, "a", 3)
         fleet.router.update_status(fleet.node("a"), status(weight_bytes=5000))
         accounts.tick()
-        fleet.node("a").trust.clean, fleet.node("a").trust.audited = 8, 8
+        fleet.node("a").record.trust.clean, fleet.node("a").record.trust.audited = 8, 8
         pass_time(accounts, clock, 100)
         accounts.note_trained(4, {"a": 12})
         (live,) = accounts.rows()
@@ -131,11 +132,11 @@ def test_a_line_for_each_change(tmp_path):
 # The first tick after a Hello may come before the first report: what was pulled is not counted again, and a node that
 # outlives its orchestrator pulled nothing for the next one. A process that starts anew pulls anew.
 def test_pulled_bytes_count_once():
-    def pulled(fleet: Fleet, accounts: NodeAccounts, count: int) -> int:
+    def pulled(fleet: Fleet, accounts: NodeControl, count: int) -> int:
         fleet.router.update_status(fleet.node("a"), status(weight_bytes=count))
         return accounts.rows()[0].totals.weight_bytes
 
-    def hello(fleet: Fleet, accounts: NodeAccounts, instance: str, run_id: str | None) -> None:
+    def hello(fleet: Fleet, accounts: NodeControl, instance: str, run_id: str | None) -> None:
         said = NodeHello(node_id="a", engine="e", run_id=run_id, version=0, max_concurrent=1, instance=instance)
         fleet.router.attach(b"again", said)
         accounts.tick()
@@ -153,6 +154,3 @@ def test_pulled_bytes_count_once():
         assert pulled(fleet, after_restart, 3000) == 0 and pulled(fleet, after_restart, 3500) == 500
 
     with_fleet(test, a={})
-
-
-# A node that serves an older version says why it has no newer one; so does one that gets no requests for that.

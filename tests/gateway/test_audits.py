@@ -108,7 +108,7 @@ async def test_a_node_that_takes_the_likeliest_token_is_quarantined(open_gateway
         fleet(gateway, keys, honest=LocalEngine, greedy=GreedyEngine),
     ):
         ended: list[tuple[str, str | None]] = []
-        greedy = gateway.router.nodes.trust["greedy"]
+        greedy = gateway.router.trust["greedy"]
         while not greedy.quarantines:
             names = [f"r{len(ended) + index}" for index in range(8)]
             ended += await asyncio.gather(*(play(gateway, name, [5, 6, 7 + i]) for i, name in enumerate(names)))
@@ -118,10 +118,10 @@ async def test_a_node_that_takes_the_likeliest_token_is_quarantined(open_gateway
         figures = gateway.metrics()
         assert figures["audit/quarantines"] == 1 and figures["audit/failed"] == 0
         assert figures["audit/answers"] == figures["audit/audited"] == len(ended)
-        described = {node["node_id"]: node for node in gateway.state()["nodes"]}
-        assert "quarantined" in described["greedy"]["why_not"] and described["greedy"]["trust"] == 0.0
+        rows = {row.name: row for row in gateway.control.rows()}
+        assert "quarantined" in rows["greedy"].why and rows["greedy"].trust == 0.0
         assert [(await play(gateway, f"s{i}", [9, 9, 9 + i]))[0] for i in range(2)] == ["honest"] * 2
-        assert described["honest"]["trust"] > 0.5 or not any(node == "honest" for node, _ in ended)
+        assert rows["honest"].trust > 0.5 or not any(node == "honest" for node, _ in ended)
 
 
 async def test_an_auditor_whose_engine_died_ends_and_hands_its_answers_on(open_gateway, keys):

@@ -40,9 +40,7 @@ async def test_a_report_out_of_range_is_garbage(open_gateway, node_keys, claim):
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a", heartbeat_s=60) as node:
         node.send(status(**claim))
         assert (await post(gateway.http_url, generate_body(5)))[0] == 200
-        assert gateway.state()["nodes"][0]["garbage"] == 1
-        [attached] = gateway.router.nodes.attached()
-        assert attached.status is None
+        assert gateway.link.conduct.garbage == 1 and gateway.router.nodes["a"].status is None
 
 
 async def test_no_instance_swaps_a_version_in_again():
@@ -62,7 +60,7 @@ async def test_no_instance_swaps_a_version_in_again():
     [request] = fleet.sent["cheat"]
     spans = [VersionSpan(0, 1, 3), VersionSpan(1, 6, 4)]
     fleet.stream("cheat", request, [10] * 6, finish_reason="stop", version_spans=spans)
-    assert fleet.node("cheat").counters.bad_answers == 1, "it got this one after the swap"
+    assert fleet.node("cheat").record.bad_answers == 1, "it got this one after the swap"
     await fleet.close()
 
 
@@ -81,7 +79,7 @@ async def test_an_honest_node_that_starts_again_below_its_version_is_not_blamed(
     for request in fleet.sent["a"]:
         fleet.finish("a", request, [10], version=1)
     assert [len(await call) for call in fleet.calls] == [1] * 4
-    assert fleet.node("a").counters.bad_answers == fleet.node("a").standing.failures_in_row == 0
+    assert fleet.node("a").record.bad_answers == fleet.node("a").record.failures_in_row == 0
     await fleet.close()
 
 
@@ -91,7 +89,7 @@ async def test_a_rewound_version_is_served_again():
     fleet.router.policy.newest = 8
     fleet.router.update_status(fleet.node("a"), status(version=8))
     fleet.router.policy.newest = 5
-    fleet.node("a").reports.forget(5)
+    fleet.node("a").record.forget_version(5)
     fleet.router.update_status(fleet.node("a"), status(version=5))
     await fleet.ask()
     assert len(fleet.sent["a"]) == 1
@@ -106,5 +104,5 @@ async def test_a_version_that_never_was(version, bad):
     await fleet.ask()
     [request] = fleet.sent["a"]
     fleet.finish("a", request, [10], version=version)
-    assert fleet.node("a").counters.bad_answers == bad
+    assert fleet.node("a").record.bad_answers == bad
     await fleet.close()

@@ -19,7 +19,6 @@ from inference.engines.local.compute import Computer
 from inference.engines.local.local_engine import LocalEngine
 from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
-from orchestrator.gateway.routing import reclaim_stalled
 
 
 @pytest.mark.parametrize("how", ["vanishes", "drains", "stalls"])
@@ -38,8 +37,8 @@ async def test_another_node_continues_after_the_streamed_tokens(how):
     else:
         for request in node.leases.values():
             request.running.placed -= 100.0
-        node.heard.progress -= 100.0
-        reclaim_stalled(fleet.router, 75.0)
+        node.progress -= 100.0
+        fleet.router.reclaim_stalled(75.0)
     [second] = fleet.sent["b"]
     assert ints(second.prompt_ids).tolist() == [5, 5, 5, 10, 11, 12]
     assert (second.sampling.max_tokens, second.sampling.resumed, second.sampling.seed) == (5, 3, 7)
@@ -48,7 +47,7 @@ async def test_another_node_continues_after_the_streamed_tokens(how):
     assert answer.ids.tolist() == [10, 11, 12, 13, 14]
     assert answer.token_logprobs.tolist() == [-0.5, -0.5, -0.5, -0.25, -0.25]
     assert answer.version_spans == [VersionSpan(0, 5, 0)] and tuple(answer.sampled_by) == (("a", 3), ("b", 2))
-    assert (fleet.router.counters.tokens_resumed, fleet.router.counters.tokens_lost) == (3, 0)
+    assert (fleet.router.counters["tokens_resumed"], fleet.router.counters["tokens_lost"]) == (3, 0)
     await fleet.close()
 
 
@@ -82,7 +81,7 @@ async def test_a_claim_of_older_weights_than_the_request_allows_is_refused(how):
     fleet.stream("b", fleet.sent["b"][0], [10], version=3)
     fleet.router.leave(fleet.node("b"), "silent")
     claim("c", fleet.sent["c"][0], [11], version=2)
-    assert [fleet.node(name).counters.bad_answers for name in "abc"] == [1, 0, 1]
+    assert [fleet.node(name).record.bad_answers for name in "abc"] == [1, 0, 1]
     await fleet.close()
 
 
@@ -95,7 +94,7 @@ async def test_an_answer_that_no_serving_node_can_continue_starts_anew():
     fleet.router.leave(fleet.node("a"), "silent")
     [again] = fleet.sent["old"]
     assert (len(ints(again.prompt_ids)), again.sampling.resumed, again.sampling.max_tokens) == (1, 0, 8)
-    assert fleet.router.counters.tokens_lost == 2
+    assert fleet.router.counters["tokens_lost"] == 2
     await fleet.close()
 
 
@@ -118,7 +117,7 @@ async def test_a_part_that_cannot_be_true_costs_the_node_the_request(changes):
     await fleet.ask()
     [first] = fleet.sent["a"]
     fleet.stream("a", first, **({"ids": [10]} | changes))
-    assert fleet.node("a").counters.bad_answers == 1 and fleet.cancelled["a"] == [first.lease]
+    assert fleet.node("a").record.bad_answers == 1 and fleet.cancelled["a"] == [first.lease]
     [second] = fleet.sent["b"]
     assert len(ints(second.prompt_ids)) == 1
     await fleet.close()
@@ -130,7 +129,7 @@ async def test_an_answer_must_begin_with_what_was_streamed():
     await fleet.ask()
     fleet.stream("a", fleet.sent["a"][0], [10, 11])
     fleet.finish("a", fleet.sent["a"][0], [10, 12, 13])
-    assert (fleet.node("a").counters.bad_answers, fleet.router.counters.tokens_lost) == (1, 2)
+    assert (fleet.node("a").record.bad_answers, fleet.router.counters["tokens_lost"]) == (1, 2)
     assert len(ints(fleet.sent["b"][0].prompt_ids)) == 1
     await fleet.close()
 
@@ -144,7 +143,7 @@ async def test_a_late_part_means_nothing():
     await asyncio.gather(*fleet.calls, return_exceptions=True)
     fleet.stream("a", first, [10])
     fleet.router.update_status(fleet.node("a"), status())
-    assert fleet.node("a").counters.bad_answers == 0
+    assert fleet.node("a").record.bad_answers == 0
     await fleet.close()
 
 
@@ -196,15 +195,15 @@ async def test_killed_in_mid_answer_the_tokens_are_those_of_a_calm_run(open_gate
             b.running = asyncio.ensure_future(b.node.run())
             call = asyncio.create_task(post(gateway.http_url, body))
             async with asyncio.timeout(100):
-                while not (held := list(gateway.router.open.values())) or not held[0].running.streamed:
+                while not (held := list(gateway.router.open)) or not held[0].running.streamed:
                     await asyncio.sleep(0.01)
                 while "b" not in gateway.versions():
                     await asyncio.sleep(0.01)
                 await a.kill()
-                [node] = [node for node in gateway.router.nodes.attached() if node.node_id == "a"]
+                [node] = [node for node in gateway.router.attached() if node.node_id == "a"]
                 gateway.router.leave(node, "killed")
                 status_code, reply = await call
-            resumed = gateway.router.counters.tokens_resumed
+            resumed = gateway.router.counters["tokens_resumed"]
             assert status_code == 200 and reply["choices"][0]["token_ids"] == calm and len(calm) == 120
             assert resumed > 0 and b.engine._computer.sampled == 120 - resumed
         finally:
@@ -232,11 +231,11 @@ async def test_a_swap_that_the_node_did_not_report_meanwhile_is_refused(swap):
     fleet.router.policy.newest = 4
     await fleet.ask(2)
     swapped(fleet, "a", fleet.sent["a"][0], swap, (3, 4))
-    assert fleet.node("a").counters.bad_answers == 1 and len(fleet.sent["b"]) == 2, "it goes to another node"
+    assert fleet.node("a").record.bad_answers == 1 and len(fleet.sent["b"]) == 2, "it goes to another node"
     report(fleet, "a", 4)
     await fleet.ask(2)
     swapped(fleet, "a", fleet.sent["a"][1], swap, (3, 4))
-    assert fleet.node("a").counters.bad_answers == 2, "it had swapped before it got this one"
+    assert fleet.node("a").record.bad_answers == 2, "it had swapped before it got this one"
     await fleet.close()
 
 
@@ -260,7 +259,7 @@ async def test_honest_swaps_within_answers_are_taken():
     fleet.finish("a", late, [10, 11], version=3)
     answers = await asyncio.gather(*fleet.calls)
     assert [len(answer.version_spans) for answer in answers] == [2, 2, 2, 2, 1, 1]
-    assert fleet.node("a").counters.bad_answers == 0
+    assert fleet.node("a").record.bad_answers == 0
     await fleet.close()
 
 
@@ -273,12 +272,12 @@ async def test_a_version_is_swapped_in_once():
     report(fleet, "a", 3)
     report(fleet, "a", 4)
     swapped(fleet, "a", fleet.sent["a"][0], 1, (3, 4))
-    assert fleet.node("a").counters.bad_answers == 1
+    assert fleet.node("a").record.bad_answers == 1
     report(fleet, "a", 3)
-    fleet.node("a").reports.forget(4)
+    fleet.node("a").record.forget_version(4)
     report(fleet, "a", 4)
     swapped(fleet, "a", fleet.sent["a"][1], 1, (3, 4))
-    assert fleet.node("a").counters.bad_answers == 1
+    assert fleet.node("a").record.bad_answers == 1
     await fleet.close()
 
 
@@ -290,9 +289,9 @@ async def test_what_was_streamed_keeps_its_version():
     fleet.stream("a", fleet.sent["a"][0], [10, 11, 12], version=3)
     report(fleet, "a", 4)
     swapped(fleet, "a", fleet.sent["a"][0], 1, (3, 4))
-    assert fleet.node("a").counters.bad_answers == 1
+    assert fleet.node("a").record.bad_answers == 1
     report(fleet, "a", 3)
     fleet.stream("a", fleet.sent["a"][1], [10], version=3)
     fleet.stream("a", fleet.sent["a"][1], [11], start=1, version=4)
-    assert fleet.node("a").counters.bad_answers == 2
+    assert fleet.node("a").record.bad_answers == 2
     await fleet.close()

@@ -147,9 +147,9 @@ async def test_an_invite_opens_nothing_but_the_enrollment(open_gateway, invite, 
         assert await stranger.is_silent(ChunkRequest(sha256=ref.sha256, offset=0))
         assert await stranger.is_silent(hello("box"))
         async with asyncio.timeout(100):
-            while gateway.state()["link"]["garbage"] < 2:
+            while gateway.link.conduct.garbage < 2:
                 await asyncio.sleep(0.02)
-        assert await stranger.is_silent(hello("box"), 0.1) and not gateway.state()["nodes"]
+        assert await stranger.is_silent(hello("box"), 0.1) and not gateway.router.nodes
 
 
 async def test_enrollments_are_refused_with_the_reason(open_gateway, keys, invite, joined):
@@ -192,7 +192,7 @@ async def test_a_spent_invite_is_a_strangers_key(open_gateway, keys, joined):
             link = joined(gateway, spent)
             async with asyncio.timeout(100):
                 await link.until_refused()
-        assert gateway.state()["link"]["garbage"] == 0
+        assert gateway.link.conduct.garbage == 0
 
 
 async def test_no_invite_stops_the_enrollment_of_another(open_gateway, keys, invite, joined):
@@ -210,7 +210,7 @@ async def test_no_invite_stops_the_enrollment_of_another(open_gateway, keys, inv
                 await link._socket.send(msgspec.msgpack.encode(refused))
         assert isinstance(await joined(gateway, invite.keys).ask(enroll(own_keys(invite))), Enrolled)
         async with asyncio.timeout(100):
-            while not gateway.state()["link"]["cut_off"]:
+            while not gateway.link.conduct.cut_off:
                 for _ in range(500):
                     await links[0]._socket.send(msgspec.msgpack.encode(refused))
                 await asyncio.sleep(0.02)
@@ -245,7 +245,7 @@ async def test_a_fault_of_this_machine_is_no_refusal(open_gateway, keys, invite,
     async with open_gateway() as gateway:
         link = joined(gateway, invite.keys)
         assert isinstance(await link.ask(enroll(first)), Enrolled)
-        gateway._link.end_revoked()  # learns of it, as every second
+        gateway.link.end_revoked()  # learns of it, as every second
         path.rename(aside)
         path.mkdir()
         assert await link.is_silent(enroll(second))
@@ -275,7 +275,7 @@ async def test_a_revoked_node_is_sent_away_and_stays_out_while_others_serve_on(
             assert "turned away for good: too slow" in revoked.welcome.reason
         again = joined(gateway, own)
         assert await again.is_silent(hello("box"))
-        assert [node["node_id"] for node in gateway.state()["nodes"] if node["attached"]] == ["other"]
+        assert list(gateway.versions()) == ["other"]
         assert isinstance(other.welcome, NodeWelcome)
 
 

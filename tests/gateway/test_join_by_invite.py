@@ -47,9 +47,8 @@ async def test_a_string_is_enough(open_gateway, keys, store, tmp_path):
     async with open_gateway(inference=PATIENT) as gateway:
         gateway.publish(publisher.publish(3))
         async with joining(invite_for(keys, gateway.node_endpoint), tmp_path, "--name", "box") as process:
-            nodes = lambda: [node for node in gateway.state()["nodes"] if node["attached"]]
-            await until(nodes, "the node to attach")
-            assert [(node["node_id"], node["version"]) for node in nodes()] == [("box", 3)]
+            await until(gateway.versions, "the node to attach")
+            assert gateway.versions() == {"box": 3}
             status, _ = await post(gateway.http_url, generate_body(5))
             assert status == 200
             assert [node.name for node in keys.registry.list()] == ["box"]
@@ -89,7 +88,7 @@ async def test_a_machine_that_may_pull_no_more_waits_for_the_next_version(open_g
     publisher, asked = Publisher(store.root, keys, Reference(MODEL, scale=0.01)), []
     async with open_gateway(inference=PATIENT) as gateway:
         gateway.publish(publisher.publish(3))
-        allowance = gateway._link._allowance
+        allowance = gateway.link._allowance
         usual, allowance.refusal = allowance.refusal, lambda account: asked.append(account) or "it pulled 9 MB"
         async with joining(invite_for(keys, gateway.node_endpoint), tmp_path) as process:
             said = asyncio.create_task(process.communicate())

@@ -14,19 +14,16 @@ from fleet import Fleet
 from composer_prime.errors import ConfigError, InviteError, RequestError
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node_messages import Dismissed, NodeHello, ToNode
-from orchestrator.swarm.accounts import NodeAccounts
-from orchestrator.swarm.node_control import NodeControl
+from orchestrator.gateway.node_control import NodeControl
 
 
 class Controlled:
     """A fleet under control, and what the control sent to nodes."""
 
     def __init__(self, folder: Path, *names: str) -> None:
-        self.now = 0.0
         self.fleet = Fleet(**{name: {} for name in names})
         self.keys = RunKeys(folder)
-        accounts = NodeAccounts(self.fleet.router, None, clock=lambda: self.now)
-        self.control = NodeControl(self.fleet.router, accounts, self.keys)
+        self.control = NodeControl(self.fleet.router, self.keys, None)
 
     @property
     def told(self) -> list[tuple[str, ToNode]]:

@@ -56,7 +56,7 @@ async def test_a_vanished_nodes_request_goes_to_another_with_a_new_lease(open_ga
             assert status == 200
             assert reply["choices"][0]["token_ids"] == tokens_for([5, 6], 6)[0].tolist()
             assert b.generates[0].lease != a.generates[0].lease
-            assert gateway.router.counters.reissued == 1
+            assert gateway.router.counters["reissued"] == 1
             assert gateway.versions() == {"b": 0}
 
 
@@ -77,8 +77,8 @@ async def test_a_silent_nodes_late_answer_is_dropped_by_its_lease(open_gateway, 
             a.send(a.usual_answer(held[0], token_ids=b"\0" * 24))
             await a.until(lambda: any(m == Heard(known=False) for m in a.received) or gateway.versions().get("a") == 0)
             a.send(a.usual_answer(held[0], token_ids=b"\0" * 24))
-            await a.until(lambda: gateway.router.counters.late_answers == 1)
-            assert gateway.router.counters.answered == 1
+            await a.until(lambda: gateway.router.counters["late_answers"] == 1)
+            assert gateway.router.counters["answered"] == 1
 
 
 @pytest.mark.parametrize("comes_back", ["same process", "restarted"])
@@ -97,8 +97,7 @@ async def test_a_node_that_comes_back_takes_its_name_at_once(open_gateway, node_
                 assert isinstance(new.welcome, NodeWelcome)
                 assert (await call)[0] == 200
                 assert len(new.generates) == 1
-                [described] = gateway.state()["nodes"]
-                assert (described["attachments"], described["answers"]) == (2, 1)
+                assert gateway.router.nodes["a"].record.answers == 1
 
 
 @pytest.mark.parametrize("instance", ["another", ""])
@@ -113,8 +112,6 @@ async def test_nobody_takes_the_name_of_a_node_that_lives(open_gateway, node_key
             assert other.welcome.may_return  # the holder may vanish
             assert (await post(gateway.http_url, generate_body(5)))[0] == 200
             assert (len(holder.generates), len(other.generates)) == (1, 0)
-            [described] = gateway.state()["nodes"]
-            assert described["attachments"] == 1
 
 
 async def test_full_nodes_make_requests_wait_in_order(open_gateway, node_keys):
@@ -222,7 +219,7 @@ async def test_nodes_behind_the_required_version_get_no_request(open_gateway, no
         call = asyncio.create_task(post(gateway.http_url, generate_body(5)))
         await asyncio.sleep(0.3)
         assert not old.generates and not ahead.generates
-        assert "needs a version in 4..5" in gateway.state()["nodes"][0]["why_not"]
+        assert "needs a version in 4..5" in gateway.waits.why_no_node()
         old.version = 5
         old.beat()
         assert (await call)[0] == 200
@@ -236,11 +233,10 @@ async def test_what_a_leaving_node_gives_back_is_no_failure(open_gateway, node_k
         calls = [asyncio.create_task(post(gateway.http_url, generate_body(5 + k))) for k in range(6)]
         await leaving.until(lambda: bool(leaving.generates) and gateway.router.queued == 6)
         assert len(leaving.generates) <= 6
-        [described] = gateway.state()["nodes"]
-        assert (described["failures"], described["why_not"]) == (0, "draining")
+        assert gateway.router.nodes["a"].record.failures == 0 and gateway.waits.why_no_node() == "a draining"
         async with PeerNode(gateway.node_endpoint, node_keys, "b"):
             assert [status for status, _ in await asyncio.gather(*calls)] == [200] * 6
-        assert gateway.router.counters.failed == 0
+        assert gateway.router.counters["failed"] == 0
 
 
 async def test_ports_in_use_are_named(open_gateway, keys, store):
@@ -293,7 +289,7 @@ async def test_a_failing_node_is_left_alone_for_a_while(open_gateway, node_keys)
         assert all(status == 200 for status, _ in await asyncio.gather(*calls))
         assert len(good.generates) == 30
         assert len(bad.generates) <= 16
-        assert {node.node_id: node.counters.failures for node in gateway.router.nodes} == {
+        assert {node.node_id: node.record.failures for node in gateway.router.nodes.values()} == {
             "bad": len(bad.generates),
             "good": 0,
         }
@@ -307,11 +303,11 @@ async def test_a_stall_of_the_orchestrator_does_not_lose_its_nodes(open_gateway,
         beating.start()
         try:
             await until_served(gateway)
+            node = gateway.router.nodes["t"]
             for _ in range(2):
                 time.sleep(0.6)  # Longer than lost_after_s.
                 await asyncio.sleep(0.3)
-            assert gateway.versions() == {"t": 0}
-            assert gateway.state()["nodes"][0]["attachments"] == 1
+            assert gateway.router.nodes["t"] is node and node.attached
         finally:
             stop.set()
             await asyncio.to_thread(beating.join)

@@ -101,7 +101,7 @@ def test_drain_and_ban_real_nodes(tmp_path, capsys):
                 await until(lambda: len(gateway.router.serving()) == 2, "two nodes serve")
                 body = generate_body(5, 6, 7, max_tokens=200, ignore_eos=True)
                 calls = [asyncio.create_task(post(gateway.http_url, body)) for _ in range(4)]
-                await until(lambda: all(node.leases for node in gateway.router.nodes), "both hold requests")
+                await until(lambda: all(node.leases for node in gateway.router.nodes.values()), "both hold requests")
                 assert await command("ban", str(tmp_path), "b") == 0
                 with pytest.raises(RunMismatchError, match="banned by the operator"):
                     await asyncio.wait_for(b, WAIT_S)
@@ -117,7 +117,7 @@ def test_drain_and_ban_real_nodes(tmp_path, capsys):
     async def second_start() -> None:
         async with live_run(tmp_path) as (gateway, run_dir):
             keys = RunKeys(run_dir.keys).client("node")
-            assert not gateway._link.admission.is_admitted(own.own.public)
+            assert not gateway.link.admission.is_admitted(own.own.public)
             async with PeerNode(gateway.node_endpoint, keys, "c") as other:
                 assert isinstance(other.welcome, NodeWelcome)
 

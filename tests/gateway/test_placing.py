@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.wire.node_messages import NodeHello
-from orchestrator.gateway.nodes import AttachedNode
-from orchestrator.gateway.placing import UNPROVEN_PLACES, NodeSpeed, Pace, Placing
+from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode, NodeSpeed, Pace, Placing
 
 
 def measured(prompt_s: float, token_s: float, answers: int = 40) -> NodeSpeed:
@@ -73,7 +72,7 @@ async def test_a_node_that_comes_back_is_tried_beside_faster_ones_with_room(was_
     if was_measured:
         set_pace(fleet.node("back"), Pace(1e-4, 5e-4, 1e-2), fleet)
     hello = NodeHello(node_id="back", engine="test", run_id=None, version=0, max_concurrent=64, instance="restarted")
-    fleet.router.attach(b"back again", hello).speed.note_tokens(1 << 20)
+    fleet.router.attach(b"back again", hello).speed.tokens = 1 << 20
     set_pace(fleet.node("fast"), Pace(1e-4, 5e-4, 1e-2), fleet)
     set_pace(fleet.node("slow"), Pace(6e-4, 3e-3, 6e-2), fleet)
     fleet.router.placing.median = Pace(6e-4, 3e-3, 6e-2)
@@ -90,9 +89,9 @@ async def test_a_conversation_leaves_when_waiting_costs_more_than_its_prompt_els
     fleet.answer("a", fleet.sent["a"][0])
     for name in "ab":
         set_pace(fleet.node(name), Pace(1e-3, 1e-3), fleet)
-    fleet.node("b").standing.places = 0
+    fleet.node("b").draining = True
     await fleet.ask(others, max_tokens=2000)
-    fleet.node("b").standing.places = 64
+    fleet.node("b").draining = False
     await fleet.ask(prompt=4010, session="s", max_tokens=2000)
     assert fleet.sent["a" if stays else "b"][-1].session == "s"
     await fleet.close()
@@ -103,9 +102,9 @@ async def test_a_conversation_stays_until_the_fleet_is_measured():
     fleet = Fleet(a={}, b={})
     await fleet.ask(session="s")
     fleet.answer("a", fleet.sent["a"][0])
-    fleet.node("b").standing.places = 0
+    fleet.node("b").draining = True
     await fleet.ask(8)
-    fleet.node("b").standing.places = 64
+    fleet.node("b").draining = False
     for name in "ab":
         fleet.node(name).speed.pace = Pace(1e-4, 1e-3)
     await fleet.ask(session="s")
@@ -213,7 +212,7 @@ def test_nothing_waits_that_a_free_node_may_answer(nodes, requests):
         serving = fleet.router.serving()
         for request in fleet.router.queue.values():
             able = [node for node in serving if request.may_run_on(node)]
-            assert all(len(node.leases) >= node.standing.places for node in able)
+            assert all(len(node.leases) >= node.places for node in able)
         assert sum(map(len, fleet.sent.values())) == sum(len(node.leases) for node in serving)
         await fleet.close()
 

@@ -13,14 +13,13 @@ from node_peer import PeerNode, failed
 from composer_prime.errors import RequestError
 from composer_prime.wire.node_messages import NodeHello
 from orchestrator.gateway.nodes import AttachedNode
-from orchestrator.gateway.routing import reclaim_stalled
 
 
 def stall(node: AttachedNode) -> None:
     """Make it as if `node` had been silent about its requests for 100 s."""
     for request in node.leases.values():
         request.running.placed -= 100.0
-    node.heard.progress -= 100.0
+    node.progress -= 100.0
 
 
 async def test_a_hung_engine_loses_its_requests_while_its_heartbeats_go_on(open_gateway, node_keys):
@@ -33,10 +32,10 @@ async def test_a_hung_engine_loses_its_requests_while_its_heartbeats_go_on(open_
         hung.answer = lambda request: None
         calls = [asyncio.create_task(post(gateway.http_url, generate_body(5, i))) for i in range(4)]
         await hung.until(lambda: len(hung.generates) == 4)
-        for request in gateway.router.open.values():
+        for request in gateway.router.open:
             request.running.placed -= 20.0
-        hung_node = gateway.router.nodes.attached()[0]
-        hung_node.heard.progress -= 20.0
+        hung_node = gateway.router.attached()[0]
+        hung_node.progress -= 20.0
         async with PeerNode(gateway.node_endpoint, node_keys, "b") as other:
             replies = await asyncio.gather(*calls)
             assert [code for code, _ in replies] == [200] * 4
@@ -50,13 +49,13 @@ async def test_a_stalled_node_gets_one_request_until_it_answers():
     await fleet.ask(6)
     node = fleet.node("a")
     stall(node)
-    reclaim_stalled(fleet.router, 75.0)
+    fleet.router.reclaim_stalled(75.0)
     assert not node.leases and len(fleet.node("b").leases) == 6
     assert "stalls in a row" in (node.cannot_serve(fleet.router.policy) or "")
     fleet.router.update_status(node, status(tokens_per_s=1.0, version=1))
     assert node.cannot_serve(fleet.router.policy) is not None, "a claim ends no suspension"
     fleet.router.update_status(node, status())
-    node.standing.suspended_until = 0.0
+    node.record.suspended_until = 0.0
     fleet.router.update_status(fleet.node("b"), status(kv_used=0.97))
     await fleet.ask(6)
     assert len(node.leases) == 1
@@ -72,11 +71,11 @@ async def test_a_suspension_outlasts_a_restart(instance):
     fleet = Fleet(a={}, b={})
     await fleet.ask(6)
     stall(fleet.node("a"))
-    reclaim_stalled(fleet.router, 75.0)
+    fleet.router.reclaim_stalled(75.0)
     hello = NodeHello(node_id="a", engine="test", run_id=None, version=0, max_concurrent=64, instance=instance)
     node = fleet.router.attach(b"a2", hello)
-    assert "stalls in a row" in (node.cannot_serve(fleet.router.policy) or "") and node.standing.places == 1
-    node.standing.suspended_until = time.monotonic()
+    assert "stalls in a row" in (node.cannot_serve(fleet.router.policy) or "") and node.places == 1
+    node.record.suspended_until = time.monotonic()
     assert node.cannot_serve(fleet.router.policy) is None
     await fleet.close()
 
@@ -110,7 +109,7 @@ async def test_a_node_that_delivered_something_may_leave():
     fleet.stream("a", fleet.sent["a"][0], [10])
     fleet.router.leave(fleet.node("a"), "reconnecting")
     fleet.router.leave(fleet.node("b"), "reconnecting")
-    assert [fleet.node(name).standing.failures_in_row for name in ("a", "b")] == [0, 1]
+    assert [fleet.node(name).record.failures_in_row for name in ("a", "b")] == [0, 1]
     await fleet.close()
 
 
@@ -122,12 +121,12 @@ async def test_a_hung_node_that_may_not_serve_loses_its_requests_too(obstacle):
     node = fleet.node("a")
     stall(node)
     node.draining = obstacle == "draining"
-    node.standing.suspended_until = time.monotonic() + 60.0 if obstacle == "suspended" else 0.0
+    node.record.suspended_until = time.monotonic() + 60.0 if obstacle == "suspended" else 0.0
     if obstacle == "outdated":
         fleet.router.policy.newest = fleet.router.policy.oldest = 1
         fleet.router.update_status(fleet.node("b"), status(version=1))
     assert [other.node_id for other in fleet.router.serving()] == ["b"]
-    reclaim_stalled(fleet.router, 75.0)
+    fleet.router.reclaim_stalled(75.0)
     assert not node.leases and len(fleet.node("b").leases) == 6
     await fleet.close()
 
@@ -144,11 +143,11 @@ async def test_tokens_that_are_reported_and_never_delivered_do_not_count_for_lon
         if waited_s == 100.0:
             fleet.stream("a", fleet.sent["a"][0], [10])
         stall(node)
-        node.heard.delivered -= waited_s
+        node.delivered -= waited_s
         for request in node.leases.values():
             request.running.placed -= waited_s
         fleet.router.update_status(node, status(tokens_per_s=1e12))
-        reclaim_stalled(fleet.router, 75.0)
+        fleet.router.reclaim_stalled(75.0)
         assert bool(node.leases) == holds
     await fleet.close()
 
@@ -161,7 +160,7 @@ async def test_progress_and_a_lack_of_other_nodes_keep_requests_where_they_are()
         node = fleet.node("a")
         stall(node)
         fleet.router.update_status(node, reports)
-        reclaim_stalled(fleet.router, 75.0)
+        fleet.router.reclaim_stalled(75.0)
         assert node.leases
         await fleet.close()
 
@@ -181,11 +180,11 @@ async def test_a_node_that_lets_deadlines_pass_is_suspended(held_s, delivers, is
     await fleet.ask(4)
     node = fleet.node("a")
     fleet.router.update_status(node, status(running=4, tokens_per_s=1e12))
-    for request in fleet.router.open.values():
+    for request in fleet.router.open:
         request.since -= 100.0
         request.running.placed -= held_s
     if not delivers:
-        node.heard.delivered -= 100.0
+        node.delivered -= 100.0
     if ended_by == "caller":
         for call in fleet.calls:
             call.cancel()
@@ -194,7 +193,7 @@ async def test_a_node_that_lets_deadlines_pass_is_suspended(held_s, delivers, is
         fleet.waits.enforce()
     replies = await asyncio.gather(*fleet.calls, return_exceptions=True)
     assert ["node a has not answered" in str(reply) for reply in replies] == [ended_by == "gateway"] * 4
-    assert (node.standing.failures_in_row, node.standing.places) == ((4, 1) if is_suspended else (0, 64))
+    assert (node.record.failures_in_row, node.places) == ((4, 1) if is_suspended else (0, 64))
     assert ("4 failures in a row" in (node.cannot_serve(fleet.router.policy) or "")) == is_suspended
     await fleet.close()
 
@@ -220,7 +219,7 @@ async def test_a_request_that_every_node_refuses_is_no_nodes_fault():
     fleet = Fleet(a={}, b={}, c={}, d={})
     for asked in range(6):
         await fleet.ask()
-        while holders := [node for node in fleet.router.nodes if node.leases]:
+        while holders := [node for node in fleet.router.nodes.values() if node.leases]:
             request = fleet.sent[holders[0].node_id][-1]
             fleet.router.on_failed(holders[0], failed(request, "no such sampling", retryable=False))
         with pytest.raises(RequestError, match="no such sampling"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ from test_nodes import signed_manifest
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.run.weights import CHUNK_BYTES, Canary, ChunkRef, Manifest
 from composer_prime.wire.node_messages import ChunkRequest, WeightPiece
-from orchestrator.gateway.chunks import MAX_ACCOUNTS, PIECE_BYTES, PullAllowance
+from orchestrator.gateway.link import MAX_ACCOUNTS, PIECE_BYTES, ChunkServer
 
 
 async def test_weight_chunks_are_served_in_pieces_from_any_offset(open_gateway, node_keys, store):
@@ -57,7 +58,8 @@ async def test_a_slow_reader_costs_a_few_pieces_of_memory_not_the_model(open_gat
         slow.curve_serverkey = node_keys.server_public
         slow.curve_publickey, slow.curve_secretkey = node_keys.own.public, node_keys.own.secret
         async with open_gateway() as gateway:
-            link = lambda: gateway.state()["link"]
+            chunks = gateway.link.chunks
+            sent = lambda: sum(chunks.pulled.values()) // PIECE_BYTES
             slow.connect(gateway.node_endpoint)
 
             async def ask(offset: int) -> None:
@@ -70,8 +72,8 @@ async def test_a_slow_reader_costs_a_few_pieces_of_memory_not_the_model(open_gat
 
             for piece in range(count):
                 await ask(piece * PIECE_BYTES)
-            await until(lambda: link()["chunk_bytes_sent"] // PIECE_BYTES + link()["chunk_requests_dropped"] == count)
-            queued = link()["chunk_bytes_sent"] // PIECE_BYTES
+            await until(lambda: sent() + chunks.dropped == count)
+            queued = sent()
             assert queued <= 24  # 16, and what the kernel's buffers took meanwhile
             for _ in range(queued):
                 await asyncio.wait_for(slow.recv(), 100)
@@ -139,20 +141,21 @@ def manifest_of(version: int, *chunks: ChunkRef) -> Manifest:
                     tensors={}, canary=Canary(token_ids=[1, 2], logprobs=[-1.0]))  # fmt: skip
 
 
-def test_an_allowance_does_not_pile_up_and_its_accounts_are_bounded():
+def test_an_allowance_does_not_pile_up_and_its_accounts_are_bounded(store):
     """Versions give back at most what was pulled; who pulled most is remembered longest; model files count."""
-    allowance, model_files = PullAllowance(lambda: 1 << 30), 1 << 30
-    allowance.charge(b"before any version", 1 << 40)
-    assert allowance.refusal(b"before any version") is None
+    model_files = SimpleNamespace(num_bytes=1 << 30)
+    chunks = ChunkServer(store, model_files)
+    chunks.charge(b"before any version", 1 << 40)
+    assert chunks.refusal(b"before any version") is None
     for version in range(20):
-        allowance.grant(manifest_of(version, ChunkRef(f"{version:064x}", 1 << 30)))
-    assert allowance.num_bytes == 6 << 30
-    allowance.charge(b"node", (6 << 30) - 1)
-    assert allowance.refusal(b"node") is None
-    allowance.charge(b"node", model_files)
-    assert allowance.refusal(b"node") is not None
+        chunks.grant(manifest_of(version, ChunkRef(f"{version:064x}", 1 << 30)))
+    assert chunks.allowance == 6 << 30
+    chunks.charge(b"node", (6 << 30) - 1)
+    assert chunks.refusal(b"node") is None
+    chunks.charge(b"node", 1)
+    assert chunks.refusal(b"node") is not None
     for number in range(4 * MAX_ACCOUNTS):
-        allowance.charge(b"connection %d" % number, 1)
-    assert allowance.refusal(b"node") is not None and len(allowance._accounts) <= MAX_ACCOUNTS
-    allowance.grant(manifest_of(20, ChunkRef("e" * 64, 1 << 30)))
-    assert allowance.refusal(b"node") is None
+        chunks.charge(b"connection %d" % number, 1)
+    assert chunks.refusal(b"node") is not None and len(chunks.pulled) <= MAX_ACCOUNTS
+    chunks.grant(manifest_of(20, ChunkRef("e" * 64, 1 << 30)))
+    assert chunks.refusal(b"node") is None

@@ -25,8 +25,8 @@ from composer_prime.wire.node_messages import (
     Sampling,
     Status,
 )
-from orchestrator.gateway.chunks import ChunkServer
 from orchestrator.gateway.http import GenerationRecord
+from orchestrator.gateway.link import ChunkServer
 from orchestrator.swarm.auditors import Auditors
 from orchestrator.swarm.audits import Audits
 from orchestrator.swarm.trust import NodeTrust

@@ -1,0 +1,373 @@
+"""What each node does and costs, and what an operator does to nodes: drain and ban.
+
+    gateway's tick --> NodeControl.tick: add time, tokens, dollars --> metrics.jsonl: a line for each change of a node
+                                     |   end drains
+    scheduler: step taken --> note_trained(step, tokens by node)   --> costs.jsonl: sums, each minute and at departure
+    orchestrator nodes|drain|ban RUN_DIR --HTTP, keys/operator.token--> NodeControl.routes --> router, registry
+
+Sums continue after a restart: they are read from costs.jsonl. Device, price and the bytes of weights that it pulled are
+the node's claims.
+
+drain   no new request; once the node has answered what it holds, it is sent away. It may come back. With --now it is
+        sent away at once: after five seconds it streams what it has sampled, and others continue.
+ban     its key is revoked in keys/nodes.sqlite, and the invite by which it came is withdrawn. The gateway ends its
+        connection at the next tick. The run's own nodes share a key, so none of them can be banned.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+from aiohttp import web
+
+from composer_prime.console import pluralize
+from composer_prime.errors import ConfigError, LedgerError, RequestError
+from composer_prime.monitor.events import event
+from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.monitor.node_table import AWAY, BANNED, DRAINING, LOADING, SERVING, SUSPENDED, NodeRow
+from composer_prime.run.costs import CostLedger, NodeTotals, spent
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import RunDir
+from composer_prime.wire.node_messages import ComputeDevice, Dismissed
+from orchestrator.gateway.http import json_reply
+from orchestrator.gateway.nodes import AttachedNode
+from orchestrator.gateway.routing import Router
+
+logger = logging.getLogger(__name__)
+
+ACTIONS = ("drain", "drain_now", "ban", "unban")
+_NAMES_SHOWN = 12
+_SAMPLE_S = 5.0
+"""Between two lines of a node of which only a count changed."""
+_LINE_S_A_NODE = 0.1
+"""With many nodes such lines come less often: ten a second of all nodes together."""
+_LEDGER_S = 60.0
+_MAX_WHY = 400
+"""Characters of a node's own words in the table."""
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeAccount:
+    """The sums of one node over the whole run, and what was written of them."""
+
+    totals: NodeTotals = field(default_factory=NodeTotals)
+    written: NodeTotals = field(default_factory=NodeTotals)
+    """What costs.jsonl has."""
+    written_at: float = -math.inf
+    counted: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "failures": 0})
+    """The gateway's counters, and from its first report on the node's own, as of the last tick."""
+    seen: float | None = None
+    """When it was last counted as attached, monotonic seconds; None while away."""
+    line: dict[str, str | int | float | None] = field(default_factory=dict)
+    """Its last line in metrics.jsonl."""
+    line_at: float = 0.0
+
+    def add(self, node: AttachedNode, now: float) -> None:
+        """Take in what `node` did since the last call."""
+        if node.hello.run_id is None:
+            self.counted.setdefault("weight_bytes", 0)
+        failures = node.record.failures + node.record.bad_answers
+        counters = {"tokens": node.record.tokens_out, "failures": failures}
+        if node.status is not None:
+            counters["weight_bytes"] = node.status.weight_bytes
+        added = {name: max(0, count - self._before(name, count)) for name, count in counters.items()}
+        seconds = now - self.seen if self.seen is not None and node.attached else 0.0
+        usd = None if node.hello.usd_per_hour is None else node.hello.usd_per_hour * seconds / 3600
+        self.totals = self.totals.plus(usd, seconds=seconds, **added)
+        self.counted |= counters
+        self.seen = now if node.attached else None
+
+    def _before(self, name: str, count: int) -> int:
+        """Return what of `count` was counted before.
+
+        The node's own counter begins again with its process. All that it has when a new orchestrator meets it was
+        counted by an earlier one.
+        """
+        before = self.counted.get(name, count)
+        return before if count >= before else 0
+
+
+class NodeControl:
+    """The nodes of a run, by name, as its operator sees them. Used on the gateway's event loop."""
+
+    def __init__(
+        self,
+        router: Router,
+        keys: RunKeys,
+        run_dir: RunDir | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`run_dir`: where lines go; None writes none."""
+        self.step = 0
+        """The last step that was trained; lines carry it."""
+        self._router = router
+        self._registry = keys.registry
+        self._clock = clock
+        self._ledger = None if run_dir is None else CostLedger(run_dir.root / "costs.jsonl")
+        self._metrics = None if run_dir is None else MetricsFile(run_dir.metrics, "orchestrator")
+        self._accounts = {name: NodeAccount(totals=t, written=t) for name, t in _earlier(run_dir).items()}
+        self._leaving: dict[str, float] = {}
+        """Until when drained nodes may answer, monotonic seconds."""
+        if (old := keys.folder / "banned.json").exists():
+            logger.warning("%s is of an older release and bans nobody: ban its nodes again, then remove it", old)
+
+    # -- the operator's words --------------------------------------------------------------------------------------
+
+    def drain(self, name: str) -> str:
+        """Give node `name` no further request, and send it away once it has answered. Return what happened.
+
+        Raises RequestError when no such node is attached, or it is drained already.
+        """
+        node = self._attached(name)
+        held = len(node.leases)
+        if name in self._leaving or node.draining:
+            raise RequestError(f"node {name} is drained already: it holds {pluralize(held, 'request')}", status=409)
+        node.draining = True
+        self._leaving[name] = time.monotonic() + self._router.request_timeout_s
+        logger.warning("node %s is drained by the operator", name, extra=event("node", same_as=f"drain/{name}"))
+        others = len(self._router.serving())
+        alone = "" if others else "; no other node serves now, requests wait (orchestrator.no_node_timeout_s)"
+        rest = f"once it has answered {pluralize(held, 'request')}" if held else "now"
+        return f"node {name} is drained: it gets no new request and leaves {rest}{alone}"
+
+    def drain_now(self, name: str) -> str:
+        """Give node `name` no further request, and send it away before it has answered. Return what happened.
+
+        Raises RequestError when no such node is attached.
+        """
+        node = self._attached(name)
+        if name not in self._leaving and not node.draining:
+            self.drain(name)
+        self._leaving[name] = 0.0
+        held = pluralize(len(node.leases), "request")
+        return f"node {name} leaves within seconds; other nodes finish what is left of its {held}"
+
+    def ban(self, name: str) -> str:
+        """Revoke the key of node `name`. Return what happened.
+
+        Raises RequestError for an unknown node, one without a key of its own, and one that is banned already.
+        """
+        node = self._registry.find(name)
+        if node is None:
+            self._known(name)
+            raise RequestError(f"node {name} is the run's own and shares its key: drain it instead", status=409)
+        invite = ""
+        # First, so that repeating a ban that was cut short ends it.
+        if node.invite and self._registry.withdraw(node.invite):
+            invite = "; the invite by which it came admits no further node (`orchestrator invite` makes another)"
+        if not self._registry.revoke(node.key, "banned by the operator") and not invite:
+            raise RequestError(f"node {name} is banned already", status=409)
+        logger.warning("node %s was banned by the operator", name, extra=event("node", same_as=f"ban/{name}"))
+        return f"node {name} was banned; its key is refused until `orchestrator unban`{invite}"
+
+    def unban(self, name: str) -> str:
+        """Let node `name` connect again. Return what happened. Raises RequestError when it is not banned."""
+        node = self._registry.find(name)
+        if node is None or node.revoked is None:
+            banned = self._banned()
+            known = f": banned are {_listed(banned)}" if banned else ": no node is"
+            raise RequestError(f"node {name} is not banned{known}", status=404)
+        self._registry.admit(node.key, node.name, node.machine)
+        logger.info("node %s may connect again", name, extra=event("node", text=f"node {name} may connect again"))
+        return f"node {name} may connect again"
+
+    def _banned(self) -> set[str]:
+        return {node.name for node in self._registry.list() if node.revoked is not None}
+
+    def _known(self, name: str) -> AttachedNode | None:
+        """Return the node, None for one that enrolled and is not here. Raises RequestError for an unknown name."""
+        node = self._router.nodes.get(name)
+        if node is not None or self._registry.find(name) is not None:
+            return node
+        known = {*self._router.nodes, *(node.name for node in self._registry.list())}
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        shown = f"the known ones are {_listed(known)}" if known else "none has connected yet"
+        raise RequestError(f"there is no node {name!r}: {shown}{hint}", status=404)
+
+    def _attached(self, name: str) -> AttachedNode:
+        node = self._known(name)
+        if node is None or not node.attached:
+            raise RequestError(f"node {name} is not connected now: only a connected node can be drained", status=409)
+        return node
+
+    # -- upkeep ----------------------------------------------------------------------------------------------------
+
+    def note_trained(self, step: int, tokens: Mapping[str, int]) -> None:
+        """Count the tokens that a step trained of each node's answers."""
+        self.step = step
+        for name, count in tokens.items():
+            account = self._accounts.setdefault(name, NodeAccount())
+            account.totals = account.totals.plus(None, trained_tokens=count)
+
+    def tick(self) -> None:
+        """Count what nodes did since the last call, write what changed, and send away drained ones."""
+        self._count()
+        now = time.monotonic()
+        for name, until in list(self._leaving.items()):
+            node = self._router.nodes[name]
+            if not node.attached:
+                del self._leaving[name]
+                continue
+            node.draining = True  # It may have reconnected.
+            if not node.leases or now > until:
+                self._router.send(node, Dismissed(reason="drained by the operator", finish_first=True))
+
+    def _count(self) -> None:
+        now, nodes = self._clock(), self._router.nodes
+        due: list[str] = []
+        for name, node in nodes.items():
+            account = self._accounts.setdefault(name, NodeAccount())
+            was_attached = account.seen is not None
+            account.add(node, now)
+            self._log(node, account, now, pause_s=max(_SAMPLE_S, _LINE_S_A_NODE * len(nodes)))
+            if now - account.written_at >= _LEDGER_S or (was_attached and not node.attached):
+                account.written_at = now
+                due.append(name)
+        self._write_sums(due)
+
+    def close(self) -> None:
+        """Write what is not written yet; every node is away from now on."""
+        self._count()
+        self._write_sums(self._accounts)
+        for account in self._accounts.values():
+            if account.line and account.seen is not None and self._metrics is not None:
+                self._metrics.log(self.step, {**account.line, "node/state": AWAY, "node/in_flight": 0})
+
+    def _log(self, node: AttachedNode, account: NodeAccount, now: float, *, pause_s: float) -> None:
+        """Write the node's line if its state or version changed; if only its requests or trust did, after `pause_s`."""
+        line: dict[str, str | int | float | None] = {
+            "node": node.node_id,
+            "node/state": self._state(node),
+            "node/version": node.version,
+            "node/in_flight": len(node.leases),
+            "node/trust": None if (trust := node.expectation) is None else round(trust, 2),
+        }
+        before = {name: account.line.get(name) for name in line}
+        is_minor = all(before[name] == line[name] for name in ("node/state", "node/version"))
+        if self._metrics is None or before == line or (is_minor and now - account.line_at < pause_s):
+            return
+        account.line, account.line_at = line, now
+        if before["node/state"] in (None, AWAY):
+            device = device_text(node.hello.device)
+            line = {
+                **line,
+                "node/engine": node.hello.engine,
+                "node/device": device or None,
+                "node/usd_per_hour": node.hello.usd_per_hour,
+            }
+        self._metrics.log(self.step, line)
+
+    def _write_sums(self, names: Iterable[str]) -> None:
+        for name in names:
+            account = self._accounts[name]
+            if self._ledger is None or account.totals == account.written:
+                continue
+            with suppress(OSError):  # A full disk costs only these lines; their amounts are in the next one.
+                self._ledger.write("node", node=name, **account.totals.since(account.written))
+                account.written = account.totals
+
+    # -- what it says ----------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[NodeRow]:
+        """Return the table's rows as of now, then those of nodes that are not here: of earlier starts, and banned.
+
+        It lacks who is banned while the registry cannot be read.
+        """
+        self._count()
+        nodes = self._router.nodes
+        rows = {name: self._row(node, self._accounts[name]) for name, node in nodes.items()}
+        for name, account in self._accounts.items():
+            rows.setdefault(name, NodeRow(name=name, state=AWAY, totals=account.totals))
+        try:
+            banned = sorted(self._banned())
+        except ConfigError as error:
+            logger.warning("who is banned is not shown: %s", error)
+            banned = []
+        for name in banned:
+            rows[name] = msgspec.structs.replace(rows.get(name, NodeRow(name=name, state=BANNED)), state=BANNED)
+        return list(rows.values())
+
+    def _row(self, node: AttachedNode, account: NodeAccount) -> NodeRow:
+        router = self._router
+        return NodeRow(
+            name=node.node_id,
+            state=self._state(node),
+            why=_why(node, node.cannot_serve(router.policy)),
+            device=device_text(node.hello.device),
+            engine=node.hello.engine,
+            version=node.version,
+            behind=max(0, router.policy.newest - node.version),
+            trust=node.expectation,
+            usd_per_hour=node.hello.usd_per_hour,
+            in_flight=len(node.leases),
+            totals=account.totals,
+        )
+
+    def _state(self, node: AttachedNode) -> str:
+        policy = self._router.policy
+        if not node.attached:
+            return AWAY
+        if node.draining:
+            return DRAINING
+        if not node.is_current(policy):
+            return LOADING
+        return SERVING if node.cannot_serve(policy) is None else SUSPENDED
+
+    def routes(self, run_id: str) -> list[web.RouteDef]:
+        """Return GET /control/nodes (the table) and POST /control/nodes/ACTION?node=NAME."""
+
+        async def show(_: web.Request) -> web.Response:
+            return json_reply({"run_id": run_id, "nodes": self.rows()})
+
+        async def act(request: web.Request) -> web.Response:
+            action, name = request.match_info["action"], request.query.get("node", "")
+            if action not in ACTIONS or not name:
+                raise RequestError(
+                    f"{request.path} with node={name!r}: an action is one of {', '.join(ACTIONS)}, of a node"
+                )
+            try:
+                return json_reply({"run_id": run_id, "text": getattr(self, action)(name)})
+            except (ConfigError, OSError) as error:  # the registry, or the disk that it is on
+                raise RequestError(str(error), status=503) from error
+
+        return [web.get("/control/nodes", show), web.post("/control/nodes/{action}", act)]
+
+
+def _listed(names: set[str]) -> str:
+    shown = sorted(names)
+    more = f" and {len(shown) - _NAMES_SHOWN} more" if len(shown) > _NAMES_SHOWN else ""
+    return ", ".join(shown[:_NAMES_SHOWN]) + more
+
+
+def device_text(device: ComputeDevice | None) -> str:
+    """Return a device in a few words: `2 x NVIDIA L4, 45 GiB`."""
+    if device is None:
+        return ""
+    memory = "" if device.memory_gib is None else f", {device.memory_gib:.0f} GiB"
+    return f"{device.count} x {device.name}{memory}" if device.count > 1 else f"{device.name}{memory}"
+
+
+def _why(node: AttachedNode, obstacle: str | None) -> str:
+    """Return why a node gets no request, and why it does not have the newest weights, in its own words."""
+    error = node.status.weight_error if node.status is not None and node.attached else None
+    return "; ".join([*([obstacle] if obstacle else []), *([error[:_MAX_WHY]] if error else [])])
+
+
+def _earlier(run_dir: RunDir | None) -> dict[str, NodeTotals]:
+    """Return the sums that earlier starts of the orchestrator wrote; none where they cannot be added up."""
+    if run_dir is None:
+        return {}
+    try:
+        return spent(run_dir.root / "costs.jsonl").nodes
+    except LedgerError as error:
+        logger.warning("the sums of nodes begin at 0: %s", error)
+        return {}
