@@ -39,7 +39,7 @@ def run(mask):
     global records, states
     from composer_prime.traces.ingest.ingest import ingest
     from composer_prime.traces.ingest.trace_file import Options, Tally
-    from composer_prime.traces.states import compressed_lines, write_state
+    from composer_prime.traces.records import compressed_lines, write_state
     tally = Tally()
     with compressed_lines(Path("/dev/null")) as sink:
         for state in ingest(path, tally, Options(mask=mask)):

@@ -22,10 +22,9 @@ from pathlib import Path
 from aiohttp import web
 
 from composer_prime.config.teachers import TeachersConfig
-from composer_prime.traces.replay.records import ReplayRecords
+from composer_prime.traces.records import ReplayRecords, TraceState
 from composer_prime.traces.replay.replay import Replay
 from composer_prime.traces.replay.teacher_pool import TeacherPool, teacher_budget
-from composer_prime.traces.states import TraceState
 
 ROOMY = {"usd_per_run": 1e6}
 

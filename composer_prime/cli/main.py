@@ -24,8 +24,8 @@ COMMANDS = {
     "view": ("composer_prime.cli.view_command", "open a web page with all runs, live and finished (outputs/)"),
     "rollouts": ("composer_prime.cli.rollouts_command", "list, filter and show rollouts"),
     "ingest": ("composer_prime.traces.ingest.ingest", "read agent sessions (PATHS... -o states.zst)"),
-    "replay": ("composer_prime.cli.replay_command", "let teachers vote on states, and write preference pairs"),
-    "pairs report": ("composer_prime.traces.replay.records", "measure pairs: pairs a trace, cost, verdict"),
+    "replay": ("composer_prime.traces.replay.replay", "let teachers vote on states, and write preference pairs"),
+    "pairs report": ("composer_prime.traces.records", "measure pairs: pairs a trace, cost, verdict"),
     "tasks": ("orchestrator.coding.tasks_command", "make, check and show coding tasks"),
     "doctor": ("composer_prime.cli.doctor_command", "check this machine: packages, GPUs, memory, disk, sandboxes"),
 }

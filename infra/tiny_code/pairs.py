@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.data.pairs import Pair
-from composer_prime.traces.replay.records import StateRecord
+from composer_prime.traces.records import StateRecord
 from examples.micro_code.episode import LURE, TESTS, schemas
 from examples.micro_code.execution import CodeRunner
 from infra.tiny_code.make import ASSETS

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from composer_prime.data.pairs import Pair, PairState
 from composer_prime.model_families import family_of
-from composer_prime.traces.replay.records import StateRecord, VoteRecord, digest
+from composer_prime.traces.records import StateRecord, VoteRecord, digest
 from infra.tiny_models.demonstrate import MAX_TURNS
 from infra.tiny_models.make import ASSETS
 from infra.tiny_models.play import MAX_NEW_TOKENS, complete, draw_episodes

@@ -14,7 +14,7 @@ from renderers.qwen3 import Qwen3Renderer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from composer_prime.data.pairs import EMBEDDED_PAIRS
-from composer_prime.traces.replay.records import StateRecord, read_pairs
+from composer_prime.traces.records import StateRecord, read_pairs
 from infra.tiny_models.pairs import Answer, Conversation, VotedState, call_fails, record_of
 from infra.tiny_models.play import draw_episodes
 from orchestrator.environments.toolsmith import generate, run_call

@@ -8,7 +8,7 @@ from typing import Any
 
 from composer_prime.traces.ingest.ingest import ingest
 from composer_prime.traces.ingest.trace_file import Options, Tally
-from composer_prime.traces.states import TraceState
+from composer_prime.traces.records import TraceState
 
 
 def taken(path: Path, **options: Any) -> tuple[list[TraceState], Tally]:

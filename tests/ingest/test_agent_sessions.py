@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ingest_traces import lines, roles, taken, text
 
-from composer_prime.traces.states import TraceState
+from composer_prime.traces.records import TraceState
 
 
 def codex(kind: str, **payload: Any) -> dict[str, Any]:

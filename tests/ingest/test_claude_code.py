@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ingest_traces import SESSION, answer, lines, prompt, result, roles, taken, text, use
 
-from composer_prime.traces.ingest.reading import Limits
-from composer_prime.traces.states import Message, TraceState
+from composer_prime.traces.ingest.trace_file import Limits
+from composer_prime.traces.records import Message, TraceState
 
 
 # Four lines of one message.id are one turn; its context is what came before, its error what came after.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ingest_traces import MESSAGES, OPENHANDS, ROLLOUT, TOOLS, lines, roles, taken, text, use
 
-from composer_prime.traces.states import TraceState
+from composer_prime.traces.records import TraceState
 
 
 # Two calls of one answer are one turn; the tools are those that the format lists.

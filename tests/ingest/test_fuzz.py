@@ -12,9 +12,8 @@ from ingest_traces import MESSAGES, OPENHANDS, ROLLOUT, SESSION, taken, text, us
 from mutations import keys_of, mutated
 from test_agent_sessions import ATIF, CODEX
 
-from composer_prime.traces.replay.records import digest
+from composer_prime.traces.records import TraceState, digest, write_state
 from composer_prime.traces.replay.voting import canonical
-from composer_prime.traces.states import TraceState, write_state
 
 HISTORY = [{**message, "agent": "main", "message_type": "action"} for message in MESSAGES]
 BLOCKS = [

@@ -14,9 +14,8 @@ from ingest_traces import MESSAGES, OPENHANDS, SESSION, TOOLS, answer, lines, pr
 
 from composer_prime.errors import ConfigError
 from composer_prime.traces.ingest.ingest import FORMATS, find_files, ingest, main
-from composer_prime.traces.ingest.reading import Limits
-from composer_prime.traces.ingest.trace_file import Tally
-from composer_prime.traces.states import read_states
+from composer_prime.traces.ingest.trace_file import Limits, Tally
+from composer_prime.traces.records import read_states
 
 
 # The line that a crash cut short is counted, and the turn that was open still gives its state.

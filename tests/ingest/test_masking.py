@@ -11,7 +11,7 @@ from ingest_traces import answer as said
 from ingest_traces import lines, prompt, taken, use
 
 from composer_prime.traces.ingest.masking.masker import Masker
-from composer_prime.traces.states import write_state
+from composer_prime.traces.records import write_state
 
 ALNUM = "a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8s9T0"
 SECRETS = {

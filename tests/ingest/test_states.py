@@ -13,7 +13,7 @@ from ingest_traces import MESSAGES, lines, taken
 from composer_prime.errors import ConfigError
 from composer_prime.llm.reply import split_thinking
 from composer_prime.traces.ingest.ingest import main
-from composer_prime.traces.states import TraceState, read_states, state_lines, write_state
+from composer_prime.traces.records import TraceState, read_states, state_lines, write_state
 
 
 def made(tmp_path: Path) -> tuple[Path, list[TraceState]]:

@@ -12,9 +12,8 @@ from orch_peers import PeerTrainer, make_config
 from composer_prime.config import Config
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.costs import read_costs
+from composer_prime.traces.records import TraceState, read_pairs
 from composer_prime.traces.replay.online import OnlineReplay
-from composer_prime.traces.replay.records import read_pairs
-from composer_prime.traces.states import TraceState
 from tests.teachers.loopback import Endpoint, configured, serving, state
 
 

@@ -17,10 +17,9 @@ from aiohttp import web
 from composer_prime.config import Config
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.run.costs import read_costs, spent
-from composer_prime.traces.replay.records import ReplayRecords, votes_beside
+from composer_prime.traces.records import ReplayRecords, TraceState, votes_beside
 from composer_prime.traces.replay.replay import Replay, ReplayProgress
 from composer_prime.traces.replay.teacher_pool import TeacherPool, teacher_budget
-from composer_prime.traces.states import TraceState
 from tests.chat_server import chat_server
 
 FAULTS = ("429", "500", "504", "522", "half", "nothing", "wrong_json", "late", "not_found")

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from loopback import call, says, xml
 
-from composer_prime.traces.replay.records import VoteRecord, digest
+from composer_prime.traces.records import VoteRecord, digest
 from composer_prime.traces.replay.voting import (
     Vote,
     actions_in_text,

@@ -15,7 +15,7 @@ from composer_prime.config.teachers import OPENROUTER, BudgetConfig
 from composer_prime.errors import CapError
 from composer_prime.llm.client import Reservation
 from composer_prime.run.costs import spent
-from composer_prime.traces.replay.records import read_pairs
+from composer_prime.traces.records import read_pairs
 from composer_prime.traces.replay.teacher_pool import teacher_budget
 
 CAP = BudgetConfig(usd_per_run=1.75)

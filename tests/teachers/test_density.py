@@ -9,7 +9,7 @@ import pytest
 from loopback import call
 
 from composer_prime.data.pairs import Pair, PairState
-from composer_prime.traces.replay.records import (
+from composer_prime.traces.records import (
     RULES,
     ReplayRecords,
     StateRecord,
@@ -43,9 +43,7 @@ def pair(trace: str, number: int) -> Pair:
 # that was tried twice counts once: its first votes were in the cache then.
 def test_the_two_figures() -> None:
     records = [record("a", 0), record("a", 0), record("b", 0, usd=0.0, price=0.6), record("c", 0, outcome="refused")]
-    density = measure(records, 3)
-    assert (density.judged_traces, density.asked_traces) == (2, 2)
-    assert density.pairs_a_trace == 1.5 and density.usd_a_trace == pytest.approx(0.4)
+    assert measure(records) == (2, 2, pytest.approx(0.8))
 
 
 # A line that is still being written does not count. Fewer pairs than wanted are status 1, a line that is no pair is 2.

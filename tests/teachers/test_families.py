@@ -11,7 +11,7 @@ from loopback import Endpoint, configured, kept_answers, overrule, replayed, ser
 from composer_prime.config.teachers import TeacherConfig
 from composer_prime.model_families import UNKNOWN, family_named, family_of, is_foreign
 from composer_prime.traces.ingest.ingest import ingest_parser
-from composer_prime.traces.replay.records import read_records, votes_beside
+from composer_prime.traces.records import read_records, votes_beside
 from composer_prime.traces.replay.replay import ReplayProgress
 
 MODELS = ("claude-a", "qwen-b", "glm-c")

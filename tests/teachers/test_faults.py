@@ -29,11 +29,10 @@ from composer_prime.errors import CapError, ConfigError
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.costs import read_costs
 from composer_prime.run.run_dir import RunDir
+from composer_prime.traces.records import TraceState, read_pairs, read_records, read_states, votes_beside, write_state
 from composer_prime.traces.replay.online import OnlineReplay
-from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
 from composer_prime.traces.replay.replay import FEWEST_CALLS
 from composer_prime.traces.replay.teacher_pool import TeacherPool, teacher_budget
-from composer_prime.traces.states import TraceState, read_states, write_state
 
 
 # Each fault is met by a retry; the state gets its pair, and every answer was given once.

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from composer_prime.cli.replay_command import parse_arguments
 from composer_prime.config.load import resolve
 from composer_prime.config.teachers import TeacherConfig
 from composer_prime.errors import ConfigError, LedgerError, UnwritableError
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.reply import Usage
 from composer_prime.run.costs import CostLedger, read_costs, spent
+from composer_prime.traces.replay.replay import parse_arguments
 from composer_prime.traces.replay.teacher_pool import price_of
 
 
@@ -81,7 +81,7 @@ def test_the_run_that_a_pool_names(pool: str) -> None:
     path = Path("configs/teachers") / f"{pool}.toml"
     head = path.read_text().split("\n\n")[0].replace("\\\n#", "")
     (command,) = [line for line in head.splitlines() if "composer replay" in line and " -o " in line]
-    config = parse_arguments(command.split("composer replay ")[1].split()).config
+    config = parse_arguments(command.split("composer replay ")[1].split())[2]
     assert config.model.max_context >= 10_000 and config.trainer.micro_batch_tokens >= 2 * config.model.max_context
     assert len(config.teachers.teacher) == 4
 

@@ -17,12 +17,11 @@ from composer_prime.errors import ConfigError, DeadlineError
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.costs import read_costs
 from composer_prime.run.run_dir import RunDir
+from composer_prime.traces.records import TraceState, read_pairs, votes_beside
 from composer_prime.traces.replay import teacher_pool
 from composer_prime.traces.replay.online import OnlineReplay
-from composer_prime.traces.replay.records import read_pairs, votes_beside
 from composer_prime.traces.replay.replay import open_replay
 from composer_prime.traces.replay.teacher_pool import models_at
-from composer_prime.traces.states import TraceState
 
 
 def rollout(number: int) -> bytes:

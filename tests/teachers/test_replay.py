@@ -9,14 +9,12 @@ import pytest
 from loopback import Endpoint, call, configured, kept_answers, overrule, replayed, says, serving, state, xml
 from pydantic import ValidationError
 
-from composer_prime.cli.replay_command import replay_summary
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.data.pairs import Pair
 from composer_prime.run.costs import spent
-from composer_prime.traces.replay.records import ReplayRecords, StateRecord, read_pairs, read_records, votes_beside
-from composer_prime.traces.replay.replay import Replay
+from composer_prime.traces.records import ReplayRecords, StateRecord, TraceState, read_pairs, read_records, votes_beside
+from composer_prime.traces.replay.replay import Replay, replay_summary
 from composer_prime.traces.replay.teacher_pool import TeacherPool, teacher_budget
-from composer_prime.traces.states import TraceState
 
 
 def play(tmp_path: Path, answers, states, **more):

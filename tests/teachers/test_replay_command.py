@@ -10,21 +10,19 @@ from pathlib import Path
 import pytest
 from loopback import Endpoint, overrule, run_config, serving, state
 
-from composer_prime.cli.replay_command import (
-    INTERRUPTION,
-    Arguments,
-    main,
-    parse_arguments,
-    replay,
-    replay_summary,
-)
 from composer_prime.config import Config
 from composer_prime.errors import ConfigError
 from composer_prime.plan.preflight import check_start
 from composer_prime.run.costs import read_costs
-from composer_prime.traces.replay.records import read_pairs
-from composer_prime.traces.replay.replay import training_limits
-from composer_prime.traces.states import write_state
+from composer_prime.traces.records import read_pairs, write_state
+from composer_prime.traces.replay.replay import (
+    INTERRUPTION,
+    main,
+    parse_arguments,
+    replay,
+    replay_summary,
+    training_limits,
+)
 
 POOL = """
 [run]
@@ -63,14 +61,14 @@ def test_a_file_of_teachers_alone(tmp_path: Path) -> None:
     whole.write_text(POOL)
     alone.write_text(POOL[POOL.index("[[teachers.teacher]]") :])
     words = ["s.zst", "-o", "p.jsonl"]
-    config = parse_arguments([*words, "@", str(alone), "--states", "9", "--per-trace", "2"]).config
+    config = parse_arguments([*words, "@", str(alone), "--states", "9", "--per-trace", "2"])[2]
     assert (config.teachers.select.states, config.teachers.select.per_trace) == (9, 2)
     assert training_limits(config) is None and len(config.teachers.teacher) == 2
     flags = ["--model.path", "./qwen", "--model.max_context=4096", "--states=3"]
-    config = parse_arguments([*words, "@", str(alone), *flags]).config
+    config = parse_arguments([*words, "@", str(alone), *flags])[2]
     assert (config.model.path, config.model.max_context) == ("./qwen", 4096)
     assert config.teachers.select.states == 3
-    config = parse_arguments([*words, "@", str(whole)]).config
+    config = parse_arguments([*words, "@", str(whole)])[2]
     assert config.model.max_context == 384 and config.teachers.select.states is None
 
 
@@ -114,9 +112,9 @@ def test_an_interruption_pays_nothing_twice(tmp_path: Path, number: int) -> None
         endpoint.answers = interrupting
         async with serving(endpoint):
             config = run_config(tmp_path, endpoint.url, concurrent_states=1)
-            first = await replay(Arguments(states=states, pairs=pairs, config=config))
+            first = await replay(states, pairs, config)
             assert first.stopped == INTERRUPTION and len(endpoint.asked) == 1 and first.usd > 0
-            second = await replay(Arguments(states=states, pairs=pairs, config=config))
+            second = await replay(states, pairs, config)
             assert second.stopped is None and second.pairs == 3
 
     asyncio.run(run())
@@ -134,7 +132,7 @@ def test_why_there_was_no_vote(tmp_path: Path) -> None:
     async def run():
         script = {model: ["401"] for model in ("gpt-a", "qwen-b", "glm-c")}
         async with serving(Endpoint(answers=overrule, script=script)) as endpoint:
-            return await replay(Arguments(states=states, pairs=pairs, config=run_config(tmp_path, endpoint.url)))
+            return await replay(states, pairs, run_config(tmp_path, endpoint.url))
 
     progress = asyncio.run(run())
     shown = "\n".join(replay_summary(progress, pairs))
@@ -149,7 +147,7 @@ def test_no_state_was_decided(tmp_path: Path) -> None:
     async def run():
         script = {model: ["401"] for model in ("gpt-a", "qwen-b", "glm-c")}
         async with serving(Endpoint(answers=overrule, script=script)) as endpoint:
-            return await replay(Arguments(states=states, pairs=pairs, config=run_config(tmp_path, endpoint.url)))
+            return await replay(states, pairs, run_config(tmp_path, endpoint.url))
 
     progress = asyncio.run(run())
     assert progress.outcomes == {"refused": 1, "failed": 1}
@@ -180,7 +178,7 @@ def test_states_beyond_a_training_step_are_not_paid_for(tmp_path: Path, letters:
             config = run_config(tmp_path, endpoint.url)
             trainer = config.trainer.model_copy(update={"micro_batch_tokens": row_tokens})
             config = config.model_copy(update={"trainer": trainer})
-            return await replay(Arguments(states=states, pairs=pairs, config=config))
+            return await replay(states, pairs, config)
 
     progress = asyncio.run(run())
     assert progress.outcomes == {"overruled": 1, "refused": 1}
@@ -199,11 +197,10 @@ def test_repeating_a_finished_replay(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(Endpoint(answers=overrule)) as endpoint:
             config = run_config(tmp_path, endpoint.url)
-            arguments = Arguments(states=states, pairs=pairs, config=config)
-            assert (await replay(arguments)).outcomes == {"overruled": 1, "refused": 1}
-            again = await replay(arguments)
+            assert (await replay(states, pairs, config)).outcomes == {"overruled": 1, "refused": 1}
+            again = await replay(states, pairs, config)
             assert (again.resumed, again.stopped, again.outcomes) == (1, None, {"refused": 1})
             with pytest.raises(ConfigError, match="all 1 states were refused"):
-                await replay(Arguments(states=only, pairs=tmp_path / "q.jsonl", config=config))
+                await replay(only, tmp_path / "q.jsonl", config)
 
     asyncio.run(run())

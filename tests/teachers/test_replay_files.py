@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from loopback import Endpoint, call, configured, overrule, play, replayed, serving, state
 
-from composer_prime.cli.replay_command import main as replay
 from composer_prime.data.pairs import Pair, PairState
 from composer_prime.errors import ConfigError
 from composer_prime.traces.ingest.ingest import main as ingest
-from composer_prime.traces.replay.records import RULES, ReplayRecords, read_pairs, read_records, votes_beside
+from composer_prime.traces.records import RULES, ReplayRecords, read_pairs, read_records, votes_beside
+from composer_prime.traces.replay.replay import main as replay
 
 FOREIGN = [b'{"precious": 1}', b'{"precious": 1}\n', b"A letter.\n\nDear reader", b"\n\n[1, 2]\n", b"\xff\x00"]
 STATES = [state(number) for number in range(3)]

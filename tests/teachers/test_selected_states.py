@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from loopback import Endpoint, overrule, run_config, serving, state
 
-from composer_prime.cli.replay_command import Arguments, replay
 from composer_prime.config.teachers import SelectConfig
-from composer_prime.traces.states import count_selected, selected_states, write_state
+from composer_prime.traces.records import count_selected, selected_states, write_state
+from composer_prime.traces.replay.replay import replay
 
 LONG = [state(number, "a", error="no" if number in (5, 6) else None) for number in range(8)]
 SHORT = [state(number, "b") for number in range(2)]
@@ -49,9 +49,9 @@ def test_a_replay_of_some_states(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(Endpoint(answers=overrule)) as endpoint:
             config = run_config(tmp_path, endpoint.url, select={"states": 2})
-            assert (await replay(Arguments(states=path, pairs=pairs, config=config))).states == 2
+            assert (await replay(path, pairs, config)).states == 2
             wider = run_config(tmp_path, endpoint.url, select={"states": 5})
-            progress = await replay(Arguments(states=path, pairs=pairs, config=wider))
+            progress = await replay(path, pairs, wider)
             assert (progress.resumed, progress.states) == (2, 3)
 
     asyncio.run(run())

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from composer_prime.run.costs import read_costs
-from composer_prime.traces.replay.records import read_pairs, read_records
-from composer_prime.traces.states import state_lines
+from composer_prime.traces.records import read_pairs, read_records, state_lines
 
 REPLAY = """
 import asyncio, sys

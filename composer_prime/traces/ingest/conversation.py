@@ -19,7 +19,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from composer_prime.traces.ingest.reading import objects, parse_json, string, text_of
 from composer_prime.traces.ingest.trace_file import (
     NO_RESULT,
     Call,
@@ -27,10 +26,14 @@ from composer_prime.traces.ingest.trace_file import (
     TraceFile,
     Turn,
     digest_of,
+    objects,
+    parse_json,
     size_of,
+    string,
+    text_of,
     too_long,
 )
-from composer_prime.traces.states import Message, TraceState
+from composer_prime.traces.records import Message, TraceState
 
 
 class TraceBuilder:

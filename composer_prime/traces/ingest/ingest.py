@@ -1,8 +1,8 @@
 """`composer ingest PATHS... -o states.zst`: turn files of recorded agent sessions into states. Read this file first.
 
-    file -> reading.py -> formats/ -> conversation.py -> trace_file.py -> TraceState
-            bounded JSON  a reader    contexts, open turns  |  masking/ masks every text on entry
-                          a format                          `-> Tally: every record is taken, or skipped with a reason
+    file -> trace_file.py -> formats/ -> conversation.py -> trace_file.py -> TraceState
+            bounded JSON     a reader    contexts, open turns  |  masking/ masks every text on entry
+                             a format                          `-> Tally: a record is taken, or skipped with a reason
 
 A file's format is found by its content, never by its name alone. The command prints what was taken and skipped.
 """
@@ -31,9 +31,8 @@ from composer_prime.traces.ingest.formats import (
     own_rollouts,
     swe_agent,
 )
-from composer_prime.traces.ingest.reading import FileStart, take_sample
-from composer_prime.traces.ingest.trace_file import NO_TRACE, Options, Tally, TraceFile
-from composer_prime.traces.states import (
+from composer_prime.traces.ingest.trace_file import NO_TRACE, FileStart, Options, Tally, TraceFile, take_sample
+from composer_prime.traces.records import (
     TraceState,
     check_own,
     compressed_lines,

@@ -28,9 +28,8 @@ from composer_prime.monitor.rollouts import rollout_files
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.ingest.ingest import ingest
 from composer_prime.traces.ingest.trace_file import Options, Tally
-from composer_prime.traces.replay.records import votes_beside
+from composer_prime.traces.records import TraceState, votes_beside
 from composer_prime.traces.replay.replay import Replay, open_replay
-from composer_prime.traces.states import TraceState
 
 logger = logging.getLogger(__name__)
 

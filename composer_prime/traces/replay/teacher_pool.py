@@ -27,7 +27,7 @@ from composer_prime.model_families import UNKNOWN, family_named, is_foreign
 from composer_prime.model_source import resolve_model, weight_files
 from composer_prime.run.costs import CostLedger, spent
 from composer_prime.run.process import child_options, stop
-from composer_prime.traces.states import TraceState
+from composer_prime.traces.records import TraceState
 
 _PROMPT_OVERHEAD_TOKENS = 64
 """What an endpoint's chat template may add around the messages."""

@@ -38,9 +38,8 @@ from typing import Any, Literal
 
 from composer_prime.data.pairs import Pair, PairState
 from composer_prime.llm.client import NoAnswerError
-from composer_prime.traces.replay.records import VoteRecord, digest
+from composer_prime.traces.records import Message, TraceState, VoteRecord, digest
 from composer_prime.traces.replay.teacher_pool import Teacher, TeacherAnswer
-from composer_prime.traces.states import Message, TraceState
 
 Canonical = tuple[Any, ...]
 PROSE = ("prose",)

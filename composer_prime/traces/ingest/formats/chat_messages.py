@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from composer_prime.traces.ingest.conversation import TraceBuilder, take_message, why_unreadable
-from composer_prime.traces.ingest.reading import Bad, FileStart, at, parse_json
-from composer_prime.traces.ingest.trace_file import TraceFile
-from composer_prime.traces.states import TraceState
+from composer_prime.traces.ingest.trace_file import Bad, FileStart, TraceFile, at, parse_json
+from composer_prime.traces.records import TraceState
 
 NAME, VERSION = "messages", 1
 _KEYS = ("messages", "trajectory", "conversations")
@@ -67,7 +66,7 @@ def _trace(file: TraceFile, record: Any, unnamed: str) -> Iterator[TraceState]:
 def _conversation(record: Any) -> list[Any] | None:
     """Return the list of messages in a record, also from JSON text; None without one.
 
-    A state that was ingested already (composer_prime/traces/states.py) is not a trace.
+    A state that was ingested already (composer_prime/traces/records.py) is not a trace.
     """
     messages = record
     if isinstance(record, dict):

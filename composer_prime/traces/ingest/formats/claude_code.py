@@ -26,18 +26,23 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from composer_prime.traces.ingest.reading import FileStart, at, object_at, objects, string, text_of
 from composer_prime.traces.ingest.trace_file import (
     NO_RESULT,
     Call,
+    FileStart,
     StateMaker,
     TraceFile,
     Turn,
+    at,
     digest_of,
+    object_at,
+    objects,
     size_of,
+    string,
+    text_of,
     too_long,
 )
-from composer_prime.traces.states import Message, TraceState
+from composer_prime.traces.records import Message, TraceState
 
 CLEARED = "[Old tool result content cleared]"
 """What Claude Code shows instead of a result that it took out of the context."""

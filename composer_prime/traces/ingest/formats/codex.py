@@ -18,9 +18,8 @@ from itertools import chain
 from typing import Any
 
 from composer_prime.traces.ingest.conversation import TraceBuilder, arguments_of, failure, feed
-from composer_prime.traces.ingest.reading import FileStart, at, object_at, objects, string, text_of
-from composer_prime.traces.ingest.trace_file import Call, TraceFile
-from composer_prime.traces.states import TraceState
+from composer_prime.traces.ingest.trace_file import Call, FileStart, TraceFile, at, object_at, objects, string, text_of
+from composer_prime.traces.records import TraceState
 
 NAME, VERSION = "codex", 1
 """Written for rollouts of Codex CLI 0.2x to 0.9x."""

@@ -14,9 +14,19 @@ from itertools import chain
 from typing import Any
 
 from composer_prime.traces.ingest.conversation import TraceBuilder, arguments_of, feed
-from composer_prime.traces.ingest.reading import Bad, FileStart, at, document, object_at, objects, string, text_of
-from composer_prime.traces.ingest.trace_file import Call, TraceFile
-from composer_prime.traces.states import TraceState
+from composer_prime.traces.ingest.trace_file import (
+    Bad,
+    Call,
+    FileStart,
+    TraceFile,
+    at,
+    document,
+    object_at,
+    objects,
+    string,
+    text_of,
+)
+from composer_prime.traces.records import TraceState
 
 _ASIDE = {
     "ConversationStateUpdateEvent",

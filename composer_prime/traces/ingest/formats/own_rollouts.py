@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from composer_prime.traces.ingest.conversation import TraceBuilder, arguments_of
-from composer_prime.traces.ingest.reading import FileStart, at, objects, parse_json, string
-from composer_prime.traces.ingest.trace_file import Call, TraceFile
-from composer_prime.traces.states import TraceState
+from composer_prime.traces.ingest.trace_file import Call, FileStart, TraceFile, at, objects, parse_json, string
+from composer_prime.traces.records import TraceState
 
 NAME, VERSION = "rollouts", 1
 

@@ -12,9 +12,8 @@ from functools import partial
 from typing import Any
 
 from composer_prime.traces.ingest.conversation import TraceBuilder, feed, take_message
-from composer_prime.traces.ingest.reading import FileStart, at, objects, parse_json, string
-from composer_prime.traces.ingest.trace_file import TraceFile
-from composer_prime.traces.states import TraceState
+from composer_prime.traces.ingest.trace_file import FileStart, TraceFile, at, objects, parse_json, string
+from composer_prime.traces.records import TraceState
 
 NAME, VERSION = "swe_agent", 1
 """Written for SWE-agent 0.6 to 1.x."""

@@ -1,6 +1,10 @@
-"""votes.jsonl and pairs.jsonl: what a replay writes, state by state, and where it continues after a restart.
+"""The files of the room: states.zst, votes.jsonl and pairs.jsonl.
 
-    pairs of a state ──> pairs.jsonl ──then──> the state's line ──> votes.jsonl
+    composer ingest ──> states.zst ──> composer replay ──> pairs.jsonl, then the state's line ──> votes.jsonl
+
+A state is a recorded decision of some agent: what it saw and what it did. A file of states has one a line, as JSON
+under zstd. A state repeats the context of the one before. Compression with a long window takes that out again. `zstd
+-dc` shows the lines, and a file of plain lines is read too.
 
 A state is done once votes.jsonl has its line with a decision, and pairs.jsonl the pairs that the line names. Where a
 crash came between the two, or pairs were lost since, the state is replayed from the cache, for free. Its pairs are
@@ -19,19 +23,196 @@ import fcntl
 import hashlib
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
+import zstandard
 
+from composer_prime.config.teachers import SelectConfig
 from composer_prime.console import fail
 from composer_prime.data.pairs import Pair, PairFile, resolve_pairs
 from composer_prime.errors import ComposerError, ConfigError, UnwritableError
-from composer_prime.traces.states import check_own
+from composer_prime.llm.cache import Message
+from composer_prime.llm.reply import storable_arguments
+
+SCHEMA_VERSION = 1
+_LEVEL, _WINDOW_LOG = 3, 27
+"""A window of 128 MiB finds the context of the state before, however long it is."""
+_LONGEST_LINE = 1 << 28
+"""Bytes of a decompressed line. A damaged or hostile file must not fill the memory."""
+_READ_BYTES = 1 << 13
+"""Compressed bytes that are read at once: they may stand for thousands of times as many."""
+_BEGINNING = b'{"trace'
+"""Lines of states, of pairs and of votes begin with it."""
+_AGAIN = "make the file again with `composer ingest`"
+
+
+class TraceState(msgspec.Struct, frozen=True, kw_only=True):
+    """One assistant turn of a trace, with everything before it."""
+
+    trace_id: str
+    state_id: str
+    """`<trace_id>/<turn number>`; unique within a file of states."""
+    step: int
+    """Number of the assistant turn within its trace, from 0."""
+    messages: list[Message]
+    """What the agent saw: system, user, assistant and tool messages, without thinking. Every call has a result."""
+    student_action: Message
+    """What it did: an assistant message with `content`, `tool_calls`, and its thinking as `reasoning_content`."""
+    source_model: str | None
+    source_family: str
+    """As composer_prime/model_families.py names it; `unknown` where the trace does not tell."""
+    tools: list[dict[str, Any]]
+    """Function tools that the agent had; where the format does not list them, all that its file calls."""
+    error: str | None = None
+    """The first error that followed the action, cut to 500 characters; None where there was none, or none is known."""
+    format: str
+    """The format of the trace, with the version that the reader was written for: `claude_code/2`."""
+    schema_version: int = SCHEMA_VERSION
+
+
+def write_state(state: TraceState) -> bytes:
+    """Return a state as one line."""
+    return msgspec.json.encode(state) + b"\n"
+
+
+@contextmanager
+def compressed_lines(path: Path) -> Iterator[Any]:
+    """Open a file whose lines are compressed as they are written. Raises OSError."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(
+        _LEVEL, window_log=_WINDOW_LOG, enable_ldm=True, write_checksum=True
+    )
+    with (
+        path.open("wb") as file,
+        zstandard.ZstdCompressor(compression_params=parameters).stream_writer(file, closefd=False) as sink,
+    ):
+        yield sink
+
+
+def is_compressed(path: Path) -> bool:
+    """Check the first bytes of a file. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(len(zstandard.FRAME_HEADER)) == zstandard.FRAME_HEADER
+
+
+def state_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file of states. Raises ConfigError where it cannot be read, is damaged or ends too early."""
+    try:
+        with path.open("rb") as file:
+            yield from _decompressed_lines(file) if is_compressed(path) else file
+    except (OSError, zstandard.ZstdError) as error:
+        raise ConfigError(f"the states file {path} cannot be read ({error}): {_AGAIN}") from None
+
+
+def _decompressed_lines(file: BinaryIO) -> Iterator[bytes]:
+    frame = zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG).decompressobj()
+    parts: list[bytes] = []
+    while raw := file.read(_READ_BYTES):
+        first, *others = frame.decompress(raw).split(b"\n")
+        parts.append(first)
+        for part in others:
+            yield b"".join(parts) + b"\n"
+            parts = [part]
+        if sum(map(len, parts)) > _LONGEST_LINE:
+            raise zstandard.ZstdError(f"a line has more than {_LONGEST_LINE:,} bytes")
+    if not frame.eof:
+        raise zstandard.ZstdError("it ends in the middle")
+
+
+def read_states(path: Path) -> Iterator[TraceState]:
+    """Yield every state of a file of states.
+
+    Raises ConfigError where it cannot be read, and for a line that is not a state or has another schema.
+    """
+    decoder = msgspec.json.Decoder(TraceState)
+    for number, line in enumerate(state_lines(path), 1):
+        try:
+            state = decoder.decode(line)
+            for message in (*state.messages, state.student_action):
+                _check_message(message)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+            raise ConfigError(f"{path}:{number} is not a state ({error}): {_AGAIN}") from None
+        if state.schema_version != SCHEMA_VERSION:
+            raise ConfigError(
+                f"{path}:{number} has schema_version {state.schema_version}, this release reads {SCHEMA_VERSION}: "
+                f"{_AGAIN}"
+            )
+        yield state
+
+
+def _check_message(message: Message) -> None:
+    """Make its calls' arguments storable. Raises ValueError for a message without what every one must have."""
+    try:
+        functions = [call["function"] for call in message.get("tool_calls") or []]
+        texts = [message["role"], message.get("content") or "", *(function["name"] for function in functions)]
+        if all(isinstance(text, str) for text in texts):
+            for function in functions:
+                function["arguments"] = storable_arguments(function["arguments"])
+            return
+    except (LookupError, TypeError):
+        pass
+    raise ValueError("a message has text as its `role` and `content`, each call a `function` with name and arguments")
+
+
+def selected_states(path: Path, select: SelectConfig) -> Iterator[TraceState]:
+    """Yield the states that `teachers.select` takes of a file, in its order. Raises as `read_states` does."""
+    taken = None if select.states is None and select.per_trace is None else _taken(path, select)
+    for state in read_states(path):
+        if taken is None or (state.trace_id, state.state_id) in taken:
+            yield state
+
+
+def count_selected(path: Path, select: SelectConfig) -> int:
+    """Return how many states of a file are taken. Raises ConfigError where the file cannot be read."""
+    if select.states is None and select.per_trace is None:
+        return sum(1 for _ in read_states(path))
+    return len(_taken(path, select))
+
+
+def _taken(path: Path, select: SelectConfig) -> set[tuple[str, str]]:
+    """Return (trace, state) of the states that are taken: those that errors followed first, and traces by turns."""
+    failed, others = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    for state in read_states(path):
+        (others if state.error is None else failed)[state.trace_id].append(state.state_id)
+    traces = [
+        [(trace, state) for state in (failed[trace] + others[trace])[: select.per_trace]]
+        for trace in dict.fromkeys([*failed, *others])
+    ]
+    turns = (place for turn in zip_longest(*traces) for place in turn if place is not None)
+    return set(islice(turns, select.states))
+
+
+def check_own(path: Path, kind: type, what: str) -> None:
+    """Raise ConfigError where the first line of `path` shows that it does not hold `what`, or cannot be read.
+
+    A file that does not exist or is blank passes, and so does a first line that a crash cut short.
+    """
+    if not path.is_file():
+        return
+    line = next((line for line in state_lines(path) if line.strip()), b"")
+    torn = not line.endswith(b"\n") and (line.startswith(_BEGINNING) or _BEGINNING.startswith(line))
+    try:
+        if not torn:
+            msgspec.json.decode(line, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ConfigError(
+            f"{path} does not hold {what}, for it begins with {line[:60].decode('utf-8', 'replace').rstrip()!r}. "
+            "It was left as it is: name another file, or move this one elsewhere"
+        ) from None
+
+
+def same_file(one: Path, other: Path) -> bool:
+    """Return whether both paths name one file, by whatever spelling or link."""
+    try:
+        return one.samefile(other)
+    except OSError:  # one of them does not exist
+        return one.resolve() == other.resolve()
+
 
 T = TypeVar("T")
 RULES = 7
@@ -247,31 +428,14 @@ def _end_last_line(path: Path, kind: type) -> None:
 MISSED = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Density:
-    """The two figures, and what they are made of."""
-
-    pairs_a_trace: float
-    judged_traces: int
-    """Traces with a state that was not refused."""
-    usd_a_trace: float
-    asked_traces: int
-    """Traces for which an answer was paid, now or when the cache got it."""
-
-
-def measure(records: Iterable[StateRecord], pairs: int) -> Density:
-    """Measure a replay that gave `pairs`, by the last record of each state. A state that was tried twice found the
-    votes of the first time in the cache."""
+def measure(records: Iterable[StateRecord]) -> tuple[int, int, float]:
+    """Return how many traces have a state that was not refused, how many an answer that was paid, now or when the cache
+    got it, and the dollars. A state that was tried twice found the votes of the first time in the cache: its last
+    record counts."""
     decided = latest(records).values()
     judged = {record.trace for record in decided if record.outcome != "refused"}
     asked = {record.trace for record in decided if record.votes or record.calls or record.price_usd}
-    usd = sum(record.price_usd for record in decided)
-    return Density(
-        pairs_a_trace=pairs / max(len(judged), 1),
-        judged_traces=len(judged),
-        usd_a_trace=usd / max(len(asked), 1),
-        asked_traces=len(asked),
-    )
+    return len(judged), len(asked), sum(record.price_usd for record in decided)
 
 
 def pairs_parser() -> argparse.ArgumentParser:
@@ -305,14 +469,15 @@ def report_pairs(name: Path, min_pairs: float) -> int:
             f"{votes} holds no votes, so traces without a pair and the cost are not known: make pairs and votes with "
             "`composer replay`"
         )
-    density = measure(records, held)
+    judged, asked, usd = measure(records)
+    pairs_a_trace = held / max(judged, 1)
     outcomes = Counter(record.outcome.replace("_", " ") for record in latest(records).values())
     listed = ", ".join(f"{count} with epsilon {epsilon:g}" for epsilon, count in sorted(doubts.items()))
     print(f"pairs       {held} ({listed or 'none'})")
     print(f"states      {', '.join(f'{count} {outcome}' for outcome, count in outcomes.most_common())}")
-    print(f"a trace     {density.pairs_a_trace:.2f} pairs, over {density.judged_traces} traces that were not refused")
-    print(f"cost        ${density.usd_a_trace:.4f} a trace, over {density.asked_traces} that teachers were asked about")
-    if density.pairs_a_trace >= min_pairs:
+    print(f"a trace     {pairs_a_trace:.2f} pairs, over {judged} traces that were not refused")
+    print(f"cost        ${usd / max(asked, 1):.4f} a trace, over {asked} that teachers were asked about")
+    if pairs_a_trace >= min_pairs:
         return 0
     print(f"too few     {min_pairs:g} pairs a trace are wanted (--min-pairs)")
     return MISSED
