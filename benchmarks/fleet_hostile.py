@@ -58,7 +58,7 @@ from composer_prime.run.weights import CHUNK_BYTES, WeightStore
 from composer_prime.wire.enrollment import INVITE_VARIABLE
 from composer_prime.wire.node_messages import POLICY
 from orchestrator.gateway import Gateway
-from orchestrator.rollouts.rollout import RolloutRunner
+from orchestrator.rollouts.rollout import Permits, RolloutRunner
 from orchestrator.swarm import audits as audit_rules
 from orchestrator.swarm.invite import create_invite
 from orchestrator.workers.worker import RolloutReply, RunRollout
@@ -114,14 +114,14 @@ class Ledger:
     async def play(self, runner: RolloutRunner, number: int) -> None:
         name, url = f"r{number}", self.gateway.http_url
         request = RunRollout(rollout_id=name, task_index=number, model=POLICY, gateway_url=url, timeout_s=TIMEOUT_S)
-        result = await runner.run("s", request, order=number)
-        parts = [part for record in result.records for part in record.answer.sampled_by]
+        reply, records = await runner.run("s", request, order=number)
+        parts = [part for record in records for part in record.answer.sampled_by]
         is_bad = any(node_id == HOSTILE for node_id, _ in parts)
         self.counts["bad offered"] += is_bad
         self.counts["bad in part"] += is_bad and len(parts) > 1
-        if result.reply.failure is not None:
-            self.counts[f"refused: {result.reply.failure.kind}"] += 1
-            logger.info("%s: %s", result.reply.failure.kind, result.reply.failure.message)
+        if reply.failure is not None:
+            self.counts[f"refused: {reply.failure.kind}"] += 1
+            logger.info("%s: %s", reply.failure.kind, reply.failure.message)
             return
         self.ready.append((name, is_bad, sum(tokens for _, tokens in parts)))
         if len(self.ready) >= BATCH:
@@ -224,7 +224,7 @@ async def play_round(folder: Path, honest: int, seconds: float, rollouts: int) -
         # More rollouts than permits: those that wait for an audit hold none.
         pools: Any = {"s": Player(http)}
         played = settings().orchestrator.model_copy(update={"max_concurrent": rollouts})
-        runner = RolloutRunner.at(gateway, played, pools, seed=0)
+        runner = RolloutRunner(config=played, gateway=gateway, pools=pools, permits=Permits(rollouts), seed=0)
 
         async def client() -> None:
             while True:

@@ -205,9 +205,17 @@ async def play_held_out(
 
         async def attempt(number: int, earlier: list[RolloutFailure]) -> CompiledRollout:
             request = runner.eval_request(source, step=step, task_index=task_index, sample=sample, attempt=number)
-            result = await runner.run(source, request, order=task_index, oldest_version=version)
-            failure, seed = score_failure(result), request.seed or 0
-            return finished_rollout(result, sibling=sample, seed=seed, samples=[], failure=failure, earlier=earlier), []
+            reply, records = await runner.run(source, request, order=task_index, oldest_version=version)
+            ended = finished_rollout(
+                reply,
+                records,
+                sibling=sample,
+                seed=request.seed or 0,
+                samples=[],
+                failure=score_failure(reply),
+                earlier=earlier,
+            )
+            return ended, []
 
         rollout, _ = await runner.play_with_retries(attempt, source=source, failures=failures, step=lambda: step)
         await on_end(place, rollout)

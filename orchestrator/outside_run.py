@@ -20,7 +20,7 @@ from orchestrator.evals import HeldOutPlace, held_out_places, play_held_out
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import FinishedRollout, GroupPlan, derive_seed
-from orchestrator.rollouts.rollout import RolloutRunner, finish_rollout
+from orchestrator.rollouts.rollout import Permits, RolloutRunner, finish_rollout
 from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.worker import TRAIN
@@ -40,7 +40,8 @@ async def play_episodes(
     Failures are in the result. Raises EnvironmentWorkerError when no worker is left.
     """
     source = pool.spec.name
-    runner = RolloutRunner.at(gateway, config, {source: pool}, seed=seed, eval_share=1.0)
+    permits = Permits(config.max_concurrent, eval_share=1.0)
+    runner = RolloutRunner(config=config, gateway=gateway, pools={source: pool}, permits=permits, seed=seed)
 
     async def play(number: int, task_index: int) -> FinishedRollout:
         plan = GroupPlan(
@@ -51,8 +52,8 @@ async def play_episodes(
             size=1,
         )
         request = msgspec.structs.replace(runner.training_request(plan, 0, 0), taskset=taskset)
-        result = await runner.run(source, request, order=number)
-        return finish_rollout(plan, result, seed=request.seed or 0)[0]
+        reply, records = await runner.run(source, request, order=number)
+        return finish_rollout(plan, reply, records, seed=request.seed or 0)[0]
 
     with plain_errors():
         async with asyncio.TaskGroup() as group:
@@ -99,7 +100,8 @@ async def evaluate(
 
     Raises EnvironmentWorkerError when the workers of a source are gone.
     """
-    runner = RolloutRunner.at(gateway, config, pools, seed=seed, eval_share=1.0)
+    permits = Permits(config.max_concurrent, eval_share=1.0)
+    runner = RolloutRunner(config=config, gateway=gateway, pools=pools, permits=permits, seed=seed)
     failures = FailureLog(path=run_dir.failed_rollouts)
     places = held_out_places(config, pools)
     path, count, writing = run_dir.eval_rollouts(0), 0, asyncio.Lock()

@@ -46,7 +46,6 @@ from composer_prime.traces import build_online_replay
 from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.types import StepDone
 from orchestrator.batching.batches import OpenRun, build_batches
-from orchestrator.batching.dispatch import Dispatcher
 from orchestrator.chat_template import chat_folder
 from orchestrator.durability import Entry, Journal, load_state, resume
 from orchestrator.evals import Evaluator
@@ -54,9 +53,9 @@ from orchestrator.event_loop import Notifier, watched
 from orchestrator.file_rows import DemonstrationRows, build_demonstrations, build_mixer
 from orchestrator.gateway import Gateway
 from orchestrator.hints.stage import build_hints
-from orchestrator.rollouts.rollout import RolloutRunner
+from orchestrator.rollouts.rollout import Permits, RolloutRunner
 from orchestrator.rollouts.rollout_log import FailureLog
-from orchestrator.scheduler import BatchScheduler
+from orchestrator.scheduler import BatchScheduler, Dispatcher
 from orchestrator.step_server import StepServer, TrainerOrders
 from orchestrator.tasks import WHOLE, Sources, source_spec
 from orchestrator.watchdog import RunWatchdog, describe_startup
@@ -205,7 +204,13 @@ class Pipeline:
         )
         journal, entries = await self._open_journal()
         stack.push_async_callback(journal.close)
-        runner = RolloutRunner.at(self.gateway, config.orchestrator, run.pools, seed=config.run.seed)
+        runner = RolloutRunner(
+            config=config.orchestrator,
+            gateway=self.gateway,
+            pools=run.pools,
+            permits=Permits(config.orchestrator.max_concurrent),
+            seed=config.run.seed,
+        )
         failures = FailureLog(path=run.run_dir.failed_rollouts)
         evaluator = Evaluator(run=run, runner=runner, failures=failures)
         scheduler = BatchScheduler(

@@ -1,4 +1,4 @@
-"""Every decision on groups and batches: what starts, what is formed, what is dropped.
+"""Every decision on groups and batches: what starts, what is formed, what is dropped; and the groups in flight.
 
     advance():  sweep   groups of which no future batch trains a token leave the buffer
                 form    batch F+1 from the lowest-numbered usable groups, at most one ahead of the step in training
@@ -14,7 +14,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median_high
 
 import msgspec
@@ -28,7 +31,6 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.types import StepDone
 from orchestrator.batching.batch_metrics import batch_metrics
 from orchestrator.batching.batches import Batch, Batches, Buffer, OpenRun, free_slots, oldest_accepted
-from orchestrator.batching.dispatch import Dispatcher
 from orchestrator.durability import (
     Dropped,
     Entry,
@@ -46,9 +48,21 @@ from orchestrator.durability import (
 )
 from orchestrator.evals import Evaluator
 from orchestrator.file_rows import PairMixer
+from orchestrator.hints.stage import HintStage
 from orchestrator.rollouts import rollout_log
-from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, trained_by_node
+from orchestrator.rollouts.groups import (
+    MIN_GROUP,
+    CompiledRollout,
+    FinishedGroup,
+    GroupOutcome,
+    GroupPlan,
+    score_group,
+    trained_by_node,
+)
+from orchestrator.rollouts.rollout import RolloutRunner, finish_rollout
+from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.tasks import Sources
+from orchestrator.workers.worker import RolloutFailure
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +79,135 @@ _MAX_FAILED_GROUPS = 32
 """Groups of one source in a row that fail for lack of finished rollouts. Then the run ends with the last error."""
 _DROPPED_WHOLE = 1024
 """Groups dropped since the last batch that are held with their texts. A batch that never fills must not fill memory."""
+_HACK = "hacks/rollouts"
+"""Metric of a rollout that is 1 where an environment's monitor calls it a hack."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Dispatcher:
+    """Groups in flight: G rollouts each, with retries and a deadline for each rollout.
+
+        start(plan, on_end) -> group task -> G sibling tasks -> [permit] -> worker -> compile (thread)
+                                  |              +-> failed: a fresh try, at most max_retries
+                                  +-> all siblings ended -> hints -> advantages, filter (thread) -> on_end(group)
+
+    Groups never wait for one another. A rollout continues while policy versions change, so a long one is kept. A
+    sibling waits at most for a permit and for its rollout's deadline. An error that is not a rollout's own (workers
+    gone for good) ends the run.
+
+    A group without advantage whose error turns were hinted is DISTILLED: it keeps the samples with hinted turns,
+    without a part in the policy loss. The buffer lets it join a batch whose step has a weight for SDPO, beside the
+    READY groups and at most as many. It takes none of their places, opens none for dispatch, and counts as filtered.
+    """
+
+    run: OpenRun
+    runner: RolloutRunner
+    failures: FailureLog
+    hints: HintStage | None
+    in_flight: dict[int, GroupPlan] = field(default_factory=dict, init=False)
+    """By group number."""
+    running: int = field(default=0, init=False)
+    """Rollouts that hold a permit."""
+    retries: int = field(default=0, init=False)
+    _tasks: dict[int, tuple[float, asyncio.Task[None]]] = field(default_factory=dict, init=False)
+    """By group number, in the order of their starts: since when it runs, in monotonic seconds, and its task."""
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="compile"), init=False
+    )
+
+    @property
+    def config(self) -> OrchestratorConfig:
+        return self.run.config.orchestrator
+
+    def start(self, plan: GroupPlan, on_end: Callable[[FinishedGroup], None]) -> None:
+        """Run the group of `plan`; `on_end` gets it once all its rollouts have ended."""
+        task = asyncio.create_task(self._run_group(plan, on_end), name=plan.group_id)
+        self.in_flight[plan.group] = plan
+        self._tasks[plan.group] = time.monotonic(), task
+
+    def oldest_s(self) -> float | None:
+        """Return the age in seconds of the group that started first; None without a group in flight."""
+        return next((time.monotonic() - since for since, _ in self._tasks.values()), None)
+
+    def metrics(self) -> dict[str, float]:
+        """Return retries, what hints cost so far, and failed tries by kind."""
+        return {
+            "rollouts/retries": self.retries,
+            **(self.hints.metrics() if self.hints is not None else {}),
+            **{f"rollouts/failed/{kind}": count for kind, count in sorted(self.failures.counts.items())},
+        }
+
+    async def close(self) -> None:
+        """Cancel all groups; no `on_end` is called any more."""
+        tasks = [task for _, task in self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._threads.shutdown(wait=True)
+
+    async def _run_group(self, plan: GroupPlan, on_end: Callable[[FinishedGroup], None]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                siblings = [
+                    group.create_task(self._sibling(plan, sibling), name=f"{plan.group_id}-{sibling}")
+                    for sibling in range(plan.size)
+                ]
+            on_end(await self._finish(plan, [sibling.result() for sibling in siblings]))
+        except Exception as error:
+            self.run.fail(error)
+        finally:
+            del self.in_flight[plan.group], self._tasks[plan.group]
+
+    def _next_step(self) -> int:
+        """Return the step that rollouts are gathered for."""
+        return self.run.batches.formed + 1
+
+    def _wants_hints(self) -> bool:
+        """Tell whether a hint made now may still be trained on."""
+        is_distilled = self.run.config.channels.sdpo.weight > 0  # Else hints are only logged.
+        return not is_distilled or self.run.batches.sdpo_ahead(self.config.max_staleness)
+
+    async def _finish(self, plan: GroupPlan, ended: list[CompiledRollout]) -> FinishedGroup:
+        """Add hints and advantages to the rollouts that ended."""
+        scored = sum(rollout.reward is not None for rollout, _ in ended)
+        if self.hints is not None and self._wants_hints() and scored >= MIN_GROUP:
+            ended = await self.hints.attach(ended)
+        scaling = self.run.config.channels.policy.advantage_scaling
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, score_group, plan, ended, self.config, scaling)
+
+    async def _sibling(self, plan: GroupPlan, sibling: int) -> CompiledRollout:
+        """Return the sibling's first good try, or its last failed one."""
+        rollout, samples = await self.runner.play_with_retries(
+            partial(self._attempt, plan, sibling),
+            source=plan.source,
+            failures=self.failures,
+            step=self._next_step,
+            group=plan.group,
+        )
+        if rollout.metrics.get(_HACK):
+            hack = event("hack", same_as=f"{plan.source}/hack")
+            logger.warning("the monitor judged rollout %s of %s a hack", rollout.rollout_id, plan.source, extra=hack)
+        return rollout, samples
+
+    async def _attempt(
+        self, plan: GroupPlan, sibling: int, attempt: int, earlier: list[RolloutFailure]
+    ) -> CompiledRollout:
+        request = self.runner.training_request(plan, sibling, attempt)
+        self.retries += attempt > 0
+        has_begun = False
+
+        def on_begin() -> None:
+            nonlocal has_begun
+            has_begun = True
+            self.running += 1
+
+        try:
+            reply, records = await self.runner.run(plan.source, request, order=plan.group, on_begin=on_begin)
+        finally:
+            self.running -= has_begun
+        finish = partial(finish_rollout, plan, reply, records, sibling=sibling, seed=request.seed or 0, earlier=earlier)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, finish)
 
 
 class DroppedGroups:
@@ -372,13 +515,12 @@ class BatchScheduler:
 
     def state(self) -> OrchestratorState:
         """Return the state after step `trained`, at this moment."""
-        in_flight = [group.plan for group in self.dispatcher.in_flight.values()]
         return OrchestratorState(
             run_id=self.run.run_id,
             step=self.batches.trained,
             journal_seq=self.journal.seq,
             next_group=self.sources.next_group,
-            in_flight=sorted([*in_flight, *self.sources.again], key=lambda plan: plan.group),
+            in_flight=sorted([*self.dispatcher.in_flight.values(), *self.sources.again], key=lambda plan: plan.group),
             ready=self.buffer.group_numbers,
             dropped=[group.plan.group for group in self.dropped.since_batch],
             batches={batch.step: batch.group_numbers for batch in self.batches.held()},

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import msgspec
-
 from composer_prime.wire.types import Sample
 from orchestrator.gateway.http import GenerationRecord
 from orchestrator.rollouts.groups import FinishedRollout, GroupPlan
-from orchestrator.rollouts.rollout import RolloutResult, compile_rollout, finished_rollout, numbered_turns
+from orchestrator.rollouts.rollout import finish_rollout
 from orchestrator.workers.worker import MessageRecord, RolloutReply, SessionRecord, ToolCall
 from tests.chat_models import chat
 from tests.records_made import record_of
@@ -86,9 +84,4 @@ def play(
         prompt = bridged.token_ids
     session = SessionRecord(session_id=rollout_id, agent="policy", trainable=True, reward=reward, tools=TOOLS)
     reply = RolloutReply(rollout_id=rollout_id, task_id=task_id, reward=reward, turns=turns, sessions=[session])
-    reply = msgspec.structs.replace(reply, turns=numbered_turns(reply, records))
-    samples = compile_rollout(PLAN, reply, records)
-    rollout = finished_rollout(
-        RolloutResult(reply=reply, records=records), sibling=0, seed=1, samples=samples, failure=None, earlier=[]
-    )
-    return PlayedRollout(rollout, samples, records)
+    return PlayedRollout(*finish_rollout(PLAN, reply, records, seed=1), records)

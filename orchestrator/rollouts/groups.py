@@ -3,7 +3,7 @@
 They are structs because the journal writes them to disk. Everything derives from (run seed, group number): a group that
 a crash cut short is dispatched again with the same task and the same seeds.
 
-The functions at the end read a rollout's messages as a tree.
+`score_group` decides what a group is worth. The functions at the end read a rollout's messages as a tree.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
+from composer_prime.channels.policy import AdvantageScaling
+from composer_prime.config.orchestrator import OrchestratorConfig
+from composer_prime.errors import NonFiniteError
 from composer_prime.wire.types import HintedTurn, Sample, VersionSpan, flags, floats, pack_flags, pack_floats
 from orchestrator.workers.worker import MessageRecord, RolloutFailure, RolloutReply
 
 _ODD = 0x9E3779B1
 _SEED_MASK = (1 << 31) - 1
+MIN_GROUP = 2
+"""Finished rollouts that a group needs: an advantage compares two."""
+_STD_FLOOR = 1e-4
 
 
 def derive_seed(*parts: object) -> int:
@@ -198,6 +204,86 @@ def _without_stale_tokens(sample: Sample, oldest: int) -> Sample | None:
         version_spans=[span for span in sample.version_spans if span.version >= oldest],
         distillations=hinted,
     )
+
+
+# -- the end of a group: pure functions that run in a thread -------------------------------------------------------
+
+
+def score_group(
+    plan: GroupPlan, ended: list[CompiledRollout], config: OrchestratorConfig, scaling: AdvantageScaling
+) -> FinishedGroup:
+    """Return the group as READY with its samples, FAILED (too few finished), FILTERED or DISTILLED (no advantage).
+
+    A DISTILLED group keeps the samples with hinted turns, with mask 0 everywhere: the policy loss neither trains on
+    them nor counts them. With `config.train_truncated` off the same holds for rollouts that were cut short; their
+    rewards still count in the group's advantages.
+    """
+    rewards = [rollout.reward for rollout, _ in ended if rollout.reward is not None]
+    if len(rewards) < MIN_GROUP:
+        return FinishedGroup(plan=plan, outcome=GroupOutcome.FAILED, rollouts=[rollout for rollout, _ in ended])
+    advantages_G = group_advantages(rewards, scaling)
+    ended = _with_advantages(ended, advantages_G, config.train_truncated)
+    rollouts = sorted((rollout for rollout, _ in ended), key=lambda rollout: rollout.sibling)
+    samples = [sample for _, rollout_samples in ended for sample in rollout_samples]
+    signal = has_signal(advantages_G) or not config.filter_zero_advantage
+    if signal and any(sample.num_trained for sample in samples):
+        return FinishedGroup(plan=plan, outcome=GroupOutcome.READY, rollouts=rollouts, samples=samples)
+    hinted = _hinted_only(samples)
+    outcome = GroupOutcome.DISTILLED if hinted else GroupOutcome.FILTERED
+    return FinishedGroup(plan=plan, outcome=outcome, rollouts=rollouts, samples=hinted)
+
+
+def _with_advantages(
+    ended: list[CompiledRollout], advantages_G: list[float], train_truncated: bool
+) -> list[CompiledRollout]:
+    """Return the rollouts, those with a reward with the next of `advantages_G`; failed ones have no samples."""
+    following = iter(advantages_G)
+    result: list[CompiledRollout] = []
+    for rollout, samples in ended:
+        if rollout.reward is None:
+            result.append((rollout, []))
+            continue
+        advantage = next(following)
+        if rollout.truncated and not train_truncated:
+            samples = _hinted_only(samples)
+        else:
+            samples = [with_advantage(sample, advantage) for sample in samples]
+        result.append((msgspec.structs.replace(rollout, advantage=advantage), samples))
+    return result
+
+
+def group_advantages(rewards_G: Sequence[float], scaling: AdvantageScaling) -> list[float]:
+    """Return the advantage of each rollout of one group, [G]. A group of one has advantage 0.
+
+        none  A_G = r_G - mean(r)                          Dr. GRPO, arXiv 2503.20783; Composer 2, 2603.24477
+        std   A_G = (r_G - mean(r)) / (std(r) + 1e-4)      GRPO, arXiv 2402.03300; std with Bessel's correction, as TRL
+
+    Raises NonFiniteError when a reward is NaN or infinite: a failed verifier must be recorded as failed, not scored.
+    """
+    rewards = np.asarray(rewards_G, dtype=np.float64)
+    if not np.isfinite(rewards).all():
+        raise NonFiniteError(
+            f"a group has rewards {list(rewards_G)}: mark failed rollouts as failed, do not score them"
+        )
+    if rewards.size < 2 or rewards.min() == rewards.max():  # a mean of equal numbers may be off by a last bit
+        return [0.0] * rewards.size
+    centered = rewards - rewards.mean()
+    if scaling == "std":
+        centered = centered / (rewards.std(ddof=1) + _STD_FLOOR)
+    return centered.tolist()
+
+
+def has_signal(advantages_G: Sequence[float]) -> bool:
+    """Tell whether a group moves the policy: equal rewards give only zeros."""
+    return any(abs(value) > 1e-12 for value in advantages_G)
+
+
+def _hinted_only(samples: list[Sample]) -> list[Sample]:
+    """Return the samples with hinted turns, without a part in the policy loss."""
+    return [sdpo_only(sample) for sample in samples if sample.distillations]
+
+
+# -- a rollout's messages ------------------------------------------------------------------------------------------
 
 
 def tool_replies(turns: Sequence[MessageRecord]) -> dict[int, list[int]]:

@@ -1,6 +1,6 @@
 """One rollout: its request, its permit, its deadline, its token record, and the training samples made of that.
 
-    RunRollout -> RolloutRunner.run: [permit] -> worker -> RolloutResult -> finish_rollout (thread) -> samples
+    RunRollout -> RolloutRunner.run: [permit] -> worker -> reply, records -> finish_rollout (thread) -> samples
 
 `RolloutRunner` is the only place that opens and takes a gateway record, so no record is left behind, however the
 rollout ends. `Permits` bounds concurrency for training and evaluation together:
@@ -27,7 +27,7 @@ import heapq
 import itertools
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -39,10 +39,9 @@ from composer_prime.run.retry import backoff_s
 from composer_prime.wire.node_messages import POLICY, joined
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, pack_flags, pack_floats, pack_ints
 from orchestrator.gateway import Gateway
-from orchestrator.gateway.http import GenerationRecord, RolloutRecords
+from orchestrator.gateway.http import GenerationRecord
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, GroupPlan, derive_seed
 from orchestrator.rollouts.rollout_log import FailureLog
-from orchestrator.swarm import Audits
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.worker import EVAL, TRAIN, MessageRecord, RolloutFailure, RolloutReply, RunRollout
 
@@ -106,57 +105,19 @@ class Permits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutResult:
-    """A rollout that ended, with or without success."""
-
-    reply: RolloutReply
-    records: Sequence[GenerationRecord]
-
-    @property
-    def versions(self) -> tuple[int, int] | None:
-        """Oldest and newest policy version that sampled a token; None when nothing was sampled."""
-        versions = [span.version for record in self.records for span in record.answer.version_spans]
-        return (min(versions), max(versions)) if versions else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRunner:
     """Asks workers to play rollouts, with the run's sampling settings, seeds and deadlines."""
 
     config: OrchestratorConfig
-    gateway_url: str
-    """http://host:port/v1"""
-    seed: int
-    """run.seed."""
+    gateway: Gateway
+    """Answers the rollouts, records what it sampled for them, and may audit it."""
     pools: Mapping[str, WorkerPool]
     """Environment workers by source."""
-    records: RolloutRecords
     permits: Permits
-    audits: Audits | None = None
-    """None where answers are not audited."""
+    seed: int
+    """run.seed."""
     grace_s: float = 5.0
     """What a worker gets beyond a rollout's own limit to report that the limit was reached."""
-
-    @classmethod
-    def at(
-        cls,
-        gateway: Gateway,
-        config: OrchestratorConfig,
-        pools: Mapping[str, WorkerPool],
-        *,
-        seed: int,
-        eval_share: float = EVAL_SHARE,
-    ) -> RolloutRunner:
-        """Return the runner whose rollouts ask `gateway`."""
-        return cls(
-            config=config,
-            gateway_url=f"{gateway.http_url}/v1",
-            seed=seed,
-            pools=pools,
-            records=gateway.records,
-            permits=Permits(config.max_concurrent, eval_share),
-            audits=gateway.audits,
-        )
 
     def training_request(self, plan: GroupPlan, sibling: int, attempt: int) -> RunRollout:
         return self._request(
@@ -185,7 +146,7 @@ class RolloutRunner:
             rollout_id=rollout_id,
             task_index=task_index,
             model=POLICY,
-            gateway_url=self.gateway_url,
+            gateway_url=f"{self.gateway.http_url}/v1",
             timeout_s=settings.timeout_s,
             taskset=taskset,
             seed=seed,
@@ -203,28 +164,27 @@ class RolloutRunner:
         order: int,
         oldest_version: int = 0,
         on_begin: Callable[[], None] = lambda: None,
-    ) -> RolloutResult:
-        """Run `request` on a worker of `source`. A rollout past its deadline is a failed reply, not an exception.
+    ) -> tuple[RolloutReply, Sequence[GenerationRecord]]:
+        """Return how `request` ended on a worker of `source`. Past its deadline, that is a reply with a failure.
 
         Only nodes with `oldest_version` or newer weights answer it. Calls `on_begin` once the rollout holds its permit.
         A rollout whose audits fail is a failed one; it waits for them without its permit.
         Raises EnvironmentWorkerError when no worker is left.
         """
+        audits = self.gateway.audits
         async with self.permits.hold(request.taskset, order):
             on_begin()
-            self.records.open(request.rollout_id, oldest_version)
+            self.gateway.records.open(request.rollout_id, oldest_version)
             try:
                 reply = await self._within_deadline(source, request)
             except BaseException:
-                if self.audits is not None:
-                    self.audits.forget(request.rollout_id)
+                if audits is not None:
+                    audits.forget(request.rollout_id)
                 raise
             finally:
-                records = self.records.take(request.rollout_id)
-        objection = await self.audits.cleared(request.rollout_id) if self.audits is not None else None
-        if objection is not None:
-            reply = request.failed("audit", objection)
-        return RolloutResult(reply=reply, records=records)
+                records = self.gateway.records.take(request.rollout_id)
+        objection = await audits.cleared(request.rollout_id) if audits is not None else None
+        return (reply if objection is None else request.failed("audit", objection)), records
 
     async def play_with_retries(
         self,
@@ -270,9 +230,8 @@ def retry_pause_s(attempt: int) -> float:
     return backoff_s(attempt, first_s=_RETRY_S, longest_s=_LONGEST_RETRY_S)
 
 
-def score_failure(result: RolloutResult) -> RolloutFailure | None:
+def score_failure(reply: RolloutReply) -> RolloutFailure | None:
     """Return why a rollout has no usable reward; None when it has one. A reward of NaN is a failed verifier."""
-    reply = result.reply
     if reply.failure is not None:
         return reply.failure
     if reply.reward is None or not math.isfinite(reply.reward):
@@ -282,7 +241,8 @@ def score_failure(result: RolloutResult) -> RolloutFailure | None:
 
 
 def finished_rollout(
-    result: RolloutResult,
+    reply: RolloutReply,
+    records: Sequence[GenerationRecord],
     *,
     sibling: int,
     seed: int,
@@ -295,20 +255,20 @@ def finished_rollout(
 
     `earlier`: failures of this sibling's tries before this one. `turn_nodes`: the node of each sampled turn.
     """
-    versions = result.versions
-    nodes = list(dict.fromkeys(record.answer.node_id for record in result.records))
-    reply: dict[str, Any] = msgspec.structs.asdict(result.reply) | {"failure": failure}
+    versions = [span.version for record in records for span in record.answer.version_spans]
+    nodes = list(dict.fromkeys(record.answer.node_id for record in records))
+    ended: dict[str, Any] = msgspec.structs.asdict(reply) | {"failure": failure}
     if failure is not None:
-        reply["reward"] = None
+        ended["reward"] = None
     return FinishedRollout(
-        **reply,
+        **ended,
         sibling=sibling,
         seed=seed,
         failed_attempts=list(earlier),
-        version_min=versions[0] if versions else None,
-        version_max=versions[1] if versions else None,
+        version_min=min(versions, default=None),
+        version_max=max(versions, default=None),
         prompt_tokens=sum(sample.num_tokens - sample.num_trained for sample in samples) if samples else None,
-        sampled_tokens=sum(len(record.answer) for record in result.records),
+        sampled_tokens=sum(len(record.answer) for record in records),
         nodes=nodes,
         turn_nodes=[nodes.index(node_id) for node_id in turn_nodes],
     )
@@ -319,7 +279,8 @@ def finished_rollout(
 
 def finish_rollout(
     plan: GroupPlan,
-    result: RolloutResult,
+    reply: RolloutReply,
+    records: Sequence[GenerationRecord],
     *,
     sibling: int = 0,
     seed: int,
@@ -331,17 +292,18 @@ def finish_rollout(
     """
     samples: list[Sample] = []
     sampled_by: list[str] = []
-    failure = score_failure(result)
+    failure = score_failure(reply)
     try:
         if failure is None:
-            reply = msgspec.structs.replace(result.reply, turns=numbered_turns(result.reply, result.records))
-            samples = compile_rollout(plan, reply, result.records)
-            sampled_by = turn_nodes(reply, result.records)
-            result = replace(result, reply=reply)
+            numbered = msgspec.structs.replace(reply, turns=numbered_turns(reply, records))
+            samples = compile_rollout(plan, numbered, records)
+            sampled_by = turn_nodes(numbered, records)
+            reply = numbered
     except RolloutError as error:
         failure = RolloutFailure(kind="tokens", message=str(error), retryable=True)
     rollout = finished_rollout(
-        result,
+        reply,
+        records,
         sibling=sibling,
         seed=seed,
         samples=samples,

@@ -23,9 +23,10 @@ from composer_prime.run.weights import WeightStore
 from orchestrator.coding.sandbox.box import open_box
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.groups import GroupPlan
-from orchestrator.rollouts.rollout import RolloutResult, RolloutRunner, compile_rollout, score_failure
+from orchestrator.rollouts.rollout import Permits, RolloutRunner, compile_rollout, score_failure
 from orchestrator.tasks import source_spec
 from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.worker import RolloutReply
 
 sys.path.append(str(Path(__file__).parents[1] / "gateway"))
 from node_peer import PeerNode
@@ -85,12 +86,14 @@ def configuration(model: Path, tasks: Path) -> Config:
     )
 
 
-async def play(config: Config, gateway: Gateway, pool: WorkerPool) -> tuple[RolloutResult, list[Sample]]:
+async def play(config: Config, gateway: Gateway, pool: WorkerPool) -> tuple[RolloutReply, list[Sample]]:
     """One rollout as a run plays it, and the samples that a trainer would get."""
-    runner = RolloutRunner.at(gateway, config.orchestrator, {"code": pool}, seed=0, eval_share=1.0)
+    runner = RolloutRunner(
+        config=config.orchestrator, gateway=gateway, pools={"code": pool}, permits=Permits(1), seed=0
+    )
     plan = GroupPlan(group=0, source="code", task_index=0, seed=0, size=1)
-    result = await runner.run("code", runner.training_request(plan, 0, 0), order=0)
-    return result, compile_rollout(plan, result.reply, result.records)
+    reply, records = await runner.run("code", runner.training_request(plan, 0, 0), order=0)
+    return reply, compile_rollout(plan, reply, records)
 
 
 # The program reads, edits and submits, and the task is solved. Each prompt extends the tokens before it, so all turns
@@ -124,12 +127,12 @@ async def test_its_tokens_are_those_that_the_node_sampled(
     await asyncio.gather(gateway.start(), pool.start())
     try:
         async with PeerNode(gateway.node_endpoint, keys.client("node"), "node-0", answer=answer) as node:
-            result, samples = await play(config, gateway, pool)
+            reply, samples = await play(config, gateway, pool)
     finally:
         await pool.close()
         await gateway.close()
 
-    assert score_failure(result) is None and result.reply.reward == 1.0, result.reply
+    assert score_failure(reply) is None and reply.reward == 1.0, reply
     prompts = [ints(request.prompt_ids).tolist() for request in node.generates]
     assert len(prompts) == 3 and len(samples) == 1
     seen = prompts[-1] + answers[-1]

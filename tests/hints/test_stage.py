@@ -16,7 +16,6 @@ from composer_prime.errors import ConfigError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import flags, floats, ints
 from examples.wrong_hints import WrongHints
-from orchestrator.batching.dispatch import score_group
 from orchestrator.hints.detect import RuleDetector
 from orchestrator.hints.generate import (
     ChatEndpoint,
@@ -26,7 +25,7 @@ from orchestrator.hints.generate import (
     sibling_demonstration,
 )
 from orchestrator.hints.stage import HintPlacer, HintStage, check_kinds, own_parts
-from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
+from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, score_group
 from orchestrator.rollouts.rollout_log import rollout_line
 from orchestrator.workers.worker import SessionRecord
 from tests.chat_models import chat

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -199,17 +200,16 @@ async def test_a_rollout_past_its_deadline_is_a_failure_of_kind_timeout(tmp_path
     config = make_config(tmp_path, source=[source]).orchestrator
     runner = RolloutRunner(
         config=config,
-        gateway_url="http://127.0.0.1:1/v1",
+        gateway=SimpleNamespace(http_url="http://127.0.0.1:1", records=records, audits=None),
         seed=1,
         pools={"s": pool},
-        records=records,
         permits=Permits(1),
         grace_s=0.1,
     )
-    result = await runner.run("s", runner.training_request(plan(0), 0, 0), order=0)
-    failure = score_failure(result)
+    reply, sampled = await runner.run("s", runner.training_request(plan(0), 0, 0), order=0)
+    failure = score_failure(reply)
     assert failure is not None and failure.kind == "timeout" and failure.retryable
-    assert len(records) == 0 and result.versions is None
+    assert len(records) == 0 and not sampled
 
 
 async def test_synchronous_training_uses_only_the_newest_version(open_run, run_dir, tmp_path):

@@ -16,7 +16,6 @@ from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, floa
 from orchestrator.gateway.http import GenerationRecord
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan, trained_by_node, with_advantage
 from orchestrator.rollouts.rollout import (
-    RolloutResult,
     compile_rollout,
     finished_rollout,
     numbered_turns,
@@ -229,9 +228,9 @@ def test_trained_tokens_are_counted_by_node():
         answering(each, sampled_by=[(name, len(each.answer))])
         for each, name in zip(records, ["slow", "fast"], strict=True)
     ]
-    result = RolloutResult(reply=reply, records=served)
     finished = finished_rollout(
-        result,
+        reply,
+        served,
         sibling=0,
         seed=1,
         samples=(samples := compiled(records)),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_prime.errors import NonFiniteError
-from orchestrator.batching.dispatch import group_advantages, has_signal
+from orchestrator.rollouts.groups import group_advantages, has_signal
 
 rewards = st.lists(st.floats(-5, 5), min_size=2, max_size=16)
 
