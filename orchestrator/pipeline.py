@@ -45,7 +45,7 @@ from composer_prime.run.weights import WeightStore
 from composer_prime.traces import build_online_replay
 from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.types import StepDone
-from orchestrator.batching.batches import OpenRun, build_batches
+from orchestrator.batching.batches import OpenRun, StepServer, build_batches
 from orchestrator.chat_template import chat_folder
 from orchestrator.durability import Entry, Journal, load_state, resume
 from orchestrator.evals import Evaluator
@@ -56,7 +56,6 @@ from orchestrator.hints.stage import build_hints
 from orchestrator.rollouts.rollout import Permits, RolloutRunner
 from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.scheduler import BatchScheduler, Dispatcher
-from orchestrator.step_server import StepServer, TrainerOrders
 from orchestrator.tasks import WHOLE, Sources, source_spec
 from orchestrator.watchdog import RunWatchdog, describe_startup
 from orchestrator.workers.pool import WorkerPool
@@ -156,12 +155,11 @@ class Pipeline:
         await self.gateway.start()
         stack.push_async_callback(self._close_gateway)
         server = StepServer(
-            socket=bind_router(run.config.orchestrator.step_address, self.keys.curve("server"), [trainer]),
-            batches=self.batches,
-            orders=TrainerOrders(self._step_done, self._checkpoint),
-            changed=run.changed,
+            run,
+            bind_router(run.config.orchestrator.step_address, self.keys.curve("server"), [trainer]),
+            on_step_done=self._step_done,
+            on_checkpoint=self._checkpoint,
             waiting_for=self._waiting_for_batch,
-            on_error=self.fail,
         )
         stack.push_async_callback(server.close)
         addresses = {
@@ -315,8 +313,7 @@ class Pipeline:
     def _log_status(self, server: StepServer) -> None:
         figures: dict[str, float | str | None] = {
             **self.gateway.metrics(),
-            "step_server/garbage": server.garbage,
-            "step_server/refused": server.refused,
+            **{f"step_server/{name}": count for name, count in server.counts.items()},
             "workers/restarts": sum(pool.restarts for pool in self.opened.pools.values()),
         }
         if self.watchdog is not None:

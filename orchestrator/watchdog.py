@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 from composer_prime.config import Config
 from composer_prime.console import pluralize
 from composer_prime.errors import DeadlineError
-from orchestrator.batching.batches import OpenRun
+from orchestrator.batching.batches import OpenRun, StepServer
 from orchestrator.evals import Evaluator
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.rollout import Permits
 from orchestrator.scheduler import BatchScheduler
-from orchestrator.step_server import StepServer
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.worker import TRAIN
 

@@ -1,4 +1,4 @@
-"""The staleness rule, finished groups that wait for a batch, and formed batches; `OpenRun` holds what parts share.
+"""The staleness rule, finished groups that wait for a batch, and formed batches until the trainer has them.
 
 The staleness rule:
 
@@ -18,32 +18,57 @@ N-1, and nothing starts between that batch's last group and the next version.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
+import zmq
 
 from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.config import Config
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.config.orchestrator import EvalConfig
-from composer_prime.errors import RunMismatchError
+from composer_prime.errors import ComposerError, RunMismatchError, WireError
 from composer_prime.model_source import text_settings
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.packing.pack import TOKENS_ALONE, FlopCost, model_flops, pack, totals, without_hints
 from composer_prime.run.run_dir import RunDir
-from composer_prime.wire.types import Preference, Sample, StepReply
-from orchestrator.event_loop import Notifier
+from composer_prime.wire.sockets import SecureServer
+from composer_prime.wire.types import (
+    BatchNotReady,
+    CheckpointRequest,
+    CheckpointSaved,
+    FromTrainer,
+    Preference,
+    RunFinished,
+    Sample,
+    StepDone,
+    StepNoted,
+    StepRefused,
+    StepReply,
+    StepRequest,
+)
+from orchestrator.event_loop import Notifier, watched
 from orchestrator.file_rows import NO_ROWS, DemonstrationRows
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from orchestrator.workers.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
+
+POLL_S = 1.5
+"""How long a request waits here for its batch before BatchNotReady; the protocol allows 2 s."""
+_CLOSE_S = 10.0
+_PAST_S = 20.0
+"""How long a rank waits for rank 0 to announce a restart."""
+_DECODER = msgspec.msgpack.Decoder(FromTrainer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,25 +209,20 @@ class Batch:
         return [group.plan.group for group in self.groups]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchLayout:
-    """What the ranks of one step must agree on."""
-
-    world_size: int
-    max_tokens: int
-    """Token budget of one row."""
+Layout = tuple[int, int]
+"""What the ranks of one step must agree on: how many they are, and the token budget of one row."""
 
 
 class PackedBatches:
     """Batches as their ranks' messages: packed and encoded once for each layout, in a thread, kept for later ranks."""
 
-    def __init__(self, encode: Callable[[Batch, BatchLayout], list[bytes]]) -> None:
+    def __init__(self, encode: Callable[[Batch, Layout], list[bytes]]) -> None:
         self._encode = encode
-        self._tasks: dict[int, tuple[BatchLayout, asyncio.Task[list[bytes]]]] = {}
+        self._tasks: dict[int, tuple[Layout, asyncio.Task[list[bytes]]]] = {}
         """By step."""
-        self._layouts: dict[int, BatchLayout] = {}
+        self._layouts: dict[int, Layout] = {}
         """By step: the layout that its first request named."""
-        self._last_layout: BatchLayout | None = None
+        self._last_layout: Layout | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="pack")
 
     def add(self, batch: Batch) -> None:
@@ -210,7 +230,7 @@ class PackedBatches:
         if self._last_layout is not None:
             self._pack(batch, self._last_layout)
 
-    async def of_rank(self, batch: Batch, rank: int, layout: BatchLayout) -> bytes:
+    async def of_rank(self, batch: Batch, rank: int, layout: Layout) -> bytes:
         """Return the message of `rank`. The first rank that asks fixes the batch's layout.
 
         Raises RunMismatchError when another rank named another layout, ConfigError when a sample does not fit a row.
@@ -218,9 +238,9 @@ class PackedBatches:
         fixed = self._layouts.setdefault(batch.step, layout)
         if fixed != layout:
             raise RunMismatchError(
-                f"rank {rank} asks for step {batch.step} as one of {layout.world_size} ranks with {layout.max_tokens} "
-                f"tokens a row, another rank of this step said {fixed.world_size} ranks and {fixed.max_tokens} tokens: "
-                "start all ranks with the same configuration"
+                f"rank {rank} asks for step {batch.step} as one of {layout[0]} ranks with {layout[1]} tokens a row, "
+                f"another rank of this step said {fixed[0]} ranks and {fixed[1]} tokens: start all ranks with the same "
+                "configuration"
             )
         self._last_layout = layout
         packed = self._tasks.get(batch.step)
@@ -240,7 +260,7 @@ class PackedBatches:
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _pack(self, batch: Batch, layout: BatchLayout) -> asyncio.Task[list[bytes]]:
+    def _pack(self, batch: Batch, layout: Layout) -> asyncio.Task[list[bytes]]:
         async def in_thread() -> list[bytes]:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, batch, layout)
 
@@ -337,10 +357,10 @@ class Batches:
         last = max(first, last_batch(self.versions.newest, max_staleness, self.last_step, self.versions))
         return any(self.distils(step) for step in range(first, last + 1))
 
-    def _encode(self, batch: Batch, layout: BatchLayout) -> list[bytes]:
-        step = batch.step
+    def _encode(self, batch: Batch, layout: Layout) -> list[bytes]:
+        step, (world_size, max_tokens) = batch.step, layout
         samples = batch.samples if self.distils(step) else without_hints(batch.samples)
-        rows, metrics, held_out = self.demonstrations(), batch.metrics, [[] for _ in range(layout.world_size)]
+        rows, metrics, held_out = self.demonstrations(), batch.metrics, [[] for _ in range(world_size)]
         units = [pair_unit(pair) for pair in batch.preferences]
         if self.channels.sft.weight_at(self._run_step(step)) > 0:
             units, metrics = units + rows.of_step(step), metrics | rows.metrics(step)
@@ -348,8 +368,8 @@ class Batches:
             pack,
             run_id=self.run_id,
             step=step,
-            world_size=layout.world_size,
-            max_tokens=layout.max_tokens,
+            world_size=world_size,
+            max_tokens=max_tokens,
             cost=self.cost,
         )
         rows_by_rank = packed(samples, units)
@@ -410,3 +430,200 @@ class OpenRun:
     changed: Notifier
     fail: Callable[[BaseException], None]
     """Ends the run with an error."""
+
+
+# -- serving them to the trainer --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Rank:
+    poll: asyncio.Task[None] | None = None
+    """The task that answers its newest StepRequest."""
+    past_since: float | None = None
+    """Since when it asks for trained steps, monotonic seconds."""
+
+
+class StepServer:
+    """Serves batches to the trainer: one ROUTER socket (CURVE) with the protocol of composer_prime/wire/types.py.
+
+        rank --StepRequest--> poll task: batch there?  yes -> StepReply (packed once, in a thread)
+                                                       no  -> waits at most POLL_S -> BatchNotReady{waiting_for}
+        rank 0 --StepDone / CheckpointRequest--> handled one after another, in order of arrival; a repeated one once
+
+    A rank's newer request replaces its older one. Bytes that are not a protocol message are counted and dropped. A
+    message for another run, another layout or an impossible step is refused with the reason.
+    """
+
+    def __init__(
+        self,
+        run: OpenRun,
+        socket: SecureServer,
+        *,
+        on_step_done: Callable[[StepDone], Awaitable[None]],
+        on_checkpoint: Callable[[int], Awaitable[None]],
+        waiting_for: Callable[[int], str],
+    ) -> None:
+        """Answer at `socket` from now on; needs a running event loop. `close` closes the socket too.
+
+        `waiting_for(step)`: what the batch of `step` still lacks. `run.changed` notifies when a batch is formed.
+        """
+        self.counts: Counter[str] = Counter(garbage=0, refused=0)
+        """Dropped messages that are not of the protocol, and refused requests."""
+        self.last_heard: float | None = None
+        """Monotonic seconds of the last valid message of any rank; None before the first."""
+        self._run = run
+        self._server = socket
+        self._on_step_done = on_step_done
+        self._on_checkpoint = on_checkpoint
+        self._waiting_for = waiting_for
+        self._ranks: defaultdict[bytes, _Rank] = defaultdict(_Rank)
+        """By identity."""
+        self._orders: asyncio.Queue[tuple[bytes, StepDone | CheckpointRequest]] = asyncio.Queue()
+        """What rank 0 wants done, with its identity: a checkpoint sees the step before it."""
+        self._last_done: tuple[str, int] | None = None
+        """Session and step of the newest StepDone that was acted on; None before the first."""
+        self._finished: RunFinished | None = None
+        """The answer to every StepRequest once the run is over; None before that."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._spawn(self._receive())
+        self._spawn(self._in_order())
+
+    @property
+    def endpoint(self) -> str:
+        """The address really bound, with its port."""
+        return self._server.endpoint
+
+    def finish(self, reason: str, *, failed: bool) -> None:
+        """Answer every StepRequest with RunFinished from now on."""
+        self._finished = RunFinished(reason=reason, failed=failed)
+        self._run.changed.notify()
+
+    async def close(self) -> None:
+        """Answer the orders received, such as a checkpoint that is being saved, then stop."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                await self._orders.join()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._server.close)
+
+    def _spawn(self, work) -> asyncio.Task[None]:
+        task = watched(work, self._run.fail)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _receive(self) -> None:
+        while True:
+            received = await self._server.receive()
+            identity, payload = received.identity, received.first
+            try:
+                message = _DECODER.decode(payload)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                self.counts["garbage"] += 1
+                logger.warning("step server: dropped %d bytes that are not a message: %s", len(payload), error)
+                continue
+            if message.run_id != (run_id := self._run.batches.run_id):
+                await self._refuse(identity, f"this is run {run_id!r}, the message is for run {message.run_id!r}")
+                continue
+            self.last_heard = time.monotonic()
+            if isinstance(message, StepRequest):
+                self._poll(identity, message)
+            else:
+                self._orders.put_nowait((identity, message))
+
+    def _poll(self, identity: bytes, request: StepRequest) -> None:
+        rank = self._ranks[identity]
+        if rank.poll is not None:
+            rank.poll.cancel()
+        rank.poll = self._spawn(self._answer(identity, request))
+
+    async def _answer(self, identity: bytes, request: StepRequest) -> None:
+        if not 0 <= request.rank < request.world_size:
+            ranks = f"rank {request.rank} of {request.world_size} ranks"
+            await self._refuse(identity, f"{ranks}: ranks count from 0 to world_size - 1")
+            return
+        if await self._is_past(identity, request.step):
+            return
+        # StepDone travels on its own: it may be behind this request, and a joint run's last step may still grow.
+        is_noted = self._run.batches.trained >= request.step - 1
+        if request.step > self._run.batches.last_step and is_noted and self._finished is None:
+            finished = RunFinished(reason=f"all {self._run.batches.last_step} steps are done", failed=False)
+            await self._send(identity, finished)
+            return
+        await self._run.changed.wait_for(lambda: self._run.batches.get(request.step) or self._finished, POLL_S)
+        if self._finished is not None:
+            await self._send(identity, self._finished)
+        elif (batch := self._run.batches.get(request.step)) is None:
+            await self._send(identity, BatchNotReady(step=request.step, waiting_for=self._waiting_for(request.step)))
+        else:
+            layout = request.world_size, request.max_tokens
+            try:
+                payload = await self._run.batches.packed.of_rank(batch, request.rank, layout)
+            except ComposerError as error:
+                await self._refuse(identity, str(error))
+                return
+            await self._send_bytes(identity, payload)
+
+    async def _is_past(self, identity: bytes, step: int) -> bool:
+        """Tell whether `step` is trained already; if so, answer. Rank 0's message of a restart may be on its way."""
+        rank = self._ranks[identity]
+        if step > self._run.batches.trained:
+            rank.past_since = None
+            return False
+        if rank.past_since is None:
+            rank.past_since = time.monotonic()
+        if await self._run.changed.wait_for(lambda: step > self._run.batches.trained, POLL_S):
+            return False
+        text = (
+            f"steps up to {self._run.batches.trained} are trained; rank 0 has not said that it restarts before {step}"
+        )
+        if time.monotonic() - (rank.past_since or 0.0) < _PAST_S:
+            await self._send(identity, BatchNotReady(step=step, waiting_for=text))
+        else:
+            await self._refuse(identity, f"step {step} was asked for, but {text}")
+        return True
+
+    async def _in_order(self) -> None:
+        while True:
+            identity, order = await self._orders.get()
+            try:
+                await self._send(identity, await self._follow(order))
+            except WireError as error:
+                await self._refuse(identity, str(error))
+            finally:
+                self._orders.task_done()
+
+    async def _follow(self, order: StepDone | CheckpointRequest) -> StepNoted | CheckpointSaved:
+        """Act on an order and return the answer. Raises WireError for a StepDone that contradicts what was served."""
+        if isinstance(order, StepDone):
+            await self._note(order)
+            return StepNoted(step=order.step)
+        try:
+            await self._on_checkpoint(order.step)
+        except (ComposerError, OSError) as error:
+            logger.error("checkpoint of step %d failed: %s", order.step, error)
+            return CheckpointSaved(step=order.step, error=str(error))
+        return CheckpointSaved(step=order.step)
+
+    async def _note(self, order: StepDone) -> None:
+        """Act on a StepDone, unless it is repeated because the answer was lost."""
+        last = self._last_done
+        if last is None or last[0] != order.session or order.step > last[1]:
+            await self._on_step_done(order)
+            self._last_done = (order.session, order.step)
+
+    async def _refuse(self, identity: bytes, reason: str) -> None:
+        self.counts["refused"] += 1
+        logger.warning("step server: refused a request: %s", reason)
+        await self._send(identity, StepRefused(error=reason))
+
+    async def _send(self, identity: bytes, message: msgspec.Struct) -> None:
+        await self._send_bytes(identity, msgspec.msgpack.encode(message))
+
+    async def _send_bytes(self, identity: bytes, payload: bytes) -> None:
+        try:
+            await self._server.socket.send_multipart([identity, payload], copy=False)
+        except zmq.ZMQError as error:
+            logger.warning("step server: a rank is gone, its answer is dropped: %s", error)

@@ -69,7 +69,7 @@ def open_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> OpenRun:
     ) -> AsyncIterator[Running]:
         run_dir.endpoints.unlink(missing_ok=True)
         pool = pool or ScriptedPool()
-        monkeypatch.setattr("orchestrator.step_server.POLL_S", 0.3)
+        monkeypatch.setattr("orchestrator.batching.batches.POLL_S", 0.3)
         for name, value in {"TICK_S": 0.05, "REPORT_S": 0.5, "FAREWELL_S": 0.3}.items():
             monkeypatch.setattr(f"orchestrator.pipeline.{name}", value)
         make_pool = lambda source, spec: pools.get(source.name, pool)

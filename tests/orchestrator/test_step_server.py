@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -24,9 +25,8 @@ from composer_prime.wire.types import (
     StepReply,
     StepRequest,
 )
-from orchestrator.batching.batches import Batch, Batches, Versions
+from orchestrator.batching.batches import POLL_S, Batch, Batches, StepServer, Versions
 from orchestrator.event_loop import Notifier
-from orchestrator.step_server import POLL_S, StepServer, TrainerOrders
 
 
 def bound(address: str, keys: RunKeys) -> SecureServer:
@@ -39,13 +39,13 @@ class Served:
     def __init__(self, keys: RunKeys) -> None:
         self.batches, self.changed = Batches(RUN_ID, max_steps=9), Notifier()
         self.orders: list[str] = []
+        fail = lambda error: self.orders.append(repr(error))
         self.server = StepServer(
-            socket=bound("tcp://127.0.0.1:0", keys),
-            batches=self.batches,
-            orders=TrainerOrders(self._step_done, self._checkpoint),
-            changed=self.changed,
+            SimpleNamespace(batches=self.batches, changed=self.changed, fail=fail),
+            bound("tcp://127.0.0.1:0", keys),
+            on_step_done=self._step_done,
+            on_checkpoint=self._checkpoint,
             waiting_for=lambda step: f"batch {step}: 1 of 2 groups",
-            on_error=lambda error: self.orders.append(repr(error)),
         )
         self.endpoint = self.server.endpoint
 
@@ -71,7 +71,7 @@ class Served:
 def serve(run_dir, monkeypatch):
     @asynccontextmanager
     async def opened(world_size: int = 1, poll_s: float = 0.3) -> AsyncIterator[tuple[Served, PeerTrainer]]:
-        monkeypatch.setattr("orchestrator.step_server.POLL_S", poll_s)
+        monkeypatch.setattr("orchestrator.batching.batches.POLL_S", poll_s)
         served = Served(RunKeys(run_dir.keys))
         async with PeerTrainer(run_dir, served.endpoint, world_size=world_size) as trainer:
             yield served, trainer
@@ -151,7 +151,7 @@ async def test_garbage_is_counted_and_dropped(serve):
         await trainer.sockets[0].send_multipart([b"a", b"b", b"c"])
         await trainer.send(request(world_size=1))
         assert isinstance(await trainer.receive(), StepReply)
-        assert served.server.garbage == 6
+        assert served.server.counts["garbage"] == 6
         assert served.orders == []
 
 
