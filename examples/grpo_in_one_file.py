@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from orchestrator.environments.toolsmith import INVALID_JSON, Episode, generate, run_call
+from orchestrator.environments.toolsmith.taskset import INVALID_JSON, Episode, generate, run_call
 
 MODEL = Path(__file__).parents[1] / "composer_prime/assets/tiny/policy"
 MAX_TURNS, MAX_NEW_TOKENS, MAX_CONTEXT = 6, 64, 384

@@ -23,14 +23,16 @@ from renderers.base import (
     ParsedToolCall,
     RenderedTokens,
     Renderer,
+    ToolCallParseStatus,
     ToolSpec,
     extract_message_tool_names,
     load_tokenizer,
     reject_assistant_in_extension,
     trim_to_turn_close,
 )
-from renderers.configs import CustomRendererConfig, DefaultRendererConfig
+from renderers.configs import CustomRendererConfig, DefaultRendererConfig, Qwen3RendererConfig
 from renderers.default import DefaultRenderer, _decode_tool_call_arguments
+from renderers.qwen3 import Qwen3Renderer
 
 from composer_prime.errors import ConfigError, ModelNotFoundError
 from composer_prime.llm.reply import TOOL_CALL, read_tool_call
@@ -38,8 +40,12 @@ from composer_prime.llm.reply import TOOL_CALL, read_tool_call
 logger = logging.getLogger(__name__)
 
 _OURS = re.compile(r"orchestrator(\.\w+)+")
-_VISIBLE_CALLS = {"qwen3": "orchestrator.environments.tool_loop.renderer.VisibleCallsQwen3Renderer"}
+_MOVED = "orchestrator.environments.tool_loop.renderer."
+"""Where folders of earlier releases have the renderers of this module."""
+_VISIBLE_CALLS = {"qwen3": "orchestrator.chat_renderer.VisibleCallsQwen3Renderer"}
 """Stock renderers, and our own that keep broken tool calls visible."""
+_RUNNABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
+"""Calls to pass on. The tool loop answers an unknown name."""
 _PROBES: list[list[Message]] = [
     [{"role": "user", "content": "What is 2 + 2?"}],
     [
@@ -91,6 +97,8 @@ def _choose(model_path: str, tokenizer: Any, choice: str | dict[str, Any] | None
             raise ConfigError(
                 f"{model_path}/renderer.json names {path}: a model folder may only name orchestrator's own"
             )
+        if path is not None:
+            folders_choice["import_path"] = path.replace(_MOVED, "orchestrator.chat_renderer.")
         return _explicit(folders_choice)
     name = MODEL_RENDERER_MAP.get(published_name(model_path) or "") or _by_architecture(model_path, tokenizer)
     if name is not None:
@@ -261,17 +269,65 @@ class ChatTemplateRenderer(DefaultRenderer):
         return self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
 
 
+class VisibleCallsQwen3Renderer(Qwen3Renderer):
+    """The Qwen3 renderer, for models with the official chat template, with broken tool calls kept visible.
+
+    The stock renderer parses a completion into content and tool calls. Verifiers then drops every call without a name,
+    and its text with it. The rest looks like an empty answer. Here a call that cannot be run stays in the content as
+    the text that the model wrote, `<tool_call>...</tool_call>`. So the tool loop can answer it, the trace shows it, and
+    rendering the message again gives the same tokens.
+    """
+
+    config_class = Qwen3RendererConfig
+
+    def parse_response(self, token_ids: list[int], **options: Any) -> ParsedResponse:
+        """Parse like the base class, but move each call that cannot be run into the content."""
+        try:
+            parsed = super().parse_response(token_ids, **options)
+        except (ValueError, RecursionError):
+            # json.loads fails on absurd numbers and nesting with errors that the base class does not expect.
+            return ParsedResponse(content=self._text(token_ids))
+        runnable = [call for call in parsed.tool_calls if _runnable(call)]
+        broken = [call for call in parsed.tool_calls if not _runnable(call)]
+        if broken and not runnable:
+            # The whole reply as it was written, white space and all, so that it renders to the same tokens again.
+            parsed.content = self._text(token_ids)
+        for call in broken if runnable else ():
+            start, end = call.token_span or (0, 0)
+            parsed.content += self._text(token_ids[start:end])
+        parsed.tool_calls = runnable
+        return parsed
+
+    def _text(self, token_ids: list[int]) -> str:
+        stops = set(self.get_stop_token_ids())
+        return self._tokenizer.decode([i for i in token_ids if i not in stops], skip_special_tokens=False)
+
+
+class ToolQwen3Renderer(VisibleCallsQwen3Renderer):
+    """For models that never think, such as the tiny ones that ship here: no turn gets an empty think block."""
+
+    @staticmethod
+    def _last_query_index(messages: list[Any]) -> int:
+        return len(messages)
+
+
 def _with_content(message: Message) -> Message:
     return message if message.get("content") is not None else {**message, "content": ""}
 
 
 def _read_call(text: str) -> ParsedToolCall | None:
     call = read_tool_call(text)
-    if call is None:
-        return None
+    return ParsedToolCall(raw=text, name=call[0], arguments=call[1]) if call is not None and _encodable(call) else None
+
+
+def _runnable(call: ParsedToolCall) -> bool:
+    return call.status in _RUNNABLE and isinstance(call.name, str) and _encodable([call.name, call.arguments])
+
+
+def _encodable(call: Any) -> bool:
+    """Tell whether a call can be sent. Half a character can be escaped in JSON, and UTF-8 cannot hold it."""
     try:
         json.dumps(call, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # Half a character, which JSON can escape and UTF-8 cannot hold.
-        return None
-    name, arguments = call
-    return ParsedToolCall(raw=text, name=name, arguments=arguments)
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -27,7 +27,7 @@ from composer_prime.stats.intervals import bounded_interval, pass_at_k, scale_of
 from orchestrator.batching.batches import OpenRun
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, turn_error_rate
-from orchestrator.rollouts.rollout import EVAL_SHARE, RolloutRunner, finished_rollout, score_failure
+from orchestrator.rollouts.rollout import EVAL_SHARE, RolloutRunner, checked, finished_rollout
 from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.worker import EVAL, RolloutFailure
@@ -206,16 +206,8 @@ async def play_held_out(
         async def attempt(number: int, earlier: list[RolloutFailure]) -> CompiledRollout:
             request = runner.eval_request(source, step=step, task_index=task_index, sample=sample, attempt=number)
             reply, records = await runner.run(source, request, order=task_index, oldest_version=version)
-            ended = finished_rollout(
-                reply,
-                records,
-                sibling=sample,
-                seed=request.seed or 0,
-                samples=[],
-                failure=score_failure(reply),
-                earlier=earlier,
-            )
-            return ended, []
+            seed = request.seed or 0
+            return finished_rollout(checked(reply), records, sibling=sample, seed=seed, samples=[], earlier=earlier), []
 
         rollout, _ = await runner.play_with_retries(attempt, source=source, failures=failures, step=lambda: step)
         await on_end(place, rollout)

@@ -23,7 +23,7 @@ def chat(name: str) -> tuple[Any, Any]:
     choice = {
         "qwen3": {
             "name": "custom",
-            "import_path": "orchestrator.environments.tool_loop.renderer.VisibleCallsQwen3Renderer",
+            "import_path": "orchestrator.chat_renderer.VisibleCallsQwen3Renderer",
         }
     }.get(name)
     if name == "tiny":

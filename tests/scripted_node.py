@@ -18,7 +18,7 @@ from orchestrator.workers.worker import RolloutReply, RunRollout, SourceSpec
 POLICY = str(Path(__file__).parents[1] / "composer_prime/assets/tiny/policy")
 RENDERER = {
     "name": "custom",
-    "import_path": "orchestrator.environments.tool_loop.renderer.ToolQwen3Renderer",
+    "import_path": "orchestrator.chat_renderer.ToolQwen3Renderer",
     "thinking_retention": "all",
 }
 TOOL_LOOP = "orchestrator.environments.tool_loop"

@@ -20,7 +20,7 @@ from benchmarks.rl_throughput_sides.plan import Plan, heldout_episodes
 from benchmarks.rl_throughput_sides.scoring import answer_is_right, call_is_right, first_call
 from orchestrator.chat_renderer import build_renderer
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
-from orchestrator.environments.toolsmith import Episode, run_call
+from orchestrator.environments.toolsmith.taskset import Episode, run_call
 
 BATCH = 64
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from composer_prime.model_source import resolve_model
-from orchestrator.environments.toolsmith import Episode, Split, generate
+from orchestrator.environments.toolsmith.taskset import Episode, Split, generate
 from orchestrator.rollouts.groups import derive_seed
 from orchestrator.tasks import Shuffled
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from orchestrator.environments.toolsmith import Episode, run_call
+from orchestrator.environments.toolsmith.taskset import Episode, run_call
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 

@@ -26,7 +26,7 @@ from benchmarks.rl_throughput_sides.plan import BETAS, EPS, MAX_GRAD_NORM, Plan,
 from benchmarks.rl_throughput_sides.scoring import answer_is_right, call_is_right, first_call
 from benchmarks.rl_throughput_sides.trl_tools import environment_class, template_for_trl
 from orchestrator.chat_renderer import build_renderer
-from orchestrator.environments.toolsmith import Episode
+from orchestrator.environments.toolsmith.taskset import Episode
 
 
 class Clock(TrainerCallback):

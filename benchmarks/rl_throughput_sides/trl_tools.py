@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.environments.toolsmith import Episode, Tool, run_call
+from orchestrator.environments.toolsmith.taskset import Episode, Tool, run_call
 
 _TOOL = "{{- tool | tojson }}"
 _TOOL_IN_OUR_FORM = """\

@@ -7,4 +7,4 @@ from orchestrator.environments import on_first_use
 
 __all__ = ["MicroCodeTaskset"]
 
-__getattr__ = on_first_use(__name__, "MicroCodeTaskset", "taskset")
+__getattr__ = on_first_use(__name__, "taskset")

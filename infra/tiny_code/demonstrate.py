@@ -33,8 +33,8 @@ from examples.micro_code.episode import (
 )
 from examples.micro_code.grammar import INDENT, DefectiveFunction
 from infra.tiny_models.demonstrate import Demonstration, Turn, record
+from orchestrator.chat_renderer import ToolQwen3Renderer
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
-from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 
 DONE = "done"
 ENDING = "raise SystemExit"

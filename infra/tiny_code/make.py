@@ -32,7 +32,7 @@ from infra.tiny_code.vocabulary import build_tokenizer
 from infra.tiny_models.demonstrate import Demonstration
 from infra.tiny_models.make import save
 from infra.tiny_models.train import DrawDemonstration, Schedule, new_model, train
-from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
+from orchestrator.chat_renderer import ToolQwen3Renderer
 
 ASSETS = Path(__file__).parents[2] / "composer_prime/assets/tiny_code"
 EXPERT = Schedule(steps=1400, learning_rate=5e-3, prompt_weight=0.1)

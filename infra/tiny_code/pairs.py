@@ -33,7 +33,7 @@ from infra.tiny_code.mixtures import TEACHERS
 from infra.tiny_code.play import CodingEpisode, advance, begin, draw_functions
 from infra.tiny_models.pairs import VotedState, answer_of, record_of, vote
 from infra.tiny_models.play import complete
-from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
+from orchestrator.chat_renderer import ToolQwen3Renderer
 
 _BATCH = 64
 

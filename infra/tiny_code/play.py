@@ -29,8 +29,8 @@ from examples.micro_code.taskset import solved
 from infra.tiny_models.demonstrate import MAX_TURNS
 from infra.tiny_models.pairs import message_of
 from infra.tiny_models.play import GROUP, complete
+from orchestrator.chat_renderer import ToolQwen3Renderer
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
-from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 
 _TOOLS: list[Any] = schemas()
 

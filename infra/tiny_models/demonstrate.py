@@ -16,9 +16,9 @@ from typing import Any, Protocol
 from renderers.base import Message
 
 from infra.tiny_models.mixtures import Mixture
+from orchestrator.chat_renderer import ToolQwen3Renderer
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
-from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
-from orchestrator.environments.toolsmith import ARGUMENT_NAMES, BY_KEY, ERROR_STARTS, Episode, Tool, run_call
+from orchestrator.environments.toolsmith.taskset import ARGUMENT_NAMES, BY_KEY, ERROR_STARTS, Episode, Tool, run_call
 
 MAX_TURNS = 6
 

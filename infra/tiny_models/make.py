@@ -26,15 +26,15 @@ from infra.tiny_models.mixtures import BASE, POLICY, TEACHERS, Mixture
 from infra.tiny_models.play import measure
 from infra.tiny_models.tokenizer import build_tokenizer
 from infra.tiny_models.train import DrawDemonstration, Schedule, new_model, train
-from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
-from orchestrator.environments.toolsmith import MAX_DIFFICULTY, MIN_DIFFICULTY, generate
+from orchestrator.chat_renderer import ToolQwen3Renderer
+from orchestrator.environments.toolsmith.taskset import MAX_DIFFICULTY, MIN_DIFFICULTY, generate
 
 ASSETS = Path(__file__).parents[2] / "composer_prime/assets/tiny"
 EXPERT = Schedule(steps=2000, learning_rate=5e-3, prompt_weight=0.1)
 HABIT = Schedule(steps=250, learning_rate=1e-3)
 RENDERER = {
     "name": "custom",
-    "import_path": "orchestrator.environments.tool_loop.renderer.ToolQwen3Renderer",
+    "import_path": "orchestrator.chat_renderer.ToolQwen3Renderer",
     "thinking_retention": "all",
 }
 """The renderer configuration of a tiny model, as verifiers' TrainClientConfig takes it."""

@@ -29,9 +29,9 @@ from composer_prime.traces.records import StateRecord, VoteRecord, digest
 from infra.tiny_models.demonstrate import MAX_TURNS
 from infra.tiny_models.make import ASSETS
 from infra.tiny_models.play import MAX_NEW_TOKENS, complete, draw_episodes
+from orchestrator.chat_renderer import ToolQwen3Renderer
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
-from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
-from orchestrator.environments.toolsmith import Episode, is_error, run_call
+from orchestrator.environments.toolsmith.taskset import Episode, is_error, run_call
 
 TEACHERS = ("teacher_a", "teacher_b", "teacher_c")
 _BATCH = 64

@@ -11,9 +11,9 @@ import torch
 from transformers import DynamicCache, Qwen3ForCausalLM
 
 from infra.tiny_models.demonstrate import MAX_TURNS
+from orchestrator.chat_renderer import ToolQwen3Renderer
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
-from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
-from orchestrator.environments.toolsmith import Episode, generate, is_error, run_call
+from orchestrator.environments.toolsmith.taskset import Episode, generate, is_error, run_call
 
 MAX_NEW_TOKENS = 48
 GROUP = 8

@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from orchestrator.environments.toolsmith import MAX_DIFFICULTY, MIN_DIFFICULTY, Episode, generate, run_call
+from orchestrator.environments.toolsmith.taskset import MAX_DIFFICULTY, MIN_DIFFICULTY, Episode, generate, run_call
 
 
 def conversation(episode: Episode) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from infra.tiny_models.demonstrate import hint_corpus
-from orchestrator.environments.toolsmith import ARGUMENT_NAMES, OPERATIONS, generate
+from orchestrator.environments.toolsmith.taskset import ARGUMENT_NAMES, OPERATIONS, generate
 
 CONTEXT_LENGTH = 1024
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

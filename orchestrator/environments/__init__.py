@@ -12,12 +12,12 @@ from typing import Any, Literal
 Split = Literal["train", "eval"]
 
 
-def on_first_use(package: str, name: str, module: str) -> Callable[[str], Any]:
-    """Return a `__getattr__` for the module `package` that takes `name` from its submodule `module`."""
+def on_first_use(package: str, module: str) -> Callable[[str], Any]:
+    """Return a `__getattr__` for the module `package` that takes names from its submodule `module`."""
 
-    def get(attribute: str) -> Any:
-        if attribute != name:
-            raise AttributeError(f"module {package!r} has no attribute {attribute!r}")
+    def get(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(f"{package}.{module}"), name)
 
     return get

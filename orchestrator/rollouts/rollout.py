@@ -28,7 +28,6 @@ import itertools
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -230,14 +229,13 @@ def retry_pause_s(attempt: int) -> float:
     return backoff_s(attempt, first_s=_RETRY_S, longest_s=_LONGEST_RETRY_S)
 
 
-def score_failure(reply: RolloutReply) -> RolloutFailure | None:
-    """Return why a rollout has no usable reward; None when it has one. A reward of NaN is a failed verifier."""
-    if reply.failure is not None:
-        return reply.failure
-    if reply.reward is None or not math.isfinite(reply.reward):
+def checked(reply: RolloutReply) -> RolloutReply:
+    """Return the reply, as a failed one where it has no usable reward. A reward of NaN is a failed verifier."""
+    failure = reply.failure
+    if failure is None and (reply.reward is None or not math.isfinite(reply.reward)):
         message = f"the environment gave the reward {reply.reward}; a finite number is needed"
-        return RolloutFailure(kind="no_reward", message=message, retryable=True)
-    return None
+        failure = RolloutFailure(kind="no_reward", message=message, retryable=True)
+    return reply if failure is None else msgspec.structs.replace(reply, failure=failure, reward=None)
 
 
 def finished_rollout(
@@ -247,21 +245,17 @@ def finished_rollout(
     sibling: int,
     seed: int,
     samples: list[Sample],
-    failure: RolloutFailure | None,
     earlier: Sequence[RolloutFailure] = (),
     turn_nodes: Sequence[str] = (),
 ) -> FinishedRollout:
-    """Return the rollout as data. `failure`, from the reply or from compiling its tokens, leaves it without a reward.
+    """Return the rollout as data.
 
     `earlier`: failures of this sibling's tries before this one. `turn_nodes`: the node of each sampled turn.
     """
     versions = [span.version for record in records for span in record.answer.version_spans]
     nodes = list(dict.fromkeys(record.answer.node_id for record in records))
-    ended: dict[str, Any] = msgspec.structs.asdict(reply) | {"failure": failure}
-    if failure is not None:
-        ended["reward"] = None
     return FinishedRollout(
-        **ended,
+        **msgspec.structs.asdict(reply),
         sibling=sibling,
         seed=seed,
         failed_attempts=list(earlier),
@@ -292,22 +286,22 @@ def finish_rollout(
     """
     samples: list[Sample] = []
     sampled_by: list[str] = []
-    failure = score_failure(reply)
+    reply = checked(reply)
     try:
-        if failure is None:
+        if reply.failure is None:
             numbered = msgspec.structs.replace(reply, turns=numbered_turns(reply, records))
             samples = compile_rollout(plan, numbered, records)
             sampled_by = turn_nodes(numbered, records)
             reply = numbered
     except RolloutError as error:
         failure = RolloutFailure(kind="tokens", message=str(error), retryable=True)
+        reply = msgspec.structs.replace(reply, failure=failure, reward=None)
     rollout = finished_rollout(
         reply,
         records,
         sibling=sibling,
         seed=seed,
         samples=samples,
-        failure=failure,
         earlier=earlier,
         turn_nodes=sampled_by,
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from composer_prime.errors import ConfigError
 from orchestrator.environments import split_one_in
-from orchestrator.environments.toolsmith import (
+from orchestrator.environments.toolsmith.taskset import (
     ARGUMENT_NAMES,
     EVAL_SHARE,
     INVALID_JSON,

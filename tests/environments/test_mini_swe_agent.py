@@ -23,7 +23,7 @@ from composer_prime.run.weights import WeightStore
 from orchestrator.coding.sandbox.box import open_box
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.groups import GroupPlan
-from orchestrator.rollouts.rollout import Permits, RolloutRunner, compile_rollout, score_failure
+from orchestrator.rollouts.rollout import Permits, RolloutRunner, checked, compile_rollout
 from orchestrator.tasks import source_spec
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.worker import RolloutReply
@@ -132,7 +132,7 @@ async def test_its_tokens_are_those_that_the_node_sampled(
         await pool.close()
         await gateway.close()
 
-    assert score_failure(reply) is None and reply.reward == 1.0, reply
+    assert checked(reply).failure is None and reply.reward == 1.0, reply
     prompts = [ints(request.prompt_ids).tolist() for request in node.generates]
     assert len(prompts) == 3 and len(samples) == 1
     seen = prompts[-1] + answers[-1]

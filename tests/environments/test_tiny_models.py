@@ -17,7 +17,7 @@ from composer_prime.data.pairs import EMBEDDED_PAIRS
 from composer_prime.traces.records import StateRecord, read_pairs
 from infra.tiny_models.pairs import Answer, Conversation, VotedState, call_fails, record_of
 from infra.tiny_models.play import draw_episodes
-from orchestrator.environments.toolsmith import generate, run_call
+from orchestrator.environments.toolsmith.taskset import generate, run_call
 
 TINY = Path(__file__).parents[2] / "composer_prime/assets/tiny"
 NAMES = ("policy", "teacher_a", "teacher_b", "teacher_c")

@@ -18,7 +18,7 @@ from infra.tiny_code.demonstrate import demonstrate, trusted_result
 from infra.tiny_code.mixtures import BASE, POLICY, TEACHERS
 from infra.tiny_code.play import draw_functions, play
 from infra.tiny_code.vocabulary import build_tokenizer
-from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
+from orchestrator.chat_renderer import ToolQwen3Renderer
 
 FOLDER = resolve_model("tiny_code")
 TOKENIZER = AutoTokenizer.from_pretrained(FOLDER)

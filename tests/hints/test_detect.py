@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from composer_prime.errors import ConfigError
-from orchestrator.environments.toolsmith import generate, run_call
+from orchestrator.environments.toolsmith.taskset import generate, run_call
 from orchestrator.hints.detect import RuleDetector
 from orchestrator.hints.generate import ErrorTurn, Templates
 from orchestrator.rollouts.groups import failed_turns, messages_before, tool_replies, turn_error_rate

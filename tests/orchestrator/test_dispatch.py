@@ -18,7 +18,7 @@ from composer_prime.monitor.events import EventFile, EventHandler, read_events
 from orchestrator.durability import Dropped, Journal
 from orchestrator.gateway.http import RolloutRecords
 from orchestrator.rollouts.groups import GroupOutcome
-from orchestrator.rollouts.rollout import Permits, RolloutRunner, score_failure
+from orchestrator.rollouts.rollout import Permits, RolloutRunner, checked
 from orchestrator.scheduler import DroppedGroups
 from orchestrator.workers.worker import RolloutFailure, RunRollout
 
@@ -207,7 +207,7 @@ async def test_a_rollout_past_its_deadline_is_a_failure_of_kind_timeout(tmp_path
         grace_s=0.1,
     )
     reply, sampled = await runner.run("s", runner.training_request(plan(0), 0, 0), order=0)
-    failure = score_failure(reply)
+    failure = checked(reply).failure
     assert failure is not None and failure.kind == "timeout" and failure.retryable
     assert len(records) == 0 and not sampled
 

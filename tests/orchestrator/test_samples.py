@@ -234,8 +234,6 @@ def test_trained_tokens_are_counted_by_node():
         sibling=0,
         seed=1,
         samples=(samples := compiled(records)),
-        failure=None,
-        earlier=[],
         turn_nodes=turn_nodes(reply, served),
     )
     assert (finished.nodes, finished.turn_nodes) == (["slow", "fast"], [0, 1])

@@ -7,4 +7,4 @@ from orchestrator.environments import on_first_use
 
 __all__ = ["CodeTaskset"]
 
-__getattr__ = on_first_use(__name__, "CodeTaskset", "code_taskset")
+__getattr__ = on_first_use(__name__, "code_taskset")
