@@ -45,9 +45,8 @@ from benchmarks._verdicts import conclude
 from composer_prime.errors import DeadlineError
 from composer_prime.model_source import resolve_model
 from composer_prime.run.weights import Canary, Manifest, WeightStore
-from inference.receiver import VersionFolder
+from inference.receiver import ChunkSource, FolderSource, VersionFolder
 from inference.snapshot import Snapshot
-from inference.weight_sources import ChunkSource, FolderSource
 from trainer.weights.publish import VersionWriter
 
 Tensors = dict[str, torch.Tensor]
@@ -155,7 +154,7 @@ def measure(versions: Iterator[Tensors], steps: int, folder: Path, cut: int) -> 
             raise SystemExit(f"version {step} came out different in {wrong[:5]}")
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     figures |= {"pause": _copy_s(snapshot, shapes), "copy": _copy_s(tensors, shapes), "broken": source.broken}
-    node.chunks.close()
+    node.close()
     return figures | {
         "patch": node.bytes_pulled - pulled,
         "encode": encode_s,
@@ -231,7 +230,7 @@ def take_last_version(folder: Path, last: int) -> None:
                 pass
         node.settle(manifest)
     print(_resident("VmHWM") - before)
-    node.chunks.close()
+    node.close()
 
 
 def main() -> int:

@@ -16,19 +16,17 @@ import logging
 import time
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, ComposerError, EngineError, LostWeightsError
 from composer_prime.run.weights import open_signed
-from composer_prime.wire.node_messages import AuditRequest, AuditVerdict, ComputeDevice, NodeWelcome, PartVerdict
+from composer_prime.wire.node_messages import AuditRequest, AuditVerdict, NodeWelcome, PartVerdict
 from composer_prime.wire.types import ints
-from inference.engines.base import Engine
 from inference.engines.local.local_engine import LocalEngine
-from inference.node import GatewayLink, InferenceNode
-from inference.receiver import Receiver
+from inference.node import InferenceNode
 
 logger = logging.getLogger(__name__)
 
@@ -125,22 +123,13 @@ def _mean_fault(gaps_in_bounds: np.ndarray, tolerance: float) -> str | None:
 class Auditor(InferenceNode):
     """Checks answers until it is drained, refused, or without an orchestrator for too long. Use once."""
 
-    def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        link: GatewayLink,
-        receiver: Receiver,
-        config: InferenceConfig,
-        *,
-        max_context: int | None = None,
-        device: ComputeDevice | None = None,
-    ) -> None:
-        """Raises EngineError unless `engine` is a local one: no other says what it would draw."""
-        if not isinstance(engine, LocalEngine):
-            raise EngineError(f"an auditor runs the local engine, got {type(engine).__name__}: set inference.engine")
-        super().__init__(name, engine, link, receiver, config, max_context=max_context, device=device)
-        self._local = engine
+    def __init__(self, *node: Any, **options: Any) -> None:
+        """As InferenceNode. Raises EngineError unless its engine is a local one: no other says what it would draw."""
+        super().__init__(*node, **options)
+        if not isinstance(self._engine, LocalEngine):
+            kind = type(self._engine).__name__
+            raise EngineError(f"an auditor runs the local engine, got {kind}: set inference.engine")
+        self._local = self._engine
         self._audits: list[OpenAudit] = []
         self._arrived = asyncio.Event()
         self._manifests: dict[int, bytes] = {}

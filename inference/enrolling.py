@@ -18,7 +18,6 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -41,7 +40,6 @@ _RETRY_S = 1.0
 _FIRST_S = 60.0
 """How long a machine that the run does not know yet tries to reach it."""
 _LOG_S = 60.0
-_ASK_AGAIN_S = 5.0
 
 
 class _UnknownKeyError(InviteError):
@@ -49,31 +47,27 @@ class _UnknownKeyError(InviteError):
 
 
 class NodeState:
-    """The folder of one run on this machine, and what each of its nodes keeps there."""
+    """The folder of one run on this machine, and what one of its nodes keeps there."""
 
-    def __init__(self, root: Path, invite: Invite) -> None:
+    def __init__(self, root: Path, invite: Invite, slot: int = 0) -> None:
+        """`slot`: which node of the machine."""
         name = re.sub(r"[^A-Za-z0-9_-]", "_", invite.run_id)[:100]
         self.path = root / f"{name}-{hashlib.sha256(invite.server).hexdigest()[:8]}"
+        self.invite = invite
         self.model = self.path / "model"
+        self.chunks = self.path / f"node-{slot}"
+        self.enrolled = self.path / f"node-{slot}.enrolled"
+        """Exists once the run knows this node."""
 
-    def chunks(self, slot: int) -> Path:
-        return self.path / f"node-{slot}"
-
-    def own_pair(self, slot: int) -> CurvePair:
-        """Return the pair of node `slot`, drawn and written at the first call. Raises OSError."""
-        path = self.path / f"node-{slot}.curve"
+    def keys(self) -> ClientKeys:
+        """Return the gateway's key and this node's own pair, drawn and written at the first call. Raises OSError."""
+        path = self.chunks.with_suffix(".curve")
         if not path.exists():
             write_secret(path, b"".join(zmq.curve_keypair()))
         raw = path.read_bytes()
         if len(raw) != 80:
             raise ConfigError(f"{path} holds {len(raw)} bytes, expected 80: remove it and join with a fresh invite")
-        return CurvePair(raw[:40], raw[40:])
-
-    def is_enrolled(self, slot: int) -> bool:
-        return (self.path / f"node-{slot}.enrolled").exists()
-
-    def note_enrolled(self, slot: int) -> None:
-        (self.path / f"node-{slot}.enrolled").touch()
+        return ClientKeys(self.invite.keys.server_public, CurvePair(raw[:40], raw[40:]))
 
     @contextmanager
     def locked(self, name: str, refusal: str | None = None) -> Iterator[None]:
@@ -93,47 +87,36 @@ class NodeState:
             yield
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnrolledNode:
-    """What a run told a node that it knows."""
+async def enroll(state: NodeState, name: str, machine: str, wait_s: float) -> tuple[str, Enrolled]:
+    """Make this node known to the run, or ask again under its own key. Tries all addresses.
 
-    address: str
-    """HOST:PORT that answered."""
-    keys: ClientKeys
-    """To connect with from now on."""
-    answer: Enrolled
-
-
-async def enroll(invite: Invite, state: NodeState, slot: int, name: str, machine: str, wait_s: float) -> EnrolledNode:
-    """Make node `slot` known to the run, or ask again under its own key. Tries all addresses.
-
-    A machine that the run knows already tries for `wait_s`, another for a minute. Raises InviteError (refused, with the
-    run's reason) or LostRunError (which addresses, how long, and what they said last).
+    Return the address that answered, HOST:PORT, and the answer. A machine that the run knows tries for `wait_s`, any
+    other for a minute. Raises InviteError (refused, with the run's reason) or LostRunError (which addresses, how long,
+    and what they said last).
     """
-    own, enrolled = state.own_pair(slot), state.is_enrolled(slot)
+    invite, keys, enrolled = state.invite, state.keys(), state.enrolled.exists()
     if not enrolled and time.time() > invite.expires:
         raise InviteError(
             f"the invite expired at {utc_text(invite.expires)}, here it is {utc_text(time.time())}: make another with "
             "`orchestrator invite RUN_DIR`"
         )
     message = Enroll(
-        run_id=invite.run_id, release=release(), protocol=PROTOCOL, key=own.public, name=name, machine=machine
+        run_id=invite.run_id, release=release(), protocol=PROTOCOL, key=keys.own.public, name=name, machine=machine
     )
-    own_keys = ClientKeys(invite.keys.server_public, own)
     patience_s = wait_s if enrolled else min(wait_s, _FIRST_S)
     deadline, log_at = time.monotonic() + patience_s, time.monotonic() + _LOG_S
     faults: dict[str, str] = {}
     while True:
         try:
-            found = await _first_answer(invite, own_keys if enrolled else invite.keys, message, deadline, faults)
+            found = await _first_answer(invite, keys if enrolled else invite.keys, message, deadline, faults)
         except _UnknownKeyError:
             if enrolled:
                 raise
             enrolled = True  # The invite is spent, perhaps by this node itself, whose answer was lost.
             continue
         if found is not None:
-            state.note_enrolled(slot)
-            return EnrolledNode(address=found[0], keys=own_keys, answer=found[1])
+            state.enrolled.touch()
+            return found
         said = "; ".join(faults.values())
         if time.monotonic() >= deadline:
             raise LostRunError(
@@ -156,21 +139,6 @@ async def _first_answer(
         except (WireError, DeadlineError) as error:
             faults[address] = str(error)
     return None
-
-
-async def enroll_for_weights(
-    invite: Invite, state: NodeState, slot: int, name: str, machine: str, wait_s: float
-) -> EnrolledNode:
-    """Enroll, again until the run has published a version. Raises LostRunError, or what `enroll` raises."""
-    deadline = time.monotonic() + wait_s
-    while not (enrollment := await enroll(invite, state, slot, name, machine, wait_s)).answer.manifest:
-        if time.monotonic() > deadline:
-            raise LostRunError(
-                f"run {invite.run_id} published no weights within {wait_s:.0f} s (--wait): does its trainer run?"
-            )
-        logger.info("the run has published no weights yet: asking again in %g s", _ASK_AGAIN_S)
-        await asyncio.sleep(_ASK_AGAIN_S)
-    return enrollment
 
 
 async def _ask(address: str, keys: ClientKeys, message: Enroll, limit_s: float) -> Enrolled:

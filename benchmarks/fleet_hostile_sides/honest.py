@@ -18,8 +18,7 @@ import torch
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.model_source import resolve_model
 from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite
-from composer_prime.wire.node_messages import Answer, Sampling
-from inference.engines.base import EngineStats
+from composer_prime.wire.node_messages import Answer, Sampling, Status
 from inference.engines.local.local_engine import LocalEngine
 from inference.enrolling import NodeState, enroll
 from inference.node import GatewayLink, InferenceNode
@@ -49,26 +48,25 @@ class PacedEngine:
             self.running -= 1
         return done
 
-    def stats(self) -> EngineStats:
-        return EngineStats(running=self.running, waiting=0, kv_used=0.1, kv_tokens=0, tokens_per_s=float(self.running))
+    def stats(self) -> Status:
+        return Status(version=0, running=self.running, waiting=0, kv_used=0.1, tokens_per_s=float(self.running))
 
 
 async def serve(invite: Invite, root: Path, count: int) -> None:
-    model, state = resolve_model("tiny"), NodeState(root, invite)
+    model = resolve_model("tiny")
     nodes = []
     for slot in range(count):
-        enrolled = await enroll(invite, state, slot, f"honest-{slot}", MACHINE, 60.0)
+        state = NodeState(root, invite, slot)
+        address, answer = await enroll(state, f"honest-{slot}", MACHINE, 60.0)
         if not nodes:
             settings = {"device": "cpu", "dtype": "float32", "threads": 1, "max_concurrent": PLACES}
             config = InferenceConfig.model_validate(settings | {"local": {"max_batch": count * PLACES}})
-            shared = LocalEngine(model, config, enrolled.answer.max_context)
+            shared = LocalEngine(model, config, answer.max_context)
             await shared.start()
-        link = GatewayLink(lambda to=enrolled.address: f"tcp://{to}", enrolled.keys, 10.0)
+        link = GatewayLink(lambda to=address: f"tcp://{to}", state.keys(), 10.0)
         engine: Any = PacedEngine(shared)
         receiver = Receiver(engine, link, model, config.canary_limit(on_cuda=False))
-        node = InferenceNode(
-            enrolled.answer.node_id, engine, link, receiver, config, max_context=enrolled.answer.max_context
-        )
+        node = InferenceNode(answer.node_id, engine, link, receiver, config, max_context=answer.max_context)
         nodes.append(node.run())
     await asyncio.gather(*nodes)
 

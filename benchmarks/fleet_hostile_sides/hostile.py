@@ -186,8 +186,9 @@ def false_answer(request: Generate, draw: random.Random, *, whole: bool) -> byte
 
 def main() -> None:
     invite = Invite.read(os.environ[INVITE_VARIABLE])
-    enrolled = asyncio.run(enroll(invite, NodeState(Path(sys.argv[1]), invite), 0, "hostile", MACHINE, 60.0))
-    hostile = Hostile(f"tcp://{enrolled.address}", enrolled.keys, enrolled.answer.node_id, sys.argv[2])
+    state = NodeState(Path(sys.argv[1]), invite)
+    address, answer = asyncio.run(enroll(state, "hostile", MACHINE, 60.0))
+    hostile = Hostile(f"tcp://{address}", state.keys(), answer.node_id, sys.argv[2])
     for attack in (hostile.lie, hostile.flood, hostile.pull, hostile.hoard):
         threading.Thread(target=attack, daemon=True).start()
     threading.Event().wait()

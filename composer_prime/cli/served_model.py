@@ -127,8 +127,7 @@ async def _run_node(
     from inference.engines.base import build_engine
     from inference.engines.local.local_engine import LocalEngine
     from inference.node import GatewayLink, InferenceNode
-    from inference.receiver import Receiver
-    from inference.weight_sources import FolderSource
+    from inference.receiver import FolderSource, Receiver
 
     inference = config.inference
     torch.set_num_threads(inference.threads)

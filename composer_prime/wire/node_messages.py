@@ -327,7 +327,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     kv_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     """Tokens that its KV cache holds; 0 when it does not say."""
     tokens_per_s: Annotated[float, Meta(ge=0)]
-    canary_error: float | None
+    """Sampled tokens per second since the last Status."""
+    canary_error: float | None = None
     """Largest |logprob - manifest| of the last canary, in nats; None before the first swap."""
     weight_error: Text | None = None
     """Why the newest weights are not in use; None when they are."""

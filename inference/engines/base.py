@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.errors import BadRequestError, MisfitError
+from composer_prime.errors import MisfitError
 from composer_prime.import_path import build_part
-from composer_prime.wire.node_messages import Answer, Sampling, context_overflow
+from composer_prime.wire.node_messages import Answer, Sampling, Status
 
 if TYPE_CHECKING:
     import torch
@@ -23,18 +22,6 @@ ENGINES = {
     "local": "inference.engines.local.local_engine:LocalEngine",
     "vllm": "inference.engines.vllm.vllm_engine:VllmEngine",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    running: int
-    waiting: int
-    kv_used: float
-    """0..1."""
-    kv_tokens: int
-    """Tokens of conversations that the KV cache holds; 0 while it is not known, or not a matter of tokens."""
-    tokens_per_s: float
-    """Sampled tokens per second since the last call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +48,7 @@ class Engine(Protocol):
         """Load the model folder and be ready to serve. Raises ModelNotFoundError or EngineError."""
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Answer:
-        """Sample one continuation. Cancelling the awaiting task, or calling `cancel`, frees the request's place.
+        """Sample one continuation. Cancelling the awaiting task frees the request's place.
 
         Requests of one `session` share a conversation, whose cache the engine may keep. Raises BadRequestError
         when the prompt leaves no room for a token.
@@ -71,9 +58,6 @@ class Engine(Protocol):
     async def progress(self, sent: Mapping[str, int]) -> dict[str, Answer]:
         """Return what the running requests `sent` have sampled beyond their first `sent[id]` tokens, if anything."""
         ...
-
-    async def cancel(self, request_id: str) -> None:
-        """End a request early; its `generate` returns what it has with finish_reason `cancelled`."""
 
     async def load_weights(
         self, version: int, tensors: Mapping[str, torch.Tensor], begin: Callable[[], None] = lambda: None
@@ -96,10 +80,9 @@ class Engine(Protocol):
         """Return log p(token t+1 | tokens <= t) at temperature 1, [T - 1]. The canary check uses it."""
         ...
 
-    async def drain(self) -> None:
-        """Refuse new requests and return when the running ones have ended. The caller bounds the wait."""
-
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> Status:
+        """Return how busy it is. The node adds what it knows of the weights."""
+        ...
 
     async def close(self) -> None:
         """Stop and free everything, also child processes. An engine that hangs is left behind after some seconds."""
@@ -113,35 +96,6 @@ def build_engine(inference: InferenceConfig, model_folder: Path, max_context: in
     """
     given = {"model_folder": model_folder, "inference": inference, "max_context": max_context}
     return build_part(inference.engine, inference.engine_settings, ENGINES, "inference.engine", given)
-
-
-def check_prompt(token_ids: list[int], *, vocab: int, max_context: int, new_tokens: int = 1) -> None:
-    """Raises BadRequestError for no ids, unknown ones, and no room for `new_tokens` more."""
-    if not token_ids:
-        raise BadRequestError("the prompt is empty: send at least one token")
-    if len(token_ids) + new_tokens > max_context:
-        raise BadRequestError(
-            f"{context_overflow(len(token_ids), max_context, new_tokens)}: shorten the prompt or raise "
-            "model.max_context"
-        )
-    low, high = min(token_ids), max(token_ids)
-    if low < 0 or high >= vocab:
-        raise BadRequestError(
-            f"token ids span {low}..{high}, the model's vocabulary is 0..{vocab - 1}: "
-            "check that the tokenizer belongs to model.path"
-        )
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Raises BadRequestError naming the value."""
-    if sampling.max_tokens < 1:
-        raise BadRequestError(f"max_tokens is {sampling.max_tokens}: ask for at least one")
-    if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
-        raise BadRequestError(f"temperature is {sampling.temperature}: it must be finite and at least 0 (greedy)")
-    if not 0 < sampling.top_p <= 1:
-        raise BadRequestError(f"top_p is {sampling.top_p}: it must be above 0 and at most 1")
-    if sampling.top_k < 0:
-        raise BadRequestError(f"top_k is {sampling.top_k}: use 0 to switch it off")
 
 
 def published_shapes(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, tuple[int, ...]]:

@@ -3,18 +3,20 @@
 The uniform number of a draw is a hash of (request seed, position in the sequence). So a seeded request draws the same
 numbers in any batch and on any node, and there is no generator state. An auditor that holds the model
 checks with `draw_misses` that given tokens are those draws. docs/reference/generate-contract.md states the rule, with
-test vectors.
+test vectors. What a request may ask for is checked here too, alike for all engines.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 
-from composer_prime.wire.node_messages import Sampling
+from composer_prime.errors import BadRequestError
+from composer_prime.wire.node_messages import Sampling, context_overflow
 
 _NUCLEUS_PROBE = 512
 _CHECK_BYTES = 256 << 20
@@ -24,6 +26,35 @@ _EDGE_NATS = 10.0
 
 Rule = tuple[float, int, float, int]
 """Temperature, top-k, top-p and seed of a request."""
+
+
+def check_prompt(token_ids: list[int], *, vocab: int, max_context: int, new_tokens: int = 1) -> None:
+    """Raises BadRequestError for no ids, unknown ones, and no room for `new_tokens` more."""
+    if not token_ids:
+        raise BadRequestError("the prompt is empty: send at least one token")
+    if len(token_ids) + new_tokens > max_context:
+        raise BadRequestError(
+            f"{context_overflow(len(token_ids), max_context, new_tokens)}: shorten the prompt or raise "
+            "model.max_context"
+        )
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab:
+        raise BadRequestError(
+            f"token ids span {low}..{high}, the model's vocabulary is 0..{vocab - 1}: "
+            "check that the tokenizer belongs to model.path"
+        )
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises BadRequestError naming the value."""
+    if sampling.max_tokens < 1:
+        raise BadRequestError(f"max_tokens is {sampling.max_tokens}: ask for at least one")
+    if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
+        raise BadRequestError(f"temperature is {sampling.temperature}: it must be finite and at least 0 (greedy)")
+    if not 0 < sampling.top_p <= 1:
+        raise BadRequestError(f"top_p is {sampling.top_p}: it must be above 0 and at most 1")
+    if sampling.top_k < 0:
+        raise BadRequestError(f"top_k is {sampling.top_k}: use 0 to switch it off")
 
 
 def rule_of(sampling: Sampling, seed: int) -> Rule:

@@ -122,7 +122,7 @@ def test_a_failure_while_the_model_loads():
     code = """
 import sys, torch
 from composer_prime.cli.main import main
-from inference.engines.local.compute import Computer
+from inference.engines.local.local_engine import Computer
 
 def load(self):
     while True:

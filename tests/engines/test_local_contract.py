@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
-from inference.engines.local.compute import Computer
-from inference.engines.local.local_engine import LocalEngine
+from inference.engines.local.local_engine import Computer, LocalEngine
 from tests.engines import contract
 from tests.engines.models import MAX_CONTEXT, make_model
 from tests.engines.reference import Reference

@@ -29,10 +29,9 @@ from transformers import (
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
 from composer_prime.errors import ConfigError, EngineError, ModelNotFoundError
 from composer_prime.wire.types import VersionSpan
-from inference.engines.local import compute, local_engine
-from inference.engines.local.compute import Computer
+from inference.engines.local import local_engine
 from inference.engines.local.loading import LoadedModel, check_supported
-from inference.engines.local.local_engine import LocalEngine
+from inference.engines.local.local_engine import Computer, LocalEngine
 from tests.engines.models import MAX_CONTEXT, make_model
 from tests.engines.reference import Reference
 from tests.engines.subject import Subject, sampling
@@ -109,7 +108,7 @@ def test_a_sequence_that_does_not_fit_one_pass(folder, monkeypatch):
         monkeypatch.setattr(LoadedModel, "forward", watch)
         whole = await engine.score(longest)
         assert made == [MAX_CONTEXT - 1]
-        monkeypatch.setattr(compute, "_SCORED_BYTES", 4 * subject.reference.vocab * 16)
+        monkeypatch.setattr(local_engine, "_SCORED_BYTES", 4 * subject.reference.vocab * 16)
         made.clear()
         split = await engine.score(longest)
         assert max(made) == 16 and split == pytest.approx(whole, abs=1e-5)

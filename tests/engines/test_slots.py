@@ -1,4 +1,4 @@
-"""The slot table: what a prompt may reuse, checked against a model of what the cache holds."""
+"""The slots of the cache: what a prompt may reuse, checked against a model of what the cache holds."""
 
 from __future__ import annotations
 
@@ -6,61 +6,53 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.engines.local.slots import SlotPlace, SlotTable
+from inference.engines.local.cache import KvCache
 
 CONTEXT = 160
 
 
-def place(table: SlotTable, prompt: list[int], session: str) -> SlotPlace | None:
-    return table.place(np.array(prompt, dtype=np.int32), session)
-
-
-class Mirror:
-    """A slot table driven as the compute thread does, beside a plain record of each column: (token, weights)."""
+class Mirror(KvCache):
+    """Slots driven as the compute thread does, beside a plain record of each column: (token, weights)."""
 
     def __init__(self, capacity: int) -> None:
-        self.table = SlotTable(capacity, CONTEXT)
+        super().__init__(capacity, CONTEXT)
         self.columns: list[list[tuple[int, int]]] = [[] for _ in range(capacity)]
         self.version = 0
         """The weights in use."""
 
-    @property
-    def running(self) -> list[int]:
-        return np.flatnonzero(self.table.running).tolist()
+    def owned(self) -> list[int]:
+        return np.flatnonzero(self.running).tolist()
 
-    def place(self, prompt: list[int], session: str) -> bool:
-        found = place(self.table, prompt, session)
-        if found is None:
-            table = self.table
-            unfinished = any(table.computed[slot] < table.known[slot] - 1 for slot in self.running)
-            assert unfinished or len(self.running) == table.capacity, "waits for nothing"
-            return False
-        held = self.columns[found.slot if found.source is None else found.source][: found.cached]
-        assert [token for token, _ in held] == prompt[: found.cached], "reuses what is not there"
-        assert all(version == self.version for _, version in held)
-        assert found.cached < len(prompt)
-        self.columns[found.slot] = list(held)
-        return True
+    def copy(self, source: int, target: int, count: int) -> None:
+        self.columns[target] = self.columns[source][:count]
+
+    def request(self, prompt: list[int], session: str) -> None:
+        place = self.place(np.array(prompt, dtype=np.int32), session)
+        if place is None:
+            unfinished = any(self.computed[slot] < self.known[slot] - 1 for slot in self.owned())
+            assert unfinished or len(self.owned()) == self.slots, "waits for nothing"
+            return
+        slot, cached = place
+        self.columns[slot] = self.columns[slot][:cached]
+        assert [token for token, _ in self.columns[slot]] == prompt[:cached], "reuses what is not there"
+        assert all(version == self.version for _, version in self.columns[slot])
+        assert cached < len(prompt)
 
     def compute(self, slot: int, count: int) -> None:
-        table = self.table
-        start = int(table.computed[slot])
-        count = min(count, int(table.known[slot]) - start)
-        ids = table.tokens[slot, start : start + count].tolist()
+        start = int(self.computed[slot])
+        count = min(count, int(self.known[slot]) - start)
+        ids = self.tokens[slot, start : start + count].tolist()
         self.columns[slot][start:] = [(token, self.version) for token in ids]
-        table.computed[slot] += count
-        if table.computed[slot] == table.known[slot]:
-            if table.known[slot] == CONTEXT:
+        self.computed[slot] += count
+        if self.computed[slot] == self.known[slot]:
+            if self.known[slot] == CONTEXT:
                 self.release(slot)
             else:
-                table.append(slot, 7)
-
-    def release(self, slot: int) -> None:
-        self.table.release(slot)
+                self.append(slot, 7)
 
     def swap(self, again: list[int]) -> None:
         self.version += 1
-        self.table.weights_changed(again)
+        self.weights_changed(again)
         for slot in again:
             self.columns[slot] = []
 
@@ -82,14 +74,14 @@ def test_only_what_is_there_is_reused(capacity, actions):
     # At a swap any running ones compute their columns again.
     mirror = Mirror(capacity)
     for action in actions:
-        running = mirror.running
+        running = mirror.owned()
         match action:
             case ("place", head, length, tail, session):
-                mirror.place(HEADS[head][:length] + [400 + k for k in range(tail)] or [1], session)
+                mirror.request(HEADS[head][:length] + [400 + k for k in range(tail)] or [1], session)
             case ("compute", index, count) if running:
                 mirror.compute(running[index % len(running)], count)
             case ("release", index) if running:
                 mirror.release(running[index % len(running)])
             case ("swap", chosen):
                 mirror.swap([slot for slot in running if chosen >> slot & 1])
-        assert mirror.table.high <= capacity
+        assert mirror.high <= capacity

@@ -16,8 +16,7 @@ from node_peer import PeerNode
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
 from composer_prime.wire.node_messages import Answer, Sampling, ToAuditor, ToNode
 from inference.audit import Auditor
-from inference.engines.local.compute import Computer
-from inference.engines.local.local_engine import LocalEngine
+from inference.engines.local.local_engine import Computer, LocalEngine
 from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
 

@@ -15,8 +15,7 @@ from node_peer import failed
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
 from composer_prime.wire.node_messages import Generate, NodeHello, Sampled, Sampling
 from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
-from inference.engines.local.compute import Computer
-from inference.engines.local.local_engine import LocalEngine
+from inference.engines.local.local_engine import Computer, LocalEngine
 from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
 

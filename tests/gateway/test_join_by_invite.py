@@ -19,7 +19,7 @@ from invites import MACHINE, invite_for, joining
 
 from composer_prime.errors import ConfigError, InviteError, LostRunError
 from composer_prime.host import module_file
-from composer_prime.run.keys import ClientKeys, CurvePair
+from composer_prime.run.keys import CurvePair
 from inference.enrolling import NodeState, enroll
 from inference.joining import NodeShare, _Machine, join_parser
 from tests.engines.reference import Reference
@@ -37,7 +37,7 @@ async def until(condition, what: str, timeout_s: float = 150.0) -> None:
 
 def machine_of(keys, folder: Path, *words: str) -> _Machine:
     invite = invite_for(keys)
-    return _Machine(join_parser().parse_args(words), list(words), invite, NodeState(folder, invite))
+    return _Machine(join_parser().parse_args(words), list(words), NodeState(folder, invite))
 
 
 @pytest.mark.process
@@ -160,13 +160,13 @@ from inference import joining
 from inference.enrolling import NodeState
 from inference.joining import _Machine
 joining.DRAIN_S = 300
-joining._plan = lambda *_: [joining.NodeShare(engine="local", gpus=(), threads=1)]
+joining.plan_nodes = lambda *_: [joining.NodeShare(engine="local", gpus=(), threads=1)]
 class Machine(_Machine):
     def _child(self, slot, share):
         return [sys.executable, "-c", {node!r}], {{}}
 words = joining.join_parser().parse_args([])
 invite = Invite.read({invite.text()!r})
-made = Machine(words, [], invite, NodeState(pathlib.Path({str(tmp_path)!r}), invite))
+made = Machine(words, [], NodeState(pathlib.Path({str(tmp_path)!r}), invite))
 raise SystemExit(asyncio.run(made.run()))
 """
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", machine)
@@ -233,11 +233,9 @@ def test_a_state_folder_that_cannot_be_written_is_named(keys):
 
 def test_the_price_of_a_node_is_that_of_its_gpus(keys, tmp_path):
     """--price is that of one GPU; of the machine where it has none. Unknown stays unknown."""
-    invite = invite_for(keys)
     prices = []
     for words, gpus in ((["--price", "2.5"], (2, 3)), (["--price", "2.5"], (1,)), (["--price", "2.5"], ()), ([], (1,))):
-        machine = _Machine(join_parser().parse_args(words), words, invite, NodeState(tmp_path, invite))
-        command, _ = machine._child(0, NodeShare(engine="local", gpus=gpus, threads=1))
+        command, _ = machine_of(keys, tmp_path, *words)._child(0, NodeShare(engine="local", gpus=gpus, threads=1))
         prices.append(join_parser().parse_args(command[command.index("join") + 1 :]).usd_per_hour)
     assert prices == [5.0, 2.5, 2.5, None]
 
@@ -250,10 +248,10 @@ async def test_what_cannot_be_reached_is_named_with_the_time(keys, tmp_path):
         port = other.bind_to_random_port("tcp://127.0.0.1")
         invite = invite_for(keys)
         with pytest.raises(LostRunError, match=r"tried for 0\.5 s .* 127\.0\.0\.1:1 took no connection"):
-            await enroll(invite, NodeState(tmp_path, invite), 0, "box", MACHINE, 0.5)
+            await enroll(NodeState(tmp_path, invite), "box", MACHINE, 0.5)
         invite = invite_for(keys, f"127.0.0.1:{port}")
         with pytest.raises(LostRunError, match=f"listens at 127.0.0.1:{port} does not hold the run's key"):
-            await enroll(invite, NodeState(tmp_path, invite), 0, "box", MACHINE, 3.0)
+            await enroll(NodeState(tmp_path, invite), "box", MACHINE, 3.0)
 
 
 async def test_refusals_of_the_run_reach_the_machine(open_gateway, keys, tmp_path):
@@ -261,24 +259,24 @@ async def test_refusals_of_the_run_reach_the_machine(open_gateway, keys, tmp_pat
     async with open_gateway() as gateway:
         invite = invite_for(keys, gateway.node_endpoint)
         states = [NodeState(tmp_path / name, invite) for name in "ab"]
-        first = await enroll(invite, states[0], 0, "box", MACHINE, 100)
+        await enroll(states[0], "box", MACHINE, 100)
         with pytest.raises(InviteError, match="orchestrator invite RUN_DIR"):
-            await enroll(invite, states[1], 0, "box", MACHINE, 100)
-        keys.registry.revoke(first.keys.own.public, "too slow")
+            await enroll(states[1], "box", MACHINE, 100)
+        keys.registry.revoke(states[0].keys().own.public, "too slow")
         with pytest.raises(InviteError, match=r"too slow|orchestrator invite RUN_DIR"):
-            await enroll(invite, states[0], 0, "box", MACHINE, 100)
+            await enroll(states[0], "box", MACHINE, 100)
         expired = invite_for(keys, gateway.node_endpoint, valid_s=-5)
         with pytest.raises(InviteError, match="expired at"):
-            await enroll(expired, states[1], 0, "box", MACHINE, 100)
+            await enroll(NodeState(tmp_path / "b", expired), "box", MACHINE, 100)
 
 
 async def test_a_node_keeps_its_key_in_a_private_file(keys, tmp_path):
     """The same after a restart, another one for each node of the machine and for each run."""
     invite = invite_for(keys)
     state = NodeState(tmp_path, invite)
-    pair = state.own_pair(0)
-    assert NodeState(tmp_path, invite).own_pair(0) == pair != state.own_pair(1)
-    assert isinstance(pair, CurvePair) and ClientKeys(b"s" * 40, pair).token()
+    pair = state.keys().own
+    assert NodeState(tmp_path, invite).keys().own == pair != NodeState(tmp_path, invite, 1).keys().own
+    assert isinstance(pair, CurvePair) and state.keys().token()
     assert [path.stat().st_mode & 0o077 for path in Path(state.path).glob("*.curve")] == [0, 0]
     with state.locked("join", "busy"), pytest.raises(Exception, match="busy"), state.locked("join", "busy"):
         pass

@@ -9,8 +9,7 @@ import torch
 
 from composer_prime.errors import CorruptWeightsError, MisfitError
 from composer_prime.run.weights import sign
-from inference.receiver import Receiver
-from inference.weight_sources import FolderSource
+from inference.receiver import FolderSource, Receiver
 from tests.inference.publisher import CANARY, RUN_ID
 
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from composer_prime.config.inference import InferenceConfig, VllmEngineConfig
-from composer_prime.console import GIB
 from composer_prime.errors import ConfigError
-from inference.joining import NodeMachine, NodeShare, find_machine, plan_nodes
+from inference.joining import NodeSetup, NodeShare, machine_text, plan_nodes, this_setup
+
+HERE = NodeSetup(cores=32, gpus=0, has_nvidia=False, driver="", torch_cuda="13.0", vllm_is_installed=True)
 
 
-def machine(gpus: int = 0, driver: str = "13.0") -> NodeMachine:
-    return NodeMachine(
-        gpus=[80 * GIB] * gpus, driver=driver if gpus else "", memory=64 * GIB, disk=1, cores=32,
-    )  # fmt: skip
+def on_gpus(count: int, driver: str = "13.0", **changes) -> NodeSetup:
+    return replace(HERE, gpus=count, driver=driver, **changes)
 
 
-def plan(found: NodeMachine, *, engine: str | None = None, vllm: bool = True, cuda: str = "13.0",
-         has_nvidia: bool = False, each: int = 1, **wanted) -> list[NodeShare]:  # fmt: skip
-    config = InferenceConfig(vllm=VllmEngineConfig(tensor_parallel=each), **wanted)
-    return plan_nodes(found, config, engine, vllm_is_installed=vllm, torch_cuda=cuda, has_nvidia=has_nvidia)
+def plan(here: NodeSetup, *, engine: str | None = None, each: int = 1, **wanted) -> list[NodeShare]:
+    return plan_nodes(InferenceConfig(vllm=VllmEngineConfig(tensor_parallel=each), **wanted), engine, here)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def plan(found: NodeMachine, *, engine: str | None = None, vllm: bool = True, cu
     ],
 )
 def test_a_node_takes_the_gpus_that_it_was_given(gpus, each, vllm, nodes, gpus_each, engine):
-    shares = plan(machine(gpus), each=each, vllm=vllm)
+    shares = plan(on_gpus(gpus, vllm_is_installed=vllm), each=each)
     assert [len(share.gpus) for share in shares] == [gpus_each] * nodes
     assert {share.engine for share in shares} == {engine}
     taken = [index for share in shares for index in share.gpus]
@@ -43,26 +43,26 @@ def test_a_node_takes_the_gpus_that_it_was_given(gpus, each, vllm, nodes, gpus_e
 
 
 @pytest.mark.parametrize(
-    ("found", "options", "part"),
+    ("here", "options", "part"),
     [
-        (machine(1), {"each": 2}, "--tensor-parallel is 2"),
-        (machine(1, driver="11.8"), {}, "driver knows CUDA 11.8, the torch here needs 13.0"),
-        (machine(1), {"cuda": ""}, "built without CUDA"),
-        (machine(0), {"device": "cuda"}, "no GPU is visible here"),
-        (machine(0), {"has_nvidia": True}, "--gpus all"),
-        (machine(1), {"engine": "vllm", "vllm": False}, "vllm is not installed"),
+        (on_gpus(1), {"each": 2}, "--tensor-parallel is 2"),
+        (on_gpus(1, driver="11.8"), {}, "driver knows CUDA 11.8, the torch here needs 13.0"),
+        (on_gpus(1, torch_cuda=""), {}, "built without CUDA"),
+        (HERE, {"device": "cuda"}, "no GPU is visible here"),
+        (replace(HERE, has_nvidia=True), {}, "--gpus all"),
+        (on_gpus(1, vllm_is_installed=False), {"engine": "vllm"}, "vllm is not installed"),
     ],
 )
-def test_what_cannot_run_here_is_refused(found, options, part):
+def test_what_cannot_run_here_is_refused(here, options, part):
     with pytest.raises(ConfigError, match=part):
-        plan(found, **options)
+        plan(here, **options)
 
 
 def test_device_cpu_leaves_gpus_alone():
-    [share] = plan(machine(8, driver="11.8"), device="cpu", vllm=False)
+    [share] = plan(on_gpus(8, driver="11.8", vllm_is_installed=False), device="cpu")
     assert share.gpus == () and share.engine == "local"
 
 
 def test_this_machine_can_be_looked_at(tmp_path):
-    found = find_machine(tmp_path / "not" / "there" / "yet")
-    assert found.cores >= 1 and found.memory > 0 and found.disk > 0 and "cores" in str(found)
+    assert this_setup().cores >= 1
+    assert re.search(r" cores, [\d.]+ GiB memory, [\d.]+ GiB disk$", machine_text(tmp_path / "not" / "there" / "yet"))

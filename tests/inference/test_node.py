@@ -24,8 +24,7 @@ from composer_prime.wire.node_messages import (
     Sampling,
 )
 from composer_prime.wire.types import floats, ints
-from inference.engines.local.compute import Computer
-from inference.engines.local.local_engine import LocalEngine
+from inference.engines.local.local_engine import Computer, LocalEngine
 from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
 from tests.engines.models import MAX_CONTEXT
@@ -143,7 +142,7 @@ class HeldComputer(Computer):
     held_until = 0
 
     def _compute(self, step) -> None:
-        if self.version < self.held_until and any(self._running[slot].logprobs for slot in step.slots):
+        if self.version < self.held_until and any(self.running[slot].logprobs for slot in step.slots):
             time.sleep(0.001)
             return
         super()._compute(step)

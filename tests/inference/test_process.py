@@ -100,7 +100,7 @@ def test_a_node_that_is_stopped_while_it_loads_ends_at_once(run_dir):
     # that loads.
     code = """
 import sys, torch
-from inference.engines.local.compute import Computer
+from inference.engines.local.local_engine import Computer
 from inference.main import main
 
 def load(self):

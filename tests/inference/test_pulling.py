@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -15,14 +14,13 @@ import zmq
 from zmq.utils import z85
 
 from composer_prime.errors import CorruptWeightsError, DeadlineError, WireError
-from composer_prime.run.keys import ClientKeys, CurvePair
 from composer_prime.run.weights import ChunkRef, ModelFile, ModelFiles, sign
 from composer_prime.wire.enrollment import Invite, release
 from composer_prime.wire.node_messages import PROTOCOL, Enrolled
 from inference import pulling
-from inference.enrolling import EnrolledNode, NodeState
+from inference.enrolling import NodeState
 from inference.pulling import pull_files, pull_model
-from inference.weight_sources import ChunkSource, FolderSource
+from inference.receiver import ChunkSource, FolderSource
 
 PIECE = 60_000
 
@@ -73,17 +71,15 @@ def invite(keys):
 def enrolled(keys, small_files):
     """What the gateway answers, with these model files and this manifest."""
 
-    def make(manifest: bytes, files: dict[str, bytes] = small_files) -> EnrolledNode:
+    def make(manifest: bytes, files: dict[str, bytes] = small_files) -> Enrolled:
         listed = [ModelFile(name, [ref_of(data)]) for name, data in files.items()]
-        answer = Enrolled(
+        return Enrolled(
             node_id="box",
             model=sign(ModelFiles(run_id="run-1", files=listed), keys.signer()),
             manifest=manifest,
             max_context=64,
             inference=b"{}",
         )
-        own = ClientKeys(keys.curve("server").public, CurvePair(*zmq.curve_keypair()))
-        return EnrolledNode(address="192.0.2.1:5500", keys=own, answer=answer)
 
     return make
 
@@ -101,7 +97,7 @@ def test_a_killed_pull_goes_on_where_it_was_cut(publisher, invite, enrolled, sma
     cuts, source.left = 0, 9
     while True:
         try:
-            asyncio.run(pull_model(source, invite, enrolled(signed), state, 0))
+            asyncio.run(pull_model(source, state, enrolled(signed)))
             break
         except ConnectionResetError:
             cuts, source.left = cuts + 1, 9
@@ -113,9 +109,10 @@ def test_a_killed_pull_goes_on_where_it_was_cut(publisher, invite, enrolled, sma
     held, weights = safetensors.torch.load_file(state.model / "model.safetensors"), publisher.reference.weights(3)
     assert held.keys() == weights.keys() and all(torch.equal(held[name], weights[name]) for name in weights)
     before = dict(source.got)
-    asyncio.run(pull_model(source, invite, enrolled(signed), state, 0))  # a restart pulls nothing
+    asyncio.run(pull_model(source, state, enrolled(signed)))  # a restart pulls nothing
     assert source.got == before
-    asyncio.run(pull_model(source, invite, enrolled(signed), state, 1))  # nor does a second node of the machine
+    second = NodeState(tmp_path / "state", invite, 1)  # nor does another node of the machine
+    asyncio.run(pull_model(source, second, enrolled(signed)))
     assert source.got == before
 
 
@@ -127,7 +124,7 @@ def test_the_models_own_files_come_from_the_gateway(publisher, invite, enrolled,
         CutSource(publisher.store, {}),
         CutSource(publisher.store, {ref_of(d).sha256: d for d in small_files.values()}),
     )
-    asyncio.run(pull_model(copy, invite, enrolled(signed), state, 0, link))
+    asyncio.run(pull_model(copy, state, enrolled(signed), link))
     refs, small = publisher.manifest(1).refs, {ref_of(data).sha256 for data in small_files.values()}
     assert link.got.keys() >= small and sum(link.got.get(ref.sha256, 0) for ref in refs) <= 2  # a byte says it is used
     assert copy.got.keys() == {ref.sha256 for ref in refs}
@@ -137,12 +134,12 @@ def test_what_was_damaged_on_the_disk_is_pulled_again(publisher, invite, enrolle
     signed, manifest = publisher.publish(3), publisher.manifest(3)
     state = NodeState(tmp_path, invite)
     source = CutSource(publisher.store, {ref_of(data).sha256: data for data in small_files.values()})
-    asyncio.run(pull_model(source, invite, enrolled(signed), state, 0))
-    damaged = state.chunks(0) / manifest.chunks[0].sha256
+    asyncio.run(pull_model(source, state, enrolled(signed)))
+    damaged = state.chunks / manifest.chunks[0].sha256
     damaged.write_bytes(b"x" * manifest.chunks[0].size)
     (state.model / "config.json").write_bytes(b"{}")
     source.got.clear()
-    asyncio.run(pull_model(source, invite, enrolled(signed), state, 0))
+    asyncio.run(pull_model(source, state, enrolled(signed)))
     config = ref_of(small_files["config.json"])
     assert source.got == {manifest.chunks[0].sha256: manifest.chunks[0].size, config.sha256: config.size}
     assert (state.model / "config.json").read_bytes() == small_files["config.json"]
@@ -153,7 +150,7 @@ def test_a_weight_file_that_lost_bytes_is_made_anew(publisher, invite, enrolled,
     state = NodeState(tmp_path, invite)
     source = CutSource(publisher.store, {ref_of(data).sha256: data for data in small_files.values()})
     for version in (3, 4):
-        asyncio.run(pull_model(source, invite, enrolled(publisher.publish(version)), state, 0))
+        asyncio.run(pull_model(source, state, enrolled(publisher.publish(version))))
         torn = state.model / "model.safetensors"
         if version == 3:
             torn.write_bytes(torn.read_bytes()[:-100])
@@ -166,7 +163,7 @@ def test_version_0_is_what_the_folder_holds(publisher, invite, enrolled, small_f
     state = NodeState(tmp_path, invite)
     source = CutSource(publisher.store, {ref_of(data).sha256: data for data in small_files.values()})
     for version in (3, 0):
-        asyncio.run(pull_model(source, invite, enrolled(publisher.publish(version)), state, 0))
+        asyncio.run(pull_model(source, state, enrolled(publisher.publish(version))))
     held = safetensors.torch.load_file(state.model / "model.safetensors")
     assert all(torch.equal(held[name], values) for name, values in publisher.reference.weights(0).items())
 
@@ -180,10 +177,10 @@ def test_versions_that_are_adapters_bring_the_model_they_are_added_to(
     files = small_files | {"model.safetensors": weights}
     source = CutSource(publisher.store, {ref_of(data).sha256: data for data in files.values()})
     state = NodeState(tmp_path, invite)
-    asyncio.run(pull_model(source, invite, enrolled(signed, files), state, 0))
+    asyncio.run(pull_model(source, state, enrolled(signed, files)))
     assert (state.model / "model.safetensors").read_bytes() == weights
     with pytest.raises(WireError, match="are adapters, and its gateway has no copy of the model"):
-        asyncio.run(pull_model(source, invite, enrolled(signed), NodeState(tmp_path / "other", invite), 0))
+        asyncio.run(pull_model(source, NodeState(tmp_path / "other", invite), enrolled(signed)))
 
 
 class Faltering(CutSource):
@@ -205,9 +202,9 @@ def test_a_link_that_falters_brings_a_long_file(publisher, invite, enrolled, tmp
     made, state = enrolled(publisher.publish(1)), NodeState(tmp_path, invite)
     files = [ModelFile("tokenizer.json", [ref_of(part) for part in parts]), ModelFile("empty.txt", [])]
     model = sign(ModelFiles(run_id="run-1", files=files), publisher.keys.signer())
-    made = replace(made, answer=msgspec.structs.replace(made.answer, model=model))
+    made = msgspec.structs.replace(made, model=model)
     link = Faltering(publisher.store, {ref_of(part).sha256: part for part in parts})
-    asyncio.run(pull_model(CutSource(publisher.store, {}), invite, made, state, 0, link))
+    asyncio.run(pull_model(CutSource(publisher.store, {}), state, made, link))
     assert (state.model / "tokenizer.json").read_bytes() == b"".join(parts)
     assert (state.model / "empty.txt").read_bytes() == b""
 

@@ -6,8 +6,8 @@ import asyncio
 
 from composer_prime.wire.node_messages import Generate, Sampled, Sampling
 from composer_prime.wire.types import ints, pack_ints
+from inference.node import RunningAnswers
 from inference.receiver import Receiver
-from inference.running_answers import RunningAnswers
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from composer_prime.errors import CanaryError, CorruptWeightsError, DeadlineError, LostWeightsError
 from composer_prime.run.weights import Canary, ChunkRef, Manifest, WeightStore
 from inference.engines.local.local_engine import LocalEngine
-from inference.receiver import ChunkFolder, Receiver, VersionFolder
+from inference.receiver import ChunkSource, FolderSource, Receiver, VersionFolder
 from inference.snapshot import word_sum
-from inference.weight_sources import ChunkSource, FolderSource
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.publisher import CANARY, RUN_ID
 from trainer.weights.publish import VersionWriter
@@ -105,7 +104,7 @@ def open_node(training, tmp_path):
 
         def make(source=None) -> VersionFolder:
             node = VersionFolder(source or FolderSource(training.store), tmp_path)
-            stack.callback(node.chunks.close)
+            stack.callback(node.close)
             return node
 
         yield make
@@ -138,7 +137,7 @@ def test_a_follower_pulls_patches_only(training, open_node):
         manifest = training.train(range(version, version + 1))
         kinds.append(manifest.kind)
         assert fetch(node, training, version) == size_of(manifest.patch if version else manifest.chunks)
-        assert {path.name for path in node.chunks.path.iterdir()} == {ref.sha256 for ref in manifest.files}
+        assert {path.name for path in node.path.iterdir()} == {ref.sha256 for ref in manifest.files}
     assert kinds == ["anchor", "delta", "delta", "delta"] * 3
 
 
@@ -209,7 +208,7 @@ def test_a_patch_that_the_disk_damaged_is_pulled_again(training, open_node):
     node = open_node()
     manifest = training.train(range(2))
     asyncio.run(node.pull("v1", manifest.patch))
-    path = node.chunks.path_of(manifest.patch[0])
+    path = node.path_of(manifest.patch[0])
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     with pytest.raises(CorruptWeightsError):
         fetch(node, training, 1)
@@ -225,8 +224,8 @@ def test_a_repair_needs_no_patch_that_is_here(training, open_node):
     assert len(manifest.patch) > 1
     for ref in manifest.patch:
         (training.store.root / "chunks" / ref.sha256).unlink()
-    node.chunks.path_of(manifest.chunks[0]).write_bytes(b"")
-    node.chunks.drop_damaged(manifest.files)
+    node.path_of(manifest.chunks[0]).write_bytes(b"")
+    node.drop_damaged(manifest.files)
     assert fetch(node, training, 1) == manifest.chunks[0].size
 
 
@@ -241,8 +240,8 @@ def test_no_room_on_the_disk(training, open_node, monkeypatch):
     ref, data = manifest.chunks[0], training.store.read(manifest.chunks[0])
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match=r"weights v0 .* No space left on device; give this node room .* set TMPDIR"):
-        node.chunks.write("weights v0", ref, data)
-    assert not list(node.chunks.path.iterdir()) and not node.chunks.has(ref)
+        node.write("weights v0", ref, data)
+    assert not list(node.path.iterdir()) and not node.has(ref)
 
 
 # What a killed process left of a chunk is removed, and so is what is not what its name says.
@@ -251,7 +250,7 @@ def test_only_whole_chunks_are_taken_over(tmp_path):
     (tmp_path / f"{names[0]}.part").write_bytes(b"wh")
     (tmp_path / names[0]).write_bytes(b"whole")
     (tmp_path / names[1]).write_bytes(b"other")
-    chunks = ChunkFolder(tmp_path)
+    chunks = VersionFolder(None, tmp_path, kept=tmp_path)  # type: ignore[arg-type]
     assert [chunks.has(ChunkRef(name, 5)) for name in names] == [True, False]
     assert [path.name for path in tmp_path.iterdir()] == names[:1]
 
@@ -316,7 +315,7 @@ def test_any_history_is_bit_exact(actions, cut_after):
                     training.writer.continue_from(newest)
                 training.tensors = {key: value.clone() for key, value in training.written[version][1].items()}
             elif action == "join":
-                node.chunks.close()
+                node.close()
                 node = VersionFolder(source, Path(name))
             elif action == "cut":
                 source.left = cut_after
@@ -325,7 +324,7 @@ def test_any_history_is_bit_exact(actions, cut_after):
                 source.left = -1
             else:
                 fetch(node, training, version)
-        node.chunks.close()
+        node.close()
 
 
 # The engine's own sums must be those that the trainer signed. An engine that loaded the old weights under the new
@@ -345,7 +344,7 @@ def test_the_engine_must_hold_the_signed_sums(loop, publisher, folder, config, r
         if fault == "old weights" and version == 2:
             tensors = reference.weights(1)
         elif version == 2:
-            path = receiver._versions.chunks.path / publisher.manifest(2).chunks[-1].sha256
+            path = receiver._versions.path / publisher.manifest(2).chunks[-1].sha256
             path.write_bytes(path.read_bytes()[:-1] + b"\x00")
         await plain_load(version, tensors, begin)
 
@@ -369,7 +368,7 @@ def test_going_back_is_proven(loop, engine, publisher, folder, reference, fault)
     sums = {name: word_sum(tensor) for name, tensor in reference.weights(1).items()}
     first = publisher.publish(1, tensors={name: f"{value:x}" for name, value in sums.items()})
     loop.run(receiver.install(first, publisher.verify_key, RUN_ID))
-    path = receiver._versions.chunks.path / publisher.manifest(1).chunks[-1].sha256
+    path = receiver._versions.path / publisher.manifest(1).chunks[-1].sha256
     whole, plain_load = path.read_bytes(), engine.load_weights
     if fault == "disk":
         path.write_bytes(whole[:-1] + b"\x00")

@@ -24,8 +24,8 @@ from composer_prime.run.weights import CHUNK_BYTES, WeightStore
 from inference.engines.local.local_engine import LocalEngine
 from inference.joining import join_config, join_parser
 from inference.node import GatewayLink, InferenceNode
-from inference.receiver import Receiver, VersionFolder
-from inference.weight_sources import PIECE_BYTES, ChunkSource, FolderSource, HttpSource, WeightSources
+from inference.receiver import PIECE_BYTES, ChunkSource, FolderSource, Receiver, VersionFolder
+from inference.weight_sources import HttpSource, WeightSources
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer
 from tests.inference.test_versions import Training, size_of
@@ -76,7 +76,7 @@ async def pulling(
     try:
         yield node, sources
     finally:
-        node.chunks.close()
+        node.close()
         await sources.close()
 
 
@@ -142,7 +142,7 @@ def test_a_hostile_source_is_refused(training, tmp_path, how):
                     await node.fetch(training.written[2][0])
                 await hostile.close()
             assert node.bytes_pulled - before <= 2 * (PIECE_BYTES + CHUNK_BYTES)
-            kept = sum(path.stat().st_size for path in node.chunks.path.iterdir())
+            kept = sum(path.stat().st_size for path in node.path.iterdir())
             begun = size_of(
                 {ref.sha256: ref for ref in training.written[2][0].refs if ref not in manifest.refs}.values()
             )

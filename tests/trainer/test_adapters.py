@@ -18,8 +18,7 @@ from composer_prime.config.inference import InferenceConfig
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from inference.engines.local.local_engine import LocalEngine
-from inference.receiver import Receiver
-from inference.weight_sources import FolderSource
+from inference.receiver import FolderSource, Receiver
 from trainer.model.adapters import factors
 from trainer.model.build import build_policy
 from trainer.model.policy_model import adapters_off

@@ -20,9 +20,8 @@ from composer_prime.errors import CheckpointError, WeightError
 from composer_prime.packing.pack import totals
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import CHUNK_BYTES, WeightStore, open_signed
-from inference.receiver import VersionFolder
+from inference.receiver import FolderSource, VersionFolder
 from inference.snapshot import word_sum
-from inference.weight_sources import FolderSource
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
 from trainer.train import train_step
@@ -52,7 +51,7 @@ def published(run, version: int, folder: Path | None = None):
     manifest = open_signed(store.manifest(version), RunKeys(run.dir.keys).verifier(), run_id="run")
     received = VersionFolder(FolderSource(store), folder or run.dir.root)
     tensors = dict(asyncio.run(received.fetch(manifest)))
-    received.chunks.close()
+    received.close()
     if manifest.kind != "adapters":
         assert manifest.tensors == {name: f"{word_sum(tensor):x}" for name, tensor in tensors.items()}
     return manifest, tensors

@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ConfigError, EngineError, MisfitError, ModelNotFoundError
 from inference.engines.base import ReadBack, published_shapes, refuse_misfits
-from inference.engines.local.cached_attention import IMPLEMENTATION, EngineStep
+from inference.engines.local.cache import IMPLEMENTATION, EngineStep
 from inference.snapshot import tensor_blocks, word_sum
 
 logger = logging.getLogger(__name__)

@@ -43,7 +43,7 @@ from composer_prime.errors import BadRequestError, EngineError
 from composer_prime.model_source import tensor_shapes
 from composer_prime.wire.node_messages import RUNNING, Answer, Sampling, joined
 from composer_prime.wire.types import VersionSpan
-from inference.engines.vllm.core_messages import ARGUMENTS, LENGTH, START, Ask, EngineProgress, FromChild, Reply, packed
+from inference.engines.vllm.vllm_engine import ARGUMENTS, LENGTH, START, Ask, EngineProgress, FromChild, Reply, packed
 from inference.engines.vllm.worker_extension import rule_arguments
 from inference.snapshot import fold_sums
 
@@ -56,7 +56,6 @@ _CPU_BLOCK_TOKENS = 32
 """vLLM's default on CPU is 128: a next turn would compute up to 127 tokens again. Below 32 it slows down."""
 _SLACK_TOKENS = 8
 """Decoded before the longest stop string: decoders treat the first token of a text in a way of its own."""
-_REASONS = {"stop": "stop", "length": "length", "abort": "cancelled"}
 
 
 @dataclass(slots=True)
@@ -141,16 +140,11 @@ class Core:
             return []
         return [self._finished(output) for output in self._llm.step() if output.finished]
 
-    def abort(self, call: int) -> Answer | None:
-        """End a call. Return its partial answer; None when it has ended already."""
-        running = self._calls.pop(call, None)
-        if running is None:
-            return None
-        state = self._state(running)
-        answer = _part(state, 0, "cancelled") if state and running.sampling else None
-        self._finished_tokens += len(answer) if answer else 0
-        self._llm.abort_request([running.internal_id], internal=True)
-        return answer
+    def abort(self, call: int) -> None:
+        """End a call without an answer, if it has not ended already."""
+        if (running := self._calls.pop(call, None)) is not None:
+            self._finished_tokens += self._sampled(running)
+            self._llm.abort_request([running.internal_id], internal=True)
 
     def load(self, version: int, path: str) -> None:
         """Put the weights of `version` in place.
@@ -182,7 +176,7 @@ class Core:
         """Return by call what each request has sampled beyond its first `sent[call]` tokens, if anything."""
         states = {call: self._state(self._calls[call]) for call in sent if call in self._calls}
         return {
-            call: _part(state, sent[call], RUNNING)
+            call: _part(state, sent[call])
             for call, state in states.items()
             if state and state.detokenizer.num_output_tokens() > sent[call]
         }
@@ -216,7 +210,7 @@ class Core:
             token_ids,
             completion.logprobs.logprobs if token_ids else [],
             _spans(completion.weight_versions),
-            _REASONS[completion.finish_reason],
+            completion.finish_reason,
             output.num_cached_tokens or 0,
         )
 
@@ -236,14 +230,14 @@ class Core:
         return state.detokenizer.num_output_tokens() if state else 0
 
 
-def _part(state: Any, first: int, reason: str) -> Answer:
+def _part(state: Any, first: int) -> Answer:
     """Return what the request of a RequestState has from token number `first` on."""
     logprobs = state.logprobs_processor.logprobs
     return Answer.of(
         state.detokenizer.output_token_ids[first:],
         logprobs.logprobs[first:] if logprobs else [],
         _spans(state._weight_version_spans(), first),
-        reason,
+        RUNNING,
         state.num_cached_tokens or 0,
     )
 
@@ -300,22 +294,65 @@ class NodeGone(Exception):
     """The node closed the connection or is gone."""
 
 
-class NodePipe:
-    """This end of the socket pair: a thread reads, the main thread writes."""
+class Server:
+    """Answers the questions of a node: a thread reads its link, the main thread works and writes."""
 
     def __init__(self, sock: socket.socket) -> None:
+        """`sock`: this end of the socket pair."""
         self._sock = sock
         self._inbox: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
+        self._reported = 0.0
         threading.Thread(target=self._read, name="reader", daemon=True).start()
 
-    def send(self, message: FromChild) -> None:
+    def run(self) -> None:
+        """Start the engine and work. Raises NodeGone, or the engine's error, at which the process ends."""
+        start = self._receive(wait=True)
+        assert start is not None
+        with closing(Core(*arguments_of(start))) as self._core:
+            self.reply(START, None)
+            while True:
+                wait = not self._core.busy
+                while (ask := self._receive(wait=wait)) is not None:
+                    self._handle(ask)
+                    wait = False
+                for call, value in self._core.step():
+                    self.reply(call, value)
+                self._report()
+
+    def _handle(self, ask: Ask) -> None:
+        arguments = arguments_of(ask)
+        match ask.method:
+            case "generate" | "score":
+                try:
+                    getattr(self._core, ask.method)(ask.call, *arguments)
+                except BadRequestError as error:
+                    self.reply(ask.call, None, str(error))
+            case "read_back":
+                try:
+                    self.reply(ask.call, self._core.read_back(*arguments))
+                except Exception as error:  # Sampling continues.
+                    log.exception("the parameters cannot be read back")
+                    self.reply(ask.call, None, f"reading its parameters: {error!r}")
+            case _:
+                self.reply(ask.call, getattr(self._core, ask.method)(*arguments))
+
+    def reply(self, call: int, value: object, error: str | None = None) -> None:
+        self._send(Reply(call=call, value=packed(value), error=error))
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if now - self._reported >= PROGRESS_S or not self._core.busy:
+            self._reported = now
+            self._send(self._core.progress())
+
+    def _send(self, message: FromChild) -> None:
         try:
             body = msgspec.msgpack.encode(message)
             self._sock.sendall(LENGTH.pack(len(body)) + body)
         except OSError as error:
             raise NodeGone from error
 
-    def receive(self, *, wait: bool) -> Ask | None:
+    def _receive(self, *, wait: bool) -> Ask | None:
         """Return the next message; None when there is none and `wait` is false. Raises NodeGone."""
         try:
             message = self._inbox.get(block=wait)
@@ -338,74 +375,21 @@ class NodePipe:
         os.killpg(0, signal.SIGKILL)
 
 
-class Server:
-    """Answers the questions of a node."""
-
-    def __init__(self, link: NodePipe, core: Core) -> None:
-        self._link = link
-        self._core = core
-        self._reported = 0.0
-
-    def run(self) -> None:
-        """Work until the node closes the connection. An error of the engine ends the process."""
-        while True:
-            wait = not self._core.busy
-            while (ask := self._link.receive(wait=wait)) is not None:
-                self._handle(ask)
-                wait = False
-            for call, value in self._core.step():
-                self._reply(call, value)
-            self._report()
-
-    def _handle(self, ask: Ask) -> None:
-        arguments = arguments_of(ask)
-        match ask.method:
-            case "generate" | "score":
-                try:
-                    getattr(self._core, ask.method)(ask.call, *arguments)
-                except BadRequestError as error:
-                    self._reply(ask.call, None, str(error))
-            case "abort":
-                if (answer := self._core.abort(*arguments)) is not None:
-                    self._reply(arguments[0], answer)
-            case "read_back":
-                try:
-                    self._reply(ask.call, self._core.read_back(*arguments))
-                except Exception as error:  # Sampling continues.
-                    log.exception("the parameters cannot be read back")
-                    self._reply(ask.call, None, f"reading its parameters: {error!r}")
-            case _:
-                self._reply(ask.call, getattr(self._core, ask.method)(*arguments))
-
-    def _reply(self, call: int, value: object, error: str | None = None) -> None:
-        self._link.send(Reply(call=call, value=packed(value), error=error))
-
-    def _report(self) -> None:
-        now = time.monotonic()
-        if now - self._reported >= PROGRESS_S or not self._core.busy:
-            self._reported = now
-            self._link.send(self._core.progress())
-
-
 def arguments_of(ask: Ask) -> tuple[Any, ...]:
     return msgspec.msgpack.decode(ask.arguments, type=ARGUMENTS[ask.method])
 
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO)
-    link = NodePipe(socket.socket(fileno=int(sys.argv[1])))
+    server = Server(socket.socket(fileno=int(sys.argv[1])))
     try:
-        start = link.receive(wait=True)
-        assert start is not None
-        with closing(Core(*arguments_of(start))) as core:
-            link.send(Reply(call=START, value=packed(None)))
-            Server(link, core).run()
+        server.run()
     except NodeGone:
         log.info("the node closed the link")
     except Exception as error:
         # Nothing can be served any more: log the error and send it to the node.
         log.exception("vLLM failed")
-        link.send(Reply(call=START, value=packed(None), error=f"{type(error).__name__}: {error}"))
+        server.reply(START, None, f"{type(error).__name__}: {error}")
         os._exit(1)
     # Not sys.exit: with the threads of torch and gloo alive, an orderly exit takes seconds.
     os._exit(0)

@@ -1,7 +1,15 @@
-"""The node's side of the vLLM engine (read the package docstring first).
+"""The node's side of the vLLM engine (read the package docstring first), and its messages to the child.
 
 generate, score, load_weights -> call number + future -> child -> listener task -> future
 The end of the child fails every future.
+
+Messages are msgpack with a length in front, over a socket pair:
+
+    node --Ask--> child --Reply--> node       one reply to each, by its number; the first Ask starts vLLM
+    child --EngineProgress--> node
+
+A reply that nobody waits for is dropped. After the start, an error in reply to the first Ask says that vLLM failed for
+good; the child ends.
 """
 
 from __future__ import annotations
@@ -10,6 +18,7 @@ import asyncio
 import importlib.util
 import itertools
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -24,17 +33,10 @@ from composer_prime.errors import BadRequestError, DeadlineError, EngineError, W
 from composer_prime.model_source import check_model_folder, tensor_shapes, text_settings, vocabulary_size
 from composer_prime.run.process import child_options, exit_text, last_words, stop
 from composer_prime.run.scratch import Scratch
-from composer_prime.wire.node_messages import Answer, Sampling
+from composer_prime.wire.node_messages import Answer, Sampling, Status
 from composer_prime.wire.sockets import Frames
-from inference.engines.base import (
-    EngineStats,
-    ReadBack,
-    check_prompt,
-    check_sampling,
-    published_shapes,
-    refuse_misfits,
-)
-from inference.engines.vllm.core_messages import START, Ask, EngineProgress, FromChild, Reply, packed
+from inference.engines.base import ReadBack, published_shapes, refuse_misfits
+from inference.engines.sampling import check_prompt, check_sampling
 from inference.snapshot import save_snapshot
 
 if TYPE_CHECKING:
@@ -44,6 +46,49 @@ _EXIT_GRACE_S = 5.0
 _START_TIMEOUT_S = 600.0
 _SWAP_TIMEOUT_S = 300.0
 """How long vLLM may take to load a new version or to score the canary."""
+
+
+LENGTH = struct.Struct("<I")
+START = 0
+"""Number of the first Ask."""
+ARGUMENTS: dict[str, Any] = {
+    "start": tuple[str, int, str],  # model folder, most tokens of a context, the [inference] section as JSON -> None
+    "generate": tuple[list[int], Sampling],  # prompt [T] -> Answer
+    "score": tuple[list[int]],  # tokens [T] -> logprobs [T - 1]
+    "abort": tuple[int],  # the Ask that nobody waits for any more -> None
+    "load": tuple[int, str],  # version, safetensors file of whole tensors -> None once it is in use
+    "read_back": tuple[list[str]],  # published tensors -> names, type and checksum of each parameter
+    "parts": tuple[dict[int, int]],  # by Ask, how many tokens the node has -> by Ask, an Answer with what is more
+}
+"""What a method of Core takes -> what the node gets. A checksum is hexadecimal: it has 64 bits without a sign."""
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    call: int
+    method: str
+    arguments: msgspec.Raw
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
+    call: int
+    value: msgspec.Raw
+    error: str | None = None
+
+
+class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    running: int = 0
+    kv_used: float = 0.0
+    kv_tokens: int = 0
+    """Tokens that the KV cache holds."""
+    sampled: int = 0
+    """Tokens sampled since the start."""
+
+
+FromChild = Reply | EngineProgress
+
+
+def packed(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(value))
 
 
 class VllmEngine:
@@ -60,7 +105,6 @@ class VllmEngine:
         self._log = log
         self._private: Scratch | None = None
         self._child: VllmProcess | None = None
-        self._draining = False
         self._generating: dict[str, int] = {}
         self._rate_from = (time.monotonic(), 0)
 
@@ -90,10 +134,8 @@ class VllmEngine:
             raise
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Answer:
-        """See Engine. Also raises BadRequestError when vLLM refuses, EngineError when it is gone or draining."""
+        """See Engine. Also raises BadRequestError when vLLM refuses, EngineError when it is gone."""
         child = self._serving()
-        if self._draining:
-            raise EngineError("this engine is draining: send the request to another node")
         check_prompt(prompt_ids, vocab=self._vocab, max_context=self._max_context)
         check_sampling(sampling)
         if request_id in self._generating:
@@ -118,11 +160,6 @@ class VllmEngine:
         except DeadlineError as error:
             raise EngineError(str(error)) from None
         return {names[number]: part for number, part in parts.items()}
-
-    async def cancel(self, request_id: str) -> None:
-        """See Engine. An unknown id is ignored: the request may have ended just now."""
-        if self._child is not None and (number := self._generating.get(request_id)) is not None:
-            self._child.abort(number)
 
     async def load_weights(
         self, version: int, tensors: Mapping[str, torch.Tensor], begin: Callable[[], None] = lambda: None
@@ -164,19 +201,15 @@ class VllmEngine:
         check_prompt(token_ids, vocab=self._vocab, max_context=self._max_context)
         return await self._ask("score", token_ids, answer=list[float], what="score")
 
-    async def drain(self) -> None:
-        self._draining = True
-        while self._generating and self._child is not None:
-            await self._child.any_answer()
-
-    def stats(self) -> EngineStats:
+    def stats(self) -> Status:
         progress = self._child.progress if self._child is not None else EngineProgress()
         now, sampled = time.monotonic(), progress.sampled
         then, before = self._rate_from
         self._rate_from = (now, sampled)
         requests = len(self._generating)
         running = min(progress.running, requests)
-        return EngineStats(
+        return Status(
+            version=self.version,
             running=running,
             waiting=requests - running,
             kv_used=min(1.0, progress.kv_used),
@@ -245,7 +278,7 @@ class VllmProcess:
         return number
 
     def abort(self, number: int) -> None:
-        """Have a question answered with what there is. This one has no answer of its own."""
+        """Give a question up: nobody waits for an answer to it, nor to this one."""
         if self.failure is None:
             self._frames.send(Ask(call=next(self._numbers), method="abort", arguments=packed([number])))
 
@@ -258,12 +291,6 @@ class VllmProcess:
         finally:
             self._waiting.pop(number, None)
         return msgspec.msgpack.decode(value, type=kind)
-
-    async def any_answer(self) -> None:
-        """Wait until one of the questions is answered."""
-        if self._waiting:
-            await asyncio.wait(self._waiting.values(), return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.sleep(0)  # Whoever asked takes the answer.
 
     async def _listen(self) -> None:
         broken = ""

@@ -1,0 +1,417 @@
+"""The KV cache, what a step computes with it, and attention over it: an implementation of transformers' interface.
+
+A slot holds one sequence. It is running (a request owns it), idle (a finished turn, kept for the conversation's next
+one) or free. Reuse needs no hashing: the ids of all slots are one matrix, and one comparison gives a prompt's common
+prefix with every row.
+
+A step's tokens form one row of N: first one token of each decoding sequence, ordered by slot, then the segments of
+prompts. Linear layers see that one row. Only attention treats it as many sequences:
+
+    decode   neighboring slots of similar length share one call over a view of the cache
+    segment  one call per sequence: causal over itself, and over what its slot already holds
+
+The step passes through the model as a keyword argument. The model is called with use_cache=False.
+
+Keys and values of every slot are one pair of tensors per layer. The layout is [heads, slots, columns, head size]: the
+new tokens of a step are one `index_copy_`, and attention sees neighboring slots as one strided view without a copy.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from composer_prime.errors import EngineError
+
+IMPLEMENTATION = "composer_slots"
+MIN_SHARED = 32
+"""Shortest prefix, in tokens, that is worth copying from another slot or waiting for."""
+_FIRST_COLUMNS = 128
+"""For the pass that shows which layers there are."""
+_GROUP_WASTE = 384
+"""How many padded cache columns cost as much as one more attention call (about 40 us; a column takes 0.1 us)."""
+
+
+class KvCache:
+    """Slots of token ids with their keys and values. The compute thread owns it.
+
+    Takes its shapes from the first forward pass, so it fits any model that uses the attention interface.
+    """
+
+    def __init__(self, slots: int = 1, columns: int = _FIRST_COLUMNS) -> None:
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Keys and values of each layer, [heads, slots, columns, head size]."""
+        self.allocate(slots, columns)
+
+    def allocate(self, slots: int, columns: int) -> None:
+        """Make room for `slots` rows of `columns`, and forget what there was."""
+        self.slots, self.columns = slots, columns
+        self.high = 0
+        """Slots used so far; later rows were never touched."""
+        self.tokens = np.zeros((slots, columns), dtype=np.int32)
+        self.known = np.zeros(slots, dtype=np.int64)
+        """Token ids in each row."""
+        self.computed = np.zeros(slots, dtype=np.int64)
+        """Columns that hold keys and values of those ids."""
+        self.fresh = np.zeros(slots, dtype=bool)
+        """Whether the current weights computed all of `computed`."""
+        self.running = np.zeros(slots, dtype=bool)
+        self.session: list[str | None] = [None] * slots
+        self._idle_since = np.zeros(slots, dtype=np.int64)
+        self._clock = 0
+        for layer, (keys, values) in self.layers.items():
+            self.layers[layer] = self._empty(keys.shape[0], keys), self._empty(values.shape[0], values)
+
+    # ---- slots: who owns which, and what a new prompt can reuse ---------------------------------------------------
+
+    def place(self, prompt: np.ndarray, session: str) -> tuple[int, int] | None:
+        """Give a slot to a request with `prompt` (int32 [T]) of conversation `session`.
+
+        Return the slot and how many of its first columns are right already, or were copied from another slot. Return
+        None while the request must wait: when every slot runs, or when a longer prefix of its prompt is being computed
+        for another request. Siblings of a group arrive together, the first computes, the others copy.
+        """
+        idle = [slot for slot in range(self.high) if self.session[slot] == session and not self.running[slot]]
+        held, coming = self._shared(prompt)
+        best = int(held.argmax()) if self.high else -1
+        longest = int(held[best]) if best >= 0 else 0
+        if self.high and int(coming.max()) - longest >= MIN_SHARED:
+            return None
+        if idle:
+            slot = max(idle, key=lambda slot: int(held[slot]))
+        else:
+            slot = self._vacant(keep=best if longest >= MIN_SHARED else -1)
+        if slot is None:
+            return None
+        cached = int(held[slot]) if slot < len(held) else 0
+        if cached + MIN_SHARED <= longest:
+            cached = longest
+            self.copy(best, slot, longest)
+        self.tokens[slot, : len(prompt)] = prompt
+        self.known[slot], self.computed[slot] = len(prompt), cached
+        self.running[slot], self.session[slot] = True, session
+        self.fresh[slot] = True
+        return slot, cached
+
+    def _shared(self, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return per slot in use: how many leading tokens of `prompt` it holds, and how many it will once computed.
+
+        At most len(prompt) - 1: the last token is always computed because its logits are needed.
+        """
+        if not self.high:
+            return np.zeros(self.high, dtype=np.int64), np.zeros(self.high, dtype=np.int64)
+        width = min(len(prompt) - 1, int(self.known[: self.high].max()))
+        differs = self.tokens[: self.high, :width] != prompt[:width]
+        common = np.where(differs.any(1), differs.argmax(1), width) if width else np.zeros(self.high, dtype=np.int64)
+        common = common * self.fresh[: self.high]
+        return np.minimum(common, self.computed[: self.high]), np.minimum(common, self.known[: self.high])
+
+    def _vacant(self, keep: int) -> int | None:
+        """Return a free slot, else a new one, else the one idle for longest; `keep` only when there is no other."""
+        idle = np.flatnonzero(~self.running[: self.high]).tolist()
+        for slot in idle:
+            if self.session[slot] is None:
+                return slot
+        if self.high < self.slots:
+            self.high += 1
+            return self.high - 1
+        others = [slot for slot in idle if slot != keep] or idle
+        return min(others, key=lambda slot: int(self._idle_since[slot])) if others else None
+
+    def append(self, slot: int, token: int) -> int:
+        """Add a sampled token. Returns the number of tokens in the row."""
+        known = int(self.known[slot])
+        self.tokens[slot, known] = token
+        self.known[slot] = known + 1
+        return known + 1
+
+    def release(self, slot: int) -> None:
+        """End the slot's request. Its cache stays for the next turn, unless older weights computed it."""
+        self.running[slot] = False
+        if self.fresh[slot]:
+            self._clock += 1
+            self._idle_since[slot] = self._clock
+            self.known[slot] = self.computed[slot]  # The rest will not be computed: no request may wait for it.
+        else:
+            self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        self.session[slot] = None
+        self.known[slot] = self.computed[slot] = 0
+        self.fresh[slot] = False
+
+    def weights_changed(self, again: Collection[int]) -> None:
+        """Drop idle slots. Running ones keep their old entries; `again` are computed again."""
+        for slot in range(self.high):
+            if not self.running[slot]:
+                self._forget(slot)
+            elif slot in again:
+                self.computed[slot], self.fresh[slot] = 0, True
+            else:
+                self.fresh[slot] = False
+
+    # ---- keys and values ----------------------------------------------------------------------------------------
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over all layers; known after the first forward pass."""
+        tensors = [tensor for pair in self.layers.values() for tensor in pair]
+        return sum(tensor.shape[0] * tensor.shape[3] * tensor.element_size() for tensor in tensors)
+
+    def _empty(self, heads: int, like: torch.Tensor) -> torch.Tensor:
+        """Return zeros: a masked column may be read and must be finite. On a CPU untouched pages cost no memory."""
+        shape = (heads, self.slots, self.columns, like.shape[-1])
+        if like.device.type != "cpu":
+            return like.new_zeros(shape)
+        pages = mmap.mmap(-1, math.prod(shape) * like.element_size())
+        return torch.frombuffer(pages, dtype=like.dtype).view(shape)
+
+    def write(self, index: int, key: torch.Tensor, value: torch.Tensor, places: torch.Tensor) -> None:
+        """Store `key`, `value` [heads, N, head size] at flat `places` [N] (slot * columns + position)."""
+        if index not in self.layers:
+            self.layers[index] = self._empty(key.shape[0], key), self._empty(value.shape[0], value)
+        keys, values = self.layers[index]
+        if keys.shape[0] != key.shape[0] or keys.shape[3] != key.shape[2]:
+            raise EngineError(f"layer {index} changed its KV shape; the local engine cannot serve this model")
+        keys.view(key.shape[0], -1, key.shape[2]).index_copy_(1, places, key)
+        values.view(value.shape[0], -1, value.shape[2]).index_copy_(1, places, value)
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy the first `count` columns of one slot to another: a shared prefix, or a move."""
+        for pair in self.layers.values():
+            for tensor in pair:
+                tensor[:, target, :count] = tensor[:, source, :count]
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Rows [row, row + count) of the step are the next tokens of slots [slot, slot + count)."""
+
+    row: int
+    count: int
+    slot: int
+    columns: int
+    """Length of the longest sequence in the group, its new token included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows [row, row + count) are tokens [start, start + count) of the sequence in `slot`."""
+
+    row: int
+    count: int
+    slot: int
+    start: int
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStep:
+    """One forward pass: its inputs, how they attend, and which rows sample for which slots."""
+
+    cache: KvCache
+    input_ids: torch.Tensor
+    """int64 [1, N]."""
+    position_ids: torch.Tensor
+    """int64 [1, N]."""
+    rows: torch.Tensor | None
+    """int64 [R]: those whose logits are wanted; None for all."""
+    segments: list[Segment]
+    places: torch.Tensor | None
+    """int64 [N]: where the cache stores the rows' keys and values; None stores nothing (scoring)."""
+    groups: list[DecodeGroup] = field(default_factory=list)
+    lengths: torch.Tensor | None = None
+    """int64 [B]: length of each decoding sequence, its new token included. None without decoding sequences."""
+    slots: list[int] = field(default_factory=list)
+    """[R]: those that sample."""
+    counts: list[tuple[int, int]] = field(default_factory=list)
+    """(slot, tokens computed)."""
+    _masks: dict = field(default_factory=dict)
+
+    def decode_mask(self, window: int | None, query: torch.Tensor) -> torch.Tensor:
+        """Return the additive mask [B, columns]: -inf at columns that a decoding row must not see."""
+        key = ("decode", window)
+        if key not in self._masks:
+            assert self.lengths is not None  # there are groups
+            columns = torch.arange(max(group.columns for group in self.groups), device=query.device)
+            hidden = columns >= self.lengths[:, None]
+            if window is not None:
+                hidden |= columns < self.lengths[:, None] - window
+            self._masks[key] = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(
+                hidden, float("-inf")
+            )
+        return self._masks[key]
+
+    def segment_mask(self, segment: Segment, window: int | None, repeat: int, device: torch.device) -> torch.Tensor:
+        """Return the boolean mask [repeat * count, start + count]: True where a segment's row may look."""
+        key = (segment.row, window, repeat)
+        if key not in self._masks:
+            rows = torch.arange(segment.start, segment.start + segment.count, device=device)[:, None]
+            columns = torch.arange(segment.start + segment.count, device=device)
+            seen = columns <= rows
+            if window is not None:
+                seen &= columns > rows - window
+            self._masks[key] = seen.repeat(repeat, 1)
+        return self._masks[key]
+
+
+def plan_step(cache: KvCache, order: list[int], prefill_tokens: int, device: torch.device) -> EngineStep:
+    """Return the next step over the running slots in `order` (of admission).
+
+    It computes one token of each decoding sequence, and at most `prefill_tokens` of prompts, oldest request first.
+    """
+    slots = np.array(order)
+    missing = cache.known[slots] - cache.computed[slots]
+    decoding = np.sort(slots[missing == 1])
+    lengths, row = cache.known[decoding], len(decoding)
+    segments, rows, sampled = [], list(range(row)), decoding.tolist()
+    for slot in slots[missing > 1].tolist():
+        start, known = int(cache.computed[slot]), int(cache.known[slot])
+        count = min(known - start, len(decoding) + prefill_tokens - row)
+        if count <= 0:
+            break
+        segments.append(Segment(row, count, slot, start))
+        row += count
+        if start + count == known:
+            rows.append(row - 1)
+            sampled.append(slot)
+    owners = np.concatenate([decoding, *(np.full(one.count, one.slot) for one in segments)])
+    positions = np.concatenate([lengths - 1, *(one.start + np.arange(one.count) for one in segments)])
+    return EngineStep(
+        cache=cache,
+        input_ids=_tensor(cache.tokens[owners, positions], device)[None],
+        position_ids=_tensor(positions, device)[None],
+        rows=_tensor(np.array(rows), device),
+        segments=segments,
+        places=_tensor(owners * cache.columns + positions, device),
+        groups=_groups(decoding, lengths),
+        lengths=_tensor(lengths, device),
+        slots=sampled,
+        counts=[*((slot, 1) for slot in decoding.tolist()), *((one.slot, one.count) for one in segments)],
+    )
+
+
+def _tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int64)).to(device)
+
+
+def _groups(slots: np.ndarray, lengths: np.ndarray) -> list[DecodeGroup]:
+    """Group neighboring slots whose padding to common columns costs less than another attention call."""
+    groups: list[DecodeGroup] = []
+    first = longest = 0
+    at = slots.tolist()
+    for row, (slot, length) in enumerate(zip(at, lengths.tolist(), strict=True)):
+        together = (row - first + 1) * max(longest, length)
+        apart = (row - first) * longest + length
+        if row > first and (slot != at[row - 1] + 1 or together - apart > _GROUP_WASTE):
+            groups.append(DecodeGroup(first, row - first, at[first], longest))
+            first, longest = row, 0
+        longest = max(longest, length)
+    if at:
+        groups.append(DecodeGroup(first, len(at) - first, at[first], longest))
+    return groups
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def slot_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    slot_step: EngineStep | None = None,
+    **settings: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D].
+
+    Raises EngineError for models whose attention needs more than scale, mask and window.
+    """
+    del attention_mask
+    if slot_step is None or settings.get("softcap") is not None or settings.get("s_aux") is not None:
+        raise EngineError(
+            f"the local engine cannot serve {type(module).__name__} (soft-capped logits, attention sinks or its own "
+            "cache handling): set inference.engine = 'vllm'"
+        )
+    index, scale, window = module.layer_idx, settings.get("scaling"), settings.get("sliding_window")
+    query, key, value = query[0], key[0], value[0]
+    if slot_step.places is not None:
+        slot_step.cache.write(index, key, value, slot_step.places)
+    out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
+    for group in slot_step.groups:
+        rows = slice(group.row, group.row + group.count)
+        out[rows] = _decode(query[:, rows], slot_step.cache.layers[index], group, slot_step, scale, window)
+    for segment in slot_step.segments:
+        rows = slice(segment.row, segment.row + segment.count)
+        keys, values = key[:, rows], value[:, rows]
+        if segment.start:
+            end = segment.start + segment.count
+            keys, values = (held[:, segment.slot, :end] for held in slot_step.cache.layers[index])
+        out[rows] = _prefill(query[:, rows], keys, values, segment, slot_step, scale, window).transpose(0, 1)
+    return out[None], None
+
+
+def _decode(
+    query: torch.Tensor,
+    held: tuple[torch.Tensor, torch.Tensor],
+    group: DecodeGroup,
+    step: EngineStep,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Attend from one token of each sequence to all of it. query [H, count, D] -> [count, H, D].
+
+    The query heads of one KV head become rows of one query, so that each cached key is read once.
+    """
+    keys, values = held
+    heads, count, size = query.shape
+    kv_heads, columns = keys.shape[0], group.columns
+    slots = slice(group.slot, group.slot + count)
+    grouped = query.reshape(kv_heads, heads // kv_heads, count, size).transpose(1, 2)
+    mask = step.decode_mask(window, query)[group.row : group.row + count, :columns]
+    part = F.scaled_dot_product_attention(
+        grouped,
+        keys[:, slots, :columns],
+        values[:, slots, :columns],
+        attn_mask=mask[None, :, None],
+        scale=scale,
+    )
+    return part.transpose(0, 1).reshape(count, heads, -1)
+
+
+def _prefill(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segment: Segment,
+    step: EngineStep,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Attend from a segment's rows to all up to it. query [H, count, D] -> [H, count, D]."""
+    heads, count, _ = query.shape
+    kv_heads = key.shape[0]
+    if segment.start == 0 and (window is None or count <= window):
+        return F.scaled_dot_product_attention(
+            query[None], key[None], value[None], is_causal=True, scale=scale, enable_gqa=heads != kv_heads
+        )[0]
+    repeat = heads // kv_heads
+    grouped = query.reshape(kv_heads, repeat * count, -1)
+    mask = step.segment_mask(segment, window, repeat, query.device)
+    out = F.scaled_dot_product_attention(grouped[None], key[None], value[None], attn_mask=mask, scale=scale)
+    return out[0].reshape(heads, count, -1)
+
+
+AttentionInterface.register(IMPLEMENTATION, slot_attention)
