@@ -1,6 +1,6 @@
 """The losses in verl's registry, called by verl's own ppo_loss. Skipped where verl is not installed.
 
-pip install verl==0.9.1        (an environment of its own; docs/how-to/other-trainers.md)
+An environment of its own has it: docs/how-to/other-trainers.md.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ def test_dppo_has_verl_s_gradient():
     assert ours[2]["actor/masked_fraction"].values[0] == pytest.approx(theirs[2]["actor/pg_clipfrac"].values[0])
 
 
+@pytest.mark.process
 def test_an_external_module_registers_all_names():
     # As verl's documentation asks: the module in VERL_USE_EXTERNAL_MODULES is imported with verl itself.
     code = "import verl; from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY as r; print(sorted(r))"
