@@ -57,16 +57,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
-from composer_prime.channels.later import torch, without_gradient
 from composer_prime.channels.term import Sums, Term, TermRows, TermTokens
-from composer_prime.channels.tokens import PolicyTokens, bounded, bounded_exp, capped, mean_by, sum_by
+from composer_prime.channels.tokens import (
+    PolicyTokens,
+    bounded,
+    bounded_exp,
+    capped,
+    mean_by,
+    sum_by,
+    torch,
+    without_gradient,
+)
 from composer_prime.errors import ConfigError
 from composer_prime.import_path import find_part
 from composer_prime.packing.pack import Row
@@ -160,17 +167,13 @@ class PolicyConfig(BaseConfig):
         return self
 
 
-class PolicyLoss(Protocol):
-    """A policy loss: `policy_loss`, or one of the user's.
+PolicyLoss = Callable[[PolicyTokens, StepTotals, PolicyConfig, int], tuple["Tensor", Sums]]
+"""(tokens, totals, config, max_length) -> (loss, sums): `policy_loss`, or one of the user's.
 
-    Pure. Returns the micro-batch's share of the step's loss, attached to the graph without tokens too, and sums over
-    tokens; `policy_metrics` reports each of them as a mean. Every micro-batch must give the same names, in any order:
-    ranks add them up together. Where it has nothing to add, a sum is 0.
-    """
-
-    def __call__(
-        self, tokens: PolicyTokens, totals: StepTotals, config: PolicyConfig, max_length: int
-    ) -> tuple[Tensor, Sums]: ...
+Pure. The loss is the micro-batch's share of the step's, attached to the graph without tokens too. `policy_metrics`
+reports each sum over tokens as a mean. Every micro-batch must give the same names, in any order: ranks add them up
+together. Where it has nothing to add, a sum is 0.
+"""
 
 
 class PolicyTerm(Term):
@@ -256,33 +259,21 @@ def policy_loss(tokens: PolicyTokens, totals: StepTotals, config: PolicyConfig, 
     advantages_T = tokens.advantages_T
     if reference_T is not None and config.kl.estimator == "k1":
         advantages_T = advantages_T - config.kl.weight * estimate("k1", tokens.logprobs_T.detach(), reference_T)
-    correction = _correct(tokens, advantages_T, config)
-    log_ratio_T = correction.log_ratio_T
+    log_ratio_T, weight_T, clips = _correct(tokens, advantages_T, config)
     if config.objective == "gspo":  # GSPO eq. 7
         log_ratio_T = mean_by(log_ratio_T, tokens.sequence_T, tokens.sequences)[tokens.sequence_T]
     ratio_T = bounded_exp(log_ratio_T)
-    gain_T, binds_T = _surrogate(tokens, advantages_T, ratio_T, correction, config)
-    token_loss_T = -(correction.weight_T * gain_T)
+    gain_T, binds_T = _surrogate(tokens, advantages_T, ratio_T, clips, config)
+    token_loss_T = -(weight_T * gain_T)
     if reference_T is not None and config.kl.estimator != "k1":
-        token_loss_T = token_loss_T + _kl_loss(tokens, reference_T, ratio_T, correction, config)
+        token_loss_T = token_loss_T + _kl_loss(tokens, reference_T, ratio_T, clips, config)
     loss = (token_loss_T * _token_scale(tokens, totals, config, max_length)).sum()
-    return loss, _sums(tokens, correction.weight_T, binds_T)
+    return loss, _sums(tokens, weight_T, binds_T)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
-    """How tokens enter the objective. All tensors are [T]."""
-
-    log_ratio_T: Tensor
-    """log r of each token, with gradient."""
-    weight_T: Tensor
-    """Detached factor of the token's loss; 0 drops the token."""
-    clips: bool
-    """Whether the objective's ratio clip applies."""
-
-
-def _correct(tokens: PolicyTokens, advantages_T: Tensor, config: PolicyConfig) -> Correction:
-    """Return the correction that `config.correction` names.
+def _correct(tokens: PolicyTokens, advantages_T: Tensor, config: PolicyConfig) -> tuple[Tensor, Tensor, bool]:
+    """Return log r of each token [T] with gradient, the detached factor of its loss [T], where 0 drops the token, and
+    whether the objective's ratio clip applies; by `config.correction`.
 
     `advantages_T` [T] are those that the objective multiplies with, penalties included: what decides which way a token
     is pushed also decides whether it has gone far enough.
@@ -292,13 +283,13 @@ def _correct(tokens: PolicyTokens, advantages_T: Tensor, config: PolicyConfig) -
     ones_T = torch.ones_like(tokens.sampler_logprobs_T)
     match config.correction:
         case "none":
-            return Correction(log_ratio_T=from_sampler_T, weight_T=ones_T, clips=True)
+            return from_sampler_T, ones_T, True
         case "dppo":
             drops_T = _dppo_drops(frozen_T, tokens.sampler_logprobs_T, advantages_T, DPPO_THRESHOLD)
-            return Correction(log_ratio_T=from_sampler_T, weight_T=ones_T * ~drops_T, clips=False)
+            return from_sampler_T, ones_T * ~drops_T, False
         case "tis":
             weight_T = bounded_exp(frozen_T - tokens.sampler_logprobs_T).clamp(max=TIS_CAP)
-            return Correction(log_ratio_T=tokens.logprobs_T - frozen_T, weight_T=weight_T, clips=True)
+            return tokens.logprobs_T - frozen_T, weight_T, True
 
 
 def _dppo_drops(logprobs_T: Tensor, sampler_logprobs_T: Tensor, advantages_T: Tensor, threshold: float) -> Tensor:
@@ -312,14 +303,14 @@ def _dppo_drops(logprobs_T: Tensor, sampler_logprobs_T: Tensor, advantages_T: Te
 
 
 def _surrogate(
-    tokens: PolicyTokens, advantages_T: Tensor, ratio_T: Tensor, correction: Correction, config: PolicyConfig
+    tokens: PolicyTokens, advantages_T: Tensor, ratio_T: Tensor, clips: bool, config: PolicyConfig
 ) -> tuple[Tensor, Tensor]:
     """Return each token's gain before its weight [T], and where a bound of the ratio binds (bool [T])."""
     if config.objective == "cispo":
         frozen_T = ratio_T.detach()
         gain_T = frozen_T.clamp(max=CISPO_CAP) * advantages_T * tokens.logprobs_T  # CISPO, 2506.13585 eq. 4-5
         return gain_T, frozen_T > CISPO_CAP
-    if not correction.clips:
+    if not clips:
         capped_T = capped(ratio_T, config.dppo_ratio_cap)
         return capped_T * advantages_T, capped_T.detach() < ratio_T.detach()
     gain_T = ratio_T * advantages_T
@@ -339,12 +330,10 @@ def _reference(tokens: PolicyTokens, config: PolicyConfig) -> Tensor | None:
     return tokens.reference_logprobs_T
 
 
-def _kl_loss(
-    tokens: PolicyTokens, reference_T: Tensor, ratio_T: Tensor, correction: Correction, config: PolicyConfig
-) -> Tensor:
+def _kl_loss(tokens: PolicyTokens, reference_T: Tensor, ratio_T: Tensor, clips: bool, config: PolicyConfig) -> Tensor:
     """Return kl.weight * k2, k3 or k3 r of each token [T], with gradient."""
     if config.kl.estimator == "k3_ratio":
-        ratio_T = ratio_T if correction.clips else capped(ratio_T, config.dppo_ratio_cap)
+        ratio_T = ratio_T if clips else capped(ratio_T, config.dppo_ratio_cap)
         return config.kl.weight * ratio_T * estimate("k3", tokens.logprobs_T, reference_T)
     return config.kl.weight * estimate(config.kl.estimator, tokens.logprobs_T, reference_T)
 

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from composer_prime.channels.later import torch, without_gradient
 from composer_prime.channels.term import ScheduledTermConfig, Sums, Term, TermRows, TermTokens
-from composer_prime.channels.tokens import sum_by
+from composer_prime.channels.tokens import sum_by, torch, without_gradient
 from composer_prime.errors import ConfigError, RunMismatchError
 from composer_prime.packing.pack import Row, joined, span_positions
 from composer_prime.wire.types import Preference, StepTotals, TermUnit, ints, pack_flags

@@ -36,9 +36,8 @@ import numpy as np
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
-from composer_prime.channels.later import torch, without_gradient
 from composer_prime.channels.term import ScheduledTermConfig, Sums, Term, TermRows, TermTokens
-from composer_prime.channels.tokens import bounded_exp, mean_by, sum_by
+from composer_prime.channels.tokens import bounded_exp, mean_by, sum_by, torch, without_gradient
 from composer_prime.errors import ConfigError
 from composer_prime.packing.pack import Row, joined
 from composer_prime.wire.types import StepTotals

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from composer_prime.channels.later import torch
 from composer_prime.channels.term import Sums, Term, TermConfig, TermRows, TermTokens
+from composer_prime.channels.tokens import torch
 from composer_prime.packing.pack import Row, joined, span_positions
 from composer_prime.wire.types import StepTotals
 

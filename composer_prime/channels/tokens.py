@@ -1,18 +1,46 @@
 """Tokens of the policy loss, and the arithmetic that the loss terms share.
 
 Tokens of all sequences lie end to end; sums and means are taken by sequence. Log ratios are bounded before exp, so that
-one broken token gives a large number and not an infinity.
+one broken token gives a large number and not an infinity. torch is loaded at its first use: the settings of loss terms
+are read in processes that never load it.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from composer_prime.channels.later import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class _Torch:
+    """Stands for the module; each name is looked up once."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(importlib.import_module("torch"), name)
+        setattr(self, name, value)
+        return value
+
+
+torch: Any = _Torch()
+
+
+def without_gradient(function: Function) -> Function:
+    """Let `function` compute under torch.no_grad."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return wrapped  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,16 +97,10 @@ class Spent:
         return self.machine_usd + nodes + self.usd + self.hint_usd
 
 
-class CostLedger:
-    """Appends to one costs.jsonl. A written line outlives the process, though perhaps not a power cut."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def write(self, kind: str, **values: Any) -> None:
-        """Append one line. Raises OSError."""
-        line = json.dumps({"kind": kind, "time": time.time(), **values}, separators=(",", ":"))
-        append_line(self.path, line.encode())
+def write_cost(path: Path, kind: str, **values: Any) -> None:
+    """Append one line, which outlives the process, though perhaps not a power cut. Raises OSError."""
+    line = json.dumps({"kind": kind, "time": time.time(), **values}, separators=(",", ":"))
+    append_line(path, line.encode())
 
 
 def read_costs(path: Path) -> Iterator[dict[str, Any]]:
@@ -124,7 +118,7 @@ def spent(path: Path) -> Spent:
     for number, line in _numbered(path):
         try:
             _count(total, open_calls, line)
-        except _WrongLineError as error:
+        except ValueError as error:
             raise LedgerError(
                 f"{path}:{number} is not a ledger line ({error}), so the amount spent is unknown: correct the line, or "
                 "remove it if nothing was paid by it"
@@ -133,10 +127,6 @@ def spent(path: Path) -> Spent:
         total.unsettled += 1
         _add(total, line, _number(line, "usd"))
     return total
-
-
-class _WrongLineError(Exception):
-    """A line that cannot be summed; the message is the reason."""
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -154,44 +144,47 @@ def _numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _count(total: Spent, open_calls: dict[str, dict[str, Any]], line: dict[str, Any]) -> None:
-    """Add one line to `total`. Raises _WrongLineError."""
-    kind = line.get("kind")
-    if kind == "reserved":
-        _number(line, "usd")
-        open_calls[_text(line, "call")] = line
-    elif kind == "settled":
-        usd = _number(line, "usd")
-        reserved = open_calls.pop(_text(line, "call"), line)
-        total.failed += line.get("status") != "ok"
-        _add(total, reserved, usd)
-    elif kind == "hint":
-        total.hint_usd += _number(line, "usd")
-        total.hint_calls += 1
-    elif kind == "machine":
-        total.machine_usd += _number(line, "usd")
-    elif kind == "seconds":
-        total.process_s += _number(line, "seconds")
-        total.gpu_s += _number(line, "gpu_seconds")
-    elif kind == "bytes":
-        total.link_bytes[_text(line, "link")] += int(_number(line, "bytes"))
-    elif kind == "node":
-        name = _text(line, "node")
-        counts = {count: int(_number(line, count)) for count in _NODE_COUNTS}
-        usd = _number(line, "usd") if "usd" in line else None
-        total.nodes[name] = total.nodes.get(name, NodeTotals()).plus(usd, seconds=_number(line, "seconds"), **counts)
+    """Add one line to `total`. Raises ValueError with the reason where it cannot be summed."""
+    match line.get("kind"):
+        case "reserved":
+            _number(line, "usd")
+            open_calls[_text(line, "call")] = line
+        case "settled":
+            usd = _number(line, "usd")
+            _add(total, open_calls.pop(_text(line, "call"), line), usd)
+            total.failed += line.get("status") != "ok"
+        case "hint":
+            total.hint_usd += _number(line, "usd")
+            total.hint_calls += 1
+        case "machine":
+            total.machine_usd += _number(line, "usd")
+        case "seconds":
+            total.process_s += _number(line, "seconds")
+            total.gpu_s += _number(line, "gpu_seconds")
+        case "bytes":
+            total.link_bytes[_text(line, "link")] += int(_number(line, "bytes"))
+        case "node":
+            name = _text(line, "node")
+            total.nodes[name] = _with_node(total.nodes.get(name, NodeTotals()), line)
+
+
+def _with_node(node: NodeTotals, line: dict[str, Any]) -> NodeTotals:
+    counts = {count: int(_number(line, count)) for count in _NODE_COUNTS}
+    usd = _number(line, "usd") if "usd" in line else None
+    return node.plus(usd, seconds=_number(line, "seconds"), **counts)
 
 
 def _number(line: dict[str, Any], key: str) -> float:
     value = line.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
-        raise _WrongLineError(f"{key} is {value!r}, expected a number of at least 0")
+        raise ValueError(f"{key} is {value!r}, expected a number of at least 0")
     return value
 
 
 def _text(line: dict[str, Any], key: str) -> str:
     value = line.get(key)
     if not isinstance(value, str):
-        raise _WrongLineError(f"{key} is {value!r}, expected text")
+        raise ValueError(f"{key} is {value!r}, expected text")
     return value
 
 

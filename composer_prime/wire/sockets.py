@@ -62,21 +62,20 @@ noticed this much later.
 """
 
 
-class _AllowList:
-    """ZAP credentials provider: refuses a client with an unlisted public key (Z85) before its first message."""
+class _Authenticator(ThreadAuthenticator):
+    """Refuses a client with an unlisted public key (Z85) before its first message.
 
-    def __init__(self, is_admitted: Callable[[bytes], bool]) -> None:
+    A client at whose key `is_admitted` raises is sent away for now, not for good.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, is_admitted: Callable[[bytes], bool]) -> None:
+        super().__init__(context)
         self._is_admitted = is_admitted
+        self._said = ""
+        """The last reason in the log."""
 
     def callback(self, domain: str, key: bytes) -> bool:
         return self._is_admitted(key)
-
-
-class _Authenticator(ThreadAuthenticator):
-    """Sends away for now, not for good, a client at whose key the provider of credentials raises."""
-
-    _said = ""
-    """The last reason in the log."""
 
     async def handle_zap_message(self, msg: list[bytes]) -> None:
         try:
@@ -199,10 +198,9 @@ def bind_router(
     """
     is_ipv6 = tcp_address(address, "the address to listen on", bind=True).is_ipv6
     context = zmq.asyncio.Context()
-    authenticator = _Authenticator(context)
+    authenticator = _Authenticator(context, clients if callable(clients) else frozenset(clients).__contains__)
     authenticator.start()
-    is_admitted = clients if callable(clients) else frozenset(clients).__contains__
-    authenticator.configure_curve_callback(domain=_ZAP_DOMAIN.decode(), credentials_provider=_AllowList(is_admitted))
+    authenticator.configure_curve_callback(domain=_ZAP_DOMAIN.decode(), credentials_provider=authenticator)
     socket = context.socket(zmq.ROUTER)
     # With an enforced domain, a dead authenticator refuses every peer instead of admitting all.
     socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)

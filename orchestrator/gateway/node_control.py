@@ -32,7 +32,7 @@ from composer_prime.errors import ConfigError, LedgerError, RequestError
 from composer_prime.monitor.events import event
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.monitor.node_table import AWAY, BANNED, DRAINING, LOADING, SERVING, SUSPENDED, NodeRow
-from composer_prime.run.costs import CostLedger, NodeTotals, spent
+from composer_prime.run.costs import NodeTotals, spent, write_cost
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node_messages import ComputeDevice, Dismissed
@@ -111,7 +111,7 @@ class NodeControl:
         self._router = router
         self._registry = keys.registry
         self._clock = clock
-        self._ledger = None if run_dir is None else CostLedger(run_dir.root / "costs.jsonl")
+        self._costs = None if run_dir is None else run_dir.root / "costs.jsonl"
         self._metrics = None if run_dir is None else MetricsFile(run_dir.metrics, "orchestrator")
         self._accounts = {name: NodeAccount(totals=t, written=t) for name, t in _earlier(run_dir).items()}
         self._leaving: dict[str, float] = {}
@@ -269,10 +269,10 @@ class NodeControl:
     def _write_sums(self, names: Iterable[str]) -> None:
         for name in names:
             account = self._accounts[name]
-            if self._ledger is None or account.totals == account.written:
+            if self._costs is None or account.totals == account.written:
                 continue
             with suppress(OSError):  # A full disk costs only these lines; their amounts are in the next one.
-                self._ledger.write("node", node=name, **account.totals.since(account.written))
+                write_cost(self._costs, "node", node=name, **account.totals.since(account.written))
                 account.written = account.totals
 
     # -- what it says ----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from composer_prime.errors import BudgetError, CapError, ConfigError, EndpointEr
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.client import Budget, ChatClient, ChatRequest, Endpoint
 from composer_prime.llm.prices import PER_MILLION, Price
-from composer_prime.run.costs import CostLedger, spent
+from composer_prime.run.costs import spent, write_cost
 from orchestrator.rollouts.groups import FinishedRollout, messages_before, tool_replies
 from orchestrator.workers.call_schema import json_type
 from orchestrator.workers.worker import MessageRecord
@@ -306,7 +306,7 @@ class ChatEndpoint:
         *,
         name: str,
         cache: Path | None = None,
-        ledger: CostLedger | None = None,
+        ledger: Path | None = None,
     ) -> None:
         """`name`: the configuration key that messages name. `cache`: where answers are kept (SQLite); None keeps
         them in memory. `ledger`: where calls that cost something are written down; what it holds counts as spent.
@@ -327,7 +327,7 @@ class ChatEndpoint:
         self._price = Price(
             input_usd=config.input_usd_per_mtok * PER_MILLION, output_usd=config.output_usd_per_mtok * PER_MILLION
         )
-        spent_usd = 0.0 if ledger is None else spent(ledger.path).hint_usd
+        spent_usd = 0.0 if ledger is None else spent(ledger).hint_usd
         self._budget = Budget(config.budget_usd, self._record, spent_usd)
         endpoint = Endpoint(
             name=name,
@@ -394,6 +394,6 @@ class ChatEndpoint:
         if kind != "settled" or not values["usd"] or self._ledger is None:
             return
         try:
-            self._ledger.write("hint", endpoint=self._name, usd=values["usd"])
+            write_cost(self._ledger, "hint", endpoint=self._name, usd=values["usd"])
         except OSError as error:
-            logger.warning("%s: a call's cost could not be kept in %s: %s", self._name, self._ledger.path, error)
+            logger.warning("%s: a call's cost could not be kept in %s: %s", self._name, self._ledger, error)

@@ -36,7 +36,6 @@ from composer_prime.console import did_you_mean
 from composer_prime.errors import BudgetError, ComposerError, ConfigError
 from composer_prime.import_path import build_part
 from composer_prime.monitor.events import event
-from composer_prime.run.costs import CostLedger
 from composer_prime.wire.types import HintedTurn, Sample, ints, pack_ints
 from orchestrator.chat_template import RENDER_ERRORS
 from orchestrator.hints.detect import FAILED, Detector, RuleDetector
@@ -437,5 +436,5 @@ def check_kinds(hints: HintsConfig, templates: Templates) -> None:
 def _endpoint(hints: HintsConfig, run_root: Path) -> ChatEndpoint | None:
     if hints.llm is None or not hints.asks_model:
         return None
-    cache, ledger = run_root / "hints" / "llm.sqlite", CostLedger(run_root / "costs.jsonl")
+    cache, ledger = run_root / "hints" / "llm.sqlite", run_root / "costs.jsonl"
     return ChatEndpoint(hints.llm, name="orchestrator.hints.llm", cache=cache, ledger=ledger)

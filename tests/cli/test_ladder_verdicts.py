@@ -15,7 +15,7 @@ from composer_prime.cli.ladder.preregistration import PlannedArm, Preregistratio
 from composer_prime.cli.ladder.verdicts import Comparison, compare, result_lines
 from composer_prime.cli.ladder_command import main
 from composer_prime.errors import ConfigError
-from composer_prime.run.costs import CostLedger
+from composer_prime.run.costs import write_cost
 
 TASKS = 128
 STEPS = 40
@@ -132,7 +132,7 @@ def played(folder: Path, registered: Preregistration) -> None:
             line = {"step": 1, "role": "trainer", "loss/total": 0.0, "reward/mean": last, "tokens/trained": tokens,
                     "time/step_s": 2.0}  # fmt: skip
             (folder / name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-            CostLedger(folder / name / "costs.jsonl").write("machine", seconds=3600.0, usd=0.5)
+            write_cost(folder / name / "costs.jsonl", "machine", seconds=3600.0, usd=0.5)
 
 
 # The report of a ladder's folder: verdict first, tasks that are never trained on without a verdict, and compute and

@@ -8,7 +8,7 @@ from composer_prime.cli.report_command import hint_lines, joint_lines, pair_line
 from composer_prime.monitor.events import EventFile
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.monitor.progress import RunProgress
-from composer_prime.run.costs import CostLedger
+from composer_prime.run.costs import write_cost
 from composer_prime.run.run_dir import RunDir
 
 
@@ -130,11 +130,11 @@ def test_the_model_that_a_joint_run_ended_with_is_named(tmp_path):
 
 def test_lost_calls_are_listed_with_their_cost(tmp_path):
     # A lost reply counts with the whole reservation of its call; the report explains this beside the sum.
-    ledger = CostLedger(tmp_path / "costs.jsonl")
+    ledger = tmp_path / "costs.jsonl"
     for call, status, usd in (("a", "ok", 0.5), ("b", "lost", 2.0)):
-        ledger.write("reserved", call=call, trace="t", teacher="x", usd=2.0, bound=1.0)
-        ledger.write("settled", call=call, trace="t", teacher="x", usd=usd, status=status)
-    ledger.write("reserved", call="c", trace="t", teacher="x", usd=2.0, bound=1.0)
+        write_cost(ledger, "reserved", call=call, trace="t", teacher="x", usd=2.0, bound=1.0)
+        write_cost(ledger, "settled", call=call, trace="t", teacher="x", usd=usd, status=status)
+    write_cost(ledger, "reserved", call="c", trace="t", teacher="x", usd=2.0, bound=1.0)
     (tmp_path / "config.json").write_text("{}")
     MetricsFile(tmp_path / "metrics.jsonl", "trainer").log(1, {"loss/total": 0.1, "time/step_s": 1.0})
     (row,) = [line for line in report_run(RunDir(tmp_path)) if "teachers" in line]

@@ -10,7 +10,7 @@ from endpoint_peer import chat_peer
 
 from composer_prime.config.hints import EndpointConfig
 from composer_prime.errors import BudgetError, ConfigError, EndpointError
-from composer_prime.run.costs import CostLedger, spent
+from composer_prime.run.costs import spent
 from orchestrator.hints.generate import ChatEndpoint
 
 ASK = [{"role": "user", "content": "why?"}]
@@ -27,12 +27,12 @@ def test_one_question_is_asked_once(tmp_path):
     async def run():
         async with chat_peer() as peer:
             cache = tmp_path / "judge.sqlite"
-            ledger = CostLedger(tmp_path / "costs.jsonl")
+            ledger = tmp_path / "costs.jsonl"
             first = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache, ledger=ledger)
             assert [await first.ask(ASK), await first.ask(ASK)] == ["use add"] * 2
             assert len(peer.bodies) == 1
             assert first.cost_usd == pytest.approx(0.2)
-            paid = spent(ledger.path)
+            paid = spent(ledger)
             assert (paid.hint_calls, paid.usd, paid.calls) == (1, 0, 0) and paid.hint_usd == pytest.approx(0.2)
             await first.close()
             second = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache, ledger=ledger)
@@ -84,7 +84,7 @@ def test_a_bad_endpoint_is_an_error_in_time(mode, said, cost_usd, tmp_path):
     # cost the worst case, which the next process counts too. An error status is free.
     async def run():
         async with chat_peer(mode) as peer:
-            cache, ledger = tmp_path / "judge.sqlite", CostLedger(tmp_path / "costs.jsonl")
+            cache, ledger = tmp_path / "judge.sqlite", tmp_path / "costs.jsonl"
             timeout_s = 0.2 if mode == "silent" else 30.0
             config = peer.config(timeout_s=timeout_s, **PRICES)
             endpoint = ChatEndpoint(config, name="judge", cache=cache, ledger=ledger)

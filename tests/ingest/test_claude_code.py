@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ingest_traces import SESSION, answer, lines, prompt, result, roles, taken, text, use
 
-from composer_prime.traces.ingest.trace_file import Limits
 from composer_prime.traces.records import Message, TraceState
 
 
@@ -148,7 +147,7 @@ def test_microcompaction_makes_room(tmp_path: Path) -> None:
         prompt("u2", "c1", "y" * 300),
         answer("a3", "u2", text("Done.")),
     ]
-    states, tally = taken(lines(tmp_path / "s.jsonl", *records), limits=Limits(context_chars=500))
+    states, tally = taken(lines(tmp_path / "s.jsonl", *records), context_chars=500)
     assert len(states) == 3 and not tally.passed_over
 
 
@@ -365,6 +364,6 @@ def test_a_note_behind_what_cannot_be_shown(tmp_path: Path) -> None:
     records = [prompt("u1", None, "task"), answer("a1", "u1", use("t1", "Bash")), result("r1", "a1", "t1", "x" * 5_000)]
     records += [prompt("u2", "r1", "a note", isMeta=True), answer("a2", "u2", text("one"))]
     records += [prompt("u3", "a2", "and now?"), answer("a3", "u3", text("two"))]
-    states, tally = taken(lines(tmp_path / "s.jsonl", *records), limits=Limits(context_chars=4_000))
+    states, tally = taken(lines(tmp_path / "s.jsonl", *records), context_chars=4_000)
     assert [contents(state) for state in states] == [["task"]]
     assert tally.passed_over == {"context over 4,000 characters": 2}

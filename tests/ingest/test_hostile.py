@@ -14,7 +14,7 @@ from ingest_traces import MESSAGES, OPENHANDS, SESSION, TOOLS, answer, lines, pr
 
 from composer_prime.errors import ConfigError
 from composer_prime.traces.ingest.ingest import FORMATS, find_files, ingest, main
-from composer_prime.traces.ingest.trace_file import Limits, Tally
+from composer_prime.traces.ingest.trace_file import Options, Tally
 from composer_prime.traces.records import read_states
 
 
@@ -131,17 +131,17 @@ def test_a_named_format_on_files_of_another(tmp_path: Path, name: str) -> None:
 def test_the_limit_of_a_document(tmp_path: Path) -> None:
     path = tmp_path / "m.json"
     path.write_text(json.dumps([*MESSAGES[:2], {"role": "assistant", "content": "x" * 2_000_000}], indent=1))
-    _, tally = taken(path, limits=Limits(document_bytes=1 << 20))
+    _, tally = taken(path, document_bytes=1 << 20)
     assert tally.skipped == {"JSON document larger than 1 MiB": 1}
     path.write_bytes(path.read_bytes() + b" " * (33 << 20))
-    states, _ = taken(path, limits=Limits(document_bytes=64 << 20))
+    states, _ = taken(path, document_bytes=64 << 20)
     assert len(states) == 1
 
 
 # Lines at the beginning that are skipped for their size do not hide what the file is.
 def test_a_file_that_begins_with_long_lines(tmp_path: Path) -> None:
     path = lines(tmp_path / "s.jsonl", *[b"x" * 6_000_000] * 2, *SESSION)
-    states, tally = taken(path, limits=Limits(line_bytes=5 << 20))
+    states, tally = taken(path, line_bytes=5 << 20)
     assert len(states) == 2 and tally.skipped == {"line longer than 5 MiB": 2}
 
 
@@ -149,7 +149,7 @@ def test_a_file_that_begins_with_long_lines(tmp_path: Path) -> None:
 def test_an_action_without_end(tmp_path: Path) -> None:
     said = [MESSAGES[1], {"role": "assistant", "content": "x" * 600}, {"role": "user", "content": "Error " + "y" * 600}]
     said += [{"role": "assistant", "content": "z" * 3_000}]
-    states, tally = taken(lines(tmp_path / "m.jsonl", {"messages": said}), limits=Limits(context_chars=2_000))
+    states, tally = taken(lines(tmp_path / "m.jsonl", {"messages": said}), context_chars=2_000)
     assert [len(state.error or "") for state in states] == [500]
     assert tally.passed_over == {"action over 2,000 characters": 1}
 
@@ -161,7 +161,7 @@ def test_a_context_without_end(tmp_path: Path) -> None:
         records += [prompt(f"u{number}", parent, "x" * 1000), answer(f"a{number}", f"u{number}", text("y"))]
         parent = f"a{number}"
     path = lines(tmp_path / "s.jsonl", *records)
-    states, tally = taken(path, limits=Limits(context_chars=5_500))
+    states, tally = taken(path, context_chars=5_500)
     assert len(states) == 5 and tally.passed_over == {"context over 5,500 characters": 15}
 
 
@@ -171,7 +171,7 @@ def test_a_branch_of_a_context_without_end(tmp_path: Path) -> None:
     records += [answer("a1", "u1", text("y")), prompt("u2", "a1", "x"), answer("a2", "u2", text("y"))]
     records += [prompt("u3", "a1", "again"), answer("a3", "u3", text("y")), prompt("u4", "a3", "x")]
     path = lines(tmp_path / "s.jsonl", *records, answer("a4", "u4", text("z")))
-    states, tally = taken(path, limits=Limits(context_chars=500))
+    states, tally = taken(path, context_chars=500)
     assert [state.step for state in states] == [0] and tally.passed_over == {"context over 500 characters": 4}
 
 
@@ -182,7 +182,7 @@ def test_a_session_without_end(tmp_path: Path) -> None:
         records += [prompt(f"u{number}", parent, "x"), answer(f"a{number}", f"u{number}", text(f"y{number}"))]
         parent = f"a{number}"
     other = [prompt("o1", None, "z", sessionId="s2"), answer("o2", "o1", text("z"), sessionId="s2")]
-    states, tally = taken(lines(tmp_path / "s.jsonl", *records, *other), limits=Limits(session_bytes=1 << 20))
+    states, tally = taken(lines(tmp_path / "s.jsonl", *records, *other), session_bytes=1 << 20)
     reason = "session not over after 1 MiB"
     assert tally.skipped[reason] > 100 and tally.passed_over == {reason: 1} and tally.seen == 1_202
     assert [state.trace_id for state in states[-2:]] == ["s1", "s2"] and len(states[-1].messages) == 1
@@ -218,7 +218,7 @@ def test_memory_is_bounded_for_any_line(tmp_path: Path, kind: str) -> None:
         "histories": {"history": [{**event, "x": "y" * 400_000} for event in OPENHANDS * 5]},
     }[kind]
     raw = json.dumps(record, ensure_ascii=False).encode()
-    assert len(raw) <= Limits().line_bytes
+    assert len(raw) <= Options().line_bytes
     path = tmp_path / "s.jsonl"
     with path.open("wb") as file:
         file.writelines([raw + b"\n"] * 3)

@@ -16,7 +16,7 @@ from composer_prime.config.teachers import TeacherConfig
 from composer_prime.errors import ConfigError, LedgerError, UnwritableError
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.reply import Usage
-from composer_prime.run.costs import CostLedger, read_costs, spent
+from composer_prime.run.costs import read_costs, spent, write_cost
 from composer_prime.traces.replay.replay import parse_arguments
 from composer_prime.traces.replay.teacher_pool import price_of
 
@@ -115,12 +115,11 @@ def test_a_fee_for_each_call(model: str) -> None:
 # A settlement replaces its reservation; one without settlement stays spent; a torn line harms no other.
 def test_the_ledger_adds_up(tmp_path: Path) -> None:
     path = tmp_path / "costs.jsonl"
-    ledger = CostLedger(path)
-    ledger.write("reserved", call="a", state="s", teacher="x", usd=1.0)
-    ledger.write("settled", call="a", teacher="x", usd=0.25, status="ok")
-    ledger.write("reserved", call="b", state="s", teacher="x", usd=0.5)
+    write_cost(path, "reserved", call="a", state="s", teacher="x", usd=1.0)
+    write_cost(path, "settled", call="a", teacher="x", usd=0.25, status="ok")
+    write_cost(path, "reserved", call="b", state="s", teacher="x", usd=0.5)
     path.write_bytes(path.read_bytes() + b'{"kind": "sett')
-    CostLedger(path).write("stopped", reason="test")
+    write_cost(path, "stopped", reason="test")
     total = spent(path)
     assert (total.usd, total.calls, total.unsettled) == (0.75, 2, 1)
     assert [line["kind"] for line in read_costs(path)] == ["reserved", "settled", "reserved", "stopped"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.monitor.metrics_file import MetricsFile
-from composer_prime.run.costs import CostLedger
+from composer_prime.run.costs import write_cost
 from composer_prime.run.run_dir import RunDir
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -89,12 +89,12 @@ def make_run(root: Path, *, steps: int = 12, seed: int = 0, learns: bool = True,
     orchestrator.log(steps, {"problem": f"a rollout failed {HOSTILE}"})
     log_evaluation(run_dir, steps, solved=7 if learns else 2)
     write_lines(run_dir.failed_rollouts, [rollout(1, 2, 0, None)])
-    costs = CostLedger(root / "costs.jsonl")
-    costs.write("seconds", role="trainer-0", seconds=12.0, gpu_seconds=0.0)
-    costs.write("hint", endpoint="judge", usd=0.25)
+    costs = root / "costs.jsonl"
+    write_cost(costs, "seconds", role="trainer-0", seconds=12.0, gpu_seconds=0.0)
+    write_cost(costs, "hint", endpoint="judge", usd=0.25)
     figures = {"seconds": 60.0, "tokens": 9000, "weight_bytes": 5000, "failures": 0}
-    costs.write("node", node="node-0", usd=0.05, trained_tokens=8000, **figures)
-    costs.write("node", node="node-1", trained_tokens=0, **figures)
+    write_cost(costs, "node", node="node-0", usd=0.05, trained_tokens=8000, **figures)
+    write_cost(costs, "node", node="node-1", trained_tokens=0, **figures)
     return run_dir
 
 

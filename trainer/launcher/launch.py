@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, Any
 
 import psutil
@@ -29,11 +29,19 @@ from composer_prime.console import COMPOSER, printable, tell_waits
 from composer_prime.errors import ConfigError, RoleFailedError
 from composer_prime.host import visible_gpus
 from composer_prime.monitor.events import EventFile, parse_event
-from composer_prime.monitor.metrics_file import Feeder, Line, MetricsFile, Tail, numbers_of, start_trackers
+from composer_prime.monitor.metrics_file import (
+    Feeder,
+    Line,
+    MetricsFile,
+    Tail,
+    numbers_of,
+    numeric_field,
+    start_trackers,
+)
 from composer_prime.monitor.progress import RunProgress
 from composer_prime.monitor.rollouts import read_rollouts, rollout_files, rollout_text
 from composer_prime.plan.check_run_dir import check_run_folder, is_run_directory, with_length_divisor
-from composer_prime.run.costs import CostLedger
+from composer_prime.run.costs import write_cost
 from composer_prime.run.environment import record_environment
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.process import OrphanGuard
@@ -91,7 +99,7 @@ def launch(config: Config, commands: Commands | None = None) -> int:
     with suppress(KeyboardInterrupt):  # Ctrl-C skips what is left of closing, never the summary.
         monitor.close()
     _write_report(prepared, state)
-    summary = run_summary(config, run_dir, prepared.start_step, monitor.progress, status, monitor.memory.peak_bytes)
+    summary = run_summary(config, run_dir, prepared.start_step, monitor.progress, status, monitor.peak_bytes)
     print(summary, flush=True)
     if failure is not None:  # Its cause is the last word.
         print(f"\nthe run failed: {printable(failure)}", file=sys.stderr)
@@ -153,48 +161,28 @@ def _write_report(prepared: Prepared, state: str) -> None:
 def _write_costs(monitor: _RunMonitor, supervisor: Supervisor, wall_s: float) -> None:
     """Append what this start of the run used to costs.jsonl. A full disk costs only these lines."""
     with suppress(OSError):
-        ledger = CostLedger(supervisor.run_dir.root / "costs.jsonl")
+        path = supervisor.run_dir.root / "costs.jsonl"
         usd = supervisor.config.run.usd_per_hour * wall_s / 3600
-        ledger.write("machine", seconds=round(wall_s, 1), usd=round(usd, 6))
+        write_cost(path, "machine", seconds=round(wall_s, 1), usd=round(usd, 6))
         for child in supervisor.children:
             lived_s = round(child.lived_s, 1)
-            ledger.write("seconds", role=child.role.name, seconds=lived_s, gpu_seconds=lived_s * child.role.gpus)
-        for link, count in sorted(monitor.links.bytes.items()):
-            ledger.write("bytes", link=link, bytes=int(count))
+            write_cost(path, "seconds", role=child.role.name, seconds=lived_s, gpu_seconds=lived_s * child.role.gpus)
+        for link, count in sorted(_link_bytes(Tail(supervisor.run_dir.metrics).read()[monitor.history :]).items()):
+            write_cost(path, "bytes", link=link, bytes=count)
 
 
-@dataclass(slots=True)
-class _Memory:
-    """Memory that all processes hold together."""
-
-    now_bytes: int = 0
-    peak_bytes: int = 0
-    _measured_at: float = 0.0
-
-    def measure(self, children: Sequence[RoleProcess]) -> None:
-        if time.monotonic() - self._measured_at < MEMORY_EVERY_S:
-            return
-        self._measured_at = time.monotonic()
-        self.now_bytes = _resident_bytes([each.process.pid for each in children if each.running])
-        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
-
-
-@dataclass(slots=True)
-class _LinkBytes:
-    """Bytes since this start, by link."""
-
-    bytes: Counter[str] = field(default_factory=Counter)
-    _totals: dict[str, int] = field(default_factory=dict)
-
-    def count(self, line: Line) -> None:
+def _link_bytes(lines: Sequence[Line]) -> Counter[str]:
+    """Return the bytes by link that the lines of a start tell."""
+    sent, totals = Counter[str](), Counter[str]()
+    for line in lines:
         for name in LINKS:
-            count, before = line.get(name), self._totals.get(name, 0)
-            if not isinstance(count, int | float):
+            if (count := numeric_field(line, name)) is None:
                 continue
             if name.startswith("diloco/"):
-                self._totals[name] = int(count)
+                before, totals[name] = totals[name], int(count)
                 count -= before if count >= before else 0
-            self.bytes[name] += int(count)
+            sent[name] += int(count)
+    return sent
 
 
 class _RunMonitor:
@@ -204,8 +192,10 @@ class _RunMonitor:
         """Read the history of a resumed run, and mark the resume in metrics.jsonl."""
         self.view = view
         self.progress = RunProgress()
-        self.memory = _Memory()
-        self.links = _LinkBytes()
+        self.memory_bytes = 0
+        self.peak_bytes = 0
+        """Of memory that all processes hold together."""
+        self._measured_at = 0.0
         self._run_dir = prepared.run_dir
         self._metrics = MetricsFile(prepared.run_dir.metrics, "launcher")
         self._feeders: list[Feeder] = []
@@ -215,7 +205,10 @@ class _RunMonitor:
         self._events = EventFile(prepared.run_dir, "launcher")
         self._event_tail = Tail(self._run_dir.root / "events.jsonl", lambda line: parse_event(line) is not None)
         self._event_tail.read()
-        self.progress.update(self._tail.read())
+        lines = self._tail.read()
+        self.history = len(lines)
+        """Lines of metrics.jsonl before this start."""
+        self.progress.update(lines)
         self.progress.waiting.clear()
         view.begin(self.progress)
         for note in prepared.notes:
@@ -240,12 +233,11 @@ class _RunMonitor:
         lines = self._tail.read()
         new_steps = self.progress.update(lines)
         for line in lines:
-            self.links.count(line)
             for feeder in self._feeders:
                 feeder.put(line["step"], numbers_of(line))
-        self.memory.measure(supervisor.children)
-        if new_steps and self.memory.now_bytes:
-            self._metrics.log(new_steps[-1]["step"], {"memory/total_bytes": self.memory.now_bytes})
+        self._measure(supervisor.children)
+        if new_steps and self.memory_bytes:
+            self._metrics.log(new_steps[-1]["step"], {"memory/total_bytes": self.memory_bytes})
         self._show_events()
         if ended:
             self.progress.waiting.clear()
@@ -253,6 +245,12 @@ class _RunMonitor:
         for step in [line["step"] for line in new_steps]:
             if step == 1 or step % SAMPLE_EVERY_STEPS == 0:
                 self._show_rollout(step)
+
+    def _measure(self, children: Sequence[RoleProcess]) -> None:
+        if time.monotonic() - self._measured_at >= MEMORY_EVERY_S:
+            self._measured_at = time.monotonic()
+            self.memory_bytes = _resident_bytes([each.process.pid for each in children if each.running])
+            self.peak_bytes = max(self.peak_bytes, self.memory_bytes)
 
     def process_event(self, text: str) -> None:
         """Show what happened to a process, and keep it."""

@@ -115,7 +115,7 @@ class TraceBuilder:
         turn, self._turn = self._turn, None
         marks, self._turn_marks = self._turn_marks, set()
         if turn is not None:
-            missing = too_long(self._maker.limits) if self._overflow else None
+            missing = too_long(self._maker.options) if self._overflow else None
             digest = self._prefixes[-1] if self._prefixes else b""
             action = self._maker.finish(turn, list(self._messages), digest, missing)
             if action is not None:
@@ -129,7 +129,7 @@ class TraceBuilder:
         if self._maker.gathering:
             return
         self._chars += size_of(message)
-        if self._chars > self._maker.limits.context_chars:
+        if self._chars > self._maker.options.context_chars:
             # No later turn can be shown with its context. Hold nothing until the context is condensed.
             self._overflow = True
             self._messages, self._marks, self._prefixes = [], [], []

@@ -73,7 +73,7 @@ def ingest(
     if path.is_file() and is_compressed(path):  # states, of which no states are made
         tally.skip(NO_TRACE)
         return
-    sample = take_sample(path, options.limits)
+    sample = take_sample(path, options)
     reader = next((reader for reader in named or FORMATS if named or reader.matches(sample)), None)
     whole = sample.document
     del sample  # no lines are kept

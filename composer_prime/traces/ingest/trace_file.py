@@ -40,9 +40,16 @@ MAX_DEPTH = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The most that one record or one context may hold. Larger ones are skipped."""
+class Options:
+    """How to ingest, and the most that one record or one context may hold. Larger ones are skipped."""
 
+    mask: bool = True
+    model: str | None = None
+    """The model that made the traces, for traces that do not name it."""
+    family: str | None = None
+    """The model's family. It overrides what the traces say."""
+    format: str | None = None
+    """A format's name; None detects it."""
     line_bytes: int = 16 << 20
     document_bytes: int = 32 << 20
     context_chars: int = 2_000_000
@@ -58,20 +65,20 @@ class Bad:
     reason: str
 
 
-def lines(path: Path, limits: Limits, until: int = sys.maxsize) -> Iterator[Any]:
+def lines(path: Path, options: Options, until: int = sys.maxsize) -> Iterator[Any]:
     """Yield the JSON value, or `Bad`, of every line in the first `until` bytes.
 
     Blank lines are not records. A line above the limit is skipped in pieces and never held.
     """
     with path.open("rb", buffering=CHUNK_BYTES) as file:
-        while raw := file.readline(min(limits.line_bytes + 1, until)):
+        while raw := file.readline(min(options.line_bytes + 1, until)):
             whole, blank = raw.endswith(b"\n"), raw.isspace()
             until -= len(raw)
-            if not whole and len(raw) > limits.line_bytes:
+            if not whole and len(raw) > options.line_bytes:
                 while raw and not raw.endswith(b"\n"):
                     raw = file.readline(min(CHUNK_BYTES, until))
                     until -= len(raw)
-                value: Any = Bad(f"line longer than {limits.line_bytes >> 20} MiB")
+                value: Any = Bad(f"line longer than {options.line_bytes >> 20} MiB")
             else:
                 value = None if blank else parse_json(raw, torn=not whole)
             del raw
@@ -80,11 +87,11 @@ def lines(path: Path, limits: Limits, until: int = sys.maxsize) -> Iterator[Any]
             del value  # one line's bytes and value are never held beside those of the next
 
 
-def document(path: Path, limits: Limits) -> Any:
+def document(path: Path, options: Options) -> Any:
     """Return the JSON value of a whole file, or `Bad`."""
     size = os.path.getsize(path)
-    if size > limits.document_bytes:
-        return Bad(f"JSON document larger than {limits.document_bytes >> 20} MiB")
+    if size > options.document_bytes:
+        return Bad(f"JSON document larger than {options.document_bytes >> 20} MiB")
     raw = path.read_bytes()
     return parse_json(raw) if raw.strip() else Bad("empty document")
 
@@ -194,23 +201,23 @@ class FileStart:
         return [record for record in self.records if isinstance(record, dict) and all(key in record for key in keys)]
 
 
-def take_sample(path: Path, limits: Limits | None = None) -> FileStart:
+def take_sample(path: Path, options: Options | None = None) -> FileStart:
     """Return the start of a file, read as one document where that works and as lines otherwise. Raises OSError."""
-    limits = limits or Limits()
+    options = options or Options()
     if path.is_dir():
         return FileStart(path=path)
-    value = document(path, limits) if _one_document(path) else None
+    value = document(path, options) if _one_document(path) else None
     if value is not None and not isinstance(value, Bad):
         return FileStart(path=path, document=value)
-    records = [record for record in _first(path, limits) if not isinstance(record, Bad)]
+    records = [record for record in _first(path, options) if not isinstance(record, Bad)]
     if isinstance(value, Bad) and not any(isinstance(record, dict) for record in records):
         return FileStart(path=path, document=value)
     return FileStart(path=path, records=records)
 
 
-def _first(path: Path, limits: Limits) -> Iterator[Any]:
+def _first(path: Path, options: Options) -> Iterator[Any]:
     size = 0
-    for record in islice(lines(path, limits), SAMPLE_RECORDS):
+    for record in islice(lines(path, options), SAMPLE_RECORDS):
         yield record
         size += 0 if isinstance(record, Bad) else len(msgspec.json.encode(record))
         if size >= SAMPLE_BYTES:
@@ -279,20 +286,6 @@ class Tally:
         self.skipped += other.skipped
         self.passed_over += other.passed_over
         self.masked += other.masked
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How to ingest."""
-
-    mask: bool = True
-    model: str | None = None
-    """The model that made the traces, for traces that do not name it."""
-    family: str | None = None
-    """The model's family. It overrides what the traces say."""
-    format: str | None = None
-    """A format's name; None detects it."""
-    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -408,7 +401,7 @@ class TraceFile:
         if self.path.is_dir():
             self.tally.skip(NO_TRACE)
             return
-        for value in lines(self.path, self.options.limits, self.size):
+        for value in lines(self.path, self.options, self.size):
             if isinstance(value, Bad):
                 self.tally.skip(value.reason)
             else:
@@ -449,7 +442,7 @@ class StateMaker:
     def __init__(self, file: TraceFile, trace_id: object, model: object = None) -> None:
         """The trace has the file's name where it has no `trace_id`. `model` is the one that the trace names."""
         self._file = file
-        self.limits = file.options.limits
+        self.options = file.options
         self._masker = Masker(file.tally.masked, file.options.mask)
         named = isinstance(trace_id, str | int) and str(trace_id).strip()
         name = str(trace_id)[:200] if named else file.path.stem
@@ -521,7 +514,7 @@ class StateMaker:
 
     def _masked(self, text: str) -> str:
         """Mask a text. A text longer than any context is never shown and needs no masking."""
-        return text if len(text) > self.limits.context_chars else self._masker.text(text)
+        return text if len(text) > self.options.context_chars else self._masker.text(text)
 
     def _call(self, call: Call) -> dict[str, Any]:
         masked = self._masker.value(call.arguments)
@@ -533,8 +526,8 @@ class StateMaker:
         }
 
     def _passed_over(self, action: Message, messages: list[Message], digest: bytes) -> str | None:
-        if size_of(action) > self.limits.context_chars:
-            return f"action over {self.limits.context_chars:,} characters"
+        if size_of(action) > self.options.context_chars:
+            return f"action over {self.options.context_chars:,} characters"
         calls = action.get("tool_calls") or []
         if not action.get("content") and not calls:
             return "no visible action (thinking only, or empty)"
@@ -565,9 +558,9 @@ class StateMaker:
         )
 
 
-def too_long(limits: Limits) -> str:
+def too_long(options: Options) -> str:
     """Return the reason that nothing after an overflow can be shown."""
-    return f"context over {limits.context_chars:,} characters"
+    return f"context over {options.context_chars:,} characters"
 
 
 def size_of(message: Message) -> int:

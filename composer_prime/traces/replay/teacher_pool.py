@@ -12,8 +12,8 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import httpx
 import msgspec
@@ -25,7 +25,7 @@ from composer_prime.llm.client import Budget, ChatClient, ChatRequest, Endpoint,
 from composer_prime.llm.prices import PER_MILLION, Price, listed_price
 from composer_prime.model_families import UNKNOWN, family_named, is_foreign
 from composer_prime.model_source import resolve_model, weight_files
-from composer_prime.run.costs import CostLedger, spent
+from composer_prime.run.costs import spent, write_cost
 from composer_prime.run.process import child_options, stop
 from composer_prime.traces.records import TraceState
 
@@ -44,16 +44,6 @@ START_TIMEOUT_S = 180.0
 _END_S = 10.0
 _POLL_S = 0.5
 _MARK_BYTES = 1 << 16
-
-
-class TeacherAnswer(NamedTuple):
-    """A teacher's answer."""
-
-    answer: CachedAnswer
-    key: str
-    """Of the answer in the cache."""
-    cached: bool
-    """Whether nothing was paid for it now."""
 
 
 class Teacher:
@@ -96,8 +86,8 @@ class Teacher:
             max_tokens=shared.max_tokens,
         )
 
-    async def ask(self, state: TraceState) -> TeacherAnswer:
-        """Return the answer to a state.
+    async def ask(self, state: TraceState) -> tuple[CachedAnswer, str, bool]:
+        """Return the answer to a state, its key in the cache, and whether nothing was paid for it now.
 
         Raises NoAnswerError when there is no usable answer, CapError when the call would pass the cap.
         """
@@ -114,7 +104,7 @@ class Teacher:
         answer, cached = await self._client.ask(request)
         if cached:
             self._check_model(answer)  # it may have been kept under another `family` of this teacher
-        return TeacherAnswer(answer, request.key, cached)
+        return answer, request.key, cached
 
     def _check_model(self, answer: CachedAnswer) -> None:
         """Raise NoAnswerError for an answer of another family, which may be the one that wrote the trace."""
@@ -178,7 +168,7 @@ def teacher_budget(config: BudgetConfig, path: Path) -> Budget:
 
     Raises LedgerError where the file does not tell what was spent.
     """
-    return Budget(config.usd_per_run, CostLedger(path).write, spent(path).usd)
+    return Budget(config.usd_per_run, partial(write_cost, path), spent(path).usd)
 
 
 def check_teachers(config: TeachersConfig) -> None:

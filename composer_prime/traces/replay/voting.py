@@ -37,9 +37,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from composer_prime.data.pairs import Pair, PairState
+from composer_prime.llm.cache import CachedAnswer
 from composer_prime.llm.client import NoAnswerError
 from composer_prime.traces.records import Message, TraceState, VoteRecord, digest
-from composer_prime.traces.replay.teacher_pool import Teacher, TeacherAnswer
+from composer_prime.traces.replay.teacher_pool import Teacher
 
 Canonical = tuple[Any, ...]
 PROSE = ("prose",)
@@ -86,8 +87,9 @@ def canonical(action: Message, tools: list[dict[str, Any]]) -> Canonical | None:
     acts = actions_in_text(text)
     if acts is None:
         return PROSE
-    forms = [_form(name, arguments) for name, arguments in acts.calls]
-    return _turn(forms, "xml" if acts.way == "xml" else "actions") if forms else ("broken", text)
+    way, calls = acts
+    forms = [_form(name, arguments) for name, arguments in calls]
+    return _turn(forms, "xml" if way == "xml" else "actions") if forms else ("broken", text)
 
 
 def _turn(forms: list[Canonical], kind: str) -> Canonical:
@@ -172,32 +174,27 @@ def _word(written: str) -> str:
     return value if re.fullmatch(f"{_PLAIN}+", value) else "'" + value.replace("'", "'\\''") + "'"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextActions:
-    """The actions in a text."""
-
-    way: Literal["xml", "fence", "broken"]
-    calls: list[tuple[str, dict[str, str]]]
-    """(name, arguments), a command as a call of bash; empty where it is broken."""
+TextActions = tuple[Literal["xml", "fence", "broken"], list[tuple[str, dict[str, str]]]]
+"""How the actions in a text are written, and (name, arguments) of each, a command as a call of bash; none if broken."""
 
 
 def actions_in_text(text: str) -> TextActions | None:
     """Return the actions; None where the text has none. A block before a function is an example, one in it a value."""
     if "<function=" in _FENCE.sub("\n", text):
         calls = _functions(text)
-        return TextActions(way="broken", calls=[]) if calls is None else TextActions(way="xml", calls=calls)
+        return ("broken", []) if calls is None else ("xml", calls)
     fenced = _FENCE.findall(text) or _BARE_FENCE.findall(text)
     if fenced:
-        return TextActions(way="fence", calls=[("bash", {"command": command}) for command in fenced])
-    return TextActions(way="broken", calls=[]) if BROKEN.search(text) else None
+        return "fence", [("bash", {"command": command}) for command in fenced]
+    return ("broken", []) if BROKEN.search(text) else None
 
 
 def way_of(messages: list[Message]) -> str | None:
     """Return how an agent last wrote an action in its text: xml or fence; None where it never did."""
     for message in reversed(messages):
         acts = actions_in_text(message.get("content") or "") if message["role"] == "assistant" else None
-        if acts is not None and acts.way != "broken":
-            return acts.way
+        if acts is not None and acts[0] != "broken":
+            return acts[0]
     return None
 
 
@@ -261,21 +258,21 @@ class Ballot:
             if settled(self.votes, self.planned):
                 break
             try:
-                self._add(teacher, await teacher.ask(self.state))
+                self._add(teacher, *await teacher.ask(self.state))
             except NoAnswerError as error:
                 self.failed += 1
                 self.without_vote.append(str(error))
 
-    def _add(self, teacher: Teacher, reply: TeacherAnswer) -> None:
+    def _add(self, teacher: Teacher, answer: CachedAnswer, key: str, cached: bool) -> None:
         """Add a teacher's vote. An answer that is cut short, filtered or empty is not one."""
-        answer, form, fault = reply.answer, canonical(reply.answer.message, self.state.tools), None
-        self.cached_usd += answer.cost_usd * reply.cached
+        form, fault = canonical(answer.message, self.state.tools), None
+        self.cached_usd += answer.cost_usd * cached
         if answer.finish_reason == "length":
             fault = f"was cut at teachers.max_tokens = {self.max_tokens}"
         elif answer.finish_reason == "content_filter":
             fault = "was filtered by its endpoint (finish_reason content_filter)"
         if form is None or fault is not None:
-            self.failed += not reply.cached
+            self.failed += not cached
             self.without_vote.append(f"an answer of {teacher.name} {fault or 'is empty'}")
             return
         record = VoteRecord(
@@ -283,9 +280,9 @@ class Ballot:
             family=teacher.family,
             form=digest(form),
             agrees=form == self.student,
-            answer=reply.key,
-            cached=reply.cached,
-            cost_usd=0.0 if reply.cached else answer.cost_usd,
+            answer=key,
+            cached=cached,
+            cost_usd=0.0 if cached else answer.cost_usd,
             price_usd=answer.cost_usd,
         )
         self.votes.append(Vote(record=record, form=form, message=answer.message))
@@ -387,7 +384,7 @@ def obstacle(message: Message, form: Canonical, state: TraceState) -> str | None
             return "the call names a tool that the state lacks"
     acts = None if state.tools else actions_in_text(message.get("content") or "")
     way = None if acts is None else way_of([state.student_action, *state.messages])
-    return None if acts is None or way in (None, acts.way) else f"it is written as {acts.way}, the trace's as {way}"
+    return None if acts is None or way in (None, acts[0]) else f"it is written as {acts[0]}, the trace's as {way}"
 
 
 def length_ratio(first: Message, second: Message) -> float:

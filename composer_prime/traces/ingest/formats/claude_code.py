@@ -10,7 +10,7 @@
    nested CLAUDE.md, the context of a hook) is a message of the user.
 4. Sidechains (subagents) are another agent's conversation and are skipped.
 5. All records of a session are read before its first state is made. A session that does not end within
-   `Limits.session_bytes` gives the states of its turns so far; what it says after that is skipped.
+   `Options.session_bytes` gives the states of its turns so far; what it says after that is skipped.
 6. Thinking stays in the action and is never shown to anyone else. The format lists no tools (see trace_file.py).
 
     note, turn (several records) ──┬── note ── turn         a turn's context is the walk from its parent up to the root
@@ -168,7 +168,7 @@ def read(file: TraceFile) -> Iterator[TraceState]:
     for record in file.records():
         session.record(record)
         del record
-        if session.memory.held > file.options.limits.session_bytes:
+        if session.memory.held > file.options.session_bytes:
             session.give_up()
             yield from session.states()
             session = _Session(file, _Memory(given_up=session.memory.given_up))
@@ -223,13 +223,13 @@ class _Session:
             turn.turn.aside = self._endless()
 
     def _endless(self) -> str:
-        return f"session not over after {self._file.options.limits.session_bytes >> 20} MiB"
+        return f"session not over after {self._file.options.session_bytes >> 20} MiB"
 
     def _finish(self, node: SessionNode) -> None:
         """Make the state of a turn."""
         assert node.turn is not None
-        limits = self._file.options.limits
-        missing = too_long(limits) if node.before > limits.context_chars else None
+        options = self._file.options
+        missing = too_long(options) if node.before > options.context_chars else None
         messages, digest = ([], b"") if missing or node.maker.gathering else context_of(node)
         action = node.maker.finish(node.turn, messages, digest, missing)
         node.shown = None if action is None else shown(action)
@@ -237,24 +237,30 @@ class _Session:
 
     def record(self, record: Any) -> None:
         self._line += 1
-        if not isinstance(record, dict):
-            self._file.tally.skip("not an object")
+        reason = self._unread(record)
+        if reason is not None:
+            self._file.tally.skip(reason)
             return
-        kind = string(record.get("type"))
+        match kind := string(record.get("type")):
+            case "user" | "assistant":
+                self._spoken(kind, record)
+            case "system":
+                self._system(record)
+            case "attachment":
+                self._attachment(record)
+            case _:
+                self._aside(record, f"record type {kind}" if kind in _KNOWN_ASIDE else "unknown record type")
+
+    def _unread(self, record: Any) -> str | None:
+        """Return why a record is skipped whatever it says; None where it is not."""
+        if not isinstance(record, dict):
+            return "not an object"
         if record.get("isSidechain") is True:
-            self._file.tally.skip("subagent (sidechain)")
-        elif _session_of(record) in self.memory.given_up:
-            self._file.tally.skip(self._endless())
-        elif (uuid := string(record.get("uuid"))) is not None and _key(record, uuid) in self._seen:
-            self._file.tally.skip("repeated uuid")
-        elif kind in ("user", "assistant"):
-            self._spoken(kind, record)
-        elif kind == "system":
-            self._system(record)
-        elif kind == "attachment":
-            self._attachment(record)
-        else:
-            self._aside(record, f"record type {kind}" if kind in _KNOWN_ASIDE else "unknown record type")
+            return "subagent (sidechain)"
+        if _session_of(record) in self.memory.given_up:
+            return self._endless()
+        uuid = string(record.get("uuid"))
+        return "repeated uuid" if uuid is not None and _key(record, uuid) in self._seen else None
 
     def _spoken(self, kind: str, record: dict[str, Any]) -> None:
         reason, message = _unusable(kind, record), object_at(record, "message")

@@ -235,12 +235,12 @@ def _is_prompt(event: dict[str, Any]) -> bool:
 
 
 def _folder(file: TraceFile) -> Iterator[TraceState]:
-    state = document(file.path / "base_state.json", file.options.limits)
+    state = document(file.path / "base_state.json", file.options)
     builder = TraceBuilder(file, at(state, "id") or file.path.name, _model(state))
 
     def events() -> Iterator[Any]:
         for path in sorted((file.path / "events").glob("*.json")):
-            value = document(path, file.options.limits)
+            value = document(path, file.options)
             if isinstance(value, Bad):
                 file.tally.skip(value.reason)
             else:

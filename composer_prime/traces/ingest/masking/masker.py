@@ -71,12 +71,20 @@ class Masker:
         for number in sorted({number for literal, number in _LITERALS if literal in text}):
             kind, _, pattern = RULES[number]
             text = pattern.sub(self._replacer(kind), text)
+        return self._person(self._named(text))
+
+    def _named(self, text: str) -> str:
+        """Mask the values beside telling names."""
         lowered = lower(text)
         if any(stem in lowered for stem in named_values.STEMS) and any(quote in text for quote in "'\"`"):
             text = self._mask(text, named_values.quoted_spans(text), _is_value)
             lowered = lower(text)
         if any(word in lowered for word in named_values.WORDS):
             text = self._mask(text, named_values.value_spans(text, lowered), named_values.is_secret)
+        return text
+
+    def _person(self, text: str) -> str:
+        """Mask what names a person."""
         if "@" in text or "%40" in text:
             text = self._mask(text, addresses(text), kind="email")
         if "home" in text or "Users" in text:
