@@ -54,10 +54,8 @@ class Evaluator:
     """Evaluations that a newer one replaced before they began."""
     _requested: tuple[int, int] | None = field(default=None, init=False)
     """Step and policy version of the next evaluation."""
-    _awaited_version: int | None = field(default=None, init=False)
-    """Policy version that nodes still have to load for the evaluation under way."""
-    _done_rollouts: int = field(default=0, init=False)
-    _all_rollouts: int = field(default=0, init=False)
+    _progress: str = field(default="", init=False)
+    """How far the evaluation under way is."""
 
     @property
     def config(self) -> OrchestratorConfig:
@@ -107,13 +105,7 @@ class Evaluator:
         """Describe the progress; None while idle."""
         if self.step is None:
             return None
-        if self.running is None:
-            state = "about to start"
-        elif self._awaited_version is not None:
-            state = f"the nodes do not have policy version {self._awaited_version} yet"
-        else:
-            state = f"{self._done_rollouts} of {pluralize(self._all_rollouts, 'rollout')}"
-        return f"evaluation of step {self.step}: {state}"
+        return f"evaluation of step {self.step}: {'about to start' if self.running is None else self._progress}"
 
     async def serve(self) -> None:
         """Serve requests until cancelled.
@@ -133,17 +125,16 @@ class Evaluator:
 
     async def _evaluate(self, step: int, version: int) -> None:
         places = held_out_places(self.config, self.run.pools)
-        self._done_rollouts, self._all_rollouts = 0, len(places)
-        self._awaited_version = version
+        self._progress = f"the nodes do not have policy version {version} yet"
         await self._await_version(step, version)
-        self._awaited_version = None
+        self._progress = f"0 of {pluralize(len(places), 'rollout')}"
         self.runner.permits.eval_share = 1.0 if step == 0 else EVAL_SHARE
         start = time.monotonic()
         played: dict[HeldOutPlace, FinishedRollout] = {}
 
         async def note(place: HeldOutPlace, rollout: FinishedRollout) -> None:
             played[place] = rollout
-            self._done_rollouts += 1
+            self._progress = f"{len(played)} of {pluralize(len(places), 'rollout')}"
 
         await play_held_out(self.runner, self.failures, places, step=step, version=version, on_end=note)
         rollouts = [(place[0], played[place]) for place in places]

@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -264,13 +265,11 @@ class Pipeline:
         if self.replay is not None:
             outer.push_async_callback(self._end_replay, self.replay, watched(self.replay.run(), self.fail))
         self._spawn(watchdog.watch())
-        finished = asyncio.create_task(self._finished(watchdog))
         try:
-            await asyncio.wait({finished, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            await self.opened.changed.wait_for(lambda: self._failure.done() or watchdog.finished, math.inf)
             if self._failure.done():
                 self._failure.result()
         finally:
-            finished.cancel()
             if self.replay is not None:
                 self.replay.stop()
 
@@ -328,10 +327,6 @@ class Pipeline:
             return self.watchdog.waiting_for_batch(step)
         return f"batch {step}: {describe_startup(self.opened.config, self.gateway, self.opened.pools)}"
 
-    async def _finished(self, watchdog: RunWatchdog) -> None:
-        while not watchdog.finished:
-            await self.opened.changed.wait(3600)
-
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` until the run ends."""
         self._tasks.append(watched(work, self.fail))
@@ -340,6 +335,7 @@ class Pipeline:
         """End the run with `error`. Only the first error counts."""
         if not self._failure.done():
             self._failure.set_exception(error)
+            self.opened.changed.notify()
 
     # -- messages from the trainer -------------------------------------------------------------------------------
 

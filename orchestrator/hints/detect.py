@@ -7,7 +7,7 @@ called with each finished rollout: `async def __call__(self, rollout) -> list[Er
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Set
 
 from orchestrator.hints.generate import OTHER, ErrorTurn, Templates
 from orchestrator.rollouts.groups import FinishedRollout, tool_replies
@@ -19,59 +19,51 @@ Detector = Callable[[FinishedRollout], Awaitable[list[ErrorTurn]]]
 """Finds turns that went wrong, at most one error a turn."""
 
 
-class RuleDetector:
-    """Finds failed calls, exceptions and failed tests in tools' answers, and calls that break their schema."""
+async def find_by_rules(templates: Templates, detect: Set[str], rollout: FinishedRollout) -> list[ErrorTurn]:
+    return await asyncio.to_thread(find_errors, templates, detect, rollout)
 
-    def __init__(self, templates: Templates, detect: Collection[str]) -> None:
-        """`detect`: as orchestrator.hints.detect."""
-        self._templates = templates
-        self._detect = set(detect)
 
-    async def __call__(self, rollout: FinishedRollout) -> list[ErrorTurn]:
-        return await asyncio.to_thread(self.error_turns, rollout)
+def find_errors(templates: Templates, detect: Set[str], rollout: FinishedRollout) -> list[ErrorTurn]:
+    """Return the first error of each turn, in the order of the turns.
 
-    def error_turns(self, rollout: FinishedRollout) -> list[ErrorTurn]:
-        """Return the first error of each turn, in the order of the turns."""
-        turns = rollout.turns
-        replies_to = {index: replies for index, replies in tool_replies(turns).items() if turns[index].turn is not None}
-        last = max(replies_to, default=None)
-        errors = [
-            self._in_answers(rollout, index, replies)
-            or self._in_calls(rollout, index)
-            or self._of_failed_task(rollout, index, last)
-            for index, replies in replies_to.items()
-        ]
-        return [error for error in errors if error is not None]
+    Errors are failed calls, exceptions and failed tests in tools' answers, and calls that break their schema. `detect`:
+    as orchestrator.hints.detect.
+    """
+    turns = rollout.turns
+    replies_to = {index: replies for index, replies in tool_replies(turns).items() if turns[index].turn is not None}
+    errors = []
+    for index, replies in replies_to.items():
+        error = _in_answers(templates, detect, rollout, index, replies)
+        if "schema" in detect and (error is None or error.kind == OTHER):
+            # No template knows the tool's words, but the call itself may show what is wrong.
+            error = _in_calls(rollout, index) or error
+        errors.append(error)
+    # The last turn is to blame where the environment gave no reward.
+    if errors and errors[-1] is None and "failed" in detect and rollout.reward is not None and rollout.reward <= 0:
+        errors[-1] = error_turn(rollout, max(replies_to), FAILED, "The task was not solved.")
+    return [error for error in errors if error is not None]
 
-    def _in_answers(self, rollout: FinishedRollout, index: int, replies: list[int]) -> ErrorTurn | None:
-        calls = rollout.turns[index].tool_calls
-        for number, reply in enumerate(replies):
-            text, kind = rollout.turns[reply].text, None
-            if rollout.turns[reply].error is not None and "tool_error" in self._detect:
-                kind = self._templates.kind_of(text)
-            kind = kind or self._templates.detected(text, self._detect)
-            if kind == OTHER and (call_error := self._in_calls(rollout, index)) is not None:
-                return call_error  # No template knows the tool's words, but the call itself shows what is wrong.
-            if kind is not None:
-                tool = calls[number].name if number < len(calls) else None
-                return error_turn(rollout, index, kind, text, tool)
-        return None
 
-    def _in_calls(self, rollout: FinishedRollout, index: int) -> ErrorTurn | None:
-        if "schema" not in self._detect:
-            return None
-        for call in rollout.turns[index].tool_calls:
-            broken_rule = violation(call, tools_of(rollout, index))
-            if broken_rule is not None:
-                return error_turn(rollout, index, *broken_rule, call.name)
-        return None
+def _in_answers(
+    templates: Templates, detect: Set[str], rollout: FinishedRollout, index: int, replies: list[int]
+) -> ErrorTurn | None:
+    calls = rollout.turns[index].tool_calls
+    for number, reply in enumerate(replies):
+        text, kind = rollout.turns[reply].text, None
+        if rollout.turns[reply].error is not None and "tool_error" in detect:
+            kind = templates.kind_of(text)
+        kind = kind or templates.detected(text, detect)
+        if kind is not None:
+            return error_turn(rollout, index, kind, text, calls[number].name if number < len(calls) else None)
+    return None
 
-    def _of_failed_task(self, rollout: FinishedRollout, index: int, last: int | None) -> ErrorTurn | None:
-        """Blame the last turn of a rollout that got no reward from its environment."""
-        reward = rollout.reward
-        if "failed" not in self._detect or index != last or reward is None or reward > 0:
-            return None
-        return error_turn(rollout, index, FAILED, "The task was not solved.")
+
+def _in_calls(rollout: FinishedRollout, index: int) -> ErrorTurn | None:
+    for call in rollout.turns[index].tool_calls:
+        broken_rule = violation(call, tools_of(rollout, index))
+        if broken_rule is not None:
+            return error_turn(rollout, index, *broken_rule, call.name)
+    return None
 
 
 def error_turn(rollout: FinishedRollout, index: int, kind: str, text: str, tool: str | None = None) -> ErrorTurn:

@@ -15,7 +15,7 @@ import logging
 import os
 import string
 import tomllib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -174,7 +174,7 @@ class Templates:
         part = excerpt(text)
         return next((template.kind for template in self._templates if template.search(part)), OTHER)
 
-    def detected(self, text: str, allowed: set[str]) -> str | None:
+    def detected(self, text: str, allowed: Set[str]) -> str | None:
         """Return the kind of error in an answer that the environment does not call an error, or None."""
         part = excerpt(text)
         detecting = (template for template in self._templates if template.detects in allowed)

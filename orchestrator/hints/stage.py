@@ -38,7 +38,7 @@ from composer_prime.import_path import build_part
 from composer_prime.monitor.events import event
 from composer_prime.wire.types import HintedTurn, Sample, ints, pack_ints
 from orchestrator.chat_template import RENDER_ERRORS
-from orchestrator.hints.detect import FAILED, Detector, RuleDetector
+from orchestrator.hints.detect import FAILED, Detector, find_by_rules
 from orchestrator.hints.generate import (
     ChatEndpoint,
     ErrorTurn,
@@ -139,20 +139,13 @@ class HintStage:
         """Return the group with its hints, in the same order. What is not done in time is left out and counted."""
         works = [_HintedRollout(rollout, list(samples), list(rollout.turns)) for rollout, samples in group]
         rollouts = [rollout for rollout, _ in group]
-        tasks = [asyncio.create_task(self._hint_rollout(work, rollouts)) for work in works if work.samples]
-        late: set[asyncio.Task[None]] = set()
         try:
-            if tasks:
-                _, late = await asyncio.wait(tasks, timeout=_GROUP_TIMEOUT_S)
-        finally:
-            for task in tasks:
-                task.cancel()
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        if late:
-            logger.warning("hints of %d rollouts were not done in %g s", len(late), _GROUP_TIMEOUT_S)
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                raise outcome
+            async with asyncio.timeout(_GROUP_TIMEOUT_S), asyncio.TaskGroup() as tasks:
+                for work in works:
+                    if work.samples:
+                        tasks.create_task(self._hint_rollout(work, rollouts))
+        except TimeoutError:
+            logger.warning("the hints of a group were not all done in %g s", _GROUP_TIMEOUT_S)
         return [work.result() for work in works]
 
     async def _hint_rollout(self, work: _HintedRollout, rollouts: list[FinishedRollout]) -> None:
@@ -393,8 +386,8 @@ def build_hints(config: Config, *, chat_folder: Path, run_root: Path, distil: bo
     _, renderer = build_renderer(str(chat_folder), config.model.renderer)
     placer = HintPlacer(renderer, read_tokenizer(str(chat_folder)))
     endpoint = _endpoint(hints, run_root)
-    rules = [part.name for part in as_parts(hints.detect) if not part.is_own]
-    detectors: dict[str, Detector] = {"rules": RuleDetector(templates, rules)}
+    rules = {part.name for part in as_parts(hints.detect) if not part.is_own}
+    detectors: dict[str, Detector] = {"rules": functools.partial(find_by_rules, templates, rules)}
     detectors |= own_parts(hints.detect, "orchestrator.hints.detect")
     layers: dict[str, HintLayer] = {
         "template": templates.hint,

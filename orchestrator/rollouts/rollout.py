@@ -285,14 +285,13 @@ def finish_rollout(
     `earlier`: failures of the tries before this one.
     """
     samples: list[Sample] = []
-    sampled_by: list[str] = []
+    matched: list[GenerationRecord] = []
     reply = checked(reply)
     try:
         if reply.failure is None:
-            numbered = msgspec.structs.replace(reply, turns=numbered_turns(reply, records))
-            samples = compile_rollout(plan, numbered, records)
-            sampled_by = turn_nodes(numbered, records)
-            reply = numbered
+            samples = compile_rollout(plan, reply, records)
+            matched = [each for session in matched_records(reply, records).values() for each in session]
+            reply = msgspec.structs.replace(reply, turns=numbered_turns(reply.turns, matched))
     except RolloutError as error:
         failure = RolloutFailure(kind="tokens", message=str(error), retryable=True)
         reply = msgspec.structs.replace(reply, failure=failure, reward=None)
@@ -303,7 +302,7 @@ def finish_rollout(
         seed=seed,
         samples=samples,
         earlier=earlier,
-        turn_nodes=sampled_by,
+        turn_nodes=[record.answer.node_id for record in matched],
     )
     return rollout, samples
 
@@ -430,21 +429,20 @@ def _sample(branch: Branch, sample_id: str, plan: GroupPlan, reply: RolloutReply
 # -- records and the worker's turns ---------------------------------------------------------------------------------
 
 
-def numbered_turns(reply: RolloutReply, records: Sequence[GenerationRecord]) -> list[MessageRecord]:
+def numbered_turns(turns: Sequence[MessageRecord], matched: Sequence[GenerationRecord]) -> list[MessageRecord]:
     """Return the worker's messages; those that the policy sampled get turn number, finish reason and surprisal.
 
-    The turn number is the one in TurnSpan. Raises RolloutError as `compile_rollout` does.
+    The turn number is the one in TurnSpan. `matched`: the records that became turns, in the order of their sessions.
     """
-    kept = [record for session in matched_records(reply, records).values() for record in session]
-    numbers = {record.answer.record_id: (number, record) for number, record in enumerate(kept)}
-    turns = []
-    for turn in reply.turns:
-        if turn.record_id in numbers:
-            number, record = numbers[turn.record_id]
-            reason, surprisal = record.answer.finish_reason, _surprisal(record)
-            turn = msgspec.structs.replace(turn, turn=number, finish_reason=reason, surprisal=surprisal)
-        turns.append(turn)
-    return turns
+    sampled = {
+        record.answer.record_id: {
+            "turn": number,
+            "finish_reason": record.answer.finish_reason,
+            "surprisal": _surprisal(record),
+        }
+        for number, record in enumerate(matched)
+    }
+    return [msgspec.structs.replace(turn, **sampled.get(turn.record_id, {})) for turn in turns]
 
 
 def _surprisal(record: GenerationRecord) -> float | None:
@@ -488,8 +486,3 @@ def _check_turns(reply: RolloutReply, sampled: dict[str, MessageRecord], counts:
             f"the worker shows {len(missing)} turns of sessions {names} that the gateway did not record: the rollout's "
             "tokens are incomplete"
         )
-
-
-def turn_nodes(reply: RolloutReply, records: Sequence[GenerationRecord]) -> list[str]:
-    """Return the node that sampled each turn, by turn number. Raises RolloutError as `compile_rollout` does."""
-    return [record.answer.node_id for matched in matched_records(reply, records).values() for record in matched]

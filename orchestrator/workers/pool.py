@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -84,9 +85,10 @@ class WorkerPool:
         self.spec = spec
         self._workers = workers
         self._start_timeout_s = start_timeout_s
-        self._hang_timeout_s = hang_timeout_s
         self._max_restarts = max_restarts
-        self._log_dir = log_dir
+        self._start_worker = partial(
+            WorkerProcess.start, spec, start_timeout_s=start_timeout_s, hang_timeout_s=hang_timeout_s, log_dir=log_dir
+        )
         self._children: dict[int, WorkerProcess] = {}
         self._supervisors: list[asyncio.Task[None]] = []
         self.changed = Notifier()
@@ -193,13 +195,7 @@ class WorkerPool:
         restarts = 0
         while True:
             try:
-                child, ready = await WorkerProcess.start(
-                    self.spec,
-                    number,
-                    start_timeout_s=self._start_timeout_s,
-                    hang_timeout_s=self._hang_timeout_s,
-                    log_dir=self._log_dir,
-                )
+                child, ready = await self._start_worker(number)
             except (ComposerError, OSError) as error:
                 if self.ready is None or isinstance(error, ConfigError):
                     raise

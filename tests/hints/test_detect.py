@@ -6,7 +6,7 @@ import pytest
 
 from composer_prime.errors import ConfigError
 from orchestrator.environments.toolsmith.taskset import generate, run_call
-from orchestrator.hints.detect import RuleDetector
+from orchestrator.hints.detect import find_errors
 from orchestrator.hints.generate import ErrorTurn, Templates
 from orchestrator.rollouts.groups import failed_turns, messages_before, tool_replies, turn_error_rate
 from orchestrator.workers.call_schema import violation
@@ -19,7 +19,7 @@ GOOD = Step(call("add", '{"a": 1, "b": 2}'), "3", calls=[("add", '{"a": 1, "b": 
 
 
 def errors(steps: list[Step], detect=ALL, **options) -> list[ErrorTurn]:
-    return RuleDetector(TEMPLATES, detect).error_turns(play("tiny", "Add.", steps, **options).rollout)
+    return find_errors(TEMPLATES, set(detect), play("tiny", "Add.", steps, **options).rollout)
 
 
 def test_the_turn_before_the_error_is_the_one_that_went_wrong():
@@ -167,9 +167,8 @@ def test_a_users_templates_come_first(tmp_path):
         "hint = 'Mind the rule $rule; it costs $$1'\n"
     )
     templates = Templates.load(file)
-    [found] = RuleDetector(templates, ALL).error_turns(
-        play("tiny", "Add.", [Step("x", "ok\nlint: line too long"), Step("3")]).rollout
-    )
+    played = play("tiny", "Add.", [Step("x", "ok\nlint: line too long"), Step("3")])
+    [found] = find_errors(templates, set(ALL), played.rollout)
     assert found.kind == "lint"
     assert templates.fill(found) == "Mind the rule line too long; it costs $1"
 

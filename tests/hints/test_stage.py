@@ -16,7 +16,7 @@ from composer_prime.errors import ConfigError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import flags, floats, ints
 from examples.wrong_hints import WrongHints
-from orchestrator.hints.detect import RuleDetector
+from orchestrator.hints.detect import find_by_rules
 from orchestrator.hints.generate import (
     ChatEndpoint,
     Templates,
@@ -42,7 +42,7 @@ ARGUMENT_HINT = "Reminder: The arguments of add are: a (integer), b (integer)"
 
 def stage(config: HintsConfig | None = None, *, limits: dict[str, int] | None = None, **parts: Any) -> HintStage:
     config = config or HintsConfig()
-    rules = RuleDetector(TEMPLATES, config.detect)
+    rules = partial(find_by_rules, TEMPLATES, set(config.detect))
     values = {
         "detectors": {"rules": rules},
         "layers": {"template": TEMPLATES.hint},

@@ -15,12 +15,7 @@ from composer_prime.wire.node_messages import Sampling
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, floats, ints, pack_floats
 from orchestrator.gateway.http import GenerationRecord
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan, trained_by_node, with_advantage
-from orchestrator.rollouts.rollout import (
-    compile_rollout,
-    finished_rollout,
-    numbered_turns,
-    turn_nodes,
-)
+from orchestrator.rollouts.rollout import compile_rollout, finish_rollout
 from orchestrator.workers.worker import MessageRecord, RolloutReply, SessionRecord
 from tests.records_made import record_of
 from tests.rollouts_made import Step, play
@@ -228,14 +223,7 @@ def test_trained_tokens_are_counted_by_node():
         answering(each, sampled_by=[(name, len(each.answer))])
         for each, name in zip(records, ["slow", "fast"], strict=True)
     ]
-    finished = finished_rollout(
-        reply,
-        served,
-        sibling=0,
-        seed=1,
-        samples=(samples := compiled(records)),
-        turn_nodes=turn_nodes(reply, served),
-    )
+    finished, samples = finish_rollout(PLAN, reply, served, seed=1)
     assert (finished.nodes, finished.turn_nodes) == (["slow", "fast"], [0, 1])
     group = FinishedGroup(plan=PLAN, outcome=GroupOutcome.READY, rollouts=[finished], samples=samples)
     assert trained_by_node([group]) == {"slow": 2, "fast": 3}
@@ -259,9 +247,8 @@ def test_turns_of_two_agents_are_numbered_through():
         SessionRecord(session_id="g000003-0#1", agent="user", trainable=False, reward=None),
     ]
     reply = RolloutReply(rollout_id="g000003-0", task_id="t", reward=1.0, turns=turns, sessions=sessions)
-    numbered = numbered_turns(reply, records)
-    assert [turn.turn for turn in numbered] == [None, 0, 1, 2]
-    [sample] = compile_rollout(PLAN, reply, records)
+    finished, [sample] = finish_rollout(PLAN, reply, records, seed=1)
+    assert [turn.turn for turn in finished.turns] == [None, 0, 1, 2]
     assert [span.turn for span in sample.turns] == [0, 1]
     assert [span.end - span.start for span in sample.turns] == [len(record.answer) for record in policy]
 
