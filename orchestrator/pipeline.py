@@ -46,7 +46,7 @@ from composer_prime.run.weights import WeightStore
 from composer_prime.traces import build_online_replay
 from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.types import StepDone
-from orchestrator.batching.batches import OpenRun, StepServer, build_batches
+from orchestrator.batching.batches import Batches, OpenRun, StepServer, flop_cost
 from orchestrator.chat_template import chat_folder
 from orchestrator.durability import Entry, Journal, load_state, resume
 from orchestrator.evals import Evaluator
@@ -100,7 +100,7 @@ class Pipeline:
         self._loaded: asyncio.Future[RunWatchdog] = loop.create_future()
         self._failure: asyncio.Future[None] = loop.create_future()
         self._tasks: list[asyncio.Task[None]] = []
-        self.batches = build_batches(config, run_id, model_dir, self._rows.result)
+        self.batches = Batches(run_id, config, flop_cost(model_dir), demonstrations=self._rows.result)
         if self.state is not None:
             versions = replace(self.state.versions, period=self.batches.versions.period)
             self.batches.restore(versions=versions, formed=self.state.step, batches=[])
@@ -278,7 +278,7 @@ class Pipeline:
 
     async def _close_pools(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self.opened.pools.values()))
-        self.batches.packed.close()
+        self.batches.close()
 
     async def _end_replay(self, replay: OnlineReplay, task: asyncio.Task[None]) -> None:
         """Wait for calls to teachers, which may be charged. After a failure do not wait: it must be reported soon."""

@@ -462,7 +462,7 @@ class BatchScheduler:
         Batches of steps that it lost are served again, but for samples that made a step not finite.
         """
         step, versions = message.step, self.batches.versions.after(message.step, message.version)
-        self.batches.packed.forget()
+        self.batches.forget_layouts()
         blamed = left_out(self.run.run_dir.ledger)  # Not in a thread: a request that follows must find the batches cut.
         self.batches.demonstrations().leave_out(blamed)
         if step < self.batches.trained:

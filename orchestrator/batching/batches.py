@@ -33,8 +33,6 @@ import zmq
 
 from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.config import Config
-from composer_prime.config.channels import ChannelsConfig
-from composer_prime.config.orchestrator import EvalConfig
 from composer_prime.errors import ComposerError, RunMismatchError, WireError
 from composer_prime.model_source import text_settings
 from composer_prime.monitor.metrics_file import MetricsFile
@@ -213,90 +211,38 @@ Layout = tuple[int, int]
 """What the ranks of one step must agree on: how many they are, and the token budget of one row."""
 
 
-class PackedBatches:
-    """Batches as their ranks' messages: packed and encoded once for each layout, in a thread, kept for later ranks."""
-
-    def __init__(self, encode: Callable[[Batch, Layout], list[bytes]]) -> None:
-        self._encode = encode
-        self._tasks: dict[int, tuple[Layout, asyncio.Task[list[bytes]]]] = {}
-        """By step."""
-        self._layouts: dict[int, Layout] = {}
-        """By step: the layout that its first request named."""
-        self._last_layout: Layout | None = None
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="pack")
-
-    def add(self, batch: Batch) -> None:
-        """Pack `batch` at once when the layout is known from the step before."""
-        if self._last_layout is not None:
-            self._pack(batch, self._last_layout)
-
-    async def of_rank(self, batch: Batch, rank: int, layout: Layout) -> bytes:
-        """Return the message of `rank`. The first rank that asks fixes the batch's layout.
-
-        Raises RunMismatchError when another rank named another layout, ConfigError when a sample does not fit a row.
-        """
-        fixed = self._layouts.setdefault(batch.step, layout)
-        if fixed != layout:
-            raise RunMismatchError(
-                f"rank {rank} asks for step {batch.step} as one of {layout[0]} ranks with {layout[1]} tokens a row, "
-                f"another rank of this step said {fixed[0]} ranks and {fixed[1]} tokens: start all ranks with the same "
-                "configuration"
-            )
-        self._last_layout = layout
-        packed = self._tasks.get(batch.step)
-        task = packed[1] if packed and packed[0] == layout else self._pack(batch, layout)
-        return (await asyncio.shield(task))[rank]
-
-    def drop(self, step: int) -> None:
-        self._tasks.pop(step, None)
-        self._layouts.pop(step, None)
-
-    def forget(self) -> None:
-        """Forget all layouts: a trainer has attached, perhaps with another number of ranks."""
-        self._tasks.clear()
-        self._layouts.clear()
-        self._last_layout = None
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
-
-    def _pack(self, batch: Batch, layout: Layout) -> asyncio.Task[list[bytes]]:
-        async def in_thread() -> list[bytes]:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, batch, layout)
-
-        task = asyncio.create_task(in_thread(), name=f"pack-{batch.step}")
-        task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-        self._tasks[batch.step] = (layout, task)
-        return task
-
-
 @dataclass(slots=True, eq=False)
 class Batches:
     """Which groups each optimizer step trains, from formation until the trainer has taken the step.
 
-    A batch never changes once it is formed and journaled.
+    A batch never changes once it is formed and journaled. It is packed and encoded once for each layout, in a thread,
+    and kept for later ranks.
     """
 
     run_id: str
-    max_steps: int
+    config: Config
     cost: FlopCost = TOKENS_ALONE
     """FLOPs a token and a token pair, by which packing balances."""
-    channels: ChannelsConfig = field(default_factory=ChannelsConfig)
-    """Which terms have a weight at a step, and so need their documents."""
-    evaluation: EvalConfig = field(default_factory=EvalConfig)
-    versions: Versions = EVERY_STEP
     demonstrations: Callable[[], DemonstrationRows] = lambda: NO_ROWS
     """SFT's rows, once they are loaded."""
+    versions: Versions = field(init=False)
     formed: int = field(default=0, init=False)
     """Newest batch that has its groups."""
     last_step: int = field(init=False)
     """The step that ends the run, by the trainer's last word."""
     _batches: dict[int, Batch] = field(default_factory=dict, init=False)
-    packed: PackedBatches = field(init=False)
+    _packed: dict[int, tuple[Layout, asyncio.Task[list[bytes]]]] = field(default_factory=dict, init=False)
+    """By step: the messages of the ranks."""
+    _layouts: dict[int, Layout] = field(default_factory=dict, init=False)
+    """By step: the layout that its first request named."""
+    _last_layout: Layout | None = field(default=None, init=False)
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="pack"), init=False
+    )
 
     def __post_init__(self) -> None:
-        self.last_step = self.max_steps
-        self.packed = PackedBatches(self._encode)
+        self.last_step = self.config.run.max_steps
+        self.versions = Versions(period=self.config.diloco.sync_every if self.config.diloco else 1)
 
     @property
     def trained(self) -> int:
@@ -312,18 +258,25 @@ class Batches:
 
         `last_step`: as in StepDone.
         """
-        self.last_step = self.max_steps if last_step is None else last_step
+        self.last_step = self.config.run.max_steps if last_step is None else last_step
         self.versions = versions
         self.formed = formed
         self._batches = {batch.step: batch for batch in batches}
-        self.packed.forget()
+        self.forget_layouts()
+
+    def forget_layouts(self) -> None:
+        """Forget what is packed: a trainer has attached, perhaps with another number of ranks."""
+        self._packed.clear()
+        self._layouts.clear()
+        self._last_layout = None
 
     def add(self, batch: Batch) -> None:
-        """Take in the next batch."""
+        """Take in the next batch. Pack it at once when the layout is known from the step before."""
         assert batch.step == self.formed + 1, f"batch {batch.step} after batch {self.formed}"
         self._batches[batch.step] = batch
         self.formed = batch.step
-        self.packed.add(batch)
+        if self._last_layout is not None:
+            self._pack(batch, self._last_layout)
 
     def held(self) -> list[Batch]:
         """Return the batches that are not trained yet, by step."""
@@ -337,19 +290,19 @@ class Batches:
 
         `last_step`: as in StepDone.
         """
-        self.last_step = self.max_steps if last_step is None else last_step
+        self.last_step = self.config.run.max_steps if last_step is None else last_step
         self.versions = self.versions.after(step, version)
         for old in [held for held in self._batches if held <= step]:
-            del self._batches[old]
-            self.packed.drop(old)
+            for held in (self._batches, self._packed, self._layouts):
+                held.pop(old, None)
 
     def distils(self, step: int) -> bool:
         """Tell whether SDPO has a weight at `step`. In a joint run its schedule counts the steps of the whole run."""
-        return self.channels.sdpo.weight_at(self._run_step(step)) > 0
+        return self.config.channels.sdpo.weight_at(self._run_step(step)) > 0
 
     def _run_step(self, step: int) -> int:
         """Return the step of the whole joint run; `step` itself elsewhere."""
-        return step + self.max_steps - self.last_step
+        return step + self.config.run.max_steps - self.last_step
 
     def sdpo_ahead(self, max_staleness: int) -> bool:
         """Tell whether SDPO has a weight at a step that a group ending now may be trained in."""
@@ -357,12 +310,41 @@ class Batches:
         last = max(first, last_batch(self.versions.newest, max_staleness, self.last_step, self.versions))
         return any(self.distils(step) for step in range(first, last + 1))
 
+    async def of_rank(self, batch: Batch, rank: int, layout: Layout) -> bytes:
+        """Return the message of `rank`. The first rank that asks fixes the batch's layout.
+
+        Raises RunMismatchError when another rank named another layout, ConfigError when a sample does not fit a row.
+        """
+        fixed = self._layouts.setdefault(batch.step, layout)
+        if fixed != layout:
+            raise RunMismatchError(
+                f"rank {rank} asks for step {batch.step} as one of {layout[0]} ranks with {layout[1]} tokens a row, "
+                f"another rank of this step said {fixed[0]} ranks and {fixed[1]} tokens: start all ranks with the same "
+                "configuration"
+            )
+        self._last_layout = layout
+        packed = self._packed.get(batch.step)
+        task = packed[1] if packed and packed[0] == layout else self._pack(batch, layout)
+        return (await asyncio.shield(task))[rank]
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _pack(self, batch: Batch, layout: Layout) -> asyncio.Task[list[bytes]]:
+        task = asyncio.create_task(self._encoded(batch, layout), name=f"pack-{batch.step}")
+        task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+        self._packed[batch.step] = (layout, task)
+        return task
+
+    async def _encoded(self, batch: Batch, layout: Layout) -> list[bytes]:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, batch, layout)
+
     def _encode(self, batch: Batch, layout: Layout) -> list[bytes]:
         step, (world_size, max_tokens) = batch.step, layout
         samples = batch.samples if self.distils(step) else without_hints(batch.samples)
         rows, metrics, held_out = self.demonstrations(), batch.metrics, [[] for _ in range(world_size)]
         units = [pair_unit(pair) for pair in batch.preferences]
-        if self.channels.sft.weight_at(self._run_step(step)) > 0:
+        if self.config.channels.sft.weight_at(self._run_step(step)) > 0:
             units, metrics = units + rows.of_step(step), metrics | rows.metrics(step)
         packed = partial(
             pack,
@@ -373,7 +355,7 @@ class Batches:
             cost=self.cost,
         )
         rows_by_rank = packed(samples, units)
-        if rows.held_out and (step == 1 or self.evaluation.due(step, self.last_step)):
+        if rows.held_out and (step == 1 or self.config.orchestrator.eval.due(step, self.last_step)):
             held_out = packed([], rows.held_out)
         trained_rows = sum(1 in row.loss_mask for rows in rows_by_rank for row in rows)
         step_totals = totals(samples, units, micro_batches=trained_rows)
@@ -392,24 +374,13 @@ class Batches:
         ]
 
 
-def build_batches(
-    config: Config, run_id: str, model_dir: Path, demonstrations: Callable[[], DemonstrationRows] = lambda: NO_ROWS
-) -> Batches:
-    """Return the batches of a run. `demonstrations` gives its rows once a trainer asks for a batch."""
+def flop_cost(model_dir: Path) -> FlopCost:
+    """Return what packing balances for a model: its FLOPs, or tokens where its configuration lacks a figure."""
     try:
-        cost = model_flops(text_settings(model_dir))
+        return model_flops(text_settings(model_dir))
     except KeyError as error:
         logger.warning("%s/config.json has no %s: packing balances tokens, not FLOPs", model_dir, error)
-        cost = TOKENS_ALONE
-    return Batches(
-        run_id,
-        max_steps=config.run.max_steps,
-        cost=cost,
-        channels=config.channels,
-        evaluation=config.orchestrator.eval,
-        demonstrations=demonstrations,
-        versions=Versions(period=config.diloco.sync_every if config.diloco else 1),
-    )
+        return TOKENS_ALONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -560,7 +531,7 @@ class StepServer:
         else:
             layout = request.world_size, request.max_tokens
             try:
-                payload = await self._run.batches.packed.of_rank(batch, request.rank, layout)
+                payload = await self._run.batches.of_rank(batch, request.rank, layout)
             except ComposerError as error:
                 await self._refuse(identity, str(error))
                 return

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 import zmq.asyncio
 from orch_groups import ready
-from orch_peers import RUN_ID, PeerTrainer
+from orch_peers import RUN_ID, PeerTrainer, make_config
 
 from composer_prime.errors import CheckpointError, RunMismatchError
 from composer_prime.run.keys import ClientKeys, RunKeys
@@ -37,7 +38,7 @@ class Served:
     """A step server around two formed batches, and what it was told."""
 
     def __init__(self, keys: RunKeys) -> None:
-        self.batches, self.changed = Batches(RUN_ID, max_steps=9), Notifier()
+        self.batches, self.changed = Batches(RUN_ID, make_config(Path(), max_steps=9)), Notifier()
         self.orders: list[str] = []
         fail = lambda error: self.orders.append(repr(error))
         self.server = StepServer(
@@ -76,7 +77,7 @@ def serve(run_dir, monkeypatch):
         async with PeerTrainer(run_dir, served.endpoint, world_size=world_size) as trainer:
             yield served, trainer
         await served.server.close()
-        served.batches.packed.close()
+        served.batches.close()
 
     return opened
 
@@ -251,7 +252,7 @@ async def test_the_next_batch_is_packed_before_it_is_asked_for(serve):
         for rank in (0, 1):
             await trainer.send(request(rank=rank), rank)
             await trainer.receive(rank)
-        packed = served.batches.packed._tasks
+        packed = served.batches._packed
         first = packed[1][1]
         served.form(2)
         async with asyncio.timeout(60):
