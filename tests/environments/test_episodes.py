@@ -1,7 +1,6 @@
-"""Claims about toolsmith's episodes and tools; nothing here needs a model or verifiers."""
+"""Claims about toolsmith's episodes and tools; nothing here needs a model."""
 
 import json
-import sys
 
 import pytest
 from hypothesis import given
@@ -115,12 +114,3 @@ def test_names_tell_operations_apart():
     names = [name for operation in OPERATIONS for name in operation.names]
     assert len(names) == len(set(names))
     assert all(len(group) == arity for arity, groups in ARGUMENT_NAMES.items() for group in groups)
-
-
-@pytest.mark.process
-def test_episodes_import_without_verifiers():
-    # Tools that only need episodes must not pay for importing verifiers.
-    import subprocess
-
-    code = "import sys, orchestrator.environments.toolsmith; sys.exit('verifiers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
