@@ -129,7 +129,7 @@ class Ledger:
 
     def take_batch(self) -> None:
         for name, is_bad, tokens in self.ready:
-            if self.gateway.is_tainted([name]):
+            if self.gateway.audits.is_tainted([name]):
                 self.counts["tainted"] += 1
                 continue
             self.counts["taken"] += 1
@@ -243,7 +243,7 @@ async def play_round(folder: Path, honest: int, seconds: float, rollouts: int) -
             return (ledger.counts["tokens"] - before) / passed, memory
 
         with (
-            process(folder, "auditor", auditor(folder, keys, gateway.audits.endpoint)),
+            process(folder, "auditor", auditor(folder, keys, gateway.audits.auditors.endpoint)),
             process(folder, "honest", side("honest", str(honest)), invite(gateway, run_dir, honest)),
         ):
             await until(lambda: len(gateway.versions()) == honest, "the honest nodes")
@@ -267,7 +267,7 @@ async def play_round(folder: Path, honest: int, seconds: float, rollouts: int) -
         counts=ledger.counts,
         quarantines=trust[HOSTILE].quarantines,
         junk=link.conduct.garbage,
-        cut_off=link.conduct.cut_off,
+        cut_off=len(link.conduct.ignored),
         held=held,
         dropped_pulls=link.chunks.dropped,
     )

@@ -136,7 +136,7 @@ async def play(fleet: SimulatedFleet, groups: list[Group], concurrent: int) -> O
             answered += turn.answer
             context += turn.answer
             await asyncio.sleep(turn.tool_s)
-        router.forget(session)
+        router.placing.forget(session)
 
     async def slot() -> None:
         for group, trace in waiting:

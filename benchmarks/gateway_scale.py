@@ -177,7 +177,7 @@ async def measure_flood() -> dict[str, float]:
             calm = await measure(gateway, load)
             before = _resident_mib()
             with node_process(gateway, RunKeys(Path(folder) / "keys"), "flood"):
-                while not gateway.link.conduct.cut_off:
+                while not gateway.link.conduct.ignored:
                     await asyncio.sleep(0.01)
                 flooded = await measure(gateway, load)
                 ignored = gateway.link.conduct.garbage

@@ -168,7 +168,8 @@ class Pipeline:
             "node": reachable(self.gateway.node_endpoint),
             "http": self.gateway.http_url,
         }
-        addresses |= {"audit": reachable(audits.endpoint)} if (audits := self.gateway.audits) is not None else {}
+        if (audits := self.gateway.audits) is not None:
+            addresses["audit"] = reachable(audits.auditors.endpoint)
         write_atomic(run.run_dir.endpoints, json.dumps(addresses).encode() + b"\n")
         logger.info("run %s: %s", run.run_id, addresses)
         self._spawn(self.gateway.watch())

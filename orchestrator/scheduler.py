@@ -336,7 +336,8 @@ class BatchScheduler:
             self._drop(group.without_samples(GroupOutcome.FILTERED if was_filtered else GroupOutcome.STALE))
 
     def _has_tainted(self, group: FinishedGroup) -> bool:
-        return self.run.gateway.is_tainted(rollout.rollout_id for rollout in group.rollouts)
+        audits = self.run.gateway.audits
+        return audits is not None and audits.is_tainted(rollout.rollout_id for rollout in group.rollouts)
 
     async def _form(self) -> bool:
         """Form the next batch if its groups are there. Returns whether it did."""

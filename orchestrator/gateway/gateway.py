@@ -16,8 +16,6 @@ import asyncio
 import logging
 import shlex
 import time
-from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -78,7 +76,8 @@ class Gateway:
             request_timeout_s=max((source.timeout_s for source in config.orchestrator.source), default=0.0),
         )
         self.router.policy.published.update(weight_store.versions())
-        self.waits = Waits(self.router, config.orchestrator.no_node_timeout_s, partial(_join_hint, node_socket, keys))
+        join_hint = _join_hint(config, keys.folder.parent)
+        self.waits = Waits(self.router, config.orchestrator.no_node_timeout_s, join_hint)
         welcome = NodeWelcome(
             run_id=run_id,
             manifest=b"",
@@ -96,7 +95,7 @@ class Gateway:
             self.audits = Audits(
                 config.orchestrator.audit, auditors, self.router.trust, self.router.reclaim_quarantined
             )
-        self.records = RolloutRecords(self.router, self.audits)
+        self.records = RolloutRecords(self.router.placing, self.audits)
         self._config = config
         self._http = HttpServer(
             self.router,
@@ -116,7 +115,7 @@ class Gateway:
         self.link.start()
         try:
             if self.audits is not None:
-                self.audits.start(self._fail)
+                self.audits.auditors.start(self._fail)
             await self._http.start()
         except BaseException:
             await self.close()
@@ -137,7 +136,7 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
         if self.audits is not None:
-            await self.audits.close(finished=finished)
+            await self.audits.auditors.close(finished=finished)
         await self.link.close()
         if not self._failure.cancel() and not self._failure.cancelled():
             self._failure.exception()  # Retrieved here in case nobody watched.
@@ -175,7 +174,7 @@ class Gateway:
         manifest = open_signed(signed, verifier, run_id=welcome.run_id)
         self.router.policy.publish(manifest.version)
         if self.audits is not None:
-            self.audits.publish(signed)
+            self.audits.auditors.publish(signed)
         for node in self.router.nodes.values():
             node.record.forget_version(manifest.version)
         self.link.publish(signed, manifest)
@@ -192,12 +191,7 @@ class Gateway:
         self.router.place()
 
     def versions(self) -> dict[str, int]:
-        """Return the policy version of every attached node."""
         return {node.node_id: node.version for node in self.router.attached()}
-
-    def is_tainted(self, rollout_ids: Iterable[str]) -> bool:
-        """Tell whether a node that an audit caught sampled a rollout of these that no audit has cleared."""
-        return self.audits is not None and self.audits.is_tainted(rollout_ids)
 
     # -- upkeep --------------------------------------------------------------------------------------------------
 
@@ -221,14 +215,17 @@ class Gateway:
             if (error := self.waits.enforce()) is not None:
                 self._fail(error)
             self.control.tick()
+            if self.audits is not None:
+                self.audits.auditors.tick()
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     async def _health(self, _: web.Request) -> web.Response:
         if serving := len(self.router.serving()):
             return json_reply({"status": "ok", "serving_nodes": serving, "version": self.version})
-        why = {"since_s": self.waits.no_node_s(), "why": self.waits.why_no_node()}
-        return json_reply({"status": "waiting for a node", **why}, 503)
+        since = self.waits.no_node_since
+        since_s = None if since is None else time.monotonic() - since
+        return json_reply({"status": "waiting for a node", "since_s": since_s, "why": self.waits.why_no_node()}, 503)
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers for metrics.jsonl; rates and lag are over the time since the last call."""
@@ -240,8 +237,8 @@ class Gateway:
         return {
             "gateway/nodes": len(versions),
             "gateway/tokens_per_s": (counters["tokens"] - tokens) / max(now - since, 1e-9),
-            "gateway/queued": self.router.queued,
-            "gateway/in_flight": self.router.in_flight,
+            "gateway/queued": len(self.router.queue),
+            "gateway/in_flight": len(self.router.open) - len(self.router.queue),
             **{f"gateway/{name}": count for name, count in counters.items()},
             "gateway/warm_share": self.router.placing.warm_share,
             "gateway/records_bytes": self.records.num_bytes,
@@ -251,11 +248,9 @@ class Gateway:
         }
 
 
-def _join_hint(node_socket: NodeSocket, keys: RunKeys) -> str:
+def _join_hint(config: Config, run_folder: Path) -> str:
     """Return the command that lets a machine join, and where it works."""
-    command = (
-        f"run `{shlex.join(['orchestrator', 'invite', str(keys.folder.parent)])}` here and what it prints elsewhere"
-    )
-    if is_loopback(urlsplit(node_socket.endpoint).hostname or ""):
+    command = f"run `{shlex.join(['orchestrator', 'invite', str(run_folder)])}` here and what it prints elsewhere"
+    if is_loopback(urlsplit(config.orchestrator.node_address).hostname or ""):
         command += " (that needs orchestrator.node_address on a public interface)"
     return command

@@ -40,6 +40,7 @@ from composer_prime.errors import DeadlineError, EngineError, RequestError
 from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE, POLICY, Answer, Sampling, context_overflow
 from composer_prime.wire.types import ints, pack_ints
 from orchestrator.gateway.chat import ChatFormat, chat_reply
+from orchestrator.gateway.nodes import Placing
 from orchestrator.gateway.routing import Router
 from orchestrator.swarm import Audits
 
@@ -151,7 +152,6 @@ class HttpServer:
         self._seed_text = f"{run_id}/{secrets.token_hex(8)}"  # Random: a restart counts requests from 0 again.
         self._order = itertools.count()
         self._under_way: Counter[str] = Counter()
-        """Requests without an answer yet, by session."""
 
     @property
     def url(self) -> str:
@@ -160,7 +160,6 @@ class HttpServer:
         return f"http://{_LOOPBACK}:{addresses[0][1]}" if addresses else ""
 
     async def start(self) -> None:
-        """Serve at a free port of loopback."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guard])
         app.add_routes(
             [
@@ -213,47 +212,34 @@ class HttpServer:
         """
         order = next(self._order)
         request_id = f"g{order}"
-        token_ids = self._checked_ids(prompt)
+        token_ids = _checked_ids(prompt, self._router.policy.vocab_size)
         sampling = to_sampling(fields, num_prompt=len(token_ids), max_context=self._max_context)
-        if sampling.seed is None:  # An audit must know what a node had to draw.
+        rollout = None if session is None else self._records.find(session)
+        name = request_id if session is None else session
+        if fields.seed is None:  # An audit must know what a node had to draw.
             sampling = msgspec.structs.replace(sampling, seed=_hashed_seed(f"{self._seed_text}/{request_id}"))
-        if session is None:
-            answer = await self._router.generate(request_id, request_id, prompt, sampling)
-            return msgspec.structs.replace(answer, record_id=request_id)
-        if fields.seed is not None:  # Parallel requests of one session draw different noise.
-            turn = self._records.answered(session) + self._under_way[session]
+        elif session is not None:  # Parallel requests of one session draw different noise.
+            turn = self._under_way[session] + (0 if rollout is None else rollout.answered(session))
             sampling = msgspec.structs.replace(sampling, seed=turn_seed(fields.seed, turn))
-        self._under_way[session] += 1
+        oldest = 0 if rollout is None else rollout.oldest_version
+        self._under_way[name] += 1
         try:
-            oldest = self._records.oldest_version(session)
-            answer = await self._router.generate(request_id, session, prompt, sampling, oldest_version=oldest)
-            answer = msgspec.structs.replace(answer, record_id=request_id)
+            answer = await self._router.generate(request_id, name, prompt, sampling, oldest_version=oldest)
+        finally:
+            self._under_way[name] -= 1
+            if not self._under_way[name]:
+                del self._under_way[name]
+        answer = msgspec.structs.replace(answer, record_id=request_id)
+        if session is not None:
             record = GenerationRecord(session=session, prompt_ids=token_ids, answer=answer, sampling=sampling)
             self._records.append(record, order)
-        finally:
-            self._under_way[session] -= 1
-            if not self._under_way[session]:
-                del self._under_way[session]
         return answer
-
-    def _checked_ids(self, prompt: bytes) -> np.ndarray:
-        """Return the ids of a prompt. Raises RequestError for none, and for one outside of the vocabulary."""
-        token_ids = ints(prompt)
-        valid_ids = f"send at least one id in 0..{self._router.policy.vocab_size - 1}"
-        if not len(token_ids):
-            raise RequestError(f"the prompt is empty: {valid_ids}", param="token_ids")
-        lowest, highest = int(token_ids.min()), int(token_ids.max())
-        if not 0 <= lowest <= highest < self._router.policy.vocab_size:
-            outside = lowest if lowest < 0 else highest
-            raise RequestError(f"token id {outside} is outside the vocabulary: {valid_ids}", param="token_ids")
-        return token_ids
 
     async def _get_models(self, _: web.Request) -> web.Response:
         card = {"object": "model", "created": 0, "owned_by": "composer-prime", "max_model_len": self._max_context}
         return json_reply({"object": "list", "data": [{"id": name, **card} for name in self._model_names]})
 
     def _check_model(self, name: str) -> None:
-        """Raise RequestError (404) for a model that is not served here."""
         if name not in self._model_names:
             raise RequestError(
                 f"model {name!r} is not served here: ask for {' or '.join(map(repr, self._model_names))}",
@@ -334,6 +320,18 @@ async def _decoded(request: web.Request, decoder: msgspec.json.Decoder[BodyT]) -
         raise RequestError(
             f"the body of {len(raw)} bytes is not a valid {request.path} request: {error}; it starts with {raw[:60]!r}"
         ) from None
+
+
+def _checked_ids(prompt: bytes, vocab_size: int) -> np.ndarray:
+    """Return the ids of a prompt. Raises RequestError for none, and for one outside of the vocabulary."""
+    token_ids, valid_ids = ints(prompt), f"send at least one id in 0..{vocab_size - 1}"
+    if not len(token_ids):
+        raise RequestError(f"the prompt is empty: {valid_ids}", param="token_ids")
+    lowest, highest = int(token_ids.min()), int(token_ids.max())
+    if not 0 <= lowest <= highest < vocab_size:
+        outside = lowest if lowest < 0 else highest
+        raise RequestError(f"token id {outside} is outside the vocabulary: {valid_ids}", param="token_ids")
+    return token_ids
 
 
 def _session(request: web.Request) -> str | None:
@@ -445,11 +443,16 @@ class GenerationRecord:
 
 @dataclass(slots=True)
 class _OpenRollout:
+    rollout_id: str
     oldest_version: int
+    """Of the policy that may answer."""
     num_bytes: int = 0
     """Of the token ids and logprobs held."""
     sessions: dict[str, list[list[tuple[int, GenerationRecord]]]] = field(default_factory=dict)
     """Records with the numbers of their requests, by session; in one list those that continue one another."""
+
+    def answered(self, session: str) -> int:
+        return sum(map(len, self.sessions.get(session, ())))
 
     def append(self, record: GenerationRecord, order: int) -> None:
         """Keep a record. Where it continues the one before, its prompt is the memory of all earlier ones."""
@@ -474,14 +477,11 @@ def _continues(prompt: np.ndarray, before: GenerationRecord) -> bool:
 class RolloutRecords:
     """Sessions of open rollouts, by rollout id."""
 
-    def __init__(self, router: Router | None = None, audits: Audits | None = None) -> None:
-        """`router` forgets the sessions of a rollout that is taken. `audits` are offered each answer that is kept."""
-        self._router = router
+    def __init__(self, placing: Placing | None = None, audits: Audits | None = None) -> None:
+        """`placing` forgets the sessions of a rollout that is taken. `audits` are offered each answer that is kept."""
+        self._placing = placing
         self._audits = audits
         self._open: dict[str, _OpenRollout] = {}
-
-    def __len__(self) -> int:
-        return len(self._open)
 
     @property
     def num_bytes(self) -> int:
@@ -495,7 +495,7 @@ class RolloutRecords:
         """
         if rollout_id in self._open:
             raise ValueError(f"rollout {rollout_id!r} is open already: every attempt at a rollout needs its own id")
-        self._open[rollout_id] = _OpenRollout(oldest_version)
+        self._open[rollout_id] = _OpenRollout(rollout_id, oldest_version)
 
     def take(self, rollout_id: str) -> list[GenerationRecord]:
         """Close a rollout, and return its records in the order in which its requests began.
@@ -505,35 +505,20 @@ class RolloutRecords:
         rollout = self._open.pop(rollout_id, None)
         if rollout is None:
             return []
-        if self._router is not None:
-            for session in dict.fromkeys((rollout_id, *rollout.sessions)):
-                self._router.forget(session)
+        if self._placing is not None:
+            for session in {rollout_id, *rollout.sessions}:
+                self._placing.forget(session)
         turns = [turn for chains in rollout.sessions.values() for chain in chains for turn in chain]
         return [record for _, record in sorted(turns, key=lambda turn: turn[0])]
 
-    def rollout_of(self, session: str) -> str | None:
-        """Return the open rollout that `session` belongs to, or None."""
-        if session in self._open:
-            return session
-        rollout_id = _AGENT.sub("", session)
-        return rollout_id if rollout_id in self._open else None
+    def find(self, session: str) -> _OpenRollout | None:
+        """Return the open rollout that `session` belongs to."""
+        return self._open.get(session) or self._open.get(_AGENT.sub("", session))
 
-    def oldest_version(self, session: str) -> int:
-        """Return the oldest policy version that may answer this session."""
-        rollout_id = self.rollout_of(session)
-        return 0 if rollout_id is None else self._open[rollout_id].oldest_version
-
-    def answered(self, session: str) -> int:
-        """Return how many generations are recorded for this session."""
-        rollout_id = self.rollout_of(session)
-        return 0 if rollout_id is None else sum(map(len, self._open[rollout_id].sessions.get(session, ())))
-
-    def append(self, record: GenerationRecord, order: int) -> bool:
-        """Keep `record`, or return False when its rollout is not open. `order` tells when its request began."""
-        rollout_id = self.rollout_of(record.session)
-        if rollout_id is None:
-            return False
-        self._open[rollout_id].append(record, order)
-        if self._audits is not None:
-            self._audits.offer(rollout_id, record.prompt_ids, record.answer, record.sampling)
-        return True
+    def append(self, record: GenerationRecord, order: int) -> None:
+        """Keep `record` if its rollout is open. `order` tells when its request began."""
+        rollout = self.find(record.session)
+        if rollout is not None:
+            rollout.append(record, order)
+            if self._audits is not None:
+                self._audits.offer(rollout.rollout_id, record.prompt_ids, record.answer, record.sampling)

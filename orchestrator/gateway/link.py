@@ -73,8 +73,8 @@ _IGNORED_PAUSE_S = 0.01
 """Pause after a burst of messages most of which came from connections that are cut off."""
 _MAX_ENROLLING = 256
 """Enrollments of one key that wait for an answer. Others are dropped, and their nodes ask again."""
-_SAY_AGAIN_S = 10.0
-"""Between two lines in the log about enrollments of one key that were rejected."""
+_SAY_AGAIN_S = 60.0
+"""Between two lines in the log about rejected enrollments, or refused weights, of one key."""
 _MAX_UNSENT_REPLIES = 4
 """Replies with a manifest under way to one node. Further ones are not sent; a node asks again."""
 PIECE_BYTES = 2 << 20
@@ -102,8 +102,6 @@ class Conduct:
     def __init__(self, burst: float = _UNASKED_MESSAGES, per_s: float = _UNASKED_PER_S) -> None:
         self.garbage = 0
         """Messages dropped because they could not be decoded or handled."""
-        self.cut_off = 0
-        """Connections that sent more than their budget."""
         self.ignored: set[bytes] = set()
         """Connections that are cut off: nothing from them is looked at."""
         self.burst = burst
@@ -132,7 +130,6 @@ class Conduct:
         if len(self.ignored) >= _MAX_REMEMBERED:
             self.ignored.clear()
         self.ignored.add(identity)
-        self.cut_off += 1
 
 
 class ChunkServer:
@@ -157,15 +154,12 @@ class ChunkServer:
         self._files = files
         self._named: dict[str, int] = {}
         """Bytes of the newest version's chunks; empty before there is one, when nothing is refused."""
-        self._told: set[bytes] = set()
-        """Accounts of which the log has it that they get no more until the next version."""
         self._readers = asyncio.Semaphore(_READERS)
         self._under_way: UnderWay = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def allowance(self) -> int:
-        """Bytes that each account may pull."""
         others = self._files.num_bytes if self._files is not None else 0
         return max(_LEAST_ALLOWED, _ALLOWED_TIMES * (sum(self._named.values()) + others))
 
@@ -175,7 +169,6 @@ class ChunkServer:
         granted = _ALLOWED_TIMES * sum(size for sha256, size in named.items() if sha256 not in self._named)
         self._named = named
         self.pulled = {account: max(0, count - granted) for account, count in self.pulled.items()}
-        self._told.clear()
 
     def charge(self, account: bytes, num_bytes: int) -> None:
         self.pulled[account] = self.pulled.get(account, 0) + num_bytes
@@ -184,7 +177,6 @@ class ChunkServer:
             self.pulled = {kept: self.pulled[kept] for kept in most}
 
     def refusal(self, account: bytes) -> str | None:
-        """Return why `account` gets no more; None while it may pull."""
         pulled = self.pulled.get(account, 0)
         if not self._named or pulled < self.allowance:
             return None
@@ -193,12 +185,6 @@ class ChunkServer:
             "its allowance until the next versions: keep its state folder (--state-dir) over restarts, or give the run "
             "a copy of its weights elsewhere (orchestrator.weights.sources)"
         )
-
-    def is_told(self, account: bytes) -> bool:
-        """Tell whether `account` was refused since the last version. It counts as told now."""
-        was_told = account in self._told
-        self._told.add(account)
-        return was_told
 
     def serve(self, account: bytes, identity: bytes, request: ChunkRequest, send: SendPiece) -> None:
         """Answer `request` as soon as a reader is free, unless its answer is under way already.
@@ -289,9 +275,8 @@ class NodeLink:
         """Enrollments that wait for an answer, by key and connection; each connection has at most one."""
         self._answering: asyncio.Task[None] | None = None
         self._said: dict[bytes, float] = {}
-        """When an unknown connection was last asked to say Hello, and the log last named a rejected key."""
+        """When an unknown connection was last asked to say Hello, and the log last named a key."""
         self._replies: UnderWay = {}
-        """With a manifest."""
 
     def start(self) -> None:
         """Raise PortInUseError when another process holds the address, ConfigError when keys are missing."""
@@ -332,7 +317,6 @@ class NodeLink:
         return True
 
     async def receive(self) -> None:
-        """Handle messages until cancelled."""
         while True:
             ignored = 0
             for _ in range(_BURST):
@@ -347,7 +331,7 @@ class NodeLink:
         if identity in self.conduct.ignored or key in self.admission.revoked:
             self.conduct.garbage += 1
             return False
-        node = self._router.at(identity)
+        node = self._router.connections.get(identity)
         if node is not None and node.key != key:
             self.conduct.garbage += 1
             return False
@@ -441,7 +425,7 @@ class NodeLink:
             self.chunks.serve(account, identity, request, send)
             return
         self._socket.send(identity, WeightPiece(sha256=request.sha256, offset=request.offset, refusal=refusal))
-        if not self.chunks.is_told(account):
+        if self._is_due(account, _SAY_AGAIN_S):
             name = node.node_id if node is not None else self.admission.name_of(key) or "of a connection"
             logger.warning("node %s gets no more weights through its link for now: %s", name, refusal)
 

@@ -45,9 +45,7 @@ logger = logging.getLogger(__name__)
 ACTIONS = ("drain", "drain_now", "ban", "unban")
 _NAMES_SHOWN = 12
 _SAMPLE_S = 5.0
-"""Between two lines of a node of which only a count changed."""
-_LINE_S_A_NODE = 0.1
-"""With many nodes such lines come less often: ten a second of all nodes together."""
+"""Between two lines of a node of which only its requests or trust changed."""
 _LEDGER_S = 60.0
 _MAX_WHY = 400
 """Characters of a node's own words in the table."""
@@ -59,39 +57,30 @@ class NodeAccount:
 
     totals: NodeTotals = field(default_factory=NodeTotals)
     written: NodeTotals = field(default_factory=NodeTotals)
-    """What costs.jsonl has."""
     written_at: float = -math.inf
     counted: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "failures": 0})
     """The gateway's counters, and from its first report on the node's own, as of the last tick."""
     seen: float | None = None
     """When it was last counted as attached, monotonic seconds; None while away."""
     line: dict[str, str | int | float | None] = field(default_factory=dict)
-    """Its last line in metrics.jsonl."""
     line_at: float = 0.0
 
     def add(self, node: AttachedNode, now: float) -> None:
-        """Take in what `node` did since the last call."""
         if node.hello.run_id is None:
             self.counted.setdefault("weight_bytes", 0)
         failures = node.record.failures + node.record.bad_answers
         counters = {"tokens": node.record.tokens_out, "failures": failures}
         if node.status is not None:
             counters["weight_bytes"] = node.status.weight_bytes
-        added = {name: max(0, count - self._before(name, count)) for name, count in counters.items()}
+        # The node's own counter begins again with its process. What it has when a new orchestrator meets it was counted
+        # by an earlier one.
+        before = {name: self.counted.get(name, count) for name, count in counters.items()}
+        added = {name: count - (before[name] if before[name] <= count else 0) for name, count in counters.items()}
         seconds = now - self.seen if self.seen is not None and node.attached else 0.0
         usd = None if node.hello.usd_per_hour is None else node.hello.usd_per_hour * seconds / 3600
         self.totals = self.totals.plus(usd, seconds=seconds, **added)
         self.counted |= counters
         self.seen = now if node.attached else None
-
-    def _before(self, name: str, count: int) -> int:
-        """Return what of `count` was counted before.
-
-        The node's own counter begins again with its process. All that it has when a new orchestrator meets it was
-        counted by an earlier one.
-        """
-        before = self.counted.get(name, count)
-        return before if count >= before else 0
 
 
 class NodeControl:
@@ -219,7 +208,7 @@ class NodeControl:
                 continue
             node.draining = True  # It may have reconnected.
             if not node.leases or now > until:
-                self._router.send(node, Dismissed(reason="drained by the operator", finish_first=True))
+                self._router.send(node.identity, Dismissed(reason="drained by the operator", finish_first=True))
 
     def _count(self) -> None:
         now, nodes = self._clock(), self._router.nodes
@@ -228,7 +217,7 @@ class NodeControl:
             account = self._accounts.setdefault(name, NodeAccount())
             was_attached = account.seen is not None
             account.add(node, now)
-            self._log(node, account, now, pause_s=max(_SAMPLE_S, _LINE_S_A_NODE * len(nodes)))
+            self._log(node, account, now)
             if now - account.written_at >= _LEDGER_S or (was_attached and not node.attached):
                 account.written_at = now
                 due.append(name)
@@ -242,8 +231,7 @@ class NodeControl:
             if account.line and account.seen is not None and self._metrics is not None:
                 self._metrics.log(self.step, {**account.line, "node/state": AWAY, "node/in_flight": 0})
 
-    def _log(self, node: AttachedNode, account: NodeAccount, now: float, *, pause_s: float) -> None:
-        """Write the node's line if its state or version changed; if only its requests or trust did, after `pause_s`."""
+    def _log(self, node: AttachedNode, account: NodeAccount, now: float) -> None:
         line: dict[str, str | int | float | None] = {
             "node": node.node_id,
             "node/state": self._state(node),
@@ -253,7 +241,7 @@ class NodeControl:
         }
         before = {name: account.line.get(name) for name in line}
         is_minor = all(before[name] == line[name] for name in ("node/state", "node/version"))
-        if self._metrics is None or before == line or (is_minor and now - account.line_at < pause_s):
+        if self._metrics is None or before == line or (is_minor and now - account.line_at < _SAMPLE_S):
             return
         account.line, account.line_at = line, now
         if before["node/state"] in (None, AWAY):
@@ -297,17 +285,20 @@ class NodeControl:
         return list(rows.values())
 
     def _row(self, node: AttachedNode, account: NodeAccount) -> NodeRow:
-        router = self._router
+        policy, hello = self._router.policy, node.hello
+        # Why it gets no request, and why it does not have the newest weights, in its own words.
+        error = node.status.weight_error if node.status is not None and node.attached else None
+        reasons = (node.cannot_serve(policy), error and error[:_MAX_WHY])
         return NodeRow(
             name=node.node_id,
             state=self._state(node),
-            why=_why(node, node.cannot_serve(router.policy)),
-            device=device_text(node.hello.device),
-            engine=node.hello.engine,
+            why="; ".join(filter(None, reasons)),
+            device=device_text(hello.device),
+            engine=hello.engine,
             version=node.version,
-            behind=max(0, router.policy.newest - node.version),
+            behind=max(0, policy.newest - node.version),
             trust=node.expectation,
-            usd_per_hour=node.hello.usd_per_hour,
+            usd_per_hour=hello.usd_per_hour,
             in_flight=len(node.leases),
             totals=account.totals,
         )
@@ -354,12 +345,6 @@ def device_text(device: ComputeDevice | None) -> str:
         return ""
     memory = "" if device.memory_gib is None else f", {device.memory_gib:.0f} GiB"
     return f"{device.count} x {device.name}{memory}" if device.count > 1 else f"{device.name}{memory}"
-
-
-def _why(node: AttachedNode, obstacle: str | None) -> str:
-    """Return why a node gets no request, and why it does not have the newest weights, in its own words."""
-    error = node.status.weight_error if node.status is not None and node.attached else None
-    return "; ".join([*([obstacle] if obstacle else []), *([error[:_MAX_WHY]] if error else [])])
 
 
 def _earlier(run_dir: RunDir | None) -> dict[str, NodeTotals]:

@@ -96,12 +96,11 @@ class ServedPolicy:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A node holds a request."""
+    """A node holds a request since `placed`, monotonic seconds."""
 
     node: AttachedNode
     lease: int
     placed: float
-    """When the node was given it, monotonic seconds."""
     load: int
     """Requests that the node held then, this one included."""
     cold: int
@@ -112,12 +111,11 @@ class Running:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GatewayRequest:
-    """A request from its arrival at the gateway to its answer."""
+    """A request from its arrival at the gateway, at `since` in monotonic seconds, to its answer."""
 
     asked: Generate
     """Prompt and sampling as they came; its lease is none of a node."""
     since: float
-    """When it arrived, monotonic seconds."""
     done: asyncio.Future[Answer]
     oldest_version: int = 0
     """Nodes with older weights may not answer it."""
@@ -126,11 +124,8 @@ class GatewayRequest:
     kept: Answer = NO_TOKENS
     """What nodes that are gone sampled: its next node continues there, and `Answer.then` makes one answer of both."""
     failures: int = 0
-    """Attempts that failed."""
     avoid: str | None = None
-    """The node on which it failed last."""
     refused_by: set[str] = field(default_factory=set)
-    """Nodes that cannot serve it as it stands."""
     last_error: str = ""
 
     @property
@@ -153,7 +148,6 @@ class GatewayRequest:
         return node.version >= self.least_version and node.node_id not in self.refused_by
 
     def message(self, lease: int) -> Generate:
-        """Return what its next node is sent."""
         sampling = msgspec.structs.replace(self.asked.sampling, max_tokens=self.num_left, resumed=len(self.kept))
         prompt_ids = self.asked.prompt_ids + self.kept.token_ids
         return msgspec.structs.replace(self.asked, lease=lease, prompt_ids=prompt_ids, sampling=sampling)
@@ -170,9 +164,7 @@ class NodeRecord:
     """What audits of its answers tell."""
     answers: int = 0
     tokens_out: int = 0
-    """Of accepted answers."""
     failures: int = 0
-    """Requests it returned with an error."""
     bad_answers: int = 0
     """Answers that were refused: out of range, not finite, not covered by version spans."""
     suspended_until: float = 0.0
@@ -190,7 +182,6 @@ class NodeRecord:
         return self.stalls_in_row > 0 or self.failures_in_row >= _FAILURES_IN_ROW
 
     def note_answer(self, num_tokens: int) -> None:
-        """Count an accepted answer."""
         self.answers += 1
         self.tokens_out += num_tokens
         self.suspended_until, self.stalls_in_row, self.failures_in_row = 0.0, 0, 0
@@ -225,7 +216,6 @@ class AttachedNode:
     hello: NodeHello
     """What it says of itself; nothing checks engine, device and price."""
     identity: bytes
-    """Routing id of its connection."""
     key: bytes
     """The public key of its connection; nodes without one of their own share the run's."""
     record: NodeRecord
@@ -234,9 +224,7 @@ class AttachedNode:
     attached: bool = True
     draining: bool = False
     status: Status | None = None
-    """None before its first heartbeat."""
     leases: dict[int, GatewayRequest] = field(default_factory=dict)
-    """Requests it holds, by lease."""
     heard: float = field(default_factory=time.monotonic)
     """When it last sent a heartbeat."""
     progress: float = field(default_factory=time.monotonic)
@@ -306,16 +294,7 @@ class AttachedNode:
             return f"suspended for {record.suspended_until - now:.1f} s after {cause} in a row"
         return None
 
-    def note_status(self, status: Status, newest_version: int) -> None:
-        """Take in a heartbeat."""
-        self.heard = time.monotonic()
-        if status.tokens_per_s > 0 or status.version != self.version:
-            self.progress = self.heard
-        self.status = status
-        self.record.note_version(min(self.version, newest_version))
-
     def placed_at(self) -> list[float]:
-        """Return when it was given each request that it holds, monotonic seconds."""
         return [request.running.placed for request in self.leases.values() if request.running is not None]
 
     def stalled_s(self, now: float) -> float:
@@ -342,7 +321,6 @@ class Pace(NamedTuple):
     fastest_s: float = 0.0
 
     def seconds(self, cold: float, sampled: float, load: int) -> float:
-        """Return how long an answer takes."""
         return self.prompt_s * cold + max(self.fastest_s, self.token_s * load) * sampled
 
 
@@ -354,7 +332,6 @@ class NodeSpeed:
         self.tokens = 0
         """Delivered in answers and parts of answers."""
         self.pace: Pace | None = None
-        """None while it is not measured."""
         self.streams = False
         """Whether its node has ever delivered a part of an answer."""
         self.is_hopeful = is_hopeful
@@ -402,7 +379,7 @@ class NodeSpeed:
 
 @dataclass(frozen=True, slots=True)
 class WarmPrefix:
-    """What a node has cached of a conversation."""
+    """What a node has cached of a conversation, since `since` in monotonic seconds."""
 
     node_id: str
     tokens: int
@@ -411,7 +388,6 @@ class WarmPrefix:
     version: int
     """Weights that computed the end of it. Most nodes do not use a cache of older ones."""
     since: float
-    """Monotonic seconds."""
 
 
 class Placing:
@@ -533,7 +509,6 @@ class Placing:
             self.update_median(other.speed for other in nodes)
 
     def update_median(self, speeds: Iterable[NodeSpeed]) -> None:
-        """Take the median over the measured ones of `speeds` again."""
         if paces := [speed.pace for speed in speeds if speed.pace is not None]:
             self.median = Pace(*map(median, zip(*paces, strict=True)))
 
@@ -547,7 +522,6 @@ class Placing:
             oldest = next(iter(self._sessions))
 
     def forget(self, session: str) -> None:
-        """Forget a conversation that is over."""
         warm = self._sessions.pop(session, None)
         if warm is not None:
             self._sizes[warm.node_id] -= warm.size

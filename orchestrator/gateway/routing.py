@@ -26,8 +26,6 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Container, Hashable
 from typing import Literal
 
-import numpy as np
-
 from composer_prime.console import printable
 from composer_prime.errors import DeadlineError, EngineError, RequestError, WireError
 from composer_prime.monitor.events import event
@@ -102,29 +100,18 @@ class Router:
         self.nodes: dict[str, AttachedNode] = {}
         """Attached or away, by name."""
         self.trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
-        """What audits tell, by name."""
         self.queue: OrderedDict[str, GatewayRequest] = OrderedDict()
         """Requests without a node, by id, the next one first."""
         self.request_timeout_s = request_timeout_s
-        self._connections: dict[bytes, AttachedNode] = {}
-        """The attached nodes."""
-        self._send = send
+        self.connections: dict[bytes, AttachedNode] = {}
+        self.send = send
         self._suspend_s = suspend_s
         # Starts at random: an answer to a lease of an earlier orchestrator must not match one of ours.
         self._leases = itertools.count(secrets.randbits(48))
         self._closed: RequestError | None = None
 
     @property
-    def queued(self) -> int:
-        return len(self.queue)
-
-    @property
-    def in_flight(self) -> int:
-        return sum(len(node.leases) for node in self.attached())
-
-    @property
     def open(self) -> list[GatewayRequest]:
-        """Return every request without an answer."""
         return [*self.queue.values(), *(request for node in self.attached() for request in node.leases.values())]
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -179,7 +166,7 @@ class Router:
             streamed = former.streamed
             del former.node.leases[former.lease]
             if cancel and former.node.attached:
-                self.send(former.node, CancelGenerate(request_id=request_id, lease=former.lease))
+                self.send(former.node.identity, CancelGenerate(request_id=request_id, lease=former.lease))
         if isinstance(to, Running):
             request.running = to
             to.node.leases[to.lease] = request
@@ -194,7 +181,7 @@ class Router:
             self._start_over(request)
         running = self.placing.note_placed(request, node, next(self._leases))
         self._transition(request, running)
-        if not self.send(node, request.message(running.lease)):
+        if not self.send(node.identity, request.message(running.lease)):
             self._take_away(node, "unreachable")
 
     def reissue(self, request: GatewayRequest, reason: str, *, keep: bool, cancel: bool = True) -> None:
@@ -214,7 +201,7 @@ class Router:
             return
         streamed = self._transition(request, "done", cancel=cancel)
         if request.asked.session == request.asked.request_id:  # It is of no conversation.
-            self.forget(request.asked.session)
+            self.placing.forget(request.asked.session)
         if isinstance(outcome, Answer):
             self.counters["answered"] += 1
             self.counters["tokens"] += len(outcome)
@@ -233,19 +220,11 @@ class Router:
         self.counters["tokens_lost"] += len(request.kept)
         request.kept = NO_TOKENS
 
-    def send(self, node: AttachedNode, message: ToNode) -> bool:
-        """Return False when the node cannot be reached any more."""
-        return self._send(node.identity, message)
-
     def close(self, reason: str) -> None:
         """End every request, and each later one, with a 503."""
         self._closed = RequestError(reason, status=503, code="closing")
         for request in self.open:
             self.finish(request, self._closed)
-
-    def forget(self, session: str) -> None:
-        """Forget the node of a session that is over."""
-        self.placing.forget(session)
 
     # -- placing -------------------------------------------------------------------------------------------------
 
@@ -389,7 +368,6 @@ class Router:
         self.place()
 
     def blame(self, node: AttachedNode) -> None:
-        """Count a failure of a node, which may suspend it."""
         node.record.note_failure(self._suspend_s)
 
     def blame_node_of(self, request: GatewayRequest) -> None:
@@ -402,15 +380,11 @@ class Router:
     # -- nodes come and go ---------------------------------------------------------------------------------------
 
     def attached(self) -> list[AttachedNode]:
-        return list(self._connections.values())
-
-    def at(self, identity: bytes) -> AttachedNode | None:
-        """Return the attached node of a connection."""
-        return self._connections.get(identity)
+        return list(self.connections.values())
 
     def attach(self, identity: bytes, hello: NodeHello, key: bytes = b"") -> AttachedNode:
         """Attach the sender of `hello` on connection `identity`. Requests that it held before count as lost."""
-        if (previous := self.at(identity)) is not None:
+        if (previous := self.connections.get(identity)) is not None:
             self.leave(previous, "said hello again")
         former = self.nodes.pop(hello.node_id, None)
         if former is not None:
@@ -422,7 +396,7 @@ class Router:
         record = former.record if former is not None else NodeRecord(trust=self.trust[hello.node_id])
         node = AttachedNode(hello=hello, identity=identity, key=key, record=record, speed=speed)
         record.note_version(min(node.version, self.policy.newest))
-        self.nodes[hello.node_id] = self._connections[identity] = node
+        self.nodes[hello.node_id] = self.connections[identity] = node
         logger.info(
             "node %s attached: engine %s, %d places, version %d",
             node.node_id,
@@ -434,8 +408,11 @@ class Router:
         return node
 
     def update_status(self, node: AttachedNode, status: Status) -> None:
-        """Take in a heartbeat."""
-        node.note_status(status, self.policy.newest)
+        node.heard = time.monotonic()
+        if status.tokens_per_s > 0 or status.version != node.version:
+            node.progress = node.heard
+        node.status = status
+        node.record.note_version(min(node.version, self.policy.newest))
 
     def leave(self, node: AttachedNode, reason: str) -> None:
         """Mark `node` as away, unless it is, and place elsewhere what it held."""
@@ -445,7 +422,7 @@ class Router:
     def _take_away(self, node: AttachedNode, reason: str) -> None:
         if not node.attached:
             return
-        del self._connections[node.identity]
+        del self.connections[node.identity]
         node.attached = False
         held = len(node.leases)
         logger.warning("node %s is gone (%s); it held %d requests", node.node_id, reason, held, extra=event("node"))
@@ -502,51 +479,46 @@ class Router:
 class Waits:
     """Deadlines of the requests of one router."""
 
-    def __init__(self, router: Router, no_node_timeout_s: float, join_hint: Callable[[], str]) -> None:
-        """`no_node_timeout_s`: how long requests wait while no node can serve. `join_hint()` tells how to start one."""
+    def __init__(self, router: Router, no_node_timeout_s: float, join_hint: str) -> None:
+        """`no_node_timeout_s`: how long requests wait while no node can serve. `join_hint` tells how to start one."""
+        self.no_node_since: float | None = time.monotonic()
+        """Since when no node has been able to serve; None while one is."""
         self._router = router
         self._no_node_timeout_s = no_node_timeout_s
-        self._no_node_since: float | None = time.monotonic()
         self._join_hint = join_hint
-
-    def no_node_s(self) -> float | None:
-        """Return for how many seconds no node has been able to serve; None while one is."""
-        return None if self._no_node_since is None else time.monotonic() - self._no_node_since
 
     def enforce(self) -> DeadlineError | None:
         """End requests that waited too long. Return an error if no node came for some of them."""
-        now = time.monotonic()
-        if self._router.serving():
-            self._no_node_since = None
-        elif self._no_node_since is None:
-            self._no_node_since = now
-        for request in self._router.open:
-            if now - request.since >= self._router.request_timeout_s:
-                self._router.blame_node_of(request)
-                self._router.finish(request, self._too_slow(request, now))
-        error = self._end_without_node(now)
-        self._router.place()
+        now, router = time.monotonic(), self._router
+        if router.serving():
+            self.no_node_since = None
+        elif self.no_node_since is None:
+            self.no_node_since = now
+        for request in router.open:
+            if now - request.since >= router.request_timeout_s:
+                router.blame_node_of(request)
+                router.finish(request, self._too_slow(request, now - request.since))
+        error = None if self.no_node_since is None else self._end_without_node(self.no_node_since, now)
+        router.place()
         return error
 
-    def _end_without_node(self, now: float) -> DeadlineError | None:
-        since, limit_s = self._no_node_since, self._no_node_timeout_s
-        if since is None:
-            return None
-        overdue = [r for r in self._router.queue.values() if now - max(since, r.since) >= limit_s]
+    def _end_without_node(self, since: float, now: float) -> DeadlineError | None:
+        waiting, limit_s = self._router.queue.values(), self._no_node_timeout_s
+        overdue = [request for request in waiting if now - max(since, request.since) >= limit_s]
         if not overdue:
             return None
         clock_time = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - since)))
         error = DeadlineError(
-            f"{self._router.queued} requests waited for an inference node, but there has been none since {clock_time} "
+            f"{len(waiting)} requests waited for an inference node, but there has been none since {clock_time} "
             f"({now - since:.1f} s, orchestrator.no_node_timeout_s is {limit_s}): {self.why_no_node()}"
         )
         for request in overdue:
             self._router.finish(request, error)
         return error
 
-    def _too_slow(self, request: GatewayRequest, now: float) -> DeadlineError:
-        name, limit_s = request.asked.request_id, self._router.request_timeout_s
-        waited = f"request {name} waited {now - request.since:.1f} s, at most {limit_s}"
+    def _too_slow(self, request: GatewayRequest, waited_s: float) -> DeadlineError:
+        limit_s = self._router.request_timeout_s
+        waited = f"request {request.asked.request_id} waited {waited_s:.1f} s, at most {limit_s}"
         if request.running is not None:
             return DeadlineError(f"{waited}: node {request.running.node.node_id} has not answered")
         previous = f" (before that, {request.last_error})" if request.last_error else ""
@@ -556,10 +528,11 @@ class Waits:
 
     def why_no_node(self) -> str:
         """Return what each known node lacks, or how to start one."""
-        reasons = [f"{node.node_id} {node.cannot_serve(self._router.policy)}" for node in self._router.nodes.values()]
+        nodes = list(self._router.nodes.values())
+        reasons = [f"{node.node_id} {node.cannot_serve(self._router.policy)}" for node in nodes[:8]]
         if reasons:
-            return "; ".join(reasons[:8])
-        return f"none has connected: {self._join_hint()}, or set inference.nodes to at least 1"
+            return "; ".join(reasons)
+        return f"none has connected: {self._join_hint}, or set inference.nodes to at least 1"
 
 
 # -- checks of what nodes sample -------------------------------------------------------------------------------------
@@ -571,32 +544,48 @@ def check_sampled(message: Sampled, request: GatewayRequest, running: Running, p
     `running` holds `request`. Raises WireError naming what is wrong with the message.
     """
     streamed, node, max_tokens = running.streamed, running.node, request.num_left
-    swaps = node.record.swaps_since(running.placed)
-    token_ids, logprobs = _numbers(message)
+    count = _check_numbers(message, policy.vocab_size)
     if message.is_part:
-        _check_place(message, len(streamed), len(token_ids), max_tokens)
+        _check_part(message, len(streamed), count, max_tokens)
     else:
-        _check_end(message.finish_reason, len(token_ids), max_tokens)
-    _check_values(token_ids, logprobs, policy.vocab_size)
-    _check_spans(message.version_spans, len(token_ids), range(request.least_version, policy.newest + 1), swaps)
+        _check_end(message.finish_reason, count, max_tokens)
+        _check_beginning(message, streamed)
+    last = streamed.newest_version if message.is_part and streamed else None
+    versions = range(request.least_version if last is None else last, policy.newest + 1)
+    _check_spans(message.version_spans, count, versions, last, node.record.swaps_since(running.placed))
     for span in message.version_spans:
         if span.version not in policy.published and span.version > min(policy.published, default=span.version):
             raise WireError(f"there never was a version {span.version}")
-    if streamed and message.is_part:
-        _check_seam(streamed.newest_version, message.version_spans[0].version, swaps)
-    elif streamed:
-        _check_beginning(message, streamed)
     return Answer(
         token_ids=message.token_ids,
         logprobs=message.logprobs,
         version_spans=message.version_spans,
         finish_reason=message.finish_reason,
         prompt_cached=message.prompt_cached,
-        sampled_by=[(node.node_id, len(token_ids))],
+        sampled_by=[(node.node_id, count)],
     )
 
 
-def _check_place(message: Sampled, num_streamed: int, count: int, max_tokens: int) -> None:
+def _check_numbers(message: Sampled, vocab_size: int) -> int:
+    """Return how many ids and logprobs there are."""
+    if len(message.token_ids) % INT.itemsize or len(message.logprobs) % FLOAT.itemsize:
+        raise WireError(f"{len(message.token_ids)} and {len(message.logprobs)} bytes are not 4-byte numbers")
+    token_ids, logprobs = ints(message.token_ids), floats(message.logprobs)
+    if len(token_ids) != len(logprobs):
+        raise WireError(f"{len(token_ids)} token ids came with {len(logprobs)} logprobs")
+    if not len(token_ids):
+        return 0
+    low, high = int(token_ids.min()), int(token_ids.max())
+    if low < 0 or high >= vocab_size:
+        raise WireError(f"token ids {low}..{high} leave the vocabulary 0..{vocab_size - 1}")
+    least, most = float(logprobs.min()), float(logprobs.max())
+    # A NaN makes both comparisons false.
+    if not (least > _NO_EVIDENCE and most <= _ROUNDING):
+        raise WireError(f"logprobs lie in {least}..{most}, expected finite numbers in ({_NO_EVIDENCE}, 0]")
+    return len(token_ids)
+
+
+def _check_part(message: Sampled, num_streamed: int, count: int, max_tokens: int) -> None:
     if message.start != num_streamed:
         raise WireError(f"tokens from {message.start} came after {num_streamed}")
     if not 0 < count < max_tokens - num_streamed:
@@ -614,13 +603,6 @@ def _check_end(reason: str, count: int, max_tokens: int) -> None:
         raise WireError(f"finish_reason is 'length' after {count} tokens, but max_tokens was {max_tokens}")
 
 
-def _check_seam(last: int, first: int, swaps: Container[int]) -> None:
-    if first < last:
-        raise WireError(f"version {first} came after version {last}")
-    if first != last:
-        _check_swap(first, swaps)
-
-
 def _check_beginning(message: Sampled, streamed: Answer) -> None:
     count = len(streamed)
     if not message.token_ids.startswith(streamed.token_ids):
@@ -630,40 +612,20 @@ def _check_beginning(message: Sampled, streamed: Answer) -> None:
         raise WireError(f"other versions sampled its first {count} tokens than its node said with them")
 
 
-def _numbers(message: Sampled) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids and logprobs, equal in number."""
-    if len(message.token_ids) % INT.itemsize or len(message.logprobs) % FLOAT.itemsize:
-        raise WireError(f"{len(message.token_ids)} and {len(message.logprobs)} bytes are not 4-byte numbers")
-    token_ids, logprobs = ints(message.token_ids), floats(message.logprobs)
-    if len(token_ids) != len(logprobs):
-        raise WireError(f"{len(token_ids)} token ids came with {len(logprobs)} logprobs")
-    return token_ids, logprobs
-
-
-def _check_values(token_ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> None:
-    low, high = int(token_ids.min()), int(token_ids.max())
-    if low < 0 or high >= vocab_size:
-        raise WireError(f"token ids {low}..{high} leave the vocabulary 0..{vocab_size - 1}")
-    least, most = float(logprobs.min()), float(logprobs.max())
-    # A NaN makes both comparisons false.
-    if not (least > _NO_EVIDENCE and most <= _ROUNDING):
-        raise WireError(f"logprobs lie in {least}..{most}, expected finite numbers in ({_NO_EVIDENCE}, 0]")
-
-
-def _check_spans(spans: list[VersionSpan], num_tokens: int, versions: range, swaps: Container[int]) -> None:
+def _check_spans(
+    spans: list[VersionSpan], num_tokens: int, versions: range, last: int | None, swaps: Container[int]
+) -> None:
+    """`last`: version of the token before the first one, of the same node."""
     end, oldest = 0, versions.start
     for span in spans:
         if span.start != end or span.end <= span.start:
             raise WireError(f"version span [{span.start}, {span.end}) does not continue at position {end}")
         if not oldest <= span.version < versions.stop:
             raise WireError(f"version {span.version} is not between {oldest} and the newest, {versions.stop - 1}")
-        if span.start:
-            _check_swap(span.version, swaps)
-        end, oldest = span.end, span.version + 1
+        if last not in (None, span.version) and span.version not in swaps:
+            raise WireError(
+                f"a swap to version {span.version} came, but the node reported none while it held the request"
+            )
+        end, oldest, last = span.end, span.version + 1, span.version
     if end != num_tokens:
         raise WireError(f"version spans cover {end} of {num_tokens} tokens")
-
-
-def _check_swap(version: int, swaps: Container[int]) -> None:
-    if version not in swaps:
-        raise WireError(f"a swap to version {version} came, but the node reported none while it held the request")

@@ -3,15 +3,14 @@
 invite.py          the string that lets a machine join
 admission.py       which keys may connect, and what a node that enrolls gets
 trust.py           what is believed of one node, and how an audit changes that (read first)
-audits.py          answers that wait for an audit; auditors.py has who checks them
+audits.py          answers that wait for an audit, and who checks them
 node_commands.py   the nodes of a run from the command line, over loopback
 
 Nothing here knows the gateway, which calls it.
 """
 
 from orchestrator.swarm.admission import Admission, ServedFiles
-from orchestrator.swarm.auditors import Auditors
-from orchestrator.swarm.audits import Audits
+from orchestrator.swarm.audits import Auditors, Audits
 from orchestrator.swarm.trust import NodeTrust
 
 __all__ = ["Admission", "Auditors", "Audits", "NodeTrust", "ServedFiles"]

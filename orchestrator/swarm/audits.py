@@ -1,36 +1,68 @@
-"""Answers that wait for an audit: which are audited, and what a verdict does to nodes and rollouts.
+"""Answers that wait for an audit: which are audited, by whom, and what a verdict does to nodes and rollouts.
 
-    gateway: offer(answer) --chosen by the node's trust--> auditors.py: queue, AuditRequest, AuditVerdict --> trust
-                  |                                                                                            |
-    rollout ends: cleared(rollout) waits for the audits of new nodes' answers         evidence -> quarantine --+
-                                                                    (its unaudited recent rollouts are tainted)
+    gateway: offer(answer) --chosen by the node's trust--> Auditors: queue, AuditRequest, AuditVerdict --> trust
+                  |                                                                                         |
+    rollout ends: cleared(rollout) waits for the audits of new nodes' answers      evidence -> quarantine --+
+                                                                 (its unaudited recent rollouts are tainted)
 
 Which answers are audited is drawn after they came, by the operating system's randomness: a node cannot know. A rollout
 waits at most five minutes. Everything runs on one event loop.
+
+Auditors may be too slow for all answers. Then rollouts are served by a rank that each draws when it begins, so some get
+all of their verdicts in time. An auditor gets no more while it has held an answer for half of `TIMEOUT_S`, and drops an
+answer when `TIMEOUT_S` is over. An answer goes to one auditor: what that one cannot check, or is lost with, is not
+audited, and the rollout of a new node is played again. One that hangs costs what it holds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
+from bisect import insort
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from composer_prime.config import Config
 from composer_prime.config.orchestrator import AuditConfig
 from composer_prime.monitor.events import event
-from composer_prime.wire.node_messages import Answer, AuditRequest, AuditVerdict, PartVerdict, Sampling
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.weights import WeightStore
+from composer_prime.wire.node_messages import (
+    PROTOCOL,
+    Answer,
+    AuditRequest,
+    AuditVerdict,
+    ChunkRequest,
+    Dismissed,
+    FromAuditor,
+    Goodbye,
+    Heard,
+    NodeHello,
+    NodeWelcome,
+    PartVerdict,
+    Sampling,
+    Status,
+)
+from composer_prime.wire.sockets import NodeSocket
 from composer_prime.wire.types import pack_ints
-from orchestrator.swarm.auditors import TIMEOUT_S, Auditors, OfferedAnswer
+from orchestrator.event_loop import watched
 from orchestrator.swarm.trust import NodeTrust, is_clean
 
 logger = logging.getLogger(__name__)
 
+TIMEOUT_S = 300.0
+"""How long a rollout waits for audits of new nodes' answers before it fails."""
+_MAX_QUEUED = 4096
+MAX_QUEUED_BYTES = 512 << 20
+"""Answers that wait for an auditor, and their bytes; beyond that, those of the lowest rank count as not audited."""
 _QUARANTINE_S = 600.0
 """How long a node gets no requests after a failed audit; doubles each time."""
 _MAX_RECENT = 1024
@@ -38,8 +70,264 @@ _MAX_RECENT = 1024
 _MAX_TAINTED = 1 << 16
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class OfferedAnswer:
+    """One answer of a node, from its arrival until its rollout ends, or its audit does."""
+
+    parts: list[tuple[str, int]]
+    """Its nodes in order, each with the number of tokens that it sampled; mostly one."""
+    quarantines: dict[str, int]
+    """Of each of its nodes when the answer came."""
+    is_awaited: bool
+    """Whether its rollout waits for the audit."""
+    rank: float
+    """Random, and the same for all answers of a rollout. The highest is audited first."""
+    request: AuditRequest | None = None
+    """None when it is not audited, was, or its rollout is given up: no auditor gets it any more."""
+    outcome: asyncio.Future[AuditVerdict | str] = field(default_factory=asyncio.Future)
+    """A verdict, or why it could not be audited."""
+
+    @property
+    def nodes(self) -> str:
+        """Its nodes, for messages."""
+        return ", ".join(self.quarantines)
+
+    @property
+    def num_bytes(self) -> int:
+        one = self.request
+        return 0 if one is None else len(one.prompt_ids) + len(one.token_ids) + len(one.logprobs)
+
+    @property
+    def verdict(self) -> AuditVerdict | None:
+        outcome = self.outcome.result() if self.outcome.done() else None
+        return outcome if isinstance(outcome, AuditVerdict) else None
+
+    def end(self, outcome: AuditVerdict | str) -> None:
+        self.request = None
+        self.outcome.set_result(outcome)
+
+
+# -- auditors --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ConnectedAuditor:
+    name: str
+    places: int
+    last_heard: float
+    held: dict[int, tuple[OfferedAnswer, float]] = field(default_factory=dict)
+    """What it works on by audit number, and when it got that, monotonic seconds."""
+    paused_until: float = -math.inf
+    """After it could not check what another one might, monotonic seconds."""
+
+
+class Auditors:
+    """The auditors that are connected, and the answers that wait for them. Serves from `start` to `close`."""
+
+    def __init__(
+        self,
+        config: Config,
+        keys: RunKeys,
+        welcome: NodeWelcome,
+        store: WeightStore,
+        serve_chunk: Callable[[bytes, bytes, ChunkRequest, Callable[..., Any]], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+    ) -> None:
+        """`welcome`: goes to each with the versions of `store`. `clock()` tells which are slow, silent or paused.
+
+        Raises ConfigError when the trainer's key, the only one that is admitted, is missing.
+        """
+        self.failed = 0
+        """Answers that could not be audited."""
+        self.queue: list[OfferedAnswer] = []
+        """By rank, the highest last."""
+        self.connected: dict[bytes, ConnectedAuditor] = {}
+        self.on_verdict: Callable[[OfferedAnswer, AuditVerdict], None]
+        self._config = config
+        self._welcome = welcome
+        self._store = store
+        self._serve_chunk = serve_chunk
+        self._clock = clock
+        self._max_queued_bytes = max_queued_bytes
+        self._socket = NodeSocket(
+            keys, config.model.max_context, frozenset([keys.curve("trainer").public]).__contains__
+        )
+        self._receiving: asyncio.Task[None] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return self._socket.endpoint
+
+    def start(self, on_error: Callable[[BaseException], None]) -> None:
+        """Raise PortInUseError when another process holds the address, ConfigError when a key is missing."""
+        self._socket.bind(self._config.orchestrator.audit.address)
+        self._receiving = watched(self._receive(), on_error)
+
+    async def close(self, *, finished: bool = False) -> None:
+        """Stop serving. With `finished`, auditors learn that the run is over and leave."""
+        if self._receiving is not None:
+            self._receiving.cancel()
+            await asyncio.gather(self._receiving, return_exceptions=True)
+        for identity in self.connected if finished else ():
+            self._socket.send(identity, Dismissed(reason="the run is finished", finish_first=True))
+        await self._socket.close()
+
+    def tick(self) -> None:
+        """Give up auditors that are silent, and hand out what waits for those that were paused."""
+        now = self._clock()
+        for identity, auditor in list(self.connected.items()):
+            silent_s = now - auditor.last_heard
+            if silent_s > self._config.inference.lost_after_s:
+                self._lose(identity, f"silent for {silent_s:.1f} s")
+        self._place()
+
+    # -- answers -------------------------------------------------------------------------------------------------
+
+    def check(self, answer: OfferedAnswer) -> None:
+        """Have an answer with a request checked as soon as an auditor has room."""
+        self._enqueue(answer)
+        self._place()
+
+    def give_up(self, answers: Iterable[OfferedAnswer]) -> None:
+        """Hand out answers that are no longer awaited to no auditor. Verdicts under way count for the node."""
+        for answer in answers:
+            answer.request = None
+        self.queue = [answer for answer in self.queue if answer.request is not None]
+
+    def _enqueue(self, answer: OfferedAnswer) -> None:
+        insort(self.queue, answer, key=lambda one: one.rank)
+        num_bytes = sum(one.num_bytes for one in self.queue)
+        while num_bytes > self._max_queued_bytes or len(self.queue) > _MAX_QUEUED:
+            error = f"{len(self.queue)} answers of {num_bytes / 1e6:.1f} MB wait for an auditor"
+            num_bytes -= self.queue[0].num_bytes
+            self._fail(self.queue.pop(0), f"{error}: start more (inference audit)")
+
+    def _fail(self, answer: OfferedAnswer, error: str) -> None:
+        logger.warning("an answer of node %s is not audited: %s", answer.nodes, error)
+        self.failed += 1
+        answer.end(error)
+
+    def _place(self) -> None:
+        """Hand waiting answers to auditors with room, the highest rank first."""
+        while self.queue and (identity := self._with_room()) is not None:
+            answer, auditor = self.queue.pop(), self.connected[identity]
+            assert answer.request is not None, "only answers with a request are queued"
+            if self._socket.send(identity, answer.request):
+                auditor.held[answer.request.audit] = answer, self._clock()
+            else:  # It never had the answer.
+                self._lose(identity, "unreachable")
+                self._enqueue(answer)
+
+    def _with_room(self) -> bytes | None:
+        """Return the auditor that uses the least of its places; None when none has room.
+
+        One that is paused has none, and neither has one that holds an answer for long.
+        """
+        now = self._clock()
+        free = [
+            (len(one.held) / one.places, identity)
+            for identity, one in self.connected.items()
+            if len(one.held) < one.places
+            and now >= one.paused_until
+            and all(since > now - TIMEOUT_S / 2 for _, since in one.held.values())
+        ]
+        return min(free)[1] if free else None
+
+    def _lose(self, identity: bytes, reason: str) -> None:
+        auditor = self.connected.pop(identity)
+        logger.warning("auditor %s is gone (%s); it held %d answers", auditor.name, reason, len(auditor.held))
+        for answer, _ in auditor.held.values():
+            self._fail(answer, f"auditor {auditor.name} was lost with it ({reason})")
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def publish(self, signed: bytes) -> None:
+        """Tell the auditors of a new version."""
+        for identity in self.connected:
+            self._announce(identity, signed)
+
+    def _announce(self, identity: bytes, signed: bytes) -> None:
+        self._socket.send(identity, msgspec.structs.replace(self._welcome, manifest=signed, is_news=True))
+
+    async def _receive(self) -> None:
+        decoder = msgspec.msgpack.Decoder(FromAuditor)
+        while True:
+            received = await self._socket.receive()
+            try:
+                if received.num_frames != 1:
+                    raise msgspec.DecodeError(f"{received.num_frames} frames, expected 1")
+                message = decoder.decode(received.first)
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                logger.warning("dropped a message to the audit listener: %s (use one release everywhere)", error)
+                continue
+            self._handle(received.identity, message)
+
+    def _handle(self, identity: bytes, message: FromAuditor) -> None:
+        auditor = self.connected.get(identity)
+        if auditor is not None:
+            auditor.last_heard = self._clock()
+        match message:
+            case NodeHello():
+                self._hello(identity, message)
+            case ChunkRequest():
+                self._serve_chunk(identity, identity, message, self._socket.send_large)
+            case _ if auditor is None:
+                self._socket.send(identity, Heard(known=False))
+            case AuditVerdict():
+                self._take(auditor, message)
+            case Status():
+                self._socket.send(identity, Heard())
+            case Goodbye(reason=reason):
+                self._lose(identity, f"said goodbye: {reason[:200]}")
+        self._place()
+
+    def _take(self, auditor: ConnectedAuditor, outcome: AuditVerdict) -> None:
+        answer, _ = auditor.held.pop(outcome.audit, (None, 0.0))
+        if answer is None:
+            return
+        error, is_its_fault = outcome.error, outcome.retryable
+        if error is None and len(outcome.parts) != len(answer.parts):
+            error = f"its verdict has {len(outcome.parts)} parts, the answer {len(answer.parts)}: use one release"
+            is_its_fault = True
+        if error is None:
+            self.on_verdict(answer, outcome)
+            return
+        if is_its_fault:  # It must not look like one that is fast.
+            auditor.paused_until = auditor.last_heard + self._welcome.heartbeat_s
+        self._fail(answer, f"auditor {auditor.name}: {error}")
+
+    def _hello(self, identity: bytes, hello: NodeHello) -> None:
+        reason, is_other_run = None, hello.run_id not in (None, self._welcome.run_id)
+        if hello.protocol != PROTOCOL:
+            reason = f"the auditor speaks protocol {hello.protocol}, this run {PROTOCOL}: use one release everywhere"
+        elif is_other_run:
+            reason = f"the auditor served run {hello.run_id!r}, this is run {self._welcome.run_id!r}: restart it"
+        if reason is not None:
+            self._socket.send(identity, Dismissed(reason=reason, may_return=is_other_run))
+            return
+        if identity in self.connected:
+            self._lose(identity, "said hello again")
+        self.connected[identity] = ConnectedAuditor(
+            name=hello.node_id, places=max(1, hello.max_concurrent), last_heard=self._clock()
+        )
+        logger.info("auditor %s attached", hello.node_id)
+        kept = []
+        for version in self._store.versions():
+            with suppress(FileNotFoundError):  # The trainer prunes meanwhile.
+                kept.append(self._store.manifest(version))
+        newest = kept.pop() if kept else b""
+        self._socket.send(identity, msgspec.structs.replace(self._welcome, manifest=newest))
+        for signed in kept:
+            self._announce(identity, signed)
+
+
+# -- audits ----------------------------------------------------------------------------------------------------------
+
+
 class Audits:
-    """Serves auditors from `start` to `close`."""
+    """Chooses answers for an audit, and draws the conclusions."""
 
     def __init__(
         self,
@@ -50,10 +338,10 @@ class Audits:
         chance: Callable[[], float] = random.SystemRandom().random,
     ) -> None:
         """`trust` holds every node's, by id. `chance()` returns a number in [0, 1) that no node can know."""
-        self.counters: Counter[str] = Counter()
-        self._seconds = 0.0
-        self._config = config
+        self.counters: defaultdict[str, Any] = defaultdict(int)
         self.auditors = auditors
+        auditors.on_verdict = self._note
+        self._config = config
         self._trust = trust
         self._on_quarantine = on_quarantine
         self._chance = chance
@@ -61,30 +349,14 @@ class Audits:
         """By rollout that has not ended."""
         self._recent: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_MAX_RECENT))
         """Rollouts with an answer that was not audited, by node."""
-        self._tainted: OrderedDict[str, None] = OrderedDict()
-
-    @property
-    def endpoint(self) -> str:
-        """Return the auditors' address as it is bound."""
-        return self.auditors.endpoint
-
-    def start(self, on_error: Callable[[BaseException], None]) -> None:
-        """Raise PortInUseError when another process holds the address, ConfigError when a key is missing."""
-        self.auditors.start(self._config.address, self._note, on_error)
-
-    async def close(self, *, finished: bool = False) -> None:
-        """Stop serving. With `finished`, auditors learn that the run is over and leave."""
-        await self.auditors.close(finished=finished)
-
-    def publish(self, signed: bytes) -> None:
-        """Tell the auditors of a new version."""
-        self.auditors.publish(signed)
+        self._tainted: dict[str, None] = {}
+        """Those of nodes that were quarantined, the oldest first."""
 
     # -- answers -------------------------------------------------------------------------------------------------
 
     def offer(self, rollout_id: str, prompt_ids: Any, answer: Answer, sampling: Sampling) -> None:
         """Take note of an answer that was recorded for an open rollout, and have it audited if it is chosen."""
-        parts = tuple(answer.sampled_by)
+        parts = answer.sampled_by
         nodes = {node_id: self._trust[node_id] for node_id, _ in parts}
         others = self._open.setdefault(rollout_id, [])
         offered = OfferedAnswer(
@@ -125,14 +397,13 @@ class Audits:
 
     async def _wait(self, answers: list[OfferedAnswer]) -> list[OfferedAnswer]:
         """Wait for audits. Return the answers that got none in time; they are given up, also when this is cancelled."""
-        with suppress(TimeoutError):
-            try:
-                async with asyncio.timeout(TIMEOUT_S):
-                    for answer in answers:
-                        await answer.done.wait()
-            finally:
-                self.auditors.give_up(answer for answer in answers if not answer.done.is_set())
-        return [answer for answer in answers if not answer.done.is_set()]
+        try:
+            if answers:
+                await asyncio.wait([answer.outcome for answer in answers], timeout=TIMEOUT_S)
+        finally:
+            late = [answer for answer in answers if not answer.outcome.done()]
+            self.auditors.give_up(late)
+        return late
 
     def forget(self, rollout_id: str) -> None:
         """Forget a rollout whose answers will not be used."""
@@ -144,10 +415,10 @@ class Audits:
 
     def _too_late(self, answers: list[OfferedAnswer]) -> str:
         nodes = sorted({node_id for answer in answers for node_id in answer.quarantines})
+        connected, queued = len(self.auditors.connected), len(self.auditors.queue)
         return (
             f"waited {TIMEOUT_S:g} s for the audit of {len(answers)} answers of new nodes ({', '.join(nodes[:5])}); "
-            f"{self.auditors.connected} auditors are connected (inference audit), {self.auditors.queued} answers "
-            "are queued"
+            f"{connected} auditors are connected (inference audit), {queued} answers are queued"
         )
 
     def _objection(self, answer: OfferedAnswer) -> str | None:
@@ -158,13 +429,13 @@ class Audits:
         for node_id, quarantines in answer.quarantines.items():
             if self._trust[node_id].quarantines != quarantines:
                 return f"node {node_id} was quarantined, and this answer of it was not audited"
-        if answer.is_awaited and answer.error is not None:
-            return f"an answer of a new node ({answer.nodes}) could not be audited: {answer.error}"
+        if answer.is_awaited:
+            return f"an answer of a new node ({answer.nodes}) could not be audited: {answer.outcome.result()}"
         return None
 
     def _note(self, answer: OfferedAnswer, verdict: AuditVerdict) -> None:
         answer.end(verdict)
-        self._seconds += verdict.seconds
+        self.counters["seconds"] += verdict.seconds
         self.counters["audited"] += 1
         self.counters["tokens"] += sum(part.tokens for part in verdict.parts)
         self.counters["wrong"] += not all(map(is_clean, verdict.parts))
@@ -180,7 +451,7 @@ class Audits:
         for name in rollouts:
             self._tainted[name] = None
         while len(self._tainted) > _MAX_TAINTED:
-            self._tainted.popitem(last=False)
+            del self._tainted[next(iter(self._tainted))]
         reason = f"quarantined for {length_s:.0f} s: {why}"
         logger.warning(
             "node %s is %s; its %d unaudited rollouts are dropped unless a batch has them",
@@ -196,16 +467,16 @@ class Audits:
     def metrics(self) -> dict[str, float]:
         """Return the numbers for metrics.jsonl; counts and seconds are over the whole run."""
         now = time.monotonic()
-        states = Counter(trust.state(now) for trust in self._trust.values())
-        names = ("answers", "chosen", "audited", "wrong", "quarantines", "tokens")
+        quarantined = sum(now < trust.quarantined_until for trust in self._trust.values())
+        new = sum(trust.is_new and now >= trust.quarantined_until for trust in self._trust.values())
+        names = ("answers", "chosen", "audited", "wrong", "quarantines", "tokens", "seconds")
         return {
             **{f"audit/{name}": self.counters[name] for name in names},
-            "audit/seconds": self._seconds,
             "audit/failed": self.auditors.failed,
-            "audit/queued": self.auditors.queued,
-            "audit/auditors": self.auditors.connected,
-            "audit/nodes_new": states["new"],
-            "audit/nodes_quarantined": states["quarantined"],
+            "audit/queued": len(self.auditors.queue),
+            "audit/auditors": len(self.auditors.connected),
+            "audit/nodes_new": new,
+            "audit/nodes_quarantined": quarantined,
         }
 
 

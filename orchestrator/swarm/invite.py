@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
@@ -36,60 +37,61 @@ MAX_EXPIRES_S = 365 * 86400
 def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
     run_dir = RunDir(options.run_dir.absolute())
+    run_id = read_run_id(run_dir)
     if options.withdraw:
-        run_id = read_run_id(run_dir)
         withdrawn = RunKeys(run_dir.keys).registry.withdraw()
         print(f"withdrawn: {pluralize(withdrawn, 'invite')} of run {run_id}. Nodes that have joined serve on")
         return 0
+    config = load.read_config(run_dir.config).orchestrator
+    if not options.trust_nodes and not config.audit.enabled:
+        raise ConfigError(
+            "orchestrator.audit.enabled is false: nothing would check what these nodes say they sampled, and one that "
+            "answers fast and wrong takes the work of all others. Start the run with --orchestrator.audit.enabled "
+            "(also with --resume), or pass --trust-nodes if every machine that gets the invite is your own"
+        )
     addresses = node_addresses(run_dir, options.address, allow_loopback=options.allow_loopback)
-    _require_audits(run_dir, trusted=options.trust_nodes)
-    package = options.package or release_package()
+    package = options.package or release_package() or ""
     invite = create_invite(
-        run_dir, nodes=options.nodes, expires_s=options.expires, addresses=addresses, package=package or ""
+        run_dir, nodes=options.nodes, expires_s=options.expires, addresses=addresses, package=package
     )
-    text = invite.text()
+    print(invite.text())
     if options.quiet:
-        print(text)
         return 0
-    print(text)
-    print(f"\nshell   {shell_line(text)}")
+    # In the environment: every user of a machine sees the arguments of its processes.
+    variable = f"{INVITE_VARIABLE}={invite.text()}"
+    print(f"\nshell   {variable} inference join")
     if package:
-        print(f"uvx     {uvx_line(text, package)}")
+        print(f"uvx     {variable} uvx --from {shlex.quote(package)} inference join")
     print(
-        f"For {options.nodes} nodes of run {invite.run_id} at {', '.join(addresses)}, until "
+        f"For {options.nodes} nodes of run {run_id} at {', '.join(addresses)}, until "
         f"{utc_text(invite.expires)}. Who has the string can join: hand it over as a password.",
         file=sys.stderr,
     )
-    for note in _notes(run_dir, options, addresses, package):
+    has_free_port = not options.address and tcp_address(config.node_address, "its key", bind=True).port == 0
+    for note in _notes(addresses, has_free_port=has_free_port, package=package):
         print(f"orchestrator invite: {note}", file=sys.stderr)
     return 0
 
 
-def _notes(run_dir: RunDir, options: argparse.Namespace, addresses: list[str], package: str | None) -> Iterator[str]:
+def _notes(addresses: list[str], *, has_free_port: bool, package: str) -> Iterator[str]:
     """Return what the holder of the string may trip over."""
     if not package:
         yield (
             "no uvx line, because composer-prime is installed here from a folder or file that other machines do not "
             "have: give --package SPEC, what uv installs there, such as 'composer-prime @ git+https://...'"
         )
-    config = load.read_config(run_dir.config).orchestrator
-    if not options.address and tcp_address(config.node_address, "its key", bind=True).port == 0:
+    if has_free_port:
         yield (
             f"the port of {addresses[0]} changes when the run is started again, and its nodes are lost then: give it a "
             "fixed one with --orchestrator.node_address tcp://0.0.0.0:5500"
         )
-    yield from filter(None, map(_private, addresses))
-
-
-def _require_audits(run_dir: RunDir, *, trusted: bool) -> None:
-    """Raise ConfigError for a run that does not audit answers, unless the nodes are `trusted`."""
-    read_run_id(run_dir)
-    if not trusted and not load.read_config(run_dir.config).orchestrator.audit.enabled:
-        raise ConfigError(
-            "orchestrator.audit.enabled is false: nothing would check what these nodes say they sampled, and one that "
-            "answers fast and wrong takes the work of all others. Start the run with --orchestrator.audit.enabled "
-            "(also with --resume), or pass --trust-nodes if every machine that gets the invite is your own"
-        )
+    for host in (tcp_address(address, "the address", scheme="").host for address in addresses):
+        with suppress(ValueError):  # A name, and no number.
+            if ipaddress.ip_address(host).is_private and not is_loopback(host):
+                yield (
+                    f"{host} is reached from its own network only: pass --address PUBLIC_HOST:PORT for machines "
+                    "outside of it"
+                )
 
 
 def create_invite(run_dir: RunDir, *, nodes: int, expires_s: float, addresses: list[str], package: str = "") -> Invite:
@@ -120,15 +122,6 @@ def create_invite(run_dir: RunDir, *, nodes: int, expires_s: float, addresses: l
     )
 
 
-def shell_line(text: str) -> str:
-    """The string is in the environment: every user of a machine sees the arguments of its processes."""
-    return f"{INVITE_VARIABLE}={text} inference join"
-
-
-def uvx_line(text: str, package: str) -> str:
-    return f"{INVITE_VARIABLE}={text} uvx --from {shlex.quote(package)} inference join"
-
-
 def node_addresses(run_dir: RunDir, given: list[str], *, allow_loopback: bool = False) -> list[str]:
     """Return HOST:PORT at which machines elsewhere reach the run's gateway: `given`, or where it listens.
 
@@ -157,29 +150,21 @@ def node_addresses(run_dir: RunDir, given: list[str], *, allow_loopback: bool = 
 
 def _listening(run_dir: RunDir) -> Address:
     """Return where the gateway listens now, or will by the configuration; a wildcard becomes this machine's address."""
-    read_run_id(run_dir)
-    configured = tcp_address(
-        load.read_config(run_dir.config).orchestrator.node_address, "orchestrator.node_address", bind=True
-    )
-    bound = _bound(run_dir)
-    port = configured.port or (bound.port if bound is not None else 0)
-    if not port:
+    configured = load.read_config(run_dir.config).orchestrator.node_address
+    address = tcp_address(configured, "orchestrator.node_address", bind=True)
+    if not address.port:
+        with suppress(OSError, KeyError, ValueError):
+            bound = json.loads(run_dir.endpoints.read_text())["node"]
+            address = Address(address.host, tcp_address(bound, "endpoints.json", bind=True).port)
+    if not address.port:
         raise ConfigError(
             "orchestrator.node_address is port 0, a free one that changes with each start, and the run is not up: "
             "start it first, or with --orchestrator.node_address tcp://0.0.0.0:5500"
         )
-    host = own_address() if configured.host in WILDCARDS else configured.host
-    return Address(host, port)
+    return Address(_own_address() if address.host in WILDCARDS else address.host, address.port)
 
 
-def _bound(run_dir: RunDir) -> Address | None:
-    try:
-        return tcp_address(json.loads(run_dir.endpoints.read_text())["node"], "endpoints.json", bind=True)
-    except (OSError, KeyError, ValueError):
-        return None
-
-
-def own_address() -> str:
+def _own_address() -> str:
     """Return this machine's address on the way out of its network; 127.0.0.1 without one. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -187,18 +172,6 @@ def own_address() -> str:
             return probe.getsockname()[0]
         except OSError:
             return "127.0.0.1"
-
-
-def _private(address: str) -> str | None:
-    """Return a warning for an address that the internet does not route."""
-    host = tcp_address(address, "the address", scheme="").host
-    try:
-        private = ipaddress.ip_address(host).is_private and not is_loopback(host)
-    except ValueError:
-        return None
-    if not private:
-        return None
-    return f"{host} is reached from its own network only: pass --address PUBLIC_HOST:PORT for machines outside of it"
 
 
 def _parser() -> argparse.ArgumentParser:

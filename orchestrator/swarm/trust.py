@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from composer_prime.wire.node_messages import PartVerdict
 
@@ -34,8 +33,6 @@ BOUND = 14.0
 """Evidence, in nats, that quarantines: three answers, or four tokens close together."""
 _LONGEST_QUARANTINE = 2**6
 """Factor on the first quarantine's length."""
-
-State = Literal["new", "known", "quarantined"]
 
 
 @dataclass(slots=True)
@@ -64,23 +61,17 @@ class NodeTrust:
     """Answers audited without a fault since it was admitted, or admitted again."""
     doubtful: int = 0
     """Answers audited with a fault since then."""
-    audited: int = 0
-    """Answers audited over its whole life."""
     quarantines: int = 0
     quarantined_until: float = -math.inf
     tokens: SequentialTest = field(default_factory=lambda: SequentialTest(_P_WRONG_TOKEN))
     answers: SequentialTest = field(default_factory=lambda: SequentialTest(_P_WRONG_ANSWER))
 
-    def state(self, now: float) -> State:
-        if now < self.quarantined_until:
-            return "quarantined"
-        return "new" if self.is_new else "known"
-
     def expectation(self, now: float) -> float | None:
         """Return the expected share of right answers: 0 in quarantine, None before the first audit."""
         if now < self.quarantined_until:
             return 0.0
-        return (1 + self.clean) / (2 + self.clean + self.doubtful) if self.audited else None
+        is_audited = self.clean or self.doubtful or self.quarantines
+        return (1 + self.clean) / (2 + self.clean + self.doubtful) if is_audited else None
 
     @property
     def is_new(self) -> bool:
@@ -96,7 +87,6 @@ class NodeTrust:
 
     def note(self, verdict: PartVerdict) -> bool:
         """Take in an audit. Return whether the node must be quarantined."""
-        self.audited += 1
         if is_clean(verdict):
             self.clean += 1
         else:

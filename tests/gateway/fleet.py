@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import msgspec
 from node_peer import tokens_for
@@ -28,7 +29,7 @@ class Fleet:
             suspend_s=1.0,
             request_timeout_s=60.0,
         )
-        self.waits = Waits(self.router, 60.0, lambda: "")
+        self.waits = Waits(self.router, 60.0, "")
         for name, changes in hellos.items():
             hello = NodeHello(node_id=name, engine="test", run_id=None, version=0, max_concurrent=64, instance=name)
             node = self.router.attach(name.encode(), msgspec.structs.replace(hello, **changes))
@@ -36,7 +37,7 @@ class Fleet:
         self.calls: list[asyncio.Task] = []
 
     def _send(self, identity: bytes, message) -> bool:
-        name = next(node.node_id for node in self.router.nodes.values() if node.identity == identity)
+        name = self.router.connections[identity].node_id
         if isinstance(message, Generate):
             self.sent[name].append(message)
         elif isinstance(message, CancelGenerate):
@@ -46,7 +47,7 @@ class Fleet:
         return True
 
     def node(self, name: str) -> AttachedNode:
-        return next(node for node in self.router.nodes.values() if node.node_id == name)
+        return self.router.nodes[name]
 
     async def ask(
         self,
@@ -67,20 +68,16 @@ class Fleet:
         await asyncio.sleep(0)
 
     def answer(self, name: str, request: Generate) -> None:
-        ids, logprobs = tokens_for([5], 6)
-        self.router.on_sampled(
-            self.node(name),
-            Sampled(
-                request_id=request.request_id,
-                lease=request.lease,
-                token_ids=pack_ints(ids),
-                logprobs=pack_floats(logprobs),
-                version_spans=[VersionSpan(0, 6, 0)],
-                finish_reason="stop",
-            ),
-        )
+        self.finish(name, request, tokens_for([5], 6)[0])
 
-    def stream(self, name: str, request: Generate, ids: list[int], start: int = 0, version: int = 0, **changes) -> None:
+    def finish(self, name: str, request: Generate, ids: Sequence[int], version: int = 0) -> None:
+        """Have a node answer with these tokens, the last of them a stop."""
+        logprobs = pack_floats([-0.25] * len(ids))
+        self.stream(name, request, ids, version=version, logprobs=logprobs, finish_reason="stop")
+
+    def stream(
+        self, name: str, request: Generate, ids: Sequence[int], start: int = 0, version: int = 0, **changes
+    ) -> None:
         """Have a node send tokens of an answer that is not complete."""
         part = Sampled(
             request_id=request.request_id,
@@ -91,24 +88,6 @@ class Fleet:
             version_spans=[VersionSpan(0, len(ids), version)],
         )
         self.router.on_sampled(self.node(name), msgspec.structs.replace(part, **changes))
-
-    def finish(self, name: str, request: Generate, ids: list[int], version: int = 0) -> None:
-        """Have a node answer with these tokens, the last of them a stop."""
-        self.router.on_sampled(
-            self.node(name),
-            Sampled(
-                request_id=request.request_id,
-                lease=request.lease,
-                token_ids=pack_ints(ids),
-                logprobs=pack_floats([-0.25] * len(ids)),
-                version_spans=[VersionSpan(0, len(ids), version)],
-                finish_reason="stop",
-            ),
-        )
-
-    async def close(self) -> None:
-        self.router.close("the test is over")
-        await asyncio.gather(*self.calls, return_exceptions=True)
 
 
 def status(**changes) -> Status:

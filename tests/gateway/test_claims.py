@@ -19,7 +19,6 @@ async def test_a_node_that_claims_many_places_gets_its_share_and_no_more():
     fleet.router.update_status(fleet.node("liar"), status(tokens_per_s=1e12))
     await fleet.ask(1000)
     assert len(fleet.sent["liar"]) <= 40
-    await fleet.close()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,6 @@ async def test_no_instance_swaps_a_version_in_again():
     spans = [VersionSpan(0, 1, 3), VersionSpan(1, 6, 4)]
     fleet.stream("cheat", request, [10] * 6, finish_reason="stop", version_spans=spans)
     assert fleet.node("cheat").record.bad_answers == 1, "it got this one after the swap"
-    await fleet.close()
 
 
 async def test_an_honest_node_that_starts_again_below_its_version_is_not_blamed():
@@ -80,7 +78,6 @@ async def test_an_honest_node_that_starts_again_below_its_version_is_not_blamed(
         fleet.finish("a", request, [10], version=1)
     assert [len(await call) for call in fleet.calls] == [1] * 4
     assert fleet.node("a").record.bad_answers == fleet.node("a").record.failures_in_row == 0
-    await fleet.close()
 
 
 async def test_a_rewound_version_is_served_again():
@@ -93,7 +90,6 @@ async def test_a_rewound_version_is_served_again():
     fleet.router.update_status(fleet.node("a"), status(version=5))
     await fleet.ask()
     assert len(fleet.sent["a"]) == 1
-    await fleet.close()
 
 
 @pytest.mark.parametrize(("version", "bad"), [(4, 0), (6, 1), (8, 0), (2, 0)])
@@ -105,4 +101,3 @@ async def test_a_version_that_never_was(version, bad):
     [request] = fleet.sent["a"]
     fleet.finish("a", request, [10], version=version)
     assert fleet.node("a").record.bad_answers == bad
-    await fleet.close()

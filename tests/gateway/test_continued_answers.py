@@ -13,8 +13,8 @@ from http_calls import generate_body, post
 from node_peer import failed
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
-from composer_prime.wire.node_messages import Generate, NodeHello, Sampled, Sampling
-from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
+from composer_prime.wire.node_messages import Generate, NodeHello, Sampling
+from composer_prime.wire.types import VersionSpan, ints, pack_ints
 from inference.engines.local.local_engine import Computer, LocalEngine
 from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
@@ -47,7 +47,6 @@ async def test_another_node_continues_after_the_streamed_tokens(how):
     assert answer.token_logprobs.tolist() == [-0.5, -0.5, -0.5, -0.25, -0.25]
     assert answer.version_spans == [VersionSpan(0, 5, 0)] and tuple(answer.sampled_by) == (("a", 3), ("b", 2))
     assert (fleet.router.counters["tokens_resumed"], fleet.router.counters["tokens_lost"]) == (3, 0)
-    await fleet.close()
 
 
 async def test_an_answer_goes_on_with_the_same_or_newer_weights():
@@ -64,7 +63,6 @@ async def test_an_answer_goes_on_with_the_same_or_newer_weights():
     assert not fleet.sent["old"]
     fleet.finish("new", fleet.sent["new"][0], [12], version=3)
     assert (await fleet.calls[0]).version_spans == [VersionSpan(0, 2, 2), VersionSpan(2, 3, 3)]
-    await fleet.close()
 
 
 @pytest.mark.parametrize("how", ["answers", "streams"])
@@ -81,7 +79,6 @@ async def test_a_claim_of_older_weights_than_the_request_allows_is_refused(how):
     fleet.router.leave(fleet.node("b"), "silent")
     claim("c", fleet.sent["c"][0], [11], version=2)
     assert [fleet.node(name).record.bad_answers for name in "abc"] == [1, 0, 1]
-    await fleet.close()
 
 
 async def test_an_answer_that_no_serving_node_can_continue_starts_anew():
@@ -94,7 +91,6 @@ async def test_an_answer_that_no_serving_node_can_continue_starts_anew():
     [again] = fleet.sent["old"]
     assert (len(ints(again.prompt_ids)), again.sampling.resumed, again.sampling.max_tokens) == (1, 0, 8)
     assert fleet.router.counters["tokens_lost"] == 2
-    await fleet.close()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +115,6 @@ async def test_a_part_that_cannot_be_true_costs_the_node_the_request(changes):
     assert fleet.node("a").record.bad_answers == 1 and fleet.cancelled["a"] == [first.lease]
     [second] = fleet.sent["b"]
     assert len(ints(second.prompt_ids)) == 1
-    await fleet.close()
 
 
 async def test_an_answer_must_begin_with_what_was_streamed():
@@ -130,7 +125,6 @@ async def test_an_answer_must_begin_with_what_was_streamed():
     fleet.finish("a", fleet.sent["a"][0], [10, 12, 13])
     assert (fleet.node("a").record.bad_answers, fleet.router.counters["tokens_lost"]) == (1, 2)
     assert len(ints(fleet.sent["b"][0].prompt_ids)) == 1
-    await fleet.close()
 
 
 async def test_a_late_part_means_nothing():
@@ -143,7 +137,6 @@ async def test_a_late_part_means_nothing():
     fleet.stream("a", first, [10])
     fleet.router.update_status(fleet.node("a"), status())
     assert fleet.node("a").record.bad_answers == 0
-    await fleet.close()
 
 
 class SlowComputer(Computer):
@@ -214,9 +207,7 @@ def swapped(fleet: Fleet, name: str, request: Generate, swap: int, versions: tup
     """Have a node answer and claim that it swapped weights after `swap` tokens."""
     ids, (old, new) = [10, 11, 12, 13][:count], versions
     spans = [VersionSpan(0, swap, old), VersionSpan(swap, count, new)]
-    answer = Sampled(request_id=request.request_id, lease=request.lease, token_ids=pack_ints(ids),
-                       logprobs=pack_floats([-0.25] * count), version_spans=spans, finish_reason="stop")  # fmt: skip
-    fleet.router.on_sampled(fleet.node(name), answer)
+    fleet.stream(name, request, ids, version_spans=spans, finish_reason="stop")
 
 
 def report(fleet: Fleet, name: str, version: int) -> None:
@@ -235,7 +226,6 @@ async def test_a_swap_that_the_node_did_not_report_meanwhile_is_refused(swap):
     await fleet.ask(2)
     swapped(fleet, "a", fleet.sent["a"][1], swap, (3, 4))
     assert fleet.node("a").record.bad_answers == 2, "it had swapped before it got this one"
-    await fleet.close()
 
 
 async def test_honest_swaps_within_answers_are_taken():
@@ -259,7 +249,6 @@ async def test_honest_swaps_within_answers_are_taken():
     answers = await asyncio.gather(*fleet.calls)
     assert [len(answer.version_spans) for answer in answers] == [2, 2, 2, 2, 1, 1]
     assert fleet.node("a").record.bad_answers == 0
-    await fleet.close()
 
 
 async def test_a_version_is_swapped_in_once():
@@ -277,7 +266,6 @@ async def test_a_version_is_swapped_in_once():
     report(fleet, "a", 4)
     swapped(fleet, "a", fleet.sent["a"][1], 1, (3, 4))
     assert fleet.node("a").record.bad_answers == 1
-    await fleet.close()
 
 
 async def test_what_was_streamed_keeps_its_version():
@@ -293,4 +281,3 @@ async def test_what_was_streamed_keeps_its_version():
     fleet.stream("a", fleet.sent["a"][1], [10], version=3)
     fleet.stream("a", fleet.sent["a"][1], [11], start=1, version=4)
     assert fleet.node("a").record.bad_answers == 2
-    await fleet.close()

@@ -210,7 +210,7 @@ async def test_no_invite_stops_the_enrollment_of_another(open_gateway, keys, inv
                 await link._socket.send(msgspec.msgpack.encode(refused))
         assert isinstance(await joined(gateway, invite.keys).ask(enroll(own_keys(invite))), Enrolled)
         async with asyncio.timeout(100):
-            while not gateway.link.conduct.cut_off:
+            while not gateway.link.conduct.ignored:
                 for _ in range(500):
                     await links[0]._socket.send(msgspec.msgpack.encode(refused))
                 await asyncio.sleep(0.02)

@@ -37,14 +37,6 @@ async def test_ids_logprobs_and_spans_come_back_and_are_recorded(open_gateway, n
         assert gateway.records.take("r1") == []
 
 
-async def test_a_rollout_nobody_opened_is_served_but_not_recorded(open_gateway, node_keys):
-    """Memory is bounded by the rollouts that the orchestrator knows."""
-    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0"):
-        assert (await post(gateway.http_url, generate_body(5), X_Session_ID="stranger"))[0] == 200
-        assert (await post(gateway.http_url, generate_body(5)))[0] == 200
-        assert len(gateway.records) == 0 and gateway.records.num_bytes == 0
-
-
 async def test_each_turn_of_a_session_gets_its_own_seed(open_gateway, node_keys):
     """A rollout sends one seed in all its turns; the node must not draw the same noise twice."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0") as node:
@@ -79,7 +71,7 @@ async def test_a_client_that_hangs_up_cancels_its_request_on_the_node(open_gatew
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
         await node.until(lambda: not node.running)
-        assert gateway.router.in_flight == 0
+        assert not gateway.router.open
         assert gateway.router.counters["cancelled"] == 1
         assert gateway.records.take("r1") == []
 

@@ -117,17 +117,6 @@ def fuzzed(open_gateway, node_keys):
     loop.close()
 
 
-async def test_an_idle_connection_is_kept_for_long(open_gateway):
-    """A client whose event loop stood still for minutes finds its connections open."""
-    async with open_gateway() as gateway:
-        _, writer = await asyncio.open_connection("127.0.0.1", int(gateway.http_url.rsplit(":", 1)[1]))
-        await get(f"{gateway.http_url}/health")
-        runner = gateway._http._runner
-        assert runner is not None and runner.server is not None
-        assert min(each.keepalive_timeout for each in runner.server.connections) > 600
-        writer.close()
-
-
 @pytest.mark.parametrize("header", ["X-Session-ID", "Authorization"])
 async def test_a_header_that_is_no_text_is_the_clients_error(open_gateway, node_keys, monkeypatch, header):
     """Bytes that are no UTF-8 in a header get a 4xx, and nothing of the request stays behind."""

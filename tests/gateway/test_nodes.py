@@ -193,14 +193,16 @@ async def test_a_hello_that_does_not_fit_is_rejected_with_the_reason(open_gatewa
 
 
 async def test_a_published_version_reaches_all_nodes_and_late_comers(open_gateway, node_keys, keys):
-    """A Welcome carries the newest manifest, to the attached at once and to the others at their Hello."""
-    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as a:
-        assert isinstance(a.welcome, NodeWelcome) and a.welcome.manifest == b""
+    """A Welcome carries the newest manifest and the configured copies, to the attached and to others at their Hello."""
+    sources = ["http://*:5700", "https://cdn.example/run"]
+    settings = {"weights": {"sources": sources}}
+    async with open_gateway(orchestrator=settings) as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as a:
+        assert isinstance(a.welcome, NodeWelcome) and a.welcome.manifest == b"" and a.welcome.sources == sources
         signed = signed_manifest(keys, 3)
         assert gateway.publish(signed) == 3
         await a.until(lambda: any(isinstance(m, NodeWelcome) and m.manifest == signed for m in a.received))
         async with PeerNode(gateway.node_endpoint, node_keys, "b", version=3) as b:
-            assert isinstance(b.welcome, NodeWelcome) and b.welcome.manifest == signed
+            assert isinstance(b.welcome, NodeWelcome) and b.welcome.manifest == signed and b.welcome.sources == sources
             assert b.welcome.verify_key == keys.verifier().public_bytes_raw()
             assert gateway.versions() == {"a": 0, "b": 3}
         with pytest.raises(SignatureError):
@@ -231,7 +233,7 @@ async def test_what_a_leaving_node_gives_back_is_no_failure(open_gateway, node_k
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as leaving:
         leaving.answer = lambda request: failed(request, "it is draining", retryable=True, tried=False)
         calls = [asyncio.create_task(post(gateway.http_url, generate_body(5 + k))) for k in range(6)]
-        await leaving.until(lambda: bool(leaving.generates) and gateway.router.queued == 6)
+        await leaving.until(lambda: bool(leaving.generates) and len(gateway.router.queue) == 6)
         assert len(leaving.generates) <= 6
         assert gateway.router.nodes["a"].record.failures == 0 and gateway.waits.why_no_node() == "a draining"
         async with PeerNode(gateway.node_endpoint, node_keys, "b"):

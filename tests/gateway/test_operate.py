@@ -25,7 +25,7 @@ from composer_prime.wire.node_messages import ComputeDevice, NodeWelcome
 from inference.engines.base import build_engine
 from orchestrator.gateway import Gateway
 from orchestrator.swarm import node_commands as commands
-from orchestrator.swarm.node_commands import RunConnection
+from orchestrator.swarm.node_commands import live_rows
 
 WAIT_S = 150.0
 PATIENT = {"heartbeat_s": 0.5, "lost_after_s": 100.0}
@@ -110,7 +110,7 @@ def test_drain_and_ban_real_nodes(tmp_path, capsys):
                 lengths = [(status, len(reply["choices"][0]["token_ids"])) for status, reply in answers]
                 assert lengths == [(200, 200)] * 4
                 await asyncio.wait_for(a, WAIT_S)
-            first, second = sorted(await asyncio.to_thread(RunConnection(run_dir).nodes), key=lambda row: row.name)
+            first, second = sorted(await asyncio.to_thread(live_rows, run_dir), key=lambda row: row.name)
             assert (first.state, first.device, first.usd_per_hour, second.state) == ("away", "cpu", 2.5, "banned")
             assert first.totals.tokens > 0
 

@@ -59,7 +59,6 @@ async def test_a_fast_node_gets_as_many_more_requests_as_it_is_faster():
     set_pace(fleet.node("slow"), Pace(6e-4, 3e-2), fleet)
     await fleet.ask(42)
     assert (len(fleet.sent["fast"]), len(fleet.sent["slow"])) == (36, 6)
-    await fleet.close()
 
 
 @pytest.mark.parametrize(("was_measured", "expected"), [(True, (24, 4, 0)), (False, (28, 0, 0))])
@@ -78,7 +77,6 @@ async def test_a_node_that_comes_back_is_tried_beside_faster_ones_with_room(was_
     fleet.router.placing.median = Pace(6e-4, 3e-3, 6e-2)
     await fleet.ask(28)
     assert (len(fleet.sent["fast"]), len(fleet.sent["back"]), len(fleet.sent["slow"])) == expected
-    await fleet.close()
 
 
 @pytest.mark.parametrize(("others", "stays"), [(3, True), (40, False)])
@@ -94,7 +92,6 @@ async def test_a_conversation_leaves_when_waiting_costs_more_than_its_prompt_els
     fleet.node("b").draining = False
     await fleet.ask(prompt=4010, session="s", max_tokens=2000)
     assert fleet.sent["a" if stays else "b"][-1].session == "s"
-    await fleet.close()
 
 
 async def test_a_conversation_stays_until_the_fleet_is_measured():
@@ -109,7 +106,6 @@ async def test_a_conversation_stays_until_the_fleet_is_measured():
         fleet.node(name).speed.pace = Pace(1e-4, 1e-3)
     await fleet.ask(session="s")
     assert fleet.sent["a"][-1].session == "s"
-    await fleet.close()
 
 
 async def turn(fleet: Fleet, session: str, prompt: int) -> str:
@@ -136,9 +132,8 @@ async def test_a_conversation_goes_where_the_cache_has_room_for_it():
     fleet = fast_and_slow(fast=1000, slow=1000)
     assert [await turn(fleet, f"s{number}", 400) for number in range(4)] == ["fast", "fast", "slow", "slow"]
     assert await turn(fleet, "s0", 410) == "fast"
-    fleet.router.forget("s1")
+    fleet.router.placing.forget("s1")
     assert await turn(fleet, "s4", 400) == "fast"
-    await fleet.close()
 
 
 async def test_as_many_conversations_leave_a_full_cache_as_must():
@@ -147,7 +142,6 @@ async def test_as_many_conversations_leave_a_full_cache_as_must():
     assert [await turn(fleet, f"s{number}", 100) for number in range(4)] == ["fast"] * 4
     assert [await turn(fleet, f"s{number}", 260) for number in range(4)] == ["fast"] * 4
     assert [await turn(fleet, f"s{number}", 270) for number in range(4)] == ["slow", "fast", "fast", "fast"]
-    await fleet.close()
 
 
 async def test_a_conversation_stays_where_it_is_when_no_node_has_room():
@@ -155,7 +149,6 @@ async def test_a_conversation_stays_where_it_is_when_no_node_has_room():
     fleet = fast_and_slow(fast=1000, slow=1000)
     for prompt in (800, 1200, 1300, 1400):
         assert [await turn(fleet, f"s{number}", prompt) for number in range(2)] == ["fast", "slow"]
-    await fleet.close()
 
 
 async def test_a_node_without_room_is_better_than_a_far_slower_one():
@@ -166,7 +159,6 @@ async def test_a_node_without_room_is_better_than_a_far_slower_one():
     set_pace(fleet.node("slow"), Pace(1e-1, 5.0), fleet)
     await fleet.ask(prompt=400, session="s2")
     assert fleet.sent["fast"][-1].session == "s2"
-    await fleet.close()
 
 
 async def test_what_is_over_takes_no_room(monkeypatch):
@@ -178,7 +170,6 @@ async def test_what_is_over_takes_no_room(monkeypatch):
     assert await turn(fleet, "s0", 800) == "fast" and await turn(fleet, "s1", 800) == "slow"
     monkeypatch.setattr(time, "monotonic", lambda: now + 601.0)
     assert await turn(fleet, "s1", 810) == "slow" and await turn(fleet, "s2", 800) == "fast"
-    await fleet.close()
 
 
 async def test_a_prompt_is_warm_only_for_the_weights_that_read_it():
@@ -190,7 +181,6 @@ async def test_a_prompt_is_warm_only_for_the_weights_that_read_it():
         await fleet.ask(prompt=100, session="s")
         fleet.answer("a", fleet.sent["a"][-1])
     assert (fleet.router.placing.prompt_tokens, fleet.router.placing.warm_tokens) == (300, 99)
-    await fleet.close()
 
 
 @given(
@@ -214,7 +204,6 @@ def test_nothing_waits_that_a_free_node_may_answer(nodes, requests):
             able = [node for node in serving if request.may_run_on(node)]
             assert all(len(node.leases) >= node.places for node in able)
         assert sum(map(len, fleet.sent.values())) == sum(len(node.leases) for node in serving)
-        await fleet.close()
 
     asyncio.run(scenario())
 
@@ -232,4 +221,3 @@ async def test_a_node_gets_few_requests_until_its_pace_is_measured():
         assert len(new.leases) <= 7
         fleet.answer("new", request)
     assert len(new.leases) == 61
-    await fleet.close()

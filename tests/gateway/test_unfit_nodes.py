@@ -62,7 +62,6 @@ async def test_a_stalled_node_gets_one_request_until_it_answers():
     fleet.answer("a", fleet.sent["a"][-1])
     await fleet.ask(6)
     assert len(node.leases) == 6
-    await fleet.close()
 
 
 @pytest.mark.parametrize("instance", ["a", "restarted", ""])
@@ -77,7 +76,6 @@ async def test_a_suspension_outlasts_a_restart(instance):
     assert "stalls in a row" in (node.cannot_serve(fleet.router.policy) or "") and node.places == 1
     node.record.suspended_until = time.monotonic()
     assert node.cannot_serve(fleet.router.policy) is None
-    await fleet.close()
 
 
 @pytest.mark.parametrize("leaves", ["says hello", "says goodbye"])
@@ -110,7 +108,6 @@ async def test_a_node_that_delivered_something_may_leave():
     fleet.router.leave(fleet.node("a"), "reconnecting")
     fleet.router.leave(fleet.node("b"), "reconnecting")
     assert [fleet.node(name).record.failures_in_row for name in ("a", "b")] == [0, 1]
-    await fleet.close()
 
 
 @pytest.mark.parametrize("obstacle", ["outdated", "draining", "suspended"])
@@ -128,7 +125,6 @@ async def test_a_hung_node_that_may_not_serve_loses_its_requests_too(obstacle):
     assert [other.node_id for other in fleet.router.serving()] == ["b"]
     fleet.router.reclaim_stalled(75.0)
     assert not node.leases and len(fleet.node("b").leases) == 6
-    await fleet.close()
 
 
 async def test_tokens_that_are_reported_and_never_delivered_do_not_count_for_long():
@@ -149,7 +145,6 @@ async def test_tokens_that_are_reported_and_never_delivered_do_not_count_for_lon
         fleet.router.update_status(node, status(tokens_per_s=1e12))
         fleet.router.reclaim_stalled(75.0)
         assert bool(node.leases) == holds
-    await fleet.close()
 
 
 async def test_progress_and_a_lack_of_other_nodes_keep_requests_where_they_are():
@@ -162,7 +157,6 @@ async def test_progress_and_a_lack_of_other_nodes_keep_requests_where_they_are()
         fleet.router.update_status(node, reports)
         fleet.router.reclaim_stalled(75.0)
         assert node.leases
-        await fleet.close()
 
 
 @pytest.mark.parametrize("ended_by", ["gateway", "caller"])
@@ -195,7 +189,6 @@ async def test_a_node_that_lets_deadlines_pass_is_suspended(held_s, delivers, is
     assert ["node a has not answered" in str(reply) for reply in replies] == [ended_by == "gateway"] * 4
     assert (node.record.failures_in_row, node.places) == ((4, 1) if is_suspended else (0, 64))
     assert ("4 failures in a row" in (node.cannot_serve(fleet.router.policy) or "")) == is_suspended
-    await fleet.close()
 
 
 async def test_nodes_that_refuse_what_others_answer_are_suspended():
@@ -211,7 +204,6 @@ async def test_nodes_that_refuse_what_others_answer_are_suspended():
         fleet.answer("good", fleet.sent["good"][-1])
         assert (await fleet.calls[asked]).node_id == "good"
     assert refused == 12 and [node.node_id for node in fleet.router.serving()] == ["good"]
-    await fleet.close()
 
 
 async def test_a_request_that_every_node_refuses_is_no_nodes_fault():
@@ -225,4 +217,3 @@ async def test_a_request_that_every_node_refuses_is_no_nodes_fault():
         with pytest.raises(RequestError, match="no such sampling"):
             await fleet.calls[asked]
     assert len(fleet.router.serving()) == 4 and [len(sent) for sent in fleet.sent.values()] == [6] * 4
-    await fleet.close()

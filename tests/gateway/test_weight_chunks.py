@@ -133,7 +133,6 @@ async def test_a_node_that_pulls_again_and_again_spends_its_allowance(open_gatew
             for _ in range(3):
                 assert await pull_all(greedy, [new]) is None
             assert await pull_all(greedy, [new]) is not None
-            assert caplog.text.count("gets no more") == 2, "once for each version"
 
 
 def manifest_of(version: int, *chunks: ChunkRef) -> Manifest:

@@ -27,8 +27,7 @@ from composer_prime.wire.node_messages import (
 )
 from orchestrator.gateway.http import GenerationRecord
 from orchestrator.gateway.link import ChunkServer
-from orchestrator.swarm.auditors import Auditors
-from orchestrator.swarm.audits import Audits
+from orchestrator.swarm.audits import Auditors, Audits
 from orchestrator.swarm.trust import NodeTrust
 from tests.records_made import record_of
 
@@ -40,17 +39,9 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.times_read = 0
 
     def __call__(self) -> float:
-        self.times_read += 1
         return self.now
-
-    async def look(self) -> None:
-        """Wait until the audits have looked at all auditors. Only that reads the clock while no message comes."""
-        enough = self.times_read + 2
-        while self.times_read < enough:
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -88,10 +79,17 @@ async def serve_audits(
     auditors = Auditors(config, keys, welcome, store, serve_chunk, clock=clock, max_queued_bytes=max_queued_bytes)
     audits = Audits(config.orchestrator.audit, auditors, trust, chance=lambda: left.pop(0))
     patch = pytest.MonkeyPatch()
-    for module in ("audits", "auditors"):
-        patch.setattr(f"orchestrator.swarm.{module}.TIMEOUT_S", timeout_s)
+    patch.setattr("orchestrator.swarm.audits.TIMEOUT_S", timeout_s)
     failures: list[BaseException] = []
-    audits.start(failures.append)
+    auditors.start(failures.append)
+
+    async def tick() -> None:
+        """Do what the gateway does, unless the test has the clock."""
+        while not isinstance(clock, Clock):
+            await asyncio.sleep(0.02)
+            auditors.tick()
+
+    ticking = asyncio.create_task(tick())
     peers: list[PeerAuditor] = []
 
     def connect(role: str = "trainer") -> PeerAuditor:
@@ -104,7 +102,8 @@ async def serve_audits(
     finally:
         for peer in peers:
             peer.close()
-        await audits.close()
+        ticking.cancel()
+        await auditors.close()
         patch.undo()
 
 
@@ -153,7 +152,7 @@ async def requests_until_now(auditor: PeerAuditor) -> list[AuditRequest]:
 
 async def vanish(audits: Audits, auditor: PeerAuditor, name: str) -> None:
     """End an auditor's connection without a word. The audits have yet to notice."""
-    [identity] = [identity for identity, one in audits.auditors._connected.items() if one.name == name]
+    [identity] = [identity for identity, one in audits.auditors.connected.items() if one.name == name]
     auditor.close()
     while audits.auditors._socket.send(identity, Heard()):
         await asyncio.sleep(0.01)

@@ -27,7 +27,7 @@ def test_a_new_node_is_audited_whole_and_a_clean_one_ever_less():
         assert not note(trust, verdict())
     assert shares[:32] == [1.0] * 32 and shares[32] < 0.2
     assert shares == sorted(shares, reverse=True) and shares[-1] == FLOOR
-    assert trust.state(0.0) == "known" and (trust.expectation(0.0) or 0.0) > 0.99
+    assert not trust.is_new and (trust.expectation(0.0) or 0.0) > 0.99
 
 
 def test_one_wrong_token_is_not_enough():
@@ -62,14 +62,14 @@ def test_a_fault_of_the_answer_counts_however_long_it_is():
 
 def test_a_quarantine_ends_in_probation_and_the_next_one_is_longer():
     # What was good before is forgotten: all answers are audited again, and relapse costs twice the time.
-    trust = NodeTrust(clean=900, audited=900)
+    trust = NodeTrust(clean=900)
     assert trust.quarantine(100.0, 60.0) == 60.0
-    assert trust.state(159.0) == "quarantined" and trust.expectation(159.0) == 0.0
-    assert trust.state(161.0) == "new" and trust.share(FLOOR) == 1.0 and trust.tokens.evidence == 0.0 < BOUND
+    assert trust.quarantined_until == 160.0 and trust.expectation(159.0) == 0.0
+    assert trust.is_new and trust.share(FLOOR) == 1.0 and trust.tokens.evidence == 0.0 < BOUND
     assert trust.quarantine(200.0, 60.0) == 120.0
     for _ in range(20):
         longest = trust.quarantine(200.0, 60.0)
     assert longest == 64 * 60.0
     for _ in range(32):
         note(trust, verdict())
-    assert trust.state(10_000.0) == "known"
+    assert not trust.is_new
