@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
+import tarfile
 from pathlib import Path
 
 from composer_prime.errors import ConfigError
@@ -28,3 +30,11 @@ def git(folder: Path, *words: str, stdin: bytes = b"") -> bytes:
         said = (done.stderr.decode(errors="replace").strip() or "it failed").splitlines()[0]
         raise ConfigError(f"git {words[0]} in {folder}: {said.removeprefix('error: ')}")
     return done.stdout
+
+
+def commit_files(repository: Path, commit: str) -> dict[str, bytes]:
+    """Return the plain files of a commit. Raises ConfigError where git fails."""
+    packed = io.BytesIO(git(repository, "archive", "--format=tar", commit))
+    with tarfile.open(fileobj=packed) as archive:
+        entries = [(entry.name, archive.extractfile(entry)) for entry in archive if entry.isreg()]
+        return {name: file.read() for name, file in entries if file is not None}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -121,6 +121,14 @@ def tree_of(task: CodeTask, trees: Path) -> Path | None:
     if not folder.is_dir():
         raise ConfigError(f"task {task.id}: its tree {folder} is missing; copy trees/ together with {TASKS_FILE}")
     return folder
+
+
+def write_tree(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write a pristine tree. Raises ValueError for a path that leaves the folder."""
+    for path, content in files.items():
+        target = folder / check_path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
 
 
 def check_path(path: str) -> str:

@@ -18,7 +18,7 @@ from composer_prime.console import INTERRUPTED, ProgressLines, clock, pluralize
 from composer_prime.errors import ConfigError
 from orchestrator.coding.factory.candidates import FactorySettings
 from orchestrator.coding.factory.factory import TaskFactory, factory_runtime
-from orchestrator.coding.formats.conversion import ImportSettings, import_tasks, in_order, why_unproven
+from orchestrator.coding.formats.conversion import import_tasks, in_order, why_unproven
 from orchestrator.coding.task import TREES_FOLDER, CodeTask, read_tasks
 
 NOTHING = 1
@@ -151,15 +151,17 @@ def _print_report(report: dict[str, Any], folder: Path) -> None:
 
 def import_file(options: argparse.Namespace) -> int:
     """Make tasks of a published file. Return 0; a file without any task is an error."""
-    settings = ImportSettings(
+    importing = import_tasks(
+        options.file,
+        options.output,
+        runtime=None if options.unproven else factory_runtime(options.runtime, options.packages),
         repositories=options.repositories,
         timeout_s=options.timeout,
-        runtime=None if options.unproven else factory_runtime(options.runtime, options.packages),
         jobs=options.jobs,
     )
-    kept, refusals = asyncio.run(import_tasks(options.file, options.output, settings))
+    kept, refusals = asyncio.run(importing)
     for refusal in refusals[:20]:
-        print(f"refused: {refusal.place}: {refusal.reason}", file=sys.stderr)
+        print(f"refused: {refusal['place']}: {refusal['reason']}", file=sys.stderr)
     refused = f"; {len(refusals)} refused: {options.output}/refused.jsonl" if refusals else ""
     print(f"{pluralize(kept, 'task')} of {pluralize(kept + len(refusals), 'record')} in {options.output}{refused}")
     return 0

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.coding.factory.candidates import FactorySettings, SourceWork, TaskCandidate, find_candidates
+from orchestrator.coding.factory.candidates import FactorySettings, TaskCandidate, find_candidates
 from orchestrator.coding.factory.functions import SourceFunction, edited, find_functions
 from orchestrator.coding.factory.proof import symptoms
 from orchestrator.coding.factory.source import SourceTree
@@ -29,7 +28,18 @@ def found(**settings: Any) -> tuple[list[TaskCandidate], Counter[str]]:
     node = "tests/test_shapes.py::test_all"
     functions = {function.place: function for function in shapes().values()}
     tested = [place for place, each in functions.items() if each.qualname not in ("never_tested", "register")]
+    tree = SourceTree(
+        folder=Path("made"),
+        repository="made",
+        origin="here",
+        python_path=(".",),
+        texts={PATH: SHAPES},
+        sources=(PATH,),
+        functions=functions,
+        tests=(),
+    )
     baseline = Baseline(
+        tree=tree,
         stable=frozenset([node]),
         reach={place: frozenset([node]) for place in tested},
         imported=frozenset([shapes()["register"].place]),
@@ -38,11 +48,7 @@ def found(**settings: Any) -> tuple[list[TaskCandidate], Counter[str]]:
         seconds={"tests/test_shapes.py": 0.01},
         collect_errors={},
     )
-    tree = SourceTree(
-        folder=Path("made"), repository="made", origin="here", python_path=(".",), sources=(PATH,), tests=()
-    )
-    work = SourceWork(tree=tree, runtime=RuntimeConfig(), texts={PATH: SHAPES}, functions=functions, baseline=baseline)
-    return find_candidates(work, FactorySettings(**settings))
+    return find_candidates(baseline, FactorySettings(**settings))
 
 
 # A deleted body is gone with its comments; signature and docstring stay, and the file is still valid.

@@ -68,7 +68,8 @@ def test_a_run_does_not_see_what_another_one_left(tmp_path: Path) -> None:
     changes = {"before": {}, "spoils": {"package.py": SPOILING}, "between": {}, "touches": {"package.py": TOUCHING}}
     changes |= {"gone": {"package.py": None}, "after": {}}
     runs = [SuiteRun(key=key, tests=["test_package.py"], files=files) for key, files in changes.items()]
-    tree = SourceTree(folder=tmp_path, repository="a", origin="a", python_path=(".",), sources=(), tests=())
+    nothing = {"texts": {}, "sources": (), "functions": {}, "tests": ()}
+    tree = SourceTree(folder=tmp_path, repository="a", origin="a", python_path=(".",), **nothing)
     results = asyncio.run(asyncio.wait_for(play(tree, RuntimeConfig(type="subprocess"), runs, hash_seed=0), 200))
     passed = {key: sorted(node.partition("::test_")[2] for node in result.passed()) for key, result in results.items()}
     all_three = ["data", "nothing_is_left", "value"]

@@ -148,9 +148,9 @@ async def test_the_same_file_is_played_with_tools_after_an_import(tmp_path: Path
     # The agent finds solution.py with the prompt's beginning, runs code in its box, and edits the file.
     from scripted_policy import play, source_spec_of
 
-    from orchestrator.coding.formats.conversion import ImportSettings, import_tasks
+    from orchestrator.coding.formats.conversion import import_tasks
 
-    assert await import_tasks(Path(written(tmp_path)), tmp_path / "tasks", ImportSettings()) == (1, [])
+    assert await import_tasks(Path(written(tmp_path)), tmp_path / "tasks") == (1, [])
     taskset = {"id": "orchestrator.coding.code", "folder": str(tmp_path / "tasks"), "split": "all"}
     harness = {"id": "orchestrator.environments.tool_loop", "max_turns": 4}
     command = "printf '    return text[len(text) // 2]\\n' >> solution.py"

@@ -14,7 +14,7 @@ from instances_made import LENGTHS, REPAIRED, TEST_FILE, breaking_patch, instanc
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.code.grading import Grade, grade
-from orchestrator.coding.formats.conversion import ImportSettings, Refusal, apply_patch, import_tasks
+from orchestrator.coding.formats.conversion import Refusal, apply_patch, import_tasks
 from orchestrator.coding.task import CodeTask, matches, read_tasks
 
 pytestmark = pytest.mark.process  # git and graded tests
@@ -28,7 +28,7 @@ def imported(tmp_path: Path, records: list[dict[str, Any]], **settings: Any) -> 
     folder = tmp_path / "tasks"
     shutil.rmtree(folder, ignore_errors=True)
     settings = {"repositories": tmp_path / "clones", "runtime": RUNTIME, "jobs": 2, **settings}
-    kept, refusals = asyncio.run(import_tasks(file, folder, ImportSettings(**settings)))
+    kept, refusals = asyncio.run(import_tasks(file, folder, **settings))
     tasks = list(read_tasks(folder))
     assert len(tasks) == kept
     return tasks, refusals
@@ -119,9 +119,9 @@ def test_a_patch_that_does_not_apply_names_instance_file_and_hunk(tmp_path: Path
     bad = instance(commit, patch + second, test_patch, instance_id="acme__measures-8")
     tasks, (refusal,) = imported(tmp_path, [instance(commit, patch, test_patch), bad], runtime=None)
     assert [task.id for task in tasks] == ["acme__measures-7"]
-    assert refusal.place.endswith("instances.jsonl:2")
-    assert refusal.reason.startswith("acme__measures-8: its 'patch' does not apply: ")
-    assert refusal.reason.endswith("patch failed: src/measures/lengths.py:30")
+    assert refusal["place"].endswith("instances.jsonl:2")
+    assert refusal["reason"].startswith("acme__measures-8: its 'patch' does not apply: ")
+    assert refusal["reason"].endswith("patch failed: src/measures/lengths.py:30")
     assert "acme__measures-8" in (tmp_path / "tasks" / "refused.jsonl").read_text()
 
 
@@ -184,8 +184,8 @@ def test_records_of_several_forms_and_of_none(tmp_path: Path) -> None:
     records = [one_function("a/1"), {"question": "?"}, one_function("a/1")]
     tasks, refusals = imported(tmp_path, records, repositories=None)
     assert [task.id for task in tasks] == ["a/1"]
-    assert [refusal.place.rpartition(":")[2] for refusal in refusals] == ["2", "3"]
-    assert "question" in refusals[0].reason and "a/1" in refusals[1].reason
+    assert [refusal["place"].rpartition(":")[2] for refusal in refusals] == ["2", "3"]
+    assert "question" in refusals[0]["reason"] and "a/1" in refusals[1]["reason"]
 
 
 def test_what_an_import_needs_is_said_before_it_writes(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_what_an_import_needs_is_said_before_it_writes(tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir(exist_ok=True)
     (tmp_path / "tasks" / "tasks.jsonl").touch()
     with pytest.raises(ConfigError, match=r"tasks\.jsonl"):
-        asyncio.run(import_tasks(file, tmp_path / "tasks", ImportSettings()))
+        asyncio.run(import_tasks(file, tmp_path / "tasks"))
 
 
 def test_a_record_whose_sandbox_fails_ends_nothing_else(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_record_whose_sandbox_fails_ends_nothing_else(tmp_path: Path) -> None:
         (task,), (refusal,) = imported(tmp_path, [large, fine], runtime=bubblewrap)
     except SandboxError as error:
         pytest.skip(f"no bubblewrap here: {error}")
-    assert task.id == "a/1" and refusal.place.endswith("instances.jsonl:1") and refusal.reason
+    assert task.id == "a/1" and refusal["place"].endswith("instances.jsonl:1") and refusal["reason"]
     assert len((tmp_path / "tasks" / "refused.jsonl").read_text().splitlines()) == 1
 
 

@@ -61,30 +61,23 @@ def open_channel(key):
 
 
 class PinnedLoader(importlib.machinery.SourceFileLoader):
-    """Compiles a module from bytes in memory, and reads no bytecode."""
+    """Compiles modules from bytes in memory, and reads no bytecode. The class finds them as usual."""
 
-    def __init__(self, name, path, source):
-        super().__init__(name, path)
-        self._source = source
+    sources: dict[str, bytes]
+    """By absolute path."""
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.origin in cls.sources:
+            spec.loader = cls(name, spec.origin)
+        return spec
 
     def get_data(self, path):
-        return self._source
+        return self.sources[self.path]
 
     def get_code(self, fullname):
-        return self.source_to_code(self._source, self.path)
-
-
-class PinnedFinder:
-    """Finds modules as usual, and gives those whose file is pinned a `PinnedLoader`."""
-
-    def __init__(self, sources):
-        self._sources = sources
-
-    def find_spec(self, name, path=None, target=None):
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and (source := self._sources.get(spec.origin)) is not None:
-            spec.loader = PinnedLoader(name, spec.origin, source)
-        return spec
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def fingerprint():
@@ -328,7 +321,8 @@ def main():
     remove(spec["removed"])
     tests = [test for test in spec["tests"] if os.path.exists(test)]
     sources = pinned_sources(tests)
-    sys.meta_path.insert(0, PinnedFinder(sources))
+    PinnedLoader.sources = sources
+    sys.meta_path.insert(0, PinnedLoader)
     sys.path[:0] = [os.path.abspath(folder) for folder in spec["python_path"]]
     options = ["-q", "--tb=short", "--assert=plain", "--continue-on-collection-errors", f"--rootdir={os.getcwd()}"]
     options += ["-p", "no:cacheprovider", "-o", "addopts=", "-o", "required_plugins="]

@@ -1,7 +1,8 @@
 """What could become a task: deletions of functions, classes and modules, mutations, and commits.
 
 A candidate is a recipe, not text: the changed files are made when it is its turn. Candidates are numbered in an order
-that depends on the seed only, so that every run makes the same tasks.
+that depends on the seed only, so that every run makes the same tasks. A commit that changed sources and tests has a
+tree of its own: the agent begins with the sources of its parent, and the tests stay.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from composer_prime.config.sandbox import RuntimeConfig
 from orchestrator.coding.factory.functions import Edit, SourceFunction, edited
-from orchestrator.coding.factory.source import SourceCommit, SourceTree
+from orchestrator.coding.factory.source import is_test, tree_name
 from orchestrator.coding.factory.suite import Baseline
+from orchestrator.coding.git_command import git
 
 MIN_LINES = 3
 """Lines of statements that a function must have."""
 MAX_BODY_LINES = 400
+MAX_FILES = 8
+"""Source files that a commit may change."""
 MUTATIONS = 2
 """Mutations of each function."""
 _NEVER = {"__init_subclass__", "__class_getitem__", "__del__", "__set_name__"}
@@ -41,19 +45,6 @@ class FactorySettings:
     """Installed packages that tests need beside pytest."""
 
 
-@dataclass(slots=True, kw_only=True)
-class SourceWork:
-    """One source in work."""
-
-    tree: SourceTree
-    runtime: RuntimeConfig
-    texts: dict[str, str]
-    """Of the sources, by path."""
-    functions: dict[str, SourceFunction]
-    """By `place`."""
-    baseline: Baseline
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCandidate:
     """A change that may make a task."""
@@ -67,16 +58,24 @@ class TaskCandidate:
     """Places of the functions that lose their body, or are mutated."""
     edits: tuple[Edit, ...] = ()
     """One of each function."""
-    commit: SourceCommit | None = None
+    commit: str = ""
+    """Of a history; the next three fields say what it changed."""
+    message: str = ""
+    before: dict[str, str | None] = field(default_factory=dict)
+    """Source file -> the parent's text; None for one that the commit added."""
+    tests: tuple[str, ...] = ()
+    """Test files that the commit added or changed."""
 
 
-def find_candidates(work: SourceWork, settings: FactorySettings) -> tuple[list[TaskCandidate], Counter[str]]:
+def find_candidates(baseline: Baseline, settings: FactorySettings) -> tuple[list[TaskCandidate], Counter[str]]:
     """Return all candidates of a tree in the seed's order, and why functions give none."""
-    usable, left_out = usable_functions(work)
+    usable, left_out = usable_functions(baseline)
     candidates: dict[tuple[tuple[str, ...], tuple[Edit, ...]], TaskCandidate] = {}
-    found = [*_deletions(work.tree.name, usable)] if "delete" in settings.kinds else []
+    found = [*_deletions(baseline.tree.name, usable)] if "delete" in settings.kinds else []
     if "mutate" in settings.kinds:
-        found += [candidate for function in usable for candidate in _mutations(work.tree.name, function, settings.seed)]
+        found += [
+            candidate for function in usable for candidate in _mutations(baseline.tree.name, function, settings.seed)
+        ]
     for candidate in found:
         candidates.setdefault((candidate.functions, candidate.edits), candidate)
     unique = {candidate.id: candidate for candidate in candidates.values()}
@@ -88,13 +87,13 @@ def shuffled(seed: int, word: str) -> str:
     return hashlib.sha256(f"{seed} {word}".encode()).hexdigest()
 
 
-def usable_functions(work: SourceWork) -> tuple[list[SourceFunction], Counter[str]]:
+def usable_functions(baseline: Baseline) -> tuple[list[SourceFunction], Counter[str]]:
     """Return the functions that tests reach and that do not run at import, and why others are left out."""
     usable, left_out = [], Counter()
-    for place, function in work.functions.items():
-        if place in work.baseline.imported:
+    for place, function in baseline.tree.functions.items():
+        if place in baseline.imported:
             left_out["runs when the package is imported"] += 1
-        elif not work.baseline.reach.get(place):
+        elif not baseline.reach.get(place):
             left_out["no test reaches it"] += 1
         elif function.qualname.rpartition(".")[2] in _NEVER:
             left_out["a hook of the class machinery"] += 1
@@ -105,14 +104,14 @@ def usable_functions(work: SourceWork) -> tuple[list[SourceFunction], Counter[st
     return usable, left_out
 
 
-def changed_files(candidate: TaskCandidate, work: SourceWork) -> dict[str, str | None]:
+def changed_files(candidate: TaskCandidate, baseline: Baseline) -> dict[str, str | None]:
     """Return path -> text of the files that differ at the start; None for one that is not there."""
-    if candidate.commit is not None:
-        return candidate.commit.before
+    if candidate.commit:
+        return candidate.before
     edits: dict[str, list[Edit]] = defaultdict(list)
     for place, edit in zip(candidate.functions, candidate.edits, strict=True):
-        edits[work.functions[place].path].append(edit)
-    return {path: edited(work.texts[path], each) for path, each in edits.items()}
+        edits[baseline.tree.functions[place].path].append(edit)
+    return {path: edited(baseline.tree.texts[path], each) for path, each in edits.items()}
 
 
 def _deletions(name: str, usable: list[SourceFunction]) -> Iterator[TaskCandidate]:
@@ -154,3 +153,40 @@ def _mutations(name: str, function: SourceFunction, seed: int) -> Iterator[TaskC
 
 def _mark(edit: Edit) -> str:
     return hashlib.sha256(f"{edit.start} {edit.end} {edit.replacement}".encode()).hexdigest()[:8]
+
+
+def commit_candidates(repository: Path, newest: int) -> list[TaskCandidate]:
+    """Return those of the `newest` commits, without merges, that changed Python sources and tests.
+
+    Raises ConfigError where git fails.
+    """
+    listing = git(repository, "log", "--no-merges", f"--max-count={newest}", "--format=%H %P").decode()
+    with_parents = [line.split() for line in listing.splitlines() if " " in line.strip()]
+    return [found for commit, parent, *_ in with_parents if (found := _read_commit(repository, commit, parent))]
+
+
+def _read_commit(repository: Path, commit: str, parent: str) -> TaskCandidate | None:
+    """Return what a commit changed; None if it makes no task: no tests, no sources, too many files, or other text."""
+    changes = git(repository, "diff", "--name-status", "--no-renames", "-z", parent, commit).decode().split("\0")
+    states = dict(zip(changes[1::2], changes[0::2], strict=False))
+    modules = {path: state for path, state in states.items() if path.endswith(".py")}
+    sources = {path: state for path, state in modules.items() if not is_test(path) and path != "setup.py"}
+    tests = tuple(path for path, state in modules.items() if is_test(path) and state != "D")
+    if not tests or not sources or len(sources) > MAX_FILES:
+        return None
+    try:
+        before = {
+            path: None if state == "A" else git(repository, "show", f"{parent}:{path}").decode("utf-8")
+            for path, state in sources.items()
+        }
+    except UnicodeDecodeError:
+        return None
+    return TaskCandidate(
+        id=f"{tree_name(repository)}/history/{commit[:12]}",
+        kind="history",
+        shape="commit",
+        commit=commit,
+        message=git(repository, "log", "-1", "--format=%B", commit).decode(errors="replace").strip(),
+        before=before,
+        tests=tests,
+    )

@@ -27,28 +27,18 @@ from composer_prime.errors import ConfigError, SandboxError
 from composer_prime.run.run_dir import write_atomic
 from orchestrator.coding.factory.candidates import (
     FactorySettings,
-    SourceWork,
     TaskCandidate,
+    commit_candidates,
     find_candidates,
     shuffled,
 )
-from orchestrator.coding.factory.functions import find_functions
 from orchestrator.coding.factory.proof import Proof, build_task, prove
-from orchestrator.coding.factory.source import (
-    SourceCommit,
-    SourceTree,
-    commit_files,
-    describe_tree,
-    folder_files,
-    source_commits,
-    tree_name,
-    write_tree,
-)
-from orchestrator.coding.factory.suite import last_line, measure_baseline
+from orchestrator.coding.factory.source import SourceTree, describe_tree, source_files, tree_name
+from orchestrator.coding.factory.suite import Baseline, last_line, measure_baseline
 from orchestrator.coding.formats.conversion import in_order
 from orchestrator.coding.git_command import git
 from orchestrator.coding.sandbox.box import open_box
-from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER
+from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, write_tree
 
 REPORT_FILE = "report.json"
 BATCH = 12
@@ -57,21 +47,14 @@ _HISTORY_TEST_FILES = 4
 """Test files that a commit did not change and that run beside those it changed."""
 
 
-WorkAndProofs = tuple[SourceWork | None, list[Proof]]
-"""Proofs, and what they are about; None where none has a task."""
-
-
-class _SuiteLimits(SandboxLimits):
-    """The limits of a whole suite, whose output is long."""
-
-    output_kb = 1 << 18
-    output_mb = 512
+TreeAndProofs = tuple[SourceTree | None, list[Proof]]
+"""Proofs, and their tree; None where none has a task."""
 
 
 def factory_runtime(kind: str, packages: tuple[str, ...] = ()) -> RuntimeConfig:
-    """Return the runtime of proofs. A command runs many tests one after the other, so its time and output are large."""
-    limits = _SuiteLimits(wall_s=7200, cpu_s=7200, memory_gb=2)
-    return RuntimeConfig.model_validate({"type": kind, "limits": limits, "packages": list(packages)})
+    """Return the runtime of proofs. A command runs many tests one after the other, so its time is large."""
+    limits = SandboxLimits(wall_s=7200, cpu_s=7200, memory_gb=2)
+    return RuntimeConfig(type=kind, limits=limits, packages=list(packages))
 
 
 @dataclass(slots=True)
@@ -125,7 +108,7 @@ class TaskFactory:
             tree = await asyncio.to_thread(self._open, Path(source))
             await self._make_tree(tree)
             if self.settings.history:
-                commits = await asyncio.to_thread(source_commits, Path(source), self.settings.history)
+                commits = await asyncio.to_thread(commit_candidates, Path(source), self.settings.history)
                 await self._take(lambda commit: self._prove_commit(Path(source), commit), commits)
         except (ConfigError, SandboxError, OSError) as error:
             self.problems[source] = str(error)
@@ -143,66 +126,59 @@ class TaskFactory:
     def _copy(self, source: Path, commit: str = "") -> SourceTree:
         repository = tree_name(source)
         folder = self.folder / TREES_FOLDER / (f"{repository}-{commit[:12]}" if commit else repository)
-        write_tree(folder, commit_files(source, commit) if commit else folder_files(source))
+        write_tree(folder, source_files(source, commit))
         return describe_tree(folder, repository, str(source))
 
     async def _make_tree(self, tree: SourceTree) -> None:
-        work = await self._begin(tree)
-        candidates, left_out = find_candidates(work, self.settings)
+        baseline = await measure_baseline(tree, self.runtime, self.settings.suite_timeout_s)
+        candidates, left_out = find_candidates(baseline, self.settings)
         figures = self.figures[tree.name] = {
-            "tests": len(work.baseline.stable),
-            "tests_left_out": work.baseline.excluded,
-            "functions": len(work.functions),
+            "tests": len(baseline.stable),
+            "tests_left_out": baseline.excluded,
+            "functions": len(tree.functions),
             "functions_left_out": dict(left_out),
             "candidates": len(candidates),
-            "import_errors": {file: last_line(message) for file, message in work.baseline.collect_errors.items()},
+            "import_errors": {file: last_line(message) for file, message in baseline.collect_errors.items()},
         }
         batches = [candidates[start : start + BATCH] for start in range(0, len(candidates), BATCH)]
-        figures["tasks"] = await self._take(lambda batch: self._prove_batch(work, batch), batches)
+        figures["tasks"] = await self._take(lambda batch: self._prove_batch(baseline, batch), batches)
 
-    async def _take(self, prove_one: Callable[[Any], Awaitable[WorkAndProofs]], items: Sequence[Any]) -> int:
+    async def _take(self, prove_one: Callable[[Any], Awaitable[TreeAndProofs]], items: Sequence[Any]) -> int:
         """Record the proofs of all items in their order, until there are `limit` tasks. Return how many there are."""
         made = 0
         async with aclosing(in_order(prove_one, items, self.jobs)) as results:
-            async for work, proofs in results:
+            async for tree, proofs in results:
                 for proof in proofs:
                     if made == self.settings.limit:
                         return made
-                    made += self._record(work, proof)
+                    made += self._record(tree, proof)
         return made
 
-    async def _begin(self, tree: SourceTree) -> SourceWork:
-        baseline = await measure_baseline(tree, self.runtime, self.settings.suite_timeout_s)
-        texts = {path: tree.text(path) for path in tree.sources}
-        found = await asyncio.to_thread(lambda: [each for path in texts for each in find_functions(path, texts[path])])
-        functions = {function.place: function for function in found}
-        return SourceWork(tree=tree, runtime=self.runtime, texts=texts, functions=functions, baseline=baseline)
-
-    async def _prove_batch(self, work: SourceWork, batch: Sequence[TaskCandidate]) -> WorkAndProofs:
+    async def _prove_batch(self, baseline: Baseline, batch: Sequence[TaskCandidate]) -> TreeAndProofs:
         """Prove a batch. One that ends its box is taken apart, so that only the candidate at fault is refused.
 
         A candidate is refused after two tries, and only while boxes can be opened. Raises SandboxError otherwise.
         """
         try:
-            return work, await prove(batch, work)
+            return baseline.tree, await prove(batch, baseline, self.runtime)
         except SandboxError:
             await self._try_box()
         proofs = []
         for candidate in batch:
             try:
-                proofs += await prove([candidate], work)
+                proofs += await prove([candidate], baseline, self.runtime)
             except SandboxError as error:
                 await self._try_box()
                 proofs.append(Proof(candidate=candidate, reason="the box ended", detail=str(error)[:300]))
-        return work, proofs
+        return baseline.tree, proofs
 
-    def _record(self, work: SourceWork | None, proof: Proof) -> bool:
+    def _record(self, tree: SourceTree | None, proof: Proof) -> bool:
         """Write the task of a proof, or note its refusal. Return whether it gave a task."""
         candidate = proof.candidate
-        if proof.reason or work is None:
+        if proof.reason or tree is None:
             self.refused.append({"id": candidate.id, "reason": proof.reason, "detail": proof.detail})
         else:
-            task = build_task(work, proof, self.settings)
+            task = build_task(tree, proof, self.settings)
             with (self.folder / TASKS_FILE).open("ab") as file:
                 file.write(msgspec.json.encode(task) + b"\n")
             self.shapes[f"{candidate.kind}: {candidate.shape}"] += 1
@@ -210,16 +186,15 @@ class TaskFactory:
         self._lines.tell(lambda: f"{pluralize(made, 'task')} of {made + len(self.refused)} candidates")
         return not proof.reason
 
-    async def _prove_commit(self, repository: Path, commit: SourceCommit) -> WorkAndProofs:
+    async def _prove_commit(self, repository: Path, candidate: TaskCandidate) -> TreeAndProofs:
         """Prove one commit. It has a tree of its own, and a baseline over its tests and a few others."""
-        name = f"{tree_name(repository)}/history/{commit.commit[:12]}"
-        candidate = TaskCandidate(id=name, kind="history", shape="commit", commit=commit)
         try:
-            tree = await asyncio.to_thread(self._copy, repository, commit.commit)
-            others = [path for path in tree.tests if path not in commit.tests]
+            tree = await asyncio.to_thread(self._copy, repository, candidate.commit)
+            others = [path for path in tree.tests if path not in candidate.tests]
             others = sorted(others, key=lambda path: shuffled(self.settings.seed, path))[:_HISTORY_TEST_FILES]
-            work = await self._begin(dataclasses.replace(tree, tests=(*commit.tests, *others)))
-            return await self._prove_batch(work, [candidate])
+            tree = dataclasses.replace(tree, tests=(*candidate.tests, *others))
+            baseline = await measure_baseline(tree, self.runtime, self.settings.suite_timeout_s)
+            return await self._prove_batch(baseline, [candidate])
         except (ConfigError, SandboxError) as error:
             if isinstance(error, SandboxError):
                 await self._try_box()

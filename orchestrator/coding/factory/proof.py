@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from orchestrator.coding.factory.candidates import FactorySettings, SourceWork, TaskCandidate, changed_files, shuffled
+from composer_prime.config.sandbox import RuntimeConfig
+from orchestrator.coding.factory.candidates import FactorySettings, TaskCandidate, changed_files, shuffled
 from orchestrator.coding.factory.functions import SourceFunction
 from orchestrator.coding.factory.source import SourceTree, editable_patterns
 from orchestrator.coding.factory.suite import Baseline, SuiteResult, SuiteRun, TestRecord, play, test_file
@@ -59,7 +60,7 @@ class Proof:
 
 def choose_test_files(candidate: TaskCandidate, baseline: Baseline) -> list[str]:
     """Return the test files to run: those with most tests that reach the change, and one more that others pass in."""
-    if candidate.commit is not None:
+    if candidate.commit:
         return sorted(baseline.files)
     nodes = frozenset[str]().union(*(baseline.reach.get(place, frozenset()) for place in candidate.functions))
     reaching = Counter(test_file(node) for node in sorted(nodes))
@@ -76,29 +77,28 @@ def choose_test_files(candidate: TaskCandidate, baseline: Baseline) -> list[str]
     return sorted(files)
 
 
-async def prove(batch: Sequence[TaskCandidate], work: SourceWork) -> list[Proof]:
+async def prove(batch: Sequence[TaskCandidate], baseline: Baseline, runtime: RuntimeConfig) -> list[Proof]:
     """Return a proof of each candidate, in the batch's order."""
-    baseline = work.baseline
-    proofs = {candidate.id: _prepare(candidate, work) for candidate in batch}
+    proofs = {candidate.id: _prepare(candidate, baseline) for candidate in batch}
     seen: dict[str, list[tuple[SuiteResult, SuiteResult]]] = {name: [] for name in proofs}
     for hash_seed in range(GRADINGS):
         cases = {name: proof for name, proof in proofs.items() if not proof.reason}
         if not cases:
             break
         runs = _runs(cases, baseline)
-        results = await play(work.tree, work.runtime, runs, hash_seed=hash_seed, explain=hash_seed == 0)
+        results = await play(baseline.tree, runtime, runs, hash_seed=hash_seed, explain=hash_seed == 0)
         for name, proof in cases.items():
             seen[name].append((results[name], results["\n".join(proof.tests)]))
             proofs[name] = _judge(proof, baseline, seen[name])
     return list(proofs.values())
 
 
-def _prepare(candidate: TaskCandidate, work: SourceWork) -> Proof:
+def _prepare(candidate: TaskCandidate, baseline: Baseline) -> Proof:
     """Make the changed files, and refuse what needs no run."""
-    start = changed_files(candidate, work)
-    if all(work.texts.get(path) == text for path, text in start.items()):
+    start = changed_files(candidate, baseline)
+    if all(baseline.tree.texts.get(path) == text for path, text in start.items()):
         return Proof(candidate=candidate, reason="the change changes nothing")
-    tests = choose_test_files(candidate, work.baseline)
+    tests = choose_test_files(candidate, baseline)
     if not tests:
         return Proof(candidate=candidate, reason="no quick test file reaches it")
     return Proof(candidate=candidate, start=start, tests=tests)
@@ -159,10 +159,10 @@ def _refusal(before: SuiteResult, after: SuiteResult) -> tuple[str, str]:
     return "", ""
 
 
-def build_task(work: SourceWork, proof: Proof, settings: FactorySettings) -> CodeTask:
+def build_task(tree: SourceTree, proof: Proof, settings: FactorySettings) -> CodeTask:
     """Return the task of a proven candidate."""
-    tree, candidate = work.tree, proof.candidate
-    functions = [work.functions[place] for place in candidate.functions]
+    candidate = proof.candidate
+    functions = [tree.functions[place] for place in candidate.functions]
     start = {path: text for path, text in proof.start.items() if text is not None}
     hidden = sorted({test_file(node) for node in proof.fail_to_pass}) if settings.hide_tests else []
     return CodeTask(
@@ -173,7 +173,7 @@ def build_task(work: SourceWork, proof: Proof, settings: FactorySettings) -> Cod
         prompt=_prompt(proof, functions),
         start=start,
         removed=[*(path for path in proof.start if path not in start), *hidden],
-        solution={path: tree.text(path) for path in proof.start if (tree.folder / path).is_file()},
+        solution={path: tree.texts[path] for path in proof.start if path in tree.texts},
         editable=_editable(tree, proof.start),
         tests=proof.tests,
         fail_to_pass=_draw(proof.fail_to_pass, settings.seed),
@@ -201,8 +201,8 @@ def _draw(nodes: list[str], seed: int) -> list[str]:
 def _prompt(proof: Proof, functions: Sequence[SourceFunction]) -> str:
     candidate, total = proof.candidate, len(proof.fail_to_pass)
     failures = sorted(proof.failures, key=lambda record: (not record.assertion, record.node))
-    if candidate.commit is not None:
-        opening = f"Make this change:\n\n{candidate.commit.message[:_SIGNATURE_CHARACTERS]}"
+    if candidate.commit:
+        opening = f"Make this change:\n\n{candidate.message[:_SIGNATURE_CHARACTERS]}"
         tests = f"{total} test{'s' * (total != 1)} of the repository must pass then, and must not pass now."
         parts = [opening, tests, *symptoms(failures)]
     elif candidate.kind == "mutate":

@@ -111,8 +111,9 @@ async def play(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """What the untouched tree's tests do."""
+    """What the tests of an untouched tree do."""
 
+    tree: SourceTree
     stable: frozenset[str]
     """Node ids of tests that passed in all runs."""
     reach: dict[str, frozenset[str]]
@@ -148,7 +149,7 @@ async def measure_baseline(tree: SourceTree, runtime: RuntimeConfig, suite_timeo
         if result.ended:
             raise ConfigError(f"{tree.origin}: pytest cannot run its tests: {last_line(result.ended)}")
         results.append(result)
-    baseline = _combine(results)
+    baseline = _combine(tree, results)
     if len(baseline.stable) < 2:
         count = "only one" if baseline.stable else "none"
         raise ConfigError(
@@ -158,7 +159,7 @@ async def measure_baseline(tree: SourceTree, runtime: RuntimeConfig, suite_timeo
 
 
 def _has_tests(tree: SourceTree, path: str) -> bool:
-    text = tree.text(path)
+    text = tree.texts[path]
     return not path.endswith(("conftest.py", "__init__.py")) and ("def test" in text or "TestCase" in text)
 
 
@@ -167,7 +168,7 @@ def test_file(node: str) -> str:
     return node.split("::", 1)[0]
 
 
-def _combine(results: list[SuiteResult]) -> Baseline:
+def _combine(tree: SourceTree, results: list[SuiteResult]) -> Baseline:
     first = results[0]
     seconds: dict[str, float] = defaultdict(float)
     for node, record in results[-1].tests.items():  # The first run is slow, because it is traced.
@@ -184,6 +185,7 @@ def _combine(results: list[SuiteResult]) -> Baseline:
         else:
             files[test_file(node)].append(node)
     return Baseline(
+        tree=tree,
         stable=stable,
         reach=_reach([first.tests[node] for tests in files.values() for node in tests]),
         imported=frozenset(first.imported),

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -31,92 +29,83 @@ from composer_prime.console import ProgressLines
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.code.grading import grade
 from orchestrator.coding.formats.task_files import Record, read_records
-from orchestrator.coding.git_command import git
+from orchestrator.coding.git_command import commit_files, git
 from orchestrator.coding.sandbox.box import open_box
-from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, check_path, write_tasks
+from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, check_path, write_tasks, write_tree
 
 REFUSED_FILE = "refused.jsonl"
 _TESTS_ARE_NOT_EDITABLE = ("!**/tests/**", "!**/test/**", "!**/testing/**", "!**/test_*.py", "!**/*_test.py")
 _COMMIT = re.compile("HEAD|[0-9a-f]{7,64}")
-_TAR_TIMEOUT_S = 600.0
 _HEADER = re.compile(r"^(?:(?:---|\+\+\+) (?:[ab]/)?|(?:rename|copy) (?:from|to) )(?P<path>[^\t\n]+)", re.MULTILINE)
 """A line of a diff that names a file."""
 
 
-class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """A record that became no task."""
-
-    place: str
-    reason: str
+Refusal = dict[str, str]
+"""`place` of a record that became no task, and `reason`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImportSettings:
-    """How records become tasks."""
-
-    repositories: Path | None = None
-    """Folder with a clone of each repository; SWE-bench's family needs one."""
-    timeout_s: float = 300.0
-    """SWE-bench's family: wall-clock limit of one run of the tests."""
-    runtime: RuntimeConfig | None = None
-    """Where tasks are proven; None takes them unproven."""
-    jobs: int = 1
-    """Proofs at one time."""
-
-
-async def import_tasks(path: Path, folder: Path, settings: ImportSettings) -> tuple[int, list[Refusal]]:
+async def import_tasks(
+    path: Path,
+    folder: Path,
+    *,
+    runtime: RuntimeConfig | None = None,
+    repositories: Path | None = None,
+    timeout_s: float = 300.0,
+    jobs: int = 1,
+) -> tuple[int, list[Refusal]]:
     """Write the tasks of a file below `folder`. Return how many, and the records that are none.
 
-    Raises ConfigError where no record is one, SandboxError where no sandbox can be opened.
+    `runtime`: where tasks are proven; None takes them unproven. `repositories`: folder with a clone of each, which
+    SWE-bench's family needs; `timeout_s`: limit of one run of its tests. `jobs`: proofs at one time. Raises ConfigError
+    where no record is a task, SandboxError where no sandbox can be opened.
     """
     if (folder / TASKS_FILE).exists():
         raise ConfigError(f"{folder / TASKS_FILE} exists: name another folder, or remove it")
     records = list(read_records(path))
-    if settings.runtime is not None:
-        async with await open_box(settings.runtime):
+    if runtime is not None:
+        async with await open_box(runtime):
             pass  # Without sandboxes every record would be refused for it.
+
+    async def proven(record: Record) -> CodeTask | str:
+        """Return the task of a record, or why it is none."""
+        try:
+            task = await asyncio.to_thread(_convert, record, repositories, folder / TREES_FOLDER, timeout_s)
+            return await why_unproven(task, folder / TREES_FOLDER, runtime) or task if runtime else task
+        except (ConfigError, SandboxError, OSError) as error:  # OSError: its files do not fit.
+            return str(error).removeprefix(f"{record.place}: ") or repr(error)  # A TimeoutError has no words.
+
     refusals: list[Refusal] = []
     tasks: dict[str, CodeTask] = {}
     lines = ProgressLines()
-    outcomes = in_order(lambda record: _outcome(record, folder, settings), records, settings.jobs)
+    outcomes = in_order(proven, records, jobs)
     async with aclosing(outcomes):
         async for outcome in outcomes:
-            if isinstance(outcome, Refusal):
-                refusals.append(outcome)
-            elif outcome.id in tasks:
-                reason = f"its id {outcome.id} is another record's, too"
-                refusals.append(Refusal(place=records[len(tasks) + len(refusals)].place, reason=reason))
-            else:
+            record = records[len(tasks) + len(refusals)]
+            if isinstance(outcome, CodeTask) and outcome.id not in tasks:
                 tasks[outcome.id] = outcome
+            else:
+                name = record.values.get("instance_id") or record.values.get("task_id") or "record"
+                reason = outcome if isinstance(outcome, str) else "its id is another record's, too"
+                refusals.append({"place": record.place, "reason": f"{name}: {reason}"})
             lines.tell(lambda: f"{len(tasks)} of {len(tasks) + len(refusals)} records are tasks")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / REFUSED_FILE).write_bytes(b"".join(msgspec.json.encode(refusal) + b"\n" for refusal in refusals))
     if not tasks:
-        shown = "\n".join(f"{refusal.place}: {refusal.reason}" for refusal in refusals[:5])
+        shown = "\n".join(f"{refusal['place']}: {refusal['reason']}" for refusal in refusals[:5])
         raise ConfigError(f"{path}: none of its {len(records)} records became a task:\n{shown}")
     write_tasks(folder, tasks.values())
     return len(tasks), refusals
 
 
-async def _outcome(record: Record, folder: Path, settings: ImportSettings) -> CodeTask | Refusal:
-    name = record.values.get("instance_id") or record.values.get("task_id") or "record"
-    try:
-        task = await asyncio.to_thread(_convert, record, folder, settings)
-        reason = await why_unproven(task, folder / TREES_FOLDER, settings.runtime) if settings.runtime else ""
-    except (ConfigError, SandboxError, OSError) as error:  # OSError: its files do not fit.
-        reason = str(error).removeprefix(f"{record.place}: ") or repr(error)  # A TimeoutError has no words.
-    return Refusal(place=record.place, reason=f"{name}: {reason}") if reason else task
-
-
-def _convert(record: Record, folder: Path, settings: ImportSettings) -> CodeTask:
+def _convert(record: Record, repositories: Path | None, trees: Path, timeout_s: float) -> CodeTask:
     """Return the task of a record. Raises ConfigError for what makes it none here."""
     if not record.has("instance_id"):
         from orchestrator.coding.formats.programs import human_eval_task  # It imports verifiers.
 
         return human_eval_task(record)
-    if settings.repositories is None:
+    if repositories is None:
         raise ConfigError("an instance of SWE-bench's form needs its repository: give --repositories FOLDER")
-    return _instance_task(record, settings.repositories, folder / TREES_FOLDER, settings.timeout_s)
+    return _instance_task(record, repositories, trees, timeout_s)
 
 
 Item = TypeVar("Item")
@@ -243,11 +232,10 @@ def _add_tree(repo: str, commit: str, repositories: Path, trees: Path) -> str:
     if (trees / tree).is_dir():
         return tree
     trees.mkdir(parents=True, exist_ok=True)
-    packed = git(clone, "archive", "--format=tar", commit)
+    files = commit_files(clone, commit)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=trees) as scratch:
         made = Path(scratch, "tree")
-        made.mkdir()
-        subprocess.run(["tar", "-x", "-C", str(made)], input=packed, check=True, timeout=_TAR_TIMEOUT_S)
+        write_tree(made, files)
         try:
             made.rename(trees / tree)
         except OSError:

@@ -11,6 +11,7 @@ tests/test.sh. As in Harbor, the tests run beside what the agent left, so the re
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import tomllib
@@ -87,48 +88,33 @@ class HarborData(TaskRow):
         return is_tool_error(text)
 
 
-class HarborState(CodeState):
-    """What tests/test.sh left."""
-
-    scores: dict[str, float] = Field(default_factory=dict)
-
-
-class HarborTask(vf.Task[HarborData, HarborState]):
+class HarborTask(vf.Task[HarborData, CodeState]):
     """Runs the verifier of the task folder on what the agent left."""
 
     @property
     def key(self) -> str:
         return f"harbor/{self.data.name}"
 
-    async def finalize(self, trace: vf.Trace[HarborData, HarborState], runtime: vf.Runtime) -> None:
+    async def finalize(self, trace: vf.Trace[HarborData, CodeState], runtime: vf.Runtime) -> None:
         """Run tests/test.sh in a fresh sandbox. No reward file is a reward of 0: what the agent left may be why."""
-        data, state = self.data, trace.state
-        task = data.code_task()
-        left = state.files if state.files is not None else {path: text.encode() for path, text in task.start.items()}
+        left = trace.state.files
+        if left is None:
+            left = {path: text.encode() for path, text in self.data.code_task().start.items()}
         files = {path: content for path, content in left.items() if not path.startswith(f"{HIDDEN}/")}
-        for path, content in read_tree(data.task_folder / "tests").items():
+        for path, content in read_tree(self.data.task_folder / "tests").items():
             files[f"{HIDDEN}/tests/{path}"] = in_work_folder(content)
         files[f"{HIDDEN}/logs/verifier/.keep"] = b""
+        scores: dict[str, float] = {}
         with sandbox_failures():
-            async with await open_box(data.settings.runtime) as box:
-                await box.write_files(files)  # Not worth a prepared tree: no other box has the same.
-                await box.run(["bash", f"{HIDDEN}/tests/test.sh"], timeout_s=data.verifier_timeout_s)
-                for name in ("reward.json", "reward.txt"):
-                    try:
-                        content = await box.read_file(f"{HIDDEN}/logs/verifier/{name}", _MAX_REWARD_BYTES)
-                    except (FileNotFoundError, ValueError):
-                        continue
-                    state.scores = read_scores(content)
-                    break
-
-    @vf.reward(weight=1.0)
-    async def solved(self, trace: vf.Trace[HarborData, HarborState]) -> float:
-        return trace.state.scores.get("reward", 0.0)
-
-    @vf.metric
-    async def outcome(self, trace: vf.Trace[HarborData, HarborState]) -> dict[str, float]:
-        others = {name: score for name, score in trace.state.scores.items() if name != "reward"}
-        return {"has_reward_file": float(bool(trace.state.scores)), **others}
+            async with await open_box(self.data.settings.runtime, files=files) as box:
+                await box.run(["bash", f"{HIDDEN}/tests/test.sh"], timeout_s=self.data.verifier_timeout_s)
+                for name in ("reward.txt", "reward.json"):  # The latter counts where there are both.
+                    with contextlib.suppress(FileNotFoundError, ValueError):
+                        path = f"{HIDDEN}/logs/verifier/{name}"
+                        scores = read_scores(await box.read_file(path, _MAX_REWARD_BYTES))
+        has_file = bool(scores)
+        trace.record_reward("solved", scores.pop("reward", 0.0))
+        trace.record_metrics({"has_reward_file": float(has_file), **scores})
 
 
 class Harbor(vf.Taskset[HarborTask, HarborConfig]):  # pyright: ignore[reportInvalidTypeArguments]

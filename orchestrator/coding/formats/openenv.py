@@ -67,14 +67,10 @@ class OpenEnvData(TaskRow):
         return OpenEnvEpisode(self.base_url, self.reset)
 
 
-class OpenEnvTask(vf.Task[OpenEnvData]):
-    """Its reward comes from the server (`OpenEnvEpisode.finish`)."""
+class OpenEnv(vf.Taskset[vf.Task[OpenEnvData], OpenEnvConfig]):
+    """Task i is the episode of seed `first_seed` + i. Its reward comes from the server (`OpenEnvEpisode.finish`)."""
 
-
-class OpenEnv(vf.Taskset[OpenEnvTask, OpenEnvConfig]):
-    """Task i is the episode of seed `first_seed` + i."""
-
-    def load(self) -> Iterator[OpenEnvTask]:
+    def load(self) -> Iterator[vf.Task[OpenEnvData]]:
         config = self.config
         if "seed" in config.reset:
             raise ConfigError("taskset.reset has a seed, but each task has its own: set taskset.first_seed instead")
@@ -86,7 +82,7 @@ class OpenEnv(vf.Taskset[OpenEnvTask, OpenEnvConfig]):
                 base_url=config.base_url,
                 reset={**config.reset, "seed": seed},
             )
-            yield OpenEnvTask(data, config.task)
+            yield vf.Task(data, config.task)
 
 
 class OpenEnvEpisode:

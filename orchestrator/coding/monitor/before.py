@@ -27,10 +27,10 @@ from orchestrator.coding.task import CodeTask
 
 _UNWANTED = re.compile(
     r"(^|/)(\.(git|hg|svn|bzr|(mypy|pytest|ruff)_cache|hypothesis|pytype|pyre|tox|nox|venv|eggs|cache|ipynb_checkpoints|"
-    r"idea|vscode)|__pycache__|(site|dist)-packages|[^/]*\.(egg|dist)-info)(/|$)|^build/(lib|bdist|temp)[^/]*/|"
+    r"idea|vscode|benchmarks)|__pycache__|(site|dist)-packages|[^/]*\.(egg|dist)-info)(/|$)|^build/(lib|bdist|temp)[^/]*/|"
     r"(?i:\.(py[cod]|whl|egg)$)"
 )
-_OUTPUTS = {"venv", "dist", "htmlcov", "node_modules", "wheels", "wheelhouse"}
+_OUTPUTS = {"venv", "dist", "htmlcov", "node_modules", "wheels", "wheelhouse", "_build", "_modules"}
 """Folders that tools write. A package may have such a name as well, and then it is part of the product."""
 _LEFT_OVER = re.compile(r"(?i)\.(orig|rej|bak|swp|patch|diff)$|^\.coverage|~$")
 _ARCHIVE = re.compile(r"(?i)\.(tar|tar\.gz|tgz|tar\.bz2|tar\.xz|zip)$")

@@ -189,8 +189,9 @@ class CommandStreams:
         self._stdin: asyncio.WriteTransport | None = None
         self._readers: list[asyncio.ReadTransport] = []
         keep_bytes = int(limits.output_kb * 1024) if keep_bytes is None else keep_bytes
+        most_bytes = max(keep_bytes, int(limits.output_mb * 2**20))
         self._stdout, self._stderr = (
-            _BoundedOutput(keep_bytes, int(limits.output_mb * 2**20), lambda: self.end("output_mb")) for _ in range(2)
+            _BoundedOutput(keep_bytes, most_bytes, lambda: self.end("output_mb")) for _ in range(2)
         )
 
     async def connect(self, stdin: bytes) -> None:

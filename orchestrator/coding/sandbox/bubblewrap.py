@@ -18,7 +18,6 @@ import math
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -177,9 +176,6 @@ class BubblewrapBox(Box):
     async def _watch(self, answer: asyncio.Future[Any], timeout_s: float, end: Callable[[str], None]) -> None:
         """Return when the command has ended, or had to be."""
         deadline = time.monotonic() + timeout_s
-        limits = self.runtime.limits
-        if self.keeps_others:  # CPU time is measured of all commands. The kernel limits each process of this one.
-            limits = limits.model_copy(update={"cpu_s": sys.maxsize})
         pause_s, start = _FIRST_LOOK_S, None
         while True:
             left_s = deadline - time.monotonic()
@@ -192,12 +188,22 @@ class BubblewrapBox(Box):
                 await self.close()
                 return
             start = start or usage
-            limit = "wall_s" if left_s <= 0 else usage.beyond(limits, start)
+            limit = "wall_s" if left_s <= 0 else self._passed(usage, start)
             if limit:
                 end(limit)
                 return
-            near = usage.memory_bytes > limits.memory_gb * _GIB / 4 or usage.processes > 16
+            near = usage["memory_gb"] > self.runtime.limits.memory_gb / 4 or usage["processes"] > 16
             pause_s = _FIRST_LOOK_S if near else min(_LAST_LOOK_S, pause_s * 1.5)
+
+    def _passed(self, usage: Mapping[str, float], start: Mapping[str, float]) -> str:
+        """Return the name of the limit that a command passed which began at `start`; "" for none."""
+        limits = self.runtime.limits
+        if usage["memory_gb"] > limits.memory_gb:
+            return "memory_gb"
+        # It is measured of all commands. Where there may be several, the kernel limits each process of this one.
+        if usage["cpu_s"] - start["cpu_s"] > limits.cpu_s and not self.keeps_others:
+            return "cpu_s"
+        return "files" if usage["files"] > max(limits.files, start["files"]) else ""
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         self._check_open()

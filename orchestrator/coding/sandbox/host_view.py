@@ -10,9 +10,7 @@ import contextlib
 import os
 import signal
 import stat
-from dataclasses import dataclass
 
-from composer_prime.config.sandbox import SandboxLimits
 from composer_prime.errors import SandboxError
 
 MAX_DEPTH = 64
@@ -50,16 +48,20 @@ class HostView:
             raise SandboxError("the sandbox was killed while its files were read; open another one")
         return work_fd
 
-    def measure(self) -> BoxUsage:
-        """Measure what the processes use. Raises OSError for a box that has ended."""
+    def measure(self) -> dict[str, float]:
+        """Return what the processes use, by the names of the limits. Raises OSError for a box that has ended.
+
+        Pages that a fork shares with its parent count for both. CPU time is that of all processes that ever ran in the
+        box. `files` are those in the work folder, or in /tmp where there are more.
+        """
         pids = processes_of(self.init_pid)
         usages = [_memory_and_cpu(pid) for pid in pids]
-        return BoxUsage(
-            processes=len(pids),
-            memory_bytes=sum(memory for memory, _ in usages),
-            cpu_s=sum(cpu for _, cpu in usages),
-            files=max(_inodes_of(self.root_fd, folder) for folder in ("work", "tmp")),
-        )
+        return {
+            "processes": len(pids),
+            "memory_gb": sum(memory for memory, _ in usages) / _GIB,
+            "cpu_s": sum(cpu for _, cpu in usages),
+            "files": max(_inodes_of(self.root_fd, folder) for folder in ("work", "tmp")),
+        }
 
     def kill(self) -> None:
         """End the first process, and with it the box."""
@@ -69,27 +71,6 @@ class HostView:
     def close(self) -> None:
         os.close(self.root_fd)
         os.close(self._init_fd)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoxUsage:
-    processes: int
-    memory_bytes: int
-    """Anonymous and shared memory of all processes. Pages that a fork shares with its parent count for both."""
-    cpu_s: float
-    """Of all processes that ever ran in the box."""
-    files: int
-    """Files and folders in the work folder, or in /tmp where those are more."""
-
-    def beyond(self, limits: SandboxLimits, start: BoxUsage) -> str:
-        """Return the name of the limit that a command passed which began at `start`; "" for none."""
-        if self.memory_bytes > limits.memory_gb * _GIB:
-            return "memory_gb"
-        if self.cpu_s - start.cpu_s > limits.cpu_s:
-            return "cpu_s"
-        if self.files > max(limits.files, start.files):
-            return "files"
-        return ""
 
 
 def read_regular(root_fd: int, path: str, max_bytes: int) -> bytes:

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 import pydantic
 import verifiers.v1 as vf
 from packaging.requirements import Requirement
-from pydantic_config import BaseConfig
 from verifiers.v1 import runtimes
 from verifiers.v1.errors import SandboxError as RuntimeSandboxError
 from verifiers.v1.runtimes.base import BaseRuntimeInfo, ProgramResult, Runtime
@@ -36,16 +35,12 @@ _HAS_PACKAGES = "import sys; from importlib import metadata\nfor name in sys.arg
 _SCRIPT_HEADER = re.compile(r"^# /// script\n((?:#.*\n)*?)# ///$", re.MULTILINE)
 
 
-class BubblewrapConfig(BaseConfig):
-    """A seat's runtime: a bubblewrap box with the source's settings."""
+class BubblewrapConfig(BaseRuntimeInfo):
+    """A seat's runtime: a bubblewrap box with the source's settings. A trace records it with the box's `id`."""
 
     type: Literal["bubblewrap"] = "bubblewrap"
     table: RuntimeConfig = RuntimeConfig(type="bubblewrap")
     """[orchestrator.source.runtime]."""
-
-
-class BubblewrapInfo(BubblewrapConfig, BaseRuntimeInfo):
-    """What a trace records of its runtime."""
 
 
 class BubblewrapRuntime(Runtime):
@@ -54,7 +49,7 @@ class BubblewrapRuntime(Runtime):
     def __init__(self, config: BubblewrapConfig, name: str | None = None) -> None:
         super().__init__(name)
         self.config = config
-        self.info = BubblewrapInfo(**config.model_dump())
+        self.info = config.model_copy()
         self._open_box: BubblewrapBox | None = None
         self._wanted_ports: set[int] = set()
 
