@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from orchestrator.coding.factory.candidates import FactorySettings, TaskCandidate, find_candidates
-from orchestrator.coding.factory.functions import SourceFunction, edited, find_functions
-from orchestrator.coding.factory.proof import symptoms
-from orchestrator.coding.factory.source import SourceTree
+from orchestrator.coding.factory.factory import symptoms
+from orchestrator.coding.factory.source import SourceFunction, SourceTree, edited, find_functions
 from orchestrator.coding.factory.suite import Baseline, TestRecord
 from tests.factory.package_made import SHAPES
 

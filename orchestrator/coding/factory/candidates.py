@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator.coding.factory.functions import Edit, SourceFunction, edited
-from orchestrator.coding.factory.source import is_test, tree_name
+from orchestrator.coding.factory.source import Edit, SourceFunction, edited, is_test, tree_name
 from orchestrator.coding.factory.suite import Baseline
 from orchestrator.coding.git_command import git
 

@@ -3,6 +3,13 @@
     source ── copy ──> tree ── three runs ──> baseline ── trace, syntax ──> candidates ── batches ──> proofs
     proofs ──> tasks.jsonl, report.json
 
+    a batch, three times:   start of candidate 1, start of candidate 2, ...,  the tree once per set of test files
+                            └──────────────── one box and one interpreter ────────────────┘
+
+A proof is that tests fail before and pass after, three times over, under three hash seeds. Grading runs whole test
+files, so proofs do as well. A deletion is described by signature and docstring, never by its body. A mutation is
+described by its symptom: which test fails and at which assertion. The place is for the agent to find.
+
 Sources follow one another; the batches of one share `jobs` boxes. Proofs are taken in the candidates' order, so that
 the same settings give the same tasks. A source that cannot be used is recorded, and the others continue.
 """
@@ -11,9 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,27 +36,57 @@ from composer_prime.run.run_dir import write_atomic
 from orchestrator.coding.factory.candidates import (
     FactorySettings,
     TaskCandidate,
+    changed_files,
     commit_candidates,
     find_candidates,
     shuffled,
 )
-from orchestrator.coding.factory.proof import Proof, build_task, prove
-from orchestrator.coding.factory.source import SourceTree, describe_tree, source_files, tree_name
-from orchestrator.coding.factory.suite import Baseline, last_line, measure_baseline
+from orchestrator.coding.factory.source import (
+    SourceFunction,
+    SourceTree,
+    describe_tree,
+    editable_patterns,
+    source_files,
+    tree_name,
+)
+from orchestrator.coding.factory.suite import (
+    Baseline,
+    SuiteResult,
+    SuiteRun,
+    TestRecord,
+    last_line,
+    measure_baseline,
+    play,
+    test_file,
+)
 from orchestrator.coding.formats.conversion import in_order
 from orchestrator.coding.git_command import git
 from orchestrator.coding.sandbox.box import open_box
-from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, write_tree
+from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, matches, write_tree
 
 REPORT_FILE = "report.json"
 BATCH = 12
 """Candidates that share a box and an interpreter."""
 _HISTORY_TEST_FILES = 4
 """Test files that a commit did not change and that run beside those it changed."""
+GRADINGS = 3
+MAX_REACHING = 60
+"""Test files are added until they hold this many tests that reach the change."""
+MAX_SECONDS = 8.0
+"""Test files of one task take at most this long; the first one is always taken."""
+MAX_EXPECTED = 200
+"""Tests of each list of a task. Of more, the seed draws."""
+MIN_TIMEOUT_S = 60.0
+_TIMEOUT_PER_SECOND = 20.0
+"""Grading recompiles everything and may share a machine, so it gets this many times the measured duration."""
+MAX_SYMPTOMS = 3
+_SIGNATURE_CHARACTERS = 4000
+_MESSAGE_CHARACTERS = 600
 
 
-TreeAndProofs = tuple[SourceTree | None, list[Proof]]
-"""Proofs, and their tree; None where none has a task."""
+Refusal = tuple[str, str]
+"""Why a candidate gives no task, and more about it: a test, a file, a message."""
+Outcome = tuple[TaskCandidate, CodeTask | Refusal]
 
 
 def factory_runtime(kind: str, packages: tuple[str, ...] = ()) -> RuntimeConfig:
@@ -143,50 +181,49 @@ class TaskFactory:
         batches = [candidates[start : start + BATCH] for start in range(0, len(candidates), BATCH)]
         figures["tasks"] = await self._take(lambda batch: self._prove_batch(baseline, batch), batches)
 
-    async def _take(self, prove_one: Callable[[Any], Awaitable[TreeAndProofs]], items: Sequence[Any]) -> int:
+    async def _take(self, prove_one: Callable[[Any], Awaitable[list[Outcome]]], items: Sequence[Any]) -> int:
         """Record the proofs of all items in their order, until there are `limit` tasks. Return how many there are."""
         made = 0
         async with aclosing(in_order(prove_one, items, self.jobs)) as results:
-            async for tree, proofs in results:
-                for proof in proofs:
+            async for outcomes in results:
+                for candidate, outcome in outcomes:
                     if made == self.settings.limit:
                         return made
-                    made += self._record(tree, proof)
+                    made += self._record(candidate, outcome)
         return made
 
-    async def _prove_batch(self, baseline: Baseline, batch: Sequence[TaskCandidate]) -> TreeAndProofs:
+    async def _prove_batch(self, baseline: Baseline, batch: Sequence[TaskCandidate]) -> list[Outcome]:
         """Prove a batch. One that ends its box is taken apart, so that only the candidate at fault is refused.
 
         A candidate is refused after two tries, and only while boxes can be opened. Raises SandboxError otherwise.
         """
         try:
-            return baseline.tree, await prove(batch, baseline, self.runtime)
+            return await prove(batch, baseline, self.runtime, self.settings)
         except SandboxError:
             await self._try_box()
-        proofs = []
+        outcomes: list[Outcome] = []
         for candidate in batch:
             try:
-                proofs += await prove([candidate], baseline, self.runtime)
+                outcomes += await prove([candidate], baseline, self.runtime, self.settings)
             except SandboxError as error:
                 await self._try_box()
-                proofs.append(Proof(candidate=candidate, reason="the box ended", detail=str(error)[:300]))
-        return baseline.tree, proofs
+                outcomes.append((candidate, ("the box ended", str(error)[:300])))
+        return outcomes
 
-    def _record(self, tree: SourceTree | None, proof: Proof) -> bool:
-        """Write the task of a proof, or note its refusal. Return whether it gave a task."""
-        candidate = proof.candidate
-        if proof.reason or tree is None:
-            self.refused.append({"id": candidate.id, "reason": proof.reason, "detail": proof.detail})
-        else:
-            task = build_task(tree, proof, self.settings)
+    def _record(self, candidate: TaskCandidate, outcome: CodeTask | Refusal) -> bool:
+        """Write a task, or note a refusal. Return whether it is a task."""
+        is_task = isinstance(outcome, CodeTask)
+        if is_task:
             with (self.folder / TASKS_FILE).open("ab") as file:
-                file.write(msgspec.json.encode(task) + b"\n")
+                file.write(msgspec.json.encode(outcome) + b"\n")
             self.shapes[f"{candidate.kind}: {candidate.shape}"] += 1
+        else:
+            self.refused.append({"id": candidate.id, "reason": outcome[0], "detail": outcome[1]})
         made = self.shapes.total()
         self._lines.tell(lambda: f"{pluralize(made, 'task')} of {made + len(self.refused)} candidates")
-        return not proof.reason
+        return is_task
 
-    async def _prove_commit(self, repository: Path, candidate: TaskCandidate) -> TreeAndProofs:
+    async def _prove_commit(self, repository: Path, candidate: TaskCandidate) -> list[Outcome]:
         """Prove one commit. It has a tree of its own, and a baseline over its tests and a few others."""
         try:
             tree = await asyncio.to_thread(self._copy, repository, candidate.commit)
@@ -198,8 +235,7 @@ class TaskFactory:
         except (ConfigError, SandboxError) as error:
             if isinstance(error, SandboxError):
                 await self._try_box()
-            reason = "the commit's tree cannot be used"
-            return None, [Proof(candidate=candidate, reason=reason, detail=str(error)[:300])]
+            return [(candidate, ("the commit's tree cannot be used", str(error)[:300]))]
 
     def _report(self, wall_s: float) -> dict[str, Any]:
         made = self.shapes.total()
@@ -214,3 +250,177 @@ class TaskFactory:
             "baselines": self.figures,
             "refused": self.refused,
         }
+
+
+# Proofs: what tests of a candidate fail before and pass after.
+
+
+def choose_test_files(candidate: TaskCandidate, baseline: Baseline) -> list[str]:
+    """Return the test files to run: those with most tests that reach the change, and one more that others pass in."""
+    if candidate.commit:
+        return sorted(baseline.files)
+    nodes = frozenset[str]().union(*(baseline.reach.get(place, frozenset()) for place in candidate.functions))
+    reaching = Counter(test_file(node) for node in sorted(nodes))
+    files, seconds, count = [], 0.0, 0
+    for file, tests in reaching.most_common():
+        if files and (count >= MAX_REACHING or seconds + baseline.seconds[file] > MAX_SECONDS):
+            break
+        files.append(file)
+        seconds += baseline.seconds[file]
+        count += tests
+    if sum(len(baseline.files[file]) for file in files) == count:  # all may fail: add one whose tests keep passing
+        others = [file for file in sorted(baseline.files) if file not in reaching]
+        files += sorted(others, key=lambda file: (baseline.seconds[file] > 1.0, file))[:1]
+    return sorted(files)
+
+
+async def prove(
+    batch: Sequence[TaskCandidate], baseline: Baseline, runtime: RuntimeConfig, settings: FactorySettings
+) -> list[Outcome]:
+    """Return the task of each candidate, or why there is none, in the batch's order."""
+    prepared = {candidate.id: _prepare(candidate, baseline) for candidate in batch}
+    refused = {name: run for name, run in prepared.items() if not isinstance(run, SuiteRun)}
+    runs = {name: run for name, run in prepared.items() if isinstance(run, SuiteRun)}
+    seen: dict[str, Gradings] = {name: [] for name in runs}
+    for hash_seed in range(GRADINGS):
+        cases = {name: run for name, run in runs.items() if name not in refused}
+        if not cases:
+            break
+        own = {_own_key(run): msgspec.structs.replace(run, key=_own_key(run), files={}) for run in cases.values()}
+        every = [*cases.values(), *own.values()]
+        results = await play(baseline.tree, runtime, every, hash_seed=hash_seed, explain=hash_seed == 0)
+        for name, run in cases.items():
+            seen[name].append((results[name], results[_own_key(run)]))
+            if refusal := _refusal(run.tests, baseline, seen[name]):
+                refused[name] = refusal
+    return [
+        (each, refused.get(each.id) or build_task(each, runs[each.id], seen[each.id], baseline, settings))
+        for each in batch
+    ]
+
+
+Gradings = list[tuple[SuiteResult, SuiteResult]]
+"""Of one candidate: what its start gave, and what the tree itself gave in the same box."""
+
+
+def _own_key(run: SuiteRun) -> str:
+    """Return the key of the run of the tree itself with the same test files."""
+    return "\n".join(run.tests)
+
+
+def _prepare(candidate: TaskCandidate, baseline: Baseline) -> SuiteRun | Refusal:
+    """Return the run of a candidate's start, and refuse what needs no run."""
+    start = changed_files(candidate, baseline)
+    if all(baseline.tree.texts.get(path) == text for path, text in start.items()):
+        return "the change changes nothing", ""
+    tests = choose_test_files(candidate, baseline)
+    if not tests:
+        return "no quick test file reaches it", ""
+    limit_s = 20.0 + 8 * sum(baseline.seconds[file] for file in tests)
+    return SuiteRun(key=candidate.id, tests=tests, files=start, timeout_s=limit_s)
+
+
+def _refusal(files: Sequence[str], baseline: Baseline, seen: Gradings) -> Refusal | None:
+    """Return why the gradings so far refuse a candidate; None where they do not."""
+    before, after = seen[-1]
+    failing, passing = _sort_tests(files, baseline, seen)
+    new = [file for file in before.collect_errors if file not in after.collect_errors]
+    if before.ended.startswith("timeout"):
+        return "the changed code hangs", before.running or ""
+    if before.ended or after.ended:
+        return "the test run ended early", before.ended or after.ended
+    if new:
+        return "a test file can no longer be imported", new[0]
+    if not failing:
+        return "no test fails" if len(seen) == 1 else "no test fails each time", ""
+    return None if passing else ("no test keeps passing", "")
+
+
+def _sort_tests(files: Sequence[str], baseline: Baseline, seen: Gradings) -> tuple[list[str], list[str]]:
+    """Return the tests that failed before and passed after in all gradings, and those that passed in all runs."""
+    before, after = ([run.passed() for run in runs] for runs in zip(*seen, strict=True))
+    solid = frozenset.intersection(*map(frozenset, after))
+    never, always = solid.difference(*before), solid.intersection(*before)
+    expected = [node for file in files for node in baseline.files.get(file, ())]
+    return [node for node in expected if node in never], [node for node in expected if node in always]
+
+
+def build_task(
+    candidate: TaskCandidate, run: SuiteRun, seen: Gradings, baseline: Baseline, settings: FactorySettings
+) -> CodeTask:
+    """Return the task of a proven candidate."""
+    tree = baseline.tree
+    failing, passing = _sort_tests(run.tests, baseline, seen)
+    records = seen[0][0].tests
+    start = {path: text for path, text in run.files.items() if text is not None}
+    hidden = sorted({test_file(node) for node in failing}) if settings.hide_tests else []
+    seconds = max(sum(record.duration_s for record in after.tests.values()) for _, after in seen)
+    return CodeTask(
+        id=candidate.id,
+        kind=candidate.kind,
+        repository=tree.repository,
+        tree=tree.name,
+        prompt=_prompt(candidate, tree, [records[node] for node in failing if node in records], len(failing)),
+        start=start,
+        removed=[*(path for path in run.files if path not in start), *hidden],
+        solution={path: tree.texts[path] for path in run.files if path in tree.texts},
+        editable=_editable(tree, run.files),
+        tests=run.tests,
+        fail_to_pass=_draw(failing, settings.seed),
+        pass_to_pass=_draw(passing, settings.seed),
+        flaky=sorted({node for before, _ in seen for node in before.tests} - {*failing, *passing}),
+        python_path=list(tree.python_path),
+        timeout_s=max(MIN_TIMEOUT_S, round(_TIMEOUT_PER_SECOND * seconds)),
+        symbols=[tree.functions[place].symbol for place in candidate.functions],
+        source=tree.origin,
+    )
+
+
+def _editable(tree: SourceTree, changed: Iterable[str]) -> list[str]:
+    """Return the patterns of the sources, which do not tell where the change is, and what they do not match."""
+    patterns = editable_patterns(tree)
+    return sorted([*patterns, *(path for path in changed if not matches(path, patterns))])
+
+
+def _draw(nodes: list[str], seed: int) -> list[str]:
+    """Return the nodes in their order, at most MAX_EXPECTED of them."""
+    drawn = set(sorted(nodes, key=lambda node: shuffled(seed, node))[:MAX_EXPECTED])
+    return [node for node in nodes if node in drawn]
+
+
+def _prompt(candidate: TaskCandidate, tree: SourceTree, failures: Sequence[TestRecord], total: int) -> str:
+    """Return the words of a task. `failures`: what failed in the first grading. `total`: tests that must pass."""
+    failures = sorted(failures, key=lambda record: (not record.assertion, record.node))
+    if candidate.commit:
+        opening = f"Make this change:\n\n{candidate.message[:_SIGNATURE_CHARACTERS]}"
+        tests = f"{total} test{'s' * (total != 1)} of the repository must pass then, and must not pass now."
+        parts = [opening, tests, *symptoms(failures)]
+    elif candidate.kind == "mutate":
+        tests = "A test fails" if total == 1 else f"{total} tests fail"
+        parts = [f"{tests} that should pass. Find the bug in the sources and repair it.", *symptoms(failures)]
+    else:
+        parts = deletion_prompt([tree.functions[place] for place in candidate.functions])
+    return "\n\n".join([*parts, "Change the sources only. The tests stay as they are."])
+
+
+def deletion_prompt(functions: Sequence[SourceFunction]) -> list[str]:
+    """Return paragraphs that ask for deleted functions."""
+    if len(functions) == 1:
+        where = f"`{functions[0].qualname}` in `{functions[0].path}`"
+        parts = [f"The body of {where} is missing: it raises NotImplementedError. Write it."]
+    else:
+        parts = [f"The bodies of {len(functions)} functions are missing: they raise NotImplementedError. Write them."]
+    for function in functions:
+        head = "What is left of it:" if len(functions) == 1 else f"`{function.path}`, `{function.qualname}`:"
+        parts.append(f"{head}\n\n```python\n{function.signature[:_SIGNATURE_CHARACTERS]}\n```")
+    return parts
+
+
+def symptoms(failures: Sequence[TestRecord]) -> list[str]:
+    """Return a paragraph for each of the first failing tests, without addresses: they differ from run to run."""
+    parts = []
+    for record in failures[:MAX_SYMPTOMS]:
+        statement = f"{record.assertion}\n\n" if record.assertion else ""
+        message = re.sub(r"0x[0-9a-fA-F]{4,}", "0x...", record.message)[:_MESSAGE_CHARACTERS]
+        parts.append(f"`{record.node}`:\n\n```\n{statement}{message}\n```")
+    return parts

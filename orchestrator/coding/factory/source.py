@@ -1,20 +1,22 @@
 """The clean tree of a folder, or of a git repository's commit: its files, sources, functions and tests.
 
 Only plain files are taken. What would give a deleted body away (bytecode, caches, wheels, version control, built
-copies) is left out.
+copies) is left out. Of each function there are the edits that make tasks of it: a body removed, or one mistake as a
+person makes it. Each kind of syntax node has a function that gives edits of a piece of the source. The rest of the file
+keeps its form.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from pathlib import Path
 
 from composer_prime.errors import ConfigError
-from orchestrator.coding.factory.functions import SourceFunction, find_functions
 from orchestrator.coding.git_command import commit_files
 from orchestrator.coding.monitor.before import unwanted_files
 
@@ -25,6 +27,32 @@ _NO_SOURCES = {
     "python",
 }  # fmt: skip
 """Folders and modules at the root that are no part of a package."""
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+_SWAPS = {
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "//"),
+    ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "//"),
+    ast.BitAnd: ("&", "|"),
+    ast.BitOr: ("|", "&"),
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+    ast.And: ("and", "or"),
+    ast.Or: ("or", "and"),
+}
+"""Operator -> its word, and the wrong one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,3 +173,206 @@ def _make_installed(folder: Path, root: str) -> None:
 def tree_name(path: Path) -> str:
     """Return the name of a source's tree: that of its folder, in plain characters."""
     return re.sub(r"[^\w.+-]", "-", path.resolve().name) or "source"
+
+
+# Functions and their edits.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """One replacement. Lines and columns are those of the syntax tree: lines from 1, columns in UTF-8 bytes from 0."""
+
+    kind: str
+    """body | operator | off-by-one | branch | statement"""
+    start: tuple[int, int]
+    end: tuple[int, int]
+    replacement: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFunction:
+    """One function or method of a source file. Lines are counted from 1."""
+
+    path: str
+    qualname: str
+    """Name inside the file: "Cache.get"."""
+    first_line: int
+    """Line of the first decorator, as in a code object."""
+    signature: str
+    """Decorators, signature and docstring, unindented."""
+    body_lines: int
+    """Lines of statements."""
+    removal: Edit
+    """Leaves the signature and the docstring, and takes the body with its comments."""
+    mistakes: list[Edit]
+    """In the order of its lines."""
+
+    @property
+    def place(self) -> str:
+        """The key that traces use: path and first line."""
+        return f"{self.path}:{self.first_line}"
+
+    @property
+    def symbol(self) -> str:
+        """Dotted name with the module: "toolz.itertoolz.groupby"."""
+        module = self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        return f"{module}.{self.qualname}"
+
+
+def edited(text: str, edits: Iterable[Edit]) -> str:
+    """Return a file's text after edits that do not overlap."""
+    lines = text.encode().split(b"\n")
+    for edit in sorted(edits, key=lambda edit: edit.start, reverse=True):
+        (first, start), (last, end) = edit.start, edit.end
+        lines[first - 1 : last] = [lines[first - 1][:start] + edit.replacement.encode() + lines[last - 1][end:]]
+    return b"\n".join(lines).decode()
+
+
+def find_functions(path: str, text: str) -> list[SourceFunction]:
+    """Return the functions of modules and classes, not those inside of functions. A file of other Python has none."""
+    try:
+        pending: list[tuple[ast.AST, str]] = [(ast.parse(text), "")]
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    lines = text.split("\n")
+    found = []
+    while pending:
+        parent, prefix = pending.pop()
+        for node in ast.iter_child_nodes(parent):
+            if isinstance(node, ast.ClassDef):
+                pending.append((node, f"{prefix}{node.name}."))
+            elif isinstance(node, ast.If | ast.Try):
+                pending.append((node, prefix))
+            elif isinstance(node, FunctionNode):
+                found.append(_describe(path, lines, node, prefix))
+    return sorted(filter(None, found), key=lambda function: function.first_line)
+
+
+def _describe(path: str, lines: list[str], node: FunctionNode, prefix: str) -> SourceFunction | None:
+    """Describe a function; None for one without a body to speak of, or written on one line."""
+    statements = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+    if not statements or node.body[0].lineno == node.lineno or node.end_lineno is None:
+        return None
+    start = _first_line(statements[0])
+    if statements is not node.body and node.body[0].end_lineno == start:
+        return None
+    while not lines[start - 2].strip() or lines[start - 2].lstrip().startswith("#"):
+        start -= 1
+    children = [child for part in statements for child in ast.walk(part)]
+    first, end = _first_line(node), _end_of_comments(lines, node)
+    mistakes = [edit for child in children if type(child) in _MISTAKES for edit in _MISTAKES[type(child)](child, lines)]
+    return SourceFunction(
+        path=path,
+        qualname=prefix + node.name,
+        first_line=first,
+        signature="\n".join(line[node.col_offset :].rstrip() for line in lines[first - 1 : start - 1]).rstrip(),
+        body_lines=len({getattr(child, "lineno", None) for child in children} - {None}),
+        removal=Edit(
+            kind="body",
+            start=(start, 0),
+            end=(end, len(lines[end - 1].encode())),
+            replacement=" " * (_indent(lines[node.lineno - 1]) + 4) + "raise NotImplementedError",
+        ),
+        mistakes=sorted(mistakes, key=lambda edit: (edit.start, edit.end, edit.kind, edit.replacement)),
+    )
+
+
+def _first_line(node: ast.stmt) -> int:
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+
+
+def _end_of_comments(lines: list[str], node: FunctionNode) -> int:
+    """Return the last line of a function with the comments below its last statement that are still inside."""
+    end = node.end_lineno or node.lineno
+    for number in range(end + 1, len(lines) + 1):
+        line = lines[number - 1].strip()
+        if line and not (line.startswith("#") and _indent(lines[number - 1]) > node.col_offset):
+            break
+        if line:
+            end = number
+    return end
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _end(node: ast.AST) -> tuple[int, int]:
+    return node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
+
+
+def _replace(kind: str, node: ast.expr | ast.stmt, replacement: str) -> Edit:
+    return Edit(kind=kind, start=(node.lineno, node.col_offset), end=_end(node), replacement=replacement)
+
+
+def _binary(node: ast.BinOp, lines: list[str]) -> Iterator[Edit]:
+    """Swap an operator of numbers. Texts know `+` and `%` only."""
+    if type(node.op) in _SWAPS and not _is_text(node.left) and not _is_text(node.right):
+        yield from _between(node.left, node.right, node.op, lines)
+
+
+def _comparison(node: ast.Compare, lines: list[str]) -> Iterator[Edit]:
+    if len(node.ops) == 1:
+        yield from _between(node.left, node.comparators[0], node.ops[0], lines)
+
+
+def _boolean(node: ast.BoolOp, lines: list[str]) -> Iterator[Edit]:
+    yield from _between(node.values[0], node.values[1], node.op, lines)
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
+
+
+def _between(left: ast.expr, right: ast.expr, operator: ast.AST, lines: list[str]) -> Iterator[Edit]:
+    """Replace the operator between two operands on one line. Parentheses around the operands stay."""
+    old, new = _SWAPS[type(operator)]
+    line, column = _end(left)
+    if right.lineno != line:
+        return
+    place = lines[line - 1].encode()[column : right.col_offset].find(old.encode())
+    if place >= 0:
+        start = column + place
+        yield Edit(kind="operator", start=(line, start), end=(line, start + len(old)), replacement=new)
+
+
+def _constant(node: ast.Constant, lines: list[str]) -> Iterator[Edit]:
+    if type(node.value) is int:
+        for value in (node.value + 1, node.value - 1):
+            yield _replace("off-by-one", node, str(value) if value >= 0 else f"({value})")
+    elif type(node.value) is bool:
+        yield _replace("branch", node, str(not node.value))
+
+
+def _branch(node: ast.If | ast.While | ast.IfExp, lines: list[str]) -> Iterator[Edit]:
+    """Turn a condition on one line around. A `while` loop is left at once: turned around, it might never end."""
+    line, end = _end(node.test)
+    if line != node.test.lineno:
+        return
+    if isinstance(node, ast.While):
+        yield _replace("branch", node.test, "False")
+    elif isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not):
+        operand = node.test.operand
+        yield _replace("branch", node.test, lines[line - 1].encode()[operand.col_offset : _end(operand)[1]].decode())
+    else:
+        yield _replace("branch", node.test, f"not ({lines[line - 1].encode()[node.test.col_offset : end].decode()})")
+
+
+def _statement(node: ast.stmt, lines: list[str]) -> Iterator[Edit]:
+    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+        yield _replace("statement", node, "pass")
+
+
+_MISTAKES: dict[type, Callable[..., Iterator[Edit]]] = {
+    ast.BinOp: _binary,
+    ast.Compare: _comparison,
+    ast.BoolOp: _boolean,
+    ast.Constant: _constant,
+    ast.If: _branch,
+    ast.While: _branch,
+    ast.IfExp: _branch,
+    ast.Assign: _statement,
+    ast.AugAssign: _statement,
+    ast.Expr: _statement,
+}
+"""Kind of syntax node -> what gives its edits."""
