@@ -12,6 +12,7 @@ that grades must not believe them.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import stat
@@ -19,9 +20,11 @@ import time
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.errors import ConfigError, SandboxError
@@ -37,6 +40,7 @@ NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
 WORK = "/work"
 """The work folder, as paths inside a box name it."""
 _SLACK_BYTES = 1 << 18
+_NUMBERS = itertools.count(1)
 _SIGNAL_LIMITS: dict[int, str] = {signal.SIGXCPU: "cpu_s", signal.SIGXFSZ: "file_mb"}
 
 
@@ -55,7 +59,16 @@ class CommandResult:
 
 
 class Box(ABC):
-    """One sandbox. Paths are relative to the work folder, or absolute inside the box. Commands run one at a time."""
+    """One sandbox. Paths are relative to the work folder, or absolute inside the box. Commands run one at a time.
+
+    A kind of box has `_play`, which `run` calls, and the attributes here; or a `run` of its own.
+    """
+
+    _limits: SandboxLimits
+    _env: Mapping[str, str]
+    """Variables of every command."""
+    _one_at_a_time: asyncio.Lock
+    _closed = False
 
     @classmethod
     @abstractmethod
@@ -65,7 +78,6 @@ class Box(ABC):
         `python_path`: folders below the work folder that become PYTHONPATH. Raises SandboxError with the remedy.
         """
 
-    @abstractmethod
     async def run(
         self,
         argv: Sequence[str],
@@ -75,12 +87,42 @@ class Box(ABC):
         cwd: str = ".",
         timeout_s: float | None = None,
         output_bytes: int | None = None,
+        cpu_s: float | None = None,
     ) -> CommandResult:
         """Run a command to its end, then end every process that it left.
 
-        `timeout_s` replaces limits.wall_s, and `output_bytes` limits.output_kb. Raises SandboxError for a box that has
-        ended.
+        `timeout_s` replaces limits.wall_s, `output_bytes` limits.output_kb, and `cpu_s` the limit of that name. Raises
+        SandboxError for a box that has ended.
         """
+        changes = {"wall_s": timeout_s or self._limits.wall_s, "cpu_s": cpu_s or self._limits.cpu_s}
+        async with self._turn():
+            self._check_open()
+            streams = CommandStreams(self._limits.model_copy(update=changes), output_bytes, self._end_command)
+            try:
+                await streams.connect(stdin)
+                return await self._play(argv, {**self._env, **env}, cwd, streams)
+            finally:
+                streams.close()
+
+    async def _play(
+        self, argv: Sequence[str], env: Mapping[str, str], cwd: str, streams: CommandStreams
+    ) -> CommandResult:
+        """Run a command with these streams and their limits, also where it is canceled."""
+        raise NotImplementedError
+
+    def _end_command(self, streams: CommandStreams, limit: str) -> None:
+        """End the command that passed this limit."""
+        raise NotImplementedError
+
+    def _turn(self) -> AbstractAsyncContextManager[Any]:
+        return self._one_at_a_time
+
+    def _has_ended(self) -> bool:
+        return self._closed
+
+    def _check_open(self) -> None:
+        if self._has_ended():
+            raise SandboxError("the sandbox has ended: a limit or its own code ended it; open another one")
 
     @abstractmethod
     async def write_files(self, files: Mapping[str, bytes]) -> None:
@@ -179,8 +221,13 @@ def inside_path(path: str) -> str:
 class CommandStreams:
     """The three standard streams of one command, seen from the host, and what it came to."""
 
-    def __init__(self, limits: SandboxLimits, keep_bytes: int | None, kill: Callable[[str], None]) -> None:
+    def __init__(
+        self, limits: SandboxLimits, keep_bytes: int | None, kill: Callable[[CommandStreams, str], None]
+    ) -> None:
         """`keep_bytes` replaces limits.output_kb. `kill`: ends the command that passed the limit of this name."""
+        self.limits = limits
+        self.number = next(_NUMBERS)
+        """Of the command, in this process."""
         self.child_fds: list[int] = []
         """The command's ends."""
         self._kill = kill
@@ -212,7 +259,7 @@ class CommandStreams:
     def end(self, limit: str) -> None:
         """End the command, which passed a limit."""
         self._ended_by = self._ended_by or limit
-        self._kill(limit)
+        self._kill(self, limit)
 
     def result(self, status: int | None, note: str = "") -> CommandResult:
         """Return how the command ended. `status`: negative for a signal, None when the box ended."""

@@ -5,6 +5,9 @@
          |  <------- pipes: stdout, stderr ------------------------------------+
          +-- /proc/PID/root/work ------->     tmpfs /work            files are read without the box's help
 
+The box has no network but its own loopback. Its first process opens a listening socket there and hands it over, so the
+host accepts the box's connections itself: no program inside forwards anything, and no socket lies on a disk.
+
 Work folder and /tmp are tmpfs: their sizes are bounded by the kernel, and they vanish with the box. Nothing of the box
 is on the host's disk. bwrap dies with this process (--die-with-parent), and the box dies with bwrap.
 """
@@ -13,20 +16,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
+import json
 import math
 import os
 import socket
+import struct
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.plan.sandboxes import why_not_started
-from orchestrator.coding.sandbox.box import NOTHING, Box, CommandResult, CommandStreams, inside_path
-from orchestrator.coding.sandbox.control import ControlChannel, LoopbackPorts
+from orchestrator.coding.sandbox.box import Box, CommandResult, CommandStreams, inside_path
 from orchestrator.coding.sandbox.host_view import HostView, list_regular, processes_of, read_regular
 from orchestrator.coding.sandbox.isolation import environment, launch
 from orchestrator.coding.sandbox.python_image import python_image
@@ -38,6 +43,10 @@ _LIMITS_OF_THE_BOX = ("memory_gb", "files")
 """Limits of what all processes hold together, whichever command began them."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.1, 0.5
 """The first and the largest pause between two measurements of a running command."""
+_FRAME = struct.Struct(">I")
+_MAX_REPLY_BYTES = 1 << 16
+_READ_BYTES = 1 << 16
+_CONNECT_TIMEOUT_S = 30.0
 
 
 class BubblewrapBox(Box):
@@ -51,7 +60,6 @@ class BubblewrapBox(Box):
         view: HostView,
         variables: Mapping[str, str],
     ) -> None:
-        self.runtime = runtime
         self.process = process
         """bwrap."""
         self.view = view
@@ -59,12 +67,11 @@ class BubblewrapBox(Box):
         self.keeps_others = False
         """Whether processes may outlive the command that started them; background processes set it."""
         self._control = control
-        self._variables = dict(variables)
+        self._limits = runtime.limits
+        self._env = variables
+        self._one_at_a_time = asyncio.Lock()
         self._num_given = 0
         """Files that came from the host."""
-        self._one_at_a_time = asyncio.Lock()
-        self._numbers = itertools.count(1)
-        self._closed = False
 
     @classmethod
     async def open(cls, runtime: RuntimeConfig, python_path: Sequence[str] = ()) -> BubblewrapBox:
@@ -105,64 +112,41 @@ class BubblewrapBox(Box):
     def init_pid(self) -> int:
         return self.view.init_pid
 
-    async def run(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str] = NOTHING,
-        stdin: bytes = b"",
-        cwd: str = ".",
-        timeout_s: float | None = None,
-        output_bytes: int | None = None,
-        cpu_s: float | None = None,
+    def _turn(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        return contextlib.nullcontext() if self.keeps_others else self._one_at_a_time
+
+    async def _play(
+        self, argv: Sequence[str], env: Mapping[str, str], cwd: str, streams: CommandStreams
     ) -> CommandResult:
-        """Run a command, beside others where this box keeps them. `cpu_s` replaces limits.cpu_s."""
-        words = [*argv, *(f"{name}={value}" for name, value in env.items())]
-        if not argv or any("\0" in word for word in words):
+        if not argv or any("\0" in word for word in (*argv, *env, *env.values())):
             raise ValueError(f"a command needs words without NUL, but got {list(argv)!r} with {dict(env)!r}")
-        async with contextlib.nullcontext() if self.keeps_others else self._one_at_a_time:
-            self._check_open()
-            number = next(self._numbers)
-            request = {
-                "op": "run",
-                "command": number,
-                "argv": list(argv),
-                "env": {**self._variables, **env},
-                "cwd": inside_path(cwd),
-                "stdin": bool(stdin),
-                "cpu_s": math.ceil(cpu_s or self.runtime.limits.cpu_s),
-                "keep_others": self.keeps_others,
-            }
-            streams = CommandStreams(self.runtime.limits, output_bytes, lambda limit: self._kill(number, limit))
-            try:
-                await streams.connect(stdin)
-                reply = await self._run_to_end(request, streams, timeout_s or self.runtime.limits.wall_s)
-                await streams.drained(0.2 if self.keeps_others else END_TIMEOUT_S)
-                if reply is None:
-                    return streams.result(None)
-                if "error" in reply:
-                    return streams.result(126, f"the sandbox could not start the command: {reply['error']}\n")
-                return streams.result(int(reply["status"]))
-            finally:
-                streams.close()
-
-    def _kill(self, number: int, limit: str = "") -> None:
-        """End a command. Of a box that keeps others, end its session only, unless what the box holds is too much."""
-        alone = self.keeps_others and limit not in _LIMITS_OF_THE_BOX
-        self._control.tell({"op": "kill", "command": number if alone else None})
-
-    async def _run_to_end(
-        self, request: dict[str, Any], streams: CommandStreams, timeout_s: float
-    ) -> dict[str, Any] | None:
-        """Return the first process's reply, or None when the box ended."""
+        request = {
+            "op": "run",
+            "command": streams.number,
+            "argv": list(argv),
+            "env": env,
+            "cwd": inside_path(cwd),
+            "stdin": len(streams.child_fds) > 2,
+            "cpu_s": math.ceil(streams.limits.cpu_s),
+            "keep_others": self.keeps_others,
+        }
         answer = asyncio.ensure_future(self._control.ask(request, fds=streams.child_fds))
         try:
-            await self._watch(answer, timeout_s, streams.end)
-            return await self._last_reply(answer)
+            await self._watch(answer, streams)
+            reply = await self._last_reply(answer)
         except asyncio.CancelledError:
-            self._kill(request["command"])
+            self._end_command(streams, "")
             await self._last_reply(answer)
             raise
+        await streams.drained(0.2 if self.keeps_others else END_TIMEOUT_S)
+        if reply is not None and "error" in reply:
+            return streams.result(126, f"the sandbox could not start the command: {reply['error']}\n")
+        return streams.result(None if reply is None else int(reply["status"]))
+
+    def _end_command(self, streams: CommandStreams, limit: str) -> None:
+        """End a command. Of a box that keeps others, end its session only, unless what the box holds is too much."""
+        alone = self.keeps_others and limit not in _LIMITS_OF_THE_BOX
+        self._control.tell({"op": "kill", "command": streams.number if alone else None})
 
     async def _last_reply(self, answer: asyncio.Future[dict[str, Any]]) -> dict[str, Any] | None:
         """Return the reply to a command that ended or was killed. A box without one is closed, and gives None."""
@@ -173,9 +157,9 @@ class BubblewrapBox(Box):
             await self.close()
             return None
 
-    async def _watch(self, answer: asyncio.Future[Any], timeout_s: float, end: Callable[[str], None]) -> None:
+    async def _watch(self, answer: asyncio.Future[Any], streams: CommandStreams) -> None:
         """Return when the command has ended, or had to be."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + streams.limits.wall_s
         pause_s, start = _FIRST_LOOK_S, None
         while True:
             left_s = deadline - time.monotonic()
@@ -190,14 +174,14 @@ class BubblewrapBox(Box):
             start = start or usage
             limit = "wall_s" if left_s <= 0 else self._passed(usage, start)
             if limit:
-                end(limit)
+                streams.end(limit)
                 return
-            near = usage["memory_gb"] > self.runtime.limits.memory_gb / 4 or usage["processes"] > 16
+            near = usage["memory_gb"] > self._limits.memory_gb / 4 or usage["processes"] > 16
             pause_s = _FIRST_LOOK_S if near else min(_LAST_LOOK_S, pause_s * 1.5)
 
     def _passed(self, usage: Mapping[str, float], start: Mapping[str, float]) -> str:
         """Return the name of the limit that a command passed which began at `start`; "" for none."""
-        limits = self.runtime.limits
+        limits = self._limits
         if usage["memory_gb"] > limits.memory_gb:
             return "memory_gb"
         # It is measured of all commands. Where there may be several, the kernel limits each process of this one.
@@ -234,7 +218,7 @@ class BubblewrapBox(Box):
         except PermissionError:  # Code in the box took its own permission away.
             return {}
         try:
-            return await asyncio.to_thread(list_regular, work_fd, self.runtime.limits.files + self._num_given)
+            return await asyncio.to_thread(list_regular, work_fd, self._limits.files + self._num_given)
         finally:
             os.close(work_fd)
 
@@ -261,9 +245,8 @@ class BubblewrapBox(Box):
         if not getattr(self, "_closed", True):
             self.process.kill()
 
-    def _check_open(self) -> None:
-        if self._closed or self._control.closed:
-            raise SandboxError("the sandbox has ended: a limit or its own code ended it; open another one")
+    def _has_ended(self) -> bool:
+        return self._closed or self._control.closed
 
 
 def _limits(runtime: RuntimeConfig) -> dict[str, int]:
@@ -273,3 +256,158 @@ def _limits(runtime: RuntimeConfig) -> dict[str, int]:
         "file_bytes": int(limits.file_mb * _MIB),
         "processes": limits.processes,
     }
+
+
+# The socket to the first process: requests, replies by their ids, and ports.
+
+
+class ControlChannel:
+    """Requests to one box. Every pending request fails with ConnectionResetError when the box ends."""
+
+    def __init__(self, control: socket.socket) -> None:
+        """Own `control` and read it in the running loop."""
+        control.setblocking(False)
+        self._socket = control
+        self._loop = asyncio.get_running_loop()
+        self._ids = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._fds: list[int] = []
+        self._buffer = bytearray()
+        self._sending = asyncio.Lock()
+        self.closed = False
+        self._loop.add_reader(control.fileno(), self._read)
+
+    async def ask(
+        self, request: dict[str, Any], *, fds: list[int] | None = None, payload: bytes = b""
+    ) -> dict[str, Any]:
+        """Send a request and return its reply. Closes `fds` once they are sent. Raises OSError when the box ends."""
+        if self.closed:
+            raise ConnectionResetError("the sandbox has ended")
+        number = next(self._ids)
+        answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._pending[number] = answer
+        try:
+            await self._send({**request, "id": number}, fds or [], payload)
+            return await answer
+        finally:
+            self._pending.pop(number, None)
+
+    def tell(self, request: dict[str, Any]) -> None:
+        """Send a request that has no reply, behind those that are being sent."""
+
+        async def send() -> None:
+            with contextlib.suppress(OSError):
+                await self._send(request, [], b"")
+
+        if not self.closed:
+            self._telling = asyncio.ensure_future(send())
+
+    def take_fd(self) -> int:
+        """Return the descriptor that came with the last reply."""
+        return self._fds.pop(0)
+
+    async def _send(self, request: dict[str, Any], fds: list[int], payload: bytes) -> None:
+        data = json.dumps(request).encode()
+        message = _FRAME.pack(len(data)) + data
+        async with self._sending:
+            if fds:
+                # Descriptors travel with the first bytes, which fit, as nothing else waits in the socket.
+                socket.send_fds(self._socket, [message[:4]], fds)
+                message = message[4:]
+                while fds:
+                    os.close(fds.pop())
+            await self._loop.sock_sendall(self._socket, message + payload)
+
+    def _read(self) -> None:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 4)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, fds = b"", []
+        self._fds += fds
+        self._buffer += data
+        if not data or not self._dispatch():
+            self.close()
+
+    def _dispatch(self) -> bool:
+        """Resolve the replies that have arrived whole. Return whether the stream makes sense."""
+        while len(self._buffer) >= _FRAME.size:
+            (size,) = _FRAME.unpack_from(self._buffer)
+            if size > _MAX_REPLY_BYTES:
+                return False
+            if len(self._buffer) < _FRAME.size + size:
+                break
+            data = bytes(self._buffer[_FRAME.size : _FRAME.size + size])
+            del self._buffer[: _FRAME.size + size]
+            try:
+                reply = json.loads(data)
+                answer = self._pending.get(reply["id"])
+            except (ValueError, TypeError, KeyError):
+                return False
+            if answer is not None and not answer.done():
+                answer.set_result(reply)
+        return True
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        while self._fds:
+            os.close(self._fds.pop())
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(ConnectionResetError("the sandbox ended"))
+
+
+class LoopbackPorts:
+    """The ports of one box that lead to the same ports of the host's loopback."""
+
+    def __init__(self, control: ControlChannel) -> None:
+        self._control = control
+        self._servers: dict[int, asyncio.Server] = {}
+        self._opening = asyncio.Lock()
+        self._connections: set[asyncio.Task[None] | None] = set()
+
+    async def forward(self, port: int) -> None:
+        """Make a port of the host's loopback reachable in the box under the same number."""
+        async with self._opening:
+            if port in self._servers:
+                return
+            reply = await self._control.ask({"op": "listen", "port": port})
+            if "error" in reply:
+                raise SandboxError(f"the sandbox cannot listen on its port {port}: {reply['error']}")
+            listening = socket.socket(fileno=self._control.take_fd())
+            self._servers[port] = await asyncio.start_server(functools.partial(self._serve, port), sock=listening)
+
+    async def _serve(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        self._connections.add(task)
+        try:
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                    host_reader, host_writer = await asyncio.open_connection("127.0.0.1", port)
+                with contextlib.closing(host_writer):
+                    await asyncio.gather(_copy(reader, host_writer), _copy(host_reader, writer))
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.close()
+        for task in self._connections:
+            if task is not None:
+                task.cancel()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy until the reader ends."""
+    with contextlib.suppress(OSError):
+        while piece := await reader.read(1 << 16):
+            writer.write(piece)
+            await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()

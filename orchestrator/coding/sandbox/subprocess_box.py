@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 import shutil
 import signal
@@ -17,10 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from composer_prime.config.sandbox import RuntimeConfig
-from composer_prime.errors import SandboxError
 from composer_prime.run.process import signal_session
 from composer_prime.run.scratch import Scratch
-from orchestrator.coding.sandbox.box import NOTHING, WORK, Box, CommandResult, CommandStreams, inside_path
+from orchestrator.coding.sandbox.box import WORK, Box, CommandResult, CommandStreams, inside_path
 from orchestrator.coding.sandbox.host_view import list_regular, read_regular
 
 END_TIMEOUT_S = 10.0
@@ -49,45 +49,33 @@ class SubprocessBox(Box):
             self._env["PYTHONPATH"] = os.pathsep.join(str(self._outside(folder)) for folder in python_path)
         self._one_at_a_time = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._closed = False
 
     @classmethod
     async def open(cls, runtime: RuntimeConfig, python_path: Sequence[str] = ()) -> SubprocessBox:
         return cls(runtime, python_path)
 
-    async def run(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str] = NOTHING,
-        stdin: bytes = b"",
-        cwd: str = ".",
-        timeout_s: float | None = None,
-        output_bytes: int | None = None,
+    async def _play(
+        self, argv: Sequence[str], env: Mapping[str, str], cwd: str, streams: CommandStreams
     ) -> CommandResult:
-        async with self._one_at_a_time:
-            self._check_open()
-            streams = CommandStreams(self._limits, output_bytes, lambda _: self._end_command())
-            try:
-                await streams.connect(stdin)
-                status = self._start(argv, {**self._env, **env}, self._outside(cwd), streams)
-                if self._process is not None:
-                    waiting = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
-                    done, _ = await asyncio.wait([waiting], timeout=timeout_s or self._limits.wall_s)
-                    if not done:
-                        streams.end("wall_s")
-                    status = await waiting
-                    signal_session(self._process.pid, signal.SIGKILL)  # What it left.
-                await streams.drained(END_TIMEOUT_S)
-                return streams.result(status)
-            finally:
-                self._end_command()
-                self._process = None
-                streams.close()
+        try:
+            status = self._start(argv, env, self._outside(cwd), streams)
+            if self._process is not None:
+                waiting = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
+                done, _ = await asyncio.wait([waiting], timeout=streams.limits.wall_s)
+                if not done:
+                    streams.end("wall_s")
+                status = await waiting
+                signal_session(self._process.pid, signal.SIGKILL)  # What it left.
+            await streams.drained(END_TIMEOUT_S)
+            return streams.result(status)
+        finally:
+            self._end_command()
+            self._process = None
 
     def _start(self, argv: Sequence[str], env: Mapping[str, str], folder: Path, streams: CommandStreams) -> int:
         """Start the command. Return its status where it cannot start: too long words, no such folder."""
-        amounts = [self._limits.cpu_s, int(self._limits.memory_gb * _MIB), int(self._limits.file_mb * 2048)]
+        limits = streams.limits
+        amounts = [math.ceil(limits.cpu_s), int(limits.memory_gb * _MIB), int(limits.file_mb * 2048)]
         setpriv = shutil.which("setpriv")  # It ends the command with this process.
         owned = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
         stdin, stdout, stderr = [subprocess.DEVNULL, *streams.child_fds][-3:]
@@ -108,7 +96,7 @@ class SubprocessBox(Box):
         finally:
             streams.handed_over()
 
-    def _end_command(self) -> None:
+    def _end_command(self, *_: object) -> None:
         """End the command's session while it runs. A process that left it, by setsid, is not found."""
         if self._process is not None and self._process.returncode is None:
             signal_session(self._process.pid, signal.SIGKILL)
@@ -158,7 +146,3 @@ class SubprocessBox(Box):
         if inside != WORK and not inside.startswith(WORK + "/"):
             raise ValueError(f"a subprocess sandbox has only the work folder, but got {path!r}")
         return self._work / inside.removeprefix(WORK).lstrip("/")
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SandboxError("the sandbox is closed; open another one")
