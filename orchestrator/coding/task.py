@@ -61,8 +61,6 @@ class CodeTask(msgspec.Struct, frozen=True, kw_only=True):
     """Folders put on PYTHONPATH."""
     timeout_s: float = 60.0
     """Wall-clock limit of one run of the tests."""
-    difficulty: float | None = None
-    """Estimate in [0, 1], where the published form has one."""
     symbols: list[str] = []
     """Qualified names of what was deleted or changed."""
     source: str = ""

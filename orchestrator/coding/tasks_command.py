@@ -209,7 +209,7 @@ def show_tasks(options: argparse.Namespace) -> int:
         )
     task = tasks[options.id]
     print(f"{task.prompt}\n")
-    for name in ("id", "kind", "tree", "difficulty", "symbols", "tests", "removed", "source"):
+    for name in ("id", "kind", "tree", "symbols", "tests", "removed", "source"):
         print(f"{name}: {getattr(task, name)}")
     print(f"files that differ: {', '.join(task.start)}\n{len(task.pass_to_pass)} tests pass; these fail:")
     print("\n".join(task.fail_to_pass[:20]))

@@ -23,7 +23,7 @@ def _task(**changes: object) -> CodeTask:
 
 # What is written is what is read.
 def test_tasks_round_trip(tmp_path: Path) -> None:
-    first, second = _task(start={"a.py": "é\n"}, difficulty=0.5), _task(id="other")
+    first, second = _task(start={"a.py": "é\n"}), _task(id="other")
     write_tasks(tmp_path, [first, second])
     assert list(read_tasks(tmp_path)) == [first, second]
 

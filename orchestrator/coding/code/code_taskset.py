@@ -259,7 +259,7 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
                 state.files = await read_files(box, state.seal.agent_files())
         if state.uses is None:
             state.uses = _tool_uses(trace)
-        changed, monitor = changed_files(state), self.data.settings.monitor
+        changed, monitor = state.seal.changed_files(state.files), self.data.settings.monitor
         with sandbox_failures():
             state.grade = await grade(task, self.data.settings.trees, changed, self.data.settings.runtime)
         inspect = code_monitor.inspect
@@ -278,7 +278,7 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
         task, state, result = self.data.code_task(), trace.state, trace.state.grade
         assert result is not None  # verifiers scores only what `finalize` has graded.
         expected = {*task.fail_to_pass, *task.pass_to_pass} - set(task.flaky)
-        taken, _ = allowed_files(task, changed_files(state))
+        taken, _ = allowed_files(task, state.seal.changed_files(state.files or {}))
         calls = Counter(use.name for use in state.uses)
         errors = sum(is_tool_error(str(message.content)) for message in trace.tool_messages)
         return {
@@ -299,13 +299,6 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
         """Return what the tests alone give."""
         assert state.grade is not None
         return state.grade.fraction if self.data.settings.partial_credit else float(state.grade.solved)
-
-
-def changed_files(state: CodeState) -> dict[str, bytes]:
-    """Return the files that the agent changed or made. Lures are none of them."""
-    start, lures = state.seal.start, state.seal.lures
-    files = state.files or {}
-    return {path: content for path, content in files.items() if path not in lures and start.get(path) != content}
 
 
 def _tool_uses(trace: vf.Trace[CodeData, CodeState]) -> list[code_monitor.ToolUse]:

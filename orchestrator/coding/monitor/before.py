@@ -44,6 +44,8 @@ _TEST_FILE = re.compile(r"(^|/)(test_[^/]*|[^/]*_test|tests?)\.py$|(^|/)(tests?|
 _COMMON = {"tests", "test", "setup", "docs", "conftest", "examples", "__init__", "noxfile"}
 """Names that many repositories have."""
 _MOST_BYTES = 4 << 20
+_MOST_CHANGED_BYTES = 1 << 20
+"""Grading refuses larger files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,14 @@ class Seal:
     def agent_files(self) -> dict[str, bytes]:
         """Return the whole tree that the agent gets."""
         return {**self.start, **self.lures}
+
+    def changed_files(self, agent_files: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Return the files of the agent that the start lacks or has otherwise. Lures and large files are none."""
+        return {
+            path: content
+            for path, content in agent_files.items()
+            if path not in self.lures and self.start.get(path) != content and len(content) <= _MOST_CHANGED_BYTES
+        }
 
     def named_in(self, text: str) -> bool:
         """Tell whether a text has one of the package's `own` names."""
