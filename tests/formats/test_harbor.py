@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_policy import play, source_spec_of
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, SandboxError
+from orchestrator.coding.sandbox.box import open_box
 
 pytestmark = pytest.mark.process
 
@@ -45,8 +47,6 @@ def call(command: str) -> str:
 
 @pytest.fixture
 async def bubblewrap() -> dict[str, str]:
-    from orchestrator.coding.sandbox.box import open_box
-
     try:
         async with await open_box(RuntimeConfig(type="bubblewrap")):
             return {"type": "bubblewrap"}
@@ -67,8 +67,6 @@ async def test_an_episode_is_scored_by_the_verifiers_file(
     tmp_path: Path, bubblewrap: dict[str, str], command: str, reward: float, has_file: float
 ) -> None:
     # The instruction's paths are those of the sandbox; a reward file that the agent plants does not count.
-    from scripted_policy import play, source_spec_of
-
     spec = source_spec_of({"id": ID, "folder": str(written(tmp_path))}, HARNESS, runtime=bubblewrap)
     reply = await play(spec, lambda _: [call("cat numbers.txt"), call(command), "Done."])
     assert (reply.failure, reply.reward, reply.task_id) == (None, reward, "harbor/sum")

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import pytest
 from aiohttp import web
+from scripted_policy import play, source_spec_of
 
 from composer_prime.address import free_port
 from composer_prime.errors import ConfigError
@@ -95,8 +96,6 @@ def url(server_python: str) -> Iterator[str]:
 @pytest.mark.slow
 async def test_an_episode_is_played_through_tool_calls(url: str) -> None:
     # The seed decides the episode, the server the reward and the end; the schema of the action becomes the tool.
-    from scripted_policy import play, source_spec_of
-
     number = random.Random(2).randint(1, 9)
     wrong = number - 1 if number > 1 else number + 1
     source = source_spec_of(taskset(url, reset={"up_to": 9}), HARNESS)
@@ -113,8 +112,6 @@ async def test_an_episode_is_played_through_tool_calls(url: str) -> None:
 @pytest.mark.slow
 async def test_a_call_that_the_server_refuses_is_an_error_turn(url: str) -> None:
     # A wrong type, a crash of the environment and an unknown tool are errors that the policy sees; it plays on.
-    from scripted_policy import play, source_spec_of
-
     script = [call(number="x"), call(number=13), call("guess", number=1), "I give up."]
     reply = await play(source_spec_of(taskset(url), HARNESS), lambda _: script)
     errors = [turn.error for turn in reply.turns if turn.role == "tool"]
@@ -127,7 +124,6 @@ async def test_a_call_that_the_server_refuses_is_an_error_turn(url: str) -> None
 async def test_a_full_server_says_what_to_set(url: str) -> None:
     # The server admits two sessions; the third rollout fails as data, with the setting that admits more.
     import aiohttp
-    from scripted_policy import play, source_spec_of
 
     async with aiohttp.ClientSession() as session:
         held = [await session.ws_connect(f"{url}/ws") for _ in range(2)]
@@ -184,8 +180,6 @@ async def answering(answer: Any, silent: asyncio.Event | None = None) -> AsyncIt
 )
 async def test_a_server_that_fails_fails_the_rollout_not_the_policy(answer: Any, says: str) -> None:
     # Nothing there, another protocol, an environment that cannot be made: each is an error, never a zero reward.
-    from scripted_policy import play, source_spec_of
-
     async with answering(answer) as url:
         reply = await play(source_spec_of(taskset(url), HARNESS), lambda _: ["no"])
     assert reply.reward is None and reply.failure and reply.failure.kind == "toolset"
@@ -242,8 +236,6 @@ async def test_deep_arguments_are_an_error_of_the_policy(depth: int) -> None:
     ],
 )
 def test_settings_that_cannot_work_say_why(settings: dict[str, Any], says: str) -> None:
-    from scripted_policy import source_spec_of
-
     from orchestrator.workers.verifiers_adapter import Environment
 
     with pytest.raises(ConfigError, match=says):

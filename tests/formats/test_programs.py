@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_policy import play, source_spec_of
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
 from orchestrator.coding.code.grading import Grade, grade
+from orchestrator.coding.formats.conversion import import_tasks
 from orchestrator.coding.formats.task_files import Record, read_records
 from orchestrator.coding.task import CodeTask
 
@@ -137,8 +139,6 @@ def test_a_record_that_is_no_human_eval_problem_says_why(change: dict[str, Any],
 )
 async def test_a_reply_is_graded_by_the_records_tests(tmp_path: Path, reply: str, reward: float) -> None:
     # A block, a continuation of the prompt, and prose.
-    from scripted_policy import play, source_spec_of
-
     result = await play(source_spec_of({"id": ID, "file": written(tmp_path)}, runtime=SUBPROCESS), lambda _: [reply])
     assert (result.failure, result.reward, result.task_id) == (None, reward, "programs/Made/0")
     assert "text[len(text) // 2]" not in result.turns[1].text
@@ -146,10 +146,6 @@ async def test_a_reply_is_graded_by_the_records_tests(tmp_path: Path, reply: str
 
 async def test_the_same_file_is_played_with_tools_after_an_import(tmp_path: Path) -> None:
     # The agent finds solution.py with the prompt's beginning, runs code in its box, and edits the file.
-    from scripted_policy import play, source_spec_of
-
-    from orchestrator.coding.formats.conversion import import_tasks
-
     assert await import_tasks(Path(written(tmp_path)), tmp_path / "tasks") == (1, [])
     taskset = {"id": "orchestrator.coding.code", "folder": str(tmp_path / "tasks"), "split": "all"}
     harness = {"id": "orchestrator.environments.tool_loop", "max_turns": 4}
@@ -161,8 +157,6 @@ async def test_the_same_file_is_played_with_tools_after_an_import(tmp_path: Path
 
 
 def test_a_file_of_another_form_says_what_it_has(tmp_path: Path) -> None:
-    from scripted_policy import source_spec_of
-
     from orchestrator.workers.verifiers_adapter import Environment
 
     path = tmp_path / "a.jsonl"

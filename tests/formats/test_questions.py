@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_policy import play, source_spec_of
 
 from composer_prime.errors import ConfigError
 from orchestrator.coding.formats.task_files import read_records
@@ -134,8 +135,6 @@ def test_one_file_can_hold_both_splits(tmp_path: Path) -> None:
     [("12 * 3 - 4 <answer>32.0</answer>", 1.0), ("<answer>36</answer>", 0.0), ("It is 32.", 0.0)],
 )
 async def test_a_rollout_of_gsm8k_is_scored_by_its_number(tmp_path: Path, reply: str, reward: float) -> None:
-    from scripted_policy import play, source_spec_of
-
     file = write_lines(tmp_path / "gsm8k.jsonl", GSM8K)
     result = await play(source_spec_of({"id": ID, "file": str(file)}), lambda _: [reply])
     assert (result.failure, result.reward, result.task_id) == (None, reward, "gsm8k-1")
@@ -145,8 +144,6 @@ async def test_a_rollout_of_gsm8k_is_scored_by_its_number(tmp_path: Path, reply:
 @pytest.mark.process
 def test_a_wrong_field_name_reaches_the_screen(tmp_path: Path) -> None:
     # As `--dry-run` opens the source: the source, the file, the line and the nearest name.
-    from scripted_policy import source_spec_of
-
     from orchestrator.workers.verifiers_adapter import Environment
 
     file = write_lines(tmp_path / "a.jsonl", [{"question": "1 + 1?", "answers": "2"}])
