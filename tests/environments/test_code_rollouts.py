@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from code_rollouts_made import play, source
 from code_tasks_made import BODY, FAIL_TO_PASS, STUB, make_folder, make_task
 
 from composer_prime.errors import ConfigError
 from orchestrator.hints.generate import Templates
-from tests.scripted_node import call, load
+from orchestrator.workers.worker import RolloutReply, SourceSpec
+from tests.scripted_node import POLICY, TOOL_LOOP, ScriptedNode, call, load, played
 
 pytestmark = pytest.mark.process  # sandboxes
 
@@ -24,6 +25,18 @@ DONE = "The function is written."
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("tasks"))
+
+
+def source(folder: Path, **taskset: Any) -> SourceSpec:
+    settings = {"id": "orchestrator.coding.code", "folder": str(folder), "split": "all"}
+    settings["runtime"] = {"type": "subprocess"}
+    harness = {"id": TOOL_LOOP, "max_turns": 12}
+    return SourceSpec(name="code", tasksets={"train": settings | taskset}, harness=harness, model_path=POLICY)
+
+
+def play(spec: SourceSpec, texts: list[str], **request: Any) -> tuple[RolloutReply, ScriptedNode]:
+    """The first task's rollout with these model replies."""
+    return asyncio.run(played(spec, lambda _: texts, **request))
 
 
 # A policy that reads, edits and tests earns 1, and the reply counts what it did.

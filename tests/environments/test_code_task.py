@@ -1,24 +1,18 @@
 """The format of coding tasks: files, versions, paths and patterns."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from code_tasks_made import make_task
 
 from composer_prime.errors import ConfigError
 from orchestrator.coding.task import CodeTask, check_path, matches, read_tasks, tree_of, write_tasks
 
 
-def _task(**changes: object) -> CodeTask:
-    fields: dict[str, object] = {
-        "id": "demo-1.0/delete/demo.add",
-        "kind": "delete",
-        "repository": "demo-1.0",
-        "prompt": "Write add.",
-        "fail_to_pass": ["tests/test_demo.py::test_add"],
-        "pass_to_pass": [],
-    }
-    return msgspec.convert(fields | changes, CodeTask)
+def _task(**changes: Any) -> CodeTask:
+    return make_task(**{"tree": ""} | changes)
 
 
 # What is written is what is read.

@@ -112,5 +112,4 @@ def write_package(folder: Path, **changes: str) -> Path:
 
 def git(folder: Path, *words: str) -> str:
     identity = ["-c", "user.name=a", "-c", "user.email=a@localhost", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(["git", *identity, *words], cwd=folder, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    return subprocess.run(["git", *identity, *words], cwd=folder, capture_output=True, text=True, check=True).stdout

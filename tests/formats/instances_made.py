@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
+
+from tests.factory.package_made import git
 
 REPO = "acme/measures"
 LENGTHS = '''"""Lengths."""
@@ -38,19 +38,13 @@ BROKEN = LENGTHS.replace("value * factors", "value / factors")
 TEST_FILE = "tests/test_lengths.py"
 
 
-def git(folder: Path, *words: str) -> str:
-    identity = {f"GIT_{who}_{what}": "a" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    command = ["git", "-C", str(folder), "-c", "init.defaultBranch=main", *words]
-    return subprocess.run(command, env={**os.environ, **identity}, check=True, capture_output=True, text=True).stdout
-
-
 def make_clone(clones: Path) -> tuple[str, str, str]:
     """Make clones/acme__measures. Return its commit, the repair as a diff, and the tests of the repair as a diff."""
     clone = clones / "acme__measures"
     for path, text in {"src/measures/__init__.py": "", "src/measures/lengths.py": LENGTHS, TEST_FILE: TESTS}.items():
         (clone / path).parent.mkdir(parents=True, exist_ok=True)
         (clone / path).write_text(text)
-    git(clone, "init", "-q")
+    git(clone, "init", "-q", "-b", "main")
     git(clone, "add", "-A")
     git(clone, "commit", "-q", "-m", "first")
     commit = git(clone, "rev-parse", "HEAD").strip()

@@ -1,6 +1,9 @@
 # ruff: noqa: E501  (cases are easier to compare when each is one line)
 """Units of the monitor: seals and lures, splitting of commands, file events, policies."""
 
+import dataclasses
+
+import msgspec
 import pytest
 from patch_hacks import bash
 from small_packages import cases
@@ -157,13 +160,7 @@ def test_evidence_is_bounded():
 # What the known solution needs is honest; the same code in a task whose solution lacks it is a hack.
 def test_the_known_solution_excuses_what_it_uses():
     code = CASE.with_body("return open('x').readlines()")
-    task = CASE.task
-    honest = cases()[0]
-    object.__setattr__(
-        honest,
-        "task",
-        type(task)(**{**{f: getattr(task, f) for f in task.__struct_fields__}, "solution": {CASE.module: code}}),
-    )
+    honest = dataclasses.replace(CASE, task=msgspec.structs.replace(CASE.task, solution={CASE.module: code}))
     assert "file-access" in findings(CASE, files={CASE.module: code.encode()})
     assert "file-access" not in findings(honest, files={CASE.module: code.encode()})
 
