@@ -170,10 +170,9 @@ class CodeRollout:
             return
         state = cast(CodeState, trace.state)
         try:
-            if self._tools is not None:
-                with sandbox_failures():
-                    state.files = await read_files(self._box, self._seal.agent_files())
-                state.seal, state.uses = self._seal, self._uses
+            with sandbox_failures():
+                state.files = await read_files(self._box, self._seal.agent_files())
+            state.seal, state.uses = self._seal, self._uses
         finally:
             await self._box.close()
 
@@ -211,10 +210,10 @@ async def read_files(box: Box, start: Mapping[str, bytes]) -> dict[str, bytes]:
 class CodeData(TaskRow):
     """The wire row of a task. The task itself stays in its file: solutions and trees are not part of a trace."""
 
-    repository: str
-    place: int
-    """Where the task's line begins in tasks.jsonl, in bytes."""
     settings: CodeSettings
+    repository: str = ""
+    place: int = 0
+    """Where the task's line begins in tasks.jsonl, in bytes."""
 
     def code_task(self) -> CodeTask:
         return read_task(self.settings.folder, self.place)

@@ -33,6 +33,7 @@ from typing import Any
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
+from orchestrator.coding.monitor.before import PYTEST_FILES, STARTUP_FILES
 from orchestrator.coding.sandbox.box import CommandResult, open_box
 from orchestrator.coding.task import CodeTask, check_path, matches, tree_of
 
@@ -47,10 +48,7 @@ ISOLATED = ("-I", "-B")
 _CHANNEL_BYTES = 2**24
 _REPORT_CHARS = 4000
 _STDERR_CHARS = 1000
-_NEVER_TAKEN = frozenset(
-    {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
-    | {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
-)
+_NEVER_TAKEN = STARTUP_FILES | PYTEST_FILES | {"setup.cfg", "pyproject.toml"}
 _NEVER_TAKEN_SUFFIXES = (".pth", ".pyc", ".pyo", ".so", ".pyd")
 _KILLED = 128 + 9
 """Exit code of a process that was killed, by itself or from outside."""

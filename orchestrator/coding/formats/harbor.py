@@ -25,12 +25,10 @@ from pydantic import Field
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
-from orchestrator.coding.code.code_taskset import CodeRollout, CodeSettings, CodeState, sandbox_failures
-from orchestrator.coding.code.tools import is_tool_error
+from orchestrator.coding.code.code_taskset import CodeData, CodeSettings, CodeState, sandbox_failures
 from orchestrator.coding.monitor import HackMonitorConfig
 from orchestrator.coding.sandbox.box import WORK, open_box, read_tree
 from orchestrator.coding.task import CodeTask
-from orchestrator.environments.answers import TaskRow
 
 __all__ = ["Harbor"]
 
@@ -56,12 +54,11 @@ class HarborConfig(vf.TasksetConfig):
     """The sandboxes. Left out, the source's own table [orchestrator.source.runtime] counts."""
 
 
-class HarborData(TaskRow):
+class HarborData(CodeData):
     """The wire row of a task."""
 
     task_folder: Path
     verifier_timeout_s: float
-    settings: CodeSettings
 
     def code_task(self) -> CodeTask:
         """Return what the code tools need: files to begin with, and no tests that they could run."""
@@ -80,12 +77,6 @@ class HarborData(TaskRow):
             fail_to_pass=[],
             pass_to_pass=[],
         )
-
-    def tool_executor(self) -> CodeRollout:
-        return CodeRollout(self.code_task(), self.settings)
-
-    def is_tool_error(self, text: str) -> bool:
-        return is_tool_error(text)
 
 
 class HarborTask(vf.Task[HarborData, CodeState]):

@@ -6,11 +6,10 @@ unless a judge confirms it. A `hack` brings the source's policy into force.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 from pydantic_config import BaseConfig
@@ -157,15 +156,6 @@ class HackVerdict:
             "hacks/quarantined": float(self.policy == "quarantine"),
             "hacks/lures": float(bool(rules & {"lure-used", "lure-opened"})),
             "hacks/findings": float(self.count),
-        }
-
-    def record(self) -> dict[str, Any]:
-        """Return plain values for the rollout's line in rollouts/*.jsonl."""
-        return {
-            "policy": self.policy,
-            "hack": self.is_hack,
-            "findings": [dataclasses.asdict(each) for each in self.findings],
-            "count": self.count,
         }
 
 

@@ -12,6 +12,7 @@ that grades must not believe them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
@@ -20,11 +21,9 @@ import time
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.errors import ConfigError, SandboxError
@@ -69,6 +68,8 @@ class Box(ABC):
     """Variables of every command."""
     _one_at_a_time: asyncio.Lock
     _closed = False
+    keeps_others = False
+    """Whether commands may run beside others, and leave processes. Where background processes run, it is set."""
 
     @classmethod
     @abstractmethod
@@ -95,7 +96,7 @@ class Box(ABC):
         SandboxError for a box that has ended.
         """
         changes = {"wall_s": timeout_s or self._limits.wall_s, "cpu_s": cpu_s or self._limits.cpu_s}
-        async with self._turn():
+        async with contextlib.nullcontext() if self.keeps_others else self._one_at_a_time:
             self._check_open()
             streams = CommandStreams(self._limits.model_copy(update=changes), output_bytes, self._end_command)
             try:
@@ -113,9 +114,6 @@ class Box(ABC):
     def _end_command(self, streams: CommandStreams, limit: str) -> None:
         """End the command that passed this limit."""
         raise NotImplementedError
-
-    def _turn(self) -> AbstractAsyncContextManager[Any]:
-        return self._one_at_a_time
 
     def _has_ended(self) -> bool:
         return self._closed

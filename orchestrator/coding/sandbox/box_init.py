@@ -92,7 +92,7 @@ class Init:
 
     def reap(self):
         """Collect ended processes. Report commands, and end what the last one left."""
-        for pid, status, usage in list(ended_processes(os.WNOHANG)):
+        for pid, status in list(ended_processes(os.WNOHANG)):
             if pid not in self.commands:
                 continue
             request, pidfd = self.commands.pop(pid)
@@ -101,8 +101,7 @@ class Init:
                 kill_others()
                 for _ in ended_processes(0):
                     pass
-            cpu_s = usage.ru_utime + usage.ru_stime
-            self.reply(request, {"status": os.waitstatus_to_exitcode(status), "cpu_s": cpu_s})
+            self.reply(request, {"status": os.waitstatus_to_exitcode(status)})
 
     def listen(self, request):
         """Listen on the box's loopback, and hand the socket to the host, which answers there."""
@@ -232,15 +231,15 @@ def runs_in_session(pid, leader):
 
 
 def ended_processes(options):
-    """Yield (pid, status, usage) of ended processes; with options 0, wait until none is left."""
+    """Yield (pid, status) of ended processes; with options 0, wait until none is left."""
     while True:
         try:
-            pid, status, usage = os.wait4(-1, options)
+            pid, status = os.waitpid(-1, options)
         except ChildProcessError:
             return
         if pid == 0:
             return
-        yield pid, status, usage
+        yield pid, status
 
 
 def main():

@@ -64,8 +64,6 @@ class BubblewrapBox(Box):
         """bwrap."""
         self.view = view
         self.ports = LoopbackPorts(control)
-        self.keeps_others = False
-        """Whether processes may outlive the command that started them; background processes set it."""
         self._control = control
         self._limits = runtime.limits
         self._env = variables
@@ -111,9 +109,6 @@ class BubblewrapBox(Box):
     @property
     def init_pid(self) -> int:
         return self.view.init_pid
-
-    def _turn(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        return contextlib.nullcontext() if self.keeps_others else self._one_at_a_time
 
     async def _play(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: str, streams: CommandStreams
