@@ -305,35 +305,27 @@ def _replace(kind: str, node: ast.expr | ast.stmt, replacement: str) -> Edit:
     return Edit(kind=kind, start=(node.lineno, node.col_offset), end=_end(node), replacement=replacement)
 
 
-def _binary(node: ast.BinOp, lines: list[str]) -> Iterator[Edit]:
-    """Swap an operator of numbers. Texts know `+` and `%` only."""
-    if type(node.op) in _SWAPS and not _is_text(node.left) and not _is_text(node.right):
-        yield from _between(node.left, node.right, node.op, lines)
-
-
-def _comparison(node: ast.Compare, lines: list[str]) -> Iterator[Edit]:
-    if len(node.ops) == 1:
-        yield from _between(node.left, node.comparators[0], node.ops[0], lines)
-
-
-def _boolean(node: ast.BoolOp, lines: list[str]) -> Iterator[Edit]:
-    yield from _between(node.values[0], node.values[1], node.op, lines)
+def _operator(node: ast.BinOp | ast.Compare | ast.BoolOp, lines: list[str]) -> Iterator[Edit]:
+    """Replace the one operator of two operands on one line. Parentheses around them stay."""
+    if isinstance(node, ast.BinOp):
+        operands, operators = [node.left, node.right], [node.op]
+    elif isinstance(node, ast.Compare):
+        operands, operators = [node.left, *node.comparators], node.ops
+    else:
+        operands, operators = node.values, [node.op]
+    line, column = _end(operands[0])
+    has_text = isinstance(node, ast.BinOp) and any(map(_is_text, operands))  # Texts know `+` and `%` only.
+    if has_text or len(operators) > 1 or type(operators[0]) not in _SWAPS or operands[1].lineno != line:
+        return
+    old, new = _SWAPS[type(operators[0])]
+    place = lines[line - 1].encode()[column : operands[1].col_offset].find(old.encode())
+    if place >= 0:
+        start = column + place
+        yield Edit(kind="operator", start=(line, start), end=(line, start + len(old)), replacement=new)
 
 
 def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
-
-
-def _between(left: ast.expr, right: ast.expr, operator: ast.AST, lines: list[str]) -> Iterator[Edit]:
-    """Replace the operator between two operands on one line. Parentheses around the operands stay."""
-    old, new = _SWAPS[type(operator)]
-    line, column = _end(left)
-    if right.lineno != line:
-        return
-    place = lines[line - 1].encode()[column : right.col_offset].find(old.encode())
-    if place >= 0:
-        start = column + place
-        yield Edit(kind="operator", start=(line, start), end=(line, start + len(old)), replacement=new)
 
 
 def _constant(node: ast.Constant, lines: list[str]) -> Iterator[Edit]:
@@ -364,9 +356,9 @@ def _statement(node: ast.stmt, lines: list[str]) -> Iterator[Edit]:
 
 
 _MISTAKES: dict[type, Callable[..., Iterator[Edit]]] = {
-    ast.BinOp: _binary,
-    ast.Compare: _comparison,
-    ast.BoolOp: _boolean,
+    ast.BinOp: _operator,
+    ast.Compare: _operator,
+    ast.BoolOp: _operator,
     ast.Constant: _constant,
     ast.If: _branch,
     ast.While: _branch,
