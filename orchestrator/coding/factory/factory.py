@@ -21,7 +21,7 @@ import dataclasses
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -278,34 +278,34 @@ async def prove(
     batch: Sequence[TaskCandidate], baseline: Baseline, runtime: RuntimeConfig, settings: FactorySettings
 ) -> list[Outcome]:
     """Return the task of each candidate, or why there is none, in the batch's order."""
-    prepared = {candidate.id: _prepare(candidate, baseline) for candidate in batch}
-    refused = {name: run for name, run in prepared.items() if not isinstance(run, SuiteRun)}
-    runs = {name: run for name, run in prepared.items() if isinstance(run, SuiteRun)}
-    seen: dict[str, Gradings] = {name: [] for name in runs}
+    found = {candidate.id: _prepare(candidate, baseline) for candidate in batch}
+    seen: dict[str, list[Grading]] = {name: [] for name in found}
     for hash_seed in range(GRADINGS):
-        cases = {name: run for name, run in runs.items() if name not in refused}
-        if not cases:
-            break
-        own = {_own_key(run): msgspec.structs.replace(run, key=_own_key(run), files={}) for run in cases.values()}
-        every = [*cases.values(), *own.values()]
-        results = await play(baseline.tree, runtime, every, hash_seed=hash_seed, explain=hash_seed == 0)
-        for name, run in cases.items():
-            seen[name].append((results[name], results[_own_key(run)]))
-            if refusal := _refusal(run.tests, baseline, seen[name]):
-                refused[name] = refusal
-    return [
-        (each, refused.get(each.id) or build_task(each, runs[each.id], seen[each.id], baseline, settings))
-        for each in batch
-    ]
+        cases = {name: run for name, run in found.items() if isinstance(run, SuiteRun)}
+        for name, results in (await _graded(cases, baseline.tree, runtime, hash_seed)).items():
+            seen[name].append(results)
+            found[name] = _refusal(cases[name].tests, baseline, seen[name]) or cases[name]
+    outcomes: list[Outcome] = []
+    for each in batch:
+        run = found[each.id]
+        is_proven = isinstance(run, SuiteRun)
+        outcomes.append((each, build_task(each, run, seen[each.id], baseline, settings) if is_proven else run))
+    return outcomes
 
 
-Gradings = list[tuple[SuiteResult, SuiteResult]]
-"""Of one candidate: what its start gave, and what the tree itself gave in the same box."""
+Grading = tuple[SuiteResult, SuiteResult]
+"""What the start of a candidate gave, and what the tree itself gave in the same box."""
 
 
-def _own_key(run: SuiteRun) -> str:
-    """Return the key of the run of the tree itself with the same test files."""
-    return "\n".join(run.tests)
+async def _graded(
+    cases: Mapping[str, SuiteRun], tree: SourceTree, runtime: RuntimeConfig, hash_seed: int
+) -> dict[str, Grading]:
+    """Run the starts of candidates, and the tree itself once for each set of test files."""
+    own_keys = {name: "\n".join(run.tests) for name, run in cases.items()}
+    own = {own_keys[name]: msgspec.structs.replace(run, key=own_keys[name], files={}) for name, run in cases.items()}
+    runs = [*cases.values(), *own.values()]
+    results = await play(tree, runtime, runs, hash_seed=hash_seed, explain=hash_seed == 0) if runs else {}
+    return {name: (results[name], results[own_keys[name]]) for name in cases}
 
 
 def _prepare(candidate: TaskCandidate, baseline: Baseline) -> SuiteRun | Refusal:
@@ -320,7 +320,7 @@ def _prepare(candidate: TaskCandidate, baseline: Baseline) -> SuiteRun | Refusal
     return SuiteRun(key=candidate.id, tests=tests, files=start, timeout_s=limit_s)
 
 
-def _refusal(files: Sequence[str], baseline: Baseline, seen: Gradings) -> Refusal | None:
+def _refusal(files: Sequence[str], baseline: Baseline, seen: Sequence[Grading]) -> Refusal | None:
     """Return why the gradings so far refuse a candidate; None where they do not."""
     before, after = seen[-1]
     failing, passing = _sort_tests(files, baseline, seen)
@@ -336,7 +336,7 @@ def _refusal(files: Sequence[str], baseline: Baseline, seen: Gradings) -> Refusa
     return None if passing else ("no test keeps passing", "")
 
 
-def _sort_tests(files: Sequence[str], baseline: Baseline, seen: Gradings) -> tuple[list[str], list[str]]:
+def _sort_tests(files: Sequence[str], baseline: Baseline, seen: Sequence[Grading]) -> tuple[list[str], list[str]]:
     """Return the tests that failed before and passed after in all gradings, and those that passed in all runs."""
     before, after = ([run.passed() for run in runs] for runs in zip(*seen, strict=True))
     solid = frozenset.intersection(*map(frozenset, after))
@@ -346,7 +346,7 @@ def _sort_tests(files: Sequence[str], baseline: Baseline, seen: Gradings) -> tup
 
 
 def build_task(
-    candidate: TaskCandidate, run: SuiteRun, seen: Gradings, baseline: Baseline, settings: FactorySettings
+    candidate: TaskCandidate, run: SuiteRun, seen: Sequence[Grading], baseline: Baseline, settings: FactorySettings
 ) -> CodeTask:
     """Return the task of a proven candidate."""
     tree = baseline.tree

@@ -73,19 +73,11 @@ async def import_tasks(
     if runtime is not None:
         async with await open_box(runtime):
             pass  # Without sandboxes every record would be refused for it.
-
-    async def proven(record: Record) -> CodeTask | str:
-        """Return the task of a record, or why it is none."""
-        try:
-            task = await asyncio.to_thread(_convert, record, repositories, folder / TREES_FOLDER, timeout_s)
-            return await why_unproven(task, folder / TREES_FOLDER, runtime) or task if runtime else task
-        except (ConfigError, SandboxError, OSError) as error:  # OSError: its files do not fit.
-            return str(error).removeprefix(f"{record.place}: ") or repr(error)  # A TimeoutError has no words.
-
     refusals: list[Refusal] = []
     tasks: dict[str, CodeTask] = {}
     lines = ProgressLines()
-    outcomes = in_order(proven, records, jobs)
+    trees = folder / TREES_FOLDER
+    outcomes = in_order(lambda record: _outcome(record, trees, runtime, repositories, timeout_s), records, jobs)
     async with aclosing(outcomes):
         async for outcome in outcomes:
             record = records[len(tasks) + len(refusals)]
@@ -103,6 +95,17 @@ async def import_tasks(
         raise ConfigError(f"{path}: none of its {len(records)} records became a task:\n{shown}")
     write_tasks(folder, tasks.values())
     return len(tasks), refusals
+
+
+async def _outcome(
+    record: Record, trees: Path, runtime: RuntimeConfig | None, repositories: Path | None, timeout_s: float
+) -> CodeTask | str:
+    """Return the task of a record, or why it is none."""
+    try:
+        task = await asyncio.to_thread(_convert, record, repositories, trees, timeout_s)
+        return (runtime and await why_unproven(task, trees, runtime)) or task
+    except (ConfigError, SandboxError, OSError) as error:  # OSError: its files do not fit.
+        return str(error).removeprefix(f"{record.place}: ") or repr(error)  # A TimeoutError has no words.
 
 
 def _convert(record: Record, repositories: Path | None, trees: Path, timeout_s: float) -> CodeTask:
