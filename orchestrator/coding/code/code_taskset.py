@@ -317,13 +317,11 @@ class CodeTaskset(vf.Taskset[CodeEpisode, CodeTasksetConfig]):  # pyright: ignor
         settings = CodeSettings(**{name: getattr(config, name) for name in CodeSettings.model_fields})
         chosen: list[tuple[bytes, CodeData]] = []
         splits: dict[str, str] = {}
-        trees: dict[str, Path | None] = {}
         for place, task in index_tasks(settings.folder):
             split = splits[task.repository] = split_of(task.repository, config.eval_share)
             if config.split not in ("all", split) or (config.kinds and task.kind not in config.kinds):
                 continue
-            if task.tree not in trees:
-                trees[task.tree] = tree_of(task, settings.trees)
+            tree_of(task, settings.trees)  # Say now that one is missing.
             data = CodeData(
                 name=task.id,
                 prompt=task.prompt,

@@ -78,8 +78,6 @@ _TOOLS = {
 }
 
 TOOL_NAMES = tuple(_TOOLS)
-SCHEMAS = {name: {"type": "function", "function": {"name": name, **tool}} for name, tool in _TOOLS.items()}
-"""By name."""
 
 
 class ToolFailure(Exception):
@@ -94,7 +92,7 @@ class CodeTools:
         self._box = box
         self._output_chars = output_chars
         self._timeout_s = timeout_s
-        self.schemas: list[dict[str, Any]] = [SCHEMAS[name] for name in names]
+        self.schemas = [{"type": "function", "function": {"name": name, **_TOOLS[name]}} for name in names]
         self._tools: dict[str, Callable[[dict[str, Any]], Awaitable[str]]] = {
             "bash": self._bash,
             "view": self._view,
