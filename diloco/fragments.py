@@ -1,4 +1,4 @@
-"""Fragments: the trainable parameters, each in exactly one part, and when each part is synchronized.
+"""Fragments: the trainable parameters, each in exactly one part.
 
 Transformer block i goes to fragment i mod P (arXiv 2501.18512). Each parameter outside the blocks (embeddings, last
 norm, head) goes to the fragment that is lightest by then.
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import block_of
 from diloco.codec import as_bytes
@@ -30,34 +29,6 @@ from diloco.transport.messages import TensorLayout
 
 NamedParameter = tuple[str, nn.Parameter]
 _Unit = tuple[int | None, list[NamedParameter]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """When which fragment is prepared and completed: H inner steps, P fragments, delay tau (arXiv 2501.18512).
-
-        inner step   1 ........ H/P - tau ........ H/P | 1 ...
-                                prepare            complete         fragment = outer step mod P
-
-    An outer step is one completed fragment; a sweep is P of them. Only one fragment is under way at a time.
-    """
-
-    interval: int
-    """H / P: inner steps from one completion to the next."""
-    fragments: int
-    delay: int
-
-    @classmethod
-    def of(cls, config: DilocoConfig) -> Schedule:
-        return cls(interval=config.sync_every // config.fragments, fragments=config.fragments, delay=config.delay)
-
-    def fragment(self, outer_step: int) -> int:
-        """Return which fragment outer step `outer_step` (from 0) synchronizes."""
-        return outer_step % self.fragments
-
-    def prepares(self, inner_step: int) -> bool:
-        """Return whether the delta is due after `inner_step` steps since the last completion."""
-        return inner_step >= self.interval - self.delay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

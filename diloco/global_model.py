@@ -78,7 +78,13 @@ class GlobalModel:
         return _hash(self.outer_step, self._digests)
 
     @property
+    def fragment(self) -> int:
+        """Which fragment the coming outer step synchronizes: each in turn."""
+        return self.outer_step % len(self.fragments)
+
+    @property
     def sweep(self) -> int:
+        """How often every fragment has been synchronized: the policy version."""
         return self.outer_step // len(self.fragments)
 
     def delta(self, fragment: int) -> Tensor:

@@ -57,7 +57,7 @@ def link_rows(config: Config) -> list[tuple[str, str]]:
             return []
     except ComposerError:  # the plan lists it as a problem
         return []
-    steps, codec, ranks = diloco.sync_every // diloco.fragments, diloco.codec.type, config.trainer.ranks
+    steps, codec, ranks = diloco.interval, diloco.codec.type, config.trainer.ranks
     peers = max(2, diloco.task_shard[1]) if diloco.task_shard else 2
     size = trained_parameters(config, ModelShape.read(resolve_model(config.model.path))) / diloco.fragments
     bits = size * _CODEC_BITS[codec] * FRAMING

@@ -1,9 +1,9 @@
 """What one rank holds of a joint run. Read `Replica` first.
 
     Replica = GlobalModel      masters, momentum and their hash (global_model.py): equal bits on every peer
-            + LocalProgress    what this peer trained on top of them, and what happens to it when a round ends
             + ErrorFeedback    what compression still owes (codec.py)
             + PendingDelta     the delta on offer
+            + LocalWork        what this peer trained on top of them; a round's end decides what happens to it
 
 A checkpoint keeps all of it, so a resumed peer continues as if it had never stopped. `pack_state` writes it as bytes.
 
@@ -28,7 +28,7 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -51,17 +51,6 @@ class LocalWork(msgspec.Struct, frozen=True, kw_only=True):
     def plus(self, other: LocalWork, times: float = 1.0) -> LocalWork:
         """Return self + times other."""
         return LocalWork(steps=self.steps + times * other.steps, tokens=self.tokens + times * other.tokens)
-
-
-class ProgressTotals(msgspec.Struct, kw_only=True):
-    """Counted since this peer began. A token counts by the share of the parameters that it concerns."""
-
-    missed: int = 0
-    """Rounds that ended without work that this peer had."""
-    carried: float = 0.0
-    """Tokens whose work an outcome left out and the next delta holds."""
-    overwritten: float = 0.0
-    """Tokens whose work was given up for the global values."""
 
 
 class DeltaStatus(enum.Enum):
@@ -104,36 +93,46 @@ class PendingDelta:
     """Its outcome was due and not there."""
 
 
-class LocalProgress:
-    """The work that the difference between local and global values holds, by fragment."""
+class Replica:
+    """What one rank holds of a joint run, from the start of the run to its checkpoints."""
 
-    def __init__(self, model: GlobalModel, mixing: float | Literal["carry"], ranks: Ranks) -> None:
-        self._model = model
-        self._carries = mixing == "carry"
-        self._mixing = 0.0 if mixing == "carry" else mixing
-        self._ranks = ranks
-        sizes = [fragment.numel for fragment in model.fragments]
-        self._shares = [size / max(1, sum(sizes)) for size in sizes]
-        self.held = [LocalWork() for _ in sizes]
-        self.totals = ProgressTotals()
+    def __init__(self, fragments: Sequence[Fragment], config: DilocoConfig, ranks: Ranks) -> None:
+        """Take the parameters as they are as outer step 0."""
+        self.global_model = GlobalModel(fragments, config.outer)
+        self.feedback = ErrorFeedback([fragment.numel for fragment in fragments])
+        self.pending: PendingDelta | None = None
+        """The delta on offer, if any."""
+        self.inner = 0
+        """Inner steps since the last completion."""
+        self.due = 0
+        """The number of them after which the outcome of `pending` is due."""
+        self.held = [LocalWork() for _ in fragments]
+        """By fragment, the work that the difference between local and global values holds."""
+        self.totals = {"missed": 0, "carried": 0.0, "overwritten": 0.0}
+        """Since this peer began: rounds that ended without work that it had; tokens whose work an outcome left out and
+        the next delta holds; tokens whose work was given up. A token counts by its share of the parameters."""
+        self._mixing = config.mixing
+        self.ranks = ranks
 
     def count(self, work: LocalWork) -> None:
         """Add one more piece of work to every fragment."""
         self.held = [held.plus(work) for held in self.held]
 
-    def note_offer(self, fragment: int, pending: PendingDelta) -> None:
-        """Note that this delta was prepared now."""
-        if self._carries:
-            self._carry_from_now(fragment, pending)
+    def offer(self, pending: PendingDelta, due: int) -> None:
+        """Note that this delta was prepared now, and that its outcome is due after `due` inner steps."""
+        self.pending, self.due = pending, due
+        if self._mixing == "carry":
+            self._carry_from_now(pending)
 
-    def mark_late(self, fragment: int, pending: PendingDelta) -> None:
+    def mark_late(self, pending: PendingDelta) -> None:
         """Note that the outcome is due and not here: what is trained from now on is carried on whole."""
         pending.late = True
         if pending.due is None:
-            self._carry_from_now(fragment, pending)
+            self._carry_from_now(pending)
 
-    def _carry_from_now(self, fragment: int, pending: PendingDelta) -> None:
-        pending.due, pending.due_n = self.held[fragment], self._model.fragments[fragment].read()
+    def _carry_from_now(self, pending: PendingDelta) -> None:
+        fragment = pending.header.fragment
+        pending.due, pending.due_n = self.held[fragment], self.global_model.fragments[fragment].read()
 
     def install(
         self, fragment: int, status: DeltaStatus, pending: PendingDelta | None, before_n: Tensor | None
@@ -143,61 +142,47 @@ class LocalProgress:
         `pending`: where COUNTED, and where PREDECESSOR shuts out a delta of this process. `before_n`: the fragment's
         global values before the round, where MISSED.
         """
-        values_n = self._model.masters[fragment]
+        model = self.global_model
+        values_n = model.masters[fragment]
         if status is DeltaStatus.COUNTED and pending is not None:
-            values_n = self._model.mixed(fragment, self._mixing, pending.due_n)
+            values_n = model.mixed(fragment, self._share_kept, pending.due_n)
         elif status is DeltaStatus.MISSED and before_n is not None:
-            values_n = self._model.rebased(fragment, before_n)
-        if not self._ranks.all(bool(torch.isfinite(values_n).all())):
-            values_n, status = self._model.masters[fragment], DeltaStatus.REPLACED
-        self._model.fragments[fragment].write(values_n)
+            values_n = model.rebased(fragment, before_n)
+        if not self.ranks.all(bool(torch.isfinite(values_n).all())):
+            values_n, status = model.masters[fragment], DeltaStatus.REPLACED
+        model.fragments[fragment].write(values_n)
         self._settle(fragment, status, pending)
 
-    def replace_all(self) -> None:
-        """Take the global values everywhere."""
-        self._model.install(self._model.masters)
-        for fragment in range(len(self.held)):
-            self._settle(fragment, DeltaStatus.REPLACED, None)
-
-    def tokens_held(self) -> float:
-        """Return the tokens whose work is not in the global model, each by the share of parameters it concerns."""
-        return sum(held.tokens * share for held, share in zip(self.held, self._shares, strict=True))
+    @property
+    def _share_kept(self) -> float:
+        """alpha: of the local values when the global ones arrive."""
+        return self._mixing if isinstance(self._mixing, float) else 0.0
 
     def _settle(self, fragment: int, status: DeltaStatus, pending: PendingDelta | None) -> None:
-        held, share, totals = self.held[fragment], self._shares[fragment], self.totals
+        held, share, totals = self.held[fragment], self._share(fragment), self.totals
         remaining = LocalWork()
         if status is DeltaStatus.MISSED:
-            totals.missed += held.steps > 0
-            totals.carried += held.tokens * share
+            totals["missed"] += held.steps > 0
+            totals["carried"] += held.tokens * share
             remaining = held
         elif status is DeltaStatus.COUNTED and pending is not None:
             due = pending.due or held
             mixed, since = due.plus(pending.work, -1.0), held.plus(due, -1.0)
-            totals.carried += since.tokens * share
-            totals.overwritten += (1 - self._mixing) * mixed.tokens * share
-            remaining = since.plus(mixed, self._mixing)
+            totals["carried"] += since.tokens * share
+            totals["overwritten"] += (1 - self._share_kept) * mixed.tokens * share
+            remaining = since.plus(mixed, self._share_kept)
         elif status is DeltaStatus.REPLACED or (status is DeltaStatus.PREDECESSOR and pending is not None):
-            totals.overwritten += held.tokens * share
+            totals["overwritten"] += held.tokens * share
         self.held[fragment] = remaining
 
+    def _share(self, fragment: int) -> float:
+        """Return the share of the parameters that the fragment has."""
+        sizes = [each.numel for each in self.global_model.fragments]
+        return sizes[fragment] / max(1, sum(sizes))
 
-# -- all of it ---------------------------------------------------------------------------------------------------
-
-
-class Replica:
-    def __init__(self, fragments: Sequence[Fragment], config: DilocoConfig, ranks: Ranks) -> None:
-        """Take the parameters as they are as outer step 0."""
-        self.fragments = fragments
-        self.global_model = GlobalModel(fragments, config.outer)
-        self.progress = LocalProgress(self.global_model, config.mixing, ranks)
-        self.feedback = ErrorFeedback([fragment.numel for fragment in fragments])
-        self.pending: PendingDelta | None = None
-        """The delta on offer, if any."""
-        self.inner = 0
-        """Inner steps since the last completion."""
-        self.due = 0
-        """The number of them after which the outcome of `pending` is due."""
-        self._identity = {"rank": ranks.rank, "ranks": ranks.size, "layout": layout_hash(parameter_layout(fragments))}
+    def tokens_held(self) -> float:
+        """Return the tokens whose work is not in the global model, each by the share of parameters it concerns."""
+        return sum(held.tokens * self._share(fragment) for fragment, held in enumerate(self.held))
 
     def restart_interval(self) -> None:
         """Drop the delta on offer, and count the inner steps to the next from now."""
@@ -206,12 +191,15 @@ class Replica:
     def take_over(self, tensors: Mapping[str, Tensor], outer_step: int) -> float:
         """Hold another peer's global model and no work of its own; return the tokens whose work is given up for it."""
         self.global_model.load(tensors, outer_step)
-        tokens_given_up = self.progress.tokens_held()
-        self.progress.replace_all()
-        for index in range(len(self.fragments)):
-            self.feedback.reset(index)
+        tokens_given_up = self.tokens_held()
+        self.global_model.install(self.global_model.masters)
+        for fragment in range(len(self.held)):
+            self._settle(fragment, DeltaStatus.REPLACED, None)
+            self.feedback.reset(fragment)
         self.restart_interval()
         return tokens_given_up
+
+    # -- checkpoints, and the state for others ---------------------------------------------------------------------
 
     def state_to_serve(self) -> tuple[memoryview, int, str]:
         """Return a packed copy of the global model for a joining peer, its outer step and hash; from any thread."""
@@ -227,8 +215,8 @@ class Replica:
             "inner": self.inner,
             "due": self.due,
             "protocol": PROTOCOL,
-            "work": msgspec.to_builtins({"held": self.progress.held, "totals": self.progress.totals}),
-            **self._identity,
+            "work": msgspec.to_builtins({"held": self.held, "totals": self.totals}),
+            **self._identity(),
         }
         if (pending := self.pending) is not None:
             work = [pending.work, pending.due, pending.late]
@@ -244,16 +232,17 @@ class Replica:
         Raises CheckpointError when the state is of another layout or rank.
         """
         tensors, facts = unpack_state(raw)
-        saved_identity = {name: facts[name] for name in self._identity}
-        if saved_identity != self._identity:
+        identity = self._identity()
+        saved_identity = {name: facts[name] for name in identity}
+        if saved_identity != identity:
             raise CheckpointError(
-                f"the outer state is of {saved_identity}, this is {self._identity}: resume with the same trainer.ranks"
+                f"the outer state is of {saved_identity}, this is {identity}: resume with the same trainer.ranks"
             )
         self.global_model.load(tensors, facts["outer_step"])
-        self.feedback.residuals = [tensors[f"residual.{index}"] for index in range(len(self.fragments))]
+        self.feedback.residuals = [tensors[f"residual.{index}"] for index in range(len(self.held))]
         self.inner, self.due = facts["inner"], facts["due"]
-        self.progress.held = msgspec.convert(facts["work"]["held"], list[LocalWork])
-        self.progress.totals = msgspec.convert(facts["work"]["totals"], ProgressTotals)
+        self.held = msgspec.convert(facts["work"]["held"], list[LocalWork])
+        self.totals |= facts["work"]["totals"]
         self.pending = None
         # A header of another release is refused by the rendezvous; its work is in the next delta.
         if "pending" in facts and facts.get("protocol") == PROTOCOL:
@@ -267,6 +256,10 @@ class Replica:
                 due_n=tensors.get("pending.due"),
                 late=late,
             )
+
+    def _identity(self) -> dict[str, Any]:
+        layout = layout_hash(parameter_layout(self.global_model.fragments))
+        return {"rank": self.ranks.rank, "ranks": self.ranks.size, "layout": layout}
 
 
 # -- as bytes: safetensors with JSON facts in the header ---------------------------------------------------------

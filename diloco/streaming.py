@@ -7,10 +7,18 @@
     after inner step H/P - tau:  delta = global - local of fragment k mod P, encoded, sent in the background
     after inner step H/P:        the round's deltas, those that pass the guards, averaged; outer step; local <- global
 
-    StreamingDiLoCo ──┬─> fragments.py    the parts of the model, and when each is due
-                      ├─> state.py        global model, own progress, delta on offer; checkpoints
-                      └─> outer_step.py   how a round ended, alike on all ranks; catching up, or rejoining
-                            all of them through transport/peer_link.py, which works in the background
+    join: request a source ──> its own state will do ────────────────────┬──> replay the rounds closed since ──> train
+            ^                  another peer's state: check, take over ───┘         │
+            └──────────────── the rounds are not kept any more <───────────────────┘
+
+    fragments.py: the parts of the model    state.py: global model, own progress, delta on offer; checkpoints
+    transport/peer_link.py works in the background
+
+All peers apply the same deltas in the same order, also peers that have no part in the round. Each rank hears a result
+over a link of its own, and all must take the same turn: a rank that knows how a round ended waits until the others know
+the same, which needs all of them to take part. All ranks of a peer ask for a state in step and take over the same one.
+The rendezvous decides which (diloco/rendezvous/starting_state.py), and which training peer serves it (Exchange, in the
+background).
 
 Departures from the paper:
 1. Deltas are weighted by the tokens they were trained on, and their compression error is fed back into the next.
@@ -19,7 +27,7 @@ Departures from the paper:
    applied when it arrives. A peer that missed rounds applies them one by one while they are kept.
 4. With mixing = "carry" the steps taken during the delay are kept. The new global values replace those that the delta
    started from, and the changes since then are added to them.
-5. Work that a round's outcome lacks is kept (LocalProgress). Steps after the delay are carried over, and a peer whose
+5. Work that a round's outcome lacks is kept (Replica). Steps after the delay are carried over, and a peer whose
    delta came too late offers it at once for the next round.
 """
 
@@ -33,15 +41,16 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 
 import torch
+from torch import Tensor
 
 from composer_prime.config.diloco import DilocoConfig
+from composer_prime.errors import CheckpointError, ChecksumError, DeadlineError
 from diloco.codec import codec_of
-from diloco.fragments import NamedParameter, Ranks, Schedule, frozen_digest, parameter_layout, partition
-from diloco.global_model import GlobalModel
-from diloco.outer_step import OuterSteps
-from diloco.state import LocalWork, PendingDelta, Replica
-from diloco.transport.messages import PROTOCOL, JointKey, PeerHello
-from diloco.transport.peer_link import PeerLink, RoundResult
+from diloco.fragments import POLL_S, NamedParameter, Ranks, frozen_digest, parameter_layout, partition
+from diloco.global_model import MAX_WEIGHT_RATIO, AcceptedDeltas, GlobalModel, accept
+from diloco.state import DeltaStatus, LocalWork, PendingDelta, Replica, delta_status, unpack_state
+from diloco.transport.messages import PROTOCOL, Gone, JointKey, PeerHello, RoundOutcome, StartingState, StateHeader
+from diloco.transport.peer_link import Exchange, PeerLink, RoundResult
 
 logger = logging.getLogger(__name__)
 FROZEN_KEY = "model.path (digest of what is not trained)"
@@ -62,34 +71,36 @@ class StreamingDiLoCo:
         """`optimizer`: its step ends an inner step; of several optimizers the one that steps last. A collective.
 
         `agreed`: what else all peers must have in common, as text by its key in the TOML. `should_stop` turning true
-        ends the wait for a round: its delta stays on offer and in `state`. OuterSteps describes the other two.
+        ends the wait for a round: its delta stays on offer and in `state`. `on_catch_up` gets the number of inner
+        steps, beyond this peer's own, of the rounds that it caught up with. `on_state_replaced` is called when another
+        peer's state replaced all parameters: averages over their past mean nothing any more.
 
         Raises ConfigError when the model has too few parts or the key file is unusable.
         """
         self.config = config
-        self.ranks = Ranks()
-        self.schedule = Schedule.of(config)
-        named = list(parameters)
+        named, ranks = list(parameters), Ranks()
         fragments = partition(named, config.fragments)
-        self.replica = Replica(fragments, config, self.ranks)
-        self._codec = codec_of(config.codec.type)
+        self.replica = Replica(fragments, config, ranks)
+        codec = codec_of(config.codec.type)
         settings = agreed_settings(config) | dict(agreed or {})
-        settings |= {"trainer.ranks": str(self.ranks.size), FROZEN_KEY: frozen_digest(named)}
+        settings |= {"trainer.ranks": str(ranks.size), FROZEN_KEY: frozen_digest(named)}
         hello = PeerHello(
-            protocol=PROTOCOL, run=config.run, peer=config.peer_id, rank=self.ranks.rank, ranks=self.ranks.size,
-            instance=self.ranks.smallest([secrets.randbits(62)])[0], layout=parameter_layout(fragments),
+            protocol=PROTOCOL, run=config.run, peer=config.peer_id, rank=ranks.rank, ranks=ranks.size,
+            instance=ranks.smallest([secrets.randbits(62)])[0], layout=parameter_layout(fragments),
             settings=settings, round_deadline_s=config.round_deadline_s, outer_step=0, base_hash="", training=False,
-            delta_bytes=max(self._codec.size(fragment.numel) for fragment in fragments),
+            delta_bytes=max(codec.size(fragment.numel) for fragment in fragments),
         )  # fmt: skip
-        self._link = PeerLink(config, JointKey.read(config.key_file), hello, self.replica.state_to_serve)
-        self._steps = OuterSteps(
-            config=config, link=self._link, ranks=self.ranks, replica=self.replica, on_catch_up=on_catch_up,
-            on_state_replaced=on_state_replaced,
-        )  # fmt: skip
+        self._link = PeerLink(Exchange(config, JointKey.read(config.key_file), hello, self.replica.state_to_serve))
+        self._on_catch_up = on_catch_up
+        self._on_state_replaced = on_state_replaced
+        self.metrics: dict[str, float] = {}
+        """Of the last outer step, by the names in docs/how-to/several-clusters.md."""
         self._coming = LocalWork()
         """What the coming inner step is trained on."""
         self._stepped_at = time.monotonic()
         """When the last inner step ended, or when the wait after it was over."""
+        self._in_step_at = time.monotonic()
+        """When this peer had caught up with the others."""
         self._should_stop = should_stop
         self._optimizer = optimizer
         self._hook: torch.utils.hooks.RemovableHandle | None = None
@@ -101,9 +112,8 @@ class StreamingDiLoCo:
         """
         try:
             self._link.start(self.global_model.outer_step, self.global_model.hash)
-            self._steps.join()
-            self._steps.mark_in_step()
-            self._stepped_at = time.monotonic()
+            self._join()
+            self._in_step_at = self._stepped_at = time.monotonic()
             self._complete_if_due()
         except BaseException:
             self._link.close()
@@ -132,31 +142,31 @@ class StreamingDiLoCo:
         replica = self.replica
         replica.inner += 1
         self._link.note_step()
-        replica.progress.count(self._coming.plus(LocalWork(steps=1)))
+        replica.count(self._coming.plus(LocalWork(steps=1)))
         self._coming = LocalWork()
         now = time.monotonic()
         step_s, self._stepped_at = now - self._stepped_at, now
         left_s, beat_late_s = self._link.time_left_s(self.outer_step), min(2.0, self.config.round_deadline_s / 4)
         hurry = left_s is not None and left_s < 1.5 * step_s + beat_late_s  # another may miss the round
-        patient = self.ranks.all(not hurry)
-        if replica.pending is None and (self.schedule.prepares(replica.inner) or not patient):
+        patient = self.replica.ranks.all(not hurry)
+        prepares = replica.inner >= self.config.interval - self.config.delay
+        if replica.pending is None and (prepares or not patient):
             self._prepare()
         self._complete_if_due()
 
     def _prepare(self) -> None:
         """Offer the delta of the fragment whose turn it is."""
         model, replica = self.global_model, self.replica
-        fragment = self.schedule.fragment(model.outer_step)
-        work = replica.progress.held[fragment]
-        data, residual_n = replica.feedback.encode(fragment, model.delta(fragment), self._codec)
+        fragment, work = model.fragment, replica.held[model.fragment]
+        codec = codec_of(self.config.codec.type)
+        data, residual_n = replica.feedback.encode(fragment, model.delta(fragment), codec)
         body = data.numpy().data.cast("B")
         header = self._link.delta_header(
-            body, model.outer_step, model.hash, fragment=fragment, codec=self._codec.name,
+            body, model.outer_step, model.hash, fragment=fragment, codec=codec.name,
             weight=float(work.tokens), inner_steps=round(work.steps),
         )  # fmt: skip
-        replica.pending = PendingDelta(header=header, body=body, residual_n=residual_n, work=work)
-        replica.progress.note_offer(fragment, replica.pending)
-        replica.due = replica.inner + self.config.delay
+        pending = PendingDelta(header=header, body=body, residual_n=residual_n, work=work)
+        replica.offer(pending, due=replica.inner + self.config.delay)
         self._link.offer(header, body)
 
     def _complete_if_due(self) -> None:
@@ -171,50 +181,250 @@ class StreamingDiLoCo:
         Return whether one of them ended without this peer.
         """
         replica = self.replica
-        began, missed = time.monotonic(), replica.progress.totals.missed
+        began, missed = time.monotonic(), replica.totals["missed"]
         late = replica.pending is not None and replica.pending.late
-        result = self._steps.wait(0.0 if late else self.config.round_timeout_s, should_stop)
+        result = self._wait(0.0 if late else self.config.round_timeout_s, should_stop)
         if result is None:
-            if not self.ranks.any(should_stop()):
+            if not self.replica.ranks.any(should_stop()):
                 self._go_on_alone()
             return False
         if isinstance(result, RoundResult):
             exposed_s = time.monotonic() - began
-            self._steps.take(result, exposed_s)
-            replica.inner = max(0, replica.inner - self.schedule.interval)
-            result = self._steps.replay(result.outcome.newest, exposed_s)
+            self._take(result, exposed_s)
+            replica.inner = max(0, replica.inner - self.config.interval)
+            result = self._replay(result.outcome.newest, exposed_s)
         if result is not None:
             logger.warning("rejoining: %s", result.reason)
             replica.pending = None
-            self._steps.join()
+            self._join()
         replica.restart_interval()
-        self._steps.mark_in_step()
-        return replica.progress.totals.missed > missed
+        self._in_step_at = time.monotonic()
+        return replica.totals["missed"] > missed
 
     # -- when rounds and steps do not go together ----------------------------------------------------------------
 
     def _go_on_alone(self) -> None:
-        """Continue training without the result that is due. The delta stays on offer.
+        """Continue training without the result that is due. The delta stays on offer. A collective.
 
         Raises DeadlineError after diloco.offline_timeout_s.
         """
-        silent_s, pending = self._steps.silent_s(), self.replica.pending
+        silent_s, pending = time.monotonic() - self._in_step_at, self.replica.pending
+        if self.replica.ranks.any(silent_s > self.config.offline_timeout_s):
+            raise DeadlineError(
+                f"no outcome of outer step {self.outer_step} for {silent_s:.0f} s (diloco.offline_timeout_s = "
+                f"{self.config.offline_timeout_s:g}): the rendezvous at {self.config.rendezvous} last reported that it "
+                f"waits for {self._link.waiting_for}. Is it reachable, and are enough peers alive? Go on with --resume"
+            )
         if pending is not None and not pending.late:
-            self.replica.progress.mark_late(pending.header.fragment, pending)
+            self.replica.mark_late(pending)
             logger.warning("outer step %d is not complete after %.0f s; training continues", self.outer_step, silent_s)
 
     def _offer_again(self) -> None:
         """Offer work that missed its round for the next one, before another step can make it late again."""
-        progress = self.replica.progress
-        if not progress.held[self.schedule.fragment(self.outer_step)].steps:
+        if not self.replica.held[self.global_model.fragment].steps:
             return
         logger.warning(
             "this peer's delta came too late for outer step %d and is offered for the next one (%d rounds missed so "
-            "far). If this repeats, raise diloco.round_deadline_s", self.outer_step, progress.totals.missed,
+            "far). If this repeats, raise diloco.round_deadline_s", self.outer_step, self.replica.totals["missed"],
         )  # fmt: skip
         self._prepare()
         if self.replica.inner >= self.replica.due:
             self._complete(self._should_stop)
+
+    # -- results of rounds, alike on all ranks ---------------------------------------------------------------------
+
+    def _wait(self, timeout_s: float, should_stop: Callable[[], bool] = lambda: False) -> RoundResult | Gone | None:
+        """Return the result of the current round; Gone when one of the ranks must rejoin.
+
+        None without a result after `timeout_s` or once `should_stop`. A collective.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            result = self._link.wait(min(POLL_S, timeout_s))
+            rating = {RoundResult: 2, Gone: 1}.get(type(result), 0)
+            lowest, in_time = self.replica.ranks.smallest([rating, time.monotonic() < deadline and not should_stop()])
+            if (agreed := self._agreed(result, lowest)) is not None or not in_time:
+                return agreed
+
+    def _agreed(self, result: RoundResult | Gone | None, lowest: int) -> RoundResult | Gone | None:
+        """Return what all ranks take, None where they have to ask again. `lowest`: of the ranks' ratings."""
+        if lowest == 1:
+            return result if isinstance(result, Gone) else Gone(reason="another rank was left behind")
+        if isinstance(result, RoundResult) and lowest == 2:
+            if self.replica.ranks.equal([int(result.outcome.digest[:15] or "0", 16)]):  # 60 bits
+                return result
+            logger.warning(
+                "the ranks of this cluster got different outcomes of outer step %d and ask again. If this repeats: is "
+                "%s the address of more than one rendezvous?", result.outcome.outer_step, self.config.rendezvous,
+            )  # fmt: skip
+            time.sleep(POLL_S)  # a rendezvous may be replacing another
+            self._link.retry_round()
+        elif isinstance(result, RoundResult) and self._link.rendezvous_restarted:
+            self._link.retry_round()  # the other ranks get nothing unless this one takes part
+        return None
+
+    def _next(self, newest: int, timeout_s: float) -> RoundResult | Gone | None:
+        """Return the next closed round of those up to `newest`; None when there is none. A collective."""
+        model = self.replica.global_model
+        if self.replica.ranks.smallest([newest])[0] < model.outer_step:
+            return None
+        self._link.fetch(model.outer_step, model.hash)
+        return self._wait(timeout_s)
+
+    # -- the outer step ------------------------------------------------------------------------------------------
+
+    def _take(self, result: RoundResult, exposed_s: float) -> None:
+        """Advance the global model by this round, and give the parameters their values. A collective.
+
+        The delta on offer ends here, counted or not. `exposed_s`: how long training waited for the result.
+        """
+        model, replica = self.replica.global_model, self.replica
+        fragment = model.fragment
+        accepted = self._accepted(fragment, result)
+        pending, replica.pending = replica.pending, None
+        offered = pending and pending.header
+        status = delta_status(self.config.peer_id, offered, result.outcome.headers, accepted.rejections)
+        before_n = model.masters[fragment].clone() if status is DeltaStatus.MISSED else None
+        model.advance(fragment, accepted.deltas(), accepted.weights, accepted.remembered)
+        self._settle_residual(fragment, status, pending)
+        replica.install(fragment, status, pending, before_n)
+        self._link.set_position(model.outer_step, model.hash)
+        self._note_metrics(result.outcome, accepted, exposed_s)
+
+    def _accepted(self, fragment: int, result: RoundResult) -> AcceptedDeltas:
+        """Return the deltas that count. A collective."""
+        model = self.replica.global_model
+        accepted = accept(
+            result.outcome.headers, result.bodies, fragment=fragment, n=model.fragments[fragment].numel,
+            ranks=self.replica.ranks, history=model.norms[fragment].tolist(),
+        )  # fmt: skip
+        for peer, reason in accepted.rejections.items():
+            logger.warning("outer step %d: the delta of peer %s is rejected: %s", model.outer_step, peer, reason)
+        for (header, _), weight in zip(accepted.counted, accepted.weights, strict=True):
+            if weight < header.weight:
+                logger.warning(
+                    "outer step %d: the delta of peer %s claims the weight %g and counts %g, %g times the round's "
+                    "median", model.outer_step, header.peer, header.weight, weight,
+                    MAX_WEIGHT_RATIO,
+                )  # fmt: skip
+        return accepted
+
+    def _settle_residual(self, fragment: int, status: DeltaStatus, pending: PendingDelta | None) -> None:
+        if status is DeltaStatus.COUNTED and pending is not None:
+            self.replica.feedback.settle(fragment, pending.residual_n)
+        elif status is DeltaStatus.PREDECESSOR:
+            self.replica.feedback.reset(fragment)
+            if pending is not None:
+                logger.warning(
+                    "outer step %d used a delta of another process of peer %s: this process's, of %.0f tokens, is lost",
+                    self.replica.global_model.outer_step - 1, self.config.peer_id, pending.work.tokens,
+                )  # fmt: skip
+
+    def _note_metrics(self, outcome: RoundOutcome, accepted: AcceptedDeltas, exposed_s: float) -> None:
+        totals, (bytes_sent, bytes_received) = self.replica.totals, self._link.traffic
+        self.metrics = {
+            "diloco/outer_step": self.replica.global_model.outer_step,
+            "diloco/sweep": self.replica.global_model.sweep,
+            "diloco/sync_s": exposed_s,
+            "diloco/bytes_sent": bytes_sent,
+            "diloco/bytes_received": bytes_received,
+            "diloco/participants": len(outcome.headers),
+            "diloco/rejected": len(accepted.rejections),
+            "diloco/missed_rounds": totals["missed"],
+            "diloco/carried_tokens": totals["carried"],
+            "diloco/overwritten_tokens": totals["overwritten"],
+        }
+        for header in outcome.headers:
+            self.metrics[f"diloco/{header.peer}/norm"] = accepted.norms[header.peer]
+            self.metrics[f"diloco/{header.peer}/weight"] = header.weight
+            self.metrics[f"diloco/{header.peer}/inner_steps"] = header.inner_steps
+
+    # -- joining ---------------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Catch up with the others, from this peer's own state or from another peer's. A collective.
+
+        Raises DeadlineError after diloco.heal_timeout_s.
+        """
+        replica, model = self.replica, self.replica.global_model
+        self._link.set_position(model.outer_step, model.hash, training=False)
+        before, deadline = model.hash, time.monotonic() + self.config.heal_timeout_s
+        must_rejoin: Gone | None = Gone(reason="not joined yet")
+        while must_rejoin is not None:
+            newest = self._choose_state(deadline)
+            if replica.pending is not None:  # its result is taken when it is due, as if this peer had never stopped
+                break
+            must_rejoin = self._replay(newest)
+        if model.hash != before:
+            replica.restart_interval()
+        elif replica.pending is not None:
+            self._link.offer(replica.pending.header, replica.pending.body)
+        self._link.set_position(model.outer_step, model.hash, training=True)
+        peer, run = self.config.peer_id, self.config.run
+        logger.info("peer %s takes part in run %s from outer step %d on", peer, run, model.outer_step)
+
+    def _replay(self, newest: int, exposed_s: float = 0.0) -> Gone | None:
+        """Apply the closed rounds up to `newest` and those that close meanwhile; Gone when they are not kept.
+
+        `exposed_s`: how long training waited. A collective.
+        """
+        model = self.replica.global_model
+        began = model.outer_step
+        while isinstance(result := self._next(newest, self.config.round_timeout_s), RoundResult):
+            self._take(result, exposed_s)
+            newest = result.outcome.newest
+        steps_taken = (model.outer_step - began) * self.config.interval
+        steps_elsewhere = steps_taken - self.replica.inner
+        if model.outer_step > began and steps_elsewhere > 0:
+            self._on_catch_up(steps_elsewhere)
+        return result
+
+    def _choose_state(self, deadline: float) -> int:
+        """Take over the state that the rendezvous names, unless this peer's own will do; return the last closed round.
+
+        The ranks ask in step, and all take over or none. A collective. Raises DeadlineError.
+        """
+        model = self.replica.global_model
+        self._link.request_source(model.outer_step, model.hash)
+        while True:
+            found = self._link.join_source(POLL_S)
+            ready, in_time = self.replica.ranks.smallest([found is not None, time.monotonic() < deadline])
+            if ready and found is not None and self._start_from(*found):
+                return found[0].newest
+            if not in_time:
+                raise DeadlineError(
+                    f"no state to join with within diloco.heal_timeout_s = {self.config.heal_timeout_s:g} s: the "
+                    f"rendezvous waits for {self._link.waiting_for}. Raise it if that only needs longer"
+                )
+
+    def _start_from(self, start: StartingState, body: bytearray) -> bool:
+        """Start from there if all ranks can, or request another state. A collective."""
+        model, header = self.replica.global_model, start.header
+        serial = header.serial if header is not None else 0
+        tensors, problem = None, ""
+        same = self.replica.ranks.equal([serial, start.newest])
+        if same and header is not None:
+            try:
+                tensors, _ = unpack_state(body)
+                model.verify(tensors, header.outer_step, header.base_hash)
+            except (CheckpointError, ChecksumError) as error:
+                problem = f"the state that peer {header.peer} serves is refused: {error}"
+                logger.warning("%s", problem)
+        if not self.replica.ranks.all(same and not problem):
+            self._link.request_source(model.outer_step, model.hash, refused=serial if problem else 0, reason=problem)
+            return False
+        self._link.release_source()
+        if header is not None and tensors is not None:
+            self._take_over(header, tensors)
+        return True
+
+    def _take_over(self, header: StateHeader, tensors: dict[str, Tensor]) -> None:
+        tokens_given_up = self.replica.take_over(tensors, header.outer_step)
+        self._on_state_replaced()
+        logger.info(
+            "took over the state of peer %s at outer step %d; own work on %.0f tokens is given up", header.peer,
+            header.outer_step, tokens_given_up,
+        )  # fmt: skip
 
     # -- for the trainer -----------------------------------------------------------------------------------------
 
@@ -232,15 +442,10 @@ class StreamingDiLoCo:
 
         Schedules follow it, so a peer that joins late uses the others' learning rate instead of warming up.
         """
-        return self.outer_step * self.schedule.interval + self.replica.inner + 1
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return self._steps.metrics
+        return self.outer_step * self.config.interval + self.replica.inner + 1
 
     @property
     def sweep(self) -> int:
-        """How often every fragment has been synchronized: the policy version."""
         return self.global_model.sweep
 
     def global_values(self, *, swept: bool = False) -> contextlib.AbstractContextManager[None]:
@@ -276,7 +481,7 @@ class StreamingDiLoCo:
         if replica.pending is not None:
             ending["diloco/final_left_behind"] = replica.pending.header.outer_step
             logger.warning("a delta of outer step %d is left behind: its round did not end in time", step)
-        if tokens_held := replica.progress.tokens_held():
+        if tokens_held := replica.tokens_held():
             logger.info("the global model is without this peer's last work, on %.0f tokens", tokens_held)
         self._link.set_position(step, final_hash, training=False)
         logger.info(

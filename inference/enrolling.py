@@ -42,10 +42,6 @@ _FIRST_S = 60.0
 _LOG_S = 60.0
 
 
-class _UnknownKeyError(InviteError):
-    """The run admits no connection with the key that was shown."""
-
-
 class NodeState:
     """The folder of one run on this machine, and what one of its nodes keeps there."""
 
@@ -107,16 +103,20 @@ async def enroll(state: NodeState, name: str, machine: str, wait_s: float) -> tu
     deadline, log_at = time.monotonic() + patience_s, time.monotonic() + _LOG_S
     faults: dict[str, str] = {}
     while True:
-        try:
-            found = await _first_answer(invite, keys if enrolled else invite.keys, message, deadline, faults)
-        except _UnknownKeyError:
-            if enrolled:
-                raise
-            enrolled = True  # The invite is spent, perhaps by this node itself, whose answer was lost.
-            continue
-        if found is not None:
+        address, answer = await _first_answer(invite, keys if enrolled else invite.keys, message, deadline, faults)
+        if answer is not None:
             state.enrolled.touch()
-            return found
+            return address, answer
+        if address and enrolled:
+            raise InviteError(
+                f"the run at {address} knows neither this invite nor this node: the invite was used up by others, "
+                "expired or was withdrawn, the node was turned away for good, or the run has new keys; make another "
+                "with `orchestrator invite RUN_DIR --nodes N` (and pass another --state-dir, if this machine joined "
+                "before)"
+            )
+        if address:  # The invite is spent, perhaps by this node itself, whose answer was lost.
+            enrolled = True
+            continue
         said = "; ".join(faults.values())
         if time.monotonic() >= deadline:
             raise LostRunError(
@@ -131,18 +131,21 @@ async def enroll(state: NodeState, name: str, machine: str, wait_s: float) -> tu
 
 async def _first_answer(
     invite: Invite, keys: ClientKeys, message: Enroll, deadline: float, faults: dict[str, str]
-) -> tuple[str, Enrolled] | None:
-    """Return the first address that enrolls this node, and its answer; note in `faults` why the others did not."""
+) -> tuple[str, Enrolled | None]:
+    """Return the first address that answers as `_ask` does, and the answer; no address when none does.
+
+    Note in `faults` why the others did not.
+    """
     for address in invite.addresses:
         try:
             return address, await _ask(address, keys, message, max(0.1, min(_ADDRESS_S, deadline - time.monotonic())))
         except (WireError, DeadlineError) as error:
             faults[address] = str(error)
-    return None
+    return "", None
 
 
-async def _ask(address: str, keys: ClientKeys, message: Enroll, limit_s: float) -> Enrolled:
-    """Send `message` to one address.
+async def _ask(address: str, keys: ClientKeys, message: Enroll, limit_s: float) -> Enrolled | None:
+    """Send `message` to one address. Return the answer, None where the run admits no connection with these keys.
 
     Raises InviteError, WireError (refused for now), or DeadlineError: how far it came.
     """
@@ -164,12 +167,7 @@ async def _ask(address: str, keys: ClientKeys, message: Enroll, limit_s: float) 
                 event = (await recv_monitor_message(events))["event"]
                 seen.add(event)
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    raise _UnknownKeyError(
-                        f"the run at {address} knows neither this invite nor this node: the invite was used up by "
-                        "others, expired or was withdrawn, the node was turned away for good, or the run has new keys; "
-                        "make another with `orchestrator invite RUN_DIR --nodes N` (and pass another --state-dir, if "
-                        "this machine joined before)"
-                    )
+                    return None
     finally:
         socket.disable_monitor()
         context.destroy(linger=0)

@@ -24,15 +24,18 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from pydantic import ValidationError
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.layers import Layer, merge_layers, read_with_bases
+from composer_prime.config.problems import COMMAND_LINE, wrong_config
 from composer_prime.console import EXIT_USAGE, GIB, console_script, duration_s, pluralize
 from composer_prime.errors import ComposerError, ConfigError, InviteError, LostRunError, PullRefusedError
 from composer_prime.host import cuda_visible_devices, driver_cuda, free_bytes, gpu_name, module_file, this_machine
@@ -59,7 +62,7 @@ def join(options: argparse.Namespace, words: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if options.dry_run:
         print(f"invite    run {invite.run_id} at {', '.join(invite.addresses)}\nstate     {state.path}")
-        nodes = plan_nodes(join_config(options, {}), options.engine, this_setup())
+        _, _, nodes = plan_nodes(join_config(options, {}), options.engine, this_setup())
         print(f"machine   {machine_text(state.path)}\nnodes     {len(nodes)}")
         return 0
     try:
@@ -143,28 +146,18 @@ def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
     values = {key: value for key, value in values.items() if key != "engine_settings"}
     if ":" in str(values.get("engine")):
         del values["engine"]
+    layers = [Layer(origin="the run", values={"inference": values})]
     if options.settings is not None:
-        run = Layer(origin="the run", values={"inference": values})
-        values = merge_layers([run, *read_with_bases(str(options.settings))])["inference"]
-    for key in ("engine", "device", "threads", "usd_per_hour"):
-        if getattr(options, key) is not None:
-            values[key] = getattr(options, key)
+        layers += read_with_bases(str(options.settings))
+    given = {key: getattr(options, key) for key in ("engine", "device", "threads", "usd_per_hour")}
+    own: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if options.tensor_parallel is not None:
-        values["vllm"] = {**values.get("vllm", {}), "tensor_parallel": options.tensor_parallel}
-    return _checked(values)
-
-
-def _checked(values: dict) -> InferenceConfig:
-    """Raises ConfigError naming each key, its value and what is wrong."""
+        own["vllm"] = {"tensor_parallel": options.tensor_parallel}
+    layers.append(Layer(origin=COMMAND_LINE, values={"inference": own}))
     try:
-        return InferenceConfig.model_validate(values)
+        return InferenceConfig.model_validate(merge_layers(layers)["inference"])
     except ValidationError as error:
-        keys = [".".join(["inference", *map(str, fault["loc"])]) for fault in error.errors()]
-        faults = [
-            f"{key} is {fault['input']!r}: {fault['msg']}" if fault["loc"] else f"{key}: {fault['msg']}"
-            for key, fault in zip(keys, error.errors(), strict=True)
-        ]
-        raise ConfigError("; ".join(faults)) from None
+        raise wrong_config(error, layers, ("inference",)) from None
 
 
 # ---- a child: one node ----------------------------------------------------------------------------------------------
@@ -238,11 +231,11 @@ class _Machine:
             asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
         inference = join_config(self._options, {})
         logger.info("run %s; this machine: %s", self._state.invite.run_id, machine_text(self._state.path))
-        shares = plan_nodes(inference, self._options.engine, this_setup())
-        logger.info("starting %s with the engine %s", pluralize(len(shares), "node"), shares[0].engine)
+        engine, threads, nodes = plan_nodes(inference, self._options.engine, this_setup())
+        logger.info("starting %s with the engine %s", pluralize(len(nodes), "node"), engine)
         keepers = [
-            self.keep_running(f"node {slot}", *self._child(slot, share), inference.max_restarts)
-            for slot, share in enumerate(shares)
+            self.keep_running(f"node {slot}", *self._child(slot, engine, threads, gpus), inference.max_restarts)
+            for slot, gpus in enumerate(nodes)
         ]
         return max(await asyncio.gather(*keepers))
 
@@ -253,16 +246,15 @@ class _Machine:
                 signal_session(pid, number)
         self._stopping.set()
 
-    def _child(self, slot: int, share: NodeShare) -> tuple[list[str], dict[str, str]]:
-        words = [*self._words, "--slot", str(slot), "--engine", share.engine]
-        words += ["--device", "cuda" if share.gpus else "cpu"]
+    def _child(self, slot: int, engine: str, threads: int, gpus: Sequence[int]) -> tuple[list[str], dict[str, str]]:
+        words = [*self._words, "--slot", str(slot), "--engine", engine, "--device", "cuda" if gpus else "cpu"]
         if self._options.threads is None:
-            words += ["--threads", str(share.threads)]
+            words += ["--threads", str(threads)]
         if self._options.usd_per_hour is not None:
-            words += ["--price", str(self._options.usd_per_hour * max(1, len(share.gpus)))]
+            words += ["--price", str(self._options.usd_per_hour * max(1, len(gpus)))]
         environment = {INVITE_VARIABLE: self._state.invite.text()}
-        if share.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices(share.gpus)
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices(gpus)
         return [*console_script("inference"), "join", *words], environment
 
     async def keep_running(self, name: str, command: list[str], environment: dict[str, str], limit: int) -> int:
@@ -309,16 +301,6 @@ class _Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeShare:
-    """What one node takes of the machine."""
-
-    engine: str
-    gpus: tuple[int, ...]
-    """Indices among the visible ones; none for the CPU."""
-    threads: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSetup:
     """What nodes would run on here."""
 
@@ -356,10 +338,11 @@ def machine_text(state: Path) -> str:
     )
 
 
-def plan_nodes(wanted: InferenceConfig, engine: str | None, here: NodeSetup) -> list[NodeShare]:
-    """Return the nodes to start, each on as many GPUs as `wanted.vllm.tensor_parallel` says.
+def plan_nodes(wanted: InferenceConfig, engine: str | None, here: NodeSetup) -> tuple[str, int, list[tuple[int, ...]]]:
+    """Return the engine of the nodes to start, the threads of each, and the GPUs of each; none for the CPU.
 
-    `engine`: as asked for on this machine, None chooses. Raises ConfigError: driver, GPU missing, engine not installed.
+    A node takes as many as `wanted.vllm.tensor_parallel` says. `engine`: as asked for on this machine, None chooses.
+    Raises ConfigError: driver, GPU missing, engine not installed.
     """
     on_gpu = wanted.device == "cuda" or (wanted.device == "auto" and here.gpus > 0)
     if wanted.device == "auto" and not here.gpus and here.has_nvidia:
@@ -376,16 +359,13 @@ def plan_nodes(wanted: InferenceConfig, engine: str | None, here: NodeSetup) -> 
         )
     chosen = engine or ("vllm" if here.vllm_is_installed and on_gpu else "local")
     if not on_gpu:
-        return [NodeShare(engine=chosen, gpus=(), threads=here.cores)]
+        return chosen, here.cores, [()]
     size = wanted.vllm.tensor_parallel if chosen == "vllm" else 1
     count = here.gpus // size
     if not count:
         raise ConfigError(f"--tensor-parallel is {size}, but only {here.gpus} GPU(s) are visible here")
-    threads = max(1, here.cores // count)
-    return [
-        NodeShare(engine=chosen, gpus=tuple(range(node * size, (node + 1) * size)), threads=threads)
-        for node in range(count)
-    ]
+    nodes = [tuple(range(node * size, (node + 1) * size)) for node in range(count)]
+    return chosen, max(1, here.cores // count), nodes
 
 
 def _torch_cuda() -> str:

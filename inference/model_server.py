@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -50,64 +49,69 @@ class _Chat(msgspec.Struct, kw_only=True):
     seed: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A model that answers."""
+class Teachers:
+    """The models that answer, and the routes."""
 
-    engine: LocalEngine
-    tokenizer: Any
+    def __init__(self) -> None:
+        self._served: dict[str, tuple[LocalEngine, Any]] = {}
+        """Engine and tokenizer by model."""
 
-    def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
-        """Return token ids by the model's own template. Raises BadRequestError when it refuses these messages."""
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [_with_content(message) for message in messages],
-                tools=tools or None,
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-        except Exception as error:  # Templates raise errors of any class.
-            raise BadRequestError(f"the chat template does not take these messages: {error}") from error
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+    async def load(self, name: str, config: InferenceConfig) -> LocalEngine:
+        """Return the started engine. Raises what loading a model raises."""
+        from transformers import AutoConfig, AutoTokenizer
 
+        folder = resolve_model(name)
+        engine = LocalEngine(folder, config, int(AutoConfig.from_pretrained(folder).max_position_embeddings))
+        await engine.start()
+        self._served[name] = engine, AutoTokenizer.from_pretrained(folder)
+        return engine
 
-def _app(served: dict[str, ServedModel]) -> web.Application:
-    async def chat(request: web.Request) -> dict[str, Any]:
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_with_errors])
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_get("/v1/models", self._list_models)
+        return app
+
+    async def _list_models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in self._served]})
+
+    async def _chat(self, request: web.Request) -> web.Response:
         body = msgspec.json.decode(await request.read(), type=_Chat)
-        if body.model not in served:
-            raise BadRequestError(f"there is no model {body.model!r} here, only {', '.join(served)}")
-        return await _chat(served[body.model], body)
+        if body.model not in self._served:
+            raise BadRequestError(f"there is no model {body.model!r} here, only {', '.join(self._served)}")
+        engine, tokenizer = self._served[body.model]
+        prompt = _prompt(tokenizer, body)
+        request_id = f"chat-{secrets.token_hex(8)}"
+        sampling = Sampling(
+            temperature=body.temperature,
+            max_tokens=body.max_tokens,
+            seed=body.seed,
+            stop_token_ids=[tokenizer.eos_token_id],
+        )
+        done = await engine.generate(request_id, prompt, sampling, request_id)
+        message = _message(tokenizer.decode(done.ids.tolist(), skip_special_tokens=True))
+        finish = "tool_calls" if message.get("tool_calls") and done.finish_reason == "stop" else done.finish_reason
+        count = len(done)
+        answer = {
+            "id": request_id,
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": body.model,
+            "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+            "usage": {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count},
+        }
+        return web.json_response(answer)
 
-    async def list_models(_: web.Request) -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": name, "object": "model"} for name in served]}
 
-    app = web.Application(client_max_size=_MAX_BODY_BYTES)
-    app.router.add_post("/v1/chat/completions", _answering(chat))
-    app.router.add_get("/v1/models", _answering(list_models))
-    return app
-
-
-async def _chat(served: ServedModel, body: _Chat) -> dict[str, Any]:
-    prompt = served.prompt(body.messages, body.tools)
-    request_id = f"chat-{secrets.token_hex(8)}"
-    sampling = Sampling(
-        temperature=body.temperature,
-        max_tokens=body.max_tokens,
-        seed=body.seed,
-        stop_token_ids=[served.tokenizer.eos_token_id],
-    )
-    done = await served.engine.generate(request_id, prompt, sampling, request_id)
-    message = _message(served.tokenizer.decode(done.ids.tolist(), skip_special_tokens=True))
-    finish = "tool_calls" if message.get("tool_calls") and done.finish_reason == "stop" else done.finish_reason
-    count = len(done)
-    return {
-        "id": request_id,
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": body.model,
-        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
-        "usage": {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count},
-    }
+@web.middleware
+async def _with_errors(request: web.Request, handle: Callable[[web.Request], Awaitable[Any]]) -> web.StreamResponse:
+    """Give errors OpenAI's form."""
+    try:
+        return await handle(request)
+    except (msgspec.DecodeError, BadRequestError) as error:
+        return web.json_response({"error": {"message": str(error), "type": "invalid_request_error"}}, status=400)
+    except EngineError as error:
+        return web.json_response({"error": {"message": str(error), "type": "server_error"}}, status=503)
 
 
 async def serve_models(models: list[str], threads: int, port: int) -> None:
@@ -117,11 +121,10 @@ async def serve_models(models: list[str], threads: int, port: int) -> None:
     torch.set_num_threads(threads)
     config = InferenceConfig(threads=threads, local=LocalEngineConfig(max_batch=16, kv_cache_gib=1.0))
     async with AsyncExitStack() as stack:
-        served = {}
+        teachers = Teachers()
         for name in dict.fromkeys(models):
-            served[name] = await load_served(name, config)
-            stack.push_async_callback(served[name].engine.close)
-        runner = web.AppRunner(_app(served), access_log=None, handler_cancellation=True)
+            stack.push_async_callback((await teachers.load(name, config)).close)
+        runner = web.AppRunner(teachers.app(), access_log=None, handler_cancellation=True)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", port).start()
@@ -129,14 +132,18 @@ async def serve_models(models: list[str], threads: int, port: int) -> None:
         await asyncio.Event().wait()
 
 
-async def load_served(name: str, config: InferenceConfig) -> ServedModel:
-    from transformers import AutoConfig, AutoTokenizer
-
-    folder = resolve_model(name)
-    context = int(AutoConfig.from_pretrained(folder).max_position_embeddings)
-    engine = LocalEngine(folder, config, context)
-    await engine.start()
-    return ServedModel(engine, AutoTokenizer.from_pretrained(folder))
+def _prompt(tokenizer: Any, body: _Chat) -> list[int]:
+    """Return token ids by the model's own template. Raises BadRequestError when it refuses these messages."""
+    try:
+        text = tokenizer.apply_chat_template(
+            [_with_content(message) for message in body.messages],
+            tools=body.tools or None,
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+    except Exception as error:  # Templates raise errors of any class.
+        raise BadRequestError(f"the chat template does not take these messages: {error}") from error
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _message(text: str) -> dict[str, Any]:
@@ -174,22 +181,6 @@ def _decoded(call: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, TypeError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _answering(
-    handle: Callable[[web.Request], Awaitable[dict[str, Any]]],
-) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Wrap `handle` so that its errors have OpenAI's form."""
-
-    async def answer(request: web.Request) -> web.Response:
-        try:
-            return web.json_response(await handle(request))
-        except (msgspec.DecodeError, BadRequestError) as error:
-            return web.json_response({"error": {"message": str(error), "type": "invalid_request_error"}}, status=400)
-        except EngineError as error:
-            return web.json_response({"error": {"message": str(error), "type": "server_error"}}, status=503)
-
-    return answer
 
 
 def main(words: list[str] | None = None) -> int:

@@ -84,7 +84,7 @@ _RETRIED_ERRORS = (CorruptWeightsError, DeadlineError, EngineError, OSError)
 class GatewayLink(ChunkSource):
     """One CURVE DEALER socket, opened again for each attempt to reach the gateway, and the ChunkSource behind it.
 
-    Bytes that are not a valid message are counted, logged and dropped.
+    Bytes that are not a valid message are logged and dropped.
     """
 
     def __init__(
@@ -108,7 +108,6 @@ class GatewayLink(ChunkSource):
         self._decoder = msgspec.msgpack.Decoder(messages)
         self._encoder = msgspec.msgpack.Encoder()
         self.endpoint: str | None = None
-        self.garbage = 0
         self.last_heard = time.monotonic()
         """When the last message of the gateway came, monotonic seconds."""
 
@@ -140,10 +139,7 @@ class GatewayLink(ChunkSource):
                     raise msgspec.DecodeError(f"{len(frames)} frames, expected 1")
                 message = self._decoder.decode(frames[0])
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                self.garbage += 1
-                if self.garbage <= 10 or self.garbage % 1000 == 0:
-                    logger.warning("dropped %d bytes from the gateway that are not a message (%s); %d so far",
-                                   sum(map(len, frames)), error, self.garbage)  # fmt: skip
+                logger.warning("dropped %d bytes that are no message of the gateway: %s", sum(map(len, frames)), error)
                 continue
             self.last_heard = time.monotonic()
             if isinstance(message, WeightPiece):

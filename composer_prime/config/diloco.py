@@ -73,6 +73,11 @@ class DilocoConfig(BaseConfig):
     rate_limit_mbit: float | None = Field(default=None, gt=0)
     """Upload limit of each rank of this peer in Mbit/s; None: no limit."""
 
+    @property
+    def interval(self) -> int:
+        """H / P: inner steps from one outer step to the next."""
+        return self.sync_every // self.fragments
+
     @field_validator("peer_id", "run")
     @classmethod
     def _plain_name(cls, name: str) -> str:

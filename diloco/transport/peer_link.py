@@ -54,15 +54,8 @@ class RoundResult:
 
 
 class PeerLink:
-    def __init__(
-        self,
-        config: DilocoConfig,
-        key: JointKey,
-        hello: messages.PeerHello,
-        state_to_serve: Callable[[], tuple[memoryview, int, str]],
-    ) -> None:
-        """`state_to_serve` returns a copy of the state, its outer step and hash; it is called in another thread."""
-        self._exchange = Exchange(config, key, hello, state_to_serve)
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
         self._entry: tuple[Any, ...] = ()
         """The arguments of Exchange.take_part for the current round."""
         self._round: concurrent.futures.Future[RoundResult | Gone] | None = None
@@ -213,6 +206,7 @@ class Exchange:
         hello: messages.PeerHello,
         state_to_serve: Callable[[], tuple[memoryview, int, str]],
     ) -> None:
+        """`state_to_serve` returns a copy of the state, its outer step and hash; it is called in another thread."""
         self._config = config
         self._key = key
         self._state_to_serve = state_to_serve

@@ -19,6 +19,7 @@ from composer_prime.errors import BadRequestError
 from composer_prime.wire.node_messages import Sampling, context_overflow
 
 _NUCLEUS_PROBE = 512
+_SLACK_TOKENS = 8
 _CHECK_BYTES = 256 << 20
 """Of float work at a time when draws are checked, 16 bytes a logit."""
 _EDGE_NATS = 10.0
@@ -278,26 +279,24 @@ def _top_p(logits: torch.Tensor, top_p: np.ndarray) -> torch.Tensor:
     return logits.masked_fill(logits < floor, float("-inf"))
 
 
-_SLACK_TOKENS = 8
+def stop_rule(
+    sampling: Sampling, eos: frozenset[int], decode: Callable[[list[int]], str] | None
+) -> Callable[[np.ndarray], bool]:
+    """Return what tells whether the newest token of a completion (int32 [T_new]) ends it before its length limit.
 
+    A stop token, the end-of-sequence token or a stop string does. `decode` turns token ids into text, special tokens
+    included. Without it stop strings are ignored.
+    """
+    token_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos)
+    strings = [one for one in sampling.stop if one]
+    # A token is at least one byte, so a string of n bytes spans at most n tokens. The slack keeps out of the match
+    # what decoders do to the first token of a text (they drop a space).
+    window = max((len(one.encode()) for one in strings), default=0) + _SLACK_TOKENS
 
-class StopRule:
-    """Ends one request before its length limit: a stop token, the end-of-sequence token or a stop string."""
+    def ends(completion: np.ndarray) -> bool:
+        if int(completion[-1]) in token_ids or not strings or decode is None:
+            return int(completion[-1]) in token_ids
+        text = decode(completion[-window:].tolist())
+        return any(one in text for one in strings)
 
-    def __init__(self, sampling: Sampling, eos: frozenset[int], decode: Callable[[list[int]], str] | None) -> None:
-        """`decode` turns token ids into text, special tokens included. Without it stop strings are ignored."""
-        self._token_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos)
-        self._strings = [one for one in sampling.stop if one] if decode else []
-        self._decode = decode
-        # A token is at least one byte, so a string of n bytes spans at most n tokens. The slack keeps out of the match
-        # what decoders do to the first token of a text (they drop a space).
-        self._window = max((len(one.encode()) for one in self._strings), default=0) + _SLACK_TOKENS
-
-    def ends(self, completion: np.ndarray) -> bool:
-        """Tell whether the newest token of `completion` (int32 [T_new]) ends it."""
-        if int(completion[-1]) in self._token_ids:
-            return True
-        if not self._strings or self._decode is None:
-            return False
-        text = self._decode(completion[-self._window :].tolist())
-        return any(one in text for one in self._strings)
+    return ends

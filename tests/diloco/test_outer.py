@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from composer_prime.config import Config
 from composer_prime.config.diloco import DilocoConfig, OuterConfig
 from composer_prime.errors import ChecksumError
-from diloco.fragments import Schedule, partition
+from diloco.fragments import partition
 from diloco.global_model import LARGEST_NORM, GlobalModel, rejected, squared_norm, weighted_mean
 from diloco.state import pack_state, unpack_state
 from diloco.streaming import agreed_settings
@@ -110,13 +110,6 @@ def test_guard_of_two_peers():
     assert rejected({"a": 1e6, "b": 2e6}, history) == {}
     assert set(rejected({"a": 1.0, "b": 1e12})) == {"b"}
     assert rejected({"b": 1e12}) == {}
-
-
-# Fragments take turns; a fragment is prepared delay steps before it is completed.
-def test_schedule():
-    schedule = Schedule.of(DilocoConfig(**PEER, sync_every=12, fragments=3, delay=1))
-    assert (schedule.interval, [schedule.fragment(k) for k in range(5)]) == (4, [0, 1, 2, 0, 1])
-    assert [schedule.prepares(step) for step in range(1, 5)] == [False, False, True, True]
 
 
 # What is published is the model of the last full sweep: who takes over a state amid the next one holds the same.

@@ -6,10 +6,13 @@ import pytest
 import torch
 from joint_run import Blocks, adamw, inner_step, settings
 
+from diloco.codec import codec_of
 from diloco.state import LocalWork, PendingDelta
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport.messages import RoundOutcome
 from diloco.transport.peer_link import RoundResult
+
+CODEC = codec_of("int4")
 
 
 def moved(key_file, peer, steps):
@@ -22,15 +25,15 @@ def moved(key_file, peer, steps):
         inner_step(model, optimizer, 0, step)
     feedback = engine.replica.feedback
     for index in range(2):
-        feedback.settle(index, feedback.encode(index, engine.global_model.delta(index), engine._codec)[1])
+        feedback.settle(index, feedback.encode(index, engine.global_model.delta(index), CODEC)[1])
     assert all(residual.any() for residual in feedback.residuals)
     return engine
 
 
 def delta(engine):
     """Of its first fragment."""
-    data, residual_n = engine.replica.feedback.encode(0, engine.global_model.delta(0), engine._codec)
-    body, name = memoryview(data.numpy()).cast("B"), engine._codec.name
+    data, residual_n = engine.replica.feedback.encode(0, engine.global_model.delta(0), CODEC)
+    body, name = memoryview(data.numpy()).cast("B"), CODEC.name
     facts = {"fragment": 0, "codec": name, "weight": 1.0, "inner_steps": 1}
     header = engine._link.delta_header(body, 0, engine.global_model.hash, **facts)
     return PendingDelta(header=header, body=body, residual_n=residual_n, work=LocalWork(steps=1, tokens=1))
@@ -46,7 +49,7 @@ def test_what_a_round_leaves_owed(key_file, whose):
     others = {"another peer's": "b", "another process of this peer's": "a"}
     other = own if whose == "its own" else delta(moved(key_file, others[whose], 3))
     outcome = RoundOutcome(outer_step=0, headers=[other.header], newest=0, digest="")
-    engine._steps.take(RoundResult(outcome, [other.body]), 0.0)
+    engine._take(RoundResult(outcome, [other.body]), 0.0)
     expected = {"its own": own.residual_n, "another peer's": before[0]}.get(whose, torch.zeros_like(before[0]))
     assert engine.outer_step == 1
     assert all(map(torch.equal, engine.replica.feedback.residuals, [expected, before[1]]))

@@ -21,7 +21,7 @@ from composer_prime.errors import ConfigError, InviteError, LostRunError
 from composer_prime.host import module_file
 from composer_prime.run.keys import CurvePair
 from inference.enrolling import NodeState, enroll
-from inference.joining import NodeShare, _Machine, join_parser
+from inference.joining import _Machine, join_parser
 from tests.engines.reference import Reference
 from tests.inference.publisher import Publisher
 
@@ -160,9 +160,9 @@ from inference import joining
 from inference.enrolling import NodeState
 from inference.joining import _Machine
 joining.DRAIN_S = 300
-joining.plan_nodes = lambda *_: [joining.NodeShare(engine="local", gpus=(), threads=1)]
+joining.plan_nodes = lambda *_: ("local", 1, [()])
 class Machine(_Machine):
-    def _child(self, slot, share):
+    def _child(self, *_):
         return [sys.executable, "-c", {node!r}], {{}}
 words = joining.join_parser().parse_args([])
 invite = Invite.read({invite.text()!r})
@@ -210,8 +210,8 @@ while True:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--price", "-1"], "inference.usd_per_hour is -1"),
-        (["--threads", "0"], "inference.threads is 0"),
+        (["--price", "-1"], "inference.usd_per_hour = -1.0 .*the command line"),
+        (["--threads", "0"], "inference.threads = 0 .*the command line"),
         (["--device", "cuda"], "--device is cuda, but no GPU is visible here"),
         (["--engine", "vllm", "--device", "cpu"], "--engine is vllm, but vllm is not installed here"),
     ],
@@ -235,7 +235,7 @@ def test_the_price_of_a_node_is_that_of_its_gpus(keys, tmp_path):
     """--price is that of one GPU; of the machine where it has none. Unknown stays unknown."""
     prices = []
     for words, gpus in ((["--price", "2.5"], (2, 3)), (["--price", "2.5"], (1,)), (["--price", "2.5"], ()), ([], (1,))):
-        command, _ = machine_of(keys, tmp_path, *words)._child(0, NodeShare(engine="local", gpus=gpus, threads=1))
+        command, _ = machine_of(keys, tmp_path, *words)._child(0, "local", 1, gpus)
         prices.append(join_parser().parse_args(command[command.index("join") + 1 :]).usd_per_hour)
     assert prices == [5.0, 2.5, 2.5, None]
 

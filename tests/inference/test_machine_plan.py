@@ -9,7 +9,7 @@ import pytest
 
 from composer_prime.config.inference import InferenceConfig, VllmEngineConfig
 from composer_prime.errors import ConfigError
-from inference.joining import NodeSetup, NodeShare, machine_text, plan_nodes, this_setup
+from inference.joining import NodeSetup, machine_text, plan_nodes, this_setup
 
 HERE = NodeSetup(cores=32, gpus=0, has_nvidia=False, driver="", torch_cuda="13.0", vllm_is_installed=True)
 
@@ -18,7 +18,9 @@ def on_gpus(count: int, driver: str = "13.0", **changes) -> NodeSetup:
     return replace(HERE, gpus=count, driver=driver, **changes)
 
 
-def plan(here: NodeSetup, *, engine: str | None = None, each: int = 1, **wanted) -> list[NodeShare]:
+def plan(
+    here: NodeSetup, *, engine: str | None = None, each: int = 1, **wanted
+) -> tuple[str, int, list[tuple[int, ...]]]:
     return plan_nodes(InferenceConfig(vllm=VllmEngineConfig(tensor_parallel=each), **wanted), engine, here)
 
 
@@ -34,12 +36,11 @@ def plan(here: NodeSetup, *, engine: str | None = None, each: int = 1, **wanted)
     ],
 )
 def test_a_node_takes_the_gpus_that_it_was_given(gpus, each, vllm, nodes, gpus_each, engine):
-    shares = plan(on_gpus(gpus, vllm_is_installed=vllm), each=each)
-    assert [len(share.gpus) for share in shares] == [gpus_each] * nodes
-    assert {share.engine for share in shares} == {engine}
-    taken = [index for share in shares for index in share.gpus]
+    chosen, threads, shares = plan(on_gpus(gpus, vllm_is_installed=vllm), each=each)
+    assert [len(share) for share in shares] == [gpus_each] * nodes and chosen == engine
+    taken = [index for share in shares for index in share]
     assert taken == sorted(set(taken))
-    assert shares[0].threads == 32 // nodes
+    assert threads == 32 // nodes
 
 
 @pytest.mark.parametrize(
@@ -59,8 +60,7 @@ def test_what_cannot_run_here_is_refused(here, options, part):
 
 
 def test_device_cpu_leaves_gpus_alone():
-    [share] = plan(on_gpus(8, driver="11.8", vllm_is_installed=False), device="cpu")
-    assert share.gpus == () and share.engine == "local"
+    assert plan(on_gpus(8, driver="11.8", vllm_is_installed=False), device="cpu") == ("local", 32, [()])
 
 
 def test_this_machine_can_be_looked_at(tmp_path):

@@ -44,12 +44,12 @@ from inference.engines.local.loading import LoadedModel, check_supported
 from inference.engines.sampling import (
     Rule,
     SamplingRows,
-    StopRule,
     check_prompt,
     check_sampling,
     draw_misses,
     rule_of,
     sample,
+    stop_rule,
 )
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,8 @@ class EngineRequest:
     """Ends at this many tokens, prompt and completion together."""
     rule: Rule
     """Of its draws."""
-    stop: StopRule
+    ends: Callable[[np.ndarray], bool]
+    """Its stop rule."""
     future: asyncio.Future
     """Resolved on the event loop with an Answer or an error."""
     cached: int = 0
@@ -137,7 +138,7 @@ class LocalEngine:
             resumed=min(sampling.resumed, len(prompt_ids)),
             limit=min(self._context, len(prompt_ids) + sampling.max_tokens),
             rule=rule_of(sampling, secrets.randbits(64) if sampling.seed is None else sampling.seed),
-            stop=StopRule(sampling, computer.eos, computer.decode),
+            ends=stop_rule(sampling, computer.eos, computer.decode),
             future=computer.mail.future(),
         )
         self._active[request_id] = request.future
@@ -187,9 +188,9 @@ class LocalEngine:
     async def find_stop(self, completion: np.ndarray, sampling: Sampling) -> int | None:
         """Return after how many tokens a stop rule ends `completion`, int32 [T_new]; None where none does."""
         computer = self._serving()
-        rule = StopRule(sampling, computer.eos, computer.decode)
-        ends = (count for count in range(1, len(completion) + 1) if rule.ends(completion[:count]))
-        return await computer.mail.call(next, ends, None)
+        ends = stop_rule(sampling, computer.eos, computer.decode)
+        counts = (count for count in range(1, len(completion) + 1) if ends(completion[:count]))
+        return await computer.mail.call(next, counts, None)
 
     def stats(self) -> Status:
         """The cache's tokens are not told: a conversation takes a slot, however short it is."""
@@ -483,7 +484,7 @@ class Computer:
         request.versions.append(self.version)
         if self._on_token is not None:
             self.mail.on_loop(self._on_token, request.session, token, logprob)
-        if request.stop.ends(self._cache.tokens[slot, len(request.prompt) - request.resumed : known]):
+        if request.ends(self._cache.tokens[slot, len(request.prompt) - request.resumed : known]):
             self._finish(slot, "stop")
         elif known >= request.limit:
             self._finish(slot, "length")

@@ -196,7 +196,7 @@ def test_nan_of_one_peer(make_rendezvous, key_file):
 
     def poison(step, engine):
         if step == 5:
-            engine.replica.fragments[0].write(torch.full((engine.replica.fragments[0].numel,), math.nan))
+            engine.global_model.fragments[0].write(torch.full((engine.global_model.fragments[0].numel,), math.nan))
 
     seen = together(
         partial(train, settings(address, key_file, "a", sync_every=2), 0, 12),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +28,9 @@ from joint_run import (
 )
 from torch import Tensor, nn
 
-from composer_prime.config.diloco import OuterConfig
-from diloco.codec import ErrorFeedback, codec_of
+from diloco.codec import codec_of
 from diloco.fragments import Ranks, partition
-from diloco.global_model import GlobalModel
-from diloco.state import DeltaStatus, LocalProgress, LocalWork, PendingDelta
+from diloco.state import DeltaStatus, LocalWork, PendingDelta, Replica
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport.messages import BeatReply
 
@@ -255,26 +256,27 @@ def test_step_longer_than_the_deadline(make_rendezvous, key_file):
     assert max(metrics.get("diloco/missed_rounds", 0) for metrics in slow.metrics.values()) >= 1
 
 
-def on_offer(progress: LocalProgress) -> PendingDelta:
+def alone() -> tuple[nn.Parameter, Replica]:
+    """The values of a model, and what its only peer holds."""
+    values = nn.Parameter(torch.zeros(4))
+    config = settings("tcp://127.0.0.1:1", Path("none"), "a")
+    return values, Replica(partition([("values", values)], 1), config, Ranks())
+
+
+def on_offer(replica: Replica) -> PendingDelta:
     """A delta that holds all work so far."""
-    return PendingDelta(header=None, body=memoryview(b""), residual_n=torch.zeros(0), work=progress.held[0])
+    header: Any = SimpleNamespace(fragment=0)
+    return PendingDelta(header=header, body=memoryview(b""), residual_n=torch.zeros(0), work=replica.held[0])
 
 
 # Another process of this peer delivered in its name: this one's delta on offer is lost and counted as such. A process
 # that only catches up has lost nothing.
 @pytest.mark.parametrize(("offered", "lost"), [(True, 7), (False, 0)])
 def test_a_delta_of_another_process(offered, lost):
-    module = Numbers()
-    work = LocalProgress(GlobalModel(partition(module.named_parameters(), 1), OuterConfig()), 0.0, Ranks())
-    work.count(LocalWork(steps=1, tokens=7))
-    work.install(0, DeltaStatus.PREDECESSOR, on_offer(work) if offered else None, None)
-    assert work.totals.overwritten == lost and work.tokens_held() == 0
-
-
-class Numbers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.values = nn.Parameter(torch.zeros(4))
+    _, replica = alone()
+    replica.count(LocalWork(steps=1, tokens=7))
+    replica.install(0, DeltaStatus.PREDECESSOR, on_offer(replica) if offered else None, None)
+    assert replica.totals["overwritten"] == lost and replica.tokens_held() == 0
 
 
 # However a peer's rounds end (in time, late, missed), the sum of its steps is what its deltas delivered, plus what
@@ -294,15 +296,14 @@ class Numbers(nn.Module):
     ),
 )
 def test_nothing_is_lost(codec, rounds):
-    module, encoder = Numbers(), codec_of(codec)
-    model = GlobalModel(partition(module.named_parameters(), 1), OuterConfig())
-    work, feedback = LocalProgress(model, 0.0, Ranks()), ErrorFeedback([4])
+    (values, work), encoder = alone(), codec_of(codec)
+    model, feedback = work.global_model, work.feedback
     moved, delivered, tokens = torch.zeros(4), torch.zeros(4), 0.0
 
     def train(moves):
         for move in moves:
             step = torch.tensor([move, 2 * move, -move, 1.0])
-            module.values.data += step
+            values.data += step
             moved.add_(step)
             work.count(LocalWork(steps=1, tokens=7))
 
@@ -312,7 +313,7 @@ def test_nothing_is_lost(codec, rounds):
         data, residual_n = feedback.encode(0, model.delta(0), encoder)
         sent = encoder.decode(data, 4)
         if after:
-            work.mark_late(0, offer)
+            work.mark_late(offer)
             train(after)
         global_before = model.masters[0].clone()
         if fate is DeltaStatus.COUNTED:
@@ -321,8 +322,8 @@ def test_nothing_is_lost(codec, rounds):
             tokens += offer.work.tokens
         model.advance(0, [sent if fate is DeltaStatus.COUNTED else torch.full((4,), float(others))], [1.0])
         work.install(0, fate, offer, global_before)
-    ahead = module.values.detach() - model.masters[0]
+    ahead = values.detach() - model.masters[0]
     left = delivered - feedback.residuals[0] + ahead
     assert torch.allclose(moved, left, rtol=0, atol=0 if codec == "fp32" else 1e-2)
     total = 7 * sum(len(before) + len(after) for _, before, after, _ in rounds)
-    assert tokens + work.held[0].tokens == total and work.totals.overwritten == 0
+    assert tokens + work.held[0].tokens == total and work.totals["overwritten"] == 0
