@@ -21,7 +21,7 @@ from composer_prime.console import EXIT_USAGE, console_main, exit_on_version_fla
 from composer_prime.errors import ComposerError, ConfigError
 
 if TYPE_CHECKING:
-    from diloco.rendezvous.request_handler import RendezvousSettings
+    from diloco.rendezvous.rounds import RendezvousSettings
     from diloco.transport.messages import JointKey
 
 
@@ -88,7 +88,7 @@ def _keygen(words: argparse.Namespace) -> int:
 
 
 def _rendezvous(words: argparse.Namespace) -> int:
-    from diloco.rendezvous.request_handler import RendezvousSettings
+    from diloco.rendezvous.rounds import RendezvousSettings
     from diloco.transport.messages import JointKey
 
     tcp_address(words.bind, "--bind", bind=True)

@@ -27,7 +27,6 @@ import asyncio
 import hashlib
 import logging
 import math
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -274,7 +273,6 @@ class VersionFolder:
             kept = self._scratch.path
         self.path = kept
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = threading.Lock()
         self._held = {path.name for path in self.path.iterdir() if path.is_file() and self._is_intact(path.name)}
         for path in self.path.iterdir():
             if path.name not in self._held:
@@ -420,18 +418,17 @@ class VersionFolder:
         if hashlib.sha256(data).hexdigest() != ref.sha256:
             raise CorruptWeightsError(f"{what}: chunk {ref.sha256} differs from its hash")
         part = self.path / f"{ref.sha256}.part"  # A killed process leaves no half of a chunk under its name.
-        with self._lock:
-            try:
-                part.write_bytes(data)
-                part.replace(self.path_of(ref))
-            except OSError as error:
-                part.unlink(missing_ok=True)
-                raise OSError(
-                    error.errno,
-                    f"chunk {ref.sha256} of {what} cannot be kept in {self.path}: {error.strerror}; give this node "
-                    "room for two versions, or set TMPDIR or --state-dir to a larger disk",
-                ) from error
-            self._held.add(ref.sha256)
+        try:
+            part.write_bytes(data)
+            part.replace(self.path_of(ref))
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise OSError(
+                error.errno,
+                f"chunk {ref.sha256} of {what} cannot be kept in {self.path}: {error.strerror}; give this node room "
+                "for two versions, or set TMPDIR or --state-dir to a larger disk",
+            ) from error
+        self._held.add(ref.sha256)
 
     def read(self, ref: ChunkRef, what: str) -> bytes:
         """Return a whole chunk. Raises CorruptWeightsError, with `what` it belongs to, when it is gone or changed."""
@@ -455,7 +452,6 @@ class VersionFolder:
         self._drop({sha256 for sha256 in held if not self._is_intact(sha256)})
 
     def _drop(self, sha256s: set[str]) -> None:
-        with self._lock:
-            self._held -= sha256s
-            for sha256 in sha256s:
-                (self.path / sha256).unlink(missing_ok=True)
+        self._held -= sha256s
+        for sha256 in sha256s:
+            (self.path / sha256).unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import aiohttp
 from yarl import URL
 
-from composer_prime.errors import ComposerError, ConfigError, DeadlineError
+from composer_prime.errors import ComposerError, DeadlineError
 from inference.receiver import CHUNK_TIMEOUT_S, PIECE_BYTES, ChunkSource
 
 logger = logging.getLogger(__name__)
@@ -40,14 +40,8 @@ class HttpSource(ChunkSource):
     """A host that serves a copy of the weight store's folder with Range: nginx, Caddy, a public bucket."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, timeout_s: float) -> None:
-        """Raises ConfigError unless `url` is http://HOST or https://HOST, with a path or without."""
-        try:
-            self._url = URL(url.rstrip("/"))
-        except ValueError as error:
-            raise ConfigError(f"{url!r} is not an address of weights: {error}") from None
-        if self._url.scheme not in ("http", "https") or not self._url.host or self._url.query_string:
-            raise ConfigError(f"{url!r} is not an address of weights; expected http://HOST:PORT or https://HOST/PATH")
-        self.name = str(self._url.with_user(None))
+        self._url = url.rstrip("/")
+        self.name = re.sub("//[^/@]*@", "//", self._url)  # without a password
         self._session = session
         self._timeout_s = timeout_s
 
@@ -56,7 +50,7 @@ class HttpSource(ChunkSource):
         received = bytearray()
         try:
             headers = {"Range": f"bytes={offset}-{offset + PIECE_BYTES - 1}", "Accept-Encoding": "identity"}
-            asking = self._session.get(self._url / "chunks" / sha256, headers=headers, allow_redirects=False)
+            asking = self._session.get(f"{self._url}/chunks/{sha256}", headers=headers, allow_redirects=False)
             async with asyncio.timeout(self._timeout_s), asking as response:
                 if response.status in (404, 410):
                     return None
@@ -116,7 +110,6 @@ class WeightSources(ChunkSource):
         self._clock = clock
         self._session: aiohttp.ClientSession | None = None
         self._copies: dict[str, HttpSource] = {}
-        self._refused_urls: set[str] = set()
         self._aside_until: dict[str, float] = {}
         """By URL."""
         self._chunks: dict[str, _Chunk] = {}
@@ -129,14 +122,8 @@ class WeightSources(ChunkSource):
         named = [url.replace("://*", f"://{gateway_host}", 1) for url in urls][:_MAX_SOURCES]
         if self._session is None:
             self._session = aiohttp.ClientSession(auto_decompress=False)
-        copies, self._copies = self._copies, {}
-        for url in named:
-            try:
-                self._copies[url] = copies.get(url) or HttpSource(url, self._session, self._timeout_s)
-            except ConfigError as error:
-                if url not in self._refused_urls:
-                    logger.warning("weights are not pulled from there: %s", error)
-                self._refused_urls.add(url)
+        session = self._session
+        self._copies = {url: self._copies.get(url) or HttpSource(url, session, self._timeout_s) for url in named}
 
     async def read(self, sha256: str, offset: int) -> bytes | None:
         """Raises what `last` raises."""

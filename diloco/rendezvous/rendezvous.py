@@ -26,8 +26,8 @@ import zmq
 from composer_prime.errors import ComposerError, DeadlineError
 from composer_prime.wire.sockets import SecureServer, bind_router
 from diloco.rendezvous.lighthouse import Lighthouse
-from diloco.rendezvous.request_handler import RendezvousSettings, RequestHandler
-from diloco.rendezvous.rounds import Base
+from diloco.rendezvous.request_handler import RequestHandler
+from diloco.rendezvous.rounds import Base, RendezvousSettings
 from diloco.transport.connection import WINDOW
 from diloco.transport.messages import (
     AskState,
@@ -61,7 +61,6 @@ class Rendezvous:
         self.endpoint = self._server.endpoint
         self.handler = RequestHandler(settings, key.derive("headers"), time.monotonic, self._wake_waiting)
         self.rounds = self.handler.rounds
-        self.transfers = self.handler.transfers
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._present: set[str] = set()

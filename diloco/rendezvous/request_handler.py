@@ -8,40 +8,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from composer_prime.errors import RunMismatchError, WireError
-from diloco.rendezvous.rounds import Base, Blob, Round, Rounds, largest_party
-from diloco.rendezvous.starting_state import Joins, StateTransfers
+from diloco.rendezvous.rounds import Base, Blob, RendezvousSettings, Round, Rounds, largest_party
+from diloco.rendezvous.starting_state import Joins
 from diloco.transport import messages
 from diloco.transport.connection import PIECE_BYTES
 
 logger = logging.getLogger(__name__)
 _MAX_RANKS = 4096
 """Of one peer; some requests loop over all of them."""
-
-
-class RendezvousSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What `diloco rendezvous --help` explains, with its defaults."""
-
-    bind: str
-    """tcp://ADDRESS:PORT; port 0 takes a free one."""
-    run: str
-    min_peers: int = 1
-    start_peers: int = 1
-    gather_s: float = 60.0
-    beat_timeout_s: float = 10.0
-    keep_rounds: int = 16
-    max_bytes: int = 16_000_000_000
-
-    @property
-    def beat_s(self) -> float:
-        return self.beat_timeout_s / 5
-
-    @property
-    def listen_s(self) -> float:
-        """After its start: until then every peer that trains is heard, also if its last request was lost in between."""
-        return 0.6 * self.beat_timeout_s
 
 
 class RequestHandler:
@@ -57,12 +32,8 @@ class RequestHandler:
         self._header_key = header_key
         self._clock = clock
         self._on_change = on_change
-        self.rounds = Rounds(beat_timeout_s=settings.beat_timeout_s, keep=settings.keep_rounds)
-        self.transfers = StateTransfers(stall_s=2 * settings.beat_timeout_s)
-        self.joins = Joins(
-            rounds=self.rounds, transfers=self.transfers, expected=settings.start_peers, gather_s=settings.gather_s,
-            listens_until=clock() + settings.listen_s,
-        )  # fmt: skip
+        self.rounds = Rounds(settings)
+        self.joins = Joins(self.rounds, settings, clock())
         self._unsettled_since = clock()
         self._short_since: float | None = None
         """When an offer first found no room since one last did; None while there is room."""
@@ -141,7 +112,7 @@ class RequestHandler:
             beat_s=self.settings.beat_s,
             open_round=current.outer_step if current else None,
             left_s=self.rounds.left_s(current, now) if current else None,
-            state_wanted=self.transfers.requested_from(beat.peer, beat.rank),
+            state_wanted=self.joins.requested_from(beat.peer, beat.rank),
         )
 
     # -- bodies ----------------------------------------------------------------------------------------------------
@@ -172,10 +143,10 @@ class RequestHandler:
         return messages.Received(size=blob.received)
 
     def _offer_state(self, header: messages.StateHeader, now: float) -> messages.ToPeer:
-        wanted = self.transfers.requested_from(header.peer) == header.serial
+        wanted = self.joins.requested_from(header.peer) == header.serial
         if wanted and (wait := self._make_room(header, now)) is not None:
             return wait
-        blob = self.transfers.state(header, now)
+        blob = self.joins.state(header, now)
         return messages.Received(size=blob.received) if blob else messages.Gone(reason="this state is not wanted")
 
     def _piece(self, piece: messages.Piece) -> messages.ToPeer:
@@ -185,8 +156,8 @@ class RequestHandler:
         if blob is None or report is None:
             return messages.Gone(reason=f"nothing called {piece.name} is expected")
         blob.add(piece.offset, piece.data)
-        if isinstance(blob.header, messages.StateHeader) and self.transfers.current:
-            self.transfers.current.progress_at = now
+        if isinstance(blob.header, messages.StateHeader) and self.joins.current:
+            self.joins.current.progress_at = now
         if blob.complete:
             if isinstance(blob.header, messages.DeltaHeader):
                 self.rounds.note_whole(blob.header.outer_step, now)
@@ -206,7 +177,7 @@ class RequestHandler:
 
     def _blobs(self) -> list[Blob]:
         """Return all bodies, whole or not: of the rounds and of the state."""
-        holders = [*self.rounds.rounds.values(), *([self.transfers.current] if self.transfers.current else [])]
+        holders = [*self.rounds.rounds.values(), *([self.joins.current] if self.joins.current else [])]
         return [blob for holder in holders for blob in holder.blobs.values()]
 
     @property
@@ -229,9 +200,9 @@ class RequestHandler:
         short_s = now - self._short_since if self._short_since is not None else 0.0
         while (held := self.held_bytes) + header.size > limit:
             if self.rounds.drop_oldest(now, short_s):
-                self.transfers.expire(self.rounds.oldest)
-            elif isinstance(header, messages.DeltaHeader) and self.transfers.current is not None:
-                self.transfers.crowd_out(self.transfers.current)
+                self.joins.expire(self.rounds.oldest)
+            elif isinstance(header, messages.DeltaHeader) and self.joins.current is not None:
+                self.joins.crowd_out(self.joins.current)
             else:
                 self._short_since = now if self._short_since is None else self._short_since
                 return messages.RoundNotReady(
@@ -246,7 +217,7 @@ class RequestHandler:
     def close(self, members: dict[str, Base]) -> Round:
         """Close the open round with `members`, and drop what is too old for late and for joining peers."""
         closed = self.rounds.close(members, self._clock())
-        self.transfers.expire(self.rounds.oldest)
+        self.joins.expire(self.rounds.oldest)
         return closed
 
     def _outcome(self, ask: messages.AskRound) -> messages.ToPeer:

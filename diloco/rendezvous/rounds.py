@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import msgspec
+
 from composer_prime.errors import RunMismatchError
 from diloco.transport.messages import (
     DeltaHeader,
@@ -34,6 +36,29 @@ Base = tuple[str, ...]
 """Hash of the global values of each rank."""
 _WAITS = 3
 """Rounds that wait for a peer that makes no progress, before it counts as standing still."""
+
+
+class RendezvousSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `diloco rendezvous --help` explains, with its defaults."""
+
+    bind: str
+    """tcp://ADDRESS:PORT; port 0 takes a free one."""
+    run: str
+    min_peers: int = 1
+    start_peers: int = 1
+    gather_s: float = 60.0
+    beat_timeout_s: float = 10.0
+    keep_rounds: int = 16
+    max_bytes: int = 16_000_000_000
+
+    @property
+    def beat_s(self) -> float:
+        return self.beat_timeout_s / 5
+
+    @property
+    def listen_s(self) -> float:
+        """After its start: until then every peer that trains is heard, also if its last request was lost in between."""
+        return 0.6 * self.beat_timeout_s
 
 
 # -- peers -------------------------------------------------------------------------------------------------------
@@ -222,10 +247,8 @@ class Round:
 class Rounds:
     """The rounds that are kept, and the peers that take part in them."""
 
-    def __init__(self, *, beat_timeout_s: float, keep: int) -> None:
-        """`keep`: how many closed rounds stay for late peers."""
-        self._beat_timeout_s = beat_timeout_s
-        self._keep = keep
+    def __init__(self, settings: RendezvousSettings) -> None:
+        self._settings = settings
         self.peers: dict[str, Peer] = {}
         self.rounds: dict[int, Round] = {}
         self.newest = -1
@@ -244,7 +267,7 @@ class Rounds:
         """
         peer = self.peers.get(hello.peer)
         if peer is not None and peer.instance != hello.instance:
-            if now - peer.heard <= self._beat_timeout_s / 2:
+            if now - peer.heard <= self._settings.beat_timeout_s / 2:
                 return f"another process that is peer {hello.peer!r} to fall silent; each cluster needs its own peer_id"
             self._drop_open_deltas(hello.peer)
             self._replaced.add((peer.name, peer.instance))
@@ -287,7 +310,7 @@ class Rounds:
                 self._stop_deadline(each)
 
     def alive(self, now: float) -> list[Peer]:
-        return [peer for peer in self.peers.values() if now - peer.heard <= self._beat_timeout_s]
+        return [peer for peer in self.peers.values() if now - peer.heard <= self._settings.beat_timeout_s]
 
     def training(self, now: float) -> list[Peer]:
         """Return the peers that train."""
@@ -377,7 +400,9 @@ class Rounds:
         macs = [blob.header.mac for _, blob in sorted(current.blobs.items())]
         current.digest = hashlib.blake2b("".join(macs).encode(), digest_size=16).hexdigest()
         self.newest, self.settled = current.outer_step, True
-        kept_from = self.newest - self._keep + 1 if all(peer.training for peer in self.alive(now)) else 0
+        kept_from = (
+            self.newest - self._settings.keep_rounds + 1 if all(peer.training for peer in self.alive(now)) else 0
+        )
         self.rounds = {
             step: each
             for step, each in self.rounds.items()

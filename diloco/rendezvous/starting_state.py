@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from composer_prime.errors import RunMismatchError, WireError
-from diloco.rendezvous.rounds import Base, Blob, Peer, Rounds, leading
+from diloco.rendezvous.rounds import Base, Blob, Peer, RendezvousSettings, Rounds, leading
 from diloco.transport.messages import AskState, Gone, RoundNotReady, StartingState, StateHeader
 
 logger = logging.getLogger(__name__)
@@ -69,100 +69,6 @@ class StateTransfer:
         return f"{received / 1e6:.1f} of {size / 1e6:.1f} MB of rank(s) {sorted(self.blobs)} are here"
 
 
-class StateTransfers:
-    def __init__(self, stall_s: float) -> None:
-        """`stall_s`: a source without progress for this long is given up."""
-        self.current: StateTransfer | None = None
-        """Under way or complete."""
-        self._stall_s = stall_s
-        self._serial = secrets.randbits(48)  # ranks that got answers before and after a restart must notice
-        self._failures: Counter[str] = Counter()
-        self.crowded_out = 0
-        """How often a state made room for deltas."""
-
-    def request(self, sources: Sequence[Peer], oldest_useful: int, now: float) -> StateTransfer | None:
-        """Return the current transfer, or a new one from one of `sources`; None without a useful source.
-
-        `oldest_useful`: a state of an earlier outer step is of no use, because the rounds since are not kept.
-        """
-        if self.current is not None and self._useful(self.current, sources, oldest_useful, now):
-            return self.current
-        if self.current is not None and not self.current.complete:
-            self._failures[self.current.source] += 1
-        self.current = None
-        if sources:
-            source = min(sources, key=lambda peer: (self._failures[peer.name], peer.name))
-            self._serial += 1
-            self.current = StateTransfer(self._serial, source.name, source.ranks, now)
-        return self.current
-
-    def _useful(self, transfer: StateTransfer, sources: Sequence[Peer], oldest_useful: int, now: float) -> bool:
-        if transfer.complete:
-            return transfer.outer_step is not None and transfer.outer_step >= oldest_useful
-        alive = any(peer.name == transfer.source for peer in sources)
-        return alive and now - transfer.progress_at <= self._stall_s
-
-    def requested_from(self, peer: str, rank: int | None = None) -> int:
-        """Return the serial of the state that this peer, or this rank of it, must serve; 0 for none."""
-        current = self.current
-        if current is None or current.source != peer or current.complete:
-            return 0
-        blob = current.blobs.get(rank) if rank is not None else None
-        return 0 if blob is not None and blob.complete else current.serial
-
-    def state(self, header: StateHeader, now: float) -> Blob[StateHeader] | None:
-        """Return the blob of a state that was requested; None for any other."""
-        current = self.current
-        if current is None or header.serial != current.serial or header.peer != current.source:
-            return None
-        if header.rank >= current.ranks:
-            return None
-        others = {rank: blob.header.outer_step for rank, blob in current.blobs.items() if rank != header.rank}
-        if max(others.values(), default=-1) > header.outer_step:  # its rank will serve a newer one
-            return None
-        for rank in [rank for rank, step in others.items() if step < header.outer_step]:
-            del current.blobs[rank]
-        blob = current.blobs.get(header.rank)
-        if blob is None or blob.header.checksum != header.checksum:
-            blob = current.blobs[header.rank] = Blob(header)
-        current.progress_at = now
-        return blob
-
-    def refuse(self, serial: int, reason: str) -> None:
-        """Drop this state, if it is still here, as a failure of its source."""
-        if self.current is not None and self.current.serial == serial:
-            logger.warning("the state of peer %s is dropped: %s", self.current.source, reason)
-            self._failures[self.current.source] += 1
-            self.drop()
-
-    def drop(self) -> None:
-        """Drop the current state, which is of a void part of the run."""
-        self.current = None
-
-    def crowd_out(self, current: StateTransfer) -> None:
-        """Drop the current state, which has no room beside the deltas."""
-        logger.warning(
-            "the state of peer %s makes room for deltas: start `diloco rendezvous` with a larger --memory-gb",
-            current.source,
-        )
-        self.crowded_out += 1
-        self.drop()
-
-    def expire(self, oldest_useful: int) -> None:
-        """Drop the current state when no peer can catch up from it any more."""
-        current = self.current
-        if current is None or (step := current.first_step) is None or step >= oldest_useful:
-            return
-        if not current.complete:
-            self._failures[current.source] += 1
-            logger.warning(
-                "the state of peer %s is given up: %s, and the rounds since it are gone. If a peer still joins, start "
-                "`diloco rendezvous` with a larger --memory-gb, or raise diloco.sync_every, or the source's "
-                "diloco.rate_limit_mbit", current.source, current.progress(),
-            )  # fmt: skip
-        self.drop()
-
-
 # -- which one ---------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +80,7 @@ class JoinAttempt:
     attempt: int
     began: float
     crowded_out: int
-    """StateTransfers.crowded_out when it began."""
+    """How often a state had made room for deltas when it began."""
     asks: dict[int, AskState] = field(default_factory=dict)
     """By rank."""
     over: bool = False
@@ -193,17 +99,20 @@ class JoinAttempt:
         return tuple(self.asks[rank].base_hash for rank in sorted(self.asks))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Joins:
-    rounds: Rounds
-    transfers: StateTransfers
-    expected: int
-    """Peers to wait for when no peer trains, if more than the rendezvous knows already."""
-    gather_s: float
-    listens_until: float
-    """Before this moment no answer assumes that no peer trains."""
-    _joins: dict[str, JoinAttempt] = field(default_factory=dict)
-    """By peer."""
+    def __init__(self, rounds: Rounds, settings: RendezvousSettings, now: float) -> None:
+        self.rounds = rounds
+        self._settings = settings
+        self._listens_until = now + settings.listen_s
+        """Before this moment no answer assumes that no peer trains."""
+        self._joins: dict[str, JoinAttempt] = {}
+        """By peer."""
+        self.current: StateTransfer | None = None
+        """A state under way, or complete. A source without progress for two beat timeouts is given up."""
+        self._serial = secrets.randbits(48)  # ranks that got answers before and after a restart must notice
+        self._failures: Counter[str] = Counter()
+        self._crowded_out = 0
+        """How often a state made room for deltas."""
 
     def answer(self, ask: AskState, now: float) -> JoinAnswer:
         """Answer one rank.
@@ -213,10 +122,10 @@ class Joins:
         report = self.rounds.report(ask.peer, ask.rank, ask.instance, now)
         if report is None:
             return Gone(reason="send a hello first")
-        self.transfers.refuse(ask.refused, f"peer {ask.peer} reports: {ask.reason}")
+        self._refuse(ask.refused, f"peer {ask.peer} reports: {ask.reason}")
         peer, join = self.rounds.peers[ask.peer], self._joins.get(ask.peer)
         if join is None or join.instance != ask.instance or join.attempt < ask.attempt:
-            join = JoinAttempt(ask.instance, ask.attempt, now, self.transfers.crowded_out)
+            join = JoinAttempt(ask.instance, ask.attempt, now, self._crowded_out)
             self._joins[ask.peer] = join
         if join.attempt > ask.attempt or join.over:  # a request that was sent again, and came late
             return RoundNotReady(waiting_for="the same answer on all ranks")
@@ -285,7 +194,7 @@ class Joins:
     # -- when no peer trains ---------------------------------------------------------------------------------------
 
     def _gather(self, peer: Peer, join: JoinAttempt, now: float) -> JoinAnswer:
-        if (left_s := self.listens_until - now) > 0:
+        if (left_s := self._listens_until - now) > 0:
             return RoundNotReady(waiting_for=f"clusters that train already to be heard, {left_s:.0f} s at most")
         here = [each for each in self.rounds.alive(now) if self._waits(each)]
         if peer not in here:
@@ -294,8 +203,8 @@ class Joins:
         lead, newest = leaders[0].outer_step, self.rounds.newest
         if newest < 0 and not any(each.outer_step for each in self.rounds.alive(now)):  # a new run
             return self._keep(join)
-        missing = max(self.expected, len(self.rounds.peers)) - len(here)
-        left_s = self.gather_s - (now - min(self._joins[each.name].began for each in here))
+        missing = max(self._settings.start_peers, len(self.rounds.peers)) - len(here)
+        left_s = self._settings.gather_s - (now - min(self._joins[each.name].began for each in here))
         if missing > 0 and left_s > 0:
             return RoundNotReady(waiting_for=f"{missing} more peer(s) to come, {left_s:.0f} s at most")
         if newest >= 0 and lead != newest + 1:
@@ -321,27 +230,105 @@ class Joins:
         names, newest = ", ".join(sorted(each.name for each in leaders)), self.rounds.newest
         logger.warning("the run continues from outer step %d of %s; the last closed round was %s", lead, names, newest)
         self.rounds.go_to(lead)
-        self.transfers.drop()
+        self.current = None
 
     # -- with another peer's state -----------------------------------------------------------------------------------
 
     def _state(self, join: JoinAttempt, sources: list[Peer], rank: int, now: float) -> JoinAnswer:
-        if self.transfers.crowded_out - join.crowded_out >= _MOST_CROWDED:
+        if self._crowded_out - join.crowded_out >= _MOST_CROWDED:
             raise WireError(
                 f"the state made room for deltas {_MOST_CROWDED} times, for they do not fit in memory together: start "
                 "`diloco rendezvous` with a larger --memory-gb"
             )
-        transfer = self.transfers.request(sources, self.rounds.oldest, now)
+        transfer = self._request(sources, self.rounds.oldest, now)
         if transfer is None:
             return RoundNotReady(waiting_for="a peer that trains")
         if not transfer.complete:
             return RoundNotReady(waiting_for=f"the state of peer {transfer.source}: {transfer.progress()}")
         if transfer.outer_step is None:  # its ranks answered at different steps
-            self.transfers.drop()
+            self.current = None
             return RoundNotReady(waiting_for="a state that is of one outer step on all ranks")
         closed = self.rounds.closed(transfer.outer_step)
         if closed is not None and closed.base != transfer.base:  # it fits no round that would follow on it
-            self.transfers.refuse(transfer.serial, f"it is not the others' of outer step {closed.outer_step}")
+            self._refuse(transfer.serial, f"it is not the others' of outer step {closed.outer_step}")
             return RoundNotReady(waiting_for="a state that the later rounds build on")
         newest = join.newest_by_state.setdefault(transfer.serial, self.rounds.newest)
         return StartingState(header=transfer.blobs[rank].header, newest=newest)
+
+    def _request(self, sources: Sequence[Peer], oldest_useful: int, now: float) -> StateTransfer | None:
+        """Return the current transfer, or a new one from one of `sources`; None without a useful source.
+
+        `oldest_useful`: a state of an earlier outer step is of no use, because the rounds since are not kept.
+        """
+        if self.current is not None and self._useful(self.current, sources, oldest_useful, now):
+            return self.current
+        if self.current is not None and not self.current.complete:
+            self._failures[self.current.source] += 1
+        self.current = None
+        if sources:
+            source = min(sources, key=lambda peer: (self._failures[peer.name], peer.name))
+            self._serial += 1
+            self.current = StateTransfer(self._serial, source.name, source.ranks, now)
+        return self.current
+
+    def _useful(self, transfer: StateTransfer, sources: Sequence[Peer], oldest_useful: int, now: float) -> bool:
+        if transfer.complete:
+            return transfer.outer_step is not None and transfer.outer_step >= oldest_useful
+        alive = any(peer.name == transfer.source for peer in sources)
+        return alive and now - transfer.progress_at <= 2 * self._settings.beat_timeout_s
+
+    def requested_from(self, peer: str, rank: int | None = None) -> int:
+        """Return the serial of the state that this peer, or this rank of it, must serve; 0 for none."""
+        current = self.current
+        if current is None or current.source != peer or current.complete:
+            return 0
+        blob = current.blobs.get(rank) if rank is not None else None
+        return 0 if blob is not None and blob.complete else current.serial
+
+    def state(self, header: StateHeader, now: float) -> Blob[StateHeader] | None:
+        """Return the blob of a state that was requested; None for any other."""
+        current = self.current
+        if current is None or header.serial != current.serial or header.peer != current.source:
+            return None
+        if header.rank >= current.ranks:
+            return None
+        others = {rank: blob.header.outer_step for rank, blob in current.blobs.items() if rank != header.rank}
+        if max(others.values(), default=-1) > header.outer_step:  # its rank will serve a newer one
+            return None
+        for rank in [rank for rank, step in others.items() if step < header.outer_step]:
+            del current.blobs[rank]
+        blob = current.blobs.get(header.rank)
+        if blob is None or blob.header.checksum != header.checksum:
+            blob = current.blobs[header.rank] = Blob(header)
+        current.progress_at = now
+        return blob
+
+    def _refuse(self, serial: int, reason: str) -> None:
+        """Drop this state, if it is still here, as a failure of its source."""
+        if self.current is not None and self.current.serial == serial:
+            logger.warning("the state of peer %s is dropped: %s", self.current.source, reason)
+            self._failures[self.current.source] += 1
+            self.current = None
+
+    def crowd_out(self, current: StateTransfer) -> None:
+        """Drop the current state, which has no room beside the deltas."""
+        logger.warning(
+            "the state of peer %s makes room for deltas: start `diloco rendezvous` with a larger --memory-gb",
+            current.source,
+        )
+        self._crowded_out += 1
+        self.current = None
+
+    def expire(self, oldest_useful: int) -> None:
+        """Drop the current state when no peer can catch up from it any more."""
+        current = self.current
+        if current is None or (step := current.first_step) is None or step >= oldest_useful:
+            return
+        if not current.complete:
+            self._failures[current.source] += 1
+            logger.warning(
+                "the state of peer %s is given up: %s, and the rounds since it are gone. If a peer still joins, start "
+                "`diloco rendezvous` with a larger --memory-gb, or raise diloco.sync_every, or the source's "
+                "diloco.rate_limit_mbit", current.source, current.progress(),
+            )  # fmt: skip
+        self.current = None

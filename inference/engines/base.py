@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -48,7 +48,7 @@ class Engine(Protocol):
         """Load the model folder and be ready to serve. Raises ModelNotFoundError or EngineError."""
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Answer:
-        """Sample one continuation. Cancelling the awaiting task frees the request's place.
+        """Sample one continuation. Cancelling the awaiting task frees the request's place. Each has an id of its own.
 
         Requests of one `session` share a conversation, whose cache the engine may keep. Raises BadRequestError
         when the prompt leaves no room for a token.
@@ -98,13 +98,26 @@ def build_engine(inference: InferenceConfig, model_folder: Path, max_context: in
     return build_part(inference.engine, inference.engine_settings, ENGINES, "inference.engine", given)
 
 
-def published_shapes(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes by name, of tensors on a disk without reading them."""
-    return getattr(tensors, "shapes", None) or {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+def refuse_misfits(
+    tensors: Mapping[str, torch.Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+    missing: list[str],
+    optional: Collection[str] = (),
+) -> None:
+    """Raises MisfitError naming those of `tensors` that are `missing`, not `expected`, or of another shape.
 
-
-def refuse_misfits(**faults: list[str]) -> None:
-    """Raises MisfitError naming the tensors, such as `missing=[...]`, when there are any."""
+    The shapes of tensors on a disk are known without reading them. Those of `optional` ones are not looked at.
+    """
+    shapes = getattr(tensors, "shapes", None) or {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    faults = {
+        "missing": missing,
+        "unexpected": sorted(shapes.keys() - expected.keys() - set(optional)),
+        "misshapen": [
+            f"{name} {tuple(shape)} instead of {tuple(expected[name])}"
+            for name, shape in shapes.items()
+            if name in expected and tuple(shape) != tuple(expected[name])
+        ],
+    }
     faulty = [f"{kind}: {', '.join(names[:5])} ({len(names)} in all)" for kind, names in faults.items() if names]
     if faulty:
         raise MisfitError(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from composer_prime.config.diloco import DilocoConfig
 from diloco.rendezvous.rendezvous import Rendezvous
-from diloco.rendezvous.request_handler import RendezvousSettings
+from diloco.rendezvous.rounds import RendezvousSettings
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport.messages import JointKey
 

@@ -18,7 +18,7 @@ import torch
 from composer_prime.errors import BadRequestError, EngineError, WeightError
 from composer_prime.wire.node_messages import Answer
 from inference.engines.local.local_engine import LocalEngine
-from inference.engines.sampling import SamplingRows, draw_misses
+from inference.engines.sampling import SamplingRows, draw_misses, rule_of
 from inference.snapshot import word_sum
 from tests.engines.models import EOS, MAX_CONTEXT
 from tests.engines.reference import warp
@@ -113,13 +113,7 @@ async def draws_follow_the_published_rule(subject: Subject) -> None:
     answers = await asyncio.gather(*(subject.generate(prompt, options) for options in settings))
     for options, done in zip(settings, answers, strict=True):
         tokens, count = prompt + done.ids.tolist(), len(done)
-        rows = SamplingRows(
-            temperature=np.full(count, options.temperature, np.float32),
-            top_k=np.full(count, options.top_k, np.int64),
-            top_p=np.full(count, options.top_p, np.float32),
-            seed=np.full(count, (options.seed or 0) & (2**64 - 1), np.uint64),
-            position=np.arange(len(prompt), len(tokens), dtype=np.uint64),
-        )
+        rows = SamplingRows.of([rule_of(options, options.seed or 0)] * count, np.arange(len(prompt), len(tokens)))
         logits = subject.reference.logits(tokens, done.version_spans[0].version)[len(prompt) - 1 : -1]
         misses, logprobs = draw_misses(logits, rows, done.ids)
         assert misses.max() < 1e-3

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.engines.sampling import SamplingRows, draw_misses, sample, uniforms
+from composer_prime.wire.node_messages import Sampling
+from inference.engines.sampling import SamplingRows, draw_misses, rule_of, sample, uniforms
 
 VECTORS = [
     (0, 0, 1210155558),
@@ -20,14 +21,8 @@ VECTORS = [
 """Seed, position and 2^32 times the uniform number: those of docs/reference/generate-contract.md."""
 
 
-def rows(count: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> SamplingRows:
-    return SamplingRows(
-        temperature=np.full(count, temperature, dtype=np.float32),
-        top_k=np.full(count, top_k, dtype=np.int64),
-        top_p=np.full(count, top_p, dtype=np.float32),
-        seed=np.full(count, seed, dtype=np.uint64),
-        position=np.arange(count, dtype=np.uint64),
-    )
+def rows(count: int, *, seed: int = 0, **options) -> SamplingRows:
+    return SamplingRows.of([rule_of(Sampling(max_tokens=1, **options), seed)] * count, np.arange(count))
 
 
 def logits_of(count: int, vocab: int, seed: int) -> torch.Tensor:

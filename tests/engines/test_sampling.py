@@ -9,18 +9,13 @@ from hypothesis import strategies as st
 
 from composer_prime.wire.node_messages import Sampling
 from inference.engines import sampling
-from inference.engines.sampling import SamplingRows, sample, uniforms
+from inference.engines.sampling import SamplingRows, rule_of, sample, uniforms
 from tests.engines.reference import warp
 
 
-def rows(settings_: list[Sampling], seed: int = 0, position: int = 3) -> SamplingRows:
-    return SamplingRows(
-        temperature=np.array([one.temperature for one in settings_], dtype=np.float32),
-        top_k=np.array([one.top_k for one in settings_], dtype=np.int64),
-        top_p=np.array([one.top_p for one in settings_], dtype=np.float32),
-        seed=np.arange(len(settings_), dtype=np.uint64) + np.uint64(seed),
-        position=np.full(len(settings_), position, dtype=np.uint64),
-    )
+def rows(settings_: list[Sampling], seed: int = 0) -> SamplingRows:
+    rules = [rule_of(one, seed + index) for index, one in enumerate(settings_)]
+    return SamplingRows.of(rules, np.full(len(rules), 3))
 
 
 OPTIONS = st.builds(

@@ -130,11 +130,11 @@ def test_a_start_has_a_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_vllm
-def test_a_killed_child_fails_what_waits(folder: Path, tmp_path: Path) -> None:
+def test_a_killed_child_fails_what_waits(folder: Path) -> None:
     """When the child dies, running requests get an EngineError with its status, and so do later ones."""
 
     async def scenario() -> None:
-        engine = VllmEngine(folder, InferenceConfig(engine="vllm"), MAX_CONTEXT, tmp_path / "vllm.log")
+        engine = VllmEngine(folder, InferenceConfig(engine="vllm"), MAX_CONTEXT)
         await engine.start()
         try:
             sampling = Sampling(max_tokens=MAX_CONTEXT, ignore_eos=True)

@@ -109,11 +109,8 @@ def test_a_damaged_chunk_is_refused_then_mended(loop, engine, receiver, publishe
     assert in_use(loop, engine, reference) == 2
 
 
-def test_names_and_the_file_s_header_are_checked(loop, engine, receiver, publisher, reference):
-    # Chunks whose tensors have other names than the manifest's are refused; so are those of no safetensors file.
-    manifest = publisher.manifest(1)
-    with pytest.raises(CorruptWeightsError, match="strange"):
-        install(loop, receiver, publisher, publisher.publish(1, tensors={**manifest.tensors, "strange": ""}))
+def test_the_file_s_header_is_checked(loop, engine, receiver, publisher, reference):
+    # Chunks of no safetensors file are refused.
     header = b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'
     for noise in (
         b"\xff" * 5000,

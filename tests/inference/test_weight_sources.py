@@ -19,7 +19,7 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from composer_prime.errors import ConfigError, CorruptWeightsError, DeadlineError
+from composer_prime.errors import CorruptWeightsError, DeadlineError
 from composer_prime.run.weights import CHUNK_BYTES, WeightStore
 from inference.engines.local.local_engine import LocalEngine
 from inference.joining import join_config, join_parser
@@ -267,13 +267,6 @@ def test_an_answer_is_bounded():
     assert asyncio.run(read(answering(404))) is None
 
 
-# What is no web server is refused with the remedy.
-@pytest.mark.parametrize("url", ["ftp://host/x", "http://", "https://host/x?token=1", "s3://b/x"])
-def test_urls_are_checked(url):
-    with pytest.raises(ConfigError, match="expected"):
-        HttpSource(url, None, TIMEOUT_S)
-
-
 # -- which of several is asked -----------------------------------------------------------------------------------------
 
 
@@ -409,20 +402,17 @@ def test_the_gateway_is_asked_last(tmp_path):
     asyncio.run(scenario())
 
 
-# The gateway names: `*` is its own host, a URL of no known kind is reported once, and what is named no more is dropped.
-def test_sources_are_learned(caplog):
+# The gateway names: `*` is its own host, and what is named no more is dropped.
+def test_sources_are_learned():
     async def scenario() -> None:
         sources = WeightSources(Lacking(), TIMEOUT_S)
-        for _ in range(2):
-            sources.learn(["http://*:5700", "ftp://odd"], "gate.example")
+        sources.learn(["http://*:5700"], "gate.example")
         assert list(sources._copies) == ["http://gate.example:5700"]
         sources.learn([], "gate.example")
         assert not sources._copies
-        await asyncio.sleep(0)
         await sources.close()
 
     asyncio.run(scenario())
-    assert [record.getMessage().count("ftp://odd") for record in caplog.records] == [1]
 
 
 # The run chooses no code of this machine; its operator may.

@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ConfigError, EngineError, MisfitError, ModelNotFoundError
-from inference.engines.base import ReadBack, published_shapes, refuse_misfits
+from inference.engines.base import ReadBack, refuse_misfits
 from inference.engines.local.cache import IMPLEMENTATION, EngineStep
 from inference.snapshot import tensor_blocks, word_sum
 
@@ -61,15 +61,8 @@ class LoadedModel:
         Raises MisfitError naming what is missing, unexpected, misshapen or contradictory; then nothing was changed.
         """
         targets, groups = self._targets, _tied_names(self.module, self._targets)
-        refuse_misfits(
-            missing=[names[0] for names in groups if not any(name in tensors for name in names)],
-            unexpected=[name for name in tensors if name not in targets],
-            misshapen=[
-                f"{name} {tuple(shape)} instead of {tuple(targets[name].shape)}"
-                for name, shape in published_shapes(tensors).items()
-                if name in targets and tuple(shape) != tuple(targets[name].shape)
-            ],
-        )
+        missing = [names[0] for names in groups if not any(name in tensors for name in names)]
+        refuse_misfits(tensors, {name: tuple(target.shape) for name, target in targets.items()}, missing)
         for names in groups:
             present = [name for name in names if name in tensors]
             if any(not torch.equal(tensors[present[0]], tensors[name]) for name in present[1:]):
@@ -94,24 +87,18 @@ class LoadedModel:
         ]
 
 
-def device_and_dtype(config: InferenceConfig) -> tuple[torch.device, torch.dtype]:
-    """Return where and in what precision to compute. Raises ConfigError when CUDA is configured but missing."""
-    cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not cuda:
-        raise ConfigError("inference.device is 'cuda', but torch sees no GPU here: set inference.device = 'cpu'")
-    device = torch.device("cuda" if cuda and config.device != "cpu" else "cpu")
-    automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return device, automatic if config.dtype == "auto" else getattr(torch, config.dtype)
-
-
 def load_model(folder: Path, config: InferenceConfig) -> PreTrainedModel:
     """Return the causal language model of `folder`, ready for inference through the slot attention.
 
-    Raises ModelNotFoundError when the folder holds no model or tensors are missing.
+    Raises ModelNotFoundError when the folder holds no model or tensors are missing, ConfigError when CUDA is configured
+    and missing.
     """
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"model folder {folder} has no config.json: set model.path to a Hugging Face folder")
-    device, dtype = device_and_dtype(config)
+    on_cuda = config.device != "cpu" and torch.cuda.is_available()
+    if config.device == "cuda" and not on_cuda:
+        raise ConfigError("inference.device is 'cuda', but torch sees no GPU here: set inference.device = 'cpu'")
+    dtype = getattr(torch, config.dtype_used(on_cuda=on_cuda))
     disable_progress_bar()
     try:
         with _one_load:
@@ -123,7 +110,7 @@ def load_model(folder: Path, config: InferenceConfig) -> PreTrainedModel:
     if info["missing_keys"]:
         raise ModelNotFoundError(f"model folder {folder} lacks the tensors {sorted(info['missing_keys'])[:5]}")
     vars(model).pop("_weight_conversions", None)  # of this folder's names; versions have the architecture's own
-    return model.eval().requires_grad_(False).to(device)
+    return model.eval().requires_grad_(False).to("cuda" if on_cuda else "cpu")
 
 
 def _end_tokens(model: PreTrainedModel) -> frozenset[int]:

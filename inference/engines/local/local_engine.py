@@ -1,4 +1,6 @@
-"""LocalEngine, the asynchronous surface of the local engine, and the compute thread that works for it.
+"""The `local` engine: continuous batching on transformers, for laptops, CI and many-node tests.
+
+LocalEngine is its asynchronous surface. A compute thread works for it:
 
     event loop --call--> inbox (SimpleQueue) --> compute thread --call_soon_threadsafe--> futures on the event loop
 
@@ -35,7 +37,7 @@ import torch
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.console import GIB
-from composer_prime.errors import BadRequestError, ComposerError, ConfigError, EngineError
+from composer_prime.errors import ComposerError, ConfigError, EngineError
 from composer_prime.wire.node_messages import RUNNING, Answer, Sampling, Status
 from composer_prime.wire.types import VersionSpan
 from inference.engines.base import ReadBack
@@ -127,8 +129,6 @@ class LocalEngine:
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Answer:
         """Raises BadRequestError, or EngineError (closed, failed)."""
         computer = self._serving()
-        if request_id in self._active:
-            raise BadRequestError(f"request {request_id!r} is running already")
         check_prompt(prompt_ids, vocab=computer.vocab, max_context=self._context)
         check_sampling(sampling)
         request = EngineRequest(

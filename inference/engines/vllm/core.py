@@ -244,10 +244,9 @@ def _part(state: Any, first: int) -> Answer:
 
 def _engine_arguments(model: str, max_context: int, config: InferenceConfig, *, on_cpu: bool) -> list[str]:
     """Return the command line of vLLM's engine. `extra_args` come last, so they win."""
-    dtype = config.dtype if config.dtype != "auto" else "float32" if on_cpu else "bfloat16"
     pairs = {
         "--model": model,
-        "--dtype": dtype,
+        "--dtype": config.dtype_used(on_cuda=not on_cpu),
         "--max-model-len": max_context,
         "--max-num-seqs": config.vllm.max_num_seqs,
         "--tensor-parallel-size": config.vllm.tensor_parallel,

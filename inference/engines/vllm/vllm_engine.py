@@ -1,15 +1,16 @@
-"""The node's side of the vLLM engine (read the package docstring first), and its messages to the child.
+"""The vLLM engine: vLLM's own engine core in a child process, driven over a private socket pair. The node's side.
 
-generate, score, load_weights -> call number + future -> child -> listener task -> future
-The end of the child fails every future.
-
-Messages are msgpack with a length in front, over a socket pair:
+    core.py: the child, vLLM's engine and its loop    worker_extension.py: draws tokens, takes new weights
 
     node --Ask--> child --Reply--> node       one reply to each, by its number; the first Ask starts vLLM
     child --EngineProgress--> node
 
-A reply that nobody waits for is dropped. After the start, an error in reply to the first Ask says that vLLM failed for
-good; the child ends.
+Messages are msgpack with a length in front. A reply that nobody waits for is dropped. After the start, an error in
+reply to the first Ask says that vLLM failed for good. The end of the child fails every question.
+
+Why not vLLM's HTTP server: its administrative routes (collective_rpc, pause) need no key and let anyone who reaches the
+port execute code, also on loopback. A swap between two steps of the engine's own loop needs no pause and labels every
+token exactly. On a CPU, tokens/s are higher without HTTP and a second process.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from composer_prime.run.process import child_options, exit_text, last_words, sto
 from composer_prime.run.scratch import Scratch
 from composer_prime.wire.node_messages import Answer, Sampling, Status
 from composer_prime.wire.sockets import Frames
-from inference.engines.base import ReadBack, published_shapes, refuse_misfits
+from inference.engines.base import ReadBack, refuse_misfits
 from inference.engines.sampling import check_prompt, check_sampling
 from inference.snapshot import save_snapshot
 
@@ -94,15 +95,11 @@ def packed(value: object) -> msgspec.Raw:
 class VllmEngine:
     """vLLM in a child process. Implements inference.engines.base.Engine."""
 
-    def __init__(
-        self, model_folder: Path, inference: InferenceConfig, max_context: int, log: Path | None = None
-    ) -> None:
-        """The child's output is appended to `log`, by default a temporary file that `close` removes."""
+    def __init__(self, model_folder: Path, inference: InferenceConfig, max_context: int) -> None:
         self.version = 0
         self._folder = model_folder
         self._inference = inference
         self._max_context = max_context
-        self._log = log
         self._private: Scratch | None = None
         self._child: VllmProcess | None = None
         self._generating: dict[str, int] = {}
@@ -125,7 +122,7 @@ class VllmEngine:
             )
         self._private = Scratch("vllm")
         try:
-            self._child = await VllmProcess.spawn(self._inference, self._log or self._private.path / "vllm.log")
+            self._child = await VllmProcess.spawn(self._inference, self._private.path / "vllm.log")
             settings = self._inference.model_dump_json()
             number = self._child.ask("start", str(self._folder), self._max_context, settings)
             await self._child.answer(number, None, f"start on {self._folder}", _START_TIMEOUT_S)
@@ -138,8 +135,6 @@ class VllmEngine:
         child = self._serving()
         check_prompt(prompt_ids, vocab=self._vocab, max_context=self._max_context)
         check_sampling(sampling)
-        if request_id in self._generating:
-            raise BadRequestError(f"request id {request_id!r} is in use: give each request its own")
         room = self._max_context - len(prompt_ids)
         clipped = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
         self._generating[request_id] = number = child.ask("generate", prompt_ids, clipped)
@@ -172,15 +167,8 @@ class VllmEngine:
         self._serving()
         assert self._private is not None
         optional = {"lm_head.weight"} if self._tied else set()
-        refuse_misfits(
-            missing=sorted(self._shapes.keys() - tensors.keys() - optional),
-            unexpected=sorted(tensors.keys() - self._shapes.keys() - optional),
-            misshapen=[
-                f"{name} {tuple(shape)} instead of {self._shapes[name]}"
-                for name, shape in published_shapes(tensors).items()
-                if name in self._shapes and tuple(shape) != self._shapes[name]
-            ],
-        )
+        missing = sorted(self._shapes.keys() - tensors.keys() - optional)
+        refuse_misfits(tensors, self._shapes, missing, optional)
         path = self._private.path / f"v{version}.safetensors"
         try:
             await asyncio.to_thread(save_snapshot, tensors, path)

@@ -62,4 +62,4 @@ def test_another_source_is_asked(make_rendezvous, key_file, caplog, fault):
 
     _, b, c = together(partial(steady, "a", 0), partial(steady, "b", 1), join)
     assert torch.equal(c.masters[0], b.masters[0]) and c.hashes[0] == b.hashes[0]
-    assert "the state of peer a is dropped" in caplog.text and server.server.transfers.current.source == "b"
+    assert "the state of peer a is dropped" in caplog.text and server.server.handler.joins.current.source == "b"

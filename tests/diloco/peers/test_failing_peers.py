@@ -142,7 +142,7 @@ def test_state_source_dies(make_rendezvous, key_file, tmp_path):
     late = start_peer(tmp_path, "c", 2, 10_000, values, until=140)
     for source in "ab":
         deadline = time.monotonic() + 200
-        while (current := server.server.transfers.current) is None or current.source != source or not current.blobs:
+        while (current := server.server.handler.joins.current) is None or current.source != source or not current.blobs:
             assert time.monotonic() < deadline, f"peer {source} does not send its state"
             time.sleep(0.001)
         if source == "a":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco.rendezvous.request_handler import RendezvousSettings, RequestHandler
-from diloco.rendezvous.rounds import Round
+from diloco.rendezvous.request_handler import RequestHandler
+from diloco.rendezvous.rounds import RendezvousSettings, Round
 from diloco.transport.messages import (
     PROTOCOL,
     AskState,
@@ -36,7 +36,7 @@ class RendezvousState:
         given = {"start_peers": 2, "beat_timeout_s": BEAT_TIMEOUT_S, "gather_s": GATHER_S, **settings}
         settings = RendezvousSettings(bind="unused", run="joint", **given)
         self.handler = RequestHandler(settings, KEY, lambda: self.now, lambda: None)
-        self.rounds, self.transfers = self.handler.rounds, self.handler.transfers
+        self.rounds, self.joins = self.handler.rounds, self.handler.joins
         if not just_started:
             self.now += settings.listen_s
 
@@ -108,9 +108,7 @@ class RendezvousState:
     def serve(self, peer: str, outer_step: int) -> None:
         """`peer` uploads the state that it is asked for."""
         for rank in range(self.rounds.peers[peer].ranks):
-            self.offer(
-                peer, outer_step, kind="state", rank=rank, body=b"state", serial=self.transfers.requested_from(peer)
-            )
+            self.offer(peer, outer_step, kind="state", rank=rank, body=b"state", serial=self.joins.requested_from(peer))
 
     def begin(self, *peers: str, ranks: int = 1, rounds: int = 0) -> None:
         """These peers start together and close so many rounds."""

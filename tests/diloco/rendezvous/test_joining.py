@@ -170,7 +170,7 @@ def test_a_state_of_another_model():
     rendezvous.hello("d")
     assert "the state of peer a" in rendezvous.ask("d", 0, base_hash="other").waiting_for
     rendezvous.offer(
-        "a", 2, kind="state", base_hash="damaged", body=b"state", serial=rendezvous.transfers.requested_from("a")
+        "a", 2, kind="state", base_hash="damaged", body=b"state", serial=rendezvous.joins.requested_from("a")
     )
     rendezvous.beat("a", 2, training=False)
     rendezvous.close(2, "b", "c")
@@ -226,7 +226,7 @@ def test_any_fleet_agrees(came, steps, ranks, closed, keep):
         for name in came:
             if name in joined:
                 rendezvous.beat(name, joined[name])
-                if rendezvous.transfers.requested_from(name):
+                if rendezvous.joins.requested_from(name):
                     rendezvous.serve(name, joined[name])
                 continue
             answers = [rendezvous.ask(name, at[name], rank=rank) for rank in range(ranks)]

@@ -40,12 +40,12 @@ def test_deltas_before_states():
     rendezvous = RendezvousState(max_bytes=450)
     rendezvous.begin("a", "b", "c", rounds=1)
     rendezvous.hello("d")
-    rendezvous.transfers.request(rendezvous.rounds.training(rendezvous.now), 0, rendezvous.now)
-    rendezvous.offer("a", 1, kind="state", body=b"s" * 300, serial=rendezvous.transfers.requested_from("a"))
-    assert rendezvous.transfers.current is not None
+    rendezvous.joins._request(rendezvous.rounds.training(rendezvous.now), 0, rendezvous.now)
+    rendezvous.offer("a", 1, kind="state", body=b"s" * 300, serial=rendezvous.joins.requested_from("a"))
+    assert rendezvous.joins.current is not None
     for peer in "abc":
         assert isinstance(rendezvous.offer(peer, 1, body=b"y" * 140), Received)
-    assert rendezvous.transfers.current is None and rendezvous.rounds.newest == 0
+    assert rendezvous.joins.current is None and rendezvous.rounds.newest == 0
     assert isinstance(rendezvous.offer("c", 1, body=b"z" * 300), RoundNotReady)
 
 

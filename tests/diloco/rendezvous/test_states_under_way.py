@@ -17,7 +17,7 @@ def begun(**settings):
     rendezvous.begin("a", "b", rounds=3)
     rendezvous.hello("c")
     assert "the state of peer a: 0.0 of 0.0 MB" in ask(rendezvous)
-    rendezvous.offer("a", 3, kind="state", body=STATE, brought=1, serial=rendezvous.transfers.requested_from("a"))
+    rendezvous.offer("a", 3, kind="state", body=STATE, brought=1, serial=rendezvous.joins.requested_from("a"))
     return rendezvous
 
 
@@ -38,7 +38,7 @@ def go_on(rendezvous, rounds, body=b"delta"):
 
 
 def bring_the_rest(rendezvous):
-    current = rendezvous.transfers.current
+    current = rendezvous.joins.current
     rendezvous.handler.answer(Piece(name=current.blobs[0].header.name, offset=1, data=STATE[1:], instance=1))
 
 
@@ -54,7 +54,7 @@ def test_rounds_stay_for_a_joiner():
     assert rendezvous.rounds.oldest == 1 and ask(rendezvous) == 3
     rendezvous.beat("c", 23)
     rendezvous.close(23, "a", "b", "c")
-    assert rendezvous.rounds.oldest == 22 and rendezvous.transfers.current is None
+    assert rendezvous.rounds.oldest == 22 and rendezvous.joins.current is None
 
 
 # The ranks of a source serve on their own, so a round may end in between: the part of the earlier step is dropped,
@@ -65,14 +65,14 @@ def test_parts_of_one_outer_step():
     rendezvous.hello("c", ranks=2)
     for rank in (0, 1):
         ask(rendezvous, rank=rank)
-    transfers, serial = rendezvous.transfers, rendezvous.transfers.requested_from("a")
+    joins, serial = rendezvous.joins, rendezvous.joins.requested_from("a")
     rendezvous.offer("a", 3, kind="state", rank=0, body=STATE, serial=serial)
-    assert [transfers.requested_from("a", rank) for rank in (0, 1)] == [0, serial]
+    assert [joins.requested_from("a", rank) for rank in (0, 1)] == [0, serial]
     rendezvous.close(3, "a", "b")
     rendezvous.offer("a", 4, kind="state", rank=1, body=STATE, serial=serial)
-    assert [transfers.requested_from("a", rank) for rank in (0, 1)] == [serial, 0]
+    assert [joins.requested_from("a", rank) for rank in (0, 1)] == [serial, 0]
     rendezvous.offer("a", 3, kind="state", rank=0, body=STATE, serial=serial)
-    assert transfers.requested_from("a", 0) == serial
+    assert joins.requested_from("a", 0) == serial
     rendezvous.offer("a", 4, kind="state", rank=0, body=STATE, serial=serial)
     assert [ask(rendezvous, rank=rank) for rank in (0, 1)] == [4, 4]
 
@@ -80,11 +80,11 @@ def test_parts_of_one_outer_step():
 # Rounds do not stay for a joining peer that died: the source stops uploading, and the next peer finds a free way.
 def test_a_joiner_that_died():
     rendezvous = begun(keep_rounds=2)
-    name = rendezvous.transfers.current.blobs[0].header.name
+    name = rendezvous.joins.current.blobs[0].header.name
     rendezvous.now += BEAT_TIMEOUT_S + 1
     for outer_step in (3, 4, 5):
         rendezvous.close(outer_step, "a", "b")
-    assert rendezvous.rounds.oldest == 4 and rendezvous.transfers.current is None
+    assert rendezvous.rounds.oldest == 4 and rendezvous.joins.current is None
     gone = rendezvous.handler.answer(Piece(name=name, offset=1, data=STATE[1:], instance=1))
     assert gone.reason == f"nothing called {name} is expected"
     rendezvous.hello("c", instance=2)
@@ -96,7 +96,7 @@ def test_a_joiner_that_died():
 def test_rounds_that_outgrow_the_memory(caplog):
     rendezvous = begun(keep_rounds=2, max_bytes=500)
     go_on(rendezvous, 6, body=b"x" * 50)
-    assert rendezvous.transfers.current is None and rendezvous.handler.held_bytes <= 500
+    assert rendezvous.joins.current is None and rendezvous.handler.held_bytes <= 500
     (said,) = caplog.messages
     assert "peer a" in said and "--memory-gb" in said
     assert "the state of peer b" in ask(rendezvous)
@@ -109,7 +109,7 @@ def test_a_state_that_does_not_fit():
     rendezvous.hello("c")
     for outer_step in (1, 2, 3):
         assert "the state of peer a" in ask(rendezvous)
-        serial = rendezvous.transfers.requested_from("a")
+        serial = rendezvous.joins.requested_from("a")
         rendezvous.offer("a", outer_step, kind="state", body=b"s" * 200, serial=serial)
         rendezvous.close(outer_step, "a", "b", body=b"x" * 180)
     with pytest.raises(WireError, match=r"made room for deltas 3 times, .* larger --memory-gb"):
