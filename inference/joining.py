@@ -24,7 +24,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -246,7 +245,7 @@ class _Machine:
                 signal_session(pid, number)
         self._stopping.set()
 
-    def _child(self, slot: int, engine: str, threads: int, gpus: Sequence[int]) -> tuple[list[str], dict[str, str]]:
+    def _child(self, slot: int, engine: str, threads: int, gpus: tuple[int, ...]) -> tuple[list[str], dict[str, str]]:
         words = [*self._words, "--slot", str(slot), "--engine", engine, "--device", "cuda" if gpus else "cpu"]
         if self._options.threads is None:
             words += ["--threads", str(threads)]

@@ -104,10 +104,10 @@ class Teachers:
 
 
 @web.middleware
-async def _with_errors(request: web.Request, handle: Callable[[web.Request], Awaitable[Any]]) -> web.StreamResponse:
+async def _with_errors(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> web.StreamResponse:
     """Give errors OpenAI's form."""
     try:
-        return await handle(request)
+        return await handler(request)
     except (msgspec.DecodeError, BadRequestError) as error:
         return web.json_response({"error": {"message": str(error), "type": "invalid_request_error"}}, status=400)
     except EngineError as error:

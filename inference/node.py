@@ -354,7 +354,7 @@ class InferenceNode:
             version=self._receiver.version,
             canary_error=self._receiver.canary_error,
             weight_error=self._weight_error,
-            weight_bytes=self._receiver.bytes_pulled,
+            weight_bytes=self._receiver.versions.bytes_pulled,
         )
         self._link.send(status)
 
@@ -369,7 +369,7 @@ class InferenceNode:
     def _learn(self, message: NodeWelcome) -> None:
         """Note where weights are available, and trigger the installation of the newest manifest."""
         host = urlsplit(self._link.endpoint or "").netloc.rpartition(":")[0]
-        self._receiver.learn_sources(message.sources, host)
+        self._receiver.versions.source.learn(message.sources, host)
         if message.manifest and self._welcome is not None:
             self._welcome = msgspec.structs.replace(self._welcome, manifest=message.manifest)
             self._new_manifest.set()

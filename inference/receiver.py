@@ -65,10 +65,9 @@ class Receiver:
     ) -> None:
         """`engine` is started. `canary_tolerance` in nats. `kept`: where chunks outlast this process."""
         self._engine = engine
-        self._source = source
         self._folder = model_folder
         self._tolerance = canary_tolerance
-        self._versions = VersionFolder(source, model_folder, kept=kept)
+        self.versions = VersionFolder(source, model_folder, kept=kept)
         self._proven: Manifest | None = None
         """Of the version in use; None before the first."""
         self._good: Snapshot | None = None
@@ -83,16 +82,9 @@ class Receiver:
         self.settled = asyncio.Event()
         self.settled.set()
 
-    @property
-    def bytes_pulled(self) -> int:
-        return self._versions.bytes_pulled
-
-    def learn_sources(self, urls: Iterable[str], gateway_host: str) -> None:
-        self._source.learn(urls, gateway_host)
-
     def close(self) -> None:
         """Remove the weights from the disk, unless they are kept."""
-        self._versions.close()
+        self.versions.close()
 
     async def install(self, signed: bytes, verify_key: bytes, run_id: str) -> None:
         """Bring the engine to the version of `signed`. Does nothing when that manifest is in use already.
@@ -110,16 +102,16 @@ class Receiver:
                 logger.info("weights v%d are those of %s: nothing to load", manifest.version, self._folder)
                 self.installed, self._proven = signed, manifest
                 return
-        start, before = time.monotonic(), self._versions.bytes_pulled
-        tensors = await self._versions.fetch(manifest)
+        start, before = time.monotonic(), self.versions.bytes_pulled
+        tensors = await self.versions.fetch(manifest)
         pulled = time.monotonic()
         await self._swap(manifest, tensors)
         self.installed, self._proven, self._good, self.version = signed, manifest, tensors, manifest.version
-        self._versions.settle(manifest)
+        self.versions.settle(manifest)
         logger.info(
             "weights v%d in use: %.3f MB pulled and verified in %.2f s, swapped and proven in %.2f s, canary %.2g nats",
             manifest.version,
-            (self._versions.bytes_pulled - before) / 1e6,
+            (self.versions.bytes_pulled - before) / 1e6,
             pulled - start,
             time.monotonic() - pulled,
             self.canary_error or 0.0,
@@ -159,12 +151,12 @@ class Receiver:
         Raises LostWeightsError.
         """
         try:
-            await asyncio.to_thread(self._versions.drop_damaged, manifest.files)
+            await asyncio.to_thread(self.versions.drop_damaged, manifest.files)
             if self._good is None or self._proven is None:
                 await self._engine.load_weights(self.version, await asyncio.to_thread(folder_snapshot, self._folder))
             else:
-                await asyncio.to_thread(self._versions.drop_damaged, self._proven.files)
-                self._good = await self._versions.fetch(self._proven)
+                await asyncio.to_thread(self.versions.drop_damaged, self._proven.files)
+                self._good = await self.versions.fetch(self._proven)
                 await self._engine.load_weights(self.version, self._good)
                 await self._check_loaded(self._proven, self._good)
         except (ComposerError, OSError) as failure:
@@ -265,7 +257,7 @@ class VersionFolder:
 
     def __init__(self, source: ChunkSource, model_folder: Path, *, kept: Path | None = None) -> None:
         """`kept`: a folder that outlasts this process; what is there is hashed and used. None: one that does not."""
-        self._source = source
+        self.source = source
         self._model_folder = model_folder
         self._scratch: Scratch | None = None
         if kept is None:
@@ -347,7 +339,7 @@ class VersionFolder:
             while not self.has(ref):
                 data = self._begun.setdefault(ref.sha256, bytearray())
                 while len(data) < ref.size:
-                    piece = await self._source.read(ref.sha256, len(data))
+                    piece = await self.source.read(ref.sha256, len(data))
                     if piece is None:
                         raise CorruptWeightsError(
                             f"{what}: the source has no chunk {ref.sha256}; it may have been pruned for a newer version"
@@ -360,7 +352,7 @@ class VersionFolder:
                     await asyncio.to_thread(self.write, what, ref, data)
                 except CorruptWeightsError:
                     data.clear()
-                    if not self._source.refuse(ref.sha256):
+                    if not self.source.refuse(ref.sha256):
                         raise
             self._begun.pop(ref.sha256, None)
 

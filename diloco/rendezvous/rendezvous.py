@@ -101,11 +101,7 @@ class Rendezvous:
 
     async def _answer(self, raw: bytes) -> ToPeer:
         try:
-            request = from_peer(raw)
-            answer = self.handler.answer(request)
-            if isinstance(request, AskState):  # ranks wait for one another
-                self._wake_waiting()
-            return await self._poll(request) if isinstance(answer, RoundNotReady) else answer
+            return await self._answer_request(from_peer(raw))
         except ComposerError as error:
             logger.warning("refused: %s", error)
             return RequestRefused(error=str(error))
@@ -113,17 +109,16 @@ class Rendezvous:
             logger.exception("a request could not be handled")
             return RequestRefused(error=f"the rendezvous could not handle this request ({type(error).__name__})")
 
-    async def _poll(self, request: FromPeer) -> ToPeer:
+    async def _answer_request(self, request: FromPeer) -> ToPeer:
         """Return another answer than RoundNotReady, if there is one within a second."""
-        deadline = time.monotonic() + _LONG_POLL_S
-        while True:
-            answer = self.handler.answer(request)
-            left_s = deadline - time.monotonic()
-            if not isinstance(answer, RoundNotReady) or left_s <= 0:
-                return answer
-            changed = self._changed
+        deadline, answer = time.monotonic() + _LONG_POLL_S, self.handler.answer(request)
+        if isinstance(request, AskState):  # ranks wait for one another
+            self._wake_waiting()
+        while isinstance(answer, RoundNotReady) and (left_s := deadline - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), left_s)
+                await asyncio.wait_for(self._changed.wait(), left_s)
+            answer = self.handler.answer(request)
+        return answer
 
     def _wake_waiting(self) -> None:
         self._changed.set()

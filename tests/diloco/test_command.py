@@ -18,13 +18,6 @@ from diloco.main import main
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# keygen writes a private key once.
-def test_keygen(tmp_path, capsys):
-    assert main(["keygen", str(tmp_path / "k")]) == 0 and (tmp_path / "k").stat().st_mode & 0o777 == 0o600
-    assert main(["keygen", str(tmp_path / "k")]) == 2
-    assert "exists and a joint run keeps its key" in capsys.readouterr().err
-
-
 # The key that the pages have people make stays out of commits.
 @pytest.mark.process
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is not a git checkout")
@@ -40,6 +33,7 @@ def test_git_ignores_the_key():
     [
         (["rendezvous", "--run", "r", "--key-file", "none", "--gather-s", "nan"], "--gather-s is nan; expected"),
         (["rendezvous", "--run", "r", "--key-file", "none"], "key file none is missing"),
+        (["keygen", __file__], "exists and a joint run keeps its key"),
         (["rendezvous", "--run", "r", "--key-file", "none", "--min-peers", "0"], "--min-peers is 0"),
         (
             ["rendezvous", "--run", "r", "--key-file", "none", "--bind", "127.0.0.1:29613"],

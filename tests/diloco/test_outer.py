@@ -40,14 +40,6 @@ def test_trajectory_of_sgd(lr, momentum):
         assert torch.allclose(master.double(), reference.detach(), atol=1e-5)
 
 
-# With lr 1 and no momentum the global model becomes the mean of the peers'.
-def test_averaging():
-    model = GlobalModel(partition(Blocks().named_parameters(), 1), OuterConfig())
-    locals_ = [model.masters[0] + step for step in (0.1, 0.2, 0.6)]
-    model.advance(0, [model.masters[0] - each for each in locals_], [1, 1, 1])
-    assert torch.allclose(model.masters[0], torch.stack(locals_).mean(dim=0), atol=1e-6)
-
-
 # Weights are relative; without any token everyone counts the same.
 @given(weights=st.lists(st.integers(0, 10**9), min_size=1, max_size=5))
 def test_weighted_mean(weights):

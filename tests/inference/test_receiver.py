@@ -130,7 +130,7 @@ def test_a_chunk_name_that_leads_out_of_the_folder_is_refused(loop, receiver, pu
     ref = ChunkRef(name.format(folder=tmp_path), 8)
     with pytest.raises(WireError, match="expected a sha256"):
         install(loop, receiver, publisher, publisher.publish(1, chunks=[ref]))
-    assert not list(receiver._versions.path.iterdir()) and not list(tmp_path.glob("**/escaped"))
+    assert not list(receiver.versions.path.iterdir()) and not list(tmp_path.glob("**/escaped"))
 
 
 @pytest.mark.parametrize("size", [-1, CHUNK_BYTES + 1])
@@ -225,7 +225,7 @@ def test_a_chunk_that_the_node_s_disk_lost_is_pulled_again(loop, engine, receive
     install(loop, receiver, publisher, publisher.publish(1))
     signed = sign(msgspec.structs.replace(publisher.manifest(1), version=2), publisher.keys.signer())
     shared = publisher.manifest(1).chunks[3].sha256
-    (receiver._versions.path / shared).write_bytes(b"")
+    (receiver.versions.path / shared).write_bytes(b"")
     with pytest.raises(CorruptWeightsError, match=shared):
         install(loop, receiver, publisher, signed)
     assert (receiver.version, engine.version, in_use(loop, engine, reference)) == (1, 1, 1)
@@ -240,7 +240,7 @@ def test_without_old_weights_nothing_is_sent_any_more(loop, engine, receive, pub
     install(loop, receiver, publisher, publisher.publish(1))
     signed = sign(msgspec.structs.replace(publisher.manifest(1), version=2), publisher.keys.signer())
     shared = publisher.manifest(1).chunks[3].sha256
-    (receiver._versions.path / shared).write_bytes(b"")
+    (receiver.versions.path / shared).write_bytes(b"")
     (publisher.store.root / "chunks" / shared).unlink()
     with pytest.raises(LostWeightsError, match=r"v2 were refused .* v1 could not be loaded again"):
         install(loop, receiver, publisher, signed)

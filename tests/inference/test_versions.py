@@ -344,7 +344,7 @@ def test_the_engine_must_hold_the_signed_sums(loop, publisher, folder, config, r
         if fault == "old weights" and version == 2:
             tensors = reference.weights(1)
         elif version == 2:
-            path = receiver._versions.path / publisher.manifest(2).chunks[-1].sha256
+            path = receiver.versions.path / publisher.manifest(2).chunks[-1].sha256
             path.write_bytes(path.read_bytes()[:-1] + b"\x00")
         await plain_load(version, tensors, begin)
 
@@ -368,7 +368,7 @@ def test_going_back_is_proven(loop, engine, publisher, folder, reference, fault)
     sums = {name: word_sum(tensor) for name, tensor in reference.weights(1).items()}
     first = publisher.publish(1, tensors={name: f"{value:x}" for name, value in sums.items()})
     loop.run(receiver.install(first, publisher.verify_key, RUN_ID))
-    path = receiver._versions.path / publisher.manifest(1).chunks[-1].sha256
+    path = receiver.versions.path / publisher.manifest(1).chunks[-1].sha256
     whole, plain_load = path.read_bytes(), engine.load_weights
     if fault == "disk":
         path.write_bytes(whole[:-1] + b"\x00")

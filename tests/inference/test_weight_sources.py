@@ -137,7 +137,7 @@ def test_a_hostile_source_is_refused(training, tmp_path, how):
             manifest, before = training.written[1][0], node.bytes_pulled
             async with served(training.store.root) as url:
                 hostile = sources_of(Lacking(), [url])
-                node._source = hostile
+                node.source = hostile
                 with pytest.raises(CorruptWeightsError, match="chunk"):
                     await node.fetch(training.written[2][0])
                 await hostile.close()
