@@ -44,8 +44,7 @@ def test_contract(check, subject, loop):
     loop.run(check(subject))
 
 
-@pytest.mark.parametrize("check", contract.ENDING_CHECKS, ids=lambda check: check.__name__)
-def test_contract_ending(check, loop, folder):
+def test_contract_ending(loop, folder):
     subject = started(loop, folder)
-    loop.run(check(subject))
+    loop.run(contract.close_fails_what_waits(subject))
     loop.run(subject.engine.close())
