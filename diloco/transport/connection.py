@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -72,31 +73,12 @@ class Flow:
         self.piece_bytes, self.window = LEAST_BYTES, _LEAST_WINDOW
 
 
-class TokenBucket:
-    """Limits the bytes per second over any long time; a burst may pass at once."""
+def free_again(free_at: float, now: float, seconds: float, burst_s: float) -> float:
+    """Return when a limited link is free again after what takes `seconds` of it, if it was at `free_at`.
 
-    def __init__(
-        self, bytes_per_s: float | None, burst_bytes: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """None has no limit."""
-        self._rate = bytes_per_s
-        self._burst = float(burst_bytes)
-        self._clock = clock
-        self._tokens = self._burst
-        self._filled_at = clock()
-
-    def delay_s(self, size: int) -> float:
-        """Take `size` bytes; return the wait before sending them. The bucket may go into debt, so any size passes."""
-        if self._rate is None:
-            return 0.0
-        now = self._clock()
-        self._tokens = min(self._burst, self._tokens + (now - self._filled_at) * self._rate) - size
-        self._filled_at = now
-        return max(0.0, -self._tokens / self._rate)
-
-    async def take(self, size: int) -> None:
-        if (delay_s := self.delay_s(size)) > 0:
-            await asyncio.sleep(delay_s)
+    Whoever waits for that moment keeps the limit over any long time; what takes `burst_s` may pass at once.
+    """
+    return max(free_at, now - burst_s) + seconds
 
 
 class Connection:
@@ -108,8 +90,9 @@ class Connection:
         self._socket = dealer(self._context, address, keys, identity.encode())
         self._numbers = itertools.count()
         self._waiting: dict[bytes, asyncio.Future[messages.ToPeer]] = {}
-        rate = rate_limit_mbit * 1e6 / 8 if rate_limit_mbit is not None else None
-        self._bucket = TokenBucket(rate, min(2 * PIECE_BYTES, int(rate or PIECE_BYTES)))  # a second's worth at most
+        self._bytes_per_s = rate_limit_mbit * 1e6 / 8 if rate_limit_mbit is not None else math.inf
+        self._free_at = -math.inf
+        """When the limit lets the next piece go."""
         self.receiver = asyncio.create_task(self._receive())
 
     async def close(self) -> None:
@@ -212,6 +195,12 @@ class Connection:
         messages.check_body(header, len(body), checksum.hexdigest())
         return body
 
+    async def _keep_limit(self, size: int) -> None:
+        now, burst_s = time.monotonic(), min(1.0, 2 * PIECE_BYTES / self._bytes_per_s)
+        self._free_at = free_again(self._free_at, now, size / self._bytes_per_s, burst_s)
+        if self._free_at > now:
+            await asyncio.sleep(self._free_at - now)
+
     async def _pipelined(
         self, requests: Iterable[BodyRequest], flow: Flow
     ) -> AsyncIterator[tuple[BodyRequest, messages.ToPeer]]:
@@ -225,7 +214,7 @@ class Connection:
             while True:
                 while len(waiting) < flow.window and (request := next(source, None)) is not None:
                     if isinstance(request, messages.Piece):
-                        await self._bucket.take(len(request.data))
+                        await self._keep_limit(len(request.data))
                     waiting.append((request, time.monotonic(), await self._send(request)))
                 if not waiting:
                     return

@@ -11,19 +11,9 @@ from inference.audit import OpenAudit, judge
 TOLERANCE = 0.02
 
 
-def verdict(
-    *,
-    misses: dict[int, float] | None = None,
-    gaps: dict[int, float] | None = None,
-    own: dict[int, float] | None = None,
-    tokens: int = 20,
-    stop: int | None = None,
-    finish: str = "length",
-    swap: int | None = None,
-    newer: int = 4,
-) -> PartVerdict:
-    """Judge an answer of `tokens` tokens: misses, errors of logprobs and own logprobs by position, 0 elsewhere."""
-    [part] = verdicts([tokens], misses=misses, gaps=gaps, own=own, stop=stop, finish=finish, swap=swap, newer=newer)
+def verdict(tokens: int = 20, **claims) -> PartVerdict:
+    """Judge an answer of one node."""
+    [part] = verdicts([tokens], **claims)
     return part
 
 
@@ -38,7 +28,7 @@ def verdicts(
     swap: int | None = None,
     newer: int = 4,
 ) -> list[PartVerdict]:
-    """Judge an answer of several nodes, each with a number of tokens."""
+    """Judge an answer of nodes with these numbers of tokens: misses, errors of logprobs, own logprobs by position."""
     tokens = sum(parts)
     claimed = np.full(tokens, -1.0, np.float32)
     for index, gap in (gaps or {}).items():
