@@ -10,12 +10,12 @@ A checkpoint keeps all of it, so a resumed peer continues as if it had never sto
     inner steps     prepare ........ due (delay steps later) ........ now, when the outcome is here
                         | mixed, as in arXiv 2501.18512 | carried on whole
 
-    COUNTED      local <- alpha due + (1 - alpha) global + (now - due)
-    MISSED       local <- global + (now - global before)      the next delta holds all that was not delivered
-    REPLACED     local <- global                              the delta was rejected, or local values are not finite
-    PREDECESSOR  local <- global                              an earlier process delivered in this peer's name
+    counted      local <- alpha due + (1 - alpha) global + (now - due)
+    missed       local <- global + (now - global before)      the next delta holds all that was not delivered
+    replaced     local <- global                              the delta was rejected, or local values are not finite
+    predecessor  local <- global                              an earlier process delivered in this peer's name
 
-In time, now is due and COUNTED is the paper's equation, bit for bit. With mixing = "carry", due is when the delta was
+In time, now is due and `counted` is the paper's equation, bit for bit. With mixing = "carry", due is when the delta was
 prepared and alpha is 0: local <- global + (now - prepared), so the delay's steps are in the next delta. A delta weighs
 what was trained on in the inner steps that it holds, whatever the number of fragments, the delay and the steps between:
 LocalWork is kept per fragment.
@@ -23,12 +23,11 @@ LocalWork is kept per fragment.
 
 from __future__ import annotations
 
-import enum
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -53,13 +52,8 @@ class LocalWork(msgspec.Struct, frozen=True, kw_only=True):
         return LocalWork(steps=self.steps + times * other.steps, tokens=self.tokens + times * other.tokens)
 
 
-class DeltaStatus(enum.Enum):
-    """What a closed round did with this peer's work in one fragment. The module's docstring has the equations."""
-
-    COUNTED = enum.auto()
-    MISSED = enum.auto()
-    REPLACED = enum.auto()
-    PREDECESSOR = enum.auto()
+DeltaStatus = Literal["counted", "missed", "replaced", "predecessor"]
+"""What a closed round did with this peer's work in one fragment. The module's docstring has the equations."""
 
 
 def delta_status(
@@ -68,10 +62,10 @@ def delta_status(
     """Return what a round closed with `headers`, of which the peers `rejected` do not count, means for `peer`."""
     counted = next((header for header in headers if header.peer == peer), None)
     if counted is None:
-        return DeltaStatus.MISSED
+        return "missed"
     if counted != offered:
-        return DeltaStatus.PREDECESSOR
-    return DeltaStatus.REPLACED if peer in rejected else DeltaStatus.COUNTED
+        return "predecessor"
+    return "replaced" if peer in rejected else "counted"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,17 +133,17 @@ class Replica:
     ) -> None:
         """Give the parameters their values after a round that the global model has taken already. A collective.
 
-        `pending`: where COUNTED, and where PREDECESSOR shuts out a delta of this process. `before_n`: the fragment's
-        global values before the round, where MISSED.
+        `pending`: where counted, and where a predecessor shuts out a delta of this process. `before_n`: the fragment's
+        global values before the round, where missed.
         """
         model = self.global_model
         values_n = model.masters[fragment]
-        if status is DeltaStatus.COUNTED and pending is not None:
+        if status == "counted" and pending is not None:
             values_n = model.mixed(fragment, self._share_kept, pending.due_n)
-        elif status is DeltaStatus.MISSED and before_n is not None:
+        elif status == "missed" and before_n is not None:
             values_n = model.rebased(fragment, before_n)
         if not self.ranks.all(bool(torch.isfinite(values_n).all())):
-            values_n, status = model.masters[fragment], DeltaStatus.REPLACED
+            values_n, status = model.masters[fragment], "replaced"
         model.fragments[fragment].write(values_n)
         self._settle(fragment, status, pending)
 
@@ -161,17 +155,17 @@ class Replica:
     def _settle(self, fragment: int, status: DeltaStatus, pending: PendingDelta | None) -> None:
         held, share, totals = self.held[fragment], self._share(fragment), self.totals
         remaining = LocalWork()
-        if status is DeltaStatus.MISSED:
+        if status == "missed":
             totals["missed"] += held.steps > 0
             totals["carried"] += held.tokens * share
             remaining = held
-        elif status is DeltaStatus.COUNTED and pending is not None:
+        elif status == "counted" and pending is not None:
             due = pending.due or held
             mixed, since = due.plus(pending.work, -1.0), held.plus(due, -1.0)
             totals["carried"] += since.tokens * share
             totals["overwritten"] += (1 - self._share_kept) * mixed.tokens * share
             remaining = since.plus(mixed, self._share_kept)
-        elif status is DeltaStatus.REPLACED or (status is DeltaStatus.PREDECESSOR and pending is not None):
+        elif status == "replaced" or (status == "predecessor" and pending is not None):
             totals["overwritten"] += held.tokens * share
         self.held[fragment] = remaining
 
@@ -194,7 +188,7 @@ class Replica:
         tokens_given_up = self.tokens_held()
         self.global_model.install(self.global_model.masters)
         for fragment in range(len(self.held)):
-            self._settle(fragment, DeltaStatus.REPLACED, None)
+            self._settle(fragment, "replaced", None)
             self.feedback.reset(fragment)
         self.restart_interval()
         return tokens_given_up

@@ -284,7 +284,7 @@ class StreamingDiLoCo:
         pending, replica.pending = replica.pending, None
         offered = pending and pending.header
         status = delta_status(self.config.peer_id, offered, result.outcome.headers, accepted.rejections)
-        before_n = model.masters[fragment].clone() if status is DeltaStatus.MISSED else None
+        before_n = model.masters[fragment].clone() if status == "missed" else None
         model.advance(fragment, accepted.deltas(), accepted.weights, accepted.remembered)
         self._settle_residual(fragment, status, pending)
         replica.install(fragment, status, pending, before_n)
@@ -310,9 +310,9 @@ class StreamingDiLoCo:
         return accepted
 
     def _settle_residual(self, fragment: int, status: DeltaStatus, pending: PendingDelta | None) -> None:
-        if status is DeltaStatus.COUNTED and pending is not None:
+        if status == "counted" and pending is not None:
             self.replica.feedback.settle(fragment, pending.residual_n)
-        elif status is DeltaStatus.PREDECESSOR:
+        elif status == "predecessor":
             self.replica.feedback.reset(fragment)
             if pending is not None:
                 logger.warning(

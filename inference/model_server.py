@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -49,58 +50,40 @@ class _Chat(msgspec.Struct, kw_only=True):
     seed: int | None = None
 
 
-class Teachers:
-    """The models that answer, and the routes."""
+Served = dict[str, tuple[LocalEngine, Any]]
+"""Engine and tokenizer by model."""
 
-    def __init__(self) -> None:
-        self._served: dict[str, tuple[LocalEngine, Any]] = {}
-        """Engine and tokenizer by model."""
 
-    async def load(self, name: str, config: InferenceConfig) -> LocalEngine:
-        """Return the started engine. Raises what loading a model raises."""
-        from transformers import AutoConfig, AutoTokenizer
+async def _chat(served: Served, request: web.Request) -> web.Response:
+    body = msgspec.json.decode(await request.read(), type=_Chat)
+    if body.model not in served:
+        raise BadRequestError(f"there is no model {body.model!r} here, only {', '.join(served)}")
+    engine, tokenizer = served[body.model]
+    prompt = _prompt(tokenizer, body)
+    request_id = f"chat-{secrets.token_hex(8)}"
+    sampling = Sampling(
+        temperature=body.temperature,
+        max_tokens=body.max_tokens,
+        seed=body.seed,
+        stop_token_ids=[tokenizer.eos_token_id],
+    )
+    done = await engine.generate(request_id, prompt, sampling, request_id)
+    message = _message(tokenizer.decode(done.ids.tolist(), skip_special_tokens=True))
+    finish = "tool_calls" if message.get("tool_calls") and done.finish_reason == "stop" else done.finish_reason
+    count = len(done)
+    answer = {
+        "id": request_id,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": body.model,
+        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+        "usage": {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count},
+    }
+    return web.json_response(answer)
 
-        folder = resolve_model(name)
-        engine = LocalEngine(folder, config, int(AutoConfig.from_pretrained(folder).max_position_embeddings))
-        await engine.start()
-        self._served[name] = engine, AutoTokenizer.from_pretrained(folder)
-        return engine
 
-    def app(self) -> web.Application:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_with_errors])
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_get("/v1/models", self._list_models)
-        return app
-
-    async def _list_models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in self._served]})
-
-    async def _chat(self, request: web.Request) -> web.Response:
-        body = msgspec.json.decode(await request.read(), type=_Chat)
-        if body.model not in self._served:
-            raise BadRequestError(f"there is no model {body.model!r} here, only {', '.join(self._served)}")
-        engine, tokenizer = self._served[body.model]
-        prompt = _prompt(tokenizer, body)
-        request_id = f"chat-{secrets.token_hex(8)}"
-        sampling = Sampling(
-            temperature=body.temperature,
-            max_tokens=body.max_tokens,
-            seed=body.seed,
-            stop_token_ids=[tokenizer.eos_token_id],
-        )
-        done = await engine.generate(request_id, prompt, sampling, request_id)
-        message = _message(tokenizer.decode(done.ids.tolist(), skip_special_tokens=True))
-        finish = "tool_calls" if message.get("tool_calls") and done.finish_reason == "stop" else done.finish_reason
-        count = len(done)
-        answer = {
-            "id": request_id,
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": body.model,
-            "choices": [{"index": 0, "message": message, "finish_reason": finish}],
-            "usage": {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count},
-        }
-        return web.json_response(answer)
+async def _list_models(served: Served, _: web.Request) -> web.Response:
+    return web.json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in served]})
 
 
 @web.middleware
@@ -121,15 +104,28 @@ async def serve_models(models: list[str], threads: int, port: int) -> None:
     torch.set_num_threads(threads)
     config = InferenceConfig(threads=threads, local=LocalEngineConfig(max_batch=16, kv_cache_gib=1.0))
     async with AsyncExitStack() as stack:
-        teachers = Teachers()
+        served: Served = {}
         for name in dict.fromkeys(models):
-            stack.push_async_callback((await teachers.load(name, config)).close)
-        runner = web.AppRunner(teachers.app(), access_log=None, handler_cancellation=True)
+            served[name] = await _load(name, config)
+            stack.push_async_callback(served[name][0].close)
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_with_errors])
+        app.router.add_post("/v1/chat/completions", partial(_chat, served))
+        app.router.add_get("/v1/models", partial(_list_models, served))
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", port).start()
         print(json.dumps({"url": f"http://127.0.0.1:{runner.addresses[0][1]}/v1"}), flush=True)
         await asyncio.Event().wait()
+
+
+async def _load(name: str, config: InferenceConfig) -> tuple[LocalEngine, Any]:
+    from transformers import AutoConfig, AutoTokenizer
+
+    folder = resolve_model(name)
+    engine = LocalEngine(folder, config, int(AutoConfig.from_pretrained(folder).max_position_embeddings))
+    await engine.start()
+    return engine, AutoTokenizer.from_pretrained(folder)
 
 
 def _prompt(tokenizer: Any, body: _Chat) -> list[int]:

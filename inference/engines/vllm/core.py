@@ -289,10 +289,6 @@ def _spans(labels: list[WeightVersionSpan] | None, first: int = 0) -> list[Versi
 # ---- the loop around it ----------------------------------------------------------------------------------------------
 
 
-class NodeGone(Exception):
-    """The node closed the connection or is gone."""
-
-
 class Server:
     """Answers the questions of a node: a thread reads its link, the main thread works and writes."""
 
@@ -304,7 +300,7 @@ class Server:
         threading.Thread(target=self._read, name="reader", daemon=True).start()
 
     def run(self) -> None:
-        """Start the engine and work. Raises NodeGone, or the engine's error, at which the process ends."""
+        """Start the engine and work. Raises ConnectionAbortedError once the node is gone, or the engine's error."""
         start = self._receive(wait=True)
         assert start is not None
         with closing(Core(*arguments_of(start))) as self._core:
@@ -349,16 +345,16 @@ class Server:
             body = msgspec.msgpack.encode(message)
             self._sock.sendall(LENGTH.pack(len(body)) + body)
         except OSError as error:
-            raise NodeGone from error
+            raise ConnectionAbortedError("the node is gone") from error
 
     def _receive(self, *, wait: bool) -> Ask | None:
-        """Return the next message; None when there is none and `wait` is false. Raises NodeGone."""
+        """Return the next message; None when there is none and `wait` is false. Raises ConnectionAbortedError."""
         try:
             message = self._inbox.get(block=wait)
         except queue.Empty:
             return None
         if message is None:
-            raise NodeGone
+            raise ConnectionAbortedError("the node closed the link")
         return message
 
     def _read(self) -> None:
@@ -383,8 +379,8 @@ def main() -> None:
     server = Server(socket.socket(fileno=int(sys.argv[1])))
     try:
         server.run()
-    except NodeGone:
-        log.info("the node closed the link")
+    except ConnectionAbortedError as error:
+        log.info("%s", error)
     except Exception as error:
         # Nothing can be served any more: log the error and send it to the node.
         log.exception("vLLM failed")
