@@ -36,11 +36,11 @@ from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.layers import Layer, merge_layers, read_with_bases
 from composer_prime.config.problems import COMMAND_LINE, wrong_config
 from composer_prime.console import EXIT_USAGE, GIB, console_script, duration_s, pluralize
-from composer_prime.errors import ComposerError, ConfigError, InviteError, LostRunError, PullRefusedError
+from composer_prime.errors import ComposerError, ConfigError, LostRunError, PullRefusedError
 from composer_prime.host import cuda_visible_devices, driver_cuda, free_bytes, gpu_name, module_file, this_machine
 from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session, stop
 from composer_prime.run.retry import Restarts, backoff_s
-from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite
+from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite
 from composer_prime.wire.node_messages import Enrolled
 from inference.enrolling import NodeState, enroll
 from inference.serving import DISCONNECTED, FAILED, Assignment, run_node
@@ -79,13 +79,7 @@ def join(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def _invite(options: argparse.Namespace) -> tuple[Invite, NodeState]:
-    text = (options.invite or os.environ.get(INVITE_VARIABLE, "")).strip()
-    if not text.startswith(INVITE_PREFIX):
-        raise InviteError(
-            f"{text[:40]!r} is not an invite, which starts with {INVITE_PREFIX!r}. Pass what `orchestrator invite "
-            f"RUN_DIR` printed, here or in ${INVITE_VARIABLE}"
-        )
-    invite = Invite.read(text)
+    invite = Invite.read(options.invite or os.environ.get(INVITE_VARIABLE, ""))
     default = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "composer-prime"
     folder = (options.state_dir or default).expanduser().absolute()
     return invite, NodeState(folder, invite, options.slot or 0)

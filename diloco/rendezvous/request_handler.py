@@ -65,8 +65,8 @@ class RequestHandler:
         self.rounds.check_not_replaced(hello.peer, hello.instance)
         if hello.protocol != messages.PROTOCOL:
             raise RunMismatchError(
-                f"peer {hello.peer} speaks {hello.protocol or 'an older protocol'}, this rendezvous "
-                f"{messages.PROTOCOL}: use one release on all machines"
+                f"peer {hello.peer} speaks {hello.protocol}, this rendezvous {messages.PROTOCOL}: use one release on "
+                "all machines"
             )
         if hello.run != self.settings.run:
             raise RunMismatchError(

@@ -250,8 +250,7 @@ class PeerHello(FromRank, frozen=True, kw_only=True, tag="hello"):
     round_deadline_s: float
     delta_bytes: int = 0
     """The most that a delta of this rank has: the rendezvous must have room for those of all peers at once."""
-    protocol: int = 0
-    """0 for releases before protocol 3, which did not send it."""
+    protocol: int
 
 
 class Beat(FromRank, frozen=True, kw_only=True, tag="beat"):

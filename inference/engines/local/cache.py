@@ -234,8 +234,6 @@ class EngineStep:
     """int64 [B]: length of each decoding sequence, its new token included. None without decoding sequences."""
     slots: list[int] = field(default_factory=list)
     """[R]: those that sample."""
-    counts: list[tuple[int, int]] = field(default_factory=list)
-    """(slot, tokens computed)."""
     _masks: dict = field(default_factory=dict)
 
     def decode_mask(self, window: int | None, query: torch.Tensor) -> torch.Tensor:
@@ -297,7 +295,6 @@ def plan_step(cache: KvCache, order: list[int], prefill_tokens: int, device: tor
         groups=_groups(decoding, lengths),
         lengths=_tensor(lengths, device),
         slots=sampled,
-        counts=[*((slot, 1) for slot in decoding.tolist()), *((one.slot, one.count) for one in segments)],
     )
 
 

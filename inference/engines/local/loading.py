@@ -80,11 +80,8 @@ class LoadedModel:
 
         Any thread may call it while no swap is under way: only swaps write the parameters.
         """
-        held = {name: self._targets[name] for name in names}
-        return [
-            ReadBack(names=[name], dtype=str(tensor.dtype).removeprefix("torch."), checksum=word_sum(tensor))
-            for name, tensor in held.items()
-        ]
+        dtypes = {name: str(self._targets[name].dtype).removeprefix("torch.") for name in names}
+        return [ReadBack(names=[name], dtype=dtypes[name], checksum=word_sum(self._targets[name])) for name in names]
 
 
 def load_model(folder: Path, config: InferenceConfig) -> PreTrainedModel:

@@ -463,8 +463,10 @@ class Computer:
 
     def _compute(self, step: EngineStep) -> None:
         logits = self.model.forward(step)
-        for slot, count in step.counts:
-            self._cache.computed[slot] += count
+        for group in step.groups:
+            self._cache.computed[group.slot : group.slot + group.count] += 1
+        for segment in step.segments:
+            self._cache.computed[segment.slot] += segment.count
         if not step.slots:
             return
         requests = [self.running[slot] for slot in step.slots]
