@@ -66,7 +66,7 @@ def test_other_releases(protocol):
         protocol=protocol, run="joint", peer="b", rank=0, ranks=1, instance=1, outer_step=0, base_hash="",
         training=False, layout=[], settings={}, round_deadline_s=1,
     )  # fmt: skip
-    with pytest.raises(RunMismatchError, match=f"peer b speaks {protocol}, this rendezvous {PROTOCOL}: use one release"):
+    with pytest.raises(RunMismatchError, match=f"peer b speaks {protocol}, this rendezvous {PROTOCOL}: use one"):
         rendezvous.handler.answer(from_peer(encode(hello)))
     assert isinstance(rendezvous.hello("b")[0], BeatReply)
 
