@@ -61,12 +61,10 @@ class LoadedModel:
         Raises MisfitError naming what is missing, unexpected, misshapen or contradictory; then nothing was changed.
         """
         targets, groups = self._targets, _tied_names(self.module, self._targets)
-        missing = [names[0] for names in groups if not any(name in tensors for name in names)]
+        missing = [names[0] for names in groups if not tensors.keys() & names]
         refuse_misfits(tensors, {name: tuple(target.shape) for name, target in targets.items()}, missing)
         for names in groups:
-            present = [name for name in names if name in tensors]
-            if any(not torch.equal(tensors[present[0]], tensors[name]) for name in present[1:]):
-                raise MisfitError(f"the model ties {present}, but the new weights differ between them")
+            _check_tied(tensors, names)
         for name in tensors:
             if targets[name].is_contiguous():
                 flat = targets[name].view(-1)
@@ -163,6 +161,13 @@ def _tied_names(model: PreTrainedModel, targets: Mapping[str, torch.Tensor]) -> 
         if name not in buffers:
             names_by_place.setdefault((target.data_ptr(), target.shape, target.stride()), []).append(name)
     return list(names_by_place.values())
+
+
+def _check_tied(tensors: Mapping[str, torch.Tensor], names: list[str]) -> None:
+    """Raises MisfitError when those of `tensors` that are called `names` differ."""
+    first, *others = [name for name in names if name in tensors]
+    if any(not torch.equal(tensors[first], tensors[name]) for name in others):
+        raise MisfitError(f"the model ties {[first, *others]}, but the new weights differ between them")
 
 
 def _check_context(model: PreTrainedModel, max_context: int) -> None:
