@@ -129,6 +129,9 @@ class PeerNode:
         running = len(self.running)
         self.send(Status(version=self.version, running=running, tokens_per_s=0.0, canary_error=None, **self.status))
 
+    def note_welcome(self, message: NodeWelcome | Dismissed) -> None:
+        self.welcome = message
+
     def goodbye(self) -> None:
         """Leave. A later heartbeat would make the gateway ask for a Hello."""
         self.welcome = None
@@ -160,7 +163,7 @@ class PeerNode:
                     self._take(message)
                     continue
                 case NodeWelcome() | Dismissed(finish_first=False):
-                    self.welcome = message
+                    self.note_welcome(message)
                 case Heard(known=False):
                     self.say_hello()
                 case CancelGenerate():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from audit_peers import serve_audits
-from orch_peers import MODEL, RUN_ID, PeerNode, ScriptedPool
+from orch_peers import MODEL, RUN_ID, RunNode, ScriptedPool
 
 from composer_prime.config import Config
 from composer_prime.run.keys import RunKeys
@@ -27,7 +27,7 @@ class Running:
     pipeline: Pipeline
     task: asyncio.Task[None]
     run_dir: RunDir
-    node: PeerNode | None
+    node: RunNode | None
 
     @property
     def step_endpoint(self) -> str:
@@ -79,7 +79,7 @@ def open_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> OpenRun:
             while not run_dir.endpoints.exists():
                 assert not task.done(), task.exception()
                 await asyncio.sleep(0.01)
-        peer = PeerNode(pipeline.gateway.node_endpoint, RunKeys(run_dir.keys), **node_options) if node else None
+        peer = RunNode(pipeline.gateway.node_endpoint, RunKeys(run_dir.keys), **node_options) if node else None
         try:
             if peer is None:
                 yield Running(pipeline=pipeline, task=task, run_dir=run_dir, node=None)

@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 import msgspec
 import numpy as np
-import zmq
 import zmq.asyncio
+from node_peer import PeerNode
 
 from composer_prime.config import Config
 from composer_prime.run import ledger
@@ -25,16 +25,13 @@ from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import Canary, Manifest, WeightStore, open_signed, sign
 from composer_prime.wire.node_messages import (
-    CancelGenerate,
+    Dismissed,
     FromAuditor,
     Generate,
-    Heard,
     NodeHello,
     NodeWelcome,
     Sampled,
-    Status,
     ToAuditor,
-    ToNode,
 )
 from composer_prime.wire.sockets import dealer
 from composer_prime.wire.types import (
@@ -87,87 +84,34 @@ def draw(*parts: object) -> float:
     return int.from_bytes(digest, "little") / 2**64
 
 
-class PeerNode:
-    """`async with PeerNode(endpoint, keys)`: answers until it is left; swaps `swap_s` after a version is announced."""
+class RunNode(PeerNode):
+    """A node whose answers follow from prompt and seed; it swaps `swap_s` after a version is announced."""
 
-    def __init__(
-        self, endpoint: str, keys: RunKeys, name: str = "node-0", *, delay_s: float = 0.0, swap_s: float = 0.0
-    ) -> None:
-        self._endpoint, self._keys, self._name = endpoint, keys, name
-        self.delay_s, self.swap_s, self.version = delay_s, swap_s, 0
-        self.running: set[str] = set()
-        self.cancelled = 0
-        self.versions_served: list[int] = []
-        self._context = zmq.asyncio.Context()
-        self._tasks: list[asyncio.Task[None]] = []
+    def __init__(self, endpoint: str, keys: RunKeys, name: str = "node-0", *, delay_s: float = 0.0, swap_s: float = 0):
+        super().__init__(
+            endpoint, keys.client("node"), name, delay_s=delay_s, heartbeat_s=0.05, answer=self._sampled, engine="local"
+        )
+        self._run_keys, self._swap_s = keys, swap_s
 
-    async def __aenter__(self) -> PeerNode:
-        self._socket = dealer(self._context, self._endpoint, self._keys.client("node"))
-        self._send(self._hello())
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._beat())]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._context.destroy(linger=0)
-
-    def _hello(self) -> NodeHello:
-        return NodeHello(node_id=self._name, engine="local", run_id=None, version=self.version, max_concurrent=64)
-
-    def _send(self, message: msgspec.Struct) -> None:
-        if not self._socket.closed:
-            self._socket.send(msgspec.msgpack.encode(message))
-
-    def _status(self) -> None:
-        self._send(
-            Status(
-                version=self.version, running=len(self.running), waiting=0, kv_used=0.0, tokens_per_s=0.0,
-                canary_error=None,
-            )
-        )  # fmt: skip
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(0.05)
-            self._status()
-
-    async def _receive(self) -> None:
-        decoder, loop = msgspec.msgpack.Decoder(ToNode), asyncio.get_running_loop()
-        while True:
-            match decoder.decode(await self._socket.recv()):
-                case Generate() as request:
-                    self.running.add(request.request_id)
-                    loop.call_later(self.delay_s, self._answer, request)
-                case CancelGenerate() as cancel:
-                    self.cancelled += cancel.request_id in self.running
-                    self.running.discard(cancel.request_id)
-                case NodeWelcome(manifest=manifest) if manifest:
-                    loop.call_later(self.swap_s, self._swap, manifest)
-                case Heard(known=False):
-                    self._send(self._hello())
+    def note_welcome(self, message: NodeWelcome | Dismissed) -> None:
+        super().note_welcome(message)
+        if isinstance(message, NodeWelcome) and message.manifest:
+            asyncio.get_running_loop().call_later(self._swap_s, self._swap, message.manifest)
 
     def _swap(self, manifest: bytes) -> None:
-        self.version = open_signed(manifest, self._keys.verifier(), run_id=RUN_ID).version
-        self._status()
+        self.version = open_signed(manifest, self._run_keys.verifier(), run_id=RUN_ID).version
+        if self._tasks:
+            self.beat()
 
-    def _answer(self, request: Generate) -> None:
-        if request.request_id not in self.running:
-            return
-        self.running.discard(request.request_id)
-        self.versions_served.append(self.version)
+    def _sampled(self, request: Generate) -> Sampled:
         random = np.random.default_rng(int(draw(request.prompt_ids, request.sampling.seed) * 2**40))
         count = int(random.integers(2, 9))
-        self._send(
-            Sampled(
-                request_id=request.request_id,
-                lease=request.lease,
-                token_ids=pack_ints(random.integers(3, 200, count)),
-                logprobs=pack_floats(-random.random(count) - 0.01),
-                version_spans=[VersionSpan(0, count, self.version)],
-                finish_reason="stop",
-            )
+        return self.usual_answer(
+            request,
+            token_ids=pack_ints(random.integers(3, 200, count)),
+            logprobs=pack_floats(-random.random(count) - 0.01),
+            version_spans=[VersionSpan(0, count, self.version)],
+            finish_reason="stop",
         )
 
 

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from orch_peers import PeerNode, PeerTrainer, make_config, sample_ids, tokens_by_sample
+from orch_peers import PeerTrainer, RunNode, make_config, sample_ids, tokens_by_sample
 
 from composer_prime.config import load
 from composer_prime.run import ledger
@@ -29,7 +29,7 @@ PROCESS = Path(__file__).with_name("orch_process.py")
 @asynccontextmanager
 async def orchestrator(
     run_dir: RunDir, tmp_path: Path, *, resume: bool, max_steps: int
-) -> AsyncIterator[tuple[subprocess.Popen, PeerNode]]:
+) -> AsyncIterator[tuple[subprocess.Popen, RunNode]]:
     """Start an orchestrator, and a node beside it."""
     run_dir.endpoints.unlink(missing_ok=True)
     run_dir.config.write_text(load.dump(make_config(tmp_path, max_steps=max_steps, resume=resume, max_staleness=2)))
@@ -40,7 +40,7 @@ async def orchestrator(
                 assert process.poll() is None
                 await asyncio.sleep(0.02)
         endpoints = json.loads(run_dir.endpoints.read_text())
-        async with PeerNode(endpoints["node"], RunKeys(run_dir.keys), swap_s=0.05, delay_s=0.01) as node:
+        async with RunNode(endpoints["node"], RunKeys(run_dir.keys), swap_s=0.05, delay_s=0.01) as node:
             yield process, node
     finally:
         process.kill()

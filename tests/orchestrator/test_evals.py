@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from orch_groups import rollout
-from orch_peers import PeerNode, PeerTrainer, ScriptedPool, draw, make_config, sample_ids
+from orch_peers import PeerTrainer, RunNode, ScriptedPool, draw, make_config, sample_ids
 
 from composer_prime.config.orchestrator import EvalConfig
 from composer_prime.errors import DeadlineError
@@ -138,8 +138,8 @@ async def test_a_node_stuck_at_an_old_version_fails_neither_evaluation_nor_dispa
     config = make_config(tmp_path, max_steps=3, max_staleness=4, eval=evaluation)
     async with (
         open_run(config) as run,
-        PeerNode(run.pipeline.gateway.node_endpoint, RunKeys(run_dir.keys), "node-1"),
-        PeerNode(run.pipeline.gateway.node_endpoint, RunKeys(run_dir.keys), "stuck", swap_s=600),
+        RunNode(run.pipeline.gateway.node_endpoint, RunKeys(run_dir.keys), "node-1"),
+        RunNode(run.pipeline.gateway.node_endpoint, RunKeys(run_dir.keys), "stuck", swap_s=600),
         PeerTrainer(run_dir, run.step_endpoint) as trainer,
     ):
         trainer.max_staleness = 4

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from orch_peers import RUN_ID, PeerNode, PeerTrainer, make_config
+from orch_peers import RUN_ID, PeerTrainer, RunNode, make_config
 
 from composer_prime.config import load
 from composer_prime.run.keys import RunKeys
@@ -185,7 +185,7 @@ async def test_real_workers_from_task_to_micro_batch(prepared):
                 await asyncio.sleep(0.05)
         endpoints = json.loads(run_dir.endpoints.read_text())
         keys = RunKeys(run_dir.keys)
-        async with PeerNode(endpoints["node"], keys), PeerTrainer(run_dir, endpoints["step"]) as trainer:
+        async with RunNode(endpoints["node"], keys), PeerTrainer(run_dir, endpoints["step"]) as trainer:
             await trainer.attach(0)
             [reply] = await trainer.train(1)
             await trainer.checkpoint(1)
