@@ -58,24 +58,22 @@ class Evaluator:
     """How far the evaluation under way is."""
 
     @property
-    def config(self) -> OrchestratorConfig:
-        return self.run.config.orchestrator
-
-    @property
     def sources(self) -> list[SourceConfig]:
         """Return the sources with held-out tasks; none when evaluation is off."""
-        return [source for source in self.config.source if source.eval_taskset and self.config.eval.every_steps]
+        return [
+            source for source in self.run.settings.source if source.eval_taskset and self.run.settings.eval.every_steps
+        ]
 
     def due(self, step: int, last_step: int) -> bool:
         """Tell whether to evaluate after `step`: before the first step, every every_steps, after the last."""
-        return bool(self.sources) and self.config.eval.due(step, last_step)
+        return bool(self.sources) and self.run.settings.eval.due(step, last_step)
 
     def holds(self, step: int, trained: int, last_step: int) -> bool:
         """Tell whether the batch of `step` has to wait, so that each evaluation is played with its own weights.
 
         Without training rollouts, nodes get the weights of evaluated steps alone, whenever these are trained.
         """
-        if self.config.groups_per_step or not self.due(step, last_step):
+        if self.run.settings.groups_per_step or not self.due(step, last_step):
             return False
         return self.step is not None or any(self.due(each, last_step) for each in range(trained + 1, step))
 
@@ -124,7 +122,7 @@ class Evaluator:
                 self.run.changed.notify()
 
     async def _evaluate(self, step: int, version: int) -> None:
-        places = held_out_places(self.config, self.run.pools)
+        places = held_out_places(self.run.settings, self.run.pools)
         self._progress = f"the nodes do not have policy version {version} yet"
         await self._await_version(step, version)
         self._progress = f"0 of {pluralize(len(places), 'rollout')}"
@@ -143,14 +141,15 @@ class Evaluator:
         if failures := [rollout.failure for _, rollout in rollouts if rollout.failure is not None]:
             logger.warning(
                 "evaluation of step %d: %d of %d rollouts have no reward after at most %d tries, the first for %s: %s",
-                step, len(failures), len(rollouts), self.config.max_retries + 1, failures[0].kind, failures[0].message,
-            )  # fmt: skip
+                *(step, len(failures), len(rollouts), self.run.settings.max_retries + 1),
+                *(failures[0].kind, failures[0].message),
+            )
         figures = {"time/eval_s": time.monotonic() - start}
-        samples = self.config.eval.samples
+        samples = self.run.settings.eval.samples
         for source in self.sources:
             own = [rollout for name, rollout in rollouts if name == source.name]
             tasks = [own[at : at + samples] for at in range(0, len(own), samples)]
-            figures |= eval_summary(source.name, tasks, self.config.eval)
+            figures |= eval_summary(source.name, tasks, self.run.settings.eval)
         await asyncio.to_thread(self.run.metrics.log, step, figures)
         means = [f"{name} {value:.3f}" for name, value in figures.items() if name.endswith("/reward_mean")]
         about = event("evaluation", text=f"evaluation after step {step}: {', '.join(means) or 'no score'}")

@@ -22,7 +22,6 @@ from statistics import median_high
 
 import msgspec
 
-from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.console import COMPOSER, pluralize
 from composer_prime.errors import RolloutError, RunMismatchError
 from composer_prime.monitor.events import event
@@ -94,10 +93,6 @@ class Dispatcher:
     Groups never wait for one another. A rollout continues while policy versions change, so a long one is kept. A
     sibling waits at most for a permit and for its rollout's deadline. An error that is not a rollout's own (workers
     gone for good) ends the run.
-
-    A group without advantage whose error turns were hinted is DISTILLED: it keeps the samples with hinted turns,
-    without a part in the policy loss. The buffer lets it join a batch whose step has a weight for SDPO, beside the
-    READY groups and at most as many. It takes none of their places, opens none for dispatch, and counts as filtered.
     """
 
     run: OpenRun
@@ -114,10 +109,6 @@ class Dispatcher:
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="compile"), init=False
     )
-
-    @property
-    def config(self) -> OrchestratorConfig:
-        return self.run.config.orchestrator
 
     def start(self, plan: GroupPlan, on_end: Callable[[FinishedGroup], None]) -> None:
         """Run the group of `plan`; `on_end` gets it once all its rollouts have ended."""
@@ -165,7 +156,7 @@ class Dispatcher:
     def _wants_hints(self) -> bool:
         """Tell whether a hint made now may still be trained on."""
         is_distilled = self.run.config.channels.sdpo.weight > 0  # Else hints are only logged.
-        return not is_distilled or self.run.batches.sdpo_ahead(self.config.max_staleness)
+        return not is_distilled or self.run.batches.sdpo_ahead(self.run.settings.max_staleness)
 
     async def _finish(self, plan: GroupPlan, ended: list[CompiledRollout]) -> FinishedGroup:
         """Add hints and advantages to the rollouts that ended."""
@@ -174,7 +165,7 @@ class Dispatcher:
             ended = await self.hints.attach(ended)
         scaling = self.run.config.channels.policy.advantage_scaling
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, score_group, plan, ended, self.config, scaling)
+        return await loop.run_in_executor(self._threads, score_group, plan, ended, self.run.settings, scaling)
 
     async def _sibling(self, plan: GroupPlan, sibling: int) -> CompiledRollout:
         """Return the sibling's first good try, or its last failed one."""
@@ -278,10 +269,6 @@ class BatchScheduler:
     _disk: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     @property
-    def config(self) -> OrchestratorConfig:
-        return self.run.config.orchestrator
-
-    @property
     def batches(self) -> Batches:
         return self.run.batches
 
@@ -323,7 +310,7 @@ class BatchScheduler:
     @property
     def oldest_version(self) -> int:
         """Oldest version whose tokens the next batch trains."""
-        return oldest_accepted(self.batches.formed + 1, self.config.max_staleness, self.batches.versions)
+        return oldest_accepted(self.batches.formed + 1, self.run.settings.max_staleness, self.batches.versions)
 
     @property
     def _newest_version(self) -> int:
@@ -373,7 +360,7 @@ class BatchScheduler:
             self._drop(group.without_samples(GroupOutcome.FAILED))
         with_distilled = self.batches.distils(step)
         oldest, newest = self.oldest_version, self._newest_version
-        return self.buffer.take(self.config.groups_per_step, oldest, newest, with_distilled=with_distilled)
+        return self.buffer.take(self.run.settings.groups_per_step, oldest, newest, with_distilled=with_distilled)
 
     async def _commit(self, batch: Batch, oldest: int, dropped: list[FinishedGroup]) -> None:
         """Write the batch to the journal, then let the trainer have it."""
@@ -406,8 +393,8 @@ class BatchScheduler:
             version=self.serving_version(),
             formed=self.batches.formed,
             under_way=len(self.dispatcher.in_flight) + len(self.buffer),
-            groups_per_step=self.config.groups_per_step,
-            max_staleness=self.config.max_staleness,
+            groups_per_step=self.run.settings.groups_per_step,
+            max_staleness=self.run.settings.max_staleness,
             max_steps=self.batches.last_step,
             versions=self.batches.versions,
         )
@@ -536,7 +523,7 @@ class BatchScheduler:
         """Say in one line what batch `step` lacks."""
         is_next = step == self.batches.formed + 1
         usable = len(self.buffer.usable(self.oldest_version, self._newest_version)) if is_next else 0
-        parts = [f"batch {step}: {usable} of {pluralize(self.config.groups_per_step, 'group')}"]
+        parts = [f"batch {step}: {usable} of {pluralize(self.run.settings.groups_per_step, 'group')}"]
         oldest_s = self.dispatcher.oldest_s()
         if oldest_s is None:
             parts.append("no rollout under way")
@@ -566,7 +553,9 @@ class BatchScheduler:
         self.dropped.add(group)
         self._write(Dropped(seq=self.journal.next_seq(), group=self.dropped.since_batch[-1]))
         dropped = len(self.dropped.since_batch)
-        if dropped == _BATCHES_LEFT_OUT * self.config.groups_per_step:  # The batch that would tell may never form.
+        if (
+            dropped == _BATCHES_LEFT_OUT * self.run.settings.groups_per_step
+        ):  # The batch that would tell may never form.
             _warn_of_filtered(self.dropped.num_filtered / (dropped + len(self.buffer)))
 
     def _write(self, entry: Entry) -> None:

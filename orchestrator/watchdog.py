@@ -59,18 +59,14 @@ class RunWatchdog:
     replay: OnlineReplay | None
     _last_checkpoint: int = field(default=0, init=False)
 
-    @property
-    def checkpoint_saved(self) -> bool:
-        """Tell whether the last checkpoint is written, or none is due."""
-        return self._last_checkpoint >= self.run.batches.last_step
-
     def note_checkpoint(self, step: int) -> None:
         """Record that the checkpoint of `step` is written."""
         self._last_checkpoint = max(self._last_checkpoint, step)
 
     @property
     def trainer_is_done(self) -> bool:
-        return self.run.batches.all_trained and self.checkpoint_saved
+        """Tell whether all steps are trained, and the last checkpoint is written or none is due."""
+        return self.run.batches.all_trained and self._last_checkpoint >= self.run.batches.last_step
 
     def next_order(self) -> str:
         """Say what the trainer does next."""
@@ -117,7 +113,7 @@ class RunWatchdog:
 
     async def watch(self) -> None:
         """Watch until cancelled. Raises DeadlineError when the run is stuck."""
-        settings = self.run.config.orchestrator
+        settings = self.run.settings
         while True:
             await asyncio.sleep(_WATCH_S)
             now = time.monotonic()

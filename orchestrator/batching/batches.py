@@ -33,6 +33,7 @@ import zmq
 
 from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.config import Config
+from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import ComposerError, RunMismatchError, WireError
 from composer_prime.model_source import text_settings
 from composer_prime.monitor.metrics_file import MetricsFile
@@ -401,6 +402,10 @@ class OpenRun:
     changed: Notifier
     fail: Callable[[BaseException], None]
     """Ends the run with an error."""
+
+    @property
+    def settings(self) -> OrchestratorConfig:
+        return self.config.orchestrator
 
 
 # -- serving them to the trainer --------------------------------------------------------------------------------------

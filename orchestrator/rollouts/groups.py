@@ -63,7 +63,7 @@ class GroupOutcome(StrEnum):
     READY = "ready"
     """Waits in the buffer for a batch, or is in one."""
     DISTILLED = "distilled"
-    """All rewards equal, but some turns were hinted: it joins a batch for SDPO alone."""
+    """All rewards equal, but some turns were hinted: it joins a batch for SDPO alone, and counts as filtered."""
     FILTERED = "filtered"
     """All rewards equal: no advantage, nothing to learn."""
     FAILED = "failed"

@@ -67,7 +67,7 @@ class Permits:
         """Hold a permit for one rollout; lower `order` goes first."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting[taskset], (order, next(self._ticket), future))
-        self.grant()
+        self._grant()
         try:
             await future
         except asyncio.CancelledError:
@@ -81,12 +81,12 @@ class Permits:
 
     def _release(self, taskset: str) -> None:
         self.running[taskset] -= 1
-        self.grant()
+        self._grant()
 
     def waiting(self, taskset: str) -> int:
         return sum(not future.done() for _, _, future in self._waiting[taskset])
 
-    def grant(self) -> None:
+    def _grant(self) -> None:
         """Grant what the limit allows now."""
         while sum(self.running.values()) < self.limit and (taskset := self._next_taskset()) is not None:
             future = heapq.heappop(self._waiting[taskset])[2]

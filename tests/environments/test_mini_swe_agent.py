@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
+from composer_prime.wire.node_messages import Generate, Sampled
+from composer_prime.wire.types import Sample, VersionSpan, flags, floats, ints, pack_floats, pack_ints
 from orchestrator.coding.sandbox.box import open_box
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.groups import GroupPlan
@@ -27,12 +28,7 @@ from orchestrator.rollouts.rollout import Permits, RolloutRunner, checked, compi
 from orchestrator.tasks import source_spec
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.worker import RolloutReply
-
-sys.path.append(str(Path(__file__).parents[1] / "gateway"))
-from node_peer import PeerNode
-
-from composer_prime.wire.node_messages import Generate, Sampled
-from composer_prime.wire.types import Sample, VersionSpan, flags, floats, ints, pack_floats, pack_ints
+from tests.gateway.node_peer import PeerNode
 from tests.scripted_node import POLICY, call
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -17,7 +17,6 @@ import aiohttp
 import msgspec
 import numpy as np
 import zmq.asyncio
-from node_peer import PeerNode
 
 from composer_prime.config import Config
 from composer_prime.run import ledger
@@ -52,6 +51,7 @@ from composer_prime.wire.types import (
     verify_batch,
 )
 from orchestrator.workers.worker import EVAL, MessageRecord, RolloutFailure, RolloutReply, RunRollout
+from tests.gateway.node_peer import PeerNode
 
 MODEL = Path(__file__).parents[2] / "composer_prime" / "assets" / "tiny" / "policy"
 RUN_ID = "orch-test"
