@@ -4,7 +4,7 @@
     watched    a task whose failure is reported at once
     Notifier   wakes every waiter when something changed
     freeze_startup   shorter garbage collections, which stop the loop
-    LoopLag    call_later(interval) -> runs `lag` late -> sample -> call_later(interval) ...
+    LoopLag    sleep(interval) -> wakes `lag` late -> sample -> sleep(interval) ...
 
 Every rollout, heartbeat and HTTP request waits for the loop's lag on top of its own work, so lag is a metric of the
 run. On a busy machine the loop is also late because other processes hold the CPU. `own` is the part that this thread's
@@ -111,53 +111,34 @@ class Notifier:
 
 
 class LoopLag:
-    """Measures the running loop between `start` and `stop`."""
+    """Measures the running loop while `measure` runs."""
 
     def __init__(self, interval_s: float = 0.02) -> None:
         self._interval_s = interval_s
         self._samples: list[tuple[float, float]] = []
         """(lag, own share of it), in seconds."""
-        self._timer: asyncio.TimerHandle | None = None
-        self._due = 0.0
-        self._cpu_s = 0.0
 
-    def start(self) -> None:
-        self._schedule()
+    async def measure(self) -> None:
+        """Take samples until cancelled: the first 16384 of a window (five minutes), and always the largest."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due, cpu_s = loop.time() + self._interval_s, time.thread_time()
+            await asyncio.sleep(self._interval_s)
+            lag = max(0.0, loop.time() - due)
+            sample = (lag, min(lag, time.thread_time() - cpu_s))
+            if len(self._samples) < _MAX_SAMPLES:
+                self._samples.append(sample)
+            elif sample > self._samples[-1]:
+                self._samples[-1] = sample
 
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def window(self, *, reset: bool = True) -> dict[str, float]:
-        """Return p50_s, p99_s, max_s, own_p99_s and own_max_s since the last reset; nothing without a sample.
-
-        They cover at most the first 16384 samples (five minutes), and always the largest.
-        """
-        samples = np.array(self._samples, dtype=float).reshape(-1, 2)
-        if reset:
-            self._samples = []
+    def window(self) -> dict[str, float]:
+        """Return p50_s, p99_s, max_s, own_p99_s and own_max_s since the last call; nothing without a sample."""
+        samples, self._samples = np.array(self._samples, dtype=float).reshape(-1, 2), []
         if not len(samples):
             return {}
         (p50, _), (p99, own_p99), (most, own_most) = np.percentile(samples, [50, 99, 100], axis=0).tolist()
         return {"p50_s": p50, "p99_s": p99, "max_s": most, "own_p99_s": own_p99, "own_max_s": own_most}
 
-    def metrics(self, *, reset: bool = True) -> dict[str, float]:
-        """Return the window's figures under the names of metrics.jsonl and /metrics."""
-        window = self.window(reset=reset)
-        return {f"loop_lag/{name}": round(value, 6) for name, value in window.items() if name != "own_max_s"}
-
-    def _schedule(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._due = loop.time() + self._interval_s
-        self._cpu_s = time.thread_time()
-        self._timer = loop.call_at(self._due, self._fire)
-
-    def _fire(self) -> None:
-        lag = max(0.0, asyncio.get_running_loop().time() - self._due)
-        sample = (lag, min(lag, time.thread_time() - self._cpu_s))
-        if len(self._samples) < _MAX_SAMPLES:
-            self._samples.append(sample)
-        elif sample > self._samples[-1]:
-            self._samples[-1] = sample
-        self._schedule()
+    def metrics(self) -> dict[str, float]:
+        """Return the window's figures under the names of metrics.jsonl."""
+        return {f"loop_lag/{name}": round(value, 6) for name, value in self.window().items() if name != "own_max_s"}

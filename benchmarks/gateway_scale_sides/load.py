@@ -76,11 +76,11 @@ async def measure(gateway: Gateway, load: Load, *client_options: str) -> Measure
     """Measure one load, after the loop has been idle for a moment."""
     await asyncio.sleep(1.0)
     lag = LoopLag(interval_s=0.01)
-    lag.start()
+    measuring = asyncio.create_task(lag.measure())
     cpu_s, wall_s = time.process_time(), time.monotonic()
     await play(gateway, load, *client_options)
     cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - wall_s
-    lag.stop()
+    measuring.cancel()
     turns = load.turns_in_all
     return Measured(turns_per_s=turns / wall_s, cpu_ms=1000 * cpu_s / turns, cpu_share=cpu_s / wall_s, lag=lag.window())
 

@@ -120,14 +120,13 @@ class Gateway:
         except BaseException:
             await self.close()
             raise
-        self._tasks = [watched(self.link.receive(), self._fail), watched(self._tick(), self._fail)]
-        self.lag.start()
+        work = (self.link.receive(), self._tick(), self.lag.measure())
+        self._tasks = [watched(each, self._fail) for each in work]
 
     async def close(self, *, finished: bool = False) -> None:
         """Stop serving and free both addresses. With `finished`, nodes learn that the run is over and leave."""
         if finished:
             self.link.tell_all(Dismissed(reason="the run is finished", finish_first=True))
-        self.lag.stop()
         self.control.close()
         self.router.close("the orchestrator is stopping: try again once it runs")
         await self._http.close()
