@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 _MAGIC = b"composer-journal-1\n"
 _FRAME = struct.Struct("<II")
-_NAME = re.compile(r"(\d{6,})\.log$")
+_NAME = re.compile(r"\d{6,}\.log")
 SEGMENT_BYTES = 64 << 20
 
 
@@ -119,8 +119,7 @@ class Journal:
         self._file: BinaryIO | None = None
         """The segment being written; None between segments."""
         self._current: _Segment | None = None
-        numbers = [int(match[1]) for segment in segments if (match := _NAME.search(segment.path.name))]
-        self._next_number = max(numbers, default=0) + 1
+        self._next_number = max((int(segment.path.stem) for segment in segments), default=0) + 1
         self._encoder = msgspec.msgpack.Encoder()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
@@ -229,7 +228,7 @@ class Journal:
 
 
 def _segment_paths(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if _NAME.search(path.name))
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
 def _read(path: Path, *, newest: bool) -> Iterator[Entry]:
@@ -237,12 +236,9 @@ def _read(path: Path, *, newest: bool) -> Iterator[Entry]:
     raw = path.read_bytes()
     decoder = msgspec.msgpack.Decoder(Entry)
     at = len(_MAGIC) if raw.startswith(_MAGIC) else 0
-    while at and at < len(raw):
-        entry, end = _frame(raw, at, decoder)
-        if entry is None:
-            break
+    while at and (frame := _frame(raw, at, decoder)) is not None:
+        entry, at = frame
         yield entry
-        at = end
     if at == len(raw) and at:
         return
     if not newest:
@@ -257,18 +253,19 @@ def _read(path: Path, *, newest: bool) -> Iterator[Entry]:
             file.write(_MAGIC)
 
 
-def _frame(raw: bytes, at: int, decoder: msgspec.msgpack.Decoder) -> tuple[Entry | None, int]:
+def _frame(raw: bytes, at: int, decoder: msgspec.msgpack.Decoder) -> tuple[Entry, int] | None:
+    """Return the entry at `at` and where the next one begins; None where there is no whole one."""
     if at + _FRAME.size > len(raw):
-        return None, at
+        return None
     length, crc = _FRAME.unpack_from(raw, at)
     end = at + _FRAME.size + length
     payload = raw[at + _FRAME.size : end]
     if len(payload) < length or zlib.crc32(payload) != crc:
-        return None, at
+        return None
     try:
         return decoder.decode(payload), end
     except msgspec.DecodeError:
-        return None, at
+        return None
 
 
 # -- the state of a checkpoint ---------------------------------------------------------------------------------------

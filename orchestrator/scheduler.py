@@ -329,7 +329,8 @@ class BatchScheduler:
     async def _form(self) -> bool:
         """Form the next batch if its groups are there. Returns whether it did."""
         step = self.batches.formed + 1
-        if step > min(self.batches.trained + 2, self.batches.last_step) or self._is_held(step):
+        trained, last_step = self.batches.trained, self.batches.last_step
+        if step > min(trained + 2, last_step) or self.evaluator.holds(step, trained, last_step):
             return False
         async with self._disk:
             oldest = self.oldest_version
@@ -350,9 +351,6 @@ class BatchScheduler:
             self._unlogged.append((step, [*groups, *dropped]))
         self.run.changed.notify()
         return True
-
-    def _is_held(self, step: int) -> bool:
-        return self.evaluator.holds(step, self.batches.trained, self.batches.last_step)
 
     def _choose(self, step: int) -> list[FinishedGroup] | None:
         """Take the groups of batch `step` from the buffer; None where they are not there yet."""

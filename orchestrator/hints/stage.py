@@ -211,16 +211,11 @@ class HintStage:
     def _place(self, work: _HintedRollout, error: ErrorTurn, hint: str) -> HintedTurn | str:
         """Return the turn after a context with the hint, or the reason why the hint has no place."""
         turn = work.rollout.turns[error.message]
-        if not any(span.turn == error.turn for sample in work.samples for span in sample.turns):
-            return "empty_mask"
         role = "user" if turn.parent is None else work.turns[turn.parent].role
         weight = self.config.weights.get(error.kind, 1.0)
         hinted = self.placer.place(work.samples, error, hint, role=role, weight=weight)
-        if hinted is None:
-            return "no_place"
-        if len(ints(hinted.teacher_ids)) > self.max_context:
-            return "too_long"
-        return hinted
+        is_long = not isinstance(hinted, str) and len(ints(hinted.teacher_ids)) > self.max_context
+        return "too_long" if is_long else hinted
 
     def _count_failure(self, work: _HintedRollout, name: str, error: Exception) -> None:
         """Count the failure of a detector or generator, and log the first ones."""
@@ -281,17 +276,20 @@ class HintPlacer:
 
     def place(
         self, samples: Sequence[Sample], error: ErrorTurn, hint: str, *, role: str, weight: float
-    ) -> HintedTurn | None:
-        """Return the turn of `error` after a context with `hint`; None where there is no place for it.
+    ) -> HintedTurn | str:
+        """Return the turn of `error` after a context with `hint`, or the reason why the hint has no place.
 
-        One of `samples` trains the turn. `role`: of the last message before it.
+        `role`: of the last message before the turn.
         """
-        sample, span = next((each, span) for each in samples for span in each.turns if span.turn == error.turn)
+        spans = ((each, span) for each in samples for span in each.turns if span.turn == error.turn)
+        if (found := next(spans, None)) is None:
+            return "empty_mask"
+        sample, span = found
         ids = ints(sample.input_ids)
         with self._lock:
             hinted_ids = self.hinted(ids[: span.start], role, hint)
         if hinted_ids is None:
-            return None
+            return "no_place"
         return HintedTurn(
             start=span.start,
             end=span.end,

@@ -314,15 +314,14 @@ def messages_before(turns: Sequence[MessageRecord], index: int) -> list[MessageR
     return path[::-1]
 
 
-def failed_turns(turns: Sequence[MessageRecord]) -> int:
-    """Count the assistant messages that a tool answered with an error, as the environment marks it."""
-    return sum(any(turns[index].error is not None for index in indices) for indices in tool_replies(turns).values())
-
-
 def turn_error_rate(rollouts: Iterable[FinishedRollout]) -> float | None:
-    """Return the share of assistant messages that a tool answered with an error; None without such messages."""
-    failed = total = 0
-    for rollout in rollouts:
-        failed += failed_turns(rollout.turns)
-        total += sum(turn.role == "assistant" for turn in rollout.turns)
-    return failed / total if total else None
+    """Return the share of assistant messages that a tool answered with an error, as the environment marks it.
+
+    None without such messages.
+    """
+    turns = [
+        any(rollout.turns[reply].error is not None for reply in replies)
+        for rollout in rollouts
+        for replies in tool_replies(rollout.turns).values()
+    ]
+    return sum(turns) / len(turns) if turns else None

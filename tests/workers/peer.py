@@ -18,27 +18,15 @@ class Peer:
         self,
         *,
         delay_s: float = 0.0,
-        num_tokens: int = 12,
-        low: int = 10,
-        high: int = 200,
-        stop_id: int = 2,
         max_model_len: int = 4096,
         fail_status: int = 0,
         hang_after: int | None = None,
-        held_until: asyncio.Event | None = None,
-        lost_first: int = 0,
     ) -> None:
-        self.delay_s, self.num_tokens, self.low, self.high, self.stop_id = delay_s, num_tokens, low, high, stop_id
-        self.max_model_len, self.fail_status = max_model_len, fail_status
+        self.delay_s, self.max_model_len, self.fail_status = delay_s, max_model_len, fail_status
         self.hang_after = hang_after
         """Requests of a session that are answered; the next one gets no reply."""
-        self.held_until = held_until
-        """No request is answered before it is set."""
-        self.lost_first = lost_first
-        """Requests that are still to lose their connections."""
         self.sessions: dict[str, list[tuple[list[int], list[int]]]] = {}
         self.params: dict[str, dict] = {}
-        self.headers: dict[str, dict[str, str]] = {}
         """Of each session's last request."""
         self.running = 0
         self.cancelled = 0
@@ -70,19 +58,13 @@ class Peer:
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
-        if self.lost_first and request.transport is not None:
-            self.lost_first -= 1
-            request.transport.abort()
         session = request.headers["X-Session-ID"]
-        self.headers[session] = dict(request.headers)
         if self.fail_status:
             return web.json_response({"error": {"message": "no inference node is connected"}}, status=self.fail_status)
         self.running += 1
         try:
             silent = self.hang_after is not None and len(self.sessions.get(session, ())) >= self.hang_after
             await asyncio.sleep(3600 if silent else self.delay_s)
-            if self.held_until is not None:
-                await self.held_until.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -91,7 +73,7 @@ class Peer:
         turns = self.sessions.setdefault(session, [])
         self.params[session] = body["sampling_params"]
         draw = random.Random(f"{body['sampling_params'].get('seed')}/{len(turns)}")
-        ids = [draw.randint(self.low, self.high) for _ in range(self.num_tokens - 1)] + [self.stop_id]
+        ids = [draw.randint(10, 200) for _ in range(11)] + [2]
         turns.append((body["token_ids"], ids))
         content = [{"token": f"token_id:{i}", "logprob": -0.5} for i in ids]
         choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": content}}

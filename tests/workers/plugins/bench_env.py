@@ -13,8 +13,6 @@ from pathlib import Path
 import aiohttp
 import verifiers.v1 as vf
 
-_clients: dict[int, aiohttp.ClientSession] = {}
-
 
 class BenchConfig(vf.TasksetConfig):
     num_tasks: int = 8
@@ -34,7 +32,6 @@ class BenchConfig(vf.TasksetConfig):
 
 
 class BenchData(vf.TaskData):
-    answer: int = 0
     crash: bool = False
     hang: bool = False
     fail: bool = False
@@ -76,7 +73,6 @@ class BenchTaskset(vf.Taskset[BenchTask, BenchConfig]):
         for i in range(c.num_tasks):
             data = BenchData(
                 prompt=f"{c.prompt} {i}",
-                answer=i,
                 name=f"count-{i}",
                 sleep_s=c.sleep_s if c.sleep_at in (None, i) else 0.0,
                 mark=c.mark,
@@ -97,23 +93,15 @@ class BenchHarness(vf.Harness[BenchHarnessConfig]):
     NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> vf.ProgramResult:
-        client = _clients.get(id(asyncio.get_running_loop()))
-        if client is None:
-            client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-            _clients[id(asyncio.get_running_loop())] = client
         messages = [{"role": "user", "content": data.prompt}]
-        for _ in range(self.config.turns):
-            call = client.post(
-                f"{endpoint}/chat/completions",
-                json={"model": ctx.model, "messages": messages},
-                headers={"Authorization": f"Bearer {secret}"},
-            )
-            async with call as reply:
-                if reply.status != 200:
-                    return vf.ProgramResult(exit_code=1, stdout="", stderr=await reply.text())
-                message = (await reply.json())["choices"][0]["message"]
-            messages.append(message)
-            messages.append({"role": "user", "content": "Error: not enough. Go on."})
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {secret}"}) as client:
+            for _ in range(self.config.turns):
+                body = {"model": ctx.model, "messages": messages}
+                async with client.post(f"{endpoint}/chat/completions", json=body) as reply:
+                    if reply.status != 200:
+                        return vf.ProgramResult(exit_code=1, stdout="", stderr=await reply.text())
+                    message = (await reply.json())["choices"][0]["message"]
+                messages += [message, {"role": "user", "content": "Error: not enough. Go on."}]
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
