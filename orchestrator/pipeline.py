@@ -390,13 +390,7 @@ class Pipeline:
 def _pool(
     source: SourceConfig, config: Config, model_dir: Path, run_dir: RunDir, make_pool: MakePool | None
 ) -> WorkerPool:
-    spec = source_spec(
-        source,
-        model_path=str(model_dir),
-        renderer=config.model.renderer,
-        max_context=config.model.max_context,
-        import_from=config.run.import_from,
-    )
+    spec = source_spec(source, config, model_dir)
     if make_pool is not None:
         return make_pool(source, spec)
     return WorkerPool(spec, workers=source.workers, log_dir=run_dir.root / "logs")

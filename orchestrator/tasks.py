@@ -20,13 +20,13 @@ import itertools
 import logging
 import random
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from composer_prime.config import Config
 from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig, SourceConfig
 from composer_prime.errors import ConfigError
 from composer_prime.import_path import build_part
@@ -264,15 +264,11 @@ def build_curriculum(config: CurriculumConfig, *, num_tasks: int, seed: int) -> 
     return curriculum
 
 
-def source_spec(
-    source: SourceConfig,
-    *,
-    model_path: str,
-    renderer: str | None,
-    max_context: int,
-    import_from: Sequence[Path] = (),
-) -> SourceSpec:
-    """Return what the source's worker processes load: the training task set and, merged over it, the held-out one."""
+def source_spec(source: SourceConfig, config: Config, model_dir: Path) -> SourceSpec:
+    """Return what the source's worker processes load: the training task set and, merged over it, the held-out one.
+
+    `model_dir`: has tokenizer and chat template.
+    """
     tasksets = {TRAIN: source.taskset}
     if source.eval_taskset:
         tasksets[EVAL] = {**source.taskset, **source.eval_taskset}
@@ -281,8 +277,8 @@ def source_spec(
         tasksets=tasksets,
         harness=source.harness,
         runtime=source.runtime.model_dump(mode="json", exclude_defaults=True),
-        model_path=model_path,
-        renderer=renderer,
-        max_total_tokens=max_context,
-        import_from=[str(folder) for folder in import_from],
+        model_path=str(model_dir),
+        renderer=config.model.renderer,
+        max_total_tokens=config.model.max_context,
+        import_from=[str(folder) for folder in config.run.import_from],
     )

@@ -103,14 +103,7 @@ def _pool(config: Config, source: SourceConfig, chat: Path, logs: Path) -> Worke
     from orchestrator.tasks import source_spec
     from orchestrator.workers.pool import WorkerPool
 
-    spec = source_spec(
-        source,
-        model_path=str(chat),
-        renderer=config.model.renderer,
-        max_context=config.model.max_context,
-        import_from=config.run.import_from,
-    )
-    return WorkerPool(spec, workers=max(1, source.workers), log_dir=logs)
+    return WorkerPool(source_spec(source, config, chat), workers=max(1, source.workers), log_dir=logs)
 
 
 async def _run_node(

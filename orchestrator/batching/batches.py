@@ -574,7 +574,10 @@ class StepServer:
     async def _follow(self, order: StepDone | CheckpointRequest) -> StepNoted | CheckpointSaved:
         """Act on an order and return the answer. Raises WireError for a StepDone that contradicts what was served."""
         if isinstance(order, StepDone):
-            await self._note(order)
+            last = self._last_done
+            if last is None or last[0] != order.session or order.step > last[1]:  # Else its answer was lost.
+                await self._on_step_done(order)
+                self._last_done = (order.session, order.step)
             return StepNoted(step=order.step)
         try:
             await self._on_checkpoint(order.step)
@@ -582,13 +585,6 @@ class StepServer:
             logger.error("checkpoint of step %d failed: %s", order.step, error)
             return CheckpointSaved(step=order.step, error=str(error))
         return CheckpointSaved(step=order.step)
-
-    async def _note(self, order: StepDone) -> None:
-        """Act on a StepDone, unless it is repeated because the answer was lost."""
-        last = self._last_done
-        if last is None or last[0] != order.session or order.step > last[1]:
-            await self._on_step_done(order)
-            self._last_done = (order.session, order.step)
 
     async def _refuse(self, identity: bytes, reason: str) -> None:
         self.counts["refused"] += 1

@@ -118,7 +118,7 @@ async def test_its_tokens_are_those_that_the_node_sampled(
 
     config, keys = configuration(model, make_folder(tmp_path / "tasks")), RunKeys.create(tmp_path / "keys")
     gateway = Gateway(config, keys, "run", WeightStore(tmp_path / "weights"), model_dir=model)
-    spec = source_spec(config.orchestrator.source[0], model_path=str(model), renderer=None, max_context=CONTEXT)
+    spec = source_spec(config.orchestrator.source[0], config, model)
     pool = WorkerPool(spec, workers=1, start_timeout_s=300.0, log_dir=tmp_path / "logs")
     await asyncio.gather(gateway.start(), pool.start())
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from orch_groups import plan, ready
+from orch_peers import make_config
 
 from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig
 from composer_prime.errors import ConfigError
@@ -113,17 +115,13 @@ def test_an_empty_task_set_is_named():
 
 def test_held_out_settings_are_merged_over_the_training_task_set():
     """eval_taskset names only what differs; a source without it has no evaluation task set."""
-    made = (
-        config(1)
-        .source[0]
-        .model_copy(update={"taskset": {"id": "x", "split": "train", "size": 5}, "eval_taskset": {"split": "test"}})
-    )
-    spec = source_spec(made, model_path="m", renderer=None, max_context=64)
-    assert spec.tasksets == {
+    whole = make_config(Path())
+    made = whole.orchestrator.source[0].model_copy(update={"taskset": {"id": "x", "split": "train", "size": 5}})
+    assert source_spec(made, whole, Path("m")).tasksets == {
         "train": {"id": "x", "split": "train", "size": 5},
-        "eval": {"id": "x", "split": "test", "size": 5},
+        "eval": {"id": "x", "split": "held-out", "size": 5},
     }
-    assert "eval" not in source_spec(config(1).source[0], model_path="m", renderer=None, max_context=64).tasksets
+    assert "eval" not in source_spec(config(1).source[0], whole, Path("m")).tasksets
 
 
 def drawn(found: Sources, count: int, start: int = 0) -> list[int]:

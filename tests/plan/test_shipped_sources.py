@@ -53,7 +53,7 @@ def test_the_task_sets_of_every_shipped_file_load(name, tmp_path):
     config = resolve([*files, "--run.output_dir", str(tmp_path / "out")]).config
     renderer = renderer_of(config, tmp_path)
     for source in config.orchestrator.source:
-        spec = source_spec(source, model_path="", renderer=None, max_context=config.model.max_context)
+        spec = source_spec(source, config, Path())
         if "/code-" in name:
             with pytest.raises(Exception, match="composer tasks make"):
                 Environment(spec, "train", renderer)
