@@ -28,7 +28,6 @@ from diloco.codec import as_bytes
 from diloco.transport.messages import TensorLayout
 
 NamedParameter = tuple[str, nn.Parameter]
-_Unit = tuple[int | None, list[NamedParameter]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,16 +79,18 @@ def partition(parameters: Iterable[NamedParameter], count: int) -> list[Fragment
     named = _trainable(parameters)
     if len({name for name, _ in named}) < len(named):
         raise ConfigError("diloco: two different parameters have the same name; give whole models, not lists of parts")
-    units = _units(named)
+    blocks = {name: block_of(name) for name, _ in named}
     assigned: list[list[NamedParameter]] = [[] for _ in range(count)]
     weights = [0] * count
-    for number, members in _in_order(units):
-        target = number % count if number is not None else min(range(count), key=lambda index: (weights[index], index))
-        assigned[target] += members
-        weights[target] += _bytes(members)
+    for name, parameter in sorted(named, key=lambda each: (blocks[each[0]] is None, -_bytes(each[1]), each[0])):
+        block = blocks[name]
+        target = block[1] % count if block is not None else weights.index(min(weights))
+        assigned[target].append((name, parameter))
+        weights[target] += _bytes(parameter)
     if not all(assigned):
+        parts = len({block or name for name, block in blocks.items()})
         raise ConfigError(
-            f"diloco.fragments is {count}, which leaves some empty, for the model has {len(units)} blocks and single "
+            f"diloco.fragments is {count}, which leaves some empty, for the model has {parts} blocks and single "
             "tensors: lower diloco.fragments"
         )
     return [
@@ -111,23 +112,9 @@ def _trainable(parameters: Iterable[NamedParameter]) -> list[NamedParameter]:
     return trainable
 
 
-def _units(named: Sequence[NamedParameter]) -> list[_Unit]:
-    """Return each block with its number, and each parameter outside the blocks with None."""
-    units: dict[str, _Unit] = {}
-    for name, parameter in named:
-        block, number = block_of(name) or (name, None)
-        units.setdefault(block, (number, []))[1].append((name, parameter))
-    return list(units.values())
-
-
-def _in_order(units: list[_Unit]) -> list[_Unit]:
-    by_size = sorted(units, key=lambda unit: (-_bytes(unit[1]), unit[1][0][0]))
-    return [unit for unit in units if unit[0] is not None] + [unit for unit in by_size if unit[0] is None]
-
-
-def _bytes(members: Sequence[NamedParameter]) -> int:
-    """Return the size of the whole parameters, not of shards, so that all ranks cut alike."""
-    return sum(parameter.numel() * parameter.element_size() for _, parameter in members)
+def _bytes(parameter: Tensor) -> int:
+    """Return the size of the whole parameter, not of a shard, so that all ranks cut alike."""
+    return parameter.numel() * parameter.element_size()
 
 
 def parameter_layout(fragments: Sequence[Fragment]) -> list[TensorLayout]:

@@ -227,15 +227,12 @@ def answering(status: int, **headers: str):
 FAULTS = [
     (dripping, DeadlineError, "1 bytes came"),
     (cut_off, OSError, "payload"),
-    (answering(302, Location="http://198.51.100.7/secret"), OSError, "198.51.100.7"),
-    (answering(302), OSError, "302"),
+    (answering(302, Location="http://198.51.100.7/secret"), OSError, "302"),
     (answering(206, Content_Range="bytes 7-9/10"), OSError, "bytes from 0"),
     (answering(206, Content_Range="bytes 0-0/10"), OSError, "bytes from 0"),
     (answering(206, Content_Range="bytes 0-9/10"), OSError, "sends 0 bytes"),
     (answering(206), OSError, "bytes from 0"),
-    (answering(206, Content_Encoding="gzip"), OSError, "'gzip' content"),
     (answering(200), OSError, "Range"),
-    (answering(403), OSError, "403"),
     (answering(503), OSError, "503"),
 ]
 
