@@ -61,8 +61,8 @@ async def test_a_string_is_enough(open_gateway, keys, store, tmp_path):
 @pytest.mark.parametrize(
     ("part", "method", "refusal", "words", "told"),
     [
-        ("_link", "_refusal", "this node is slow", (), "turned this node away: this node is slow"),
-        ("_link._allowance", "refusal", "it pulled 9 MB", ("--wait", "20s"), "within 20 s (--wait): it pulled 9 MB"),
+        ("link", "_refusal", "this node is slow", (), "turned this node away: this node is slow"),
+        ("link.chunks", "refusal", "it pulled 9 MB", ("--wait", "20s"), "within 20 s (--wait): it pulled 9 MB"),
     ],
 )
 async def test_a_node_that_is_turned_away_is_not_started_again(
@@ -88,7 +88,7 @@ async def test_a_machine_that_may_pull_no_more_waits_for_the_next_version(open_g
     publisher, asked = Publisher(store.root, keys, Reference(MODEL, scale=0.01)), []
     async with open_gateway(inference=PATIENT) as gateway:
         gateway.publish(publisher.publish(3))
-        allowance = gateway.link._allowance
+        allowance = gateway.link.chunks
         usual, allowance.refusal = allowance.refusal, lambda account: asked.append(account) or "it pulled 9 MB"
         async with joining(invite_for(keys, gateway.node_endpoint), tmp_path) as process:
             said = asyncio.create_task(process.communicate())
