@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from composer_prime.wire.node_messages import Sampling
 from inference.engines import sampling
-from inference.engines.sampling import SamplingRows, rule_of, sample, uniforms
+from inference.engines.sampling import SamplingRows, rule_of, sample
 from tests.engines.reference import warp
 
 
@@ -55,17 +55,6 @@ def test_tied_tokens_at_the_edge_of_a_nucleus_stay_together():
         assert alone[logits[row] == logits[row, alone].min()].all()
     assert beside[0].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4]
     assert beside[8].all()
-
-
-def test_uniforms_are_uniform_and_independent():
-    # Neighbouring seeds and positions give unrelated numbers in [0, 1).
-    seeds, positions = np.meshgrid(np.arange(200, dtype=np.uint64), np.arange(200, dtype=np.uint64))
-    drawn = uniforms(seeds.ravel(), positions.ravel()).reshape(200, 200)
-    assert drawn.min() >= 0.0 and drawn.max() < 1.0
-    counts = np.histogram(drawn, bins=50, range=(0, 1))[0]
-    assert ((counts - 800) ** 2 / 800).sum() < 105.0
-    for left, right in ((drawn[:, :-1], drawn[:, 1:]), (drawn[:-1], drawn[1:])):
-        assert abs(np.corrcoef(left.ravel(), right.ravel())[0, 1]) < 0.03
 
 
 def test_impossible_tokens_are_never_drawn():

@@ -14,7 +14,6 @@ from composer_prime.errors import (
     CanaryError,
     CorruptWeightsError,
     DeadlineError,
-    LostWeightsError,
     MisfitError,
     SignatureError,
     WireError,
@@ -232,19 +231,6 @@ def test_a_chunk_that_the_node_s_disk_lost_is_pulled_again(loop, engine, receive
     assert receiver.rollbacks == 1 and receiver.settled.is_set()
     install(loop, receiver, publisher, signed)
     assert (receiver.version, engine.version) == (2, 2)
-
-
-def test_without_old_weights_nothing_is_sent_any_more(loop, engine, receive, publisher):
-    """When the old version can be had from nowhere, the error ends the node and answers stay held back."""
-    receiver = receive(engine)
-    install(loop, receiver, publisher, publisher.publish(1))
-    signed = sign(msgspec.structs.replace(publisher.manifest(1), version=2), publisher.keys.signer())
-    shared = publisher.manifest(1).chunks[3].sha256
-    (receiver.versions.path / shared).write_bytes(b"")
-    (publisher.store.root / "chunks" / shared).unlink()
-    with pytest.raises(LostWeightsError, match=r"v2 were refused .* v1 could not be loaded again"):
-        install(loop, receiver, publisher, signed)
-    assert not receiver.settled.is_set()
 
 
 @pytest.fixture
