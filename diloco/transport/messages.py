@@ -30,7 +30,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ from msgspec.structs import replace
 from zmq.utils import z85
 
 from composer_prime.errors import ChecksumError, ConfigError, RunMismatchError, WireError
-from composer_prime.run.keys import ClientKeys, CurvePair
+from composer_prime.run.keys import ClientKeys, CurvePair, write_secret
 
 PROTOCOL = 7
 _KEY_BYTES = 32
@@ -55,14 +54,10 @@ class JointKey:
     @classmethod
     def create(cls, path: Path) -> JointKey:
         """Write a new key to `path`, mode 0600. Raises ConfigError when the file exists."""
+        if path.exists():
+            raise ConfigError(f"{path} exists and a joint run keeps its key: remove it to make a new one")
         raw = secrets.token_bytes(_KEY_BYTES)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            raise ConfigError(f"{path} exists and a joint run keeps its key: remove it to make a new one") from None
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(raw.hex().encode() + b"\n")
+        write_secret(path, raw.hex().encode() + b"\n")
         return cls(raw)
 
     @classmethod
