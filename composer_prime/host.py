@@ -50,7 +50,6 @@ def this_machine() -> Machine:
 
 
 def _cuda_driver() -> Any:
-    """Return the CUDA driver; None without one."""
     with suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")
         if driver.cuInit(0) == 0:

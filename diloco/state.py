@@ -170,7 +170,6 @@ class Replica:
         self.held[fragment] = remaining
 
     def _share(self, fragment: int) -> float:
-        """Return the share of the parameters that the fragment has."""
         sizes = [each.numel for each in self.global_model.fragments]
         return sizes[fragment] / max(1, sum(sizes))
 

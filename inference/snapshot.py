@@ -149,7 +149,6 @@ class Snapshot(Mapping[str, torch.Tensor]):
         return bytes(data)
 
     def _amend(self, size: int, index: int, offset: int, data: memoryview) -> None:
-        """Apply the patch of a part of `size` bytes to what was read from its byte `offset` on."""
         width = self._word.itemsize
         if offset % width or len(data) % width:
             raise CorruptWeightsError(f"{self._name}: a tensor begins or ends inside a word of {width} bytes")

@@ -228,7 +228,6 @@ def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> 
 
 
 def _rewards_by_task(tasks: list[TaskRollouts]) -> list[list[float]]:
-    """Return the rewards of each task that has any."""
     by_task = [[rollout.reward for rollout in task if rollout.reward is not None] for task in tasks]
     return [rewards for rewards in by_task if rewards]
 

@@ -159,7 +159,6 @@ class Dispatcher:
         return not is_distilled or self.run.batches.sdpo_ahead(self.run.settings.max_staleness)
 
     async def _finish(self, plan: GroupPlan, ended: list[CompiledRollout]) -> FinishedGroup:
-        """Add hints and advantages to the rollouts that ended."""
         scored = sum(rollout.reward is not None for rollout, _ in ended)
         if self.hints is not None and self._wants_hints() and scored >= MIN_GROUP:
             ended = await self.hints.attach(ended)

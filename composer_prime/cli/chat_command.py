@@ -61,7 +61,6 @@ async def _chat(config: Config, limits: dict[str, Any]) -> int:
 
 
 def _next_line() -> str | None:
-    """Return the next line, None at the end of the input."""
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
     line = sys.stdin.readline()

@@ -97,7 +97,6 @@ def _pass_lines(evaluations: dict[str, Evaluation], ks: list[int], threshold: fl
 
 
 def _with_environment(words: list[str], models: list[str], folder: Path) -> list[str]:
-    """Return `words` with `--env ENV` replaced by a configuration file in `folder`."""
     if "--env" not in words:
         return words
     from composer_prime.cli.environments.try_command import full_names, module_configuration

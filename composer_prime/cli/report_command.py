@@ -226,7 +226,6 @@ def _costs(paid: Spent) -> list[str]:
 
 
 def _events(run_dir: RunDir) -> list[str]:
-    """Return the warnings and errors of the run, the newest last."""
     events = [each for each in read_events(run_dir.root / "events.jsonl") if each.level != "info"]
     if not events:
         return []

@@ -99,7 +99,6 @@ async def serve_with_workers(config: Config, folder: Path) -> AsyncIterator[tupl
 
 
 def _pool(config: Config, source: SourceConfig, chat: Path, logs: Path) -> WorkerPool:
-    """Return the workers of `source`, not started."""
     from orchestrator.tasks import source_spec
     from orchestrator.workers.pool import WorkerPool
 

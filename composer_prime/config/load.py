@@ -101,7 +101,6 @@ def _put(values: dict[str, Any], location: Location, value: Any) -> None:
 
 
 def _index(node: Any, key: str, location: Location) -> str | int:
-    """Return what `key` is called in the table or list `node`."""
     if isinstance(node, dict):
         return key
     if isinstance(node, list) and key.isdecimal() and int(key) < len(node):

@@ -178,7 +178,6 @@ def split_thinking(text: str) -> tuple[str, str]:
 
 
 def _think_tags(text: str) -> Iterator[re.Match[str]]:
-    """Yield the tags that are not quoted."""
     return (tag for tag in _THINK_TAG.finditer(text) if not _is_quoted(text, tag))
 
 

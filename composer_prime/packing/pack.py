@@ -160,7 +160,6 @@ class _Builder:
         return [tree for part in self._parts(members, depth) for tree in self._grow(part, depth, levels)]
 
     def _document(self, member: int, depth: int) -> Tree:
-        """Return the rest of one document as an end."""
         end = len(self._documents[member])
         self._compute([member], depth, end)
         return Tree(run=end - depth)
@@ -193,7 +192,6 @@ class _Builder:
         return list(parts.values())
 
     def _compute(self, members: list[int], start: int, end: int) -> None:
-        """Compute tokens [start, end) once for all of `members`."""
         self.kept.append(self._starts[members[0]] + np.arange(start, end))
         for member in members:
             self.where[member][start:end] = self._computed + np.arange(end - start)
@@ -533,7 +531,6 @@ def _lay_out(parts: Sequence[Part]) -> tuple[list[np.ndarray], list[HintedTurnIn
 
 
 def _spans(mask: np.ndarray, offset: int) -> list[tuple[int, int]]:
-    """Return where `mask` is 1, as spans that begin at `offset`."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]).astype(np.int8)))
     return [(int(start), int(end)) for start, end in (offset + edges).reshape(-1, 2)]
 

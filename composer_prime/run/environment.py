@@ -55,7 +55,6 @@ def _commit() -> str | None:
 
 
 def _gpus() -> list[str]:
-    """Return the model of each NVIDIA GPU of the machine, as its driver lists them."""
     found = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         with suppress(OSError):

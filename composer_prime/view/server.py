@@ -115,7 +115,6 @@ def _result(answer: Callable[[dict[str, str]], Any], query: dict[str, str]) -> t
 
 
 def _host_name(header: str) -> str:
-    """Return the host of a Host header without its port."""
     if header.startswith("["):
         return header.partition("]")[0].removeprefix("[")
     return header.partition(":")[0].lower()

@@ -277,7 +277,6 @@ def _transcript(turns: Sequence[MessageRecord]) -> str:
 
 
 def _message_text(turn: MessageRecord) -> str:
-    """Return role, text and calls of a message."""
     parts = [turn.text.strip(), *(f"calls {call.name} {call.arguments}" for call in turn.tool_calls)]
     return "\n".join([f"[{turn.role}]", *(_without_middle(part, _MESSAGE_CHARS) for part in parts if part)])
 

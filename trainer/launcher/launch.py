@@ -258,7 +258,6 @@ class _RunMonitor:
         self._events.write("process", text, level="warning")
 
     def _show_events(self) -> None:
-        """Show what other roles' events tell."""
         for line in self._event_tail.read():
             event = parse_event(line)
             if event is not None and event.role != "launcher" and event.kind not in _SHOWN_OTHERWISE:

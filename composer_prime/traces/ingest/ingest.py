@@ -172,7 +172,6 @@ def find_files(paths: list[Path], output: Path) -> list[Path]:
 
 
 def _check_kind(path: Path) -> None:
-    """Raise ConfigError for a path that is missing, or no file or folder."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist: give trace files or folders that hold them")
     if not (path.is_file() or path.is_dir()):

@@ -109,7 +109,6 @@ def load_model(folder: Path, config: InferenceConfig) -> PreTrainedModel:
 
 
 def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Return the ids that end a sequence, from the generation config, else from the model config."""
     for source in (model.generation_config, model.config):
         eos = getattr(source, "eos_token_id", None)
         if eos is not None:

@@ -110,7 +110,6 @@ def seal(task: CodeTask, tree: Path | Mapping[str, bytes] | None, config: HackMo
 
 
 def _names(task: CodeTask, start: Mapping[str, bytes]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the package's `own` and `published` names."""
     names = {symbol.rpartition(".")[2] for symbol in task.symbols}
     names |= {PurePosixPath(path).stem for path in {*task.start, *task.solution} if path.endswith(".py")}
     package = re.split(r"[-_]\d", task.repository)[0].rpartition("/")[2]
@@ -154,7 +153,6 @@ def _is_unwanted(path: str, packages: set[str]) -> bool:
 
 
 def _is_code(folder: str, packages: set[str]) -> bool:
-    """Tell whether a folder is a package, or lies in one."""
     return folder in packages or folder.rpartition("/")[0] in packages
 
 

@@ -184,7 +184,6 @@ def _name_uses(node: ast.Name, names: Names, modules: frozenset[str]) -> Uses:
 
 
 def _text_uses(node: ast.Constant, names: Names, modules: frozenset[str]) -> Uses:
-    """Yield the uses of a short text, which may name an attribute or a variable of pytest."""
     if not isinstance(node.value, str) or len(node.value) >= 80:
         return
     for name in node.value.split("."):

@@ -112,7 +112,6 @@ class Box(ABC):
         raise NotImplementedError
 
     def _end_command(self, streams: CommandStreams, limit: str) -> None:
-        """End the command that passed this limit."""
         raise NotImplementedError
 
     def _has_ended(self) -> bool:

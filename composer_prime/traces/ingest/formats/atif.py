@@ -133,7 +133,6 @@ class _Steps:
 
 
 def _show(builder: TraceBuilder, others: list[tuple[str, str | None]]) -> None:
-    """Show texts as context, with the first error of all."""
     failed = next((error for _, error in others if error is not None), None)
     for text, _ in others:
         if text.strip():

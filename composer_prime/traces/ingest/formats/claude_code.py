@@ -300,7 +300,6 @@ class _Session:
         return SessionNode(self._maker)
 
     def _below(self, parent: SessionNode, message: Message | None = None, **fields: Any) -> SessionNode:
-        """Return a node of the present line below `parent`."""
         chars = parent.chars + (0 if message is None else size_of(message))
         node = SessionNode(parent.maker, parent, self._line, before=parent.chars, chars=chars, **fields)
         if message is not None and not parent.maker.gathering:
