@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from scripted_policy import play, source_spec_of
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.sandbox.box import open_box
+from tests.scripted_node import call
 
 pytestmark = pytest.mark.process
 
@@ -41,10 +41,6 @@ def written(folder: Path, **changes: str | None) -> Path:
     return folder
 
 
-def call(command: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': 'bash', 'arguments': {'command': command}})}\n</tool_call>"
-
-
 @pytest.fixture
 async def bubblewrap() -> dict[str, str]:
     try:
@@ -68,7 +64,9 @@ async def test_an_episode_is_scored_by_the_verifiers_file(
 ) -> None:
     # The instruction's paths are those of the sandbox; a reward file that the agent plants does not count.
     spec = source_spec_of({"id": ID, "folder": str(written(tmp_path))}, HARNESS, runtime=bubblewrap)
-    reply = await play(spec, lambda _: [call("cat numbers.txt"), call(command), "Done."])
+    reply = await play(
+        spec, lambda _: [call("bash", command="cat numbers.txt"), call("bash", command=command), "Done."]
+    )
     assert (reply.failure, reply.reward, reply.task_id) == (None, reward, "harbor/sum")
     assert reply.metrics["has_reward_file"] == has_file
     assert "/work/numbers.txt" in reply.turns[1].text and "/app" not in reply.turns[1].text

@@ -27,15 +27,12 @@ from scripted_policy import play, source_spec_of
 
 from composer_prime.address import free_port
 from composer_prime.errors import ConfigError
+from tests.scripted_node import call
 
 ID = "orchestrator.coding.formats.openenv"
 HARNESS = {"id": "orchestrator.environments.tool_loop", "max_turns": 8}
 SERVER = Path(__file__).with_name("openenv_server.py")
 WAIT_S = 150.0
-
-
-def call(name: str = "step", **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def taskset(url: str, **settings: Any) -> dict[str, Any]:
@@ -86,7 +83,7 @@ async def test_an_episode_is_played_through_tool_calls(url: str) -> None:
     number = random.Random(2).randint(1, 9)
     wrong = number - 1 if number > 1 else number + 1
     source = source_spec_of(taskset(url, reset={"up_to": 9}), HARNESS)
-    reply = await play(source, lambda _: [call(number=wrong), call(number=number)], task_index=2)
+    reply = await play(source, lambda _: [call("step", number=wrong), call("step", number=number)], task_index=2)
     assert (reply.failure, reply.reward, reply.metrics["steps"], reply.metrics["done"]) == (None, 1.0, 2.0, 1.0)
     assert [turn.role for turn in reply.turns] == ["system", "user", "assistant", "tool", "assistant"]
     assert json.loads(reply.turns[1].text.partition("\n\n")[2])["says"] == "Guess a number from 1 to 9."
@@ -99,7 +96,7 @@ async def test_an_episode_is_played_through_tool_calls(url: str) -> None:
 @pytest.mark.slow
 async def test_a_call_that_the_server_refuses_is_an_error_turn(url: str) -> None:
     # A wrong type, a crash of the environment and an unknown tool are errors that the policy sees; it plays on.
-    script = [call(number="x"), call(number=13), call("guess", number=1), "I give up."]
+    script = [call("step", number="x"), call("step", number=13), call("guess", number=1), "I give up."]
     reply = await play(source_spec_of(taskset(url), HARNESS), lambda _: script)
     errors = [turn.error for turn in reply.turns if turn.role == "tool"]
     assert errors[0] and errors[0].startswith("Error: Invalid message: number: Input should be a valid integer")
