@@ -192,6 +192,14 @@ def box_class(kind: str) -> type[Box]:
     return found
 
 
+def environment(programs: str, home: str, python_path: Sequence[str]) -> dict[str, str]:
+    """Return the variables of every command. `programs`: what PATH is."""
+    variables = {"PATH": programs, "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+    if python_path:
+        variables["PYTHONPATH"] = os.pathsep.join(python_path)
+    return variables
+
+
 def read_tree(tree: Path) -> dict[str, bytes]:
     """Return the regular files of a folder, by POSIX path. Links and caches of Python are left out."""
     content = {}

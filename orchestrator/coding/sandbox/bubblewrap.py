@@ -33,7 +33,7 @@ from composer_prime.errors import SandboxError
 from composer_prime.plan.sandboxes import why_not_started
 from orchestrator.coding.sandbox.box import Box, CommandResult, CommandStreams, inside_path
 from orchestrator.coding.sandbox.host_view import HostView, list_regular, processes_of, read_regular
-from orchestrator.coding.sandbox.isolation import environment, launch
+from orchestrator.coding.sandbox.isolation import box_environment, launch
 from orchestrator.coding.sandbox.python_image import python_image
 
 START_TIMEOUT_S = 100.0
@@ -75,7 +75,7 @@ class BubblewrapBox(Box):
     async def open(cls, runtime: RuntimeConfig, python_path: Sequence[str] = ()) -> BubblewrapBox:
         """Start a box. Raises SandboxError with the remedy where bubblewrap does not work."""
         image = await asyncio.to_thread(python_image, tuple(runtime.packages))
-        variables = environment(python_path)
+        variables = box_environment(python_path)
         try:
             here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             with there, contextlib.ExitStack() as on_failure:

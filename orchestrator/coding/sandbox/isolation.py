@@ -23,7 +23,7 @@ from pathlib import Path
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.plan.sandboxes import INSTALL, OTHERWISE
-from orchestrator.coding.sandbox.box import WORK, inside_path
+from orchestrator.coding.sandbox.box import WORK, environment, inside_path
 from orchestrator.coding.sandbox.python_image import PREFIX
 
 _ISOLATION = (
@@ -111,19 +111,10 @@ def _without_root() -> list[str]:
     return [program, f"--reuid={BOX_UID}", f"--regid={BOX_UID}", "--clear-groups", "--inh-caps=-all"]
 
 
-def environment(python_path: Sequence[str]) -> dict[str, str]:
+def box_environment(python_path: Sequence[str] = ()) -> dict[str, str]:
     """Return the variables of every command: nothing of the host's."""
-    variables = {
-        "PATH": f"{PREFIX}/bin:/usr/bin:/bin",
-        "HOME": "/tmp",
-        "USER": "agent",
-        "LANG": "C.UTF-8",
-        "TMPDIR": "/tmp",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    if python_path:
-        variables["PYTHONPATH"] = ":".join(inside_path(folder) for folder in python_path)
-    return variables
+    folders = [inside_path(folder) for folder in python_path]
+    return {**environment(f"{PREFIX}/bin:/usr/bin:/bin", "/tmp", folders), "USER": "agent"}
 
 
 def launch(runtime: RuntimeConfig, image: Path, control: socket.socket) -> subprocess.Popen[bytes]:
@@ -138,7 +129,7 @@ def launch(runtime: RuntimeConfig, image: Path, control: socket.socket) -> subpr
     os.write(write_fd, denials)  # Far less than a pipe holds.
     os.close(write_fd)
     arguments = [*_without_root(), program, *_bwrap_arguments(runtime, image), "--seccomp", str(filter_fd)]
-    for name, value in environment(()).items():
+    for name, value in box_environment().items():
         arguments += ["--setenv", name, value]
     arguments += [f"{PREFIX}/bin/python", _INIT, str(control.fileno())]
     try:

@@ -20,7 +20,7 @@ from pathlib import Path
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.run.process import signal_session
 from composer_prime.run.scratch import Scratch
-from orchestrator.coding.sandbox.box import WORK, Box, CommandResult, CommandStreams, inside_path
+from orchestrator.coding.sandbox.box import WORK, Box, CommandResult, CommandStreams, environment, inside_path
 from orchestrator.coding.sandbox.host_view import list_regular, read_regular
 
 END_TIMEOUT_S = 10.0
@@ -38,15 +38,9 @@ class SubprocessBox(Box):
         self._scratch = Scratch("box")  # It removes what dead processes left.
         self._work = self._scratch.path / "work"
         self._work.mkdir()
-        self._env = {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
-            "HOME": str(self._scratch.path),
-            "TMPDIR": str(self._scratch.path),
-            "LANG": "C.UTF-8",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        if python_path:
-            self._env["PYTHONPATH"] = os.pathsep.join(str(self._outside(folder)) for folder in python_path)
+        programs = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+        folders = [str(self._outside(folder)) for folder in python_path]
+        self._env = environment(programs, str(self._scratch.path), folders)
         self._one_at_a_time = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
