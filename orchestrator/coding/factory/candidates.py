@@ -53,10 +53,8 @@ class TaskCandidate:
     """delete | mutate | history"""
     shape: str
     """function | class | module for deletions; the operator of a mutation; "commit"."""
-    functions: tuple[str, ...] = ()
-    """Places of the functions that lose their body, or are mutated."""
-    edits: tuple[Edit, ...] = ()
-    """One of each function."""
+    edits: tuple[tuple[str, Edit], ...] = ()
+    """Places of the functions that lose their body, or are mutated, each with its edit."""
     commit: str = ""
     """Of a history; the next three fields say what it changed."""
     message: str = ""
@@ -69,14 +67,14 @@ class TaskCandidate:
 def find_candidates(baseline: Baseline, settings: FactorySettings) -> tuple[list[TaskCandidate], Counter[str]]:
     """Return all candidates of a tree in the seed's order, and why functions give none."""
     usable, left_out = usable_functions(baseline)
-    candidates: dict[tuple[tuple[str, ...], tuple[Edit, ...]], TaskCandidate] = {}
+    candidates: dict[tuple[tuple[str, Edit], ...], TaskCandidate] = {}
     found = [*_deletions(baseline.tree.name, usable)] if "delete" in settings.kinds else []
     if "mutate" in settings.kinds:
         found += [
             candidate for function in usable for candidate in _mutations(baseline.tree.name, function, settings.seed)
         ]
     for candidate in found:
-        candidates.setdefault((candidate.functions, candidate.edits), candidate)
+        candidates.setdefault(candidate.edits, candidate)
     unique = {candidate.id: candidate for candidate in candidates.values()}
     return sorted(unique.values(), key=lambda candidate: shuffled(settings.seed, candidate.id)), left_out
 
@@ -108,7 +106,7 @@ def changed_files(candidate: TaskCandidate, baseline: Baseline) -> dict[str, str
     if candidate.commit:
         return candidate.before
     edits: dict[str, list[Edit]] = defaultdict(list)
-    for place, edit in zip(candidate.functions, candidate.edits, strict=True):
+    for place, edit in candidate.edits:
         edits[baseline.tree.functions[place].path].append(edit)
     return {path: edited(baseline.tree.texts[path], each) for path, each in edits.items()}
 
@@ -133,8 +131,7 @@ def _deletion(name: str, shape: str, symbol: str, functions: list[SourceFunction
         id=f"{name}/delete/{symbol}",
         kind="delete",
         shape=shape,
-        functions=tuple(function.place for function in functions),
-        edits=tuple(function.removal for function in functions),
+        edits=tuple((function.place, function.removal) for function in functions),
     )
 
 
@@ -147,7 +144,7 @@ def _mutations(name: str, function: SourceFunction, seed: int) -> Iterator[TaskC
         best = min(numbered, key=lambda key: (taken[numbered[key].kind], shuffled(seed, key)))
         edit = numbered.pop(best)
         taken[edit.kind] += 1
-        yield TaskCandidate(id=best, kind="mutate", shape=edit.kind, functions=(function.place,), edits=(edit,))
+        yield TaskCandidate(id=best, kind="mutate", shape=edit.kind, edits=((function.place, edit),))
 
 
 def _mark(edit: Edit) -> str:

@@ -259,7 +259,7 @@ def choose_test_files(candidate: TaskCandidate, baseline: Baseline) -> list[str]
     """Return the test files to run: those with most tests that reach the change, and one more that others pass in."""
     if candidate.commit:
         return sorted(baseline.files)
-    nodes = frozenset[str]().union(*(baseline.reach.get(place, frozenset()) for place in candidate.functions))
+    nodes = frozenset[str]().union(*(baseline.reach.get(place, frozenset()) for place, _ in candidate.edits))
     reaching = Counter(test_file(node) for node in sorted(nodes))
     files, seconds, count = [], 0.0, 0
     for file, tests in reaching.most_common():
@@ -371,7 +371,7 @@ def build_task(
         flaky=sorted({node for before, _ in seen for node in before.tests} - {*failing, *passing}),
         python_path=list(tree.python_path),
         timeout_s=max(MIN_TIMEOUT_S, round(_TIMEOUT_PER_SECOND * seconds)),
-        symbols=[tree.functions[place].symbol for place in candidate.functions],
+        symbols=[tree.functions[place].symbol for place, _ in candidate.edits],
         source=tree.origin,
     )
 
@@ -399,7 +399,7 @@ def _prompt(candidate: TaskCandidate, tree: SourceTree, failures: Sequence[TestR
         tests = "A test fails" if total == 1 else f"{total} tests fail"
         parts = [f"{tests} that should pass. Find the bug in the sources and repair it.", *symptoms(failures)]
     else:
-        parts = deletion_prompt([tree.functions[place] for place in candidate.functions])
+        parts = deletion_prompt([tree.functions[place] for place, _ in candidate.edits])
     return "\n\n".join([*parts, "Change the sources only. The tests stay as they are."])
 
 

@@ -110,7 +110,7 @@ async def _outcome(
 
 def _convert(record: Record, repositories: Path | None, trees: Path, timeout_s: float) -> CodeTask:
     """Return the task of a record. Raises ConfigError for what makes it none here."""
-    if not record.has("instance_id"):
+    if record.values.get("instance_id") is None:
         return human_eval_task(record)
     if repositories is None:
         raise ConfigError("an instance of SWE-bench's form needs its repository: give --repositories FOLDER")
@@ -396,10 +396,6 @@ class Record:
         filled = [name for name, value in self.values.items() if value is not None]
         shown = ", ".join(filled[:_SHOWN_FIELDS]) or "none"
         raise ConfigError(f"{self.place}: no field {' or '.join(map(repr, names))}; the record's fields are: {shown}")
-
-    def has(self, *names: str) -> bool:
-        """Tell whether the record has a value for every one of these fields."""
-        return all(self.values.get(name) is not None for name in names)
 
 
 def read_records(path: Path) -> Iterator[Record]:
