@@ -63,8 +63,7 @@ class BubblewrapBox(Box):
         self.process = process
         """bwrap."""
         self.view = view
-        self.ports = LoopbackPorts(control)
-        self._control = control
+        self.control = control
         self._limits = runtime.limits
         self._env = variables
         self._one_at_a_time = asyncio.Lock()
@@ -125,7 +124,7 @@ class BubblewrapBox(Box):
             "cpu_s": math.ceil(streams.limits.cpu_s),
             "keep_others": self.keeps_others,
         }
-        answer = asyncio.ensure_future(self._control.ask(request, fds=streams.child_fds))
+        answer = asyncio.ensure_future(self.control.ask(request, fds=streams.child_fds))
         try:
             await self._watch(answer, streams)
             reply = await self._last_reply(answer)
@@ -141,7 +140,7 @@ class BubblewrapBox(Box):
     def _end_command(self, streams: CommandStreams, limit: str) -> None:
         """End a command. Of a box that keeps others, end its session only, unless what the box holds is too much."""
         alone = self.keeps_others and limit not in _LIMITS_OF_THE_BOX
-        self._control.tell({"op": "kill", "command": streams.number if alone else None})
+        self.control.tell({"op": "kill", "command": streams.number if alone else None})
 
     async def _last_reply(self, answer: asyncio.Future[dict[str, Any]]) -> dict[str, Any] | None:
         """Return the reply to a command that ended or was killed. A box without one is closed, and gives None."""
@@ -190,7 +189,7 @@ class BubblewrapBox(Box):
         self._num_given += len(listed)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                reply = await self._control.ask({"op": "write", "files": listed}, payload=b"".join(files.values()))
+                reply = await self.control.ask({"op": "write", "files": listed}, payload=b"".join(files.values()))
         except OSError as error:
             await self.close()
             raise SandboxError(f"the sandbox ended while files were written: {error}") from error
@@ -222,8 +221,7 @@ class BubblewrapBox(Box):
             return
         self._closed = True
         self.view.kill()
-        self.ports.close()
-        self._control.close()
+        self.control.close()
         await asyncio.to_thread(self._wait_for_end)
 
     def _wait_for_end(self) -> None:
@@ -241,7 +239,7 @@ class BubblewrapBox(Box):
             self.process.kill()
 
     def _has_ended(self) -> bool:
-        return self._closed or self._control.closed
+        return self._closed or self.control.closed
 
 
 def _limits(runtime: RuntimeConfig) -> dict[str, int]:
@@ -257,7 +255,7 @@ def _limits(runtime: RuntimeConfig) -> dict[str, int]:
 
 
 class ControlChannel:
-    """Requests to one box. Every pending request fails with ConnectionResetError when the box ends."""
+    """Requests to one box, and its ports. Every pending request fails with ConnectionResetError when the box ends."""
 
     def __init__(self, control: socket.socket) -> None:
         """Own `control` and read it in the running loop."""
@@ -270,6 +268,10 @@ class ControlChannel:
         self._buffer = bytearray()
         self._sending = asyncio.Lock()
         self.closed = False
+        self._servers: dict[int, asyncio.Server] = {}
+        """By the ports of the box that lead to the same ports of the host's loopback."""
+        self._opening = asyncio.Lock()
+        self._connections: set[asyncio.Task[None] | None] = set()
         self._loop.add_reader(control.fileno(), self._read)
 
     async def ask(
@@ -296,10 +298,6 @@ class ControlChannel:
 
         if not self.closed:
             self._telling = asyncio.ensure_future(send())
-
-    def take_fd(self) -> int:
-        """Return the descriptor that came with the last reply."""
-        return self._fds.pop(0)
 
     async def _send(self, request: dict[str, Any], fds: list[int], payload: bytes) -> None:
         data = json.dumps(request).encode()
@@ -348,6 +346,11 @@ class ControlChannel:
         if self.closed:
             return
         self.closed = True
+        for server in self._servers.values():
+            server.close()
+        for task in self._connections:
+            if task is not None:
+                task.cancel()
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
         while self._fds:
@@ -356,25 +359,15 @@ class ControlChannel:
             if not answer.done():
                 answer.set_exception(ConnectionResetError("the sandbox ended"))
 
-
-class LoopbackPorts:
-    """The ports of one box that lead to the same ports of the host's loopback."""
-
-    def __init__(self, control: ControlChannel) -> None:
-        self._control = control
-        self._servers: dict[int, asyncio.Server] = {}
-        self._opening = asyncio.Lock()
-        self._connections: set[asyncio.Task[None] | None] = set()
-
     async def forward(self, port: int) -> None:
         """Make a port of the host's loopback reachable in the box under the same number."""
         async with self._opening:
             if port in self._servers:
                 return
-            reply = await self._control.ask({"op": "listen", "port": port})
+            reply = await self.ask({"op": "listen", "port": port})
             if "error" in reply:
                 raise SandboxError(f"the sandbox cannot listen on its port {port}: {reply['error']}")
-            listening = socket.socket(fileno=self._control.take_fd())
+            listening = socket.socket(fileno=self._fds.pop(0))  # It came with the reply.
             self._servers[port] = await asyncio.start_server(functools.partial(self._serve, port), sock=listening)
 
     async def _serve(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -389,13 +382,6 @@ class LoopbackPorts:
         finally:
             self._connections.discard(task)
             writer.close()
-
-    def close(self) -> None:
-        for server in self._servers.values():
-            server.close()
-        for task in self._connections:
-            if task is not None:
-                task.cancel()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -77,7 +77,7 @@ class BubblewrapRuntime(Runtime):
 
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
         for port in sorted(self._wanted_ports):
-            await self.box.ports.forward(port)
+            await self.box.control.forward(port)
         finished = await self.box.run(
             argv,
             env=self.process_env(env),
