@@ -2,6 +2,7 @@
 
     until_signal   the exit status of a process's work, which SIGINT and SIGTERM cancel
     watched    a task whose failure is reported at once
+    end        cancels tasks and waits for them
     Notifier   wakes every waiter when something changed
     freeze_startup   shorter garbage collections, which stop the loop
     LoopLag    sleep(interval) -> wakes `lag` late -> sample -> sleep(interval) ...
@@ -18,7 +19,7 @@ import gc
 import resource
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,14 @@ def watched(work: Coroutine[Any, Any, None], on_error: Callable[[BaseException],
 
     task.add_done_callback(ended)
     return task
+
+
+async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended, however that is."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
 
 
 def freeze_startup() -> None:

@@ -50,7 +50,7 @@ from orchestrator.batching.batches import Batches, OpenRun, StepServer, flop_cos
 from orchestrator.chat_template import chat_folder
 from orchestrator.durability import Entry, Journal, load_state, resume
 from orchestrator.evals import Evaluator
-from orchestrator.event_loop import Notifier, watched
+from orchestrator.event_loop import Notifier, end, watched
 from orchestrator.file_rows import DemonstrationRows, build_demonstrations, build_mixer
 from orchestrator.gateway import Gateway
 from orchestrator.hints.stage import build_hints
@@ -142,9 +142,7 @@ class Pipeline:
                     await asyncio.sleep(FAREWELL_S)
                 raise error from None
             finally:
-                for task in self._tasks:
-                    task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+                await end(self._tasks)
             server.finish(f"all {self.batches.last_step} steps are done", failed=False)
             self._log_status(server)
 
@@ -285,8 +283,7 @@ class Pipeline:
         """Wait for calls to teachers, which may be charged. After a failure do not wait: it must be reported soon."""
         if not self._failure.done():
             await replay.end()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end([task])
 
     # -- loops ---------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ from orchestrator.durability import (
     without_left_out,
 )
 from orchestrator.evals import Evaluator
+from orchestrator.event_loop import end
 from orchestrator.file_rows import PairMixer
 from orchestrator.hints.stage import HintStage
 from orchestrator.rollouts import rollout_log
@@ -130,10 +131,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Cancel all groups; no `on_end` is called any more."""
-        tasks = [task for _, task in self._tasks.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(task for _, task in self._tasks.values())
         self._threads.shutdown(wait=True)
 
     async def _run_group(self, plan: GroupPlan, on_end: Callable[[FinishedGroup], None]) -> None:

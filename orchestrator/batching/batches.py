@@ -54,7 +54,7 @@ from composer_prime.wire.types import (
     StepReply,
     StepRequest,
 )
-from orchestrator.event_loop import Notifier, watched
+from orchestrator.event_loop import Notifier, end, watched
 from orchestrator.file_rows import NO_ROWS, DemonstrationRows
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
@@ -479,9 +479,7 @@ class StepServer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 await self._orders.join()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
         await asyncio.to_thread(self._server.close)
 
     def _spawn(self, work) -> asyncio.Task[None]:

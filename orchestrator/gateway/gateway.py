@@ -31,7 +31,7 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.node_messages import Dismissed, NodeWelcome
 from composer_prime.wire.sockets import NodeSocket
-from orchestrator.event_loop import LoopLag, watched
+from orchestrator.event_loop import LoopLag, end, watched
 from orchestrator.gateway.http import HttpServer, RolloutRecords, json_reply
 from orchestrator.gateway.link import ChunkServer, NodeLink
 from orchestrator.gateway.node_control import NodeControl
@@ -130,9 +130,7 @@ class Gateway:
         self.control.close()
         self.router.close("the orchestrator is stopping: try again once it runs")
         await self._http.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
         self._tasks = []
         if self.audits is not None:
             await self.audits.auditors.close(finished=finished)

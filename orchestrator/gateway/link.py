@@ -48,6 +48,7 @@ from composer_prime.wire.node_messages import (
 )
 from composer_prime.wire.sockets import MAX_FRAMES, FromConnection, NodeSocket
 from composer_prime.wire.unread import FRAME_OVERHEAD
+from orchestrator.event_loop import end
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
 from orchestrator.swarm import Admission, ServedFiles
@@ -234,9 +235,7 @@ class ChunkServer:
         return WeightPiece(sha256=request.sha256, offset=request.offset, data=piece[:PIECE_BYTES], last=last)
 
     async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
 
 
 def unsent(under_way: UnderWay, account: bytes) -> dict[Any, zmq.MessageTracker | None]:

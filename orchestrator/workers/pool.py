@@ -38,7 +38,7 @@ from composer_prime.run.process import WORKER_ENVIRONMENT, child_options, exit_t
 from composer_prime.run.retry import backoff_s
 from composer_prime.run.scratch import Scratch
 from composer_prime.wire.sockets import Frames
-from orchestrator.event_loop import Notifier
+from orchestrator.event_loop import Notifier, end
 from orchestrator.workers.worker import (
     STALL_S,
     TRAIN,
@@ -153,9 +153,7 @@ class WorkerPool:
     async def close(self) -> None:
         """End every worker; rollouts in flight get an error reply."""
         self._failure = self._failure or EnvironmentWorkerError(f"the workers of source {self.spec.name!r} are closed")
-        for supervisor in self._supervisors:
-            supervisor.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        await end(self._supervisors)
         await asyncio.gather(*(child.stop(_STOP_GRACE_S) for child in self._children.values()))
         self._children.clear()
         self.changed.notify()

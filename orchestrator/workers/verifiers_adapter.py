@@ -156,21 +156,13 @@ class Environment:
             trace.id = f"{request.rollout_id}#{len(traces)}" if traces else request.rollout_id
             traces.append(trace)
 
-        slot = self._env.slots(task)[0]
+        slot, episode = self._env.slots(task)[0], None
         try:
             async with asyncio.timeout(request.timeout_s) as deadline:
                 episode = await self._env.run_slot(slot, self._context(request), on_trace=name_session)
         except TimeoutError:
             if not deadline.expired():
                 raise
-            message = f"no end after timeout_s = {request.timeout_s:g} s"
-            return RolloutReply(
-                rollout_id=request.rollout_id,
-                task_id=task_id_of(task, request.task_index),
-                failure=RolloutFailure(kind="timeout", message=message),
-                turns=_turns(traces),
-                sessions=_sessions(traces),
-            )
         return to_reply(request, task, episode, traces)
 
     def _context(self, request: RunRollout) -> vf.ModelContext:
@@ -305,10 +297,13 @@ def _check_plugin(source: str, kind: str, plugin_id: Any, load: Any) -> None:
         ) from error
 
 
-def to_reply(request: RunRollout, task: vf.Task, episode: Episode, traces: list[vf.Trace]) -> RolloutReply:
-    """Build the reply of an episode. `traces`: in the order of their session ids."""
+def to_reply(request: RunRollout, task: vf.Task, episode: Episode | None, traces: list[vf.Trace]) -> RolloutReply:
+    """Build the reply of an episode, None where the deadline cut it. `traces`: in the order of their session ids."""
     main = next((trace for trace in traces if trace.agent.trainable), traces[0] if traces else None)
-    failure = with_function(_failure(episode, traces, main), task, main)
+    if episode is None:
+        failure = RolloutFailure(kind="timeout", message=f"no end after timeout_s = {request.timeout_s:g} s")
+    else:
+        failure = with_function(_failure(episode, traces, main), task, main)
     return RolloutReply(
         rollout_id=request.rollout_id,
         task_id=task_id_of(task, request.task_index),
