@@ -9,14 +9,11 @@
 
 One writer thread does all file work, in the order of the calls. A written entry is in the operating system's hands and
 survives kill -9. A Formed entry is on the disk: it survives a power cut, with everything before it. A segment whose
-tail is torn is cut back to its last whole frame. A segment is deleted once no checkpoint on disk needs one of its
-entries.
+tail is torn is cut back to its last whole frame.
 
 The state (checkpoints/step_N/orchestrator/state.json) is small: the groups themselves are in the journal, and the state
 says which of them counted at that moment. It is taken in one step of the event loop together with the journal's
-sequence number, so the two never disagree. `resume` replays the newer entries on top of it. Every batch that was formed
-is served again unchanged, but for samples and pairs that made a step not finite (the trainer's ledger names them).
-Groups in flight keep their number, task and seeds.
+sequence number, so the two never disagree. `resume` replays the newer entries on top of it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,5 @@
 """Small things about the event loop: background tasks, waiting for a change, and how late the loop runs.
 
-    until_signal   the exit status of a process's work, which SIGINT and SIGTERM cancel
-    watched    a task whose failure is reported at once
-    end        cancels tasks and waits for them
-    Notifier   wakes every waiter when something changed
-    freeze_startup   shorter garbage collections, which stop the loop
-    LoopLag    sleep(interval) -> wakes `lag` late -> sample -> sleep(interval) ...
-
 Every rollout, heartbeat and HTTP request waits for the loop's lag on top of its own work, so lag is a metric of the
 run. On a busy machine the loop is also late because other processes hold the CPU. `own` is the part that this thread's
 own work explains: its CPU time since the last sample, at most the lag. Only that part can be fixed in code.

@@ -9,9 +9,7 @@ turn. A turn is hinted at most once. A failure in here costs a hint, never a rol
 The group waits here at most two minutes. The event loop never waits: rules and tokens are handled in threads, models
 are asked over HTTP.
 
-Cursor published (Composer 2.5) that feedback targets the message that went wrong, with a reminder of the available
-tools as the example. How hints are made is not published; the layers are this project's own. SDPO (arXiv 2601.20802)
-and OPSD (2601.18734) put feedback before the whole answer and distill all of it. Here only the turn is distilled.
+Here only the turn is distilled. docs/explanation/recipe.md says what is published of this, and what is not.
 """
 
 from __future__ import annotations

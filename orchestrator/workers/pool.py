@@ -3,15 +3,6 @@
 run         the ready worker with the fewest rollouts --> its reply; none ready: wait at most start_timeout_s
 _supervise  one task a process: start -> wait for its end -> back off -> start again
             max_restarts ends in a row without a finished rollout: the pool fails, and every `run` raises why
-
-A `WorkerProcess` is one of them:
-
-start    --SourceSpec--> worker, then wait at most start_timeout_s for WorkerReady
-_read    passes replies to the futures that wait for them
-_watch   names the code that blocks a silent worker, and kills one that was silent for hang_timeout_s
-stop     closes the connection, gives the worker a while to clean up, then kills what is left of its session
-ended    resolves with the reason, after every request in flight has its error reply and the worker's scratch folder is
-         removed; a killed worker cannot remove that itself
 """
 
 from __future__ import annotations
@@ -231,7 +222,7 @@ class WorkerProcess:
         """`scratch` holds the working folders of the worker's rollouts. `log`: its output, and where that begins."""
         self.label = label
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Resolves with the reason once it is gone and no request waits any more."""
+        """Resolves with the reason once it is gone, no request waits any more, and its scratch folder is removed."""
         self.last_words = ""
         """Its last lines of output, for an error message; empty until it is gone."""
         self._rollouts: dict[str, asyncio.Future[RolloutReply]] = {}
@@ -368,6 +359,7 @@ class WorkerProcess:
             future.set_result(reply)
 
     async def _watch(self, hang_timeout_s: float) -> None:
+        """Name the code that blocks a silent worker, and kill one that was silent for `hang_timeout_s`."""
         step_s, blamed = min(1.0, hang_timeout_s / 10), None
         while True:
             before = time.monotonic()

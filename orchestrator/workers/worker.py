@@ -2,12 +2,12 @@
 
     python -m orchestrator.workers.worker --socket-fd N --scratch DIR
 
-    pool --SourceSpec--> worker --WorkerReady--> pool     once
+    pool --SourceSpec--> worker     once
     pool --RunRollout--> task per rollout --> Environment.run --> gateway (HTTP)
                               |                    ^ deadline: RunRollout.timeout_s
     pool <--RolloutReply------+       CancelRollout aborts the task, and with it the open request
-    pool <--Heartbeat-- every HEARTBEAT_S; the pool kills a worker that stays silent. One whose event loop stands still
-                        for STALL_S writes its stack to its log
+    pool <--WorkerReady-- every HEARTBEAT_S; the pool kills a worker that stays silent. One whose event loop stands
+                          still for STALL_S writes its stack to its log
 
 Messages are msgpack over a private socket pair. A reply carries text and numbers only: token ids, logprobs and version
 spans are in the gateway's record of the rollout's session, so they cross one process boundary, not two.
@@ -79,7 +79,7 @@ class SourceSpec(msgspec.Struct, frozen=True, kw_only=True, tag="source"):
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The environment has loaded. With an `error` it cannot be loaded; another try would fail the same way."""
+    """The environment has loaded; repeated as a heartbeat. With an `error` it cannot be loaded, now or later."""
 
     num_tasks: dict[str, int] = {}
     """By task set."""
@@ -224,12 +224,8 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     wall_s: float | None = None
 
 
-class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
-    """The worker's event loop runs."""
-
-
 ToWorker = SourceSpec | RunRollout | CancelRollout
-FromWorker = WorkerReady | RolloutReply | Heartbeat
+FromWorker = WorkerReady | RolloutReply
 
 
 # -- the process -----------------------------------------------------------------------------------------------------
@@ -262,8 +258,8 @@ class Worker:
             for environment in self._environments.values():
                 await stack.enter_async_context(environment.serving())
             num_tasks = {name: environment.num_tasks for name, environment in self._environments.items()}
-            self._frames.send(WorkerReady(num_tasks=num_tasks, overlap=overlap(self._environments)))
-            heartbeats = asyncio.create_task(self._heartbeats())
+            ready = WorkerReady(num_tasks=num_tasks, overlap=overlap(self._environments))
+            heartbeats = asyncio.create_task(self._heartbeats(ready))
             try:
                 while (message := await self._frames.receive()) is not None:
                     self._handle(message)
@@ -298,13 +294,13 @@ class Worker:
             # A text is not valid Unicode, or a metric is not a number. The rollout must still end.
             self._frames.send(request.failed("internal", f"its reply cannot be encoded: {error}"))
 
-    async def _heartbeats(self) -> None:
+    async def _heartbeats(self, ready: WorkerReady) -> None:
         """Say that the loop runs. faulthandler's thread needs no GIL, so it also sees code that holds it."""
         try:
             while True:
+                self._frames.send(ready)
                 faulthandler.dump_traceback_later(STALL_S)
                 await asyncio.sleep(HEARTBEAT_S)
-                self._frames.send(Heartbeat())
         finally:
             faulthandler.cancel_dump_traceback_later()
 
