@@ -35,15 +35,13 @@ from composer_prime.wire.sockets import dealer
 logger = logging.getLogger(__name__)
 
 _ADDRESS_S = 10.0
-"""How long one address may take to answer before the next one is tried."""
 _RETRY_S = 1.0
 _FIRST_S = 60.0
-"""How long a machine that the run does not know yet tries to reach it."""
 _LOG_S = 60.0
 
 
 class NodeState:
-    """The folder of one run on this machine, and what one of its nodes keeps there."""
+    """The folder of one run on this machine, and the files of one of its nodes."""
 
     def __init__(self, root: Path, invite: Invite, slot: int = 0) -> None:
         """`slot`: which node of the machine."""
@@ -56,7 +54,7 @@ class NodeState:
         """Exists once the run knows this node."""
 
     def keys(self) -> ClientKeys:
-        """Return the gateway's key and this node's own pair, drawn and written at the first call. Raises OSError."""
+        """Return the gateway's key and this node's own pair, drawn at the first call. Raises OSError."""
         path = self.chunks.with_suffix(".curve")
         if not path.exists():
             write_secret(path, b"".join(zmq.curve_keypair()))
@@ -67,7 +65,7 @@ class NodeState:
 
     @contextmanager
     def locked(self, name: str, refusal: str | None = None) -> Iterator[None]:
-        """Hold a lock of this folder. Raises ConfigError with `refusal` when another process has it; None waits."""
+        """Hold a lock of this folder. Raises ConfigError with `refusal`; None waits."""
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             file = (self.path / f"{name}.lock").open("w")
@@ -86,9 +84,8 @@ class NodeState:
 async def enroll(state: NodeState, name: str, machine: str, wait_s: float) -> tuple[str, Enrolled]:
     """Make this node known to the run, or ask again under its own key. Tries all addresses.
 
-    Return the address that answered, HOST:PORT, and the answer. A machine that the run knows tries for `wait_s`, any
-    other for a minute. Raises InviteError (refused, with the run's reason) or LostRunError (which addresses, how long,
-    and what they said last).
+    Return the address that answered, HOST:PORT, and the answer.
+    A machine that the run knows tries for `wait_s`, any other for a minute. Raises InviteError or LostRunError.
     """
     invite, keys, enrolled = state.invite, state.keys(), state.enrolled.exists()
     if not enrolled and time.time() > invite.expires:
@@ -145,9 +142,9 @@ async def _first_answer(
 
 
 async def _ask(address: str, keys: ClientKeys, message: Enroll, limit_s: float) -> Enrolled | None:
-    """Send `message` to one address. Return the answer, None where the run admits no connection with these keys.
+    """Send `message` to one address. Return None where the run admits no connection with these keys.
 
-    Raises InviteError, WireError (refused for now), or DeadlineError: how far it came.
+    Raises InviteError, WireError (refused for now), or DeadlineError.
     """
     context = zmq.asyncio.Context()
     socket = dealer(context, f"tcp://{address}", keys)

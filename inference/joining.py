@@ -56,7 +56,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 15.0
 
 
 def join(options: argparse.Namespace, words: list[str]) -> int:
-    """Run `inference join` with these words; return the exit status. Raises ConfigError."""
     invite, state = _invite(options)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if options.dry_run:
@@ -132,9 +131,9 @@ def join_parser() -> argparse.ArgumentParser:
 
 
 def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
-    """Return `values`, the run's own settings, with those of the options on top. Raises ConfigError.
+    """Return `values`, the run's settings, with those of the options on top. Raises ConfigError.
 
-    The run chooses no code of this machine: an engine by its import path comes from the operator alone.
+    The run names no code of this machine.
     """
     values = {key: value for key, value in values.items() if key != "engine_settings"}
     if ":" in str(values.get("engine")):
@@ -159,8 +158,7 @@ def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
 async def _prepare(options: argparse.Namespace, state: NodeState) -> Assignment:
     """Enroll this node and bring its model to this disk, as soon as the run has weights and gives them.
 
-    Raises LostRunError when the run publishes none for all of --wait, ConfigError when it refuses them for as long, and
-    what `enroll` and `pull_from_run` raise.
+    Raises LostRunError when it publishes none for all of --wait, ConfigError when it refuses them for as long.
     """
     machine, deadline, tries, run_id = machine_text(state.path), math.inf, 0, state.invite.run_id
     while True:
@@ -191,7 +189,7 @@ async def _prepare(options: argparse.Namespace, state: NodeState) -> Assignment:
 
 
 async def _pull(state: NodeState, address: str, answer: Enrolled) -> ComposerError | None:
-    """Pull what the run named when this node enrolled; return why there is nothing to pull for now."""
+    """Pull what the run named; return why there is nothing to pull for now."""
     from inference.pulling import pull_from_run
 
     if not answer.manifest:
@@ -219,7 +217,6 @@ class _Machine:
         """Process ids of the children."""
 
     async def run(self) -> int:
-        """Return the worst exit status of the nodes. Raises ConfigError when none can run here."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
         inference = join_config(self._options, {})
@@ -233,7 +230,7 @@ class _Machine:
         return max(await asyncio.gather(*keepers))
 
     def _stop(self, number: signal.Signals) -> None:
-        """Have the nodes drain; pass on every further signal, at which they drop what runs."""
+        """Have the nodes drain; pass on every further signal."""
         if self._stopping.is_set():
             for pid in self._running:
                 signal_session(pid, number)
@@ -253,8 +250,7 @@ class _Machine:
     async def keep_running(self, name: str, command: list[str], environment: dict[str, str], limit: int) -> int:
         """Run a process, again after each crash, at most `limit` times in ten minutes. Return its last exit status.
 
-        An end with status 0, 2 or LOST is final, one with DISCONNECTED no crash. When asked to stop it gets SIGTERM
-        and, after a while, SIGKILL.
+        An end with status 0, 2 or LOST is final, one with DISCONNECTED no crash.
         """
         crashes = Restarts()
         while True:
@@ -277,7 +273,6 @@ class _Machine:
                 return 0
 
     async def _run_once(self, command: list[str], environment: dict[str, str]) -> int:
-        """Run a process to its end, which `_stopping` asks for. Return its exit status."""
         process = await asyncio.create_subprocess_exec(*command, **child_options(environment))
         self._running.add(process.pid)
         ends, asked = asyncio.ensure_future(process.wait()), asyncio.ensure_future(self._stopping.wait())
@@ -300,7 +295,7 @@ class NodeSetup:
     cores: int
     gpus: int
     has_nvidia: bool
-    """Whether there is a device file of a GPU, which the driver may not answer for."""
+    """There is a device file of a GPU, for which the driver may not answer."""
     driver: str
     """The newest CUDA that the driver knows, such as `12.8`; empty without a driver."""
     torch_cuda: str
@@ -321,7 +316,7 @@ def this_setup() -> NodeSetup:
 
 
 def machine_text(state: Path) -> str:
-    """Describe this machine; `state` is the folder in which the node will keep its files."""
+    """Describe this machine; `state`: where the node keeps its files."""
     machine, driver = this_machine(), driver_cuda()
     gpus = ", ".join(f"{gpu_name()} {memory / GIB:.0f} GiB" for memory in machine.gpus) or "no GPU"
     memory = min(machine.memory_bytes, psutil.virtual_memory().available)
@@ -332,10 +327,9 @@ def machine_text(state: Path) -> str:
 
 
 def plan_nodes(wanted: InferenceConfig, engine: str | None, here: NodeSetup) -> tuple[str, int, list[tuple[int, ...]]]:
-    """Return the engine of the nodes to start, the threads of each, and the GPUs of each; none for the CPU.
+    """Return the engine of the nodes to start, the threads of each, and the GPUs of each.
 
-    A node takes as many as `wanted.vllm.tensor_parallel` says. `engine`: as asked for on this machine, None chooses.
-    Raises ConfigError: driver, GPU missing, engine not installed.
+    `engine`: as asked for, None chooses. Raises ConfigError.
     """
     on_gpu = wanted.device == "cuda" or (wanted.device == "auto" and here.gpus > 0)
     if wanted.device == "auto" and not here.gpus and here.has_nvidia:

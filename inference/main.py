@@ -61,7 +61,7 @@ def _main() -> int:
 
 
 def _parse(words: list[str]) -> tuple[Assignment, bool]:
-    """Return what the command line asks for, and whether it is a dry run. Raises ConfigError."""
+    """Return the assignment, and whether it is a dry run. Raises ConfigError."""
     if words[:1] == ["audit"]:
         return _as_auditor(words[1:])
     if not words or words in (["--help"], ["-h"]):
@@ -120,7 +120,7 @@ def _as_auditor(words: list[str]) -> tuple[Assignment, bool]:
 
 
 def _bound_address(run_dir: RunDir, role: str = "node") -> str | None:
-    """Return the orchestrator's address for nodes or auditors, None before it has bound its sockets."""
+    """Return None before the orchestrator has bound its sockets."""
     try:
         return json.loads(run_dir.endpoints.read_text())[role]
     except (FileNotFoundError, KeyError, json.JSONDecodeError):
@@ -128,7 +128,6 @@ def _bound_address(run_dir: RunDir, role: str = "node") -> str | None:
 
 
 def _auditor_elsewhere(words: list[str]) -> tuple[Assignment, bool]:
-    """Return the assignment of an auditor on another machine than the run's."""
     parser = argparse.ArgumentParser(prog="inference audit", allow_abbrev=False)
     parser.add_argument("address", metavar="tcp://HOST:PORT", help="orchestrator.audit.address of the run")
     parser.add_argument("--model", required=True, help="the run's model.path (a model folder, a Hub id, ...)")
@@ -159,7 +158,6 @@ def _auditor_elsewhere(words: list[str]) -> tuple[Assignment, bool]:
 
 
 def _describe(assignment: Assignment) -> str:
-    """Return what a dry run prints."""
     inference, kind = assignment.inference, "auditor" if assignment.audits else "node"
     return "\n".join(
         [

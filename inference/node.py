@@ -73,19 +73,15 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 15.0
 _LOG_SILENCE_S = 10.0
 _LOOK_S = 0.5
 _ENOUGH_TOKENS = 64
-"""New tokens of a request that are sent at once. Fewer wait for _LONGEST_S, which spares the gateway messages."""
+"""New tokens of a request that are sent at once; fewer wait for _LONGEST_S."""
 _LONGEST_S = 2.0
 _LAST_WORDS_S = 2.0
-"""How long a draining node waits for the tokens that unfinished requests have so far."""
 _RETRIED_ERRORS = (CorruptWeightsError, DeadlineError, EngineError, OSError)
-"""Errors of weights that another pull may fix. After a wrong signature or a failed canary, wait for a new version."""
+"""Errors of weights that another pull may fix."""
 
 
 class GatewayLink(ChunkSource):
-    """One CURVE DEALER socket, opened again for each attempt to reach the gateway, and the ChunkSource behind it.
-
-    Bytes that are not a valid message are logged and dropped.
-    """
+    """One CURVE DEALER socket, opened again for each attempt to reach the gateway."""
 
     def __init__(
         self,
@@ -94,10 +90,9 @@ class GatewayLink(ChunkSource):
         chunk_timeout_s: float = CHUNK_TIMEOUT_S,
         messages: Any = ToNode,
     ) -> None:
-        """`address` is called for each connection, because an orchestrator that restarts may bind another port.
+        """`address` is called for each connection: a restarted orchestrator may bind another port.
 
-        It returns None before the orchestrator has bound one. Then nothing is sent or heard until the next `reopen`.
-        `messages`: the union of what may arrive.
+        It returns None before one is bound. `messages`: the union of what may arrive.
         """
         self._address = address
         self._keys = keys
@@ -112,20 +107,19 @@ class GatewayLink(ChunkSource):
         """When the last message of the gateway came, monotonic seconds."""
 
     def reopen(self) -> None:
-        """Connect again and drop what was queued on the old connection. Raises ConfigError for a bad address."""
+        """Connect again and drop what was queued. Raises ConfigError for a bad address."""
         if self._socket is not None:
             self._socket.close(linger=0)
         self.endpoint = self._address()
         self._socket = dealer(self._context, self.endpoint, self._keys) if self.endpoint is not None else None
 
     def send(self, message: FromNode | FromAuditor) -> None:
-        """Queue `message`. Without a connection it is dropped: the gateway reissues what it misses."""
+        """Queue `message`. Without a connection it is dropped."""
         if self._socket is not None:
             # A DEALER without a high-water mark never blocks, so the returned future is done.
             self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
 
     async def receive(self, timeout_s: float) -> ToNode | None:
-        """Return the next message, or None after `timeout_s` of silence."""
         if self._socket is None:
             await asyncio.sleep(timeout_s)
             return None
@@ -148,7 +142,7 @@ class GatewayLink(ChunkSource):
         return None
 
     async def read(self, sha256: str, offset: int) -> bytes | None:
-        """Raises DeadlineError when the gateway does not answer in time, PullRefusedError when it gives no more."""
+        """Raises DeadlineError, or PullRefusedError when the gateway gives no more."""
         future = self._chunks[sha256, offset] = asyncio.get_running_loop().create_future()
         self.send(ChunkRequest(sha256=sha256, offset=offset))
         try:
@@ -188,7 +182,7 @@ class InferenceNode:
         max_context: int | None = None,
         device: ComputeDevice | None = None,
     ) -> None:
-        """`max_context`: the most tokens of prompt and answer that `engine` can hold; None to report no limit."""
+        """`max_context`: the most tokens that `engine` can hold; None to report no limit."""
         self._hello = NodeHello(
             node_id=node_id,
             engine=config.engine.replace(":", ".")[-40:],
@@ -234,9 +228,7 @@ class InferenceNode:
         self._answers.drop()
 
     async def run(self) -> None:
-        """Serve. Raises LostRunError (no gateway), RunMismatchError (refused), WireError (refused for now) or
-        EngineError (the engine died).
-        """
+        """Serve. Raises LostRunError, RunMismatchError, WireError (refused for now) or EngineError."""
         loops = (self._receive, self._send_heartbeats, self._follow_weights, self._answers.stream)
         tasks = [asyncio.create_task(loop()) for loop in loops]
         try:
@@ -289,7 +281,7 @@ class InferenceNode:
     async def _converse(self, patience_s: float) -> float | None:
         """Serve one connection until no more messages come. Return when the last one came, None if none did.
 
-        `patience_s` bounds the wait for the first answer; later waits are bounded by lost_after_s.
+        `patience_s` bounds the wait for the first answer.
         """
         opened = time.monotonic()
         while True:
@@ -311,7 +303,6 @@ class InferenceNode:
         self._link.send(msgspec.structs.replace(self._hello, run_id=run_id, version=self._receiver.version))
 
     def _detach(self) -> None:
-        """Drop all requests: the gateway reissues what this node holds."""
         self._attached = False
         self._drop_requests()
 
@@ -336,7 +327,7 @@ class InferenceNode:
                 raise RunMismatchError(refusal) if not may_return else WireError(refusal)
 
     def _repeat_hello(self) -> None:
-        """Say hello again, once: the gateway may answer several messages that it cannot attribute."""
+        """Say hello again, once for several messages."""
         if self._attached or time.monotonic() - self._hello_at > 1.0:
             self._detach()
             self._say_hello()
@@ -367,7 +358,6 @@ class InferenceNode:
     # -- weights -------------------------------------------------------------------------------------------------
 
     def _learn(self, message: NodeWelcome) -> None:
-        """Note where weights are available, and trigger the installation of the newest manifest."""
         host = urlsplit(self._link.endpoint or "").netloc.rpartition(":")[0]
         self._receiver.versions.source.learn(message.sources, host)
         if message.manifest and self._welcome is not None:
@@ -413,13 +403,12 @@ class _Running:
 
 
 class RunningAnswers:
-    """The requests of one node, a task each, and what long answers have so far, so that another node can go on.
+    """The requests of one node, a task each, and the parts of long answers.
 
-    accept   Generate -> engine.generate -> wait until the weights are proven -> Sampled | GenerateFailed
-    stream   every _LOOK_S: engine.progress -> requests with enough new tokens, or none sent for a while -> Sampled
+        accept   Generate -> engine.generate -> wait until the weights are proven -> Sampled | GenerateFailed
+        stream   every _LOOK_S: engine.progress -> requests with enough new tokens, or none sent for a while -> Sampled
 
-    Only tokens of proven weights leave: no part is sent while a swap is unproven, or of a request that began before
-    weights were taken back.
+    Only tokens of proven weights leave.
     """
 
     def __init__(
@@ -460,12 +449,11 @@ class RunningAnswers:
             running.task.cancel()
 
     def drop(self) -> None:
-        """Cancel all: the gateway reissues what this node holds."""
         for task in self.tasks:
             task.cancel()
 
     async def drain(self, limit_s: float) -> None:
-        """Let what runs end within `limit_s`. What the rest has so far is sent: other nodes go on there."""
+        """Let what runs end within `limit_s`, then send what the rest has so far."""
         if not self._running:
             return
         _, unfinished = await asyncio.wait(self.tasks, timeout=limit_s)
@@ -495,7 +483,7 @@ class RunningAnswers:
         self._send(Sampled(request_id=request_id, lease=lease, **msgspec.structs.asdict(done)))
 
     def _return_untried(self, message: Generate, why: str) -> None:
-        """Return a request that this node cannot finish because it is draining. Not a failed attempt."""
+        """Return a request that this node, which drains, cannot finish."""
         self._send(
             GenerateFailed(
                 request_id=message.request_id, lease=message.lease, error=cut_text(why), retryable=True, tried=False
@@ -503,7 +491,7 @@ class RunningAnswers:
         )
 
     async def _check_engine(self, error: Exception) -> None:
-        """End the node when its engine cannot score two tokens, so that the launcher may start it again."""
+        """End the node when its engine cannot score two tokens."""
         try:
             await self._engine.score([0, 0])
         except ComposerError as dead:  # Also no answer in time.
@@ -513,7 +501,6 @@ class RunningAnswers:
             logger.warning("a request failed, but the engine still works: %s", error)
 
     async def stream(self) -> None:
-        """Send parts until cancelled. An engine that fails is noticed by its requests."""
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
@@ -522,7 +509,7 @@ class RunningAnswers:
                 logger.debug("no progress is streamed: %s", error)
 
     async def flush(self, enough: int = 1) -> None:
-        """Send what requests with `enough` new tokens have, or with any after _LONGEST_S. Raises EngineError."""
+        """Send what requests with `enough` new tokens have, or with any after _LONGEST_S."""
         receiver, rollbacks = self._receiver, self._receiver.rollbacks
         sent = {name: one.sent for name, one in self._running.items() if one.rollbacks == rollbacks}
         if not sent or not receiver.settled.is_set():

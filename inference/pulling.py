@@ -43,7 +43,7 @@ _TOUCH_S = 30.0
 
 
 async def pull_from_run(state: NodeState, address: str, answer: Enrolled) -> None:
-    """Pull what the run at `address` named when the node enrolled. Raises what `pull_model` and a source raise."""
+    """Pull what the run at `address` named when the node enrolled."""
     link = GatewayLink(lambda: f"tcp://{address}", state.keys())
     link.reopen()
     sources = WeightSources(link)
@@ -63,12 +63,11 @@ async def _listen(link: GatewayLink) -> None:
 
 
 async def pull_model(source: ChunkSource, state: NodeState, answer: Enrolled, link: ChunkSource | None = None) -> None:
-    """Bring the newest version and the files of the model to the disk, and make the folder `state.model` of them.
+    """Bring the newest version and the files of the model to the folder `state.model`.
 
     `link`: the gateway, which alone has the model's own files; None where `source` has them.
 
-    Raises CorruptWeightsError, DeadlineError (a source that fails again and again), OSError (the disk is full),
-    WireError or SignatureError (not what the run signed).
+    Raises CorruptWeightsError, DeadlineError, OSError (the disk is full), WireError or SignatureError.
     """
     start, run_id = time.monotonic(), state.invite.run_id
     key = Ed25519PublicKey.from_public_bytes(state.invite.verify_key)
@@ -93,7 +92,7 @@ async def pull_model(source: ChunkSource, state: NodeState, answer: Enrolled, li
 
 
 def _files_to_pull(files: list[ModelFile], manifest: Manifest) -> list[ModelFile]:
-    """Return which files of the model a node pulls: the weights too where versions are adapters. Raises WireError."""
+    """Return the files to pull: weights only where versions are adapters. Raises WireError."""
     if manifest.kind != "adapters":
         return [file for file in files if not file.name.endswith((".safetensors", ".safetensors.index.json"))]
     if files and not any(file.name.endswith(".safetensors") for file in files):
@@ -105,9 +104,9 @@ def _files_to_pull(files: list[ModelFile], manifest: Manifest) -> list[ModelFile
 
 
 async def pull_files(source: ChunkSource, files: list[ModelFile], state: NodeState) -> None:
-    """Pull the model files that are not whole in the folder `state.model`, one after the other.
+    """Pull the model files that are not whole in the folder `state.model`.
 
-    Raises CorruptWeightsError, OSError, or what the source raises. What arrived before stays.
+    Raises CorruptWeightsError, OSError, or what the source raises.
     """
     held = state.path / "model-files"
     pulled = await asyncio.to_thread(VersionFolder, source, state.model, kept=held)
@@ -136,10 +135,7 @@ def _join_chunks(target: Path, chunks: Iterable[bytes]) -> None:
 
 
 async def _keep_in_run(manifest: Manifest, link: ChunkSource | None) -> None:
-    """Ask the gateway for bytes of a version now and then, so that the run keeps it during a slow pull.
-
-    Other sources do not tell the run what they are asked for. Newer versions may share some of the chunks.
-    """
+    """Ask the gateway for bytes now and then, so that the run keeps a version that comes from elsewhere."""
     while link is not None:
         for ref in [*manifest.patch[:1], *manifest.chunks[:1], *manifest.chunks[-1:]]:
             with suppress(ComposerError, OSError):
@@ -150,7 +146,7 @@ async def _keep_in_run(manifest: Manifest, link: ChunkSource | None) -> None:
 async def _persistently(
     versions: VersionFolder, refs: Sequence[ChunkRef], pull: Callable[[], Awaitable[Pulled]]
 ) -> Pulled:
-    """Return `await pull()`. What fails is tried again, until nothing more of `refs` came for several times."""
+    """Return `await pull()`, tried again until nothing more of `refs` came for several times."""
     failures, before = 0, versions.missing_bytes(refs)
     while True:
         try:
@@ -174,10 +170,9 @@ def _link_chunks(state: NodeState, manifest: Manifest) -> None:
 
 
 def _make_weight_file(snapshot: Snapshot, manifest: Manifest, folder: Path) -> None:
-    """Write what an engine starts from. A file of another version serves too: the newest is loaded right after.
+    """Write what an engine starts from: any version, but version 0 where that is the newest.
 
-    For version 0, which is what engines take a folder for, it must be that version. The mark holds the version's state
-    and the file's size.
+    The mark holds the version's state and the file's size.
     """
     mark, target = folder / ".state", folder / _WEIGHTS
     if target.exists() and mark.exists():

@@ -3,22 +3,14 @@
     manifest -> signature -> chunks to the disk (resumed where they stopped), each hashed -> names of tensors
              -> engine.load_weights, tensor by tensor -> read back, canary -> good: keep | bad: load the old ones again
 
-A version comes by the way with the fewest bytes to pull:
-
     anchor, pulled once --patch--> any version of it          a node that followed, joined or fell behind
     anchor in use --patch--> the next anchor, made here       a node that has the anchor before
 
-The versions in use and under way are on the disk, in the folder for temporary files (TMPDIR) unless another one keeps
-them, in chunks that they may share.
+After any failure the engine keeps the weights it had, or the node ends.
+While a swap is unproven, `settled` is unset: the node waits for it, then looks at `rollbacks`, before it sends tokens.
+No source of chunks is trusted: every byte is checked against the signed manifest before a tensor is loaded.
 
-After any failure the engine keeps the weights it had, or the node ends. Nothing is unpickled, and no tensor is
-loaded before its chunks' hashes matched. While a swap is unproven, `settled` is unset: the node waits for it, then
-looks at `rollbacks`, before it sends out tokens. Any source of chunks will do: every byte is checked against the
-signed manifest.
-
-A swap is proven twice. What the engine reads back from its parameters has the checksums of what was published. And the
-canary's logprobs are the trainer's within `canary_tolerance`, which is all the proof for parameters that cannot be read
-back.
+A swap is proven twice: by the checksums of what the engine reads back, and by the canary's logprobs.
 """
 
 from __future__ import annotations
@@ -63,7 +55,7 @@ class Receiver:
         *,
         kept: Path | None = None,
     ) -> None:
-        """`engine` is started. `canary_tolerance` in nats. `kept`: where chunks outlast this process."""
+        """`engine` is started. `canary_tolerance` in nats. `kept`: as of VersionFolder."""
         self._engine = engine
         self._folder = model_folder
         self._tolerance = canary_tolerance
@@ -83,15 +75,14 @@ class Receiver:
         self.settled.set()
 
     def close(self) -> None:
-        """Remove the weights from the disk, unless they are kept."""
         self.versions.close()
 
     async def install(self, signed: bytes, verify_key: bytes, run_id: str) -> None:
-        """Bring the engine to the version of `signed`. Does nothing when that manifest is in use already.
+        """Bring the engine to the version of `signed`, unless it is in use already.
 
-        Raises WireError, SignatureError (a manifest that is not this run's), CorruptWeightsError (cut short or
-        altered), MisfitError (another model), CanaryError (rolled back), EngineError, OSError (no room on the disk), or
-        what the source raises. After LostWeightsError the engine must not be used.
+        Raises WireError, SignatureError, CorruptWeightsError, MisfitError (another model), CanaryError (rolled back),
+        EngineError, OSError (no room on the disk), or what the source raises.
+        After LostWeightsError the engine must not be used.
         """
         if signed == self.installed:
             return
@@ -122,9 +113,8 @@ class Receiver:
     async def _swap(self, manifest: Manifest, tensors: Snapshot) -> None:
         """Load new weights and prove them. Without a proof, load the old ones again and raise the error.
 
-        Answers are held back from the first weight that changes on. Before it the engine prepares what it can. A
-        MisfitError changed nothing, so nothing is taken back. Raises LostWeightsError, with `settled` unset for good,
-        without old weights.
+        Answers are held back from the first weight that changes on.
+        Raises LostWeightsError, with `settled` unset for good, without old weights.
         """
         try:
             try:
@@ -145,9 +135,9 @@ class Receiver:
         self.settled.set()
 
     async def _roll_back(self, manifest: Manifest, error: ComposerError) -> None:
-        """Load the old weights. Requests that start until they are in use count as sampled from the refused ones.
+        """Load the old weights, and read back that they are.
 
-        That they are loaded is read back. What cannot be read from this node's disk, or changed there, is pulled again.
+        Requests that start until they are in use count as sampled from the refused ones.
         Raises LostWeightsError.
         """
         try:
@@ -168,7 +158,6 @@ class Receiver:
             self.rollbacks += 1
 
     async def _check_loaded(self, manifest: Manifest, tensors: Snapshot) -> None:
-        """Raise CanaryError when a parameter that can be read back holds other values."""
         parts = await self._engine.read_back(list(tensors))
         wrong = await asyncio.to_thread(_differing, manifest, tensors, parts)
         if wrong:
@@ -179,7 +168,6 @@ class Receiver:
             )
 
     async def _score_canary(self, manifest: Manifest) -> None:
-        """Raise CanaryError when one of the engine's logprobs is off by more than the tolerance."""
         canary = manifest.canary
         if len(canary.logprobs) != len(canary.token_ids) - 1:
             raise CanaryError(
@@ -199,15 +187,14 @@ class Receiver:
 
 
 def _differing(manifest: Manifest, tensors: Mapping[str, torch.Tensor], parts: list[ReadBack]) -> list[str]:
-    """Return the engine's parameters whose checksums are not those of the published tensors in their type."""
+    """Return the parameters that do not hold the published tensors."""
     return ["+".join(part.names) for part in parts if part.checksum != _published_sum(manifest, tensors, part)]
 
 
 def _published_sum(manifest: Manifest, tensors: Mapping[str, torch.Tensor], part: ReadBack) -> int | None:
     """Return the checksum that a parameter should have; None when the tensors on the disk are not the published ones.
 
-    Where the types agree the sums are the manifest's, which the trainer took of its own tensors. Else, and with
-    adapters, whose manifests have none, they are those of the tensors on this node's disk.
+    Where the types agree it is the manifest's, else that of the tensors on this node's disk.
     """
     signed = {name: manifest.tensors.get(name, "") for name in part.names}
     if part.dtype == manifest.dtype and all(signed.values()):
@@ -228,17 +215,17 @@ def _published_sum(manifest: Manifest, tensors: Mapping[str, torch.Tensor], part
 
 class ChunkSource(Protocol):
     async def read(self, sha256: str, offset: int) -> bytes | None:
-        """Return some bytes of a chunk from `offset` on: b"" at its end, None when the source has no such chunk.
+        """Return some bytes of a chunk from `offset` on: b"" at its end, None without such a chunk.
 
         Raises DeadlineError or OSError when the source cannot be reached.
         """
         ...
 
     def learn(self, urls: Iterable[str], gateway_host: str) -> None:
-        """Take the copies of the store that the gateway names at a new version, where they matter."""
+        """Take the copies of the store that the gateway names."""
 
     def refuse(self, sha256: str) -> bool:
-        """Note that the chunk which was read is wrong. Return whether to read it again, from elsewhere."""
+        """Note that the chunk is wrong. Return whether to read it again, from elsewhere."""
         return False
 
 
@@ -253,10 +240,10 @@ class FolderSource(ChunkSource):
 
 
 class VersionFolder:
-    """The versions on this node's disk, one file a whole chunk, in a private folder. Used by one task at a time."""
+    """The versions on this node's disk, one file a whole chunk. Used by one task at a time."""
 
     def __init__(self, source: ChunkSource, model_folder: Path, *, kept: Path | None = None) -> None:
-        """`kept`: a folder that outlasts this process; what is there is hashed and used. None: one that does not."""
+        """`kept`: a folder that outlasts this process; what is intact there is used."""
         self.source = source
         self._model_folder = model_folder
         self._scratch: Scratch | None = None
@@ -280,19 +267,16 @@ class VersionFolder:
             self._scratch.close()
 
     def settle(self, manifest: Manifest) -> None:
-        """Take `manifest` for the version in use; drop all else."""
         self._in_use = manifest
         self.keep_only(manifest.files)
 
     def missing_bytes(self, refs: Iterable[ChunkRef]) -> int:
-        """Return how many bytes are still to pull."""
         missing = {ref.sha256: ref.size for ref in refs if not self.has(ref)}
         return sum(size - len(self._begun.get(sha256, b"")) for sha256, size in missing.items())
 
     async def fetch(self, manifest: Manifest) -> Snapshot:
-        """Bring a version to the disk, with every hash checked; what is there stays, and so does the version in use.
+        """Bring a version to the disk, with every hash checked; the version in use stays.
 
-        What is damaged there is dropped when that is noticed, and pulled by the next call.
         Raises CorruptWeightsError, MisfitError, OSError (no room on the disk), or what the source raises.
         """
         if manifest.kind not in ("anchor", "delta", "adapters") or (manifest.patch and manifest.dtype not in WORDS):
@@ -318,10 +302,7 @@ class VersionFolder:
             raise
 
     async def pull(self, what: str, refs: Iterable[ChunkRef]) -> None:
-        """Pull the chunks that are not here. Equal ones, such as zeros, are one and come once.
-
-        `what` they belong to. Raises as `fetch` does.
-        """
+        """Pull the chunks of `what` that are not here, equal ones once. Raises as `fetch` does."""
         gate = asyncio.Semaphore(_CHUNKS_AT_ONCE)
         unique = {ref.sha256: ref for ref in refs}
         pulls = [asyncio.ensure_future(self._pull(what, ref, gate)) for ref in unique.values()]
@@ -334,7 +315,7 @@ class VersionFolder:
             raise
 
     async def _pull(self, what: str, ref: ChunkRef, gate: asyncio.Semaphore) -> None:
-        """Pull one chunk. When the source fails, what came stays and the next attempt continues there."""
+        """Pull one chunk. What came before a failure stays."""
         async with gate:
             while not self.has(ref):
                 data = self._begun.setdefault(ref.sha256, bytearray())
@@ -357,7 +338,7 @@ class VersionFolder:
             self._begun.pop(ref.sha256, None)
 
     def _follows(self, manifest: Manifest) -> bool:
-        """Tell whether the version in use has the anchor from which a patch leads to the new one, in fewer bytes."""
+        """Tell whether a patch leads from the anchor in use to the new one, in fewer bytes."""
         used = self._in_use
         if used is None or manifest.kind != "anchor" or not manifest.base or manifest.base != used.chunks:
             return False
@@ -366,7 +347,7 @@ class VersionFolder:
         return self.missing_bytes(manifest.patch) < self.missing_bytes(manifest.chunks)
 
     def _make_anchor(self, manifest: Manifest) -> None:
-        """Make an anchor's chunks from those of the anchor before. Raises CorruptWeightsError where they differ."""
+        """Make an anchor's chunks from those of the one before. Raises CorruptWeightsError."""
         what = f"weights v{manifest.version}"
         for old, new, patch in zip(manifest.base, manifest.chunks, self._patches(manifest), strict=True):
             if not self.has(new):
@@ -401,10 +382,7 @@ class VersionFolder:
             return False
 
     def write(self, what: str, ref: ChunkRef, data: bytes | bytearray) -> None:
-        """Keep a chunk.
-
-        `what` it belongs to. Raises CorruptWeightsError when these are not its bytes, OSError when the disk is full.
-        """
+        """Keep a chunk of `what`. Raises CorruptWeightsError for other bytes, OSError when the disk is full."""
         if len(data) != ref.size:
             raise CorruptWeightsError(f"{what}: chunk {ref.sha256} has {len(data)} bytes, the manifest says {ref.size}")
         if hashlib.sha256(data).hexdigest() != ref.sha256:
@@ -423,7 +401,7 @@ class VersionFolder:
         self._held.add(ref.sha256)
 
     def read(self, ref: ChunkRef, what: str) -> bytes:
-        """Return a whole chunk. Raises CorruptWeightsError, with `what` it belongs to, when it is gone or changed."""
+        """Return a chunk of `what`. Raises CorruptWeightsError when it is gone or changed."""
         try:
             data = self.path_of(ref).read_bytes()
         except OSError as error:
@@ -439,7 +417,6 @@ class VersionFolder:
         self._begun = {sha256: data for sha256, data in self._begun.items() if sha256 in kept}
 
     def drop_damaged(self, refs: Iterable[ChunkRef]) -> None:
-        """Drop the chunks whose files are no longer what was pulled."""
         held = {ref.sha256 for ref in refs} & self._held
         self._drop({sha256 for sha256 in held if not self._is_intact(sha256)})
 

@@ -49,7 +49,7 @@ class Assignment:
     keys: Callable[[], ClientKeys]
     """Read when needed: a launcher may still be writing them."""
     address: Callable[[], str | None]
-    """Where the gateway listens, None before it is known; called again for each connection."""
+    """Where the gateway listens, None before it is known."""
     run_dir: RunDir | None
     """The run's directory, where it is on this machine."""
     audits: bool = False
@@ -57,7 +57,7 @@ class Assignment:
     kept: Path | None = None
     """Where weight chunks outlast the process; None keeps none."""
     first: tuple[bytes, bytes, str] | None = None
-    """A signed manifest, its verify key and run, in use before the node attaches; None attaches with the folder's."""
+    """A signed manifest, its verify key and run, in use before the node attaches."""
 
 
 def run_node(assignment: Assignment) -> int:
@@ -85,7 +85,6 @@ def run_node(assignment: Assignment) -> int:
 
 
 async def _serve(assignment: Assignment, folder: Path) -> None:
-    """Serve until drained or stopped by a signal. Raises what Engine.start and InferenceNode.run raise."""
     import torch
 
     torch.set_num_threads(assignment.inference.threads)
@@ -105,7 +104,7 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
 
 
 async def _start(assignment: Assignment, folder: Path, stack: AsyncExitStack) -> InferenceNode:
-    """Return the node, its engine started and its first version in use. `stack` closes what it is made of."""
+    """Return the node, its first version in use. `stack` closes what it is made of."""
     import torch
 
     from composer_prime.wire.node_messages import ToAuditor, ToNode
@@ -138,7 +137,7 @@ async def _start(assignment: Assignment, folder: Path, stack: AsyncExitStack) ->
 
 
 def _weights(assignment: Assignment, link: GatewayLink, stack: AsyncExitStack) -> ChunkSource:
-    """Return where weights come from: the run's store where it is on this machine, else copies and last the link."""
+    """Return the run's store where it is on this machine, else copies and last the link."""
     from composer_prime.run.weights import WeightStore
     from inference.receiver import FolderSource
     from inference.weight_sources import WeightSources
@@ -151,7 +150,7 @@ def _weights(assignment: Assignment, link: GatewayLink, stack: AsyncExitStack) -
 
 
 def _device(inference: InferenceConfig, *, on_cuda: bool) -> ComputeDevice:
-    """Return what the node computes on, for its Hello. Asks the driver: torch would take GPU memory for the answer."""
+    """Ask the driver what the node computes on: torch would take GPU memory for the answer."""
     dtype = inference.dtype_used(on_cuda=on_cuda)
     if not on_cuda:
         return ComputeDevice(name="cpu", count=inference.threads, dtype=dtype)
@@ -161,7 +160,7 @@ def _device(inference: InferenceConfig, *, on_cuda: bool) -> ComputeDevice:
 
 
 def _model_context(folder: Path) -> int:
-    """Return the longest sequence that the model in `folder` was made for. Raises ConfigError without that figure."""
+    """Raises ConfigError when the model does not say for how many tokens it was made."""
     limit = text_settings(folder).get("max_position_embeddings")
     if limit is None:
         raise ConfigError(f"{folder}/config.json names no max_position_embeddings: pass --max-context")
