@@ -4,9 +4,8 @@
                  -> judge: is each token the draw of its seed, are its logprobs right, does it end where it says
                  -> AuditVerdict
 
-It holds one version at a time. The answer that waits for longest chooses it, and all that need that version share
-passes: under load there are few swaps for each answer, and none waits for ever. It is trusted: it runs on the run's
-host, or elsewhere with the trainer's token.
+The answer that waits for longest chooses the version, and all that need that version share passes.
+It is trusted: it holds the trainer's token.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class OpenAudit:
         self.missing = {span.version for span in self.request.version_spans}
 
     async def score(self, engine: LocalEngine, version: int) -> None:
-        """Score the tokens of `version`, which the engine holds. Raises what check_draws raises."""
         request, prompt = self.request, ints(self.request.prompt_ids)
         for span in request.version_spans:
             if span.version == version:
@@ -71,12 +69,9 @@ class OpenAudit:
 
 
 def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
-    """Return the verdict on a scored answer. `stop`: after how many tokens a stop rule ends it; None where none does.
+    """Return the verdict on a scored answer. `stop`: after how many tokens a stop rule ends it, if one does.
 
-    Each part is judged alone. A wrong end is the fault of the part that should have ended it.
-
-    A logprob of -inf of its own says that top-k or top-p removes the token: rounding may decide that at the edge, so
-    its draw alone counts.
+    Each part is judged alone. A logprob of -inf of its own is rounding at the edge of top-k or top-p: the draw counts.
     """
     request, claimed = audit.request, audit.request.token_logprobs
     bounds = np.full(len(claimed), request.tolerance)
@@ -121,10 +116,10 @@ def _mean_fault(gaps_in_bounds: np.ndarray, tolerance: float) -> str | None:
 
 
 class Auditor(InferenceNode):
-    """Checks answers until it is drained, refused, or without an orchestrator for too long. Use once."""
+    """Checks answers. Use once."""
 
     def __init__(self, *node: Any, **options: Any) -> None:
-        """As InferenceNode. Raises EngineError unless its engine is a local one: no other says what it would draw."""
+        """Raises EngineError unless the engine is a local one: no other says what it would draw."""
         super().__init__(*node, **options)
         if not isinstance(self._engine, LocalEngine):
             kind = type(self._engine).__name__
@@ -146,7 +141,7 @@ class Auditor(InferenceNode):
         self._audits.clear()
 
     def _learn(self, message: NodeWelcome) -> None:
-        """Remember a version. It is installed when an answer was sampled from it."""
+        """Remember a version. It is installed when an answer needs it."""
         super()._learn(message)
         welcome, manifest = self._welcome, message.manifest
         if welcome is None or not manifest:
@@ -162,7 +157,6 @@ class Auditor(InferenceNode):
             del self._manifests[min(self._manifests)]
 
     async def _follow_weights(self) -> None:
-        """Check answers, all that wait for one version after another."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()
@@ -170,7 +164,6 @@ class Auditor(InferenceNode):
                 await self._check_version(self._next_version())
 
     def _next_version(self) -> int:
-        """Return what the answer that waits for longest needs, the version in use first."""
         in_use, missing = self._receiver.version, self._audits[0].missing
         return in_use if in_use in missing else min(missing)
 
@@ -199,7 +192,6 @@ class Auditor(InferenceNode):
                 await self._judge(audit)
 
     def _drop_late(self) -> None:
-        """Spend no time on what nobody waits for any more."""
         for audit in [one for one in self._audits if time.monotonic() > one.arrived + one.request.timeout_s]:
             limit = f"{audit.request.timeout_s:g} s"
             self._end(audit, AuditVerdict(audit=audit.request.audit, error=f"it was not checked within {limit}"))
@@ -215,7 +207,6 @@ class Auditor(InferenceNode):
             await self._fail(audit, error)
 
     async def _install(self, version: int) -> None:
-        """Raises what Receiver.install raises, and ComposerError for a version that was never announced."""
         manifest, welcome = self._manifests.get(version), self._welcome
         if manifest is not None and welcome is not None:
             await self._receiver.install(manifest, welcome.verify_key, welcome.run_id)
@@ -224,14 +215,14 @@ class Auditor(InferenceNode):
             raise ComposerError(f"it is not one of those that the run keeps ({known})")
 
     async def _fail(self, audit: OpenAudit, error: Exception, what: str = "") -> None:
-        """Give an answer up. Raises EngineError when the engine is dead, so that other auditors get all answers."""
+        """Give an answer up. Raises EngineError when the engine is dead."""
         if isinstance(error, EngineError) and not isinstance(error, BadRequestError):
             await self._local.score([0, 0])
         retryable = isinstance(error, OSError)
         self._end(audit, AuditVerdict(audit=audit.request.audit, error=f"{what}{error}", retryable=retryable))
 
     def _end(self, audit: OpenAudit, answer: AuditVerdict) -> None:
-        """Send an outcome, unless the connection was lost meanwhile: the orchestrator then asks again."""
+        """Send an outcome, unless the connection was lost meanwhile."""
         if audit in self._audits:
             self._audits.remove(audit)
             self._link.send(answer)

@@ -3,10 +3,9 @@
     python -m inference.model_server --model tiny/teacher_a --model tiny     prints {"url": ...} once it serves
 
     POST /v1/chat/completions   messages, tools -> answer, usage
-    GET  /v1/models             the orchestrator asks until its teachers are there (traces/replay/teacher_pool.py)
+    GET  /v1/models             the orchestrator asks until its teachers are there
 
-Each model has the local engine and its own chat template. The server runs until a signal ends it, or the end of the
-process that started it.
+Each model has the local engine and its own chat template.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ async def _load(name: str, config: InferenceConfig) -> tuple[LocalEngine, Any]:
 
 
 def _prompt(tokenizer: Any, body: _Chat) -> list[int]:
-    """Return token ids by the model's own template. Raises BadRequestError when it refuses these messages."""
+    """Raises BadRequestError when the model's template refuses these messages."""
     try:
         text = tokenizer.apply_chat_template(
             [_with_content(message) for message in body.messages],
@@ -143,7 +142,7 @@ def _prompt(tokenizer: Any, body: _Chat) -> list[int]:
 
 
 def _message(text: str) -> dict[str, Any]:
-    """Return the answer in OpenAI's form. A broken call stays in the text."""
+    """A broken call stays in the text."""
     calls = []
 
     def take(block: re.Match[str]) -> str:
@@ -163,7 +162,7 @@ def _message(text: str) -> dict[str, Any]:
 
 
 def _with_content(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message as templates need it: they print None, and they expect arguments as objects."""
+    """Return what templates need: they print None, and expect arguments as objects."""
     filled = {**message, "content": message.get("content") or ""}
     if message.get("tool_calls"):
         filled["tool_calls"] = [_decoded(call) for call in message["tool_calls"]]

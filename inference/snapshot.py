@@ -1,9 +1,8 @@
-"""A version's tensors, read from chunks on the node's disk in blocks.
+"""A version's tensors, read from chunks on the node's disk in blocks, and patched as they are read.
 
     VersionFolder (receiver.py): one file a chunk --> Snapshot --block by block--> engine
 
-So a node holds the engine's own weights and some megabytes more, whatever the model's size. What differs from an anchor
-is applied to each block as it is read.
+So a node holds the engine's own weights and some megabytes more.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def open_snapshot(manifest: Manifest, path_of: Callable[[ChunkRef], Path], base: Path) -> Snapshot:
-    """Return the tensors of a version whose files are all on the disk; `base` is the model folder.
+    """Return the tensors of a version; `base` is the model folder.
 
     Raises CorruptWeightsError, MisfitError (adapters of another model), WeightError (no base).
     """
@@ -58,19 +57,14 @@ def folder_snapshot(folder: Path) -> Snapshot:
 
 
 class Snapshot(Mapping[str, torch.Tensor]):
-    """Named tensors of safetensors files on the disk. Each lookup reads the tensor again, into new memory."""
+    """Named tensors of safetensors files. Each lookup reads the tensor again, into new memory."""
 
     def __init__(self, name: str, files: list[Parts], patch: Parts | None = None, word: np.dtype = _NO_WORD) -> None:
-        """`name` is for messages. Raises CorruptWeightsError.
-
-        `patch`: a stream of patches of such words, one for each part of the one file. It is applied to every block that
-        is read.
-        """
+        """`patch`: a stream of patches of such words, one for each part of the one file. Raises CorruptWeightsError."""
         self._name = name
         self._patch = patch
         self._word = word
         self._read_last: tuple[int, Patch] | None = None
-        """The patch read last and its part: blocks of one part follow each other."""
         self._places: dict[str, tuple[Parts, int, torch.dtype]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         try:
@@ -94,7 +88,7 @@ class Snapshot(Mapping[str, torch.Tensor]):
         return next(self.blocks(name, whole))[1].reshape(self.shapes[name])
 
     def blocks(self, name: str, elements: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield a tensor's values, row-major, in blocks of at most `elements` (4 MiB by default): start, values [n]."""
+        """Yield start and values [n] of a tensor's blocks of at most `elements`, 4 MiB by default."""
         parts, offset, dtype = self._places[name]
         whole = math.prod(self.shapes[name])
         elements = max(1, elements or _BLOCK_BYTES // dtype.itemsize)
@@ -124,7 +118,6 @@ class Snapshot(Mapping[str, torch.Tensor]):
             raise CorruptWeightsError(f"{self._name} cannot be read as safetensors: {error!r}") from None
 
     def _read(self, parts: Parts, offset: int, target: memoryview) -> None:
-        """Fill `target` from byte `offset` on. Raises CorruptWeightsError when the bytes are not there."""
         done = 0
         for index, (path, size) in enumerate(parts):
             if offset < size and done < len(target):
@@ -161,13 +154,12 @@ class Snapshot(Mapping[str, torch.Tensor]):
 
 
 class AdaptedSnapshot(Snapshot):
-    """The tensors of a model folder with low-rank updates: W + scale * B A, in float64, then in the version's type.
+    """The tensors of a model folder plus low-rank updates: W + scale * B A, in float64, then in the version's type.
 
     A tensor's blocks are always the same ones, so that every look-up rounds the same.
     """
 
     def __init__(self, base: Snapshot, factors: Snapshot, manifest: Manifest) -> None:
-        """Raises MisfitError when the model folder lacks a tensor, or a factor has another shape than its tensor."""
         super().__init__(base._name, [])
         missing = sorted(manifest.tensors.keys() - base.keys())
         wrong = [name for name in sorted(factors) if not _fits(name, factors.shapes[name], base, factors)]
@@ -187,7 +179,6 @@ class AdaptedSnapshot(Snapshot):
         return torch.cat([values for _, values in self.blocks(name)]).reshape(self.shapes[name])
 
     def blocks(self, name: str, elements: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield a tensor's values in blocks of about 4 MiB, whatever `elements` says."""
         if f"{name}.lora_A" not in self._factors:
             yield from ((start, values.to(self._dtype)) for start, values in super().blocks(name))
             return
@@ -201,7 +192,7 @@ class AdaptedSnapshot(Snapshot):
 
 
 def _fits(factor: str, shape: tuple[int, ...], base: Snapshot, factors: Snapshot) -> bool:
-    """Tell whether a factor [rank, in] or [out, rank] has its tensor and its partner, in matching shapes."""
+    """Tell whether a factor [rank, in] or [out, rank] fits its tensor and its partner."""
     name, _, side = factor.rpartition(".lora_")
     whole, partner = base.shapes.get(name), factors.shapes.get(f"{name}.lora_{'B' if side == 'A' else 'A'}")
     if side not in ("A", "B") or whole is None or partner is None or not len(shape) == len(partner) == len(whole) == 2:
@@ -246,9 +237,9 @@ def tensor_blocks(tensors: Mapping[str, torch.Tensor], name: str) -> Iterator[tu
 
 
 def word_sum(tensor: torch.Tensor) -> int:
-    """Return the sum, modulo 2^64, of the squares of the tensor's values, each value's bits taken as one integer.
+    """Return the sum, modulo 2^64, of the squares of the values' bits, each taken as one integer.
 
-    It does not depend on the order, so that of a fused tensor is the sum of its parts'. Zeros, such as padding, add 0.
+    Order does not matter: the sum of a fused tensor is that of its parts. Padding with zeros adds 0.
     """
     bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
     total = 0
@@ -263,9 +254,9 @@ def fold_sums(
 ) -> list[tuple[list[str], str, str]]:
     """Return names, type and checksum of each parameter whose parts or copies several workers hold.
 
-    `shapes` are those of the published tensors. Parts have their size together: the sum is the parts'. Copies have it
-    each: they count once, and copies that differ are returned one by one, so that a wrong one is found. What is
-    neither is left out, such as key and value heads of which more workers than one hold the same. One worker holds all.
+    Parts have the size of `shapes` together, and their sums add up.
+    Copies have it each, and those that differ are returned one by one.
+    What is neither is left out.
     """
     by_names: dict[tuple[str, ...], list[Held]] = defaultdict(list)
     for parameters in ranks:

@@ -29,7 +29,7 @@ _POLL_S = 0.5
 _SLOW_S = 10.0
 """A piece that takes longer puts its copy aside."""
 _PATIENCE_S = 10.0
-"""How long a chunk may take to reach a copy of the store before the gateway is asked for it."""
+"""How long a chunk may take to reach a copy."""
 _MAX_SOURCES = 64
 _MAX_CHUNKS = 4096
 """The most chunks of which something is remembered."""
@@ -45,7 +45,6 @@ class HttpSource(ChunkSource):
         self._timeout_s = timeout_s
 
     async def read(self, sha256: str, offset: int) -> bytes | None:
-        """Raises DeadlineError when a piece does not come in time, OSError for anything but bytes of the chunk."""
         received = bytearray()
         try:
             headers = {"Range": f"bytes={offset}-{offset + PIECE_BYTES - 1}", "Accept-Encoding": "identity"}
@@ -68,7 +67,7 @@ class HttpSource(ChunkSource):
         return bytes(received)
 
     def _check(self, response: aiohttp.ClientResponse, offset: int) -> int:
-        """Return how many bytes have to come. Raises OSError for an answer that is not the piece from `offset` on."""
+        """Return how many bytes have to come. Raises OSError for another answer."""
         if response.status != 206:  # A redirection leads nowhere.
             raise OSError(f"{self.name} answers {response.status} {response.reason}, expected 206: it must know Range")
         sent = response.headers.get("Content-Range", "")
@@ -81,16 +80,14 @@ class HttpSource(ChunkSource):
 
 @dataclass(slots=True)
 class _Chunk:
-    """What is known of a chunk."""
-
     givers: dict[str, int | None] = field(default_factory=dict)
-    """The URLs of the copies that gave bytes of it; where it ended there, after a short piece."""
+    """By URL of a copy that gave bytes of it: where it ended, after a short piece."""
     patient_until: float | None = None
     """Set when a copy was first found to lack it."""
 
 
 class WeightSources(ChunkSource):
-    """Reads from copies of the store, each chunk from another one, and from `last` what none of them gives."""
+    """Reads each chunk from one of the copies, and from `last` what none of them gives."""
 
     def __init__(
         self,
@@ -137,7 +134,7 @@ class WeightSources(ChunkSource):
             await asyncio.sleep(_POLL_S)  # The new version may be on its way to the copies.
 
     async def _ask(self, url: str, copy: HttpSource, chunk: _Chunk, sha256: str, offset: int) -> bytes | None:
-        """Return a piece; None where the copy lacks the chunk, b"" where it is put aside instead."""
+        """Return a piece; None where the copy lacks the chunk, b"" where it is put aside."""
         if chunk.givers.get(url) == offset:
             self._put_aside(url, _ASIDE_S, f"its weight chunk {sha256} ends too early, at byte {offset}")
             return b""
@@ -152,7 +149,6 @@ class WeightSources(ChunkSource):
         return piece
 
     def _waits(self, chunk: _Chunk) -> bool:
-        """Tell whether to give the copies some more time for a chunk that they lack."""
         now = self._clock()
         if chunk.patient_until is None:
             chunk.patient_until = now + _PATIENCE_S
@@ -161,16 +157,12 @@ class WeightSources(ChunkSource):
         return now >= self._hurried_until
 
     def _in_order(self, sha256: str) -> list[tuple[str, HttpSource]]:
-        """Return the copies to ask, one after the other.
-
-        The chunk's name says where to begin: chunks come from several copies at once, the pieces of one from one copy.
-        """
+        """Return the copies to ask, in turn; the chunk's name says where to begin."""
         copies, now = list(self._copies.items()), self._clock()
         first = int(sha256[:8], 16) % max(1, len(copies))
         return [copy for copy in copies[first:] + copies[:first] if self._aside_until.get(copy[0], 0.0) <= now]
 
     def refuse(self, sha256: str) -> bool:
-        """Put the copies aside that gave a wrong chunk, or a part of it."""
         givers = self._chunks.pop(sha256, _Chunk()).givers
         for url in givers:
             self._put_aside(url, _WRONG_ASIDE_S, f"it gave a wrong weight chunk, or a part of it: {sha256}")

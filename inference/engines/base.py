@@ -29,7 +29,7 @@ class ReadBack:
     """What one parameter in the engine's memory holds after a swap."""
 
     names: list[str]
-    """The published tensors that it consists of; several where the engine fuses them."""
+    """The published tensors that it consists of."""
     dtype: str
     """Its own type, which the published values were cast to."""
     checksum: int
@@ -48,10 +48,10 @@ class Engine(Protocol):
         """Load the model folder and be ready to serve. Raises ModelNotFoundError or EngineError."""
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Answer:
-        """Sample one continuation. Cancelling the awaiting task frees the request's place. Each has an id of its own.
+        """Sample one continuation. Cancelling the awaiting task frees its place.
 
-        Requests of one `session` share a conversation, whose cache the engine may keep. Raises BadRequestError
-        when the prompt leaves no room for a token.
+        Requests of one `session` share a conversation, whose cache the engine may keep.
+        Raises BadRequestError when the prompt leaves no room for a token.
         """
         ...
 
@@ -62,22 +62,18 @@ class Engine(Protocol):
     async def load_weights(
         self, version: int, tensors: Mapping[str, torch.Tensor], begin: Callable[[], None] = lambda: None
     ) -> None:
-        """Swap weights between two tokens. Running requests continue, and their spans show where the version changes.
+        """Swap weights between two tokens. Running requests continue.
 
-        `begin` is called before the first weight changes: what can be prepared is by then.
-        Each look-up in `tensors` may read a disk: take one tensor at a time, keep none. MisfitError means that
-        nothing has changed. After any other error the weights may be a mixture: the caller loads others.
+        `begin` is called before the first weight changes. A look-up in `tensors` may read a disk: keep none.
+        MisfitError means that nothing has changed. After any other error the caller loads others.
         """
 
     async def read_back(self, names: list[str]) -> list[ReadBack]:
-        """Return what the parameters hold now that the published tensors `names` are loaded into.
-
-        Parameters that cannot be read (packed, split over devices) are left out.
-        """
+        """Return what the parameters of the published tensors `names` hold, without those that cannot be read."""
         ...
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Return log p(token t+1 | tokens <= t) at temperature 1, [T - 1]. The canary check uses it."""
+        """Return log p(token t+1 | tokens <= t) at temperature 1, [T - 1]."""
         ...
 
     def stats(self) -> Status:
@@ -85,14 +81,13 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop and free everything, also child processes. An engine that hangs is left behind after some seconds."""
+        """Stop and free everything. An engine that hangs is left behind after some seconds."""
 
 
 def build_engine(inference: InferenceConfig, model_folder: Path, max_context: int) -> Engine:
-    """Return the engine that `inference.engine` names, not started.
+    """Return the engine that `inference.engine` names, not started. Raises ConfigError.
 
-    `max_context` bounds prompt and completion together, in tokens. Each engine is imported only when it is used: the
-    libraries of the others may be missing. Raises ConfigError.
+    `max_context` bounds prompt and completion together, in tokens.
     """
     given = {"model_folder": model_folder, "inference": inference, "max_context": max_context}
     return build_part(inference.engine, inference.engine_settings, ENGINES, "inference.engine", given)
@@ -104,10 +99,7 @@ def refuse_misfits(
     missing: list[str],
     optional: Collection[str] = (),
 ) -> None:
-    """Raises MisfitError naming those of `tensors` that are `missing`, not `expected`, or of another shape.
-
-    The shapes of tensors on a disk are known without reading them. Those of `optional` ones are not looked at.
-    """
+    """Raises MisfitError naming those of `tensors` that are `missing`, not `expected`, or of another shape."""
     shapes = getattr(tensors, "shapes", None) or {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     faults = {
         "missing": missing,

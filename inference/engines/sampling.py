@@ -30,7 +30,6 @@ Rule = tuple[float, int, float, int]
 
 
 def check_prompt(token_ids: list[int], *, vocab: int, max_context: int, new_tokens: int = 1) -> None:
-    """Raises BadRequestError for no ids, unknown ones, and no room for `new_tokens` more."""
     if not token_ids:
         raise BadRequestError("the prompt is empty: send at least one token")
     if len(token_ids) + new_tokens > max_context:
@@ -47,7 +46,6 @@ def check_prompt(token_ids: list[int], *, vocab: int, max_context: int, new_toke
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raises BadRequestError naming the value."""
     if sampling.max_tokens < 1:
         raise BadRequestError(f"max_tokens is {sampling.max_tokens}: ask for at least one")
     if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
@@ -140,8 +138,7 @@ def _weights_and_cdf(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
     """Draw one token per row. logits [R, V] -> (tokens int64 [R], logprobs float32 [R]).
 
-    Greedy rows (temperature 0) take the likeliest token and report its log-probability at temperature 1. A row with
-    non-finite logits reports a non-finite log-probability; the caller fails that request.
+    Greedy rows report the log-probability at temperature 1, rows with non-finite logits a non-finite one.
     """
     logits = warp(logits, rows)
     top, cdf = _weights_and_cdf(logits)
@@ -166,13 +163,11 @@ def draw_misses(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Say how far the uniform number of each draw lies outside of the CDF interval of its token.
 
-    logits [R, V], tokens int64 [R] -> (misses float64 [R], logprobs float32 [R]). A miss is a probability: 0 for what
-    `sample` returns from the same logits, at most the total variation distance for the same draw from others. For a
-    greedy row it is what the likeliest token has more than this one. A token that top-k or top-p removes has
-    log-probability -inf.
+    logits [R, V], tokens int64 [R] -> (misses float64 [R], logprobs float32 [R]).
+    A miss is a probability. For a greedy row it is what the likeliest token has more.
+    A token that top-k or top-p removes has log-probability -inf.
 
-    `tolerance`, a probability: tokens that are this near to the edge of top-k or top-p may be kept or removed,
-    whichever explains the draw better.
+    `tolerance`: tokens this near to the edge of top-k or top-p are kept or removed in the draw's favor.
     """
     count = max(16, _CHECK_BYTES // (16 * logits.shape[1]))
     parts = []
@@ -210,8 +205,7 @@ def _misses(logits: torch.Tensor, rows: SamplingRows, tokens: np.ndarray) -> tup
 def _edge_misses(logits: torch.Tensor, rows: SamplingRows, tokens: np.ndarray, tolerance: float) -> np.ndarray:
     """Return the misses [R] of narrowed rows where each token at the edge is kept or removed in the draw's favor.
 
-    The tokens that are surely kept are one set, those that may be kept another around it. What lies between counts
-    below the draw, or above it, or not at all.
+    The tokens that are surely kept are one set, those that may be kept another around it.
     """
     ids = torch.from_numpy(tokens.astype(np.int64)).to(logits.device)[:, None]
     logits, nats, every = _tempered(logits, rows), _EDGE_NATS * tolerance, np.arange(len(tokens))
@@ -257,10 +251,9 @@ def _top_k(logits: torch.Tensor, top_k: np.ndarray) -> torch.Tensor:
 
 
 def _top_p(logits: torch.Tensor, top_p: np.ndarray) -> torch.Tensor:
-    """Keep each row's smallest set of likeliest tokens whose probability reaches `top_p` [R], and what equals its last.
+    """Keep each row's smallest set of likeliest tokens that reaches `top_p` [R], and what equals its last.
 
-    The set is mostly small: sort the likeliest few hundred first, and the whole vocabulary only of rows that fall
-    short. So no row's set depends on the rows beside it.
+    Sort the likeliest few hundred first, and the whole vocabulary only of rows that fall short.
     """
     lse = logits.logsumexp(-1, keepdim=True)
     floor = torch.full_like(lse, float("-inf"))
@@ -284,8 +277,7 @@ def stop_rule(
 ) -> Callable[[np.ndarray], bool]:
     """Return what tells whether the newest token of a completion (int32 [T_new]) ends it before its length limit.
 
-    A stop token, the end-of-sequence token or a stop string does. `decode` turns token ids into text, special tokens
-    included. Without it stop strings are ignored.
+    Without `decode` stop strings are ignored.
     """
     token_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos)
     strings = [one for one in sampling.stop if one]

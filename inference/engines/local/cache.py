@@ -37,14 +37,11 @@ MIN_SHARED = 32
 _FIRST_COLUMNS = 128
 """For the pass that shows which layers there are."""
 _GROUP_WASTE = 384
-"""How many padded cache columns cost as much as one more attention call (about 40 us; a column takes 0.1 us)."""
+"""How many padded cache columns cost as much as one more attention call."""
 
 
 class KvCache:
-    """Slots of token ids with their keys and values. The compute thread owns it.
-
-    Takes its shapes from the first forward pass, so it fits any model that uses the attention interface.
-    """
+    """Slots of token ids with their keys and values, in the shapes of the first forward pass."""
 
     def __init__(self, slots: int = 1, columns: int = _FIRST_COLUMNS) -> None:
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -75,9 +72,9 @@ class KvCache:
     def place(self, prompt: np.ndarray, session: str) -> tuple[int, int] | None:
         """Give a slot to a request with `prompt` (int32 [T]) of conversation `session`.
 
-        Return the slot and how many of its first columns are right already, or were copied from another slot. Return
-        None while the request must wait: when every slot runs, or when a longer prefix of its prompt is being computed
-        for another request. Siblings of a group arrive together, the first computes, the others copy.
+        Return the slot and how many of its first columns are right, some of them copied.
+        Return None while every slot runs, or a longer prefix of the prompt is being computed:
+        of siblings the first computes, the others copy.
         """
         idle = [slot for slot in range(self.high) if self.session[slot] == session and not self.running[slot]]
         held, coming = self._shared(prompt)
@@ -102,9 +99,9 @@ class KvCache:
         return slot, cached
 
     def _shared(self, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return per slot in use: how many leading tokens of `prompt` it holds, and how many it will once computed.
+        """Return per slot in use how many leading tokens of `prompt` it holds, and how many it will once computed.
 
-        At most len(prompt) - 1: the last token is always computed because its logits are needed.
+        The last token is always computed because its logits are needed.
         """
         if not self.high:
             return np.zeros(self.high, dtype=np.int64), np.zeros(self.high, dtype=np.int64)
@@ -115,7 +112,7 @@ class KvCache:
         return np.minimum(common, self.computed[: self.high]), np.minimum(common, self.known[: self.high])
 
     def _vacant(self, keep: int) -> int | None:
-        """Return a free slot, else a new one, else the one idle for longest; `keep` only when there is no other."""
+        """Return a free slot, else a new one, else the one idle for longest; `keep` last."""
         idle = np.flatnonzero(~self.running[: self.high]).tolist()
         for slot in idle:
             if self.session[slot] is None:
@@ -127,14 +124,13 @@ class KvCache:
         return min(others, key=lambda slot: int(self._idle_since[slot])) if others else None
 
     def append(self, slot: int, token: int) -> int:
-        """Add a sampled token. Returns the number of tokens in the row."""
         known = int(self.known[slot])
         self.tokens[slot, known] = token
         self.known[slot] = known + 1
         return known + 1
 
     def release(self, slot: int) -> None:
-        """End the slot's request. Its cache stays for the next turn, unless older weights computed it."""
+        """End the slot's request. Its cache stays, unless older weights computed it."""
         self.running[slot] = False
         if self.fresh[slot]:
             self._clock += 1
@@ -167,7 +163,7 @@ class KvCache:
         return sum(tensor.shape[0] * tensor.shape[3] * tensor.element_size() for tensor in tensors)
 
     def _empty(self, heads: int, like: torch.Tensor) -> torch.Tensor:
-        """Return zeros: a masked column may be read and must be finite. On a CPU untouched pages cost no memory."""
+        """Return zeros. On a CPU untouched pages cost no memory."""
         shape = (heads, self.slots, self.columns, like.shape[-1])
         if like.device.type != "cpu":
             return like.new_zeros(shape)
@@ -185,7 +181,6 @@ class KvCache:
         values.view(value.shape[0], -1, value.shape[2]).index_copy_(1, places, value)
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Copy the first `count` columns of one slot to another: a shared prefix, or a move."""
         for pair in self.layers.values():
             for tensor in pair:
                 tensor[:, target, :count] = tensor[:, source, :count]
@@ -266,7 +261,7 @@ class EngineStep:
 def plan_step(cache: KvCache, order: list[int], prefill_tokens: int, device: torch.device) -> EngineStep:
     """Return the next step over the running slots in `order` (of admission).
 
-    It computes one token of each decoding sequence, and at most `prefill_tokens` of prompts, oldest request first.
+    It computes one token of each decoding sequence, and at most `prefill_tokens` of prompts.
     """
     slots = np.array(order)
     missing = cache.known[slots] - cache.computed[slots]
@@ -303,7 +298,7 @@ def _tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _groups(slots: np.ndarray, lengths: np.ndarray) -> list[DecodeGroup]:
-    """Group neighboring slots whose padding to common columns costs less than another attention call."""
+    """Group neighboring slots whose padding costs less than another attention call."""
     groups: list[DecodeGroup] = []
     first = longest = 0
     at = slots.tolist()
@@ -334,7 +329,7 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D].
 
-    Raises EngineError for models whose attention needs more than scale, mask and window.
+    Raises EngineError for models that need more than scale, mask and window.
     """
     del attention_mask
     if slot_step is None or settings.get("softcap") is not None or settings.get("s_aux") is not None:
@@ -370,7 +365,7 @@ def _decode(
 ) -> torch.Tensor:
     """Attend from one token of each sequence to all of it. query [H, count, D] -> [count, H, D].
 
-    The query heads of one KV head become rows of one query, so that each cached key is read once.
+    The query heads of one KV head become rows of one query: each cached key is read once.
     """
     keys, values = held
     heads, count, size = query.shape

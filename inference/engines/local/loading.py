@@ -55,10 +55,9 @@ class LoadedModel:
 
     @torch.no_grad()
     def swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy `tensors`, by published name, into the model, after checking all of them.
+        """Copy `tensors`, by published name, into the model. In-place copies keep tied parameters tied.
 
-        A tied parameter may come under any of its names; in-place copies keep it tied. Reads a few megabytes at a time.
-        Raises MisfitError naming what is missing, unexpected, misshapen or contradictory; then nothing was changed.
+        Raises MisfitError; then nothing was changed.
         """
         targets, groups = self._targets, _tied_names(self.module, self._targets)
         missing = [names[0] for names in groups if not tensors.keys() & names]
@@ -74,19 +73,15 @@ class LoadedModel:
                 targets[name].copy_(tensors[name])
 
     def read_back(self, names: list[str]) -> list[ReadBack]:
-        """Return the checksums of what the tensors called `names` are loaded into.
-
-        Any thread may call it while no swap is under way: only swaps write the parameters.
-        """
+        """Return checksums. Any thread may call it while no swap is under way."""
         dtypes = {name: str(self._targets[name].dtype).removeprefix("torch.") for name in names}
         return [ReadBack(names=[name], dtype=dtypes[name], checksum=word_sum(self._targets[name])) for name in names]
 
 
 def load_model(folder: Path, config: InferenceConfig) -> PreTrainedModel:
-    """Return the causal language model of `folder`, ready for inference through the slot attention.
+    """Return the causal language model of `folder`, with the slot attention.
 
-    Raises ModelNotFoundError when the folder holds no model or tensors are missing, ConfigError when CUDA is configured
-    and missing.
+    Raises ModelNotFoundError, or ConfigError when CUDA is configured and missing.
     """
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"model folder {folder} has no config.json: set model.path to a Hugging Face folder")
@@ -136,8 +131,7 @@ class _NoCopies(TorchFunctionMode):
 def published_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return what published tensors are copied into, by published name, a tied parameter under each of its names.
 
-    An architecture that is published unfused has views of its fused tensors here, such as one for each expert. A name
-    whose tensor is no view of a parameter or buffer is left out.
+    Fused tensors have views here, such as one for each expert. Others have no place.
     """
     held = {name: tensor.detach() for name, tensor in model.named_parameters(remove_duplicate=False)}
     held |= {name: model.get_buffer(name) for name in _persistent(model)}
@@ -148,12 +142,10 @@ def published_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _persistent(model: PreTrainedModel) -> set[str]:
-    """Return the names of the buffers that a publication may have."""
     return {name for name, _ in model.named_buffers()} & model.state_dict().keys()
 
 
 def _tied_names(model: PreTrainedModel, targets: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Return the published names of each parameter; several for a tied one."""
     names_by_place: dict[tuple[int, torch.Size, tuple[int, ...]], list[str]] = {}
     buffers = _persistent(model)
     for name, target in targets.items():
@@ -163,14 +155,12 @@ def _tied_names(model: PreTrainedModel, targets: Mapping[str, torch.Tensor]) -> 
 
 
 def _check_tied(tensors: Mapping[str, torch.Tensor], names: list[str]) -> None:
-    """Raises MisfitError when those of `tensors` that are called `names` differ."""
     first, *others = [name for name in names if name in tensors]
     if any(not torch.equal(tensors[first], tensors[name]) for name in others):
         raise MisfitError(f"the model ties {[first, *others]}, but the new weights differ between them")
 
 
 def _check_context(model: PreTrainedModel, max_context: int) -> None:
-    """Raises ConfigError when the model was not made for `max_context` tokens."""
     text = model.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and max_context > limit:
@@ -180,9 +170,9 @@ def _check_context(model: PreTrainedModel, max_context: int) -> None:
 
 
 def check_supported(model: PreTrainedModel, layers_cached: int) -> None:
-    """Raises EngineError when some of the model's layers keep state outside the attention interface.
+    """Raises EngineError when layers keep state outside the attention interface.
 
-    Warns when no publication can fit: the model folder can be served, new versions cannot.
+    Warns when no publication can fit.
     """
     expected = model.config.get_text_config().num_hidden_layers
     if layers_cached != expected:

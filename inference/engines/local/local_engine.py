@@ -71,7 +71,7 @@ class EngineRequest:
     prompt: np.ndarray
     """int32 [T]."""
     resumed: int
-    """The prompt's last tokens that were sampled before: a stop string may begin there."""
+    """Of the prompt's last tokens: sampled before, so a stop string may begin there."""
     limit: int
     """Ends at this many tokens, prompt and completion together."""
     rule: Rule
@@ -103,7 +103,7 @@ class LocalEngine:
     def __init__(
         self, model_folder: Path, inference: InferenceConfig, max_context: int, computer: type[Computer] | None = None
     ) -> None:
-        """`max_context` bounds prompt and completion together, in tokens; `computer` is the compute thread's class."""
+        """`computer` is the compute thread's class."""
         self._folder = model_folder
         self._config = inference
         self._context = max_context
@@ -120,7 +120,7 @@ class LocalEngine:
         return self._computer.version if self._computer else 0
 
     async def start(self) -> None:
-        """Raises ModelNotFoundError, ConfigError (context, memory, device) or EngineError (unsupported model)."""
+        """Raises ModelNotFoundError, ConfigError or EngineError (unsupported model)."""
         self._computer = self._make_computer(self._folder, self._config, self._context, self.on_token)
         self._computer.start()
         await asyncio.shield(self._computer.mail.ready)  # A cancelled start leaves it open: the model still loads.
@@ -176,9 +176,9 @@ class LocalEngine:
     async def check_draws(
         self, token_ids: np.ndarray, start: int, sampling: Sampling, tolerance: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return misses and logprobs, each [T - start], of the tokens from `start` on of `token_ids`, int32 [T].
+        """Return misses and logprobs, each [T - start], of the tokens of `token_ids`, int32 [T], as `draw_misses` does.
 
-        inference.engines.sampling.draw_misses says what a miss is, and what `tolerance` is for. Raises BadRequestError.
+        Raises BadRequestError.
         """
         computer = self._serving()
         check_prompt(token_ids.tolist(), vocab=computer.vocab, max_context=self._context, new_tokens=0)
@@ -193,7 +193,7 @@ class LocalEngine:
         return await computer.mail.call(next, counts, None)
 
     def stats(self) -> Status:
-        """The cache's tokens are not told: a conversation takes a slot, however short it is."""
+        """Without the cache's tokens: a conversation takes a slot, however short it is."""
         computer, now = self._computer, time.monotonic()
         if computer is None:
             return Status(version=0, running=0, waiting=0, kv_used=0.0, tokens_per_s=0.0)
@@ -209,7 +209,7 @@ class LocalEngine:
         )
 
     async def close(self) -> None:
-        """Fail every waiting request with an EngineError. Does not wait for an engine that still loads."""
+        """Fail what waits. Does not wait for an engine that still loads."""
         if self._computer is None:
             return
         mail = self._computer.mail
@@ -233,7 +233,7 @@ class LocalEngine:
 
 
 class Mailbox:
-    """Calls of the event loop that the compute thread makes, and their outcomes back to the futures that wait."""
+    """Calls of the event loop to the compute thread, and their outcomes."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -255,7 +255,7 @@ class Mailbox:
         return future
 
     def call(self, function: Callable[..., object], *args: object) -> asyncio.Future:
-        """Have the thread call `function(*args)` between two steps. Return the future of its outcome."""
+        """Have the thread call `function(*args)` between two steps. Return a future of the outcome."""
         future = self.future()
         self._inbox.put((future, function, args))
         return future
@@ -263,7 +263,6 @@ class Mailbox:
     # The compute thread calls these.
 
     def execute(self, *, wait: bool) -> bool:
-        """Make one call. Return whether there was one; with `wait` there is."""
         try:
             future, function, args = self._inbox.get(block=wait)
         except queue.Empty:
@@ -279,7 +278,6 @@ class Mailbox:
         self._resolved.append((future, outcome))
 
     def deliver(self) -> None:
-        """Send this step's outcomes to the event loop in one call."""
         if self._resolved:
             batch, self._resolved = self._resolved, []
             self.on_loop(_settle, batch)
@@ -303,7 +301,7 @@ class Computer:
     """Owns the model. Create it on the event loop, then `start`; the mailbox's calls run in the thread."""
 
     prefill_tokens = 4096
-    """Maximum prompt tokens between two decode steps, so that long prompts do not stall decoding."""
+    """Between two decode steps, so that long prompts do not stall decoding."""
     model: LoadedModel
     vocab: int
     eos: frozenset[int]
@@ -346,7 +344,6 @@ class Computer:
             self._end(slot, None)
 
     def progress(self, sent: dict[str, int]) -> dict[str, Answer]:
-        """Return what running requests have beyond their first `sent[id]` tokens."""
         parts = {}
         for slot, request in self.running.items():
             first = sent.get(request.request_id)
@@ -362,7 +359,6 @@ class Computer:
     def check_draws(
         self, token_ids: np.ndarray, start: int, sampling: Sampling, tolerance: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return misses and logprobs of the tokens from `start` on, each [T - start]."""
         at_once = max(16, _SCORED_BYTES // (4 * self.vocab))
         found = [(np.zeros(0), np.zeros(0, np.float32))]
         rule = rule_of(sampling, sampling.seed or 0)
@@ -432,7 +428,7 @@ class Computer:
         return self.model.forward(step)
 
     def _capacity(self) -> int:
-        """Return the number of slots: two per running sequence, for conversations between turns, if they fit."""
+        """Return the number of slots: two per running sequence, if they fit."""
         local = self._config.local
         slot_bytes = self._cache.bytes_per_token * self._context
         fitting = int(local.kv_cache_gib * GIB) // slot_bytes
@@ -492,7 +488,6 @@ class Computer:
             self._finish(slot, "length")
 
     def _sampled(self, slot: int, first: int = 0) -> list[int]:
-        """Return what a running request has from its token number `first` on."""
         start = len(self.running[slot].prompt) + first
         return self._cache.tokens[slot, start : int(self._cache.known[slot])].tolist()
 
@@ -506,7 +501,6 @@ class Computer:
 
 @contextmanager
 def _memory_errors() -> Iterator[None]:
-    """Raise an EngineError with the remedy in place of errors that say that memory ran out."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

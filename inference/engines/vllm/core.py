@@ -3,13 +3,12 @@
     reader thread: socket -> inbox                       (ends the process when the node is gone)
     main thread:   inbox -> a method of Core;  step the engine; finished requests -> socket
 
-Weights are loaded between two steps. So every token belongs to exactly one version, and no request has to pause. The
-main thread waits for the inbox only while nothing runs. The node bounds its waits for answers by itself.
+Weights are loaded between two steps, so every token belongs to one version and no request has to pause.
 
     python -m inference.engines.vllm.core FD              FD: this end of the socket pair
 
-Four things are not in vLLM's interface and are read from its insides, or put there: what a request has sampled so far,
-the scheduler's load, the sampler (worker_extension.py), and the text before a resumed answer.
+Not in vLLM's interface are what a request has sampled so far, the scheduler's load, the sampler, and the text
+before a resumed answer.
 """
 
 from __future__ import annotations
@@ -53,9 +52,8 @@ EXIT_GRACE_S = 5.0
 
 _SCORE = SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
 _CPU_BLOCK_TOKENS = 32
-"""vLLM's default on CPU is 128: a next turn would compute up to 127 tokens again. Below 32 it slows down."""
+"""Below 32 it slows down; vLLM's 128 computes up to 127 tokens of a next turn again."""
 _SLACK_TOKENS = 8
-"""Decoded before the longest stop string: decoders treat the first token of a text in a way of its own."""
 
 
 @dataclass(slots=True)
@@ -116,13 +114,11 @@ class Core:
         return self._llm.has_unfinished_requests()
 
     def generate(self, call: int, token_ids: list[int], sampling: Sampling) -> None:
-        """Start a request. Raises BadRequestError when vLLM refuses it."""
         internal_id = self._start(call, token_ids, sampling)
         if sampling.stop and sampling.resumed:
             self._resume_text(internal_id, token_ids, sampling)
 
     def score(self, call: int, token_ids: list[int]) -> None:
-        """Start to score tokens. Raises BadRequestError when vLLM refuses them."""
         self._start(call, token_ids, None)
 
     def _start(self, call: int, token_ids: list[int], sampling: Sampling | None) -> str:
@@ -135,7 +131,7 @@ class Core:
         return internal_id
 
     def step(self) -> list[tuple[int, Answer | list[float]]]:
-        """Do one forward pass. Return the calls that it finished, with their answers or scores."""
+        """Do one forward pass. Return the calls that it finished, with their answers."""
         if not self.busy:
             return []
         return [self._finished(output) for output in self._llm.step() if output.finished]
@@ -149,8 +145,7 @@ class Core:
     def load(self, version: int, path: str) -> None:
         """Put the weights of `version` in place.
 
-        Requests that have sampled tokens continue with their KV cache. The others start over, so that no prompt's cache
-        mixes two versions.
+        Requests without a token start over, so that no prompt's cache mixes two versions.
         """
         self._llm.collective_rpc("load_from_file", args=(path,))
         self._loads += 1
@@ -165,7 +160,6 @@ class Core:
         self._llm.reset_prefix_cache()
 
     def read_back(self, names: list[str]) -> list[tuple[list[str], str, str]]:
-        """Return names, type and checksum of each parameter that can be read, whole in all workers together."""
         return fold_sums(self._llm.collective_rpc("read_parameters", args=(names,)), self._shapes)
 
     def close(self) -> None:
@@ -173,7 +167,6 @@ class Core:
         self._llm.engine_core.shutdown()
 
     def parts(self, sent: dict[int, int]) -> dict[int, Answer]:
-        """Return by call what each request has sampled beyond its first `sent[call]` tokens, if anything."""
         states = {call: self._state(self._calls[call]) for call in sent if call in self._calls}
         return {
             call: _part(state, sent[call])
@@ -215,7 +208,7 @@ class Core:
         )
 
     def _resume_text(self, internal_id: str, token_ids: list[int], sampling: Sampling) -> None:
-        """Put the text that another node sampled before the request's own: a stop string may begin there."""
+        """Put the text before the request's own: a stop string may begin there."""
         window = max(len(stop.encode()) for stop in sampling.stop) + _SLACK_TOKENS
         tail = token_ids[-min(window, sampling.resumed) :]
         detokenizer = self._llm.output_processor.request_states[internal_id].detokenizer
@@ -243,7 +236,7 @@ def _part(state: Any, first: int) -> Answer:
 
 
 def _engine_arguments(model: str, max_context: int, config: InferenceConfig, *, on_cpu: bool) -> list[str]:
-    """Return the command line of vLLM's engine. `extra_args` come last, so they win."""
+    """Return vLLM's command line. `extra_args` come last, so they win."""
     pairs = {
         "--model": model,
         "--dtype": config.dtype_used(on_cuda=not on_cpu),
@@ -264,7 +257,7 @@ def _engine_arguments(model: str, max_context: int, config: InferenceConfig, *, 
 
 
 def _params(sampling: Sampling) -> SamplingParams:
-    """Return vLLM's settings. It has no part in the draws: worker_extension.RuleSampler makes them."""
+    """Return vLLM's settings. RuleSampler makes the draws."""
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         stop=sampling.stop,

@@ -1,16 +1,15 @@
-"""The vLLM engine: vLLM's own engine core in a child process, driven over a private socket pair. The node's side.
+"""The vLLM engine: vLLM's own engine core in a child process, driven over a private socket pair.
 
     core.py: the child, vLLM's engine and its loop    worker_extension.py: draws tokens, takes new weights
 
     node --Ask--> child --Reply--> node       one reply to each, by its number; the first Ask starts vLLM
     child --EngineProgress--> node
 
-Messages are msgpack with a length in front. A reply that nobody waits for is dropped. After the start, an error in
-reply to the first Ask says that vLLM failed for good. The end of the child fails every question.
+Messages are msgpack with a length in front. A reply that nobody waits for is dropped.
+An error in reply to the first Ask says that vLLM failed for good. The end of the child fails every question.
 
-Why not vLLM's HTTP server: its administrative routes (collective_rpc, pause) need no key and let anyone who reaches the
-port execute code, also on loopback. A swap between two steps of the engine's own loop needs no pause and labels every
-token exactly. On a CPU, tokens/s are higher without HTTP and a second process.
+vLLM's HTTP server lets anyone who reaches its port execute code.
+And a swap between two steps of the engine's own loop labels every token exactly.
 """
 
 from __future__ import annotations
@@ -106,10 +105,9 @@ class VllmEngine:
         self._rate_from = (time.monotonic(), 0)
 
     async def start(self) -> None:
-        """Start the child and wait until it serves, at most ten minutes.
+        """Start the child and wait until it serves.
 
-        Raises ModelNotFoundError, EngineError (vLLM is not installed or failed; with its last log lines) or
-        DeadlineError.
+        Raises ModelNotFoundError, EngineError (with vLLM's last log lines) or DeadlineError.
         """
         check_model_folder(self._folder, str(self._folder))
         self._shapes = tensor_shapes(self._folder)
@@ -131,7 +129,7 @@ class VllmEngine:
             raise
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Answer:
-        """See Engine. Also raises BadRequestError when vLLM refuses, EngineError when it is gone."""
+        """See Engine. Raises EngineError when vLLM is gone."""
         child = self._serving()
         check_prompt(prompt_ids, vocab=self._vocab, max_context=self._max_context)
         check_sampling(sampling)
@@ -159,10 +157,9 @@ class VllmEngine:
     async def load_weights(
         self, version: int, tensors: Mapping[str, torch.Tensor], begin: Callable[[], None] = lambda: None
     ) -> None:
-        """See Engine. The tensors pass through a private safetensors file, written while sampling continues.
+        """See Engine. The tensors pass through a private file, written while sampling continues.
 
-        Raises MisfitError, before anything changes, when names or shapes differ from the model folder's, and
-        DeadlineError after _SWAP_TIMEOUT_S.
+        Raises DeadlineError after _SWAP_TIMEOUT_S.
         """
         self._serving()
         assert self._private is not None
@@ -206,7 +203,6 @@ class VllmEngine:
         )
 
     async def close(self) -> None:
-        """See Engine. Waiting requests get an EngineError."""
         try:
             if self._child is not None:
                 await self._child.close()
@@ -223,13 +219,12 @@ class VllmEngine:
         return self._child
 
     async def _ask(self, method: str, *arguments: object, answer: Any, what: str) -> Any:
-        """Return the child's answer. Raises DeadlineError after _SWAP_TIMEOUT_S."""
         child = self._serving()
         return await child.answer(child.ask(method, *arguments), answer, what)
 
 
 class VllmProcess:
-    """A running child, and the questions that wait for its answers. Its end fails all of them."""
+    """A running child, and the questions that wait for its answers."""
 
     def __init__(self, process: asyncio.subprocess.Process, frames: Frames[FromChild], log: Path) -> None:
         self._process = process
@@ -239,12 +234,11 @@ class VllmProcess:
         self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self.progress = EngineProgress()
         self.failure: EngineError | None = None
-        """What every later question raises."""
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
     async def spawn(cls, config: InferenceConfig, log: Path) -> VllmProcess:
-        """Start the child. It ends itself when our end of the socket pair closes, also when this process is killed."""
+        """Start the child, which ends itself when our end of the socket pair closes."""
         ours, theirs = socket.socketpair()
         with theirs, log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
@@ -257,7 +251,7 @@ class VllmProcess:
         return cls(process, Frames(reader, writer, FromChild, "vLLM's process", strict=True), log)
 
     def ask(self, method: str, *arguments: object) -> int:
-        """Send a question, and return its number. Raises EngineError when vLLM is gone."""
+        """Send a question, and return its number. Raises EngineError."""
         if self.failure is not None:
             raise self.failure
         number = next(self._numbers)
@@ -266,12 +260,12 @@ class VllmProcess:
         return number
 
     def abort(self, number: int) -> None:
-        """Give a question up: nobody waits for an answer to it, nor to this one."""
+        """Give a question up: nobody waits for an answer."""
         if self.failure is None:
             self._frames.send(Ask(call=next(self._numbers), method="abort", arguments=packed([number])))
 
     async def answer(self, number: int, kind: Any, what: str | None = None, limit_s: float = _SWAP_TIMEOUT_S) -> Any:
-        """Return the reply to a question, decoded as `kind`. With `what` it has to come within `limit_s`."""
+        """Return the reply, decoded as `kind`. With `what` it has to come within `limit_s`."""
         try:
             value = await asyncio.wait_for(self._waiting[number], limit_s if what else None)
         except TimeoutError:
@@ -304,7 +298,6 @@ class VllmProcess:
             future.set_exception(BadRequestError(f"vLLM refuses the request: {reply.error}"))
 
     def _fail(self, error: EngineError) -> None:
-        """Fail what waits, and every later question, with `error`."""
         self.failure = error
         for future in self._waiting.values():
             if not future.done():
@@ -312,7 +305,6 @@ class VllmProcess:
                 future.exception()  # Mark it retrieved: a cancelled waiter must leave no warning.
 
     async def _end_report(self) -> str:
-        """Describe how the child ended, with the last lines of its log."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), _EXIT_GRACE_S)
         status = self._process.returncode
@@ -320,10 +312,7 @@ class VllmProcess:
         return f"vLLM {how}; the last lines of {self._log}:\n{last_words(self._log)}"
 
     async def close(self) -> None:
-        """Close the link, wait a little for an orderly end, then kill what is left of the child's session.
-
-        The session outlives its leader where vLLM has worker processes (tensor parallelism).
-        """
+        """Close the link, wait a little, then kill what is left of the child's session."""
         self._fail(EngineError("the vLLM engine is closed"))
         self._listener.cancel()
         await asyncio.gather(self._listener, return_exceptions=True)

@@ -19,11 +19,10 @@ from inference.engines.sampling import SamplingRows, rule_of, sample
 from inference.snapshot import Held, word_sum
 
 _RULE = "draw"
-"""Key of a request's extra arguments that holds what `rule_arguments` returns."""
 _ANY_DRAW = (1.0, 0, 1.0, 0)
 """For requests that are scored: what they sample is not used."""
 _SAMPLED_BYTES = 256 << 20
-"""Of float work at a time when tokens are drawn, 32 bytes a logit: vLLM has not left memory for more."""
+"""Of float work at a time: vLLM has not left memory for more."""
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 """Types that published values are cast to; narrower ones hold scaled values."""
@@ -36,24 +35,22 @@ def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def rule_arguments(sampling: Sampling, seed: int) -> dict[str, Any]:
-    """Return the extra arguments that make a request's draws those of `sampling` and `seed`."""
     return {_RULE: rule_of(sampling, seed)}
 
 
 class RuleSampler(Sampler):
     """Draws by the rule of inference.engines.sampling, not with vLLM's generators.
 
-    A draw depends on the request's seed and the token's position alone. So preempted and rescheduled requests, prompts
-    that are computed in parts or come from a cache, and other company in the batch change no draw.
+    A draw depends on the request's seed and the token's position alone.
     """
 
     def __init__(self, runner: Any) -> None:
-        """`runner`: vLLM's model runner of the first version, whose batch says what the rows belong to."""
+        """`runner`: vLLM's model runner, whose batch says what the rows belong to."""
         super().__init__()
         self._runner = runner
 
     def forward(self, logits: torch.Tensor, *_: Any, **__: Any) -> SamplerOutput:
-        """Draw a token a row. logits [R, V] -> token ids [R, 1] and their log-probabilities [R, 1]."""
+        """Draw a token a row. logits [R, V] -> token ids and log-probabilities, [R, 1] each."""
         rows = self._rows()
         at_once = max(1, _SAMPLED_BYTES // (32 * logits.shape[1]))
         parts = [slice(first, first + at_once) for first in range(0, len(logits), at_once)]
@@ -67,7 +64,7 @@ class RuleSampler(Sampler):
 
     @staticmethod
     def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
-        """Return the log-probabilities of `token_ids` [T], for scores, without ranks: vLLM would compile a kernel."""
+        """Return those of `token_ids` [T], without ranks: vLLM would compile a kernel."""
         ids = token_ids[:, None]
         return LogprobsTensors(ids.int(), logprobs.gather(-1, ids), torch.zeros_like(token_ids))
 
@@ -88,12 +85,10 @@ class NodeWorker:
         self.model_runner.sampler = RuleSampler(self.model_runner)
 
     def load_from_file(self, path: str) -> None:
-        """Replace the weights with those of the safetensors file at `path`, named as in the Hugging Face model."""
         self.model_runner.reload_weights(weights_iterator=_tensors(path))
         self._repack_tied_heads()
 
     def read_parameters(self, names: list[str]) -> list[Held]:
-        """Describe this worker's part of each parameter that can be read."""
         padding = self._padding()
         return [
             (
@@ -106,7 +101,7 @@ class NodeWorker:
         ]
 
     def _padding(self) -> dict[int, int]:
-        """Return how many values of each embedding are zeros that fill up the vocabulary, by the parameter's id."""
+        """Return how many values of each embedding fill up the vocabulary, by the parameter's id."""
         return {
             id(module.weight): (len(module.weight) - module.shard_indices.num_org_elements) * module.weight.shape[1]
             for module in self.model_runner.get_model().modules()
@@ -116,7 +111,7 @@ class NodeWorker:
     def _readable(self, names: list[str]) -> Iterator[tuple[list[str], torch.Tensor]]:
         """Yield the published tensors that a parameter consists of, and it.
 
-        Left out are parameters that vLLM packed away (linear layers on a CPU), quantized, or that go by other names.
+        Left out are those that vLLM packed away, quantized or calls by other names.
         """
         model, published = self.model_runner.get_model(), set(names)
         fused = getattr(model, "packed_modules_mapping", {})
