@@ -1,10 +1,10 @@
 """Fragments: the trainable parameters, each in exactly one part.
 
-Transformer block i goes to fragment i mod P (arXiv 2501.18512). Each parameter outside the blocks (embeddings, last
-norm, head) goes to the fragment that is lightest by then.
+Transformer block i goes to fragment i mod P (arXiv 2501.18512), each parameter outside the blocks
+to the fragment that is lightest by then.
 
-A fragment is one flat float32 vector here: the local shards of its parameters, end to end, in the order of their names.
-Tied weights are one parameter and appear once. Frozen parameters (all but the adapters under LoRA) do not appear.
+A fragment is one flat float32 vector: the local shards of its parameters, in the order of their names.
+Tied weights appear once, frozen parameters do not.
 
 The ranks of one cluster cut alike. Each has a link of its own, and `Ranks` is what they decide together.
 """
@@ -58,7 +58,7 @@ class Fragment:
             at += shard.numel()
 
     def rounded(self, values_n: Tensor) -> Tensor:
-        """Return what `read` returns after `write(values_n)`, float32 [numel]; `values_n` itself for float32."""
+        """Return what `read` returns after `write(values_n)`."""
         if all(parameter.dtype == torch.float32 for _, parameter in self.parameters):
             return values_n
         sizes = [local_shard(parameter).numel() for _, parameter in self.parameters]
@@ -67,15 +67,12 @@ class Fragment:
 
 
 def local_shard(parameter: Tensor) -> Tensor:
-    """Return the part of a parameter that this rank holds; it shares memory with the parameter."""
+    """Return the part that this rank holds; it shares memory with the parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
 
 
 def partition(parameters: Iterable[NamedParameter], count: int) -> list[Fragment]:
-    """Return `count` fragments that together hold every trainable parameter exactly once.
-
-    Raises ConfigError when the model has fewer parts than `count`, or two parameters have one name.
-    """
+    """Return `count` fragments of all trainable parameters. Raises ConfigError."""
     named = _trainable(parameters)
     if len({name for name, _ in named}) < len(named):
         raise ConfigError("diloco: two different parameters have the same name; give whole models, not lists of parts")
@@ -100,7 +97,7 @@ def partition(parameters: Iterable[NamedParameter], count: int) -> list[Fragment
 
 
 def _trainable(parameters: Iterable[NamedParameter]) -> list[NamedParameter]:
-    """Return the trainable parameters, a tied one under its first name. Raises ConfigError when there is none."""
+    """Return the trainable parameters, a tied one under its first name. Raises ConfigError."""
     first_names: dict[int, str] = {}
     trainable = [
         (name, parameter)
@@ -113,12 +110,11 @@ def _trainable(parameters: Iterable[NamedParameter]) -> list[NamedParameter]:
 
 
 def _bytes(parameter: Tensor) -> int:
-    """Return the size of the whole parameter, not of a shard, so that all ranks cut alike."""
+    """Return the size of the whole parameter, so that all ranks cut alike."""
     return parameter.numel() * parameter.element_size()
 
 
 def parameter_layout(fragments: Sequence[Fragment]) -> list[TensorLayout]:
-    """Return what this rank and its counterpart in every other cluster must have in common."""
     return [
         TensorLayout(
             name=name,
@@ -132,10 +128,9 @@ def parameter_layout(fragments: Sequence[Fragment]) -> list[TensorLayout]:
 
 
 def frozen_digest(parameters: Iterable[NamedParameter]) -> str:
-    """Return the blake2b-128 of this rank's shards of the frozen parameters, in order of their names, hexadecimal.
+    """Return the blake2b-128 of this rank's shards of the frozen parameters, hexadecimal.
 
-    Peers that average adapters must have the same frozen parameters, bit for bit. Digests are equal for equal values,
-    types and sharding. It takes about a second a gigabyte, and memory for one parameter.
+    Peers that average adapters must have the same frozen parameters, bit for bit.
     """
     digest = hashlib.blake2b(digest_size=16)
     frozen = {name: parameter for name, parameter in parameters if not parameter.requires_grad}
@@ -149,14 +144,13 @@ def frozen_digest(parameters: Iterable[NamedParameter]) -> str:
 # -- ranks -------------------------------------------------------------------------------------------------------
 
 POLL_S = 0.2
-"""How often ranks that wait for something from outside compare what they know."""
 
 
 class Ranks:
-    """The trainer ranks of this cluster; without a process group, this rank alone. Every method is a collective."""
+    """The trainer ranks of this cluster. Every method is a collective."""
 
     def __init__(self) -> None:
-        """The default group, if there is one, must carry CPU tensors (gloo)."""
+        """The default group must carry CPU tensors (gloo). Without one this rank is alone."""
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
         self.size = dist.get_world_size() if distributed else 1
@@ -169,7 +163,7 @@ class Ranks:
         return reduced.tolist()
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Return the sum over the ranks, element by element, rounded once: the order of ranks does not matter."""
+        """Return the sum over the ranks, element by element, rounded once."""
         own = torch.tensor(values, dtype=torch.float64)
         parts = [own] if self.size == 1 else [torch.empty_like(own) for _ in range(self.size)]
         if self.size > 1:

@@ -1,23 +1,16 @@
 """The global model of a joint run as one rank holds it: float32 masters, momentum, hash; and the step along deltas.
 
-Every peer applies the same deltas in the same order with operations that round the same everywhere, so all hold equal
-bits. The hash checks that at every outer step.
-
-A sweep is an outer step of every fragment. What is published is the model as of the last full sweep, which is kept
-apart while the masters of the next come in.
-
-An outer step goes along the mean pseudo-gradient of the deltas that count (`accept`), which is a pure function of what
-every peer received, so all peers reject the same ones:
+All peers apply the same deltas with operations that round the same everywhere, so all hold equal bits.
+What is published is the model as of the last full sweep, an outer step of every fragment.
 
     Delta = mean_i w_i (global - local_i)
     v <- m v + Delta;   global <- global - lr (Delta + m v)   Nesterov as in torch.optim.SGD; DiLoCo, arXiv 2311.08105
 
 Departures:
-1. v starts at 0, as torch's first step does in effect (its first v is Delta).
-2. Global values and momentum are float32 on the CPU whatever the parameters are: an outer step below the resolution of
-   bfloat16 would vanish. Deltas are taken against the global values as the parameters hold them, so such a step stays.
-3. Products and sums are separate operations, so every peer gets the same bits on any machine. A fused multiply-add
-   rounds once where two operations round twice, and which of the two a library takes depends on the processor.
+1. v starts at 0, as torch's first step does in effect.
+2. Global values are float32 on the CPU: a step below bfloat16's resolution would vanish.
+   Deltas are taken against the values as the parameters hold them, so such a step stays.
+3. Products and sums are separate operations: a fused multiply-add rounds differently.
 """
 
 from __future__ import annotations
@@ -42,14 +35,13 @@ from diloco.transport.messages import DeltaHeader
 
 REMEMBERED_NORMS = 16
 MAX_NORM_RATIO = 10.0
-"""A delta is rejected whose norm exceeds this many times the usual one: the median of the fragment's last 16 deltas, or
-of the round if that is larger."""
+"""A delta is rejected whose norm exceeds this many times the usual one."""
 MAX_WEIGHT_RATIO = 8.0
-"""A delta's weight counts at most this many times the median weight of the round. Of two, the smaller is the median."""
+"""A delta's weight counts at most this many times the round's (low) median."""
 LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
-"""1.8e19. The squares of larger values are infinite in float32: no model with them can be trained."""
+"""The squares of larger values are infinite in float32."""
 MAX_WEIGHT = 1e15
-"""In tokens; far above what any round trains on, far below where a sum of weights would overflow."""
+"""In tokens; above what any round trains on."""
 _LANES = 1 << 14
 
 
@@ -58,7 +50,7 @@ class GlobalModel:
         """Take the parameters as they are as outer step 0."""
         self.fragments = fragments
         self.lock = threading.Lock()
-        """Held while values change. The training thread alone changes them; the link thread reads them for others."""
+        """Held while values change: the link thread reads them."""
         self.masters: list[Tensor] = [fragment.read() for fragment in fragments]
         """float32 [numel] a fragment, on the CPU."""
         self.swept: list[Tensor] = [master.clone() for master in self.masters]
@@ -67,8 +59,7 @@ class GlobalModel:
         self.velocity = [torch.zeros(fragment.numel) for fragment in fragments] if config.momentum else []
         """float32 [numel] a fragment; empty without momentum."""
         self.norms = [torch.zeros(REMEMBERED_NORMS) for _ in fragments]
-        """float32 [REMEMBERED_NORMS] a fragment: norms of its last deltas, 0 where there was none. All peers hold the
-        same, for the guard compares with them."""
+        """float32 [REMEMBERED_NORMS] a fragment: norms of its last deltas, 0 where there was none."""
         self.outer_step = 0
         self._digests = [_digest(master) for master in self.masters]
 
@@ -88,20 +79,14 @@ class GlobalModel:
         return self.outer_step // len(self.fragments)
 
     def delta(self, fragment: int) -> Tensor:
-        """Return the pseudo-gradient, global minus local, float32 [numel].
-
-        The global values are rounded as in the parameters, so the rounding of the masters does not count as movement.
-        """
+        """Return the pseudo-gradient, global minus local, float32 [numel]."""
         part = self.fragments[fragment]
         return part.rounded(self.masters[fragment]) - part.read()
 
     def advance(
         self, fragment: int, deltas: Iterable[Tensor], weights: Sequence[float], norms: Sequence[float] = ()
     ) -> None:
-        """Take one outer step along the mean delta; without any delta the values stay and the step counts all the same.
-
-        `norms`: what later deltas of this fragment are compared with.
-        """
+        """Take one outer step along the mean delta, if any. `norms`: what later deltas are compared with."""
         mean_n = weighted_mean(deltas, weights) if weights else None
         with self.lock:
             if norms:
@@ -123,7 +108,7 @@ class GlobalModel:
         self.masters[fragment].sub_(direction_n if self.lr == 1.0 else direction_n * self.lr)
 
     def mixed(self, fragment: int, mixing: float, due_n: Tensor | None) -> Tensor:
-        """Return alpha due + (1 - alpha) global + (now - due), float32 [numel]; alpha: `mixing`, now: local values.
+        """Return alpha due + (1 - alpha) global + (now - due), float32 [numel].
 
         `due_n`: the values that are mixed; None for the local values of now.
         """
@@ -136,7 +121,7 @@ class GlobalModel:
         return mixed_n if due_n is None else mixed_n + (now_n - due_n)
 
     def rebased(self, fragment: int, before_n: Tensor) -> Tensor:
-        """Return global + (now - before), float32 [numel]: the local movement since global values `before_n`."""
+        """Return global + (now - before), float32 [numel]."""
         part = self.fragments[fragment]
         return self.masters[fragment] + (part.read() - part.rounded(before_n))
 
@@ -147,7 +132,7 @@ class GlobalModel:
 
     @contextlib.contextmanager
     def installed(self, *, swept: bool = False) -> Iterator[None]:
-        """Give the parameters the global values within the context; with `swept`, those after the last full sweep."""
+        """Give the parameters the global values within the context."""
         local = [fragment.read() for fragment in self.fragments]
         self.install(self.swept if swept else self.masters)
         try:
@@ -156,7 +141,7 @@ class GlobalModel:
             self.install(local)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return masters, momentum, norms, and the last full sweep where it differs from the masters; not copies."""
+        """Return the state, not copied; the last sweep where it differs from the masters."""
         return self._tensors_at(self.outer_step)
 
     def _tensors_at(self, outer_step: int) -> dict[str, Tensor]:
@@ -169,17 +154,14 @@ class GlobalModel:
         }
 
     def verify(self, tensors: Mapping[str, Tensor], outer_step: int, expected_hash: str) -> None:
-        """Raises CheckpointError when `tensors` do not fit this model, ChecksumError when they have another hash."""
+        """Raises CheckpointError for misfits, ChecksumError for another hash."""
         self._check_shapes(tensors, outer_step)
         digests = [_digest(tensors[f"master.{index}"]) for index in range(len(self.masters))]
         if (actual := _hash(outer_step, digests)) != expected_hash:
             raise ChecksumError(f"the state of outer step {outer_step} has hash {actual}, expected {expected_hash}")
 
     def load(self, tensors: Mapping[str, Tensor], outer_step: int) -> None:
-        """Take over `tensors`, as of `outer_step`.
-
-        Raises CheckpointError when one is missing or has another size; nothing is changed then.
-        """
+        """Take over `tensors`, as of `outer_step`. Raises CheckpointError; nothing is changed then."""
         self._check_shapes(tensors, outer_step)
         with self.lock:
             for index, swept_n in enumerate(self.swept):
@@ -221,12 +203,12 @@ class AcceptedDeltas:
     norms: dict[str, float]
     """L2 norm over all ranks, by peer."""
     remembered: list[float]
-    """Norms that later rounds are compared with: of every finite delta, none above what would have been accepted."""
+    """Norms that later rounds are compared with, none above what would have been accepted."""
     rejections: dict[str, str]
     """Why a peer's delta does not count."""
 
     def deltas(self) -> Iterator[Tensor]:
-        """Decode float32 [n] one by one: several whole deltas at once would be the peak of a cluster's host memory."""
+        """Decode float32 [n] one by one, to bound the peak of host memory."""
         return (codec_of(header.codec).decode(shared_bytes(body), self.n) for header, body in self.counted)
 
 
@@ -270,7 +252,7 @@ def accept(
 
 
 def rejected(squared_norms: Mapping[str, float], history: Sequence[float] = ()) -> dict[str, str]:
-    """Return why each rejected peer's delta does not count; `squared_norms` are of whole deltas, over all ranks."""
+    """Return why each rejected peer's delta does not count, by the norms of whole deltas."""
     norms = {peer: math.sqrt(value) for peer, value in squared_norms.items() if math.isfinite(value)}
     reasons = {peer: "it holds NaN or infinity" for peer in squared_norms if peer not in norms}
     usual = _usual_norm(norms.values(), history)
@@ -288,14 +270,12 @@ def rejected(squared_norms: Mapping[str, float], history: Sequence[float] = ()) 
 def _usual_norm(norms: Iterable[float], history: Sequence[float]) -> float | None:
     """Return the norm that deltas may exceed by MAX_NORM_RATIO; None when nothing is known.
 
-    It is the median of `history` or, where that is larger, the low median of this round, from two norms on: what the
-    peers of a round have in common (a new learning rate, a phase without any reward that ends) passes, whatever was
-    before. Without a history it is the round's median. A norm of 0 shows nothing.
+    It is the median of `history` or, where that is larger, the low median of this round:
+    what the peers of a round have in common passes, whatever was before.
 
-    Peers train with their own sync_every and rate, so half of them may have norms that are larger for good. Of an even
-    number of norms the higher middle one counts, but at most as MAX_NORM_RATIO times the lower. With `history` as in
-    AcceptedDeltas.remembered, half of the peers are accepted with norms up to MAX_NORM_RATIO^2 times the others', after
-    eight rounds at most where they were smaller before. Beyond that they never are while the others take part.
+    Peers train with their own rate, so half of them may have larger norms for good.
+    Of an even number the higher middle one counts, but at most as MAX_NORM_RATIO times the lower.
+    So half of the peers are accepted with norms up to MAX_NORM_RATIO^2 times the others'.
     """
     of_round, before = [[norm for norm in each if 0 < norm < math.inf] for each in (norms, history)]
     if not before:
@@ -310,18 +290,16 @@ def _median(norms: Sequence[float]) -> float:
 def _capped(weights: Sequence[float]) -> list[float]:
     """Return the weights, each at most MAX_WEIGHT_RATIO times the low median of those above 0.
 
-    Of two peers that is the smaller: one that claims 4e14 tokens must not own the model, and nobody else can say that
-    it is wrong. So an honest peer that trains more than that times as much as the other counts that times.
+    One that claims 4e14 tokens must not own the model, and of two nobody can say that it is wrong.
     """
     positive = [weight for weight in weights if weight > 0]
     return [min(weight, MAX_WEIGHT_RATIO * median_low(positive)) for weight in weights] if positive else list(weights)
 
 
 def squared_norm(delta_n: Tensor) -> float:
-    """Return the sum of squares in float64; NaN or infinity when an element is.
+    """Return the sum of squares in float64, with the same bits on any machine.
 
-    It has the same bits on any machine: squares of float32 are exact, element i is added in lane i mod 16384, in order,
-    and the lanes are summed with one rounding. The order in which torch's own sum adds depends on the processor.
+    Element i is added in lane i mod 16384, in order, and the lanes are summed with one rounding.
     """
     lanes = torch.zeros(_LANES, dtype=torch.float64)
     for part in delta_n.split(_LANES):
@@ -330,7 +308,6 @@ def squared_norm(delta_n: Tensor) -> float:
 
 
 def _decode(header: DeltaHeader, body: memoryview, fragment: int, n: int) -> Tensor:
-    """Raises ValueError for a body that does not match its header, or one of another fragment."""
     if header.fragment != fragment:
         raise ValueError(f"it is of fragment {header.fragment}, this round is of fragment {fragment}")
     if not 0 <= header.weight <= MAX_WEIGHT:
@@ -339,9 +316,9 @@ def _decode(header: DeltaHeader, body: memoryview, fragment: int, n: int) -> Ten
 
 
 def weighted_mean(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return sum_i (w_i / sum w) delta_i, float32 [numel], added up in the order given, one delta at a time.
+    """Return sum_i (w_i / sum w) delta_i, float32 [numel], one delta at a time.
 
-    Weights are tokens, samples or ones. Weights that are all 0 count the same.
+    Weights that are all 0 count the same.
     """
     total = sum(weights)
     shares = [weight / total for weight in weights] if total > 0 else [1.0 / len(weights)] * len(weights)

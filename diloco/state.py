@@ -1,12 +1,5 @@
 """What one rank holds of a joint run. Read `Replica` first.
 
-    Replica = GlobalModel      masters, momentum and their hash (global_model.py): equal bits on every peer
-            + ErrorFeedback    what compression still owes (codec.py)
-            + PendingDelta     the delta on offer
-            + LocalWork        what this peer trained on top of them; a round's end decides what happens to it
-
-A checkpoint keeps all of it, so a resumed peer continues as if it had never stopped. `pack_state` writes it as bytes.
-
     inner steps     prepare ........ due (delay steps later) ........ now, when the outcome is here
                         | mixed, as in arXiv 2501.18512 | carried on whole
 
@@ -15,10 +8,11 @@ A checkpoint keeps all of it, so a resumed peer continues as if it had never sto
     replaced     local <- global                              the delta was rejected, or local values are not finite
     predecessor  local <- global                              an earlier process delivered in this peer's name
 
-In time, now is due and `counted` is the paper's equation, bit for bit. With mixing = "carry", due is when the delta was
-prepared and alpha is 0: local <- global + (now - prepared), so the delay's steps are in the next delta. A delta weighs
-what was trained on in the inner steps that it holds, whatever the number of fragments, the delay and the steps between:
-LocalWork is kept per fragment.
+In time, now is due and `counted` is the paper's equation, bit for bit.
+With mixing = "carry", due is when the delta was prepared and alpha is 0.
+A delta weighs what was trained on in the inner steps that it holds.
+
+A checkpoint keeps all of it, so a resumed peer continues as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -42,7 +36,7 @@ from diloco.transport.messages import PROTOCOL, DeltaHeader, layout_hash
 
 
 class LocalWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What inner steps were trained on, over all ranks of a peer. Fractions where mixing keeps a part."""
+    """What inner steps were trained on, over all ranks of a peer."""
 
     steps: float = 0.0
     tokens: float = 0.0
@@ -53,13 +47,12 @@ class LocalWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DeltaStatus = Literal["counted", "missed", "replaced", "predecessor"]
-"""What a closed round did with this peer's work in one fragment. The module's docstring has the equations."""
 
 
 def delta_status(
     peer: str, offered: DeltaHeader | None, headers: Sequence[DeltaHeader], rejected: Collection[str]
 ) -> DeltaStatus:
-    """Return what a round closed with `headers`, of which the peers `rejected` do not count, means for `peer`."""
+    """Return what a round closed with `headers` means for `peer`."""
     counted = next((header for header in headers if header.peer == peer), None)
     if counted is None:
         return "missed"
@@ -70,9 +63,9 @@ def delta_status(
 
 @dataclass(slots=True, kw_only=True)
 class PendingDelta:
-    """The delta on offer, and from when on later work is carried on whole.
+    """The delta on offer.
 
-    With mixing = "carry" that is from its preparation on, else from when its outcome was due and late.
+    Work since its preparation (mixing = "carry"), or since its outcome was due and late, is carried on whole.
     """
 
     header: DeltaHeader
@@ -101,10 +94,9 @@ class Replica:
         self.due = 0
         """The number of them after which the outcome of `pending` is due."""
         self.held = [LocalWork() for _ in fragments]
-        """By fragment, the work that the difference between local and global values holds."""
+        """By fragment: what local values have and global values lack."""
         self.totals = {"missed": 0, "carried": 0.0, "overwritten": 0.0}
-        """Since this peer began: rounds that ended without work that it had; tokens whose work an outcome left out and
-        the next delta holds; tokens whose work was given up. A token counts by its share of the parameters."""
+        """Since this peer began: rounds without its work; tokens that the next delta holds; tokens given up."""
         self._mixing = config.mixing
         self.ranks = ranks
 
@@ -113,13 +105,13 @@ class Replica:
         self.held = [held.plus(work) for held in self.held]
 
     def offer(self, pending: PendingDelta, due: int) -> None:
-        """Note that this delta was prepared now, and that its outcome is due after `due` inner steps."""
+        """Note that this delta was prepared now; `due`: after how many inner steps its outcome is."""
         self.pending, self.due = pending, due
         if self._mixing == "carry":
             self._carry_from_now(pending)
 
     def mark_late(self, pending: PendingDelta) -> None:
-        """Note that the outcome is due and not here: what is trained from now on is carried on whole."""
+        """Note that the outcome is late: what is trained from now on is carried on whole."""
         pending.late = True
         if pending.due is None:
             self._carry_from_now(pending)
@@ -131,10 +123,10 @@ class Replica:
     def install(
         self, fragment: int, status: DeltaStatus, pending: PendingDelta | None, before_n: Tensor | None
     ) -> None:
-        """Give the parameters their values after a round that the global model has taken already. A collective.
+        """Give the parameters their values after a round. A collective.
 
-        `pending`: where counted, and where a predecessor shuts out a delta of this process. `before_n`: the fragment's
-        global values before the round, where missed.
+        `pending`: this process's delta where counted or shut out by a predecessor.
+        `before_n`: the fragment's global values before the round, where missed.
         """
         model = self.global_model
         values_n = model.masters[fragment]
@@ -174,7 +166,7 @@ class Replica:
         return sizes[fragment] / max(1, sum(sizes))
 
     def tokens_held(self) -> float:
-        """Return the tokens whose work is not in the global model, each by the share of parameters it concerns."""
+        """Return the tokens whose work the global model lacks, by the share of parameters."""
         return sum(held.tokens * self._share(fragment) for fragment, held in enumerate(self.held))
 
     def restart_interval(self) -> None:
@@ -182,7 +174,7 @@ class Replica:
         self.pending, self.inner = None, 0
 
     def take_over(self, tensors: Mapping[str, Tensor], outer_step: int) -> float:
-        """Hold another peer's global model and no work of its own; return the tokens whose work is given up for it."""
+        """Hold another peer's global model; return the tokens whose work is given up for it."""
         self.global_model.load(tensors, outer_step)
         tokens_given_up = self.tokens_held()
         self.global_model.install(self.global_model.masters)
@@ -195,12 +187,11 @@ class Replica:
     # -- checkpoints, and the state for others ---------------------------------------------------------------------
 
     def state_to_serve(self) -> tuple[memoryview, int, str]:
-        """Return a packed copy of the global model for a joining peer, its outer step and hash; from any thread."""
+        """Return a packed copy of the global model, its outer step and hash; from any thread."""
         with self.global_model.lock:
             return pack_state(self.global_model.tensors(), {}), self.global_model.outer_step, self.global_model.hash
 
     def packed(self) -> memoryview:
-        """Return masters, momentum, error feedback and the delta on offer as bytes, for a checkpoint."""
         tensors = self.global_model.tensors()
         tensors |= {f"residual.{index}": residual for index, residual in enumerate(self.feedback.residuals)}
         facts: dict[str, Any] = {
@@ -220,10 +211,7 @@ class Replica:
         return pack_state(tensors, facts)
 
     def load(self, raw: bytes | memoryview) -> None:
-        """Go on from what `packed` returned. The caller restores the parameters.
-
-        Raises CheckpointError when the state is of another layout or rank.
-        """
+        """Go on from what `packed` returned. Raises CheckpointError."""
         tensors, facts = unpack_state(raw)
         identity = self._identity()
         saved_identity = {name: facts[name] for name in identity}
@@ -267,10 +255,7 @@ _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def pack_state(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> memoryview:
-    """Return a safetensors file of copies of `tensors` (float32 or uint8, on the CPU), with `facts` in its metadata.
-
-    Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON, the tensors without gaps).
-    """
+    """Return a safetensors file of `tensors` (float32 or uint8, on the CPU), with `facts` in its metadata."""
     head: dict[str, Any] = {"__metadata__": {"facts": json.dumps(facts)}}
     end = 0
     for name, tensor in tensors.items():
@@ -288,7 +273,7 @@ def pack_state(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> memor
 
 
 def unpack_state(raw: bytes | bytearray | memoryview) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Reverse `pack_state`; the tensors are copies. Raises CheckpointError when `raw` is not such a file."""
+    """Reverse `pack_state`; the tensors are copies. Raises CheckpointError."""
     try:
         start = 8 + int.from_bytes(raw[:8], "little")
         head = json.loads(bytes(raw[8:start]))
@@ -303,7 +288,6 @@ def unpack_state(raw: bytes | bytearray | memoryview) -> tuple[dict[str, Tensor]
 
 
 def _tensor(body: Tensor, *, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
-    """Raises ValueError or RuntimeError when shape and offsets do not fit together."""
     begin, end = data_offsets
     values = body[begin:end].clone().view(_TYPES[dtype])  # a copy is aligned
     if not 0 <= begin <= end or len(values) != math.prod(shape):

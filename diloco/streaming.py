@@ -11,24 +11,19 @@
             ^                  another peer's state: check, take over ───┘         │
             └──────────────── the rounds are not kept any more <───────────────────┘
 
-    fragments.py: the parts of the model    state.py: global model, own progress, delta on offer; checkpoints
-    transport/peer_link.py works in the background
-
-All peers apply the same deltas in the same order, also peers that have no part in the round. Each rank hears a result
-over a link of its own, and all must take the same turn: a rank that knows how a round ended waits until the others know
-the same, which needs all of them to take part. All ranks of a peer ask for a state in step and take over the same one.
-The rendezvous decides which (diloco/rendezvous/starting_state.py), and which training peer serves it (Exchange, in the
-background).
+All peers apply the same deltas in the same order.
+Each rank hears a result over a link of its own, and all must take the same turn:
+a rank that knows how a round ended waits until the others know the same.
+All ranks of a peer take over the same state, which the rendezvous names.
 
 Departures from the paper:
-1. Deltas are weighted by the tokens they were trained on, and their compression error is fed back into the next.
-2. H is a plan. When another peer's delta has arrived and the deadline is near, a peer sends the steps it has.
-3. A round that does not end in time is not dropped. Training continues, the delta stays on offer, and the result is
-   applied when it arrives. A peer that missed rounds applies them one by one while they are kept.
-4. With mixing = "carry" the steps taken during the delay are kept. The new global values replace those that the delta
-   started from, and the changes since then are added to them.
-5. Work that a round's outcome lacks is kept (Replica). Steps after the delay are carried over, and a peer whose
-   delta came too late offers it at once for the next round.
+1. Deltas are weighted by their tokens, and their compression error is fed back into the next.
+2. H is a plan: near the deadline a peer sends the steps it has.
+3. A round that does not end in time is not dropped: the result is applied when it arrives.
+   A peer that missed rounds applies them one by one while they are kept.
+4. With mixing = "carry" the steps taken during the delay are added to the new global values.
+5. Work that a round's outcome lacks is kept (Replica). A delta that came too late is offered
+   at once for the next round.
 """
 
 from __future__ import annotations
@@ -68,14 +63,14 @@ class StreamingDiLoCo:
         on_catch_up: Callable[[int], None] = lambda steps: None,
         on_state_replaced: Callable[[], None] = lambda: None,
     ) -> None:
-        """`optimizer`: its step ends an inner step; of several optimizers the one that steps last. A collective.
+        """`optimizer`: its step ends an inner step; of several the one that steps last. A collective.
 
-        `agreed`: what else all peers must have in common, as text by its key in the TOML. `should_stop` turning true
-        ends the wait for a round: its delta stays on offer and in `state`. `on_catch_up` gets the number of inner
-        steps, beyond this peer's own, of the rounds that it caught up with. `on_state_replaced` is called when another
-        peer's state replaced all parameters: averages over their past mean nothing any more.
+        `agreed`: what else all peers must have in common, as text by its key in the TOML.
+        `should_stop` turning true ends the wait for a round: its delta stays on offer and in `state`.
+        `on_catch_up` gets the inner steps, beyond this peer's own, of rounds that it caught up with.
+        `on_state_replaced` is called when another peer's state replaced all parameters.
 
-        Raises ConfigError when the model has too few parts or the key file is unusable.
+        Raises ConfigError.
         """
         self.config = config
         named, ranks = list(parameters), Ranks()
@@ -108,7 +103,7 @@ class StreamingDiLoCo:
     def __enter__(self) -> StreamingDiLoCo:
         """Join the other peers, and take over their global model if needed.
 
-        Wait for an outcome that was due when the checkpoint was written. Raises RunMismatchError or DeadlineError.
+        Raises RunMismatchError or DeadlineError.
         """
         try:
             self._link.start(self.global_model.outer_step, self.global_model.hash)
@@ -129,11 +124,11 @@ class StreamingDiLoCo:
         self._link.close()
 
     def count(self, *, tokens: int) -> None:
-        """Note the tokens that the coming inner step is trained on, over all ranks of this cluster."""
+        """Note the tokens of the coming inner step, over all ranks of this cluster."""
         self._coming = self._coming.plus(LocalWork(tokens=tokens))
 
     def take_back(self) -> None:
-        """Forget what `count` noted for the coming inner step: it changes nothing, and no delta weighs it."""
+        """Forget what `count` noted: the coming step changes nothing."""
         self._coming = LocalWork()
 
     # -- the algorithm -------------------------------------------------------------------------------------------
@@ -155,7 +150,6 @@ class StreamingDiLoCo:
         self._complete_if_due()
 
     def _prepare(self) -> None:
-        """Offer the delta of the fragment whose turn it is."""
         model, replica = self.global_model, self.replica
         fragment, work = model.fragment, replica.held[model.fragment]
         codec = codec_of(self.config.codec.type)
@@ -176,7 +170,7 @@ class StreamingDiLoCo:
             self._stepped_at = time.monotonic()
 
     def _complete(self, should_stop: Callable[[], bool]) -> bool:
-        """Take the result of the round under way, and of those that were closed meanwhile.
+        """Take the result of the round under way, and of those closed meanwhile.
 
         Return whether one of them ended without this peer.
         """
@@ -204,7 +198,7 @@ class StreamingDiLoCo:
     # -- when rounds and steps do not go together ----------------------------------------------------------------
 
     def _go_on_alone(self) -> None:
-        """Continue training without the result that is due. The delta stays on offer. A collective.
+        """Continue training without the result that is due. A collective.
 
         Raises DeadlineError after diloco.offline_timeout_s.
         """
@@ -220,7 +214,7 @@ class StreamingDiLoCo:
             logger.warning("outer step %d is not complete after %.0f s; training continues", self.outer_step, silent_s)
 
     def _offer_again(self) -> None:
-        """Offer work that missed its round for the next one, before another step can make it late again."""
+        """Offer work that missed its round for the next one."""
         if not self.replica.held[self.global_model.fragment].steps:
             return
         logger.warning(
@@ -247,7 +241,7 @@ class StreamingDiLoCo:
                 return agreed
 
     def _agreed(self, result: RoundResult | Gone | None, lowest: int) -> RoundResult | Gone | None:
-        """Return what all ranks take, None where they have to ask again. `lowest`: of the ranks' ratings."""
+        """Return what all ranks take, None to ask again. `lowest`: of the ranks' ratings."""
         if lowest == 1:
             return result if isinstance(result, Gone) else Gone(reason="another rank was left behind")
         if isinstance(result, RoundResult) and lowest == 2:
@@ -264,7 +258,7 @@ class StreamingDiLoCo:
         return None
 
     def _next(self, newest: int, timeout_s: float) -> RoundResult | Gone | None:
-        """Return the next closed round of those up to `newest`; None when there is none. A collective."""
+        """Return the next closed round up to `newest`, if there is one. A collective."""
         model = self.replica.global_model
         if self.replica.ranks.smallest([newest])[0] < model.outer_step:
             return None
@@ -274,9 +268,9 @@ class StreamingDiLoCo:
     # -- the outer step ------------------------------------------------------------------------------------------
 
     def _take(self, result: RoundResult, exposed_s: float) -> None:
-        """Advance the global model by this round, and give the parameters their values. A collective.
+        """Advance the global model, and give the parameters their values. A collective.
 
-        The delta on offer ends here, counted or not. `exposed_s`: how long training waited for the result.
+        `exposed_s`: how long training waited for the result.
         """
         model, replica = self.replica.global_model, self.replica
         fragment = model.fragment
@@ -292,7 +286,6 @@ class StreamingDiLoCo:
         self._note_metrics(result.outcome, accepted, exposed_s)
 
     def _accepted(self, fragment: int, result: RoundResult) -> AcceptedDeltas:
-        """Return the deltas that count. A collective."""
         model = self.replica.global_model
         accepted = accept(
             result.outcome.headers, result.bodies, fragment=fragment, n=model.fragments[fragment].numel,
@@ -342,7 +335,7 @@ class StreamingDiLoCo:
     # -- joining ---------------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        """Catch up with the others, from this peer's own state or from another peer's. A collective.
+        """Catch up with the others. A collective.
 
         Raises DeadlineError after diloco.heal_timeout_s.
         """
@@ -364,9 +357,9 @@ class StreamingDiLoCo:
         logger.info("peer %s takes part in run %s from outer step %d on", peer, run, model.outer_step)
 
     def _replay(self, newest: int, exposed_s: float = 0.0) -> Gone | None:
-        """Apply the closed rounds up to `newest` and those that close meanwhile; Gone when they are not kept.
+        """Apply the rounds up to `newest` and those that close meanwhile; Gone when they are not kept.
 
-        `exposed_s`: how long training waited. A collective.
+        A collective.
         """
         model = self.replica.global_model
         began = model.outer_step
@@ -380,9 +373,9 @@ class StreamingDiLoCo:
         return result
 
     def _choose_state(self, deadline: float) -> int:
-        """Take over the state that the rendezvous names, unless this peer's own will do; return the last closed round.
+        """Take over the state that the rendezvous names, if one; return the last closed round.
 
-        The ranks ask in step, and all take over or none. A collective. Raises DeadlineError.
+        A collective. Raises DeadlineError.
         """
         model = self.replica.global_model
         self._link.request_source(model.outer_step, model.hash)
@@ -398,7 +391,7 @@ class StreamingDiLoCo:
                 )
 
     def _start_from(self, start: StartingState, body: bytearray) -> bool:
-        """Start from there if all ranks can, or request another state. A collective."""
+        """Start from there if all ranks can, or request another. A collective."""
         model, header = self.replica.global_model, start.header
         serial = header.serial if header is not None else 0
         tensors, problem = None, ""
@@ -438,9 +431,9 @@ class StreamingDiLoCo:
 
     @property
     def run_step(self) -> int:
-        """The coming inner step of the run, from 1: those of all outer steps so far, and this peer's own since then.
+        """The coming inner step of the run, from 1, over all outer steps.
 
-        Schedules follow it, so a peer that joins late uses the others' learning rate instead of warming up.
+        Schedules follow it, so a peer that joins late does not warm up.
         """
         return self.outer_step * self.config.interval + self.replica.inner + 1
 
@@ -449,29 +442,25 @@ class StreamingDiLoCo:
         return self.global_model.sweep
 
     def global_values(self, *, swept: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Give the parameters the global model within the context; with `swept`, as of the last full sweep.
-
-        What is sampled from, evaluated and exported is the global model, never one cluster's.
-        """
+        """Give the parameters the global model within the context; with `swept`, as of the last sweep."""
         return self.global_model.installed(swept=swept)
 
     def state(self) -> memoryview:
-        """Return this rank's outer state for a checkpoint: masters, momentum, error feedback, the delta under way."""
+        """Return this rank's outer state for a checkpoint."""
         return self.replica.packed()
 
     def load(self, raw: bytes | memoryview) -> None:
-        """Continue from `state`. Call this before entering the context. The caller restores the parameters.
+        """Continue from `state`, before entering the context. The caller restores the parameters.
 
-        Raises CheckpointError as Replica.load does.
+        Raises CheckpointError.
         """
         self.replica.load(raw)
 
     def finish(self) -> dict[str, int | str]:
         """End this peer's part: take the result of a round under way if it ends in time. A collective.
 
-        Return the outer step and hash that the global model ended with: equal, rank by rank, on every peer that ended
-        at this outer step. `diloco/final_left_behind` is the outer step of a delta whose round did not end in time; a
-        delta that was late already is not waited for. From then on no round waits for this peer.
+        Return the outer step and hash that the global model ended with, and
+        `diloco/final_left_behind`: the outer step of a delta whose round did not end in time.
         """
         replica = self.replica
         if replica.pending is not None:
@@ -492,6 +481,6 @@ class StreamingDiLoCo:
 
 
 def agreed_settings(config: DilocoConfig) -> dict[str, str]:
-    """Return what decides the global model, as text by `diloco.` key: the same for all peers."""
+    """Return what all peers must agree on, as text by `diloco.` key."""
     outer = {f"diloco.outer.{name}": str(value) for name, value in config.outer.model_dump(mode="json").items()}
     return {"diloco.fragments": str(config.fragments), **outer}
