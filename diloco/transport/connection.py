@@ -1,7 +1,6 @@
 """One rank's connection to the rendezvous: numbered requests over a DEALER socket, repeated until they are answered.
 
-Runs in the event loop of the link's thread. Bytes of blobs go in pieces, several under way at once, so a long round
-trip costs little. An interrupted transfer continues where it broke off.
+Bytes of blobs go in pieces, several under way at once. An interrupted transfer continues where it broke off.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ WINDOW = 32
 LEAST_BYTES = 1 << 14
 _FIRST_WINDOW, _LEAST_WINDOW = 4, 2
 _SLOW_S = 2.0
-"""An answer that takes longer shows that the link's queue is full."""
 _RESEND_S = 3.0
 _PIECE_TIMEOUT_S = 15.0
 BodyRequest = TypeVar("BodyRequest", messages.Piece, messages.Get)
@@ -47,9 +45,7 @@ class RefusedError(WireError):
 class Flow:
     """How much of one transfer is under way at once, by how long answers take. No I/O here.
 
-    A long round trip needs many pieces under way. A slow link needs small ones: nothing else gets through while a piece
-    is sent, neither the beats that keep this peer in the run nor those that keep the connection. How fast the last
-    transfer was does not matter to the next.
+    A long round trip needs many pieces under way. A slow link needs small ones, for beats to get through.
     """
 
     def __init__(self) -> None:
@@ -57,7 +53,6 @@ class Flow:
         self.window = _FIRST_WINDOW
 
     def note_answer(self, took_s: float) -> None:
-        """Adapt to a piece that was answered `took_s` after it was sent."""
         if took_s < _SLOW_S:
             if self.piece_bytes < PIECE_BYTES:
                 self.piece_bytes *= 2
@@ -69,14 +64,13 @@ class Flow:
             self.piece_bytes = max(LEAST_BYTES, self.piece_bytes // 2)
 
     def note_timeout(self) -> None:
-        """Start small again: the link became slow, or was lost with all that was under way."""
         self.piece_bytes, self.window = LEAST_BYTES, _LEAST_WINDOW
 
 
 def free_again(free_at: float, now: float, seconds: float, burst_s: float) -> float:
-    """Return when a limited link is free again after what takes `seconds` of it, if it was at `free_at`.
+    """Return when a limited link is free again after what takes `seconds` of it.
 
-    Whoever waits for that moment keeps the limit over any long time; what takes `burst_s` may pass at once.
+    Who waits for that keeps the limit over any long time; what takes `burst_s` may pass at once.
     """
     return max(free_at, now - burst_s) + seconds
 
@@ -105,7 +99,7 @@ class Connection:
     async def call(self, request: messages.FromPeer, timeout_s: float = float("inf")) -> messages.ToPeer:
         """Return the answer to `request`, which is sent again every few seconds.
 
-        Raises DeadlineError after `timeout_s`, or RefusedError with the rendezvous' words.
+        Raises DeadlineError after `timeout_s`, or RefusedError.
         """
         began = time.monotonic()
         while (left := timeout_s - (time.monotonic() - began)) > 0:
@@ -145,9 +139,9 @@ class Connection:
         instance: int,
         on_wait: Callable[[str], None] = lambda waiting_for: None,
     ) -> bool:
-        """Upload a blob; return False when it is not wanted any more, or its round closed. Raises RefusedError.
+        """Upload a blob; return False when it is not wanted any more. Raises RefusedError.
 
-        `on_wait` gets what the rendezvous waits for while it has no room; then the round's deadline ends the wait.
+        `on_wait` gets what the rendezvous waits for while it has no room.
         """
         flow = Flow()
         while True:
@@ -171,9 +165,9 @@ class Connection:
                         break
 
     async def download(self, header: messages.BlobHeader, progress: str = "") -> bytearray | None:
-        """Return a blob's body; None when it is not kept any more. Raises ChecksumError, WireError, RefusedError.
+        """Return a blob's body; None when it is not kept any more.
 
-        `progress`: its name in the log, about every ten seconds.
+        `progress`: its name in the log. Raises ChecksumError, WireError, RefusedError.
         """
         body, done, checksum, flow = bytearray(header.size), 0, messages.running_checksum(), Flow()
         logged_at = time.monotonic()
@@ -204,9 +198,9 @@ class Connection:
     async def _pipelined(
         self, requests: Iterable[BodyRequest], flow: Flow
     ) -> AsyncIterator[tuple[BodyRequest, messages.ToPeer]]:
-        """Yield requests, made one by one, with their answers, in order; `flow` decides how many are under way.
+        """Yield requests with their answers, in order; `flow` decides how many are under way.
 
-        Raises TimeoutError when an answer does not come.
+        Raises TimeoutError.
         """
         waiting: deque[tuple[BodyRequest, float, asyncio.Future[messages.ToPeer]]] = deque()
         source = iter(requests)
@@ -232,7 +226,6 @@ class Connection:
 
 
 def _spans(start: int, end: int, flow: Flow) -> Iterator[tuple[int, int]]:
-    """Yield offsets and sizes of pieces, each of the size that fits when it is requested."""
     while start < end:
         size = min(flow.piece_bytes, end - start)
         yield start, size

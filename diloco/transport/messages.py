@@ -2,27 +2,24 @@
 
     PeerHello ----> BeatReply | RoundNotReady  run, layout and settings must be those of the others
     Beat ---------> BeatReply | Gone           alive; is a round open, is this peer's state wanted
-    DeltaOffer ---> Received | RoundNotReady | Gone     the header of a blob; its bytes may come, from this one on, or
-                                               there is no room for them yet
+    DeltaOffer ---> Received | RoundNotReady | Gone     the header of a blob; its bytes may come, from this one on
     Piece --------> Received | Gone            some of its bytes
     AskRound -----> RoundOutcome | RoundNotReady | Gone     whose deltas make up an outer step
-    AskState -----> StartingState | RoundNotReady     whether to join with one's own state or with another peer's;
-                                               decided once all ranks of the peer have asked, for all of them
+    AskState -----> StartingState | RoundNotReady     whose state to join with, once all ranks have asked
     Get ----------> Piece | Gone               some bytes of a blob that another peer offered
     (any) --------> RequestRefused             does not belong here, and why
 
 Every request may be repeated: the answer to the second is that to the first.
 
-A blob is a delta or a state. Its header names the body's hash, run, peer, outer step and the global model that it
-starts from. It is sealed with a key derived from the run's, and no two are the same. So a relay without the key cannot
-alter a delta, and no one can replay one in another round.
+A blob is a delta or a state. Its header names the body's hash, run, peer, outer step and base.
+It is sealed with a key derived from the run's, and no two are the same:
+a relay without the key cannot alter a delta, and no one can replay one in another round.
 
     run key (32 random bytes) --blake2b--+- CURVE pair of the rendezvous     peers authenticate it
                                          +- CURVE pair of the peers          the rendezvous admits nobody else
                                          +- authentication key of headers    nothing relayed can be altered
 
-Whoever holds the key is a peer: it can train, and it can send bad deltas. Peers are not protected from one another
-beyond the guards; see docs/explanation/security.md.
+Whoever holds the key is a peer; see docs/explanation/security.md.
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ class JointKey:
 
     @classmethod
     def read(cls, path: Path) -> JointKey:
-        """Raises ConfigError when `path` is missing, is not a key, or is readable by others on this machine."""
+        """Raises ConfigError when `path` is missing, is not a key, or is readable by others."""
         path = path.expanduser()
         try:
             text, mode = path.read_bytes().strip(), path.stat().st_mode
@@ -107,7 +104,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     outer_step: int
     """delta: the step it contributes to; state: the steps that it holds."""
     base_hash: str
-    """Hash of this rank's global values at outer_step: all peers of a round start from the same."""
+    """Hash of this rank's global values at outer_step."""
     layout_hash: str
     size: int
     checksum: str
@@ -157,7 +154,7 @@ def seal_header(header: BlobHeader, key: bytes) -> BlobHeader:
 
 
 def authenticate(header: BlobHeader, key: bytes, *, run: str) -> None:
-    """Raises RunMismatchError for another run, ChecksumError when not made with the run's key."""
+    """Raises RunMismatchError for another run, ChecksumError for another key."""
     if header.run != run:
         raise RunMismatchError(f"{header.peer} sends for run {header.run!r}, this is {run!r}: check diloco.run")
     if not hmac.compare_digest(header.mac.encode(), _mac(header, key).encode()):
@@ -165,7 +162,6 @@ def authenticate(header: BlobHeader, key: bytes, *, run: str) -> None:
 
 
 def check_body(header: BlobHeader, size: int, checksum: str) -> None:
-    """Raises ChecksumError when a body of `size` bytes with `checksum` is not the header's."""
     if size != header.size or checksum != header.checksum:
         raise ChecksumError(
             f"{header.name}: {size} bytes with hash {checksum[:16]}..., its header has {header.size} bytes "
@@ -181,7 +177,7 @@ def _mac(header: BlobHeader, key: bytes) -> str:
 # -- layouts: what peers must have in common ----------------------------------------------------------------------
 
 _DELTA_BYTES, _STATE_BYTES, _MORE_BYTES = 5, 13, 1 << 21
-"""Upper bounds of bytes a parameter (fp32: 4; master, momentum and swept values: 12), and of a last block and names."""
+"""Most bytes a parameter, and of a last block and names."""
 
 
 class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,7 +191,7 @@ class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def largest_body(tensors: Sequence[TensorLayout], header: BlobHeader) -> int:
-    """Return the most bytes that a delta of this fragment, or a state, can have."""
+    """Return the most bytes of a delta of this fragment, or of a state."""
     fragment = header.fragment if isinstance(header, DeltaHeader) else None
     count = sum(math.prod(each.local_shape) for each in tensors if fragment in (None, each.fragment))
     return _MORE_BYTES + count * (_STATE_BYTES if fragment is None else _DELTA_BYTES)
@@ -207,7 +203,7 @@ def layout_hash(tensors: Sequence[TensorLayout]) -> str:
 
 
 def difference(ours: Sequence[TensorLayout], theirs: Sequence[TensorLayout]) -> str:
-    """Return the first parameter that differs, with both sides; empty when none does."""
+    """Return the first parameter that differs; empty when none does."""
     mine, other = ({each.name: each for each in side} for side in (ours, theirs))
     differing = [name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name)]
     if not differing:
@@ -229,7 +225,7 @@ class FromRank(msgspec.Struct, frozen=True, kw_only=True):
     peer: str
     rank: int
     instance: int
-    """Random, the same on all ranks of one start of a peer: it tells a restarted peer from its predecessor."""
+    """Random, the same on all ranks of one start of a peer."""
     outer_step: int
     base_hash: str
 
@@ -238,13 +234,11 @@ class PeerHello(FromRank, frozen=True, kw_only=True, tag="hello"):
     run: str
     ranks: int
     training: bool
-    """As in a beat: a rendezvous that was restarted learns from it where the run stands."""
     layout: list[TensorLayout]
     settings: dict[str, str]
-    """What all peers must agree on, as text, with a digest of what this rank holds of the frozen parameters."""
     round_deadline_s: float
     delta_bytes: int = 0
-    """The most that a delta of this rank has: the rendezvous must have room for those of all peers at once."""
+    """The most that a delta of this rank has."""
     protocol: int
 
 
@@ -252,7 +246,7 @@ class Beat(FromRank, frozen=True, kw_only=True, tag="beat"):
     training: bool
     """False while it joins: rounds do not wait for it."""
     inner_steps: int = 0
-    """Taken since its start: while the number stays, no second round waits for this peer."""
+    """Taken since its start."""
 
 
 class DeltaOffer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
@@ -277,9 +271,9 @@ class AskRound(FromRank, frozen=True, kw_only=True, tag="ask_round"):
 
 class AskState(FromRank, frozen=True, kw_only=True, tag="ask_state"):
     attempt: int
-    """Which of this process's joins it is for; the same on all ranks."""
+    """Which of this process's joins it is for."""
     refused: int = 0
-    """Serial of a state that this rank could not take over: another source is asked."""
+    """Serial of a state that this rank could not take over."""
     reason: str = ""
 
 
@@ -296,7 +290,7 @@ class BeatReply(msgspec.Struct, frozen=True, kw_only=True, tag="beat_reply"):
     left_s: float | None = None
     """Until the open round's deadline."""
     state_wanted: int = 0
-    """Serial of a request for this rank's part of the state; 0 for none."""
+    """Serial of a request for this rank's state; 0 for none."""
 
 
 class Received(msgspec.Struct, frozen=True, kw_only=True, tag="received"):
@@ -305,7 +299,7 @@ class Received(msgspec.Struct, frozen=True, kw_only=True, tag="received"):
 
 
 class Gone(msgspec.Struct, frozen=True, kw_only=True, tag="gone"):
-    """What was requested does not exist and never will: say hello, or rejoin."""
+    """It does not exist and never will: say hello, or rejoin."""
 
     reason: str
 
@@ -319,16 +313,16 @@ class RoundOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
     headers: list[DeltaHeader]
     """This rank's part of the contributions, sorted by peer."""
     newest: int
-    """The last closed round: more outcomes are available up to it."""
+    """The last closed round."""
     digest: str
-    """Hash of all ranks' headers: ranks that got different outcomes notice."""
+    """Hash of all ranks' headers."""
 
 
 class StartingState(msgspec.Struct, frozen=True, kw_only=True, tag="starting_state"):
     newest: int
-    """The last closed round; -1 for none. Rounds from the state's outer step to this one are kept."""
+    """The last closed round; -1 for none."""
     header: StateHeader | None = None
-    """None: the peer's own state will do. It is the others', can catch up from kept rounds, or the peer is alone."""
+    """None: the peer's own state will do."""
 
 
 class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):

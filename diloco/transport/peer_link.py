@@ -5,11 +5,10 @@
     wait(timeout_s)      <─────────────── RoundResult | Gone (rejoin) | nothing yet
     request_source       ───────────────> a state to join with
     join_source          <───────────────
-                                          a beat every few seconds: alive, at which outer and inner step; the state
-                                          of this rank for a joining peer
+                                          a beat every few seconds; the state of this rank for a joining peer
 
-A lost connection or a restarted rendezvous is not a failure: requests are repeated, and uploads continue where they
-were. What arrives is checked here: it was made with the run's key, and it is what was requested.
+A lost connection or a restarted rendezvous is not a failure: requests are repeated.
+What arrives was made with the run's key, and is what was requested.
 """
 
 from __future__ import annotations
@@ -36,12 +35,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _NOTHING = memoryview(b"")
 _LOG_EVERY_S = 10.0
-"""How often the log names what a join waits for."""
 _CONNECT_TIMEOUT_S = 60.0
-"""How long the rendezvous may take to answer and admit this peer when training starts."""
 _FAREWELL_S = 4.0
 _BEAT_TIMEOUT_S = 3.0
-"""A beat is not sent again: the next one is more up to date."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +53,8 @@ class PeerLink:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._entry: tuple[Any, ...] = ()
-        """The arguments of Exchange.take_part for the current round."""
         self._round: concurrent.futures.Future[RoundResult | Gone] | None = None
         self._round_hellos = 0
-        """How often the rendezvous had admitted this rank when the current round began."""
         self._beating: concurrent.futures.Future[None] | None = None
         """Ends when the rendezvous refuses this peer."""
         self._source: concurrent.futures.Future[tuple[StartingState, bytearray]] | None = None
@@ -69,10 +63,7 @@ class PeerLink:
         self._thread = threading.Thread(target=self._loop.run_forever, name="diloco-link", daemon=True)
 
     def start(self, outer_step: int, base_hash: str) -> None:
-        """Connect and send a hello from that position.
-
-        Raises DeadlineError when the rendezvous does not answer, RunMismatchError when it refuses this peer.
-        """
+        """Connect. Raises DeadlineError, or RunMismatchError when this peer is refused."""
         self.set_position(outer_step, base_hash)
         self._thread.start()
         try:
@@ -82,7 +73,6 @@ class PeerLink:
         self._beating = self._submit(self._exchange.keep_beating())
 
     def close(self) -> None:
-        """Tell the others not to wait, and stop. Idempotent."""
         if self._thread.is_alive():
             with contextlib.suppress(Exception):
                 self._submit(self._exchange.close()).result(timeout=_FAREWELL_S)
@@ -92,9 +82,9 @@ class PeerLink:
             self._loop.close()
 
     def set_position(self, outer_step: int, base_hash: str, *, training: bool | None = None) -> None:
-        """Set where this rank stands, for the next beat; while it is not training no round waits for it.
+        """Set where this rank stands, for the next beat; no round waits for it while it is not training.
 
-        `training` None leaves that as it was; a value is sent at once. Never waits.
+        A value of `training` is sent at once. Never waits.
         """
         before = self._exchange.hello
         self._exchange.hello = replace(
@@ -107,15 +97,13 @@ class PeerLink:
             self._submit(self._exchange.beat_early())
 
     def note_step(self) -> None:
-        """Count an inner step: a peer whose beats show none is not waited for."""
         self._exchange.inner_steps += 1
 
     def delta_header(self, body: memoryview, outer_step: int, base_hash: str, **facts: Any) -> messages.DeltaHeader:
-        """Return the sealed header of a delta that starts from the global values with that hash."""
         return self._exchange.sealed(messages.DeltaHeader, body, outer_step, base_hash, **facts)
 
     def offer(self, header: messages.DeltaHeader, body: memoryview) -> None:
-        """Begin a round: bring a delta, then fetch the result; `body` must not change any more."""
+        """Begin a round with a delta; `body` must not change any more."""
         self._entry = (header.outer_step, header.base_hash, header, body)
         self.retry_round()
 
@@ -125,35 +113,32 @@ class PeerLink:
         self.retry_round()
 
     def retry_round(self) -> None:
-        """Take part once more in the current round, because the ranks of this peer got different results."""
+        """Take part once more in the current round."""
         if self._round is not None:
             self._round.cancel()
         self._round_hellos = self._exchange.hellos
         self._round = self._submit(self._exchange.take_part(*self._entry))
 
     def wait(self, timeout_s: float) -> RoundResult | Gone | None:
-        """Return the result of the current round; None until it is known. Raises its errors (WireErrors)."""
+        """Return the result of the current round if it is known. Raises WireErrors."""
         return self._result(self._round, timeout_s)
 
     @property
     def rendezvous_restarted(self) -> bool:
-        """Tell whether the rendezvous was restarted since the current round began, and so forgot how it ended."""
+        """The rendezvous was restarted since the current round began."""
         return self._round_hellos != self._exchange.hellos
 
     def time_left_s(self, outer_step: int) -> float | None:
-        """Return the seconds until a delta begun now misses this round's deadline, as of the last beat.
-
-        None while the deadline does not run.
-        """
+        """Return the seconds until a delta begun now misses this round's deadline, if that runs."""
         exchange, status = self._exchange, self._exchange.status
         if status is None or status.open_round != outer_step or status.left_s is None:
             return None
         return status.left_s - (time.monotonic() - exchange.status_at) - exchange.upload_s
 
     def request_source(self, outer_step: int, base_hash: str, *, refused: int = 0, reason: str = "") -> None:
-        """Ask which state to join with, being at `outer_step` with `base_hash`; all ranks of the peer must ask.
+        """Ask which state to join with; all ranks of the peer must.
 
-        `refused`: serial of a state that cannot be taken over, for that `reason`: another source is asked.
+        `refused`: serial of a state that cannot be taken over, for that `reason`.
         """
         if self._source is not None:
             self._source.cancel()
@@ -168,16 +153,14 @@ class PeerLink:
         self._source = self._submit(self._exchange.fetch_source(ask))
 
     def join_source(self, timeout_s: float) -> tuple[StartingState, bytearray] | None:
-        """Return the state to join with and its body; None while it is not known. Raises its errors (WireErrors)."""
+        """Return the state to join with and its body, if known. Raises WireErrors."""
         return self._result(self._source, timeout_s)
 
     def release_source(self) -> None:
-        """Drop the link's reference to the state, which is as large as the model."""
         self._source = None
 
     @property
     def waiting_for(self) -> str:
-        """What the rendezvous last reported that it waits for."""
         return self._exchange.waiting_for
 
     @property
@@ -197,7 +180,7 @@ class PeerLink:
 
 
 class Exchange:
-    """What one rank tells the rendezvous and gets from it. Coroutines run in the event loop of the link's thread."""
+    """What one rank tells the rendezvous and gets from it, in the link's thread."""
 
     def __init__(
         self,
@@ -206,7 +189,7 @@ class Exchange:
         hello: messages.PeerHello,
         state_to_serve: Callable[[], tuple[memoryview, int, str]],
     ) -> None:
-        """`state_to_serve` returns a copy of the state, its outer step and hash; it is called in another thread."""
+        """`state_to_serve` returns a copy of the state, its outer step and hash, in another thread."""
         self._config = config
         self._key = key
         self._state_to_serve = state_to_serve
@@ -216,7 +199,6 @@ class Exchange:
         self.connection: Connection | None = None
         """Since `open`, which its event loop runs."""
         self.hellos = 0
-        """How often the rendezvous admitted this rank: more than once when it was restarted."""
         self.status: messages.BeatReply | None = None
         self.status_at = 0.0
         self.waiting_for = "the rendezvous' answer"
@@ -224,14 +206,13 @@ class Exchange:
         """How long the upload of the last delta took."""
 
     async def open(self) -> None:
-        """Connect and ask to be admitted. Raises DeadlineError or RefusedError."""
+        """Connect. Raises DeadlineError or RefusedError."""
         config, hello = self._config, self.hello
         identity = f"{hello.peer}/{hello.rank}/{hello.instance}"  # a successor's answers are not this process's
         self.connection = Connection(config.rendezvous, self._key.client(), identity, config.rate_limit_mbit)
         await self._greet()
 
     async def close(self) -> None:
-        """Tell the others not to wait, and end all requests."""
         if self.connection is None:
             return
         if self.hello.training:
@@ -251,7 +232,7 @@ class Exchange:
     # -- beats -----------------------------------------------------------------------------------------------------
 
     async def _greet(self) -> None:
-        """Ask to be admitted. Raises DeadlineError after _CONNECT_TIMEOUT_S, or RefusedError."""
+        """Ask to be admitted. Raises DeadlineError or RefusedError."""
         timeout_s, began = _CONNECT_TIMEOUT_S, time.monotonic()
         while True:
             answer = await self._live.call(self.hello, timeout_s)
@@ -264,10 +245,7 @@ class Exchange:
             await asyncio.sleep(0.2)
 
     async def keep_beating(self) -> None:
-        """Beat, and serve the state when it is wanted. Raises RunMismatchError when the rendezvous refuses this peer.
-
-        An outage is no failure: waiting for a round has a deadline of its own.
-        """
+        """Beat, and serve the state when it is wanted. Raises RunMismatchError when refused."""
         serving: asyncio.Task[bool] | None = None
         silent, last = False, 0
         while self.status is not None:
@@ -289,7 +267,6 @@ class Exchange:
                 last, serving = wanted, asyncio.create_task(self._serve_state(wanted))
 
     async def _beat(self) -> None:
-        """Report where this rank stands. Raises DeadlineError or RefusedError."""
         hello = self.hello
         beat = messages.Beat(
             peer=hello.peer, rank=hello.rank, instance=hello.instance, outer_step=hello.outer_step,
@@ -303,16 +280,11 @@ class Exchange:
             await self._greet()
 
     async def beat_early(self) -> None:
-        """Send a beat ahead of time; when it is lost the next one carries the same."""
         with contextlib.suppress(DeadlineError, RefusedError):
             await self._beat()
 
     async def _serve_state(self, serial: int) -> bool:
-        """Upload a copy of the global state for a joining peer, whatever the training thread waits for.
-
-        Return False when it could not be served. The ranks of a peer serve on their own: what is of an earlier outer
-        step than another rank's is asked for again.
-        """
+        """Upload a copy of the global state for a joining peer. Return False when that failed."""
         try:
             header, body = await asyncio.to_thread(self._state_blob, serial)
             logger.info("serving the global state of outer step %d (%.1f MB)", header.outer_step, len(body) / 1e6)
@@ -328,7 +300,6 @@ class Exchange:
         return self.sealed(messages.StateHeader, body, outer_step, base_hash, serial=serial), body
 
     def sealed(self, kind: type[Any], body: memoryview, outer_step: int, base_hash: str, **facts: Any) -> Any:
-        """Return the sealed header, of that class, of a body that belongs to the global values with that hash."""
         header = kind(
             run=self.hello.run, peer=self.hello.peer, rank=self.hello.rank, size=len(body), outer_step=outer_step,
             base_hash=base_hash, layout_hash=messages.layout_hash(self.hello.layout),
@@ -345,10 +316,7 @@ class Exchange:
         header: messages.DeltaHeader | None = None,
         body: memoryview = _NOTHING,
     ) -> RoundResult | Gone:
-        """Bring a delta, if given, and fetch the result of its round; Gone when the others continued too far.
-
-        Raises WireErrors.
-        """
+        """Bring a delta, if given, and fetch the result of its round. Raises WireErrors."""
         hello = self.hello
         ask = messages.AskRound(
             peer=hello.peer, rank=hello.rank, instance=hello.instance, outer_step=outer_step, base_hash=base_hash
@@ -374,7 +342,6 @@ class Exchange:
         self.waiting_for = waiting_for
 
     def _check_outcome(self, outcome: messages.RoundOutcome, outer_step: int, base_hash: str) -> None:
-        """Raises WireErrors when a header is forged, of another run, or of another round."""
         for header in outcome.headers:
             self._check_header(header)
             if (header.outer_step, header.base_hash) != (outer_step, base_hash):
@@ -386,7 +353,6 @@ class Exchange:
             raise RunMismatchError(f"round {outer_step} lists the peers {peers}, expected each once, in order")
 
     def _check_header(self, header: messages.BlobHeader) -> None:
-        """Raises WireErrors when it is forged, of another run, rank or layout."""
         messages.authenticate(header, self._key.derive("headers"), run=self.hello.run)
         if header.rank != self.hello.rank:
             raise RunMismatchError(
@@ -401,10 +367,7 @@ class Exchange:
     async def _bodies(
         self, headers: Sequence[messages.DeltaHeader], own: dict[str, memoryview]
     ) -> list[memoryview] | None:
-        """Return the bodies of `headers`; None when the rendezvous lost them meanwhile.
-
-        A body that is larger than it can be is left empty: then no peer decodes it.
-        """
+        """Return the bodies; None when the rendezvous lost them. One that is too large is left empty."""
         bodies = []
         for header in headers:
             body = own.get(header.checksum)
@@ -421,10 +384,7 @@ class Exchange:
     # -- joining ---------------------------------------------------------------------------------------------------
 
     async def fetch_source(self, ask: messages.AskState) -> tuple[StartingState, bytearray]:
-        """Return which state to join with, and its body. Waits until it is cancelled.
-
-        Raises WireErrors when the state is not the one that was requested.
-        """
+        """Return which state to join with, and its body. Raises WireErrors."""
         logged_at = time.monotonic()
         while True:
             answer = await self._live.call(ask)
@@ -443,7 +403,6 @@ class Exchange:
             await asyncio.sleep(0.05)
 
     def _check_state(self, header: messages.StateHeader, newest: int, outer_step: int) -> None:
-        """Raises WireErrors when it is forged, misplaced or too large, or would take this rank back."""
         self._check_header(header)
         limit = messages.largest_body(self.hello.layout, header)
         if header.size > limit:

@@ -389,8 +389,8 @@ def test_wrong_key_gets_no_answer(make_rendezvous, tmp_path):
     async def knock():
         connection = Connection(address, other.client(), "a/0", None)
         hello = PeerHello(
-            run="joint", peer="a", rank=0, ranks=1, instance=1, outer_step=0, base_hash="", training=False, layout=[],
-            settings={}, round_deadline_s=1,
+            protocol=PROTOCOL, run="joint", peer="a", rank=0, ranks=1, instance=1, outer_step=0, base_hash="",
+            training=False, layout=[], settings={}, round_deadline_s=1,
         )  # fmt: skip
         with pytest.raises(DeadlineError, match=r"has not answered for 0.5 s .*same key file"):
             await connection.call(hello, 0.5)
