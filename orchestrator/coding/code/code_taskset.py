@@ -7,9 +7,8 @@
     finish    read the box's files -> trace.state, close the box
     finalize  grade what the agent left, ask the monitor
 
-The tool loop plays `CodeRollout`. A harness that runs a program of its own has a verifiers runtime instead, which the
-task prepares and reads. A box that cannot be opened, or ends in mid-rollout, raises verifiers' SandboxError. The
-rollout then has failed with the kind `sandbox`; it never counts as an unsolved task.
+The tool loop plays `CodeRollout`. A harness that runs a program of its own has a verifiers runtime instead.
+A box that cannot be opened, or ends in mid-rollout, fails the rollout; it is never an unsolved task.
 """
 
 from __future__ import annotations

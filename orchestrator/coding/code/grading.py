@@ -7,16 +7,12 @@ What graded code can not do: change a test, a conftest.py or a setting of pytest
 run early and pass (a test without a record has not passed, and exit codes are not read); print a forged report (each
 record has an HMAC under a key that only the reporter got); rewrite test files in mid-run (they are pinned in memory).
 
-pytest and graded code share one interpreter, so code that patches pytest could still turn failures into passes. Two
-kinds of evidence are against it. Probes, which are tests that must fail, run between the real ones, some of them under
-the ids of expected tests. And the functions of pytest, unittest and builtins must be the same objects at the end. One
-passed probe or one changed function takes all credit (`Grade.tampered`).
+pytest and graded code share one interpreter, so code could patch pytest. Probes, which are tests that must fail, run
+between the real ones, some of them under the ids of expected tests. The functions of pytest, unittest and builtins must
+be the same objects at the end. One passed probe or one changed function takes all credit.
 
-Some probes are expected tests in which another constant is expected. An object that is equal to anything passes them.
-
-What remains possible: code that searches the interpreter's memory for the key (frames, gc, ctypes), or that undoes its
-patches in time and spares the probes. No check inside one process ends that. It is left to the monitor, which reads the
-patch and watches what runs.
+Code that searches the interpreter's memory for the key, or that undoes its patches in time and spares the probes, is
+left to the monitor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs inside the box: pytest over a task's tests, with an outcome a line on a channel of its own.
 
-`grading.py` sends this file's text to the box's interpreter and a JSON object to its standard input. The file imports
-pytest and the standard library only. Each line of the channel is an HMAC and a JSON array [number, kind, id, text]:
+`grading.py` sends this file's text to the box's interpreter and a JSON object to its standard input.
+Each line of the channel is an HMAC and a JSON array [number, kind, id, text]:
 
     hello     pytest is loaded; nothing of the graded tree was imported yet
     test      id: node id, text: passed | failed | skipped
@@ -11,10 +11,8 @@ pytest and the standard library only. Each line of the channel is an HMAC and a 
     probe     id: number of a probe, text: its outcome
     end       text: names of what was changed in pytest, unittest and builtins; empty for nothing
 
-A probe is a test that must fail (`add_probes`). Some are expected tests that expect another constant (`altered`): what
-an honest solution returns is not equal to it, but an object that equals everything is. Test files are compiled from
-bytes that were read before graded code ran, so code that rewrites them on disk changes nothing. The process ends
-without running exit handlers.
+A probe is a test that must fail (`add_probes`). Some are expected tests that expect another constant (`altered`), to
+which only an object that equals everything is equal.
 """
 
 import ast

@@ -5,8 +5,7 @@
 Kept between calls: the work folder's files, bash's directory and exported variables. Not kept: processes; those that a
 command leaves are ended with it.
 
-Every reply is text for the model. A failed call begins with one of `ERROR_STARTS`, so that hints find the turn. A test
-that fails is a result, not a failed call: the hint templates know pytest's line `FAILED node - reason`.
+A failed call begins with one of `ERROR_STARTS`, so that hints find the turn. A test that fails is no failed call.
 """
 
 from __future__ import annotations

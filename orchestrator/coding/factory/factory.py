@@ -6,12 +6,9 @@
     a batch, three times:   start of candidate 1, start of candidate 2, ...,  the tree once per set of test files
                             └──────────────── one box and one interpreter ────────────────┘
 
-A proof is that tests fail before and pass after, three times over, under three hash seeds. Grading runs whole test
-files, so proofs do as well. A deletion is described by signature and docstring, never by its body. A mutation is
-described by its symptom: which test fails and at which assertion. The place is for the agent to find.
-
-Sources follow one another; the batches of one share `jobs` boxes. Proofs are taken in the candidates' order, so that
-the same settings give the same tasks. A source that cannot be used is recorded, and the others continue.
+A proof is that tests fail before and pass after, under three hash seeds. Grading runs whole test files, so proofs do.
+A deletion is described by signature and docstring, a mutation by its symptom. Proofs are taken in the candidates'
+order, so that the same settings give the same tasks. A source that cannot be used is recorded.
 """
 
 from __future__ import annotations

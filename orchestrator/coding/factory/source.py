@@ -1,9 +1,7 @@
 """The clean tree of a folder, or of a git repository's commit: its files, sources, functions and tests.
 
-Only plain files are taken. What would give a deleted body away (bytecode, caches, wheels, version control, built
-copies) is left out. Of each function there are the edits that make tasks of it: a body removed, or one mistake as a
-person makes it. Each kind of syntax node has a function that gives edits of a piece of the source. The rest of the file
-keeps its form.
+Only plain files are taken. What would give a deleted body away (bytecode, caches, built copies) is left out.
+Of each function there are the edits that make tasks of it: a body removed, or one mistake as a person makes it.
 """
 
 from __future__ import annotations

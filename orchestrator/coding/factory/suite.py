@@ -1,8 +1,7 @@
 """Run tests of a tree in a box, and learn from three runs of the untouched one which tests can be relied on.
 
 Many runs of one job share a box and one interpreter (`suite_program.py`). The first run of the untouched tree traces
-calls. All three have other hash seeds, so a test that depends on the order of a set is found. A test counts when it
-passed three times. Test files that are slow are never part of a task, because grading runs whole files.
+calls. All three have other hash seeds. A test counts when it passed three times and its file is not slow.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """Run tests of the tree in the current folder, many times in a row, and print one JSON object.
 
-This file runs inside a box with `python -P -c`. It imports nothing but the standard library and pytest. A job comes on
-stdin. The interpreter imports pytest once, then forks one child a run. So a run costs the import of the tree and its
-tests, and not the start of Python.
+This file runs inside a box with `python -P -c`. It imports nothing but the standard library and pytest.
+A job comes on stdin. The interpreter imports pytest once, then forks one child a run.
 
     parent ── fork ──> child: imports the tree, runs pytest ── JSON lines ──> records file ──> parent: one result
 
 Each line of the records file is an object with some fields of the result. Tables are merged, other values replaced.
-
-A child that passes its deadline is killed with its process group. Broken code leaves files behind and removes others,
-so that the tree and the home folder of each run are new.
+The tree and the home folder of each run are new, because broken code leaves files behind and removes others.
 """
 
 from __future__ import annotations

@@ -3,13 +3,11 @@
     records -> form (by their fields) -> CodeTask -> proof: the solution passes, an empty patch fails -> tasks.jsonl
                                             └─ refused, with the reason -> refused.jsonl
 
-One bad record does not end an import. A file none of whose records becomes a task does. tasks.jsonl is written once all
-records are done.
+One bad record does not end an import. tasks.jsonl is written once all records are done.
 
 Instances of SWE-bench, Lite, Verified, SWE-Gym and SWE-smith become tasks on trees of local clones. In most of these
-sets `patch` repairs the tree, and `test_patch` adds the tests. In SWE-smith `patch` breaks it. The tree comes from
-`git archive`, so that the agent's tree has no git objects. Only tests that pytest runs can be graded. Django's own
-runner names its tests in another way; sympy's instances name functions only, which are looked up in the test patch.
+sets `patch` repairs the tree, and `test_patch` adds the tests. In SWE-smith `patch` breaks it.
+Only tests that pytest runs can be graded. sympy's instances name functions, which are looked up in the test patch.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
 
     taskset = { id = "orchestrator.coding.formats.harbor", folder = "harbor-tasks" }
 
-The sandbox can write below /work only. So the paths /app, /tests and /logs/verifier in the instruction, the scripts and
-the tests are rewritten to paths there. Grading takes the agent's files into a fresh sandbox, adds tests/ and runs
-tests/test.sh. As in Harbor, the tests run beside what the agent left, so the reward is as trustworthy as they are.
+The sandbox can write below /work only. So the paths /app, /tests and /logs/verifier are rewritten to paths there.
+Grading takes the agent's files into a fresh sandbox, adds tests/ and runs tests/test.sh.
 """
 
 from __future__ import annotations

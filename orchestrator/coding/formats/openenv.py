@@ -7,8 +7,7 @@
                   ^ observation, or the error of a call   |
 
 This speaks the server's protocol (openenv-core 0.3) itself, because openenv-core and verifiers need different versions
-of one package. A call that the server refuses is a tool error that the policy sees. Only a server that cannot be
-reached, is full or breaks fails the rollout.
+of one package. A call that the server refuses is a tool error that the policy sees.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     taskset = { id = "orchestrator.coding.formats.programs", file = "HumanEval.jsonl.gz" }
 
 The test imports the asked function from solution.py by name, and nothing else of a solution; helpers that it calls come
-from the prompt. To let an agent work with tools instead, make a task folder of the file (`composer tasks import`) and
-play it with orchestrator.coding.code.
+from the prompt. `composer tasks import` makes tasks of the file for agents with tools.
 """
 
 from __future__ import annotations

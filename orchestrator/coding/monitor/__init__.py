@@ -4,8 +4,7 @@
       unwanted files       tool calls      files, code, calls       policy of the source
       lures, hashes                        └─ a judge, if one is configured
 
-Grading is the first defense: it copies only source files into a pristine tree. The monitor checks what grading cannot:
-how the agent made the patch, and code that works only for the tests. Read after.py first.
+The monitor checks what grading cannot: how the agent made the patch, and code that works only for the tests.
 """
 
 from orchestrator.coding.monitor.after import inspect, second_opinion

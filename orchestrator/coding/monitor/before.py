@@ -3,9 +3,8 @@
     pristine tree ── removed, start ──> agent's tree ── unwanted away, lures in ──> what the agent gets
                                               └──> Seal: hashes, start, reference, markers
 
-Lures are files that are not needed to solve the task: a cache with the bytecode of the deleted module, a patch with the
-solution, the results that tests expect. Their content is wrong, and has a marker that no honest solution has. Their
-names and markers depend on the task's id and a seed.
+Lures are files that are not needed to solve the task: a cache with bytecode, a patch, the results that tests expect.
+Their content is wrong, and has a marker that no honest solution has.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
     ToolUse ── command ──> simple commands ──> programs, paths, scripts ──> Hits
             └─ paths, scripts that it writes ───────────────────────────────────────────────┘
 
-`Hit`s are (rule, evidence). The source chooses the weight of each rule (verdict.py). Wrappers (env, timeout, xargs,
-bash -c, find -exec) and substitutions are opened, so that a rule sees what runs. Deleting a cache, listing a folder and
-looking at one's own changes are not findings. The agent's tree has no git objects, so whatever `git log -p`,
-`git blame` or `git diff HEAD~1` show there is the agent's own.
+Wrappers (env, timeout, xargs, bash -c, find -exec) and substitutions are opened, so that a rule sees what runs.
+The agent's tree has no git objects, so what `git log -p` or `git blame` show there is the agent's own.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from orchestrator.coding.monitor.before import Seal
 from orchestrator.coding.task import matches
 
 Hit = tuple[str, str]
+"""Rule and evidence."""
 _MOST_OUTPUT = 200_000
 _MOST_SCRIPT = 100_000
 _MOST_PATH = 400

@@ -1,7 +1,6 @@
 """The one static check of changed source: caller frames, patched graders, exits, hidden code, literals of the tests.
 
-It reads a file's syntax tree and resolves imported names, and no more: whoever disguises a name passes. Grading and its
-altered tests are what such code has to get past. Only what is new counts (after.py): a package may use `exec` itself.
+It reads a file's syntax tree and resolves imported names. Whoever disguises a name has to get past grading.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ bubblewrap     isolated: no host files, no network, own processes, limits
 subprocess     limits only; it isolates nothing
 module:Class   one of the user's own
 
-What code in a box does is data: a command that fails, floods, hangs or kills everything gives a `CommandResult`. Only
-a box that cannot be opened, or has ended, raises SandboxError. Exit codes and output come from hostile code; a caller
-that grades must not believe them.
+What code in a box does is data: a command that fails, floods, hangs or kills everything gives a `CommandResult`.
+Only a box that cannot be opened, or has ended, raises SandboxError.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ control socket, with the descriptors of a command's standard streams. Output doe
     reply    = uint32 length, JSON with the request's `id`
 
 It is PID 1 of its namespace: no process inside can end it, and its end is the end of all of them. It is not dumpable,
-so no process inside can read its memory or descriptors. Nevertheless what it reports are hints: hostile code has the
-same user id. The host limits and reads the box without its help.
+so no process inside can read its memory. What it reports are hints; the host limits and reads the box by itself.
 """
 
 import contextlib

@@ -5,11 +5,10 @@
          |  <------- pipes: stdout, stderr ------------------------------------+
          +-- /proc/PID/root/work ------->     tmpfs /work            files are read without the box's help
 
-The box has no network but its own loopback. Its first process opens a listening socket there and hands it over, so the
-host accepts the box's connections itself: no program inside forwards anything, and no socket lies on a disk.
+The box has no network but its own loopback. Its first process opens a listening socket there and hands it over.
 
-Work folder and /tmp are tmpfs: their sizes are bounded by the kernel, and they vanish with the box. Nothing of the box
-is on the host's disk. bwrap dies with this process (--die-with-parent), and the box dies with bwrap.
+Work folder and /tmp are tmpfs: the kernel bounds their sizes, and they vanish with the box.
+bwrap dies with this process (--die-with-parent), and the box dies with bwrap.
 """
 
 from __future__ import annotations

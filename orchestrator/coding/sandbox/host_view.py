@@ -1,6 +1,6 @@
 """What the host sees of a box: its files and what its processes use. Code in the box cannot change what is read here.
 
-Code in a box may put anything in the place of a file: a link to the host, a FIFO, a sparse file, a thousand folders.
+Code in a box may put anything in the place of a file.
 Each component of a path is opened by itself, with O_NOFOLLOW, relative to the folder before it.
 """
 

@@ -3,9 +3,8 @@
 As root this process gives bwrap an unprivileged user id first. Inside a user namespace the host's root would still own
 the host's files, and the kernel exempts it from RLIMIT_NPROC.
 
-The filter is a list of denials, not of permissions: programs that agents write use most of Linux, and namespaces hold
-already. Denied are calls with a history of kernel flaws, calls that look into other processes, and calls that would
-leave the limits (memory in memfds and System V segments belongs to no process).
+The filter is a list of denials: programs that agents write use most of Linux, and namespaces hold already.
+Denied are calls with a history of kernel flaws, that look into other processes, or that would leave the limits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The subprocess box: a temporary folder, limits of the shell, and a process group. It isolates nothing.
 
-Commands run as this user. They read and write whatever this user may, and reach the network. It is for code that is
-trusted, and for machines without a sandbox.
+Commands run as this user. It is for code that is trusted, and for machines without a sandbox.
 """
 
 from __future__ import annotations
