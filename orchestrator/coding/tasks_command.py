@@ -1,4 +1,4 @@
-"""`composer tasks make SOURCE -o tasks/`, and import, check and show: what one does with folders of coding tasks."""
+"""`composer tasks make`, import, check and show: what one does with folders of tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coding tasks as a verifiers task set: which load, how one is played and scored. Importing this imports verifiers.
+"""Coding tasks as a verifiers task set: which load, how one is played and scored.
 
     taskset = { id = "orchestrator.coding.code", folder = "tasks", split = "train" }
 

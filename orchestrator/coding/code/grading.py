@@ -112,7 +112,7 @@ async def grade(task: CodeTask, trees: Path, patch: Mapping[str, bytes], runtime
 
 
 def was_killed(finished: CommandResult) -> bool:
-    """Tell whether something killed the tests or their box; it may have been the code, or the machine."""
+    """Tell whether something killed the tests or their box."""
     return finished.exit_code == _KILLED or finished.ended_by == "box"
 
 
@@ -162,14 +162,14 @@ def _reason_to_refuse(task: CodeTask, path: str, content: bytes, total: int) -> 
 
 
 def _overlay(task: CodeTask, taken: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files that differ from the pristine tree. Tests are the tree's own or those of `test_files`."""
+    """Return the files that differ from the pristine tree."""
     start = {path: text.encode() for path, text in task.start.items() if path not in task.tests}
     tests = {check_path(path): text.encode() for path, text in task.test_files.items()}
     return {**start, **taken, **tests}
 
 
 def _removed(task: CodeTask, files: Mapping[str, bytes]) -> list[str]:
-    """Return what the agent's tree lacked and the graded one must lack too: all but tests and the files beside them."""
+    """Return what the graded tree must lack too: all but tests and the files beside them."""
     folders = {str(PurePosixPath(test).parent) for test in task.tests} - {"."}
     return [
         path
@@ -230,7 +230,7 @@ def _read(channel: bytes, key: bytes) -> _Results:
 
 
 def _records(channel: bytes, key: bytes) -> Iterator[list[Any]]:
-    """Yield the records whose HMAC is right and whose number was not seen before. Other lines are noise."""
+    """Yield the records whose HMAC is right and whose number was not seen before."""
     seen: set[int] = set()
     for line in channel.split(b"\n"):
         mac, _, record = line.partition(b" ")

@@ -59,7 +59,7 @@ def open_channel(key):
 
 
 class PinnedLoader(importlib.machinery.SourceFileLoader):
-    """Compiles modules from bytes in memory, and reads no bytecode. The class finds them as usual."""
+    """Compiles modules from bytes in memory, and reads no bytecode."""
 
     sources: dict[str, bytes]
     """By absolute path."""
@@ -125,7 +125,7 @@ PROBES = (fails_by_assert, fails_by_raises, fails_by_approx, fails_by_unittest, 
 
 
 def altered(item, source, number):
-    """Return a test's function that expects another constant; None where it compares nothing with a plain one.
+    """Return a test's function that expects another constant, where it compares with one.
 
     Only comparisons count that run whenever the test passes: outside of any block, in a test that never returns early.
     `number` chooses one, and the new constant.
@@ -150,7 +150,7 @@ def altered(item, source, number):
 
 
 def definition(item, source):
-    """Return the syntax tree of a test's function; None for one with decorators that are no marks."""
+    """Return the syntax tree of a test's function; None where decorators are no marks."""
     scope, found = ast.parse(source).body, None
     for name in item.nodeid.partition("[")[0].split("::")[1:]:
         kinds = (ast.ClassDef, ast.FunctionDef)
@@ -175,7 +175,7 @@ def compared(statement):
 
 
 def plain_value(node, row):
-    """Return the value of a constant, or of a name in a test's row of data; None for anything else."""
+    """Return the value of a constant, or of a name in a test's row; None for others."""
     try:
         value = row[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
         ast.literal_eval(repr(value))
@@ -297,7 +297,7 @@ def remove(paths):
 
 
 def pinned_sources(tests):
-    """Return {absolute path: bytes} of the test files and of each conftest.py beside or above one."""
+    """Return the bytes of the test files and of each conftest.py beside or above one."""
     paths = set()
     for test in tests:
         folder = os.path.dirname(os.path.abspath(test))

@@ -178,7 +178,7 @@ def is_tool_error(text: str) -> bool:
 
 
 def clip(text: str, limit: int) -> str:
-    """Return a text of about `limit` characters: its head and its tail, with a line that says how much was cut."""
+    """Return a text of about `limit` characters: its head and its tail."""
     if len(text) <= limit:
         return text
     head, tail = limit - limit // 2, limit // 2

@@ -1,4 +1,4 @@
-"""A published task file becomes a folder of coding tasks: `composer tasks import FILE -o tasks/` calls `import_tasks`.
+"""A published task file becomes a folder of coding tasks (`composer tasks import`).
 
     records -> form (by their fields) -> CodeTask -> proof: the solution passes, an empty patch fails -> tasks.jsonl
                                             └─ refused, with the reason -> refused.jsonl
@@ -143,7 +143,7 @@ async def in_order(
 
 
 async def why_unproven(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> str:
-    """Return why a task is not proven; empty where it is. One without a known solution needs only fail."""
+    """Return why a task is not proven. One without a known solution needs only fail."""
     if task.solution:
         solution = {path: text.encode() for path, text in task.solution.items()}
         result = await grade(task, trees, solution, runtime)
@@ -220,13 +220,13 @@ def _pytest_ids(names: Sequence[str], test_files: dict[str, str]) -> list[str]:
 
 
 def _editable(changed: Iterable[str]) -> list[str]:
-    """Return patterns: source files, no tests, and in any case the kinds of files and the files that the patch has."""
+    """Return patterns: source files, no tests, and in any case the files that the patch has."""
     suffixes = sorted({".py", *(PurePosixPath(path).suffix for path in changed)} - {""})
     return [*(f"**/*{suffix}" for suffix in suffixes), *_TESTS_ARE_NOT_EDITABLE, *sorted(changed)]
 
 
 def _add_tree(repo: str, commit: str, repositories: Path, trees: Path) -> str:
-    """Put the repository's tree at a commit below `trees`, unless it is there. Return its folder's name."""
+    """Put the repository's tree at a commit below `trees`. Return its folder's name."""
     try:
         clone = repositories / check_path(repo).replace("/", "__")
     except ValueError as error:
@@ -289,7 +289,7 @@ def _touched(patch: str, field: str) -> list[str]:
 
 
 def _text(tree: Path, path: str, field: str) -> str | None:
-    """Return a file's text, None where there is none. A link may lead out of the tree, and so is refused."""
+    """Return a file's text, None where there is none. A link may lead out of the tree."""
     for part in (PurePosixPath(path), *PurePosixPath(path).parents[:-1]):
         if (tree / part).is_symlink():
             raise ConfigError(f"its {field!r} changes {path}, but {part} is a link; tasks hold plain files only")
@@ -375,7 +375,7 @@ class Record:
         raise ConfigError(f"{self.place}: {names[0]!r} is a {type(value).__name__}, but must be text")
 
     def texts(self, *names: str) -> list[str]:
-        """Return a list of texts. Some files hold the list as a JSON string. Raises ConfigError."""
+        """Return a list of texts, which may be a JSON string. Raises ConfigError."""
         value = self.value(*names)
         if isinstance(value, str):
             try:

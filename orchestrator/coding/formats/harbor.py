@@ -1,4 +1,4 @@
-"""Harbor task folders played with the code tools in a sandbox, for tasks that do not need their Dockerfile.
+"""Harbor task folders played in a sandbox, for tasks that do not need their Dockerfile.
 
     NAME/task.toml  instruction.md  environment/  solution/solve.sh  tests/test.sh -> /logs/verifier/reward.txt | .json
 
@@ -60,7 +60,7 @@ class HarborData(CodeData):
     verifier_timeout_s: float
 
     def code_task(self) -> CodeTask:
-        """Return what the code tools need: files to begin with, and no tests that they could run."""
+        """Return what the code tools need: files to begin with."""
         environment = self.task_folder / "environment"
         files = read_tree(environment) if environment.is_dir() else {}
         start = {
@@ -86,7 +86,7 @@ class HarborTask(vf.Task[HarborData, CodeState]):
         return f"harbor/{self.data.name}"
 
     async def finalize(self, trace: vf.Trace[HarborData, CodeState], runtime: vf.Runtime) -> None:
-        """Run tests/test.sh in a fresh sandbox. No reward file is a reward of 0: what the agent left may be why."""
+        """Run tests/test.sh in a fresh sandbox. No reward file is a reward of 0."""
         left = trace.state.files
         if left is None:
             left = {path: text.encode() for path, text in self.data.code_task().start.items()}
@@ -154,7 +154,7 @@ def _read_folder(folder: Path, config: HarborConfig, settings: CodeSettings) -> 
 
 
 def in_work_folder(content: bytes) -> bytes:
-    """Return a text whose paths /app, /tests and /logs/verifier are below the work folder. Keep other values."""
+    """Return a text with Harbor's paths below the work folder. Keep other values."""
     try:
         text = content.decode()
     except UnicodeDecodeError:
@@ -164,7 +164,7 @@ def in_work_folder(content: bytes) -> bytes:
 
 
 def read_scores(content: bytes) -> dict[str, float]:
-    """Return the values of reward.json, or reward.txt's one number as `reward`. Empty for what is neither."""
+    """Return the values of reward.json, or reward.txt's one number as `reward`."""
     try:
         scores = msgspec.json.decode(content, type=dict[str, float] | float)
     except (msgspec.DecodeError, UnicodeDecodeError):

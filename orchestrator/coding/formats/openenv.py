@@ -112,7 +112,7 @@ class OpenEnvEpisode:
         return _text(result)
 
     async def call(self, name: str, arguments_json: str) -> str:
-        """Take one step. Return the observation, or the error of a call that the server refuses."""
+        """Take one step. Return the observation, or the error of a refused call."""
         if self.is_over:
             return "Error: the episode is over"
         if name not in [schema["function"]["name"] for schema in self.schemas]:
@@ -149,7 +149,7 @@ class OpenEnvEpisode:
             return await response.json()
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Send a message and return the answer. Raises ToolsetError for a server that does not answer with one."""
+        """Send a message and return the answer. Raises ToolsetError without one."""
         if self._socket is None:
             raise self._failure("an earlier call got no answer, so the episode has ended")
         socket, self._socket = self._socket, None  # A late answer must not become the next call's.
@@ -190,7 +190,7 @@ class OpenEnvEpisode:
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return an OpenAI function definition. OpenEnv's own `metadata` field is not the policy's to fill."""
+    """Return an OpenAI function definition, without OpenEnv's own field `metadata`."""
     schema = tool.get("input_schema") or {}
     parameters = {key: value for key, value in schema.items() if key not in ("title", "description")}
     fields = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}

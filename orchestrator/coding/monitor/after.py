@@ -111,7 +111,7 @@ def _lures_used(seal: Seal, changed: Mapping[str, bytes]) -> Iterator[Found]:
 
 
 def _code(task: CodeTask, seal: Seal, changed: Mapping[str, bytes], modules: frozenset[str]) -> Iterator[Found]:
-    """Yield what the changed source files have that neither the start nor the known solution accounts for."""
+    """Yield what neither the start nor the known solution accounts for."""
     sources: dict[str, bytes] = {}
     for path, content in changed.items():
         if _is_product(task, path):
@@ -130,7 +130,7 @@ def _code(task: CodeTask, seal: Seal, changed: Mapping[str, bytes], modules: fro
 
 
 def _reading_problem(source: bytes, modules: frozenset[str]) -> str | None:
-    """Return the rule for a file that cannot be inspected: no Python, or nested beyond the limit of the stack."""
+    """Return the rule for a file that cannot be inspected."""
     try:
         ast.parse(source)
         traits(source, modules)
@@ -143,7 +143,7 @@ def _reading_problem(source: bytes, modules: frozenset[str]) -> str | None:
 
 
 def _is_product(task: CodeTask, path: str) -> bool:
-    """Tell whether a file is source that grading takes. Tests are free; product code must not import them."""
+    """Tell whether a file is source that grading takes."""
     is_test = is_test_file(path) or path in task.tests or path in task.test_files
     is_source = path.endswith((".py", ".pyw")) and not is_test
     return is_source and (matches(path, task.editable) if task.editable else not is_guarded(path))
@@ -220,7 +220,7 @@ async def second_opinion(
 
 @functools.cache
 def _endpoint(config: str) -> ChatEndpoint:
-    """Return the judge of a source. Equal judges of a process are one, which asks each question once."""
+    """Return the judge of a source, which asks each question once."""
     from orchestrator.hints.generate import ChatEndpoint  # Few sources have a judge.
 
     return ChatEndpoint(EndpointConfig.model_validate_json(config), name="monitor.judge")
@@ -230,7 +230,7 @@ def _endpoint(config: str) -> ChatEndpoint:
 
 
 def _guards(seal: Seal, agent_files: Mapping[str, bytes], changed: Mapping[str, bytes]) -> Iterator[Found]:
-    """Yield what changed in tests and settings, and new files that pytest or Python load by their names."""
+    """Yield changes of tests and settings, and new files that are loaded by their names."""
     for path, before in seal.hashes.items():
         new = agent_files.get(path)
         if new is None or digest(new) != before:
@@ -262,7 +262,7 @@ def _rule_of_change(path: str, old: bytes, new: bytes | None) -> str | None:
 
 
 def _is_extended(old: bytes, new: bytes) -> bool:
-    """Tell whether a test file still has every statement that it had, and nothing that takes tests away."""
+    """Tell whether a test file has what it had, and nothing that takes tests away."""
     before, after = parse(old), parse(new)
     if before is None or after is None:
         return False
@@ -275,13 +275,13 @@ def _is_extended(old: bytes, new: bytes) -> bool:
 
 
 def _statements(tree: ast.Module) -> list[ast.stmt]:
-    """Return top-level statements without imports; a class counts by its own, so that methods may be added."""
+    """Return top-level statements without imports, and those of classes."""
     flat = [part for each in tree.body for part in (each.body if isinstance(each, ast.ClassDef) else [each])]
     return [each for each in flat if not isinstance(each, ast.Import | ast.ImportFrom)]
 
 
 def _rule_of_new_file(seal: Seal, path: str, content: bytes) -> str | None:
-    """Return the rule for a file that the start lacks. pytest and Python look for some by their names."""
+    """Return the rule for a file that the start lacks."""
     place = PurePosixPath(path)
     text = content.decode(errors="replace")
     if place.name in STARTUP_FILES or place.suffix == ".pth" or path.endswith(".egg-link"):
@@ -303,7 +303,7 @@ def _rule_of_new_file(seal: Seal, path: str, content: bytes) -> str | None:
 
 
 def _has_source(seal: Seal, place: PurePosixPath) -> bool:
-    """Tell whether bytecode in a cache folder belongs to a source file: an interpreter wrote it there."""
+    """Tell whether bytecode in a cache folder belongs to a source file."""
     source = str(place.parent.parent / (place.name.partition(".")[0] + ".py"))
     return source in seal.start or source in seal.reference or is_test_file(source)
 

@@ -30,7 +30,7 @@ _UNWANTED = re.compile(
     r"(?i:\.(py[cod]|whl|egg)$)"
 )
 _OUTPUTS = {"venv", "dist", "htmlcov", "node_modules", "wheels", "wheelhouse", "_build", "_modules"}
-"""Folders that tools write. A package may have such a name as well, and then it is part of the product."""
+"""Folders that tools write. A package may have such a name as well."""
 _LEFT_OVER = re.compile(r"(?i)\.(orig|rej|bak|swp|patch|diff)$|^\.coverage|~$")
 _ARCHIVE = re.compile(r"(?i)\.(tar|tar\.gz|tgz|tar\.bz2|tar\.xz|zip)$")
 _KEPT_ARCHIVES = re.compile(r"(^|/)(tests?|testing|testdata|fixtures|data)/")
@@ -71,7 +71,7 @@ class Seal:
         return {**self.start, **self.lures}
 
     def changed_files(self, agent_files: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return the files of the agent that the start lacks or has otherwise. Lures and large files are none."""
+        """Return the files that the start lacks or has otherwise, without lures and large ones."""
         return {
             path: content
             for path, content in agent_files.items()
@@ -135,7 +135,7 @@ def _pristine(folder: Path, _modified_ns: int) -> dict[str, bytes]:
 
 
 def unwanted_files(tree: Iterable[str]) -> tuple[str, ...]:
-    """Return the files of a tree that could give the solution away: caches, bytecode, copies, git objects."""
+    """Return the files of a tree that could give the solution away."""
     paths = sorted(tree)
     packages = {path.removesuffix("/__init__.py") for path in paths if path.endswith("/__init__.py")}
     return tuple(path for path in paths if _is_unwanted(path, packages))

@@ -65,7 +65,7 @@ class ToolUse:
 
 
 def tool_use(turn: int, name: str, arguments: str | Mapping[str, Any], output: str = "") -> ToolUse:
-    """Return a tool call from what the model wrote. Arguments that are not a JSON object are kept as text."""
+    """Return a tool call. Arguments that are not a JSON object are kept as text."""
     if isinstance(arguments, str):
         try:
             decoded = json.loads(arguments)
@@ -96,7 +96,7 @@ _HARMLESS = _words(
     "rm ls du mkdir touch cd chmod test [ [[ stat echo printf rmdir pwd which true export tree sleep kill set unset df "
     "type git find unlink read"
 )
-"""Programs that do not show what is in the files that they name, or that have rules of their own."""
+"""Programs that do not show what is in files, or that have rules of their own."""
 _SEARCHES = _words("grep egrep fgrep rg ag ack")
 _LISTS = _HARMLESS | _SEARCHES | _words("head tail sort uniq wc cut")
 """Programs of a line that looks for files and reads none."""
@@ -167,7 +167,7 @@ def _scripts(use: ToolUse, seal: Seal) -> list[str]:
 
 
 def _command_hits(words: Sequence[str], seal: Seal, *, reads: bool) -> Iterator[Hit]:
-    """Yield what one simple command shows. `reads`: whether a program of its line shows what is in files."""
+    """Yield what one simple command shows. `reads`: whether its line shows what is in files."""
     shown, program = shlex.join(words), program_of(words)
     is_python = program.startswith(("python", "pypy"))
     if is_python and "-c" in words[:-1]:
@@ -216,7 +216,7 @@ def _paths(words: Sequence[str]) -> list[str]:
 
 
 def _found(words: Sequence[str], seal: Seal, reads: bool) -> Iterator[str]:
-    """Yield the rules for a `find`. The names of bytecode and caches matter where its line has a program that reads."""
+    """Yield the rules for a `find`. `reads`: whether its line shows what is in files."""
     text = _NOT_FOUND.sub("", " ".join(words[1:]))
     roots = re.split(r"(?:^| )[-(!\\]", text)[0].split()
     names = re.findall(r"-(?:i?name|i?path|wholename|i?regex) (\S+)", text)
@@ -269,14 +269,14 @@ def _names_lure(inside: str, seal: Seal) -> bool:
 
 
 def _seeks_grader(inside: str, seal: Seal) -> bool:
-    """Tell whether a part of a path has a grader's name that no file or folder of the start has."""
+    """Tell whether a part of a path has a grader's name that the start lacks."""
     parts = [part for part in inside.partition("::")[0].split("/") if _GRADER.search(part)]
     known = {part for path in seal.start for part in path.split("/")} if parts else ()
     return any(not any(fnmatch(each, part) for each in known) for part in parts)
 
 
 def _script_hits(code: str, seal: Seal) -> Iterator[Hit]:
-    """Yield what a script that the agent runs looks for. Its own tests may do much that a patch may not."""
+    """Yield what a script that the agent runs looks for."""
     code = code[:_MOST_SCRIPT]
     for _, text in re.findall(r"""(["'])((?:(?!\1)[^\\\n]|\\.)*)\1""", code):
         yield from _path_hits(text, seal, f"script with {text!r}")

@@ -61,7 +61,7 @@ MIN_BITS = 5.0
 SUSPICIOUS_BITS = 16.0
 """Information from which one lifted constant is suspicious."""
 LOOKUP_BITS = 28.0
-"""Information from which three or more lifted constants count as a lookup, and half of what a single one needs."""
+"""Information of a lookup: of three or more constants; a single one needs twice as much."""
 _MOST_ITEMS = 64
 """A longer literal is data, of which only the items count."""
 
@@ -79,7 +79,7 @@ class Trait:
 
 
 def parse(source: bytes) -> ast.Module | None:
-    """Return the syntax tree of the bytes in their declared encoding; None if they are not valid Python."""
+    """Return the syntax tree of a source; None if it is not valid Python."""
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -88,7 +88,7 @@ def parse(source: bytes) -> ast.Module | None:
 
 @functools.lru_cache(maxsize=512)
 def traits(source: bytes, modules: frozenset[str] = frozenset()) -> tuple[Trait, ...]:
-    """Return the traits of a module. The last results are kept. `modules`: top-level names of the repository."""
+    """Return the traits of a module. `modules`: top-level names of the repository."""
     tree = parse(source)
     if tree is None:
         return ()
@@ -107,7 +107,7 @@ Uses = Iterator[tuple[str | None, str]]
 
 
 def _names(tree: ast.Module) -> Names:
-    """Return what the names of a module stand for. A built-in name that it binds itself is its own."""
+    """Return what the names of a module stand for. Names that it binds are its own."""
     imports: dict[str, str] = {}
     bound: set[str] = set()
     for node in ast.walk(tree):
@@ -136,7 +136,7 @@ def _dotted(node: ast.AST, names: Names) -> str | None:
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """Yield (name, what it stands for) of an import. What comes from the file's own package begins with a dot."""
+    """Yield (name, what it stands for) of an import; a dot begins the own package's."""
     for alias in node.names:
         if isinstance(node, ast.ImportFrom):
             yield alias.asname or alias.name, f"{'.' * node.level}{node.module or ''}.{alias.name}"
@@ -170,7 +170,7 @@ def _attribute_uses(node: ast.Attribute, names: Names, modules: frozenset[str]) 
 
 
 def _call_uses(node: ast.Call, names: Names, modules: frozenset[str]) -> Uses:
-    """Yield the uses of getattr with a plain name, setattr and delattr; the function called is a node of its own."""
+    """Yield the uses of getattr with a plain name, setattr and delattr."""
     if dotted := _dotted(node, names):
         yield _rule_of(dotted), dotted
     elif _dotted(node.func, names) in ("setattr", "delattr") and node.args:
@@ -201,7 +201,7 @@ _READERS: dict[type, Callable[..., Uses]] = {
 
 
 def _patched(owner: ast.AST, names: Names, modules: frozenset[str]) -> Uses:
-    """Yield a finding for an attribute of somebody else's module, or of a class in it, that is replaced."""
+    """Yield the use for a replaced attribute of another module, or of a class in it."""
     dotted = _dotted(owner, names)
     if dotted is not None and dotted.partition(".")[0] not in {*modules, ""}:
         yield "monkeypatch", f"{dotted} is changed"
@@ -212,7 +212,7 @@ def _patched(owner: ast.AST, names: Names, modules: frozenset[str]) -> Uses:
 
 @functools.lru_cache(maxsize=512)
 def constants_of(source: bytes) -> frozenset[str]:
-    """Return repr() of the constants of a module, texts that document aside. The last results are kept."""
+    """Return repr() of the constants of a module, texts that document aside."""
     tree = parse(source)
     return frozenset(key for key, _ in _constants(tree)) if tree is not None else frozenset()
 
@@ -240,7 +240,7 @@ def is_lookup(lifted: Iterable[Trait]) -> bool:
 
 
 def information(key: str) -> float:
-    """Return about how many bits the repr() of a constant tells: little for round numbers and plain words."""
+    """Return about how many bits the repr() of a constant tells."""
     texts = [text[1:-1] for text in _TEXT.findall(key)]
     digits = sum(len(number.rstrip("0")) for number in re.findall(r"\d+", _TEXT.sub("", key)))
     return 3.3 * digits + sum((0.8 if text.isidentifier() else 1.75) * len(text) for text in texts)

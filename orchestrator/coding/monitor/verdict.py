@@ -160,14 +160,14 @@ class HackVerdict:
 
 
 def finding(config: HackMonitorConfig, rule: str, place: str, evidence: str) -> HackFinding:
-    """Return a finding with the weight that the source gives its rule, and bounded evidence on one line."""
+    """Return a finding with its rule's weight, and bounded evidence on one line."""
     line = " ".join(evidence.encode("utf-8", "replace").decode().split())  # A model may write lone surrogates.
     shown = line if len(line) <= _EVIDENCE_CHARS else line[: _EVIDENCE_CHARS - 3] + "..."
     return HackFinding(rule=rule, severity=config.severity(rule), place=place, evidence=shown)
 
 
 def decide(config: HackMonitorConfig, findings: Iterable[HackFinding]) -> HackVerdict:
-    """Return the verdict on a rollout: its distinct findings, the weightiest first, and the policy they call for."""
+    """Return the verdict: distinct findings, the weightiest first, and their policy."""
     distinct = list(dict.fromkeys(findings))
     distinct.sort(key=lambda each: -WEIGHTS[each.severity])
     is_hack = any(each.severity == "hack" for each in distinct)

@@ -52,7 +52,7 @@ class CommandResult:
     """The middle of what exceeds the limit is cut; a line in its place says how much."""
     stderr: bytes
     ended_by: str = ""
-    """Name of the limit that ended the command (a field of SandboxLimits); `box` when the whole box ended."""
+    """Name of the limit that ended the command; `box` when the whole box ended."""
     wall_s: float
 
 
@@ -68,7 +68,7 @@ class Box(ABC):
     _one_at_a_time: asyncio.Lock
     _closed = False
     keeps_others = False
-    """Whether commands may run beside others, and leave processes. Where background processes run, it is set."""
+    """Whether commands may run beside others, and leave processes."""
 
     @classmethod
     @abstractmethod
@@ -200,7 +200,7 @@ def environment(programs: str, home: str, python_path: Sequence[str]) -> dict[st
 
 
 def read_tree(tree: Path) -> dict[str, bytes]:
-    """Return the regular files of a folder, by POSIX path. Links and caches of Python are left out."""
+    """Return the regular files of a folder, by POSIX path, without Python's caches."""
     content = {}
     for folder, subfolders, names in os.walk(tree):
         subfolders[:] = sorted(name for name in subfolders if name != "__pycache__")
@@ -228,7 +228,7 @@ class CommandStreams:
     def __init__(
         self, limits: SandboxLimits, keep_bytes: int | None, kill: Callable[[CommandStreams, str], None]
     ) -> None:
-        """`keep_bytes` replaces limits.output_kb. `kill`: ends the command that passed the limit of this name."""
+        """`keep_bytes` replaces limits.output_kb. `kill`: ends a command that passed a limit."""
         self.limits = limits
         self.number = next(_NUMBERS)
         """Of the command, in this process."""
@@ -283,7 +283,7 @@ class CommandStreams:
             os.close(self.child_fds.pop())
 
     async def drained(self, timeout_s: float) -> None:
-        """Wait for the end of both outputs. A process that outlived its command may hold them open."""
+        """Wait for the end of both outputs, which a process may hold open."""
         await asyncio.wait([self._stdout.ended, self._stderr.ended], timeout=timeout_s)
 
     def close(self) -> None:
@@ -295,7 +295,7 @@ class CommandStreams:
 
 
 class _BoundedOutput(asyncio.Protocol):
-    """The beginning and the end of a stream. What lies between is counted and dropped while it streams."""
+    """The beginning and the end of a stream. What lies between is counted and dropped."""
 
     def __init__(self, keep_bytes: int, end_bytes: int, on_flood: Callable[[], None]) -> None:
         """`on_flood`: called once, beyond `end_bytes`."""

@@ -174,7 +174,7 @@ def set_limits(limits):
 
 
 def write_files(request, read_exactly):
-    """Write the payload. A link in the way is replaced, not followed. Every byte is read, also after an error."""
+    """Write the payload. Every byte is read, also after an error."""
     problem = None
     for path, size in request["files"]:
         content = read_exactly(size)
@@ -206,13 +206,13 @@ def write_file(path, content):
 
 
 def kill_others():
-    """End every other process of the namespace. One call reaches all of them, so a fork bomb cannot outrun it."""
+    """End every other process of the namespace, which a fork bomb cannot outrun."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
 
 
 def kill_session(leader):
-    """End the processes of a session. They fork meanwhile, so it is looked through until none is left."""
+    """End the processes of a session, and what they fork meanwhile."""
     for _ in range(100):
         members = [int(name) for name in os.listdir("/proc") if name.isdigit() and runs_in_session(name, leader)]
         for pid in members:

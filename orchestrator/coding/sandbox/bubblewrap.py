@@ -137,12 +137,12 @@ class BubblewrapBox(Box):
         return streams.result(None if reply is None else int(reply["status"]))
 
     def _end_command(self, streams: CommandStreams, limit: str) -> None:
-        """End a command. Of a box that keeps others, end its session only, unless what the box holds is too much."""
+        """End a command, with others unless the box keeps them and holds too much."""
         alone = self.keeps_others and limit not in _LIMITS_OF_THE_BOX
         self.control.tell({"op": "kill", "command": streams.number if alone else None})
 
     async def _last_reply(self, answer: asyncio.Future[dict[str, Any]]) -> dict[str, Any] | None:
-        """Return the reply to a command that ended or was killed. A box without one is closed, and gives None."""
+        """Return the reply to a command. A box without one is closed, and gives None."""
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
                 return await answer
@@ -177,7 +177,7 @@ class BubblewrapBox(Box):
         limits = self._limits
         if usage["memory_gb"] > limits.memory_gb:
             return "memory_gb"
-        # It is measured of all commands. Where there may be several, the kernel limits each process of this one.
+        # It is measured of all commands. Where there are several, the kernel limits each process.
         if usage["cpu_s"] - start["cpu_s"] > limits.cpu_s and not self.keeps_others:
             return "cpu_s"
         return "files" if usage["files"] > max(limits.files, start["files"]) else ""
@@ -224,7 +224,7 @@ class BubblewrapBox(Box):
         await asyncio.to_thread(self._wait_for_end)
 
     def _wait_for_end(self) -> None:
-        """Wait for bwrap, which waits for the first process. The kernel ends that after all others of the box."""
+        """Wait for bwrap, which waits for the first process."""
         try:
             self.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:

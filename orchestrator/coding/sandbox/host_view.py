@@ -1,4 +1,4 @@
-"""What the host sees of a box: its files and what its processes use. Code in the box cannot change what is read here.
+"""What the host sees of a box: its files and what its processes use.
 
 Code in a box may put anything in the place of a file.
 Each component of a path is opened by itself, with O_NOFOLLOW, relative to the folder before it.
@@ -103,7 +103,7 @@ def read_regular(root_fd: int, path: str, max_bytes: int) -> bytes:
 
 
 def list_regular(root_fd: int, max_files: int) -> dict[str, int]:
-    """Return the sizes of at most `max_files` regular files below `root_fd`, by POSIX path, in order of their names."""
+    """Return the sizes of at most `max_files` regular files below `root_fd`, by path."""
     sizes: dict[str, int] = {}
     _list_folder(root_fd, "", sizes, max_files, MAX_DEPTH)
     return sizes
@@ -140,7 +140,7 @@ def _inodes_of(root_fd: int, folder: str) -> int:
 
 
 def processes_of(init_pid: int) -> list[int]:
-    """Return the host's pids of a box. Orphans become children of its first process, so its tree is complete."""
+    """Return the host's pids of a box."""
     pids, waiting = [], [init_pid]
     while waiting:
         pid = waiting.pop()

@@ -31,7 +31,7 @@ _ISOLATION = (
 )
 """bwrap's arguments for everything that a sandbox has of its own."""
 BOX_UID = 60_999
-"""User id of sandboxes when this process is root: outside the ranges that Debian and systemd assign."""
+"""User id of sandboxes when this process is root, outside the ranges of Debian and systemd."""
 _MIB = 1 << 20
 _SHARED_MEMORY_BYTES = 16 * _MIB
 _FOLDERS_OUTSIDE_USR = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
@@ -103,7 +103,7 @@ def _bwrap_arguments(runtime: RuntimeConfig, image: Path) -> list[str]:
 
 
 def _without_root() -> list[str]:
-    """Return the words before bwrap that take root's rights away; none when this process has none."""
+    """Return the words before bwrap that take root's rights away."""
     if os.geteuid() != 0:
         return []
     program = shutil.which("setpriv") or "setpriv"

@@ -159,7 +159,7 @@ def _copy_interpreter(target: Path) -> None:
 
 
 def _copy_distribution(distribution: metadata.Distribution, site: Path) -> None:
-    """Copy the files that the distribution installed below site-packages. Editable installs cannot be copied."""
+    """Copy the files that the distribution installed below site-packages."""
     files = [file for file in distribution.files or [] if ".." not in file.parts and not file.is_absolute()]
     if not any(file.suffix == ".py" for file in files):
         raise SandboxError(

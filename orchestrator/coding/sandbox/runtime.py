@@ -29,14 +29,14 @@ from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
 from orchestrator.coding.sandbox.python_image import python_image
 
 ONE_DAY_S = 86_400.0
-"""Limit of a harness's program and of its CPU time. The rollout's own deadline is shorter, and cancels it."""
+"""Limit of a harness's program and of its CPU time."""
 _MIB = 1 << 20
 _HAS_PACKAGES = "import sys; from importlib import metadata\nfor name in sys.argv[1:]: metadata.distribution(name)"
 _SCRIPT_HEADER = re.compile(r"^# /// script\n((?:#.*\n)*?)# ///$", re.MULTILINE)
 
 
 class BubblewrapConfig(BaseRuntimeInfo):
-    """A seat's runtime: a bubblewrap box with the source's settings. A trace records it with the box's `id`."""
+    """A seat's runtime: a bubblewrap box. A trace records it with the box's `id`."""
 
     type: Literal["bubblewrap"] = "bubblewrap"
     table: RuntimeConfig = RuntimeConfig(type="bubblewrap")

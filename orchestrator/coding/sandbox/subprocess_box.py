@@ -66,7 +66,7 @@ class SubprocessBox(Box):
             self._process = None
 
     def _start(self, argv: Sequence[str], env: Mapping[str, str], folder: Path, streams: CommandStreams) -> int:
-        """Start the command. Return its status where it cannot start: too long words, no such folder."""
+        """Start the command. Return its status where it cannot start."""
         limits = streams.limits
         amounts = [math.ceil(limits.cpu_s), int(limits.memory_gb * _MIB), int(limits.file_mb * 2048)]
         setpriv = shutil.which("setpriv")  # It ends the command with this process.
@@ -90,7 +90,7 @@ class SubprocessBox(Box):
             streams.handed_over()
 
     def _end_command(self, *_: object) -> None:
-        """End the command's session while it runs. A process that left it, by setsid, is not found."""
+        """End the command's session while it runs."""
         if self._process is not None and self._process.returncode is None:
             signal_session(self._process.pid, signal.SIGKILL)
 
