@@ -131,11 +131,8 @@ class Auditors:
         welcome: NodeWelcome,
         store: WeightStore,
         serve_chunk: Callable[[bytes, bytes, ChunkRequest, Callable[..., Any]], None],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        max_queued_bytes: int = MAX_QUEUED_BYTES,
     ) -> None:
-        """`welcome`: goes to each with the versions of `store`. `clock()` tells which are slow, silent or paused.
+        """`welcome`: goes to each with the versions of `store`.
 
         Raises ConfigError when the trainer's key, the only one that is admitted, is missing.
         """
@@ -149,8 +146,6 @@ class Auditors:
         self._welcome = welcome
         self._store = store
         self._serve_chunk = serve_chunk
-        self._clock = clock
-        self._max_queued_bytes = max_queued_bytes
         self._socket = NodeSocket(
             keys, config.model.max_context, frozenset([keys.curve("trainer").public]).__contains__
         )
@@ -176,7 +171,7 @@ class Auditors:
 
     def tick(self) -> None:
         """Give up auditors that are silent, and hand out what waits for those that were paused."""
-        now = self._clock()
+        now = time.monotonic()
         for identity, auditor in list(self.connected.items()):
             silent_s = now - auditor.last_heard
             if silent_s > self._config.inference.lost_after_s:
@@ -199,7 +194,7 @@ class Auditors:
     def _enqueue(self, answer: OfferedAnswer) -> None:
         insort(self.queue, answer, key=lambda one: one.rank)
         num_bytes = sum(one.num_bytes for one in self.queue)
-        while num_bytes > self._max_queued_bytes or len(self.queue) > _MAX_QUEUED:
+        while num_bytes > MAX_QUEUED_BYTES or len(self.queue) > _MAX_QUEUED:
             error = f"{len(self.queue)} answers of {num_bytes / 1e6:.1f} MB wait for an auditor"
             num_bytes -= self.queue[0].num_bytes
             self._fail(self.queue.pop(0), f"{error}: start more (inference audit)")
@@ -215,7 +210,7 @@ class Auditors:
             answer, auditor = self.queue.pop(), self.connected[identity]
             assert answer.request is not None, "only answers with a request are queued"
             if self._socket.send(identity, answer.request):
-                auditor.held[answer.request.audit] = answer, self._clock()
+                auditor.held[answer.request.audit] = answer, time.monotonic()
             else:  # It never had the answer.
                 self._lose(identity, "unreachable")
                 self._enqueue(answer)
@@ -225,7 +220,7 @@ class Auditors:
 
         One that is paused has none, and neither has one that holds an answer for long.
         """
-        now = self._clock()
+        now = time.monotonic()
         free = [
             (len(one.held) / one.places, identity)
             for identity, one in self.connected.items()
@@ -267,7 +262,7 @@ class Auditors:
     def _handle(self, identity: bytes, message: FromAuditor) -> None:
         auditor = self.connected.get(identity)
         if auditor is not None:
-            auditor.last_heard = self._clock()
+            auditor.last_heard = time.monotonic()
         match message:
             case NodeHello():
                 self._hello(identity, message)
@@ -310,7 +305,7 @@ class Auditors:
         if identity in self.connected:
             self._lose(identity, "said hello again")
         self.connected[identity] = ConnectedAuditor(
-            name=hello.node_id, places=max(1, hello.max_concurrent), last_heard=self._clock()
+            name=hello.node_id, places=max(1, hello.max_concurrent), last_heard=time.monotonic()
         )
         logger.info("auditor %s attached", hello.node_id)
         kept = []

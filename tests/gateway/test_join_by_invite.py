@@ -88,12 +88,12 @@ async def test_a_machine_that_may_pull_no_more_waits_for_the_next_version(open_g
     publisher, asked = Publisher(store.root, keys, Reference(MODEL, scale=0.01)), []
     async with open_gateway(inference=PATIENT) as gateway:
         gateway.publish(publisher.publish(3))
-        allowance = gateway.link.chunks
-        usual, allowance.refusal = allowance.refusal, lambda account: asked.append(account) or "it pulled 9 MB"
+        chunks = gateway.link.chunks
+        usual, chunks.refusal = chunks.refusal, lambda account: asked.append(account) or "it pulled 9 MB"
         async with joining(invite_for(keys, gateway.node_endpoint), tmp_path) as process:
             said = asyncio.create_task(process.communicate())
             await until(lambda: len(asked) >= 3, "the node to ask again")
-            allowance.refusal = usual
+            chunks.refusal = usual
             gateway.publish(publisher.publish(4))
             await until(lambda: list(gateway.versions().values()) == [4], "the node to attach")
             process.send_signal(signal.SIGTERM)

@@ -279,24 +279,6 @@ async def test_closing_ends_waiting_requests_at_once(open_gateway, node_keys):
         await node.until(lambda: any(isinstance(m, Dismissed) for m in node.received))
 
 
-async def test_a_failing_node_is_left_alone_for_a_while(open_gateway, node_keys):
-    """A node that fails everything is soon the least loaded one. It must not get every request."""
-    async with (
-        open_gateway() as gateway,
-        PeerNode(gateway.node_endpoint, node_keys, "bad") as bad,
-        PeerNode(gateway.node_endpoint, node_keys, "good", delay_s=0.1) as good,
-    ):
-        bad.answer = lambda request: failed(request, "broken", retryable=True)
-        calls = [post(gateway.http_url, generate_body(5, i)) for i in range(30)]
-        assert all(status == 200 for status, _ in await asyncio.gather(*calls))
-        assert len(good.generates) == 30
-        assert len(bad.generates) <= 16
-        assert {node.node_id: node.record.failures for node in gateway.router.nodes.values()} == {
-            "bad": len(bad.generates),
-            "good": 0,
-        }
-
-
 async def test_a_stall_of_the_orchestrator_does_not_lose_its_nodes(open_gateway, node_keys):
     """Heartbeats that waited in the socket during a stall of this process are read before a node counts as lost."""
     async with open_gateway() as gateway:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -34,24 +32,12 @@ from tests.records_made import record_of
 STATUS = Status(version=0, running=1, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None)
 
 
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @asynccontextmanager
 async def serve_audits(
     folder: Path,
     chances: list[float] | None = None,
-    max_queued_bytes: int = 1 << 20,
     heartbeat_s: float = 0.05,
     lost_after_s: float = 100.0,
-    clock: Callable[[], float] = time.monotonic,
     timeout_s: float = 300.0,
     **settings,
 ):
@@ -76,7 +62,7 @@ async def serve_audits(
         run_id="run-1", manifest=b"", verify_key=keys.verifier().public_bytes_raw(), heartbeat_s=heartbeat_s
     )
     serve_chunk = ChunkServer(store).serve
-    auditors = Auditors(config, keys, welcome, store, serve_chunk, clock=clock, max_queued_bytes=max_queued_bytes)
+    auditors = Auditors(config, keys, welcome, store, serve_chunk)
     audits = Audits(config.orchestrator.audit, auditors, trust, chance=lambda: left.pop(0))
     patch = pytest.MonkeyPatch()
     patch.setattr("orchestrator.swarm.audits.TIMEOUT_S", timeout_s)
@@ -84,8 +70,8 @@ async def serve_audits(
     auditors.start(failures.append)
 
     async def tick() -> None:
-        """Do what the gateway does, unless the test has the clock."""
-        while not isinstance(clock, Clock):
+        """Do what the gateway does."""
+        while True:
             await asyncio.sleep(0.02)
             auditors.tick()
 

@@ -34,9 +34,10 @@ async def test_a_new_nodes_rollout_waits_for_its_audit(audited):
         assert trust["n0"].clean == 1 and audits.metrics()["audit/audited"] == 1
 
 
-async def test_what_waits_for_an_auditor_is_bounded_in_bytes(audited):
+async def test_what_waits_for_an_auditor_is_bounded_in_bytes(audited, monkeypatch):
     # Two answers of 72 bytes fit into 200; of three, one counts as not audited, at once.
-    async with audited(max_queued_bytes=200) as (audits, *_):
+    monkeypatch.setattr("orchestrator.swarm.audits.MAX_QUEUED_BYTES", 200)
+    async with audited() as (audits, *_):
         for name in ("r1", "r2", "r3"):
             offer(audits, record("n0"), name)
         clearing = [asyncio.ensure_future(audits.cleared(name)) for name in ("r1", "r2", "r3")]

@@ -1,8 +1,8 @@
-"""Auditors that are slow, hang, fail or leave, as the test plays them: other auditors get what they held."""
+"""Auditors that are slow, hang, fail or leave, as the test plays them: what they held is not audited."""
 
 from __future__ import annotations
 
-from audit_peers import Clock, asked_beside_another, offer, record, requests_until_now, vanish, verdict
+from audit_peers import asked_beside_another, offer, record, requests_until_now, vanish, verdict
 
 from composer_prime.wire.node_messages import AuditRequest, AuditVerdict, Goodbye, NodeWelcome
 
@@ -72,10 +72,10 @@ async def test_an_audit_that_takes_too_long_is_given_up(audited):
 
 async def test_a_hanging_auditor_gets_no_more(audited):
     # It sends no verdict for half of timeout_s. What comes then goes to the other one.
-    clock = Clock()
-    async with audited(timeout_s=1000.0, lost_after_s=10_000.0, clock=clock) as (audits, _, connect):
+    async with audited(timeout_s=1000.0, lost_after_s=10_000.0) as (audits, _, connect):
         hanging, working, _ = await asked_beside_another(audits, connect)
-        clock.now += 501.0
+        [held] = [one.held for one in audits.auditors.connected.values() if one.held]
+        held.update({number: (answer, since - 501.0) for number, (answer, since) in held.items()})
         for number in range(2, 5):
             offer(audits, record("n0", prompt=number), f"r{number}")
             working.send(verdict(await working.next(AuditRequest)))
@@ -85,11 +85,12 @@ async def test_a_hanging_auditor_gets_no_more(audited):
 
 async def test_a_silent_auditor_is_lost(audited):
     # One that was heard within lost_after_s stays.
-    clock = Clock()
-    async with audited(lost_after_s=400.0, clock=clock) as (audits, _, connect):
+    async with audited(lost_after_s=400.0) as (audits, _, connect):
         auditor = connect()
         auditor.hello("a")
         assert await requests_until_now(auditor) == []
-        for clock.now, connected in ((399.0, 1), (401.0, 0)):
+        [one] = audits.auditors.connected.values()
+        for silent_s, connected in ((300.0, 1), (101.0, 0)):
+            one.last_heard -= silent_s
             audits.auditors.tick()
             assert audits.metrics()["audit/auditors"] == connected
