@@ -3,14 +3,11 @@
     pairs.jsonl -> PairMixer (cursor) -> RowTokenizer.preference -> Preference
     files       -> ConversationRow    -> RowTokenizer.demonstration -> DemonstrationRows -> TermUnit
 
-A pair that cannot be trained is counted by reason and the next one is drawn. A batch's pairs and the cursor after them
-are journaled with the batch. So a batch that is served again has the same pairs, and a resumed run continues where it
-stopped. How pairs are made: composer_prime/traces/replay.
+A batch's pairs and the cursor after them are journaled with the batch. Which conversations a step trains follows from
+run.seed, the step and the number of rows alone.
 
-Which conversations a step trains follows from run.seed, the step and the number of rows alone. So nothing of it is
-saved but a digest of the files: a resumed run needs the same ones. Imitated are the tokens that the policy itself would
-sample in an assistant turn: content, thinking, tool calls and the token that ends the turn. The template's opening of a
-turn, and everything that others say, is context.
+Imitated are the tokens that the policy itself would sample in an assistant turn: content, thinking, tool calls and the
+token that ends the turn.
 """
 
 from __future__ import annotations

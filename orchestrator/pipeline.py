@@ -13,12 +13,7 @@ rollouts (source.timeout_s each), rollouts for a permit, a worker and a node (no
 the trainer's next version (trainer_timeout_s). There is one event loop; packing, compiling and files are in threads.
 
 A run has three stages. `__init__` builds what needs only the configuration. `_open` binds the addresses, so that nodes
-and the trainer can connect. `_load` starts the environments and then builds what depends on their tasks:
-
-    evaluator     held-out tasks
-    dispatcher    groups of rollouts, with their hints
-    scheduler     which groups start, and which make a batch; it asks the evaluator whether a batch has to wait
-    watchdog      what the run waits for; it holds the others
+and the trainer can connect. `_load` starts the environments and then builds what depends on their tasks.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ of [0, 1). So every stretch of groups holds the sources in proportion to their w
 (run.seed, i).
 
 The task is chosen by the source's curriculum. `orchestrator.curriculum.import_path` names it: `shuffled`, `frontier` or
-`module:Class`. Each source gets one, built as `Class(num_tasks=…, seed=…, **kwargs)`. Its state is part of every
-checkpoint. After a crash the journal replays the calls since then in their order, so a curriculum without randomness of
-its own continues exactly.
+`module:Class`. Each source gets one, built as `Class(num_tasks=…, seed=…, **kwargs)`. After a crash the journal replays
+its calls in their order.
 
 In a joint run each cluster plays its own part of a source's tasks: i, i + n, i + 2n, ... where diloco.task_shard is
 [i, n]. The curriculum knows only its part, numbered from 0, so any curriculum can be sharded.

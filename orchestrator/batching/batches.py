@@ -11,8 +11,7 @@ that trains the newer ones. A group is dropped when no token is left to train, s
 
 A rollout that starts while the nodes serve version V can therefore go into batches up to V+1+max_staleness. When a
 version covers several steps, the rollout can go into the batches of all these steps. `free_slots` lets exactly as many
-groups run as fit into the batches that accept them. With max_staleness 0, batch N holds groups that began on version
-N-1, and nothing starts between that batch's last group and the next version.
+groups run as fit into the batches that accept them.
 """
 
 from __future__ import annotations

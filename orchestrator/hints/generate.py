@@ -3,8 +3,7 @@
 templates.toml documents the format of templates: patterns that name an error, and hints with fields.
 
 A model is asked through a `ChatEndpoint`, and so is the judge of rollouts: text in, text out, within one budget for the
-run. Only usable answers are cached. The cost of all is in costs.jsonl, so that a resumed run counts all that was
-spent. A call that was sent costs its worst case until the reply tells less: a count of tokens, or a refusal.
+run. Only usable answers are cached. The cost of all is in costs.jsonl.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The nouns of the pipeline: a group's plan, its finished rollouts, and the group as it leaves dispatch.
 
-They are structs because the journal writes them to disk. Everything derives from (run seed, group number): a group that
-a crash cut short is dispatched again with the same task and the same seeds.
+They are structs because the journal writes them to disk.
 
 `score_group` decides what a group is worth. The functions at the end read a rollout's messages as a tree.
 """

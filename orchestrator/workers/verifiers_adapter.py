@@ -4,13 +4,10 @@
                     ^                                                                           |
                     +---------------- trace -> to_reply <---------------------------------------+
 
-Only this module and the plugins under environments/ import verifiers. The gateway's record of the
-session holds what a rollout sampled. The trace's id is set to the rollout id, because verifiers sends the trace's id as
-X-Session-ID.
+Only this module and the plugins under environments/ import verifiers. The trace's id is set to the rollout id, because
+verifiers sends it as X-Session-ID.
 
-verifiers attributes every failure to the boundary that it crossed (its errors.py). Here each boundary becomes a `kind`.
-A failed environment is never a zero reward: `to_reply` gives a reward only to a trace that ended well and whose every
-reward function returned a finite number.
+A failed environment is never a zero reward: `to_reply` gives one only to a trace that ended well.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ An episode, its tools, the user's question and the answer all follow from one se
     'Reverse 43, then take the larger of that and 26.'
 
 The same (seed, difficulty, split) always gives the same episode, on every platform. The two splits share no question.
-A question belongs to "eval" when its CRC-32 is divisible by `EVAL_SHARE`, and generation draws again until the question
-belongs to the requested split.
 
 All values are non-negative integers written in decimal. Every operation has several tool names, and one of them is
 drawn for each episode. A memorized name is right only sometimes, so the model must read the list in the prompt.
