@@ -130,7 +130,7 @@ def read_tokenizer(model_path: str) -> Any:
 
 
 def published_name(model_path: str) -> str | None:
-    """Return `org/name` of a model folder: from its configuration, or from its path in a Hugging Face cache."""
+    """Return `org/name` of a model folder, if known."""
     folder = Path(model_path)
     for parent in folder.resolve().parents:
         if parent.name.startswith("models--"):
@@ -220,7 +220,7 @@ class ChatTemplateRenderer(DefaultRenderer):
         *,
         tools: list[ToolSpec] | None = None,
     ) -> RenderedTokens | None:
-        """Return the previous ids, then the template's text for `new_messages`. None means render everything again."""
+        """Return the previous ids and those of `new_messages`; None means render all again."""
         stop = self._tokenizer.eos_token_id
         if stop is None or not previous_prompt_ids or not new_messages or reject_assistant_in_extension(new_messages):
             return None

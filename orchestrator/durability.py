@@ -343,7 +343,7 @@ def save_state(run_dir: RunDir, state: OrchestratorState) -> None:
 
 
 def load_state(run_dir: RunDir, step: int, run_id: str) -> OrchestratorState:
-    """Read the state of checkpoint `step`. Raises CheckpointError when it is missing, unreadable or of another run."""
+    """Read the state. Raises CheckpointError: missing, unreadable, of another run."""
     path = state_path(run_dir, step)
     try:
         state = msgspec.json.decode(path.read_bytes(), type=OrchestratorState)
@@ -407,7 +407,7 @@ def resume(
 
 
 def formed_batches(entries: list[Entry], after: int, left_out: Set[str] = frozenset()) -> list[Batch]:
-    """Return the batches of steps > `after` whose groups `entries` hold, by step, without `left_out` as in `resume`."""
+    """Return the batches of steps > `after` whose groups `entries` hold, by step."""
     finished = _finished_groups(entries)
     formed = [entry for entry in entries if isinstance(entry, Formed) and entry.step > after]
     whole = {entry.step: entry.groups for entry in formed if finished.keys() >= set(entry.groups)}

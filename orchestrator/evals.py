@@ -77,7 +77,7 @@ class Evaluator:
         return self.step is not None or any(self.due(each, last_step) for each in range(trained + 1, step))
 
     def request(self, step: int, version: int) -> None:
-        """Evaluate `version`, the newest after `step`, unless that is done (a resumed run), under way or due."""
+        """Evaluate `version`, unless that is done (a resumed run), under way or due."""
         if self.run.run_dir.eval_rollouts(step).exists() or step == self.running or self._requested == (step, version):
             return
         if self._requested is not None:
@@ -168,7 +168,7 @@ class Evaluator:
 
 
 def held_out_places(config: OrchestratorConfig, pools: Mapping[str, WorkerPool]) -> list[HeldOutPlace]:
-    """Return what an evaluation plays: config.eval.samples of each held-out task, config.eval.tasks a source."""
+    """Return what an evaluation plays."""
     return [
         (source.name, task, sample)
         for source in config.source
@@ -187,7 +187,7 @@ async def play_held_out(
     version: int,
     on_end: Callable[[HeldOutPlace, FinishedRollout], Awaitable[None]],
 ) -> None:
-    """Play a rollout for each place, side by side; `on_end` gets its first good try, or its last failed one."""
+    """Play a rollout for each place, side by side."""
 
     async def play(place: HeldOutPlace) -> None:
         source, task_index, sample = place

@@ -1,8 +1,7 @@
 """Small things about the event loop: background tasks, waiting for a change, and how late the loop runs.
 
-Every rollout, heartbeat and HTTP request waits for the loop's lag on top of its own work, so lag is a metric of the
-run. On a busy machine the loop is also late because other processes hold the CPU. `own` is the part that this thread's
-own work explains: its CPU time since the last sample, at most the lag. Only that part can be fixed in code.
+On a busy machine the loop is also late because other processes hold the CPU. `own` is the part of the lag that this
+thread's own work explains: only that can be fixed in code.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ class LoopLag:
                 self._samples[-1] = sample
 
     def window(self) -> dict[str, float]:
-        """Return p50_s, p99_s, max_s, own_p99_s and own_max_s since the last call; nothing without a sample."""
+        """Return the figures since the last call; nothing without a sample."""
         samples, self._samples = np.array(self._samples, dtype=float).reshape(-1, 2), []
         if not len(samples):
             return {}

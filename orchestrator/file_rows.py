@@ -54,7 +54,7 @@ class RowTokenizer:
     """Turns the messages of pairs and conversations into token ids. Not thread-safe."""
 
     def __init__(self, renderer: Any, *, max_context: int, row_tokens: int = 0) -> None:
-        """`renderer`: the one that rollouts are rendered with. `max_context`: the longest conversation, in tokens.
+        """`renderer`: the one of rollouts. `max_context`: the longest conversation.
 
         `row_tokens`: both sides of a pair share one row.
         """
@@ -102,7 +102,7 @@ class RowTokenizer:
         return list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=opening))
 
     def _end(self, ids: list[int], start: int, stop: int) -> int | None:
-        """Return the position after the token that ends the answer which begins at `start`; None before `stop`."""
+        """Return the position after the token that ends the answer; None before `stop`."""
         return next((at + 1 for at in range(start, stop) if ids[at] in self._stops), None)
 
     def demonstration(self, row: ConversationRow) -> TermUnit | None:
@@ -147,7 +147,7 @@ class RowTokenizer:
         return ids, mask
 
     def _marked_by_prefixes(self, row: ConversationRow, messages: list[dict[str, Any]], ids: list[int]) -> list[bool]:
-        """Mark from where a turn is sampled to the token that ends it: for a template that does not say more."""
+        """Mark from where a turn is sampled to the token that ends it."""
         mask = [False] * len(ids)
         for index in row.imitated:
             if index == 0:
@@ -166,7 +166,7 @@ class RowTokenizer:
 
 
 def _lost(messages: list[dict[str, Any]], shown: set[int]) -> list[int]:
-    """Return the messages with text or calls that have no token. Renderers may join neighboring system messages."""
+    """Return the messages with text or calls that have no token."""
     return [
         index
         for index, message in enumerate(messages)
@@ -216,7 +216,7 @@ class PairMixer:
         """Pairs in the file when it was last reported that none can be trained."""
 
     def restore(self, cursor: PairCursor) -> None:
-        """Continue from `cursor`. Raises CheckpointError when the file does not begin with the pairs that it had."""
+        """Continue from `cursor`. Raises CheckpointError for a file of other pairs."""
         available = self._file.refresh()
         if cursor.known > available or self._file.digest(cursor.known) != cursor.digest:
             raise CheckpointError(

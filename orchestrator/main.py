@@ -103,7 +103,7 @@ def _dry_run(config: Config) -> int:
 
 
 def _prepare(config: Config, run_dir: RunDir) -> None:
-    """Prepare the run directory of an orchestrator that is started on its own; otherwise the launcher does it."""
+    """Prepare the run directory where no launcher did."""
     for note in check_run_folder(run_dir, config, "orchestrator"):
         print(f"orchestrator: {note}", file=sys.stderr)
     config = with_length_divisor(config, run_dir)

@@ -62,7 +62,7 @@ async def play_episodes(
 
 
 def trial_warnings(rollouts: Sequence[FinishedRollout], overlap: str | None = None) -> list[str]:
-    """Return one sentence for each reason why training on such episodes could learn nothing, or the wrong thing.
+    """Return one sentence for each reason why such episodes could teach nothing.
 
     `overlap`: the worker's sentence on held-out tasks that are training tasks.
     """

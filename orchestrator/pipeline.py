@@ -275,7 +275,7 @@ class Pipeline:
         self.batches.close()
 
     async def _end_replay(self, replay: OnlineReplay, task: asyncio.Task[None]) -> None:
-        """Wait for calls to teachers, which may be charged. After a failure do not wait: it must be reported soon."""
+        """Wait for calls to teachers, which may be charged; not after a failure."""
         if not self._failure.done():
             await replay.end()
         await end([task])
@@ -349,7 +349,7 @@ class Pipeline:
         self.opened.changed.notify()
 
     async def _publish(self, version: int, *, required: bool = True) -> None:
-        """Announce policy version `version` to the nodes. Raises CheckpointError if it is missing and `required`."""
+        """Announce `version` to the nodes. Raises CheckpointError if it is missing."""
         try:
             signed = await asyncio.to_thread(self.store.manifest, version)
         except FileNotFoundError:

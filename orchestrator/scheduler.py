@@ -76,9 +76,9 @@ _MAX_FILTERED_SHARE = 0.9
 _BATCHES_LEFT_OUT = 5
 """So many batches of dropped groups are looked at before a batch is formed."""
 _MAX_FAILED_GROUPS = 32
-"""Groups of one source in a row that fail for lack of finished rollouts. Then the run ends with the last error."""
+"""Failed groups of one source in a row that end the run."""
 _DROPPED_WHOLE = 1024
-"""Groups dropped since the last batch that are held with their texts. A batch that never fills must not fill memory."""
+"""Dropped groups that are held with their texts: they must not fill memory."""
 _HACK = "hacks/rollouts"
 """Metric of a rollout that is 1 where an environment's monitor calls it a hack."""
 
@@ -106,7 +106,7 @@ class Dispatcher:
     """Rollouts that hold a permit."""
     retries: int = field(default=0, init=False)
     _tasks: dict[int, tuple[float, asyncio.Task[None]]] = field(default_factory=dict, init=False)
-    """By group number, in the order of their starts: since when it runs, in monotonic seconds, and its task."""
+    """By group number, in the order of their starts: monotonic seconds, and the task."""
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="compile"), init=False
     )
@@ -377,7 +377,7 @@ class BatchScheduler:
     def serving_version(self) -> int:
         """Return the policy version that will probably sample a rollout that starts now.
 
-        At least half of the serving nodes have it or a newer one. So a node that lags does not delay the others.
+        At least half of the serving nodes have it or a newer one.
         """
         router = self.run.gateway.router
         served = [node.version for node in router.serving()]

@@ -112,7 +112,7 @@ class Sources:
         )
 
     def within(self, plan: GroupPlan) -> GroupPlan:
-        """Return `plan` with a task that there is. A set that never ends had more tasks in earlier releases."""
+        """Return `plan` with a task that there is: earlier releases had more of endless sets."""
         count = self._num_tasks[plan.source]
         if plan.task_index < count:
             return plan
@@ -264,7 +264,7 @@ def build_curriculum(config: CurriculumConfig, *, num_tasks: int, seed: int) -> 
 
 
 def source_spec(source: SourceConfig, config: Config, model_dir: Path) -> SourceSpec:
-    """Return what the source's worker processes load: the training task set and, merged over it, the held-out one.
+    """Return what the source's worker processes load.
 
     `model_dir`: has tokenizer and chat template.
     """

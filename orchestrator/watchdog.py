@@ -77,7 +77,7 @@ class RunWatchdog:
 
     @property
     def finished(self) -> bool:
-        """Tell whether all steps are trained, the last checkpoint is saved and the last evaluation is written."""
+        """Tell whether the trainer is done and the last evaluation is written."""
         return self.trainer_is_done and self.evaluator.step is None
 
     def waiting_for_batch(self, step: int) -> str:
@@ -90,7 +90,7 @@ class RunWatchdog:
         return "; ".join(reason for reason in reasons if reason)
 
     def waiting_for(self) -> str | None:
-        """Return what the orchestrator waits for now, as `subject: how far that is`; None while everything works."""
+        """Return what the orchestrator waits for now; None while everything works."""
         if self.replay is not None and (replay := self.replay.waiting_for()) is not None:
             return replay
         all_trained = self.run.batches.all_trained

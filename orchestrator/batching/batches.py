@@ -297,7 +297,7 @@ class Batches:
                 held.pop(old, None)
 
     def distils(self, step: int) -> bool:
-        """Tell whether SDPO has a weight at `step`. In a joint run its schedule counts the steps of the whole run."""
+        """Tell whether SDPO has a weight at `step`."""
         return self.config.channels.sdpo.weight_at(self._run_step(step)) > 0
 
     def _run_step(self, step: int) -> int:
@@ -375,7 +375,7 @@ class Batches:
 
 
 def flop_cost(model_dir: Path) -> FlopCost:
-    """Return what packing balances for a model: its FLOPs, or tokens where its configuration lacks a figure."""
+    """Return what packing balances for a model: FLOPs, or tokens."""
     try:
         return model_flops(text_settings(model_dir))
     except KeyError as error:
@@ -540,7 +540,7 @@ class StepServer:
             await self._send_bytes(identity, payload)
 
     async def _is_past(self, identity: bytes, step: int) -> bool:
-        """Tell whether `step` is trained already; if so, answer. Rank 0's message of a restart may be on its way."""
+        """Tell whether `step` is trained already, and answer: rank 0 may restart."""
         rank = self._ranks[identity]
         if step > self._run.batches.trained:
             rank.past_since = None
@@ -569,7 +569,7 @@ class StepServer:
                 self._orders.task_done()
 
     async def _follow(self, order: StepDone | CheckpointRequest) -> StepNoted | CheckpointSaved:
-        """Act on an order and return the answer. Raises WireError for a StepDone that contradicts what was served."""
+        """Act on an order and return the answer. Raises WireError."""
         if isinstance(order, StepDone):
             last = self._last_done
             if last is None or last[0] != order.session or order.step > last[1]:  # Else its answer was lost.

@@ -133,7 +133,7 @@ class HintTemplate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             return None
 
     def filled(self, text: str, fields: dict[str, str]) -> str | None:
-        """Return the hint for an error text; None where the pattern does not match, or a field has no value."""
+        """Return the hint; None where the pattern does not match, or a field is empty."""
         match = self.search(text)
         if self.pattern and match is None:
             return None

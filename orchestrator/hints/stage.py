@@ -134,7 +134,7 @@ class HintStage:
         }
 
     async def attach(self, group: Sequence[CompiledRollout]) -> list[CompiledRollout]:
-        """Return the group with its hints, in the same order. What is not done in time is left out and counted."""
+        """Return the group with its hints. What is not done in time is left out."""
         works = [_HintedRollout(rollout, list(samples), list(rollout.turns)) for rollout, samples in group]
         rollouts = [rollout for rollout, _ in group]
         try:
@@ -240,7 +240,7 @@ class HintPlacer:
     """
 
     def __init__(self, renderer: Any, tokenizer: Any) -> None:
-        """`renderer`: the one that renders rollouts. Raises ConfigError when the chat template has no such place."""
+        """Raises ConfigError when the chat template has no such place."""
         self._renderer = renderer
         self._lock = threading.Lock()
         """Renderers are not thread-safe."""

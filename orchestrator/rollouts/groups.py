@@ -50,11 +50,11 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
         return f"g{self.group:06d}"
 
     def rollout_id(self, sibling: int, attempt: int) -> str:
-        """Unique for each attempt: late answers of an abandoned attempt cannot enter the record of the next one."""
+        """Unique for each attempt: late answers must not enter the next one's record."""
         return f"{self.group_id}-{sibling}" + (f"r{attempt}" if attempt else "")
 
     def rollout_seed(self, sibling: int, attempt: int) -> int:
-        """31 bits; different for all siblings and attempts of the group (an odd multiplier permutes the residues)."""
+        """31 bits; different for all siblings and attempts of the group."""
         return (self.seed + (attempt * self.size + sibling) * _ODD) & _SEED_MASK
 
 
@@ -72,7 +72,7 @@ class GroupOutcome(StrEnum):
 
 
 class FinishedRollout(RolloutReply, frozen=True, kw_only=True, tag=False):
-    """One rollout's last attempt: the worker's reply, and what the orchestrator adds. The rollout log shows it."""
+    """One rollout's last attempt: the reply, and what the orchestrator adds."""
 
     sibling: int
     seed: int
@@ -235,7 +235,7 @@ def score_group(
 def _with_advantages(
     ended: list[CompiledRollout], advantages_G: list[float], train_truncated: bool
 ) -> list[CompiledRollout]:
-    """Return the rollouts, those with a reward with the next of `advantages_G`; failed ones have no samples."""
+    """Return the rollouts with their advantages; failed ones have no samples."""
     following = iter(advantages_G)
     result: list[CompiledRollout] = []
     for rollout, samples in ended:
@@ -296,7 +296,7 @@ def tool_replies(turns: Sequence[MessageRecord]) -> dict[int, list[int]]:
 
 
 def _caller(turns: Sequence[MessageRecord], index: int) -> int | None:
-    """Return the assistant message that the tool message at `index` answers, past other answers to the same message."""
+    """Return the assistant message that the tool message at `index` answers."""
     at = turns[index].parent
     while at is not None and turns[at].role == "tool":
         at = turns[at].parent

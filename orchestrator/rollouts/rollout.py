@@ -128,7 +128,7 @@ class RolloutRunner:
         )
 
     def eval_request(self, source: str, *, step: int, task_index: int, sample: int, attempt: int) -> RunRollout:
-        """Return the request; its seed does not depend on the step: evaluations differ by their weights alone."""
+        """Return the request; its seed does not depend on the step."""
         name = f"eval{step}-{source}-{task_index}-{sample}" + (f"r{attempt}" if attempt else "")
         return self._request(
             source,
@@ -230,7 +230,7 @@ def retry_pause_s(attempt: int) -> float:
 
 
 def checked(reply: RolloutReply) -> RolloutReply:
-    """Return the reply, as a failed one where it has no usable reward. A reward of NaN is a failed verifier."""
+    """Return the reply, as a failed one where its reward is no number."""
     failure = reply.failure
     if failure is None and (reply.reward is None or not math.isfinite(reply.reward)):
         message = f"the environment gave the reward {reply.reward}; a finite number is needed"
@@ -339,7 +339,7 @@ class Branch:
     turns: list[TurnSpan] = field(default_factory=list)
 
     def continues_in(self, record: GenerationRecord) -> bool:
-        """Tell whether the record's prompt begins with all of this branch and was sampled at its temperature."""
+        """Tell whether the prompt begins with this branch, at its temperature."""
         length = len(self.tokens)
         return (
             self.temperature == record.sampling.temperature
@@ -446,7 +446,7 @@ def numbered_turns(turns: Sequence[MessageRecord], matched: Sequence[GenerationR
 
 
 def _surprisal(record: GenerationRecord) -> float | None:
-    """Return the mean of -log p over the record's tokens, in nats; None without tokens or with a NaN log-prob."""
+    """Return the mean of -log p of the tokens, in nats; None where unknown."""
     mean = -float(np.mean(record.answer.token_logprobs)) if len(record.answer) else float("nan")
     return round(max(mean, 0.0), 4) if np.isfinite(mean) else None
 

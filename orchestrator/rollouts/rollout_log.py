@@ -107,7 +107,7 @@ class FailureLog:
     _writing: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def note_try(self, source: str, rollout_id: str, failure: RolloutFailure) -> None:
-        """Count a failed try. The log gets the first ones of a cause, then every hundredth; counts include all."""
+        """Count a failed try. The log gets the first ones of a cause, then every hundredth."""
         self.counts[failure.kind] = self.counts.get(failure.kind, 0) + 1
         cause = failure.cause if failure.cause in self._tries or len(self._tries) < _COUNTED else (failure.kind, "")
         self._tries[cause] = count = self._tries.get(cause, 0) + 1

@@ -164,7 +164,7 @@ class WorkerPool:
         return min(self.players, key=lambda worker: worker.running)
 
     async def _supervise(self, number: int) -> None:
-        """Keep worker `number` alive until the pool has failed. Whatever ends this ends the pool, with its reason."""
+        """Keep worker `number` alive. Whatever ends this ends the pool."""
         try:
             await self._keep_alive(number)
         except ComposerError as error:
@@ -219,7 +219,7 @@ class WorkerProcess:
         scratch: Scratch,
         log: tuple[Path, int],
     ) -> None:
-        """`scratch` holds the working folders of the worker's rollouts. `log`: its output, and where that begins."""
+        """`log`: the worker's output, and where that begins."""
         self.label = label
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Resolves with the reason once it is gone, no request waits any more, and its scratch folder is removed."""
@@ -312,7 +312,7 @@ class WorkerProcess:
         return len(self._rollouts)
 
     async def run(self, request: RunRollout) -> RolloutReply:
-        """Run a rollout. Cancelling the caller cancels it. A worker that ends answers with a retryable error."""
+        """Run a rollout. A worker that ends answers with a retryable error."""
         if request.rollout_id in self._rollouts:
             raise ValueError(f"rollout id {request.rollout_id!r} is in flight already: every attempt needs its own")
         if self.ended.done():

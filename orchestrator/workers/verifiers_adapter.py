@@ -317,7 +317,7 @@ def to_reply(request: RunRollout, task: vf.Task, episode: Episode | None, traces
 
 
 def _verdict(main: vf.Trace | None) -> dict[str, Any]:
-    """Return what the environment's monitor says. A state of somebody else's may have a verdict of another kind."""
+    """Return what the environment's monitor says; a verdict may be another's."""
     verdict = getattr(main.state, "verdict", None) if main is not None else None
     record: Callable[[], dict[str, Any]] | None = getattr(verdict, "record", None)
     return record() if callable(record) else {}
@@ -506,7 +506,7 @@ class RecordedMessage(AssistantMessage):
 
 
 RecordedMessage.__name__ = AssistantMessage.__name__
-"""verifiers tells messages apart by the names of their classes: with another one, no prompt would continue a trace."""
+"""verifiers tells messages apart by the names of their classes."""
 
 
 class RenderError(RolloutError):

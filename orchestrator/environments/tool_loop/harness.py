@@ -167,7 +167,7 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
     async def _complete(
         self, session: aiohttp.ClientSession, trace: vf.Trace, endpoint: str, secret: str, body: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """Return the first choice of the reply, or None where a limit or stop hook of verifiers refused the turn."""
+        """Return the first choice of the reply; None where verifiers refused the turn."""
         timeout_s = self.config.request_timeout_s
         headers = {"Authorization": f"Bearer {secret}"}
         url = f"{endpoint}/chat/completions"

@@ -205,7 +205,7 @@ class Episode:
 
 
 def generate(*, seed: int, difficulty: int, split: Split) -> Episode:
-    """Return the episode of a seed. Raises KeyError where difficulty is not in 1..3, ConfigError for another split."""
+    """Return the episode of a seed. Raises ConfigError for another split."""
     if split not in get_args(Split):
         raise ConfigError(f"toolsmith: split is {split!r}, expected {' or '.join(map(repr, get_args(Split)))}")
     num_tools = TOOLS_BY_DIFFICULTY[difficulty]
