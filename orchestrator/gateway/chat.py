@@ -1,7 +1,7 @@
 """Turn messages into token ids and back, for /v1/chat/completions.
 
-Verifiers' training client renders by itself and does not use this. Judges, probes and people with an OpenAI client do.
-The renderer loads on the first such request. It is not thread-safe, so it runs in one thread of its own.
+For judges, probes and people with an OpenAI client: verifiers' training client renders by itself.
+The renderer loads on the first request. It is not thread-safe, so it has a thread of its own.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ChatFormat:
     async def parse(
         self, completion_ids: list[int], prompt_ids: list[int], tools: Tools, finish_reason: str
     ) -> tuple[dict[str, Any], str]:
-        """Return the assistant message in OpenAI form and its finish reason: `tool_calls` where it calls tools."""
+        """Return the assistant message in OpenAI form and its finish reason."""
 
         def work(renderer: Any) -> tuple[dict[str, Any], str]:
             parsed = renderer.parse_response(completion_ids, prompt_ids=prompt_ids, tools=tools)

@@ -61,8 +61,9 @@ class Gateway:
     ) -> None:
         """Connect the parts; nothing is bound yet. Needs a running event loop.
 
-        `model_dir`: the folder with config.json, tokenizer and chat template. Raises ModelNotFoundError without them.
-        `run_dir`: where the nodes' figures are recorded; None records none.
+        `model_dir`: the folder with config.json, tokenizer and chat template.
+        `run_dir`: where the nodes' figures are recorded.
+        Raises ModelNotFoundError.
         """
         admission = Admission(config, keys, run_id, model_dir)
         node_socket = NodeSocket(keys, config.model.max_context, admission.is_admitted)
@@ -109,7 +110,7 @@ class Gateway:
         self._counted_tokens = (0, time.monotonic())
 
     async def start(self) -> None:
-        """Bind both sides and serve. Raises PortInUseError naming the address, or ConfigError for missing keys."""
+        """Bind both sides and serve. Raises PortInUseError and ConfigError."""
         self.link.start()
         try:
             if self.audits is not None:
@@ -122,7 +123,7 @@ class Gateway:
         self._tasks = [watched(each, self._fail) for each in work]
 
     async def close(self, *, finished: bool = False) -> None:
-        """Stop serving and free both addresses. With `finished`, nodes learn that the run is over and leave."""
+        """Free both addresses. With `finished`, nodes learn that the run is over."""
         if finished:
             self.link.tell_all(Dismissed(reason="the run is finished", finish_first=True))
         self.control.close()
@@ -137,7 +138,7 @@ class Gateway:
             self._failure.exception()  # Retrieved here in case nobody watched.
 
     async def watch(self) -> None:
-        """Run until the gateway fails. Raises DeadlineError when requests waited too long for a node."""
+        """Run until the gateway fails. Raises DeadlineError when no node came."""
         await asyncio.shield(self._failure)
 
     def _fail(self, error: BaseException) -> None:
@@ -160,7 +161,7 @@ class Gateway:
     # -- policy versions and nodes -------------------------------------------------------------------------------
 
     def publish(self, signed: bytes) -> int:
-        """Send a new signed manifest to every node, and to those that attach later. Return its policy version.
+        """Send a new signed manifest to all nodes. Return its policy version.
 
         Raises WireError or SignatureError when it is not a manifest of this run.
         """

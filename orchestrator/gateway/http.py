@@ -7,9 +7,9 @@
 
     request -> HttpServer: check, seed, route -> RolloutRecords -> reply
 
-Bad input gets a 4xx status. Every exception of a route gets OpenAI's error body. A client that closes its connection
-cancels its request. A sampling parameter that would change the distribution, but that our engines do not have, is
-refused and not ignored. Otherwise the recorded logprobs would belong to another distribution than the one requested.
+Every exception of a route gets OpenAI's error body. A client that closes its connection cancels its request.
+A sampling parameter that our engines do not have is refused and not ignored: the recorded logprobs would be of
+another distribution than the one requested.
 
 `RolloutRecords` is the source of truth for training tokens. Requests of rollouts that the orchestrator did not open
 leave nothing behind, so memory is bounded by the rollouts in flight.
@@ -323,7 +323,7 @@ async def _decoded(request: web.Request, decoder: msgspec.json.Decoder[BodyT]) -
 
 
 def _checked_ids(prompt: bytes, vocab_size: int) -> np.ndarray:
-    """Return the ids of a prompt. Raises RequestError for none, and for one outside of the vocabulary."""
+    """Return the ids of a prompt. Raises RequestError for none, and for a wrong one."""
     token_ids, valid_ids = ints(prompt), f"send at least one id in 0..{vocab_size - 1}"
     if not len(token_ids):
         raise RequestError(f"the prompt is empty: {valid_ids}", param="token_ids")
@@ -434,7 +434,7 @@ class GenerationRecord:
     """One answered request: an assistant turn."""
 
     session: str
-    """The X-Session-ID it came with: the rollout's id, or `<rollout id>#N` for the rollout's further agents."""
+    """The rollout's id, or `<rollout id>#N` for a further agent of it."""
     prompt_ids: np.ndarray
     """int32 [T_prompt]."""
     answer: Answer
@@ -449,7 +449,7 @@ class _OpenRollout:
     num_bytes: int = 0
     """Of the token ids and logprobs held."""
     sessions: dict[str, list[list[tuple[int, GenerationRecord]]]] = field(default_factory=dict)
-    """Records with the numbers of their requests, by session; in one list those that continue one another."""
+    """By session, in one list those that continue one another, with the order of their requests."""
 
     def answered(self, session: str) -> int:
         return sum(map(len, self.sessions.get(session, ())))
@@ -478,7 +478,7 @@ class RolloutRecords:
     """Sessions of open rollouts, by rollout id."""
 
     def __init__(self, placing: Placing | None = None, audits: Audits | None = None) -> None:
-        """`placing` forgets the sessions of a rollout that is taken. `audits` are offered each answer that is kept."""
+        """`placing` forgets the sessions that end. `audits` are offered each answer."""
         self._placing = placing
         self._audits = audits
         self._open: dict[str, _OpenRollout] = {}
@@ -489,7 +489,7 @@ class RolloutRecords:
         return sum(rollout.num_bytes for rollout in self._open.values())
 
     def open(self, rollout_id: str, oldest_version: int = 0) -> None:
-        """Record this rollout's generations from now on, all by policy version `oldest_version` or newer ones.
+        """Record this rollout's generations from now on, none by an older policy version.
 
         Raises ValueError when it is open already.
         """
@@ -500,7 +500,7 @@ class RolloutRecords:
     def take(self, rollout_id: str) -> list[GenerationRecord]:
         """Close a rollout, and return its records in the order in which its requests began.
 
-        Records of several agents come together; `session` separates them. A rollout that is not open has none.
+        `session` separates the records of several agents. A rollout that is not open has none.
         """
         rollout = self._open.pop(rollout_id, None)
         if rollout is None:

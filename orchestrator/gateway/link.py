@@ -61,7 +61,7 @@ _BURST = 64
 _MAX_REMEMBERED = 4096
 """Peers of which something is remembered."""
 _GARBAGE_BYTES = 1 << 8
-"""Bytes that do not decode count as one message for each of this many; so a connection may send 1 MiB of them."""
+"""Bytes that do not decode count as one message for each of this many: 1 MiB is the budget."""
 _UNASKED_MESSAGES = 4096
 """Unrequested messages that a node may send at once. Each of its places allows two more: when its requests were taken
 back, their answers come late."""
@@ -73,21 +73,21 @@ _UNASKED_BYTES = 1 << 16
 _IGNORED_PAUSE_S = 0.01
 """Pause after a burst of messages most of which came from connections that are cut off."""
 _MAX_ENROLLING = 256
-"""Enrollments of one key that wait for an answer. Others are dropped, and their nodes ask again."""
+"""Enrollments of one key that wait. Others are dropped, and their nodes ask again."""
 _SAY_AGAIN_S = 60.0
 """Between two lines in the log about rejected enrollments, or refused weights, of one key."""
 _MAX_UNSENT_REPLIES = 4
-"""Replies with a manifest under way to one node. Further ones are not sent; a node asks again."""
+"""Replies with a manifest under way to one node, which asks again for others."""
 PIECE_BYTES = 2 << 20
 """Of one message through the node link; 16 of them are the 32 MiB of docs/explanation/security.md."""
 _MAX_OFFSET = 1 << 40
 _READERS = 4
 _MAX_UNSENT = 16
-"""Pieces under way to one node. Requests beyond are dropped; a node asks again after its own deadline."""
+"""Pieces under way to one node. Requests beyond are dropped, and come again."""
 MAX_ACCOUNTS = 1024
 """Nodes remembered before those with nothing under way, or that pulled least, are forgotten."""
 _ALLOWED_TIMES = 3
-"""One pull, one after a lost disk, and one for pieces that a slow node asks for again before they have arrived."""
+"""One pull, one after a lost disk, and one for pieces that a slow node asks for twice."""
 _LEAST_ALLOWED = 64 << 20
 """Of a model so small that restarts and model files count."""
 
@@ -111,7 +111,7 @@ class Conduct:
         """By peer: what was used, and when that was counted, monotonic seconds."""
 
     def charge(self, peer: bytes, cost: float, *, extra: float = 0.0) -> bool:
-        """Take `cost`. Return False when that is more than the peer has left of its burst and `extra`."""
+        """Take `cost`. Return whether the peer had as much left of its burst and `extra`."""
         now = time.monotonic()
         used, counted = self.used.pop(peer, (0.0, now))
         used = max(0.0, used - self._per_s * (now - counted)) + cost
@@ -141,8 +141,8 @@ class ChunkServer:
     however many connections it opens with its own key.
 
     What an account pulls in all has a bound too: some times what the newest version names, model files included. A
-    version gives back as many times what it is the first to name, up to nothing pulled. A node that follows each
-    version needs no more than that, and one that pulls everything again and again soon waits for the next anchor.
+    version gives back as many times what it is the first to name, up to nothing pulled. That is enough for a node that
+    follows each version.
     """
 
     def __init__(self, store: WeightStore, files: ServedFiles | None = None) -> None:
@@ -271,14 +271,14 @@ class NodeLink:
         self._router = router
         self._config = config
         self._enrolling: dict[bytes, dict[bytes, Enroll]] = {}
-        """Enrollments that wait for an answer, by key and connection; each connection has at most one."""
+        """Enrollments that wait for an answer, by key and connection."""
         self._answering: asyncio.Task[None] | None = None
         self._said: dict[bytes, float] = {}
         """When an unknown connection was last asked to say Hello, and the log last named a key."""
         self._replies: UnderWay = {}
 
     def start(self) -> None:
-        """Raise PortInUseError when another process holds the address, ConfigError when keys are missing."""
+        """Raise PortInUseError, and ConfigError when keys are missing."""
         self.admission.open()
         self._socket.bind(self._config.orchestrator.node_address)
 
@@ -318,7 +318,7 @@ class NodeLink:
             await asyncio.sleep(_IGNORED_PAUSE_S if ignored > _BURST // 2 else 0)
 
     def _handle(self, received: FromConnection) -> bool:
-        """Return False for a message that was not looked at: its connection is cut off, or is not its sender's."""
+        """Return whether the message was looked at: its connection is its sender's, and not cut off."""
         identity, key = received.identity, received.key
         if received.num_frames >= MAX_FRAMES:
             self.admission.turn_away(key)
@@ -361,7 +361,7 @@ class NodeLink:
         return self._charge(received, node, _HELLO_COST if isinstance(message, NodeHello) else 1, what)
 
     def _charge(self, received: FromConnection, node: AttachedNode | None, cost: int, what: str) -> bool:
-        """Take the cost of a message from its sender's account. When that is spent, cut off who sent `what`."""
+        """Take `cost` from the sender's account. When that is spent, cut off who sent `what`."""
         identity, key = received.identity, received.key
         cost += received.num_bytes // _UNASKED_BYTES
         late_answers = 2 * node.hello.max_concurrent if node else 0
@@ -432,7 +432,7 @@ class NodeLink:
             replies[sent] = sent
 
     def _ask_for_hello(self, identity: bytes) -> None:
-        """Ask at most once a heartbeat: each Hello attaches the node from scratch, and one is enough."""
+        """Ask at most once a heartbeat: each Hello attaches the node from scratch."""
         if self._is_due(identity, self._config.inference.heartbeat_s):
             self._socket.send(identity, Heard(known=False))
 
@@ -510,7 +510,7 @@ class NodeLink:
         return None if is_same else self._refusal_by_holder(holder)
 
     def _second_process(self, key: bytes) -> Dismissed | None:
-        """Return the refusal of a node that enrolls while another process serves with its key: a copied state folder.
+        """Return the refusal of a node whose key another process serves with.
 
         It would pull and load the model only to be refused then.
         """

@@ -111,7 +111,7 @@ class NodeControl:
     # -- the operator's words --------------------------------------------------------------------------------------
 
     def drain(self, name: str) -> str:
-        """Give node `name` no further request, and send it away once it has answered. Return what happened.
+        """Give node `name` no further request, and send it away once it has answered.
 
         Raises RequestError when no such node is attached, or it is drained already.
         """
@@ -128,7 +128,7 @@ class NodeControl:
         return f"node {name} is drained: it gets no new request and leaves {rest}{alone}"
 
     def drain_now(self, name: str) -> str:
-        """Give node `name` no further request, and send it away before it has answered. Return what happened.
+        """Send node `name` away before it has answered what it holds.
 
         Raises RequestError when no such node is attached.
         """
@@ -142,7 +142,7 @@ class NodeControl:
     def ban(self, name: str) -> str:
         """Revoke the key of node `name`. Return what happened.
 
-        Raises RequestError for an unknown node, one without a key of its own, and one that is banned already.
+        Raises RequestError where that cannot be.
         """
         node = self._registry.find(name)
         if node is None:
@@ -158,7 +158,7 @@ class NodeControl:
         return f"node {name} was banned; its key is refused until `orchestrator unban`{invite}"
 
     def unban(self, name: str) -> str:
-        """Let node `name` connect again. Return what happened. Raises RequestError when it is not banned."""
+        """Let node `name` connect again. Raises RequestError when it is not banned."""
         node = self._registry.find(name)
         if node is None or node.revoked is None:
             banned = self._banned()
@@ -172,7 +172,7 @@ class NodeControl:
         return {node.name for node in self._registry.list() if node.revoked is not None}
 
     def _known(self, name: str) -> AttachedNode | None:
-        """Return the node, None for one that enrolled and is not here. Raises RequestError for an unknown name."""
+        """Return the node; None for one that only enrolled. Raises RequestError."""
         node = self._router.nodes.get(name)
         if node is not None or self._registry.find(name) is not None:
             return node
@@ -259,14 +259,14 @@ class NodeControl:
             account = self._accounts[name]
             if self._costs is None or account.totals == account.written:
                 continue
-            with suppress(OSError):  # A full disk costs only these lines; their amounts are in the next one.
+            with suppress(OSError):  # On a full disk the next line has these amounts too.
                 write_cost(self._costs, "node", node=name, **account.totals.since(account.written))
                 account.written = account.totals
 
     # -- what it says ----------------------------------------------------------------------------------------------
 
     def rows(self) -> list[NodeRow]:
-        """Return the table's rows as of now, then those of nodes that are not here: of earlier starts, and banned.
+        """Return the table's rows as of now, those of earlier starts and banned nodes last.
 
         It lacks who is banned while the registry cannot be read.
         """
@@ -348,7 +348,7 @@ def device_text(device: ComputeDevice | None) -> str:
 
 
 def _earlier(run_dir: RunDir | None) -> dict[str, NodeTotals]:
-    """Return the sums that earlier starts of the orchestrator wrote; none where they cannot be added up."""
+    """Return the sums of earlier starts; none where they cannot be added up."""
     if run_dir is None:
         return {}
     try:

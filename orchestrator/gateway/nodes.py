@@ -63,11 +63,11 @@ _STAY_FACTOR, _STAY_S = 1.5, 1.0
 """A conversation leaves its node when a turn there takes this many times as long as elsewhere plus this many seconds:
 loads fluctuate, and leaving loses the cache."""
 _IDLE_S = 600.0
-"""A conversation of which no turn began or ended for so long takes no memory, and its node is forgotten."""
+"""A conversation without a turn for so long is forgotten."""
 _FULL_FROM, _CROWDED = 0.9, 16.0
 """A KV cache counts as full for a new conversation from this share on, and its node as so many times slower."""
 _MEAN_OVER, _MEAN_CONTEXT_OVER = 0.05, 0.005
-"""Weight of the newest answer in the running means. Turns of one conversation are alike in their contexts."""
+"""Weight of the newest answer in the running means."""
 _UPDATE_EVERY = 32
 """The fleet's pace is taken again after so many answers."""
 
@@ -80,12 +80,12 @@ class ServedPolicy:
         self.oldest = 0
         """Nodes with older weights get no request: they are catching up."""
         self.newest = 0
-        """The newest that is published. Nodes with newer weights get no request: their future was rewound."""
+        """Nodes with newer weights get no request: their future was rewound."""
         self.published: set[int] = set()
         """The versions that there were, from the first of them on; the numbers jump in joint runs."""
 
     def publish(self, version: int) -> None:
-        """Take in the newest version. A trainer that resumed may publish one, and later ones, once more."""
+        """Take in the newest version. A trainer that resumed may publish one again."""
         self.newest = version
         self.oldest = min(self.oldest, version)
         self.published = {old for old in self.published if old < version} | {version}
@@ -122,7 +122,7 @@ class GatewayRequest:
     running: Running | None = None
     """None while it waits for a node, and once it is done."""
     kept: Answer = NO_TOKENS
-    """What nodes that are gone sampled: its next node continues there, and `Answer.then` makes one answer of both."""
+    """What nodes that are gone sampled: its next node continues there."""
     failures: int = 0
     avoid: str | None = None
     refused_by: set[str] = field(default_factory=set)
@@ -187,7 +187,7 @@ class NodeRecord:
         self.suspended_until, self.stalls_in_row, self.failures_in_row = 0.0, 0, 0
 
     def note_failure(self, suspend_s: float) -> None:
-        """Count a failure. After several in a row it gets no request for a while, then one until it has answered."""
+        """Count a failure. After several in a row it gets no request for a while."""
         self.failures_in_row += 1
         if self.failures_in_row >= _FAILURES_IN_ROW:
             self.suspended_until = max(self.suspended_until, time.monotonic() + suspend_s)
@@ -204,7 +204,7 @@ class NodeRecord:
         return {version for version, time_s in self.first_reported.items() if time_s >= start}
 
     def forget_version(self, version: int) -> None:
-        """Version `version` is published: a trainer that resumed may publish it, and later ones, once more."""
+        """Forget this and later versions: a trainer that resumed publishes them again."""
         self.newest_version = min(self.newest_version, version - 1)
         self.first_reported = {old: time_s for old, time_s in self.first_reported.items() if old < version}
 
@@ -263,12 +263,12 @@ class AttachedNode:
 
     @property
     def expectation(self) -> float | None:
-        """Expected share of right answers, by its audits; 0 in quarantine, None before the first audit."""
+        """Expected share of right answers; None before the first audit."""
         return self.record.trust.expectation(time.monotonic())
 
     @property
     def continues(self) -> bool:
-        """Tell whether it continues such a node's answer with the same draws, and finds stops that began there."""
+        """Tell whether it finds stops that began in another node's tokens."""
         return self.hello.engine in _CONTINUE
 
     def is_current(self, policy: ServedPolicy) -> bool:
@@ -340,7 +340,7 @@ class NodeSpeed:
         self._weight = 0.0
 
     def note(self, elapsed_s: float, *, cold: int, sampled: int, load: float) -> None:
-        """Take in an answer: its time, and tokens computed and sampled. `load`: mean requests that the node held."""
+        """Take in an answer. `load`: mean requests that the node held."""
         work = sampled * load
         self.answers += 1
         sums = (self._cc, self._cw, self._ww, self._ce, self._we)
@@ -401,7 +401,7 @@ class Placing:
         self.mean_context = 0.0
         """Tokens of a conversation after a turn; a running mean."""
         self.warm_tokens = self.prompt_tokens = 0
-        """Over all placements: prompt tokens, and those of them that were cached where the request went."""
+        """Prompt tokens of all placements, and those that were cached where they went."""
         self._sessions: OrderedDict[str, WarmPrefix] = OrderedDict()
         """The one that had a turn last comes last."""
         self._sizes: Counter[str] = Counter()
@@ -410,11 +410,11 @@ class Placing:
 
     @property
     def warm_share(self) -> float:
-        """Share of all prompt tokens that were cached where their requests went, as far as this gateway knows."""
+        """Share of prompt tokens that were cached where their requests went."""
         return self.warm_tokens / max(1, self.prompt_tokens)
 
     def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
-        """Return the node of `free` on which `request` takes the least time, or its conversation's own."""
+        """Return the best node of `free`, or the conversation's own."""
         best = min(free, key=lambda node: self._rank(request, node))
         known = self._sessions.get(request.asked.session)
         warm = next((node for node in free if known is not None and node.node_id == known.node_id), best)
@@ -445,7 +445,7 @@ class Placing:
         return pace.seconds(self.cold(request, node), sampled, len(node.leases) + 1)
 
     def pace(self, node: AttachedNode) -> Pace:
-        """Return the pace to reckon with for `node`. An unmeasured one counts as slower, the fewer places it has."""
+        """Return the pace to reckon with. A node without one is slower, the fewer places it has."""
         usual, pace = self.median, node.speed.pace
         places_share = min(node.hello.max_concurrent, UNPROVEN_PLACES) / UNPROVEN_PLACES
         if usual is None:
@@ -455,7 +455,7 @@ class Placing:
         return Pace(*(max(own, most / _MOST_ABOVE_MEDIAN) for own, most in zip(pace, usual, strict=True)))
 
     def is_measured(self, node: AttachedNode) -> bool:
-        """Tell whether its pace is in seconds. Before the fleet has a median, a pace only tells loads apart."""
+        """Tell whether its pace is in seconds: without a median it only tells loads apart."""
         return self.median is not None and node.speed.pace is not None
 
     def cold(self, request: GatewayRequest, node: AttachedNode) -> int:
@@ -495,7 +495,7 @@ class Placing:
     def note_answer(
         self, request: GatewayRequest, running: Running, sampled: int, nodes: Iterable[AttachedNode]
     ) -> None:
-        """Take in an answer of `sampled` tokens. Its node, one of `nodes`, no longer holds the request."""
+        """Take in an answer. Its node, one of `nodes`, no longer holds the request."""
         node, session, now = running.node, request.asked.session, time.monotonic()
         load = (running.load + len(node.leases) + 1) / 2
         node.speed.note(max(now - running.placed, 1e-6), cold=running.cold, sampled=sampled, load=load)

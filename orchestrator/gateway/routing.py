@@ -57,9 +57,9 @@ from orchestrator.swarm import NodeTrust
 logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 3
-"""Discarded or bad answers after which a request ends. Nodes that vanish or drain do not count."""
+"""Bad answers and errors after which a request ends. Nodes that vanish or drain do not count."""
 _MAX_REFUSALS = 16
-"""Nodes that may refuse a request before it ends; it ends sooner when no other node is left."""
+"""Nodes that may refuse a request before it ends."""
 _HELD_SHARE = 0.25
 """Share of request_timeout_s after which a node that has not answered is to blame, not the queue."""
 _MAX_DOUBLINGS = 2
@@ -157,7 +157,7 @@ class Router:
     ) -> Answer:
         """Move a request out of its state into another one. Return what the node that held it has streamed.
 
-        A request that is queued again comes first: it has waited before. With `cancel`, its former node stops.
+        One that is queued again comes first: it has waited before. With `cancel`, its former node stops.
         """
         request_id, former, streamed = request.asked.request_id, request.running, NO_TOKENS
         self.queue.pop(request_id, None)
@@ -185,7 +185,7 @@ class Router:
             self._take_away(node, "unreachable")
 
     def reissue(self, request: GatewayRequest, reason: str, *, keep: bool, cancel: bool = True) -> None:
-        """Take a request back from its node, and queue it. With `keep`, another continues after the streamed tokens."""
+        """Queue a request of a node. With `keep`, another one continues after the streamed tokens."""
         streamed = self._transition(request, "queued", cancel=cancel)
         if keep and streamed:
             request.kept = request.kept.then(streamed)
@@ -271,7 +271,7 @@ class Router:
     # -- answers -------------------------------------------------------------------------------------------------
 
     def on_sampled(self, node: AttachedNode, message: Sampled) -> None:
-        """Take in an answer or a part of one. What comes late, after its request was taken back, means nothing."""
+        """Take in an answer or a part of one. What comes late means nothing."""
         request = self._held(node, message)
         if request is None:
             return
@@ -344,7 +344,7 @@ class Router:
             self.finish(request, refused, cancel=False)
 
     def _held(self, node: AttachedNode, message: Sampled | GenerateFailed) -> GatewayRequest | None:
-        """Return the request that `node` holds under the message's lease; None for a late answer or part."""
+        """Return the request of the message's lease; None for a late one."""
         request = node.leases.get(message.lease)
         if request is not None and request.asked.request_id == message.request_id:
             return request
@@ -353,7 +353,7 @@ class Router:
         return None
 
     def _retry(self, request: GatewayRequest, node: AttachedNode, error: str, *, cancel: bool = True) -> None:
-        """Count a failure of `node`, then let another one start over, or end the request after _MAX_FAILURES."""
+        """Let another node start over, or end the request after _MAX_FAILURES."""
         self.blame(node)
         request.failures += 1
         request.avoid = node.node_id
@@ -371,7 +371,7 @@ class Router:
         node.record.note_failure(self._suspend_s)
 
     def blame_node_of(self, request: GatewayRequest) -> None:
-        """Count a failure of the node that had `request` for long, when it ended, and delivered nothing meanwhile."""
+        """Count a failure of the node that had `request` for long and delivered nothing."""
         since = time.monotonic() - _HELD_SHARE * self.request_timeout_s
         running = request.running
         if running is not None and running.node.delivered <= running.placed <= since:
@@ -383,7 +383,7 @@ class Router:
         return list(self.connections.values())
 
     def attach(self, identity: bytes, hello: NodeHello, key: bytes = b"") -> AttachedNode:
-        """Attach the sender of `hello` on connection `identity`. Requests that it held before count as lost."""
+        """Attach the sender of `hello`. Requests that it held before count as lost."""
         if (previous := self.connections.get(identity)) is not None:
             self.leave(previous, "said hello again")
         former = self.nodes.pop(hello.node_id, None)
@@ -480,7 +480,7 @@ class Waits:
     """Deadlines of the requests of one router."""
 
     def __init__(self, router: Router, no_node_timeout_s: float, join_hint: str) -> None:
-        """`no_node_timeout_s`: how long requests wait while no node can serve. `join_hint` tells how to start one."""
+        """`no_node_timeout_s`: how long requests wait while no node can serve."""
         self.no_node_since: float | None = time.monotonic()
         """Since when no node has been able to serve; None while one is."""
         self._router = router
@@ -539,7 +539,7 @@ class Waits:
 
 
 def check_sampled(message: Sampled, request: GatewayRequest, running: Running, policy: ServedPolicy) -> Answer:
-    """Return the answer in `message`, which begins with what its node streamed; or the part, which comes after it.
+    """Return the answer in `message`, or the part that comes after what was streamed.
 
     `running` holds `request`. Raises WireError naming what is wrong with the message.
     """

@@ -55,13 +55,13 @@ class ServedFiles:
         """File, offset and bytes of each chunk of a model file."""
 
     async def signed(self) -> bytes:
-        """Return the list of files, hashed and signed at the first call. Raises ComposerError or OSError."""
+        """Return the signed list of files. Raises ComposerError or OSError."""
         async with self._hashing:  # Nodes wait here for the first one's files, without a thread.
             self._signed = self._signed or await asyncio.to_thread(self._sign)
         return self._signed
 
     def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
-        """Return up to `size` bytes of a chunk of a model file; None for an unknown chunk. Raises OSError."""
+        """Return up to `size` bytes of a chunk; None for an unknown one. Raises OSError."""
         place = self._places.get(sha256)
         if place is None:
             return None
@@ -95,7 +95,7 @@ class ServedFiles:
 
 
 class Admission:
-    """Used by the gateway's event loop, by its authenticator's thread, and by threads that read files."""
+    """Used by several threads."""
 
     def __init__(self, config: Config, keys: RunKeys, run_id: str, model_dir: Path) -> None:
         """`model_dir`: the folder with config.json, tokenizer and chat template."""
@@ -109,7 +109,7 @@ class Admission:
         self.model = ServedFiles(config, keys, run_id, model_dir)
         self._shared_key = b""
         self._nodes: dict[bytes, RegisteredNode] = {}
-        """By key, revoked ones too, as the registry was read last: they count while it cannot be read."""
+        """By key, revoked ones too: they count while the registry cannot be read."""
         self._invites: Collection[bytes] = ()
         """Keys of the open ones, as it was read last."""
         self._reading = threading.Lock()
@@ -170,7 +170,7 @@ class Admission:
         return key != self._shared_key
 
     def name_refusal(self, key: bytes, node_id: str) -> str | None:
-        """Return why a connection with `key` may not speak for `node_id`; a name belongs to the key that enrolled."""
+        """Return why `key` may not speak for `node_id`: a name belongs to who enrolled with it."""
         own = self.name_of(key)
         if own is not None:
             if own == node_id:

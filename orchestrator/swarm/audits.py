@@ -62,7 +62,7 @@ TIMEOUT_S = 300.0
 """How long a rollout waits for audits of new nodes' answers before it fails."""
 _MAX_QUEUED = 4096
 MAX_QUEUED_BYTES = 512 << 20
-"""Answers that wait for an auditor, and their bytes; beyond that, those of the lowest rank count as not audited."""
+"""Answers that wait, and their bytes; beyond that, the lowest rank is not audited."""
 _QUARANTINE_S = 600.0
 """How long a node gets no requests after a failed audit; doubles each time."""
 _MAX_RECENT = 1024
@@ -83,7 +83,7 @@ class OfferedAnswer:
     rank: float
     """Random, and the same for all answers of a rollout. The highest is audited first."""
     request: AuditRequest | None = None
-    """None when it is not audited, was, or its rollout is given up: no auditor gets it any more."""
+    """None when no auditor is to get it any more."""
     outcome: asyncio.Future[AuditVerdict | str] = field(default_factory=asyncio.Future)
     """A verdict, or why it could not be audited."""
 
@@ -122,7 +122,7 @@ class ConnectedAuditor:
 
 
 class Auditors:
-    """The auditors that are connected, and the answers that wait for them. Serves from `start` to `close`."""
+    """The auditors that are connected, and the answers that wait for them."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Auditors:
         return self._socket.endpoint
 
     def start(self, on_error: Callable[[BaseException], None]) -> None:
-        """Raise PortInUseError when another process holds the address, ConfigError when a key is missing."""
+        """Raise PortInUseError, and ConfigError when a key is missing."""
         self._socket.bind(self._config.orchestrator.audit.address)
         self._receiving = watched(self._receive(), on_error)
 
@@ -186,7 +186,7 @@ class Auditors:
         self._place()
 
     def give_up(self, answers: Iterable[OfferedAnswer]) -> None:
-        """Hand out answers that are no longer awaited to no auditor. Verdicts under way count for the node."""
+        """Hand out these answers no more. Verdicts under way count for the node."""
         for answer in answers:
             answer.request = None
         self.queue = [answer for answer in self.queue if answer.request is not None]
@@ -350,7 +350,7 @@ class Audits:
     # -- answers -------------------------------------------------------------------------------------------------
 
     def offer(self, rollout_id: str, prompt_ids: Any, answer: Answer, sampling: Sampling) -> None:
-        """Take note of an answer that was recorded for an open rollout, and have it audited if it is chosen."""
+        """Take note of an answer of an open rollout, and have it audited if it is chosen."""
         parts = answer.sampled_by
         nodes = {node_id: self._trust[node_id] for node_id, _ in parts}
         others = self._open.setdefault(rollout_id, [])
@@ -391,7 +391,7 @@ class Audits:
         return None
 
     async def _wait(self, answers: list[OfferedAnswer]) -> list[OfferedAnswer]:
-        """Wait for audits. Return the answers that got none in time; they are given up, also when this is cancelled."""
+        """Wait for audits. Give up and return the answers that got none in time."""
         try:
             if answers:
                 await asyncio.wait([answer.outcome for answer in answers], timeout=TIMEOUT_S)
@@ -405,7 +405,7 @@ class Audits:
         self.auditors.give_up(self._open.pop(rollout_id, []))
 
     def is_tainted(self, rollout_ids: Iterable[str]) -> bool:
-        """Tell whether a node that is now quarantined sampled one of these rollouts, and it was not audited."""
+        """Tell whether a quarantined node sampled one of these rollouts unaudited."""
         return bool(self._tainted) and any(name in self._tainted for name in rollout_ids)
 
     def _too_late(self, answers: list[OfferedAnswer]) -> str:

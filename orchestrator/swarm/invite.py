@@ -123,7 +123,7 @@ def create_invite(run_dir: RunDir, *, nodes: int, expires_s: float, addresses: l
 
 
 def node_addresses(run_dir: RunDir, given: list[str], *, allow_loopback: bool = False) -> list[str]:
-    """Return HOST:PORT at which machines elsewhere reach the run's gateway: `given`, or where it listens.
+    """Return HOST:PORT of the run's gateway: `given`, or where it listens.
 
     Raises ConfigError for loopback unless that is allowed, for an address that no machine has, and where no port is
     known.
@@ -149,7 +149,7 @@ def node_addresses(run_dir: RunDir, given: list[str], *, allow_loopback: bool = 
 
 
 def _listening(run_dir: RunDir) -> Address:
-    """Return where the gateway listens now, or will by the configuration; a wildcard becomes this machine's address."""
+    """Return where the gateway listens; a wildcard becomes this machine's address."""
     configured = load.read_config(run_dir.config).orchestrator.node_address
     address = tcp_address(configured, "orchestrator.node_address", bind=True)
     if not address.port:
@@ -165,7 +165,7 @@ def _listening(run_dir: RunDir) -> Address:
 
 
 def _own_address() -> str:
-    """Return this machine's address on the way out of its network; 127.0.0.1 without one. Sends nothing."""
+    """Return this machine's address; 127.0.0.1 without a network. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # a documentation address: only the route is looked up

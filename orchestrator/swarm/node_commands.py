@@ -69,7 +69,7 @@ def live_rows(run_dir: RunDir) -> list[NodeRow]:
 def _ask(run_dir: RunDir, method: str, path: str, **query: str) -> dict[str, Any]:
     """Return the answer of a run's orchestrator on this machine.
 
-    Raises NotLiveError when the run is over, DeadlineError without an answer, RequestError for a refusal.
+    Raises NotLiveError when the run is over, DeadlineError and RequestError.
     """
     run_id, not_live = read_run_id(run_dir), f"run {run_dir.root} is not live on this machine"
     try:
