@@ -78,8 +78,7 @@ def read_tasks(folder: Path) -> Iterator[CodeTask]:
 def index_tasks(folder: Path) -> Iterator[tuple[int, CodeTask]]:
     """Yield the tasks of a folder, each with the place of its line in bytes.
 
-    Raises ConfigError for a missing folder, a line that is not a task of a known version, and a file without tasks. The
-    message has the line's number.
+    Raises ConfigError for a missing folder, a line that is not a task of a known version, and a file without tasks.
     """
     path = folder / TASKS_FILE
     if not path.is_file():

@@ -190,10 +190,9 @@ def seal_of(task: CodeTask, settings: CodeSettings) -> code_monitor.Seal:
 
 
 async def read_files(box: Box, start: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the regular files of a box's work folder. What is larger than the limits, or goes away, is left out.
+    """Return the regular files of a box's work folder, without too large ones.
 
-    `start`: the files that the box began with. They come first, so that none of them seems to be deleted because of
-    what else the agent wrote.
+    `start`: the files that the box began with. They come first, so that none of them seems to be deleted.
     """
     content: dict[str, bytes] = {}
     left = MAX_TREE_BYTES + sum(map(len, start.values()))
@@ -235,8 +234,7 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
     async def setup(self, trace: vf.Trace[CodeData, CodeState], runtime: vf.Runtime) -> None:
         """Put the agent's tree into the runtime of a harness that runs a program there.
 
-        verifiers' subprocess runtime is this machine. Only harnesses that run no program have it, such as the tool
-        loop, which opens a box of its own.
+        verifiers' subprocess runtime is this machine. The tool loop has it, and opens a box of its own.
         """
         if runtime.type == "subprocess":
             return

@@ -88,8 +88,8 @@ class _Results:
 async def grade(task: CodeTask, trees: Path, patch: Mapping[str, bytes], runtime: RuntimeConfig) -> Grade:
     """Run the task's tests on a patch. `patch`: path -> content of files in the agent's tree, editable or not.
 
-    Raises SandboxError where the box or the reporter failed, which says nothing about the patch. A run that something
-    killed is tried once more. Raises ConfigError where the task's tree is missing.
+    A run that something killed is tried once more. Raises SandboxError where the box or the reporter failed, and
+    ConfigError where the task's tree is missing.
     """
     taken, refused = allowed_files(task, patch)
     files = _overlay(task, taken)
@@ -117,10 +117,7 @@ def was_killed(finished: CommandResult) -> bool:
 
 
 def no_fault_of_the_patch(*runs: CommandResult) -> bool:
-    """Tell whether all runs of the tests were killed, one of them with its box, which code in it cannot end.
-
-    Tests that alone are killed in every run are graded: the code kills itself, or takes too much memory.
-    """
+    """Tell whether all runs of the tests were killed, one of them with its box, which code in it cannot end."""
     return all(was_killed(run) for run in runs) and any(run.ended_by == "box" for run in runs)
 
 

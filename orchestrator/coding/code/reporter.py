@@ -127,8 +127,7 @@ PROBES = (fails_by_assert, fails_by_raises, fails_by_approx, fails_by_unittest, 
 def altered(item, source, number):
     """Return a test's function that expects another constant, where it compares with one.
 
-    Only comparisons count that run whenever the test passes: outside of any block, in a test that never returns early.
-    `number` chooses one, and the new constant.
+    Only comparisons count that run whenever the test passes. `number` chooses one, and the new constant.
     """
     test = definition(item, source)
     if test is None or any(isinstance(each, (ast.Return, ast.Yield)) for each in ast.walk(test)):
@@ -225,8 +224,7 @@ class Reporter:
     def add_probes(self, items, chosen):
         """Put in tests that must fail: twins with the ids of expected tests, others at the edges of test files.
 
-        A probe replaces no test and tears no fixture down, so honest code sees no difference. Altered tests run a
-        test's body once more, so they come last.
+        Honest code sees no difference. Altered tests run a test's body once more, so they come last.
         """
         tests = [item for item in items if isinstance(item, pytest.Function)]
         expected = [item for item in tests if item.nodeid in self._spec["expected"]]

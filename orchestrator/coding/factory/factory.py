@@ -192,7 +192,7 @@ class TaskFactory:
     async def _prove_batch(self, baseline: Baseline, batch: Sequence[TaskCandidate]) -> list[Outcome]:
         """Prove a batch. One that ends its box is taken apart, so that only the candidate at fault is refused.
 
-        A candidate is refused after two tries, and only while boxes can be opened. Raises SandboxError otherwise.
+        Raises SandboxError where no box can be opened.
         """
         try:
             return await prove(batch, baseline, self.runtime, self.settings)

@@ -154,10 +154,7 @@ def _belongs(path: str, root: str) -> bool:
 
 
 def _make_installed(folder: Path, root: str) -> None:
-    """Write the metadata of PKG-INFO where `importlib.metadata` finds it, as an installation would.
-
-    Many packages ask for their own version when they are imported.
-    """
+    """Write PKG-INFO where `importlib.metadata` finds it: many packages ask for their own version."""
     path = folder / "PKG-INFO"
     headers = HeaderParser().parsestr(path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
     name, version = headers.get("Name"), headers.get("Version")

@@ -252,10 +252,9 @@ def _add_tree(repo: str, commit: str, repositories: Path, trees: Path) -> str:
 
 
 def apply_patch(tree: Path, patch: str, *, field: str) -> dict[str, str | None]:
-    """Return the text of each file that a diff changes or makes, None for one that it deletes. `tree` does not change.
+    """Return the text of each file that a diff changes or makes, None for one that it deletes.
 
-    `git apply` does the work. `field`: the patch's name in the record, for messages. Raises ConfigError for a patch
-    that does not apply, or that changes what is no plain file of text.
+    `field`: the patch's name in the record. Raises ConfigError for a patch that does not apply.
     """
     if not patch.strip():
         return {}

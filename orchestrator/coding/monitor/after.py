@@ -192,8 +192,8 @@ async def second_opinion(
 ) -> HackVerdict:
     """Return the verdict after the source's judge, or as it is without one.
 
-    The judge reads what the policy wrote, so its answer is one word, and it can only confirm what a rule found. Where
-    it does not answer in time, the verdict stays. `patch`: path -> content of the files that the agent changed.
+    It can only confirm what a rule found. Where it does not answer in time, the verdict stays.
+    `patch`: path -> content of the files that the agent changed.
     """
     if config.judge is None or not verdict.is_suspicious:
         return verdict

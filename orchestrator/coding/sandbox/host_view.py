@@ -38,9 +38,9 @@ class HostView:
         self._work_device = os.stat("work", dir_fd=self.root_fd).st_dev
 
     def open_work(self) -> int:
-        """Open the work folder. Raises SandboxError for a box that was killed, whose files would seem to be removed.
+        """Open the work folder. Raises SandboxError for a box that was killed.
 
-        Its mounts go before its end is heard of. Then the empty folder below the mount shows, on the root's device.
+        Its mounts go before its end is heard of. Then the empty folder below the mount shows.
         """
         work_fd = os.open("work", _FOLDER, dir_fd=self.root_fd)
         if os.fstat(work_fd).st_dev != self._work_device:
@@ -51,8 +51,7 @@ class HostView:
     def measure(self) -> dict[str, float]:
         """Return what the processes use, by the names of the limits. Raises OSError for a box that has ended.
 
-        Pages that a fork shares with its parent count for both. CPU time is that of all processes that ever ran in the
-        box. `files` are those in the work folder, or in /tmp where there are more.
+        CPU time is that of all processes that ever ran. `files`: in the work folder, or in /tmp where there are more.
         """
         pids = processes_of(self.init_pid)
         usages = [_memory_and_cpu(pid) for pid in pids]

@@ -1,7 +1,6 @@
 """What isolates a box: bwrap's arguments, and the system calls that its programs may not make.
 
-As root this process gives bwrap an unprivileged user id first. Inside a user namespace the host's root would still own
-the host's files, and the kernel exempts it from RLIMIT_NPROC.
+As root this process gives bwrap an unprivileged user id first: the host's root would still own the host's files.
 
 The filter is a list of denials: programs that agents write use most of Linux, and namespaces hold already.
 Denied are calls with a history of kernel flaws, that look into other processes, or that would leave the limits.

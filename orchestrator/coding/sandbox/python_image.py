@@ -1,7 +1,7 @@
 """The Python that boxes see: a copy of this interpreter, its standard library, and named packages only.
 
-Boxes run as another user and must not see this environment's site-packages, which may hold an installed copy of the
-package under test. So the image is made once, in a cache folder, and bound read-only into each box:
+Boxes must not see this environment's site-packages, which may hold an installed copy of the package under test.
+So the image is made once, in a cache folder, and bound read-only into each box:
 
     IMAGE/python/bin, lib    bound where this interpreter's prefix is (or at /opt/python)
     IMAGE/etc                passwd, group, hosts, nsswitch.conf

@@ -99,8 +99,7 @@ class BubblewrapRuntime(Runtime):
     ) -> list[str]:
         """Return the command that runs a harness's script with the box's own Python.
 
-        The box has no network, so that uv could fetch nothing. The script's packages must be in the table's `packages`,
-        in whatever version is installed. Raises verifiers' SandboxError for a missing one.
+        The script's packages must be in the table's `packages`. Raises verifiers' SandboxError for a missing one.
         """
         data = script.encode() if isinstance(script, str) else script
         names = script_packages(data.decode())
@@ -170,10 +169,7 @@ def runtime_settings(table: RuntimeConfig) -> Any:
 
 
 async def make_images(settings: Iterable[Any]) -> None:
-    """Copy the Python of bubblewrap runtimes: with large packages this outlasts a rollout's deadline.
-
-    Each rollout that needs a missing package reports it, like any failure of a sandbox.
-    """
+    """Copy the Python of bubblewrap runtimes: with large packages this outlasts a rollout's deadline."""
     for config in settings:
         if isinstance(config, BubblewrapConfig):
             with contextlib.suppress(SandboxError):
