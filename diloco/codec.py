@@ -1,10 +1,9 @@
 """How a pseudo-gradient travels: a flat float32 vector [n] to bytes and back. CPU tensors.
 
     fp32, bf16      every element on its own: exact, or rounded to 16 bits
-    int8, int4      symmetric integers with one bfloat16 scale a block
+    int8, int4      symmetric integers with one bfloat16 scale a block, entropy coded
 
-Every codec is a pure function of its input, so all peers decode the same values. `ErrorFeedback` adds what one encoding
-lost to the next delta. Integer codes are far from evenly used, so they are entropy coded.
+All peers decode the same values. `ErrorFeedback` adds what one encoding lost to the next delta.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from composer_prime.config.diloco import BLOCK
 
 
 def codec_of(name: str) -> Codec:
-    """Return the codec that diloco.codec.type or a header names. Raises ValueError for an unknown name."""
+    """Raises ValueError for an unknown name."""
     if name in _FLOAT_TYPES:
         return FloatCodec(name)
     if name in _BITS:
@@ -35,7 +34,7 @@ class ErrorFeedback:
         """float32 [numel] a fragment."""
 
     def encode(self, fragment: int, delta_n: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
-        """Encode the delta plus the fragment's residual. The new residual counts from `settle` on.
+        """Encode the delta plus the residual. The new one counts from `settle` on.
 
         Return the bytes, uint8, and what they lack, float32 [numel].
         """
@@ -44,7 +43,7 @@ class ErrorFeedback:
         return data, target_n - codec.decode(data, target_n.numel())
 
     def settle(self, fragment: int, residual_n: Tensor) -> None:
-        """Keep the residual of a delta that entered the global model; zeros where it is not finite."""
+        """Keep the residual of a counted delta; zeros where it is not finite."""
         finite = bool(torch.isfinite(residual_n).all())
         self.residuals[fragment] = residual_n if finite else torch.zeros_like(residual_n)
 
@@ -58,8 +57,6 @@ _FLOAT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class FloatCodec:
-    """fp32 is exact. bf16 rounds to nearest, ties to even: a relative error of at most 2^-8 for normal numbers."""
-
     def __init__(self, name: str) -> None:
         self.name = name
         self.dtype = _FLOAT_TYPES[name]
@@ -69,11 +66,9 @@ class FloatCodec:
         return self.dtype.itemsize * n
 
     def encode(self, values_n: Tensor) -> Tensor:
-        """Return uint8 [bytes]. NaN and infinity stay."""
         return as_bytes(values_n.to(self.dtype))
 
     def decode(self, data: Tensor, n: int) -> Tensor:
-        """Return float32 [n]. Raises ValueError when `data` does not have the size that n values take."""
         _check_size(self.name, data, n, self.size(n))
         return from_bytes(data, self.dtype).to(torch.float32)
 
@@ -86,18 +81,17 @@ def _check_size(name: str, data: Tensor, n: int, expected: int) -> None:
 # -- blocks with one scale ---------------------------------------------------------------------------------------
 
 SCALE = torch.bfloat16
-"""Type of a block's scale. It has float32's range, so NaN, infinity and the smallest deltas travel."""
+"""It has float32's range: NaN, infinity and the smallest deltas travel."""
 _BITS = {"int8": 8, "int4": 4}
 _PLAIN, _ZSTD = 0, 1
 _LEVEL = 1
-"""Codes have no repeats to look for: zstd's Huffman coder does all of the work at any level."""
 
 
 class IntegerCodec:
-    """Symmetric integers: q = round(x / s), s = max |x| / (2^(bits-1) - 1), |x - s q| <= s / 2; 4 bits shifted by 8.
+    """Symmetric integers: q = round(x / s), s = max |x| / (2^(bits-1) - 1); 4 bits shifted by 8.
 
-    Wire form: one byte that names the form, then a zstd frame or, where that is not shorter, the plain bytes: the
-    scales [blocks] bfloat16, then the codes, at 4 bits two to a byte. 4-bit codes take about 3.2 to 3.8 bits.
+    Wire form: a byte that names the form, then a zstd frame or, where that is not shorter, the plain bytes:
+    the scales [blocks] bfloat16, then the codes, at 4 bits two to a byte.
     """
 
     def __init__(self, name: str) -> None:
@@ -113,7 +107,7 @@ class IntegerCodec:
         return -(-n // BLOCK) * (2 + BLOCK * self.bits // 8)
 
     def encode(self, values_n: Tensor) -> Tensor:
-        """Return uint8 [bytes]. A block with NaN or infinity decodes to values that are not finite either."""
+        """Return uint8 [bytes]. NaN or infinity stay visible."""
         plain = self.encode_plain(values_n).numpy()
         frame = zstandard.ZstdCompressor(level=_LEVEL).compress(plain.data)
         kind, body = (_ZSTD, frame) if len(frame) < plain.nbytes else (_PLAIN, plain.tobytes())
@@ -131,7 +125,6 @@ class IntegerCodec:
         return torch.cat([as_bytes(scales.to(SCALE)), as_bytes(codes)])
 
     def decode(self, data: Tensor, n: int) -> Tensor:
-        """Return float32 [n]. Raises ValueError when `data` is not a code of n values."""
         raw, plain_size = data.numpy().data, self._plain_size(n)
         if not len(raw) or raw[0] not in (_PLAIN, _ZSTD):
             raise ValueError(f"{self.name}: {len(raw)} bytes do not begin with {_PLAIN} (as is) or {_ZSTD} (zstd)")
@@ -161,10 +154,9 @@ Codec = FloatCodec | IntegerCodec
 
 
 def in_scale(blocks: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return the scales [blocks, 1], max |x| / `top` as bfloat16 rounds it, and `blocks` divided by them.
+    """Return the scales [blocks, 1], as bfloat16 rounds them, and `blocks` divided by them.
 
-    A subnormal scale has too few digits to divide by, so it becomes 0. Such a block is sent as zeros and stays in the
-    error feedback.
+    A subnormal scale becomes 0: such a block stays in the error feedback.
     """
     scales = (blocks.abs().amax(dim=1, keepdim=True) / top).to(SCALE).to(torch.float32)
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, torch.zeros_like(scales), scales)

@@ -1,10 +1,9 @@
-"""What a link gives a joint run, by formula: the rows about the link in its plan. Nothing is measured or sent.
+"""What a link gives a joint run, by formula. Nothing is measured or sent.
 
     training thread      encode | waits unless tau steps hide it ......................... | decode, average, install
     link                        | up .......... | round closes | down (N - 1 deltas) |
 
-A peer's link carries its delta up once and, when all are there, the others' down. The rendezvous has the same link,
-which carries N in, then N (N - 1) out. The constants are CPU times of one x86-64 core.
+The rendezvous has the same link. The constants are CPU times of one x86-64 core.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from composer_prime.model_source import model_ready, resolve_model
 from composer_prime.plan.footprint import ModelShape, trained_parameters
 
 LINKS_MBIT = (1000.0, 100.0)
-"""Links of each peer and of the rendezvous, where the configuration names none."""
 ASSUMED_STEP_S = 60.0
 FRAMING = 1.047
-"""Bytes on the wire over bytes of a delta: Ethernet, IP and TCP headers, 66 of 1514 bytes; ZMQ adds next to nothing."""
+"""Bytes on the wire over bytes of a delta."""
 ENCODE_NS = {"fp32": 25.0, "bf16": 25.0, "int8": 18.0, "int4": 8.0}
 """1e-9 s of one core a parameter: delta, error feedback, codec and checksum (2 M parameters at a time)."""
 DECODE_NS = 10.0
@@ -37,10 +35,10 @@ _CODEC_BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 7.46 + SCALE_BITS, "int4": 3.
 def exposed_s(
     size: float, bits: float, cpu_ns: float, *, mbit: float, ranks: int = 1, peers: int = 2, hidden_s: float = 0.0
 ) -> float:
-    """Return what a synchronization costs training, where all links have `mbit` in each direction.
+    """Return what a synchronization costs training.
 
-    `size`: parameters of a fragment on all ranks, each rank with a core of its own. `bits`: of a delta on the wire.
-    `cpu_ns`: to encode a parameter. `hidden_s`: compute time of the steps that overlap with the transfer.
+    `size`: parameters of a fragment on all ranks. `bits`: of a delta on the wire.
+    `cpu_ns`: to encode a parameter. `hidden_s`: compute time that overlaps with the transfer.
     """
     busy_s = size / ranks * 1e-9 * (cpu_ns + peers * DECODE_NS + INSTALL_NS)
     on_the_way_s = bits * peers**2 / (mbit * 1e6) + ROUND_S
@@ -48,7 +46,7 @@ def exposed_s(
 
 
 def link_rows(config: Config) -> list[tuple[str, str]]:
-    """Return (label, text) as in a plan; none without [diloco] or without a model folder to count parameters in."""
+    """Return (label, text) as in a plan; none without [diloco] or a model folder."""
     diloco = config.diloco
     if diloco is None:
         return []
@@ -82,7 +80,6 @@ def link_rows(config: Config) -> list[tuple[str, str]]:
 
 
 def _size(count: float) -> str:
-    """Format bytes in decimal units, as links have them."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
         if count >= unit:
             return f"{count / unit:.3g} {name}"

@@ -26,13 +26,11 @@ _ATTEMPT_S = 2 * HEARTBEAT_TIMEOUT_S
 class Lighthouse:
     """torchft's lighthouse server in this process, and a client of it. Calls block: run them in threads.
 
-    It grants a quorum of at least min_peers that are more than half of the peers heard of within `HEARTBEAT_TIMEOUT_S`.
-    So a peer that stopped contributing delays one round by that long, and two halves of a split run cannot both
-    continue while they share one rendezvous.
+    It grants a quorum of at least min_peers that are more than half of those heard of within `HEARTBEAT_TIMEOUT_S`.
+    So two halves of a split run cannot both continue.
 
-    It serves its dashboard, kill button and RPCs on one port without a password. So it listens on loopback only, on a
-    port that changes. torchft's Manager is not used: its server listens on every interface and obeys an unauthenticated
-    kill, its commit is a vote among one cluster's ranks only, and its healing unpickles what it receives.
+    Its port has a kill button and no password: it is on loopback, and changes.
+    torchft's Manager listens on every interface and unpickles: it is not used.
     """
 
     def __init__(self, min_peers: int) -> None:
@@ -55,15 +53,11 @@ class Lighthouse:
             heartbeat_timeout_ms=int(HEARTBEAT_TIMEOUT_S * 1000),
         )
         self.url = f"http://127.0.0.1:{self._server.address().rpartition(':')[2]}"
-        """Dashboard; reachable from this machine only."""
         self._clients: dict[str, Any] = {}
         self._members: frozenset[str] = frozenset()
 
     def quorum(self, peers: Sequence[str], outer_step: int, timeout_s: float) -> frozenset[str]:
-        """Return the peers of a quorum that holds all of `peers`.
-
-        Raises DeadlineError when the lighthouse grants none within `timeout_s`.
-        """
+        """Return the peers of a quorum that holds all of `peers`. Raises DeadlineError."""
         began = time.monotonic()
         while time.monotonic() - began < timeout_s:
             quorum = self._attempt(peers, outer_step)
@@ -76,7 +70,7 @@ class Lighthouse:
         )
 
     def _attempt(self, peers: Sequence[str], outer_step: int) -> frozenset[str]:
-        """Ask for all at once. Newcomers first: once the former members have asked, the quorum is closed."""
+        """Ask for all at once, newcomers first: former members close the quorum."""
         self._beat(peers)  # the lighthouse waits a moment for peers that it has just heard
         order = sorted(peers, key=lambda peer: (peer in self._members, peer))
         with ThreadPoolExecutor(max_workers=len(order)) as threads:
@@ -102,7 +96,6 @@ class Lighthouse:
         return self._clients[peer]
 
     def _ask(self, peer: str, outer_step: int) -> tuple[int, frozenset[str]]:
-        """Return a quorum's id, which changes with its peers, and these; -1 and none without an answer."""
         with contextlib.suppress(TimeoutError, RuntimeError):
             answer = self._client(peer).quorum(
                 peer, timedelta(seconds=_ATTEMPT_S), address="", store_address="", step=outer_step, world_size=1

@@ -4,14 +4,10 @@
     trainer rank (a, 1) ──┼──> rendezvous ──> lighthouse.py (torchft): quorum of each round
     trainer rank (b, 0) ──┘        │
                                    └ request_handler.py: rounds.py (deltas, closed with whom), starting_state.py
-                                     (which peer joins with which state)
 
-Order of waiting: a rank that asks for a round waits for the peers that are training, at most round_deadline_s after
-the first whole delta; a joining peer for one source's upload. Requests are answered at once or, with RoundNotReady,
-after a second.
+Requests are answered at once or, with RoundNotReady, after a second.
 
-The rendezvous keeps nothing on disk. Restarted, it learns from the peers' hellos and offers where the run stands: the
-highest outer step wins, once start_peers are there or gather_s is over.
+Nothing is kept on disk. Restarted, it learns from the peers where the run stands.
 """
 
 from __future__ import annotations
@@ -45,14 +41,14 @@ _TICK_S = 0.02
 _LONG_POLL_S = 1.0
 _QUORUM_TIMEOUT_S = 10.0
 _MAX_UNSENT = 2 * WINDOW
-"""Answers under way to one connection: the pieces that a rank requests at once, and what else it asks."""
+"""Answers under way to one connection."""
 
 
 class Rendezvous:
     """`async with Rendezvous(settings, key) as server: await server.serve()`."""
 
     def __init__(self, settings: RendezvousSettings, key: JointKey) -> None:
-        """Raises PortInUseError, or ConfigError for an address that this machine does not have or without torchft."""
+        """Raises PortInUseError, or ConfigError (address, torchft)."""
         self.settings = settings
         self.lighthouse = Lighthouse(settings.min_peers)
         self._server: SecureServer = bind_router(
@@ -64,7 +60,6 @@ class Rendezvous:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._present: set[str] = set()
-        """Peers that were alive at the last check."""
 
     async def __aenter__(self) -> Rendezvous:
         return self
@@ -77,7 +72,6 @@ class Rendezvous:
         await asyncio.to_thread(self.lighthouse.close)
 
     async def serve(self) -> None:
-        """Answer until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._close_rounds())
             group.create_task(self._receive())

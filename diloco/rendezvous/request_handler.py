@@ -1,6 +1,6 @@
-"""What the rendezvous answers to each request. No I/O here: rendezvous.py receives and sends.
+"""What the rendezvous answers to each request. No I/O here.
 
-Of the bodies of deltas and states the header, the size and the room for it are checked before any byte is taken.
+Header, size and room are checked before any byte of a body is taken.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from diloco.transport.connection import PIECE_BYTES
 
 logger = logging.getLogger(__name__)
 _MAX_RANKS = 4096
-"""Of one peer; some requests loop over all of them."""
 
 
 class RequestHandler:
@@ -27,7 +26,6 @@ class RequestHandler:
         clock: Callable[[], float],
         on_change: Callable[[], None],
     ) -> None:
-        """`on_change` is called when something happened that requests may wait for."""
         self.settings = settings
         self._header_key = header_key
         self._clock = clock
@@ -36,13 +34,10 @@ class RequestHandler:
         self.joins = Joins(self.rounds, settings, clock())
         self._unsettled_since = clock()
         self._short_since: float | None = None
-        """When an offer first found no room since one last did; None while there is room."""
+        """Since when offers find no room."""
 
     def answer(self, request: messages.FromPeer) -> messages.ToPeer:
-        """Answer one request; RoundNotReady asks the sender to come again.
-
-        Raises WireErrors for a request that does not belong here, or of a process whose place another has taken.
-        """
+        """Answer one request. Raises WireErrors."""
         match request:
             case messages.PeerHello():
                 return self._hello(request)
@@ -87,7 +82,7 @@ class RequestHandler:
         return messages.BeatReply(beat_s=self.settings.beat_s)
 
     def _check_room(self, hello: messages.PeerHello, now: float) -> None:
-        """Raises WireError when the deltas of the peers that are here and of this one do not fit in memory at once."""
+        """Raises WireError when the deltas of all peers do not fit in memory at once."""
         needed = {peer.name: peer.delta_bytes for peer in self.rounds.alive(now)}
         needed[hello.peer] = hello.ranks * hello.delta_bytes
         if (total := sum(needed.values())) > (limit := self.settings.max_bytes):
@@ -118,7 +113,6 @@ class RequestHandler:
     # -- bodies ----------------------------------------------------------------------------------------------------
 
     def _offer(self, header: messages.BlobHeader, instance: int) -> messages.ToPeer:
-        """Answer from which byte a body may be sent, or that there is no room yet."""
         messages.authenticate(header, self._header_key, run=self.settings.run)
         now = self._clock()
         report = self.rounds.report(header.peer, header.rank, instance, now)
@@ -150,7 +144,6 @@ class RequestHandler:
         return messages.Received(size=blob.received) if blob else messages.Gone(reason="this state is not wanted")
 
     def _piece(self, piece: messages.Piece) -> messages.ToPeer:
-        """Keep some bytes of a body that was offered; answer how many are here."""
         blob, now = self._find(piece.name), self._clock()
         report = blob and self.rounds.report(blob.header.peer, blob.header.rank, piece.instance, now)
         if blob is None or report is None:
@@ -172,11 +165,9 @@ class RequestHandler:
         return messages.Piece(name=get.name, offset=get.offset, data=bytes(blob.data[get.offset : get.offset + length]))
 
     def _find(self, name: str) -> Blob | None:
-        """Return a body by its header's name; None where it is not kept."""
         return next((blob for blob in self._blobs() if blob.name == name), None)
 
     def _blobs(self) -> list[Blob]:
-        """Return all bodies, whole or not: of the rounds and of the state."""
         holders = [*self.rounds.rounds.values(), *([self.joins.current] if self.joins.current else [])]
         return [blob for holder in holders for blob in holder.blobs.values()]
 
@@ -187,7 +178,7 @@ class RequestHandler:
     def _make_room(self, header: messages.BlobHeader, now: float) -> messages.RoundNotReady | None:
         """Drop the oldest rounds for a body that is to come, and for a delta also the state.
 
-        Return an answer to wait while it does not fit yet. Raises WireError when it would not fit even alone.
+        Return an answer to wait. Raises WireError when it would not fit even alone.
         """
         known, limit = self._find(header.name), self.settings.max_bytes
         if known is not None and known.header.checksum == header.checksum:
@@ -215,7 +206,6 @@ class RequestHandler:
     # -- rounds ----------------------------------------------------------------------------------------------------
 
     def close(self, members: dict[str, Base]) -> Round:
-        """Close the open round with `members`, and drop what is too old for late and for joining peers."""
         closed = self.rounds.close(members, self._clock())
         self.joins.expire(self.rounds.oldest)
         return closed
@@ -243,7 +233,7 @@ class RequestHandler:
         return messages.RoundNotReady(waiting_for=self._missing(ask.outer_step, now))
 
     def may_close(self, now: float) -> bool:
-        """Return whether rounds may end: after a (re)start, the most advanced peers must have had time to be heard.
+        """Return whether rounds may end: after a (re)start peers must have had time to be heard.
 
         Call it all the time: that time begins with the last call while rounds were settled.
         """
@@ -282,7 +272,6 @@ def _differs(ask: messages.AskRound, members: Sequence[str]) -> messages.Gone:
 
 
 def _check_header(header: messages.BlobHeader, hello: messages.PeerHello) -> None:
-    """Raises WireErrors when the header does not fit the layout of its rank."""
     if header.outer_step < 0 or header.size < 0:
         raise WireError(f"{header.name} is of outer step {header.outer_step}, with {header.size} bytes")
     expected = messages.layout_hash(hello.layout)

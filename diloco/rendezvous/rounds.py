@@ -1,14 +1,13 @@
 """Rounds and the peers that take part: which deltas have arrived, when a round closes and with whom. No I/O here.
 
-A round is one outer step. It opens with the first header that arrives for it. It closes when every peer that is alive
-and training has brought its own delta, or at the deadline with those that have. The first whole delta starts the
-deadline: on a slow link the first of equal peers needs as long to bring one as the others. What a round closed with
-never changes: every peer applies exactly these deltas, also a late peer, whose own is then not among them.
+A round is one outer step. It closes when every peer that trains has brought its delta,
+or at the deadline, which the first whole delta starts, with those that have.
+What a round closed with never changes: late peers apply exactly these deltas too.
 
 Three rounds wait for a stalled peer (its link beats, no inner step ends); later rounds close without it.
 
-Peers that start a round from different global values cannot average. The larger party stays (of equal parties the one
-with the first peer by name). The others rejoin with its state, even if it is too small to close the round alone.
+Peers that start a round from different global values cannot average.
+The larger party stays (of equal parties the one with the first name). The others rejoin with its state.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ HeaderKind = TypeVar("HeaderKind", DeltaHeader, StateHeader)
 Base = tuple[str, ...]
 """Hash of the global values of each rank."""
 _WAITS = 3
-"""Rounds that wait for a peer that makes no progress, before it counts as standing still."""
+"""Rounds that wait for a peer without progress."""
 
 
 class RendezvousSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +56,7 @@ class RendezvousSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def listen_s(self) -> float:
-        """After its start: until then every peer that trains is heard, also if its last request was lost in between."""
+        """After its start: until then every peer that trains is heard."""
         return 0.6 * self.beat_timeout_s
 
 
@@ -66,8 +65,6 @@ class RendezvousSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class RankReport:
-    """What one rank of a peer last reported."""
-
     hello: PeerHello
     heard: float
     outer_step: int
@@ -76,7 +73,7 @@ class RankReport:
     inner_steps: int = 0
 
     def note(self, outer_step: int, base_hash: str, now: float, *, training: bool | None = None) -> None:
-        """Note where the rank stands; `training` None leaves that as it was."""
+        """`training` None leaves that as it was."""
         self.outer_step, self.base_hash, self.heard = outer_step, base_hash, now
         self.training = self.training if training is None else training
 
@@ -86,35 +83,33 @@ class Peer:
     name: str
     ranks: int
     instance: int
-    """Which start of it, alike on all ranks."""
     deadline_s: float
     reports: dict[int, RankReport] = field(default_factory=dict)
     """By rank, of those that sent a hello."""
     _left_out_at: tuple[int, ...] = ()
     """`_progress` when a round last closed without it."""
     _left_out: int = 0
-    """Rounds in a row that closed without it while `_progress` stayed the same."""
+    """Rounds in a row that closed without it since."""
 
     @property
     def _progress(self) -> tuple[int, ...]:
         return self.outer_step, *(self.reports[rank].inner_steps for rank in sorted(self.reports))
 
     def note_left_out(self) -> None:
-        """Note that a round closed without it."""
         self._left_out = self._left_out + 1 if self._left_out_at == self._progress else 1
         self._left_out_at = self._progress
 
     @property
     def standing(self) -> bool:
-        """Tell whether it beats, and made no progress while `_WAITS` rounds closed without it.
+        """Tell whether it made no progress while `_WAITS` rounds closed without it.
 
-        One would not do: a step may take longer than the deadline of a round, and beats tell of it a little later.
+        A step may take longer than the deadline of one.
         """
         return self._left_out >= _WAITS and self._left_out_at == self._progress
 
     @property
     def heard(self) -> float:
-        """When the rank that was silent for the longest time was heard; never before all ranks were."""
+        """When the most silent rank was heard; never before all ranks were."""
         every = len(self.reports) == self.ranks
         return min(each.heard for each in self.reports.values()) if every else float("-inf")
 
@@ -132,19 +127,18 @@ class Peer:
 
     @property
     def delta_bytes(self) -> int:
-        """The most bytes of its deltas of one round."""
         return self.ranks * max((each.hello.delta_bytes for each in self.reports.values()), default=0)
 
 
 def largest_party(bases: Mapping[str, Base]) -> set[str]:
-    """Return the names of the largest group with one base; of equal groups the one with the first name."""
+    """Return the largest group with one base; of equal groups the one with the first name."""
     counts = Counter(bases[name] for name in sorted(bases))  # equal counts stay in the order of the names
     winner = counts.most_common(1)[0][0] if counts else None
     return {name for name, base in bases.items() if base == winner}
 
 
 def leading(peers: Sequence[Peer]) -> list[Peer]:
-    """Return those of `peers` that hold the most advanced, and of these the most widely held, global values."""
+    """Return those with the most advanced, and of these the most widely held, values."""
     top = max((peer.outer_step for peer in peers), default=-1)
     bases = {peer.name: peer.base for peer in peers if peer.outer_step == top}
     winners = largest_party(bases)
@@ -152,7 +146,7 @@ def leading(peers: Sequence[Peer]) -> list[Peer]:
 
 
 def check_same_run(hello: PeerHello, other: Peer) -> None:
-    """Raises RunMismatchError when this rank's settings or layout differ from those of `other`, which is alive."""
+    """Raises RunMismatchError when settings or layout differ from those of `other`."""
     report = other.reports.get(hello.rank, other.reports[0])
     settings = report.hello.settings
     # The ranks first: where they differ, so do the digests and the layouts of their shards.
@@ -175,9 +169,9 @@ def check_same_run(hello: PeerHello, other: Peer) -> None:
 
 @dataclass(slots=True)
 class Blob(Generic[HeaderKind]):
-    """A body on its way into the rendezvous: complete once all bytes are there and their hash is right.
+    """A body on its way into the rendezvous.
 
-    The hash is taken as the pieces come, because hashing a large body at once would hold up all beats.
+    The hash is taken as the pieces come: hashing all at once would hold up all beats.
     """
 
     header: HeaderKind
@@ -188,15 +182,14 @@ class Blob(Generic[HeaderKind]):
     _checksum: hashlib.blake2b = field(default_factory=running_checksum)
 
     def __post_init__(self) -> None:
-        """Raises ChecksumError when the header announces an empty body with another hash than that of nothing."""
         self.name = self.header.name
         self.data = bytearray(self.header.size)
         self._finish()
 
     def add(self, offset: int, data: bytes) -> None:
-        """Append bytes. Drop those that do not continue the body: the answer says where the sender must continue.
+        """Append bytes, or drop those that do not continue the body.
 
-        Raises ChecksumError when the last byte is there and the hash is wrong; the blob is then empty again.
+        Raises ChecksumError when it is whole and wrong; the blob is then empty again.
         """
         if self.complete or offset != self.received or offset + len(data) > self.header.size:
             return
@@ -218,16 +211,15 @@ class Blob(Generic[HeaderKind]):
 class Round:
     outer_step: int
     whole_since: float | None = None
-    """When the first peer had brought a whole delta; None while none has."""
+    """When the first peer had brought a whole delta."""
     blobs: dict[tuple[str, int], Blob[DeltaHeader]] = field(default_factory=dict)
     is_closed: bool = False
     members: tuple[str, ...] = ()
     base: Base = ()
     digest: str = ""
-    """Hash of what it closed with, on all ranks."""
 
     def contributors(self, peers: dict[str, Peer]) -> dict[str, Base]:
-        """Return the peers whose ranks have all delivered parts of one delta, and what they started from."""
+        """Return the peers with one whole delta, and what they started from."""
         whole: dict[str, Base] = {}
         for name, peer in peers.items():
             parts = [self.blobs.get((name, rank)) for rank in range(peer.ranks)]
@@ -239,7 +231,7 @@ class Round:
 
     @property
     def split(self) -> bool:
-        """Tell whether deltas in it, whole or not, start from different global values."""
+        """Its deltas start from different global values."""
         bases = {(rank, blob.header.base_hash) for (_, rank), blob in self.blobs.items()}
         return len(bases) > len({rank for rank, _ in bases})
 
@@ -254,7 +246,7 @@ class Rounds:
         self.newest = -1
         """The last closed round; -1 before the first."""
         self.settled = False
-        """A round was closed since the start, or since `go_to`: until then the highest outer step wins."""
+        """A round was closed since the start or `go_to`; until then the highest step wins."""
         self._replaced: set[tuple[str, int]] = set()
         """Peers and instances of them that another instance has replaced."""
 
@@ -263,7 +255,7 @@ class Rounds:
     def admit(self, hello: PeerHello, now: float) -> str | None:
         """Enter a rank; return what to wait for when it cannot be entered yet.
 
-        Raises RunMismatchError when its layout or settings differ from the others'.
+        Raises RunMismatchError.
         """
         peer = self.peers.get(hello.peer)
         if peer is not None and peer.instance != hello.instance:
@@ -283,9 +275,9 @@ class Rounds:
         return None
 
     def report(self, peer: str, rank: int, instance: int, now: float) -> RankReport | None:
-        """Return the report of a rank that was heard now; None where this start of the peer has sent no hello.
+        """Return the report of a rank that was heard now, if this start of the peer sent a hello.
 
-        Raises RunMismatchError as `check_not_replaced` does.
+        Raises RunMismatchError.
         """
         self.check_not_replaced(peer, instance)
         known = self.peers.get(peer)
@@ -295,7 +287,6 @@ class Rounds:
         return report
 
     def check_not_replaced(self, peer: str, instance: int) -> None:
-        """Raises RunMismatchError when this instance of the peer was silent and another has taken its place."""
         if (peer, instance) in self._replaced:
             raise RunMismatchError(
                 f"peer {peer} was silent, and another process has taken its place in the run: this one must end, for "
@@ -303,7 +294,6 @@ class Rounds:
             )
 
     def _drop_open_deltas(self, peer: str) -> None:
-        """Drop what a process brought that is gone: its successor's ranks bring their own."""
         for each in self.rounds.values():
             if not each.is_closed:
                 each.blobs = {key: blob for key, blob in each.blobs.items() if key[0] != peer}
@@ -313,29 +303,27 @@ class Rounds:
         return [peer for peer in self.peers.values() if now - peer.heard <= self._settings.beat_timeout_s]
 
     def training(self, now: float) -> list[Peer]:
-        """Return the peers that train."""
         return [peer for peer in self.alive(now) if peer.training]
 
     # -- the open round --------------------------------------------------------------------------------------------
 
     def open_round(self) -> Round | None:
-        """Return the round that deltas come in for; after a restart the most advanced one with a delta."""
+        """Return the most advanced round that is open."""
         pending = [each for each in self.rounds.values() if not each.is_closed]
         return max(pending, key=lambda each: each.outer_step, default=None)
 
     def accepts(self, outer_step: int, now: float) -> bool:
-        """Return whether a delta of this outer step can still enter a round."""
         front = self.front(now)
         return outer_step == front if self.newest >= 0 else outer_step >= front
 
     def front(self, now: float) -> int:
-        """Return the outer step that the next round is for; after a restart that of the most advanced peer."""
+        """Return the outer step of the next round, after a restart that of the first peer."""
         if self.newest >= 0:
             return self.newest + 1
         return max((peer.outer_step for peer in self.training(now)), default=0)
 
     def delta(self, header: DeltaHeader) -> Blob[DeltaHeader]:
-        """Return the blob of an acceptable delta; a new one replaces the same rank's earlier in an open round."""
+        """Return the blob of a delta; a new one replaces the same rank's."""
         current = self.rounds.setdefault(header.outer_step, Round(header.outer_step))
         key = (header.peer, header.rank)
         blob = current.blobs.get(key)
@@ -345,33 +333,29 @@ class Rounds:
         return blob
 
     def note_whole(self, outer_step: int, now: float) -> None:
-        """Note that a rank's part of a delta is there: the first delta that is whole starts the deadline, once."""
+        """Start the deadline, once, when the first delta is whole."""
         current = self.rounds.get(outer_step)
         if current is not None and current.whole_since is None and current.contributors(self.peers):
             current.whole_since = now
 
     def _stop_deadline(self, current: Round) -> None:
-        """Stop the deadline when no whole delta is left. The next one restarts it."""
         if not current.contributors(self.peers):
             current.whole_since = None
 
     def left_s(self, current: Round, now: float) -> float | None:
-        """Return the seconds to the deadline, None before it runs; the shortest deadline of its contributors counts."""
+        """Return the seconds to the shortest deadline, if it runs."""
         deadlines_s = [self.peers[name].deadline_s for name in current.contributors(self.peers)]
         if current.whole_since is None or not deadlines_s:
             return None
         return current.whole_since + min(deadlines_s) - now
 
     def closable(self, now: float, min_peers: int) -> dict[str, Base] | None:
-        """Return the largest party of contributions with equal global values, once it is time to close the round."""
+        """Return the largest party, once it is time to close the round."""
         winners, _ = self.parties(now)
         return winners if len(winners) >= max(1, min_peers) else None
 
     def parties(self, now: float) -> tuple[dict[str, Base], dict[str, Base]]:
-        """Return the largest party of the open round's contributors, and the others; both empty before its end.
-
-        It ends when every peer that trains and is not stalled has contributed, or at the deadline.
-        """
+        """Return the largest party of contributors, and the others; both empty before the round's end."""
         current = self.open_round()
         whole = current.contributors(self.peers) if current is not None else {}
         missing = [peer.name for peer in self.training(now) if peer.name not in whole and not peer.standing]
@@ -387,7 +371,7 @@ class Rounds:
     # -- closed rounds ---------------------------------------------------------------------------------------------
 
     def close(self, members: dict[str, Base], now: float) -> Round:
-        """Close the open round with `members`. While a peer joins no round is dropped: it may have to replay it."""
+        """Close the open round. No round is dropped while a peer joins, which may replay it."""
         current = self.open_round()
         assert current is not None and members
         current.members = tuple(sorted(members))
@@ -411,12 +395,11 @@ class Rounds:
         return current
 
     def closed(self, outer_step: int) -> Round | None:
-        """Return this round if it is closed and kept."""
         kept = self.rounds.get(outer_step)
         return kept if kept is not None and kept.is_closed else None
 
     def go_to(self, lead: int) -> None:
-        """Continue the run from outer step `lead`. Drop later rounds; keep those that lead up to it."""
+        """Continue the run from outer step `lead`; keep the rounds that lead up to it."""
         contiguous = self.newest >= 0 and lead <= self.newest + 1
         closed = [each for each in self.rounds.values() if contiguous and each.is_closed]
         self.rounds = {each.outer_step: each for each in closed if each.outer_step < lead}
@@ -424,15 +407,14 @@ class Rounds:
 
     @property
     def oldest(self) -> int:
-        """The first outer step whose round is kept; that of the next round when none is."""
+        """The first outer step whose round is kept, else that of the next."""
         kept = [step for step, each in self.rounds.items() if each.is_closed]
         return min(kept, default=self.newest + 1)
 
     def drop_oldest(self, now: float, short_s: float) -> bool:
-        """Drop the oldest closed round; return whether there was one to drop.
+        """Drop the oldest closed round, if there is one to drop.
 
-        Keep the newest until all peers that train have taken it, or room was short (`short_s`) for longer than their
-        deadlines: those that have not must rejoin.
+        Keep the newest until all that train have taken it, or room was `short_s` for longer than their deadlines.
         """
         behind = [
             peer.deadline_s for peer in self.training(now) if peer.outer_step <= self.newest and not peer.standing

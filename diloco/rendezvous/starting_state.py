@@ -6,11 +6,11 @@
                           highest outer step among them wins, and rounds that were closed beyond it are void, unless
                           a peer that ended with them is there: then the others replay them.
 
-A peer counts as training only if it was heard after the joining peer asked: one that was killed a moment ago does not.
-A rendezvous that was started a moment ago listens first: peers that trained with the one before it may be on their way.
+A peer counts as training only if it was heard after the joining peer asked.
+A rendezvous that was started a moment ago listens first.
 
-A training peer uploads its state once. The state stays for later joining peers while the rounds since then are kept. A
-source that dies or makes no progress is replaced by another, as is one whose state is refused.
+A training peer uploads its state once, for all that join while the rounds since then are kept.
+A source that dies, stalls or is refused is replaced by another.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class StateTransfer:
 
     @property
     def outer_step(self) -> int | None:
-        """The outer step of all ranks' parts; None while they differ."""
+        """Of all ranks' parts; None while they differ."""
         steps = {blob.header.outer_step for blob in self.blobs.values()}
         return steps.pop() if len(steps) == 1 else None
 
     @property
     def first_step(self) -> int | None:
-        """The earliest outer step of a rank's part; None before the first is offered."""
+        """Of the earliest part; None before one is offered."""
         return min((blob.header.outer_step for blob in self.blobs.values()), default=None)
 
     @property
@@ -74,13 +74,10 @@ class StateTransfer:
 
 @dataclass(slots=True)
 class JoinAttempt:
-    """One attempt of one peer to join."""
-
     instance: int
     attempt: int
     began: float
     crowded_out: int
-    """How often a state had made room for deltas when it began."""
     asks: dict[int, AskState] = field(default_factory=dict)
     """By rank."""
     over: bool = False
@@ -88,7 +85,7 @@ class JoinAttempt:
     own_state: StartingState | None = None
     """The answer that its own state will do."""
     newest_by_state: dict[int, int] = field(default_factory=dict)
-    """The last closed round that all its ranks are given with a state, by the state's serial."""
+    """The last closed round that all ranks are given, by the state's serial."""
 
     @property
     def outer_step(self) -> int:
@@ -104,21 +101,17 @@ class Joins:
         self.rounds = rounds
         self._settings = settings
         self._listens_until = now + settings.listen_s
-        """Before this moment no answer assumes that no peer trains."""
         self._joins: dict[str, JoinAttempt] = {}
         """By peer."""
         self.current: StateTransfer | None = None
-        """A state under way, or complete. A source without progress for two beat timeouts is given up."""
+        """A state under way, or complete."""
         self._serial = secrets.randbits(48)  # ranks that got answers before and after a restart must notice
         self._failures: Counter[str] = Counter()
         self._crowded_out = 0
         """How often a state made room for deltas."""
 
     def answer(self, ask: AskState, now: float) -> JoinAnswer:
-        """Answer one rank.
-
-        Raises RunMismatchError when the ranks of the peer are at different outer steps.
-        """
+        """Answer one rank. Raises RunMismatchError."""
         report = self.rounds.report(ask.peer, ask.rank, ask.instance, now)
         if report is None:
             return Gone(reason="send a hello first")
@@ -144,7 +137,6 @@ class Joins:
         return join.own_state or self._decide(peer, join, ask.rank, now)
 
     def note_training(self, peer: str) -> None:
-        """Note that the peer has joined."""
         if (join := self._joins.get(peer)) is not None:
             join.over = True
 
@@ -162,7 +154,6 @@ class Joins:
         return self._catch_up(join, training, rank, now)
 
     def _catch_up(self, join: JoinAttempt, training: list[Peer], rank: int, now: float) -> JoinAnswer:
-        """Answer a peer that is not ahead of `training`: its own state, another's, or to wait for one."""
         newest, step, leaders = self.rounds.newest, join.outer_step, leading(training)
         same = any(each.outer_step == step and each.base == join.base for each in leaders)
         if same or self._replayable(step, join.base):
@@ -174,7 +165,6 @@ class Joins:
         return self._state(join, sources, rank, now)
 
     def _replayable(self, outer_step: int, base: Base) -> bool:
-        """Return whether the rounds from there on are kept."""
         closed = self.rounds.closed(outer_step)
         return closed is not None and closed.base == base
 
@@ -216,7 +206,7 @@ class Joins:
         return self._keep(join)
 
     def _ended_with(self, newest: int, now: float) -> bool:
-        """Return whether a peer is there that holds all rounds and trains no more: what it ended with stands."""
+        """Return whether a peer is there that ended with all rounds."""
         beyond = [each for each in self.rounds.alive(now) if each.outer_step > newest]
         return any(not each.training and not self._waits(each) for each in beyond)
 
@@ -256,9 +246,9 @@ class Joins:
         return StartingState(header=transfer.blobs[rank].header, newest=newest)
 
     def _request(self, sources: Sequence[Peer], oldest_useful: int, now: float) -> StateTransfer | None:
-        """Return the current transfer, or a new one from one of `sources`; None without a useful source.
+        """Return the current transfer, or a new one from one of `sources`.
 
-        `oldest_useful`: a state of an earlier outer step is of no use, because the rounds since are not kept.
+        A state before `oldest_useful` is of no use: the rounds since are not kept.
         """
         if self.current is not None and self._useful(self.current, sources, oldest_useful, now):
             return self.current
@@ -278,7 +268,7 @@ class Joins:
         return alive and now - transfer.progress_at <= 2 * self._settings.beat_timeout_s
 
     def requested_from(self, peer: str, rank: int | None = None) -> int:
-        """Return the serial of the state that this peer, or this rank of it, must serve; 0 for none."""
+        """Return the serial of the state that this peer must serve; 0 for none."""
         current = self.current
         if current is None or current.source != peer or current.complete:
             return 0
@@ -286,7 +276,7 @@ class Joins:
         return 0 if blob is not None and blob.complete else current.serial
 
     def state(self, header: StateHeader, now: float) -> Blob[StateHeader] | None:
-        """Return the blob of a state that was requested; None for any other."""
+        """Return the blob of a state that was requested."""
         current = self.current
         if current is None or header.serial != current.serial or header.peer != current.source:
             return None
@@ -304,14 +294,12 @@ class Joins:
         return blob
 
     def _refuse(self, serial: int, reason: str) -> None:
-        """Drop this state, if it is still here, as a failure of its source."""
         if self.current is not None and self.current.serial == serial:
             logger.warning("the state of peer %s is dropped: %s", self.current.source, reason)
             self._failures[self.current.source] += 1
             self.current = None
 
     def crowd_out(self, current: StateTransfer) -> None:
-        """Drop the current state, which has no room beside the deltas."""
         logger.warning(
             "the state of peer %s makes room for deltas: start `diloco rendezvous` with a larger --memory-gb",
             current.source,
@@ -320,7 +308,7 @@ class Joins:
         self.current = None
 
     def expire(self, oldest_useful: int) -> None:
-        """Drop the current state when no peer can catch up from it any more."""
+        """Drop a state from which no peer can catch up any more."""
         current = self.current
         if current is None or (step := current.first_step) is None or step >= oldest_useful:
             return
