@@ -30,13 +30,9 @@ from inference.node import InferenceNode
 logger = logging.getLogger(__name__)
 
 _MEAN_GAP, _GREATEST_GAP = 1.5, 12.0
-"""Nats by which logprobs may be off on average, and at most, for each unit of the tolerance."""
 _MIXED_CACHE = 4.0
-"""Factor on the tolerance behind a swap: the node's cache still holds keys and values of the weights before."""
 _FEW_TOKENS = 8
-"""With fewer tokens the mean error says little."""
 _MAX_VERSIONS = 64
-"""Manifests that are remembered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +45,6 @@ class OpenAudit:
     logprobs: np.ndarray = field(init=False)
     """float32 [T_new], this auditor's own."""
     missing: set[int] = field(init=False)
-    """Versions whose tokens are not scored yet."""
     seconds: float = 0.0
     arrived: float = field(default_factory=time.monotonic)
 

@@ -51,7 +51,6 @@ class NodeState:
         self.model = self.path / "model"
         self.chunks = self.path / f"node-{slot}"
         self.enrolled = self.path / f"node-{slot}.enrolled"
-        """Exists once the run knows this node."""
 
     def keys(self) -> ClientKeys:
         """Return the gateway's key and this node's own pair, drawn at the first call. Raises OSError."""

@@ -50,9 +50,7 @@ logger = logging.getLogger(__name__)
 LOST = 3
 """Exit status of a node that did not reach the run within --wait."""
 END_S = 35.0
-"""How long a node may take to end: it drains for 5 s."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 15.0
-"""Pause before a machine for which there are no weights for now asks again."""
 
 
 def join(options: argparse.Namespace, words: list[str]) -> int:
@@ -297,7 +295,6 @@ class NodeSetup:
     has_nvidia: bool
     """There is a device file of a GPU, for which the driver may not answer."""
     driver: str
-    """The newest CUDA that the driver knows, such as `12.8`; empty without a driver."""
     torch_cuda: str
     """The CUDA that the torch here was built for; empty for a CPU build."""
     vllm_is_installed: bool
@@ -356,7 +353,6 @@ def plan_nodes(wanted: InferenceConfig, engine: str | None, here: NodeSetup) -> 
 
 
 def _torch_cuda() -> str:
-    """Return the CUDA that torch here was built for, such as `12.8`, without importing it."""
     package = module_file("torch")
     text = (package.parent / "version.py").read_text() if package is not None else ""
     match = re.search(r"^cuda\b[^=]*= '([0-9.]+)'", text, re.MULTILINE)

@@ -68,7 +68,6 @@ from inference.receiver import CHUNK_TIMEOUT_S, ChunkSource, Receiver
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 5.0
-"""How long a stopping node waits for its running requests."""
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 15.0
 _LOG_SILENCE_S = 10.0
 _LOOK_S = 0.5
@@ -104,7 +103,6 @@ class GatewayLink(ChunkSource):
         self._encoder = msgspec.msgpack.Encoder()
         self.endpoint: str | None = None
         self.last_heard = time.monotonic()
-        """When the last message of the gateway came, monotonic seconds."""
 
     def reopen(self) -> None:
         """Connect again and drop what was queued. Raises ConfigError for a bad address."""
@@ -396,7 +394,6 @@ class _Running:
     message: Generate
     task: asyncio.Task[None]
     rollbacks: int
-    """Weights that the receiver had taken back when the request began."""
     sent_at: float
     sent: int = 0
     """Tokens."""
@@ -418,13 +415,11 @@ class RunningAnswers:
         send: Callable[[Sampled | GenerateFailed], None],
         ending: asyncio.Future[str],
     ) -> None:
-        """`ending`: done once the node ends and takes no more; an engine that died is set there."""
         self._engine = engine
         self._receiver = receiver
         self._send = send
         self._ending = ending
         self._running: dict[str, _Running] = {}
-        """By the engine's name for them."""
 
     def __len__(self) -> int:
         return len(self._running)

@@ -36,10 +36,8 @@ logger = logging.getLogger(__name__)
 Pulled = TypeVar("Pulled")
 _WEIGHTS = "model.safetensors"
 _TRIES = 10
-"""Pulls in a row that brought nothing."""
 _RETRY_S = 1.0
 _TOUCH_S = 30.0
-"""The run keeps an older version for a minute after its gateway gave a part of it."""
 
 
 async def pull_from_run(state: NodeState, address: str, answer: Enrolled) -> None:
@@ -92,7 +90,6 @@ async def pull_model(source: ChunkSource, state: NodeState, answer: Enrolled, li
 
 
 def _files_to_pull(files: list[ModelFile], manifest: Manifest) -> list[ModelFile]:
-    """Return the files to pull: weights only where versions are adapters. Raises WireError."""
     if manifest.kind != "adapters":
         return [file for file in files if not file.name.endswith((".safetensors", ".safetensors.index.json"))]
     if files and not any(file.name.endswith(".safetensors") for file in files):
@@ -161,7 +158,6 @@ async def _persistently(
 
 
 def _link_chunks(state: NodeState, manifest: Manifest) -> None:
-    """Take chunks that another node of this machine has pulled."""
     state.chunks.mkdir(parents=True, exist_ok=True)
     for ref in manifest.refs:
         for other in state.path.glob(f"node-*/{ref.sha256}"):

@@ -37,9 +37,7 @@ from inference.snapshot import Snapshot, folder_snapshot, open_snapshot, tensor_
 logger = logging.getLogger(__name__)
 
 CHUNK_TIMEOUT_S = 30.0
-"""How long a node waits for one piece of a weight chunk (1 or 2 MiB) before it retries."""
 PIECE_BYTES = 1 << 20
-"""Asked of HTTP hosts and folders; the gateway sends smaller ones."""
 _CHUNKS_AT_ONCE = 4
 
 
@@ -61,9 +59,7 @@ class Receiver:
         self._tolerance = canary_tolerance
         self.versions = VersionFolder(source, model_folder, kept=kept)
         self._proven: Manifest | None = None
-        """Of the version in use; None before the first."""
         self._good: Snapshot | None = None
-        """Its tensors; None while they are those of the model folder."""
         self.version = engine.version
         """The newest version that passed its canary; the node reports it."""
         self.installed: bytes | None = None
@@ -257,7 +253,6 @@ class VersionFolder:
             if path.name not in self._held:
                 path.unlink()
         self._begun: dict[str, bytearray] = {}
-        """What came of chunks that are not whole: a pull that was cut goes on there."""
         self._in_use: Manifest | None = None
         self.bytes_pulled = 0
 

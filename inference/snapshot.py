@@ -49,7 +49,6 @@ def open_snapshot(manifest: Manifest, path_of: Callable[[ChunkRef], Path], base:
 
 
 def folder_snapshot(folder: Path) -> Snapshot:
-    """Return the tensors of a model folder. Raises WeightError when it holds no safetensors file."""
     files = weight_files(folder)
     if not files:
         raise WeightError(f"{folder} holds no safetensors file to go back to")
@@ -212,7 +211,6 @@ def _fill(file, target: memoryview) -> None:
 
 
 def save_snapshot(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write a safetensors file of `tensors`, taking one at a time."""
     names = {dtype: name for name, dtype in _DTYPES.items()}
     header: dict[str, object] = {}
     room = 128 * (len(tensors) + 1) + sum(8 * len(name) for name in tensors)  # filled up with spaces
@@ -229,7 +227,6 @@ def save_snapshot(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def tensor_blocks(tensors: Mapping[str, torch.Tensor], name: str) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield one of `tensors` as Snapshot.blocks does; a tensor in memory is one block."""
     if isinstance(tensors, Snapshot):
         yield from tensors.blocks(name)
     else:

@@ -27,12 +27,10 @@ logger = logging.getLogger(__name__)
 _ASIDE_S, _WRONG_ASIDE_S = 60.0, 600.0
 _POLL_S = 0.5
 _SLOW_S = 10.0
-"""A piece that takes longer puts its copy aside."""
 _PATIENCE_S = 10.0
 """How long a chunk may take to reach a copy."""
 _MAX_SOURCES = 64
 _MAX_CHUNKS = 4096
-"""The most chunks of which something is remembered."""
 
 
 class HttpSource(ChunkSource):
@@ -83,7 +81,6 @@ class _Chunk:
     givers: dict[str, int | None] = field(default_factory=dict)
     """By URL of a copy that gave bytes of it: where it ended, after a short piece."""
     patient_until: float | None = None
-    """Set when a copy was first found to lack it."""
 
 
 class WeightSources(ChunkSource):
@@ -106,10 +103,8 @@ class WeightSources(ChunkSource):
         self._chunks: dict[str, _Chunk] = {}
         """By name."""
         self._hurried_until = 0.0
-        """A copy lacked a chunk for too long: until then others are not waited for."""
 
     def learn(self, urls: Iterable[str], gateway_host: str) -> None:
-        """Take the copies that the gateway names at a new version."""
         named = [url.replace("://*", f"://{gateway_host}", 1) for url in urls][:_MAX_SOURCES]
         if self._session is None:
             self._session = aiohttp.ClientSession(auto_decompress=False)

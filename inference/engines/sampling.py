@@ -23,7 +23,6 @@ _SLACK_TOKENS = 8
 _CHECK_BYTES = 256 << 20
 """Of float work at a time when draws are checked, 16 bytes a logit."""
 _EDGE_NATS = 10.0
-"""How near to each other logits at the edge of top-k or top-p count as a tie, for each unit of the tolerance."""
 
 Rule = tuple[float, int, float, int]
 """Temperature, top-k, top-p and seed of a request."""
@@ -153,7 +152,6 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.nda
 
 
 def _draw(cdf: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Return tokens [R, 1]: the first with a running sum above u times the whole."""
     uniform = torch.from_numpy(uniforms(rows.seed, rows.position)).to(cdf.device)[:, None]
     return torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)
 

@@ -49,17 +49,13 @@ class KvCache:
         self.allocate(slots, columns)
 
     def allocate(self, slots: int, columns: int) -> None:
-        """Make room for `slots` rows of `columns`, and forget what there was."""
         self.slots, self.columns = slots, columns
         self.high = 0
-        """Slots used so far; later rows were never touched."""
         self.tokens = np.zeros((slots, columns), dtype=np.int32)
         self.known = np.zeros(slots, dtype=np.int64)
         """Token ids in each row."""
         self.computed = np.zeros(slots, dtype=np.int64)
-        """Columns that hold keys and values of those ids."""
         self.fresh = np.zeros(slots, dtype=bool)
-        """Whether the current weights computed all of `computed`."""
         self.running = np.zeros(slots, dtype=bool)
         self.session: list[str | None] = [None] * slots
         self._idle_since = np.zeros(slots, dtype=np.int64)
@@ -145,7 +141,6 @@ class KvCache:
         self.fresh[slot] = False
 
     def weights_changed(self, again: Collection[int]) -> None:
-        """Drop idle slots. Running ones keep their old entries; `again` are computed again."""
         for slot in range(self.high):
             if not self.running[slot]:
                 self._forget(slot)
@@ -158,7 +153,6 @@ class KvCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token over all layers; known after the first forward pass."""
         tensors = [tensor for pair in self.layers.values() for tensor in pair]
         return sum(tensor.shape[0] * tensor.shape[3] * tensor.element_size() for tensor in tensors)
 
@@ -197,7 +191,6 @@ class DecodeGroup:
     count: int
     slot: int
     columns: int
-    """Length of the longest sequence in the group, its new token included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +205,6 @@ class Segment:
 
 @dataclass(slots=True, kw_only=True)
 class EngineStep:
-    """One forward pass: its inputs, how they attend, and which rows sample for which slots."""
-
     cache: KvCache
     input_ids: torch.Tensor
     """int64 [1, N]."""

@@ -30,10 +30,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 class LoadedModel:
-    """A model that computes steps, and takes new weights between two of them."""
-
     def __init__(self, folder: Path, config: InferenceConfig, max_context: int) -> None:
-        """Raises ModelNotFoundError, or ConfigError (device, context)."""
         self.module = load_model(folder, config)
         _check_context(self.module, max_context)
         self.device = next(self.module.parameters()).device
@@ -112,7 +109,6 @@ def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
 
 
 def _text_decoder(folder: Path) -> Callable[[list[int]], str] | None:
-    """Return a decoder that keeps special tokens; None for a folder without a tokenizer."""
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

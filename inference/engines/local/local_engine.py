@@ -57,9 +57,7 @@ from inference.engines.sampling import (
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
-"""How long `close` waits for the compute thread, which reads its inbox between two steps."""
 _SCORED_BYTES = 1 << 30
-"""Most bytes of float32 logits of one pass over tokens that are given."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -73,13 +71,11 @@ class EngineRequest:
     resumed: int
     """Of the prompt's last tokens: sampled before, so a stop string may begin there."""
     limit: int
-    """Ends at this many tokens, prompt and completion together."""
     rule: Rule
     """Of its draws."""
     ends: Callable[[np.ndarray], bool]
     """Its stop rule."""
     future: asyncio.Future
-    """Resolved on the event loop with an Answer or an error."""
     cached: int = 0
     """Prompt tokens whose keys and values were cached."""
     logprobs: list[float] = field(default_factory=list)
@@ -88,7 +84,6 @@ class EngineRequest:
     """[T_new so far]: of the weights that each token was sampled with."""
 
     def completion(self, token_ids: list[int], reason: str, first: int = 0) -> Answer:
-        """Return the answer from its token number `first` on: `token_ids`."""
         spans, start = [], 0
         for version, tokens in groupby(self.versions[first:]):
             end = start + len(list(tokens))
@@ -116,7 +111,6 @@ class LocalEngine:
 
     @property
     def version(self) -> int:
-        """Policy version of the weights in use; 0 is the model folder."""
         return self._computer.version if self._computer else 0
 
     async def start(self) -> None:
@@ -159,7 +153,6 @@ class LocalEngine:
     async def load_weights(
         self, version: int, tensors: Mapping[str, torch.Tensor], begin: Callable[[], None] = lambda: None
     ) -> None:
-        """Raises MisfitError when `tensors` do not fit the model; then nothing has changed."""
         computer = self._serving()
         begin()
         await computer.mail.call(computer.swap, version, tensors)
@@ -186,7 +179,6 @@ class LocalEngine:
         return await computer.mail.call(computer.check_draws, token_ids, start, sampling, tolerance)
 
     async def find_stop(self, completion: np.ndarray, sampling: Sampling) -> int | None:
-        """Return after how many tokens a stop rule ends `completion`, int32 [T_new]; None where none does."""
         computer = self._serving()
         ends = stop_rule(sampling, computer.eos, computer.decode)
         counts = (count for count in range(1, len(completion) + 1) if ends(completion[:count]))
@@ -245,7 +237,6 @@ class Mailbox:
         self.ended: asyncio.Future = self._loop.create_future()
         """Resolves when the thread ends, for any reason."""
         self.failure: ComposerError | None = None
-        """The error that every later call raises; set before `ended`."""
 
     def future(self) -> asyncio.Future:
         """Return a future that the thread resolves; it fails when the thread ends before."""
@@ -287,7 +278,6 @@ class Mailbox:
             self._loop.call_soon_threadsafe(callback, *args)
 
     def end(self, failure: ComposerError) -> None:
-        """Fail everything that still waits, then resolve `ended`."""
         self.deliver()
         self.failure = failure
         self.on_loop(self._fail_all)
@@ -326,7 +316,6 @@ class Computer:
         self._open = True
         self.version = 0
         self.sampled = 0
-        """Tokens sampled so far; the event loop computes its rate from it."""
         self.kv_used = 0.0
 
     def start(self) -> None:
@@ -416,7 +405,6 @@ class Computer:
     def _forward_alone(
         self, token_ids: np.ndarray, *, rows: torch.Tensor | None = None, places: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the logits of one sequence [T] that has no slot."""
         step = EngineStep(
             cache=self._cache,
             input_ids=torch.from_numpy(token_ids.astype(np.int64))[None],
@@ -440,7 +428,6 @@ class Computer:
         return min(2 * local.max_batch, fitting)
 
     def _make_calls(self) -> None:
-        """Make the calls in the inbox. Wait for one when there is nothing else to do."""
         idle = not self.running and not self._waiting
         while self._open and self.mail.execute(wait=idle):
             idle = False

@@ -137,7 +137,6 @@ class Core:
         return [self._finished(output) for output in self._llm.step() if output.finished]
 
     def abort(self, call: int) -> None:
-        """End a call without an answer, if it has not ended already."""
         if (running := self._calls.pop(call, None)) is not None:
             self._finished_tokens += self._sampled(running)
             self._llm.abort_request([running.internal_id], internal=True)
@@ -163,7 +162,6 @@ class Core:
         return fold_sums(self._llm.collective_rpc("read_parameters", args=(names,)), self._shapes)
 
     def close(self) -> None:
-        """End vLLM's worker processes, which exist with tensor parallelism only."""
         self._llm.engine_core.shutdown()
 
     def parts(self, sent: dict[int, int]) -> dict[int, Answer]:
@@ -215,7 +213,6 @@ class Core:
         detokenizer.output_text = self._llm.get_tokenizer().decode(tail)
 
     def _state(self, running: _Running) -> Any:
-        """Return vLLM's RequestState; None when the request has ended."""
         return self._llm.output_processor.request_states.get(running.internal_id)
 
     def _sampled(self, running: _Running) -> int:
@@ -274,7 +271,6 @@ def _params(sampling: Sampling) -> SamplingParams:
 
 
 def _spans(labels: list[WeightVersionSpan] | None, first: int = 0) -> list[VersionSpan]:
-    """Return the spans of an answer's tokens from number `first` on."""
     spans = (VersionSpan(max(0, label.start - first), label.end - first, int(label.version)) for label in labels or [])
     return joined([], spans)
 
@@ -341,7 +337,6 @@ class Server:
             raise ConnectionAbortedError("the node is gone") from error
 
     def _receive(self, *, wait: bool) -> Ask | None:
-        """Return the next message; None when there is none and `wait` is false. Raises ConnectionAbortedError."""
         try:
             message = self._inbox.get(block=wait)
         except queue.Empty:

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 _EXIT_GRACE_S = 5.0
 _START_TIMEOUT_S = 600.0
 _SWAP_TIMEOUT_S = 300.0
-"""How long vLLM may take to load a new version or to score the canary."""
 
 
 LENGTH = struct.Struct("<I")
@@ -81,7 +80,6 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     kv_tokens: int = 0
     """Tokens that the KV cache holds."""
     sampled: int = 0
-    """Tokens sampled since the start."""
 
 
 FromChild = Reply | EngineProgress
@@ -145,7 +143,6 @@ class VllmEngine:
             del self._generating[request_id]
 
     async def progress(self, sent: Mapping[str, int]) -> dict[str, Answer]:
-        """See Engine. Raises EngineError when vLLM is gone, or silent for _SWAP_TIMEOUT_S."""
         names = {number: name for name, number in self._generating.items() if name in sent}
         held = {number: sent[name] for number, name in names.items()}
         try:
@@ -176,12 +173,10 @@ class VllmEngine:
             path.unlink(missing_ok=True)
 
     async def read_back(self, names: list[str]) -> list[ReadBack]:
-        """See Engine. Raises DeadlineError after _SWAP_TIMEOUT_S."""
         parts = await self._ask("read_back", names, answer=list[tuple[list[str], str, str]], what="read its parameters")
         return [ReadBack(names=part, dtype=dtype, checksum=int(total, 16)) for part, dtype, total in parts]
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """See Engine. Raises DeadlineError after _SWAP_TIMEOUT_S."""
         self._serving()
         check_prompt(token_ids, vocab=self._vocab, max_context=self._max_context)
         return await self._ask("score", token_ids, answer=list[float], what="score")
@@ -251,7 +246,6 @@ class VllmProcess:
         return cls(process, Frames(reader, writer, FromChild, "vLLM's process", strict=True), log)
 
     def ask(self, method: str, *arguments: object) -> int:
-        """Send a question, and return its number. Raises EngineError."""
         if self.failure is not None:
             raise self.failure
         number = next(self._numbers)

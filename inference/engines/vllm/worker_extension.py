@@ -45,7 +45,6 @@ class RuleSampler(Sampler):
     """
 
     def __init__(self, runner: Any) -> None:
-        """`runner`: vLLM's model runner, whose batch says what the rows belong to."""
         super().__init__()
         self._runner = runner
 
@@ -81,7 +80,6 @@ class NodeWorker:
     model_runner: Any
 
     def draw_by_rule(self) -> None:
-        """Replace vLLM's sampler. Requests carry `rule_arguments`."""
         self.model_runner.sampler = RuleSampler(self.model_runner)
 
     def load_from_file(self, path: str) -> None:
