@@ -105,10 +105,9 @@ async def enroll(state: NodeState, name: str, machine: str, wait_s: float) -> tu
             return address, answer
         if address and enrolled:
             raise InviteError(
-                f"the run at {address} knows neither this invite nor this node: the invite was used up by others, "
-                "expired or was withdrawn, the node was turned away for good, or the run has new keys; make another "
-                "with `orchestrator invite RUN_DIR --nodes N` (and pass another --state-dir, if this machine joined "
-                "before)"
+                f"the run at {address} knows neither this invite nor this node (used up, expired, withdrawn or turned "
+                "away): make another with `orchestrator invite RUN_DIR --nodes N` "
+                "(and pass another --state-dir, if this machine joined before)"
             )
         if address:  # The invite is spent, perhaps by this node itself, whose answer was lost.
             enrolled = True

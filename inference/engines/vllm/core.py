@@ -84,8 +84,8 @@ class Core:
         args = EngineArgs.from_cli_args(parser.parse_args(words))
         if args.async_scheduling:
             raise EngineError(
-                "inference.vllm.extra_args switches on async scheduling: a swap could then fall into a running step "
-                "and tokens would carry the wrong version; remove it"
+                "inference.vllm.extra_args switches on async scheduling: "
+                "tokens would carry the wrong version; remove it"
             )
         if args.speculative_config:
             raise EngineError(
@@ -95,9 +95,8 @@ class Core:
         self._llm = LLMEngine.from_engine_args(args)
         if on_cpu and self._llm.model_config.is_moe:
             raise EngineError(
-                f"{model} is a mixture of experts: vLLM packs experts on a CPU and does not load new ones into "
-                "them, so that no version could be served; use a GPU, or inference.engine = 'local' where it takes the "
-                "architecture"
+                f"{model} is a mixture of experts: vLLM packs experts on a CPU and loads no new ones; "
+                "use a GPU, or inference.engine = 'local'"
             )
         self._llm.collective_rpc("draw_by_rule")
         self._shapes = tensor_shapes(Path(model))
