@@ -74,8 +74,8 @@ def _parse(words: list[str]) -> tuple[Assignment, bool]:
     parser.add_argument("--node-name", default="node-0")
     options, others = parser.parse_known_args(words)
     if options.run_dir is None:
-        command = load.parse_command_line(others)
-        config, run_dir, dry_run = command.config, RunDir(command.config.run_directory.absolute()), command.dry_run
+        config, dry_run = load.parse_command_line(others)
+        run_dir = RunDir(config.run_directory.absolute())
     else:
         if unknown := [word for word in others if word != "--dry-run"]:
             parser.error(f"with --run-dir, {' '.join(unknown)} is not allowed; only --node-name and --dry-run are")

@@ -69,9 +69,9 @@ def _main() -> int:
             load.make_importable(config)
             end_with_parent(always=True)
         else:
-            command = load.parse_command_line(words)
-            config, run_dir = command.config, RunDir(command.config.run_directory.absolute())
-            if command.dry_run:
+            config, dry_run = load.parse_command_line(words)
+            run_dir = RunDir(config.run_directory.absolute())
+            if dry_run:
                 return _dry_run(config)
             _prepare(config, run_dir)
         return _run(config, run_dir)

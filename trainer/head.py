@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -262,21 +262,10 @@ class _FusedHead(torch.autograd.Function):
             else:
                 student_CV, teacher_CV = logits.student(chunk, bias_V), logits.teacher(chunk)
             for block, rows in job.blocks(chunk):
-                teacher_BV = _at(teacher_CV, block)
-                inputs = GradientInputs(
-                    targets_B=job.targets_R[rows],
-                    temperature_B=job.temperature(rows),
-                    log_sum_B=log_sum_R[rows],
-                    entropy_B=entropy_R[rows],
-                    logprob_grad_B=logprob_grad_R[rows],
-                    entropy_grad_B=_at(entropy_grad_R, rows),
-                    divergence_grad_BV=_divergence_gradient(
-                        job, student_CV[block], teacher_BV, rows, divergence_grad_D
-                    ),
-                    scale=job.head.scale,
-                    cap=job.head.cap,
-                )
-                turn_into_gradient(student_CV[block], inputs)
+                student_BV, teacher_BV = student_CV[block], None if teacher_CV is None else teacher_CV[block]
+                divergence_grad_BV = _divergence_gradient(job, student_BV, teacher_BV, rows, divergence_grad_D)
+                gradients_R = logprob_grad_R, entropy_grad_R
+                turn_into_gradient(job, rows, student_BV, (log_sum_R, entropy_R), gradients_R, divergence_grad_BV)
             _multiply(student_CV, logits.weight_VH, hidden_grad[chunk])
             if weight_grad is not None:
                 _multiply(student_CV.t(), logits.hidden_RH[chunk], weight_grad, add=True)
@@ -288,10 +277,6 @@ class _FusedHead(torch.autograd.Function):
             _in_type_of(bias_V, bias_grad),
             None,
         )
-
-
-def _at(tensor: Tensor | None, rows: slice) -> Tensor | None:
-    return None if tensor is None else tensor[rows]
 
 
 def _in_type_of(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
@@ -380,36 +365,10 @@ def _multiply(one: Tensor, other: Tensor, out: Tensor, *, add: bool = False) -> 
 # A logit of -inf has probability 0 and does not enter the entropy. NaN or +inf makes the row's results NaN.
 
 
-class RowStatistics(NamedTuple):
-    """Statistics of a block's rows, each [B], in the logits' type."""
-
-    logprob_B: Tensor
-    entropy_B: Tensor
-    log_sum_B: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientInputs:
-    """What turns the logits of B rows into their gradient."""
-
-    targets_B: Tensor
-    temperature_B: Tensor | None
-    """None for 1."""
-    log_sum_B: Tensor
-    entropy_B: Tensor
-    logprob_grad_B: Tensor
-    entropy_grad_B: Tensor | None
-    divergence_grad_BV: Tensor | None
-    """The divergence's gradient in x / T; None for rows without a teacher."""
-    scale: float
-    """The head's, as is `cap`."""
-    cap: float | None
-
-
 def row_statistics(
     logits_BV: Tensor, targets_B: Tensor, temperature_B: Tensor | None, *, overwrite: bool
-) -> RowStatistics:
-    """Return the statistics of B >= 1 rows of float32 or float64 logits.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log p_y, H and Z of B >= 1 rows of float32 or float64 logits, each [B] in their type.
 
     `targets_B` is int64 [B], `temperature_B` float [B] or None for 1. `overwrite` allows to reuse the block; else one
     more is made.
@@ -423,40 +382,50 @@ def row_statistics(
     sum_B = weights_BV.sum(-1)
     log_sum_B = sum_B.log()
     moment_B = weights_BV.mul_(shifted_BV).nansum(-1)  # drops 0 * -inf; NaN logits already show in the sum
-    return RowStatistics(
-        logprob_B=shifted_BV.gather(1, targets_B[:, None]).squeeze(1) - log_sum_B,
-        entropy_B=log_sum_B - moment_B / sum_B,
-        log_sum_B=log_sum_B + largest_B1.squeeze(1),
-    )
+    logprob_B = shifted_BV.gather(1, targets_B[:, None]).squeeze(1) - log_sum_B
+    return logprob_B, log_sum_B - moment_B / sum_B, log_sum_B + largest_B1.squeeze(1)
 
 
-def turn_into_gradient(logits_BV: Tensor, inputs: GradientInputs) -> None:
-    """Replace x by its gradient. In x / T: d log p_y = [j = y] - p_j, dH = -p_j (log p_j + H)."""
-    slope = _slope(logits_BV, inputs)
-    if inputs.temperature_B is not None:
-        logits_BV.div_(inputs.temperature_B[:, None])
-    logits_BV -= inputs.log_sum_B[:, None]
-    logprob_grad_B1 = inputs.logprob_grad_B[:, None]
-    if inputs.entropy_grad_B is None:
+def turn_into_gradient(
+    job: _Job,
+    rows: slice,
+    logits_BV: Tensor,
+    statistics: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor | None],
+    divergence_grad_BV: Tensor | None,
+) -> None:
+    """Replace x by its gradient. In x / T: d log p_y = [j = y] - p_j, dH = -p_j (log p_j + H).
+
+    `rows` of all: those of the block. `statistics`: (Z, H) of all rows. `gradients`: of log p_y and H, of all rows.
+    `divergence_grad_BV`: the divergence's, in x / T; None for rows without a teacher.
+    """
+    log_sum_B, entropy_B = (each[rows] for each in statistics)
+    logprob_grad_B1, entropy_grad_R = gradients[0][rows, None], gradients[1]
+    temperature_B = job.temperature(rows)
+    slope = _slope(logits_BV, job.head, temperature_B)
+    if temperature_B is not None:
+        logits_BV.div_(temperature_B[:, None])
+    logits_BV -= log_sum_B[:, None]
+    if entropy_grad_R is None:
         logits_BV.exp_().mul_(-logprob_grad_B1)
     else:
         weights_BV = logits_BV.exp()
-        logits_BV.clamp_(min=_LOG_ZERO).add_(inputs.entropy_B[:, None])
-        logits_BV.mul_(-inputs.entropy_grad_B[:, None]).sub_(logprob_grad_B1).mul_(weights_BV)
-    logits_BV.scatter_add_(1, inputs.targets_B[:, None], logprob_grad_B1)
-    if inputs.divergence_grad_BV is not None:
-        logits_BV += inputs.divergence_grad_BV
+        logits_BV.clamp_(min=_LOG_ZERO).add_(entropy_B[:, None])
+        logits_BV.mul_(-entropy_grad_R[rows, None]).sub_(logprob_grad_B1).mul_(weights_BV)
+    logits_BV.scatter_add_(1, job.targets_R[rows, None], logprob_grad_B1)
+    if divergence_grad_BV is not None:
+        logits_BV += divergence_grad_BV
     if slope is not None:
         logits_BV *= slope
 
 
-def _slope(logits_BV: Tensor, inputs: GradientInputs) -> Tensor | float | None:
+def _slope(logits_BV: Tensor, head: Head, temperature_B: Tensor | None) -> Tensor | float | None:
     """Return d(x / T) / d(h W^T + b); None for 1."""
-    slope: Tensor | float | None = None if inputs.scale == 1.0 else inputs.scale
-    if inputs.cap is not None:  # d tanh(x) = 1 - tanh(x)^2
-        slope = (slope or 1.0) * (1.0 - (logits_BV / inputs.cap).square())
-    if inputs.temperature_B is not None:
-        slope = (1.0 if slope is None else slope) / inputs.temperature_B[:, None]
+    slope: Tensor | float | None = None if head.scale == 1.0 else head.scale
+    if head.cap is not None:  # d tanh(x) = 1 - tanh(x)^2
+        slope = (slope or 1.0) * (1.0 - (logits_BV / head.cap).square())
+    if temperature_B is not None:
+        slope = (1.0 if slope is None else slope) / temperature_B[:, None]
     return slope
 
 

@@ -26,14 +26,13 @@ def main() -> int:
 
 def _main() -> int:
     exit_on_version_flag(sys.argv[1:])
-    command = parse_command_line(sys.argv[1:])
-    config = command.config
+    config, dry_run = parse_command_line(sys.argv[1:])
     try:
         with tell_waits("checking the configuration and this machine"):
             from composer_prime.plan.plan import build_plan
 
             plan = build_plan(config)
-        if command.dry_run:
+        if dry_run:
             from diloco.link_forecast import link_rows
 
             plan.rows.extend(link_rows(config))

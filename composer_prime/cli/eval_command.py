@@ -139,7 +139,7 @@ def split_models(words: list[str]) -> tuple[list[str], list[str]]:
 
 def evaluation_config(words: list[str]) -> Config:
     """Return the configuration of an evaluation-only run. Raises ConfigError when no source has held-out tasks."""
-    config = resolve([*words, *_evaluation_only(words)]).config
+    config = resolve([*words, *_evaluation_only(words)])
     if not any(source.eval_taskset for source in config.orchestrator.source):
         names = ", ".join(repr(source.name) for source in config.orchestrator.source)
         raise ConfigError(

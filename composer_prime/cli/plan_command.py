@@ -29,7 +29,7 @@ def main(words: list[str]) -> int:
         print(USAGE)
         return 0 if words else EXIT_USAGE
     machine, words = imagined(words)
-    config = resolve(words).config
+    config = resolve(words)
     plan = build_plan(config, machine, starter=None if machine else "launcher")
     from diloco.link_forecast import link_rows
 

@@ -52,7 +52,7 @@ def model_config(model: str, settings: list[str]) -> Config:
     threads = ["--inference.threads", str(min(4, os.cpu_count() or 1))]
     with tempfile.TemporaryDirectory(prefix="composer-serve-") as folder:
         file = module_configuration(module, model_folder(model), Path(folder), held_out=False)
-        config = resolve(["@", str(file), *threads, *settings]).config
+        config = resolve(["@", str(file), *threads, *settings])
     resolve_model(config.model.path)
     return config
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -109,32 +108,23 @@ def _index(node: Any, key: str, location: Location) -> str | int:
     raise ConfigError(f"--{'.'.join(location)}: there is no {key} in {what}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandLine:
-    """The request of a role's command line."""
+def parse_command_line(argv: list[str]) -> tuple[Config, bool]:
+    """Return the configuration, and whether to print the plan and stop.
 
-    config: Config
-    dry_run: bool
-    """Print the plan and stop."""
-
-
-def parse_command_line(argv: list[str]) -> CommandLine:
-    """Parse `@ base.toml @ overlay.toml --trainer.optim.lr 3e-4 --resume --dry-run`.
-
-    For main functions: prints what is wrong to stderr and exits with status 2, or prints the help and exits with
-    status 0.
+    Parse `@ base.toml @ overlay.toml --trainer.optim.lr 3e-4 --resume --dry-run`. For main functions: prints what is
+    wrong to stderr and exits with status 2, or prints the help and exits with status 0.
     """
     try:
         if asked := {"--help", "-h"} & set(argv):
             following = argv[argv.index(min(asked)) + 1 :]
             _print_help(following[0] if following and following[0][0] not in "-@" else "")
-        return resolve(argv)
+        return resolve(argv), "--dry-run" in argv
     except ConfigError as error:
         fail(error)
 
 
-def resolve(argv: list[str]) -> CommandLine:
-    """Parse as `parse_command_line` does. Raises ConfigError with everything that is wrong."""
+def resolve(argv: list[str]) -> Config:
+    """Return the configuration as `parse_command_line` does. Raises ConfigError with everything that is wrong."""
     words = [word for word in argv if word not in ("--dry-run", "--resume")]
     if "--resume" in argv:
         words += ["--run.resume", "true"]
@@ -146,7 +136,7 @@ def resolve(argv: list[str]) -> CommandLine:
     folders = config.run.import_from
     folders += [folder for folder in _module_folders(files) if folder not in folders]
     make_importable(config)
-    return CommandLine(config=config, dry_run="--dry-run" in argv)
+    return config
 
 
 def _checked(values: dict[str, Any], layers: list[Layer]) -> Config:

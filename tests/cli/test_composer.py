@@ -182,7 +182,7 @@ def test_eval_names_the_tasks_that_flipped():
 def test_eval_of_a_run_directory_needs_no_configuration(tmp_path):
     # Its own configuration counts, without what made it continue, replace or join others.
     words = ["@", str(ROOT / "configs/a1.toml"), "--run.max_steps", "6", "--run.overwrite", "true"]
-    (tmp_path / "config.json").write_text(dump(resolve(words).config))
+    (tmp_path / "config.json").write_text(dump(resolve(words)))
     (tmp_path / "run_id").write_text("run-1")
     run = eval_command.run_of_models(["tiny", str(tmp_path)])
     ready = eval_command.evaluation_config(eval_command.words_of_run(run, []))

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 # Two models are compared task by task, and each flipped task can be looked at.
 def test_two_models(tmp_path):
-    config = resolve(["@", str(ROOT / "configs/a1.toml")]).config
+    config = resolve(["@", str(ROOT / "configs/a1.toml")])
     folders = {"tiny": tmp_path / "tiny", "a1": tmp_path / "a1"}
     before, after = ({f"toolsmith/t{task}": [float(task % odd == 1)] for task in range(8)} for odd in (9, 2))
     evaluations = {
@@ -30,7 +30,7 @@ def test_two_models(tmp_path):
 # pass@k has an interval over tasks; a task with fewer samples than k has no part in it.
 def test_pass_at_k(tmp_path):
     words = ["@", str(ROOT / "configs/a1.toml"), "--orchestrator.eval.samples", "2"]
-    config = resolve([*words, "--orchestrator.eval.pass_k", "1", "2"]).config
+    config = resolve([*words, "--orchestrator.eval.pass_k", "1", "2"])
     scores = {f"toolsmith/t{task}": [1.0, 0.0] for task in range(6)} | {"toolsmith/t6": [1.0]}
     lines = eval_command.report({"tiny": Evaluation(scores=scores, folder=tmp_path)}, config)
     assert any(line.startswith("tiny: pass@1 0.571 [") for line in lines)
@@ -39,7 +39,7 @@ def test_pass_at_k(tmp_path):
 
 # Folders are numbered, so that no evaluation replaces an earlier one.
 def test_folders(tmp_path):
-    config = resolve(["@", str(ROOT / "configs/a1.toml"), "--run.output_dir", str(tmp_path)]).config
+    config = resolve(["@", str(ROOT / "configs/a1.toml"), "--run.output_dir", str(tmp_path)])
     names = [eval_command._evaluation_folder("tiny", config).root.name for _ in range(3)]
     assert names == ["a1-tiny", "a1-tiny-2", "a1-tiny-3"]
 

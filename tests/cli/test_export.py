@@ -39,7 +39,7 @@ def test_checkpoint_of_a_run(tmp_path):
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     run_dir = RunDir(tmp_path / "run")
-    config = resolve(["@", "configs/a1.toml", "--trainer.device", "cpu"]).config
+    config = resolve(["@", "configs/a1.toml", "--trainer.device", "cpu"])
     (folder := run_dir.checkpoint(3)).mkdir(parents=True)
     run_dir.config.write_text(dump(config))
     try:

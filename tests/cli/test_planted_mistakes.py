@@ -20,7 +20,7 @@ def said(tmp_path: Path, *words: str) -> str:
     """Return everything that the start would say about a configuration: the refusal, or problems and notes."""
     folder = [] if "--run.output_dir" in words else ["--run.output_dir", str(tmp_path / "outputs")]
     try:
-        plan = build_plan(resolve(["@", A1, *folder, *words]).config)
+        plan = build_plan(resolve(["@", A1, *folder, *words]))
     except ConfigError as error:
         return str(error)
     return "\n".join([*plan.problems, *plan.notes])

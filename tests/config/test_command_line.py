@@ -53,7 +53,7 @@ def refused(*words: str) -> str:
 def test_later_overlays_and_then_flags_win(base, tmp_path):
     # base < overlay < command line, key by key.
     second = overlay(tmp_path, "[run]\nmax_steps = 20\nseed = 3\n")
-    config = resolve(["@", base, "@", second, "--run.max_steps", "30"]).config
+    config = resolve(["@", base, "@", second, "--run.max_steps", "30"])
     assert (config.run.max_steps, config.run.seed, config.run.name) == (30, 3, "one")
 
 
@@ -62,7 +62,7 @@ def test_a_file_states_what_differs_from_its_base(base, tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/middle.toml").write_text('base = "../base.toml"\n[run]\nname = "two"\nseed = 5\n')
     (tmp_path / "sub/top.toml").write_text('base = "middle.toml"\n[run]\nname = "three"\n')
-    config = resolve(["@", str(tmp_path / "sub/top.toml"), "--orchestrator.source.1.weight", "3"]).config
+    config = resolve(["@", str(tmp_path / "sub/top.toml"), "--orchestrator.source.1.weight", "3"])
     assert (config.run.name, config.run.seed, config.run.max_steps) == ("three", 5, 10)
     assert config.orchestrator.source[1].weight == 3 and '"base"' not in dump(config)
 
@@ -88,20 +88,20 @@ def test_wrong_bases_are_refused(base, tmp_path):
 
 def test_sign_and_file_may_be_one_word(base):
     # `@file.toml` is `@ file.toml`.
-    assert resolve([f"@{base}"]).config.run.name == "one"
+    assert resolve([f"@{base}"]).run.name == "one"
 
 
 @pytest.mark.parametrize("flag", ["--run.max_steps", "--run.max-steps"])
 def test_underscore_and_dash_are_the_same(base, flag):
     # Both spellings of a key set it, with a space or an equals sign.
-    assert resolve(["@", base, flag, "7"]).config.run.max_steps == 7
-    assert resolve(["@", base, f"{flag}=8"]).config.run.max_steps == 8
+    assert resolve(["@", base, flag, "7"]).run.max_steps == 7
+    assert resolve(["@", base, f"{flag}=8"]).run.max_steps == 8
 
 
 def test_lists_and_switches_on_the_command_line(base):
     # Lists take several words under either spelling; --no- turns a switch off; an optional section opens by its key.
     words = ["--orchestrator.eval.pass_k", "1", "2", "--orchestrator.eval.samples", "2", "--trainer.lora.rank", "4"]
-    config = resolve(["@", base, *words, "--no-orchestrator.train_truncated"]).config
+    config = resolve(["@", base, *words, "--no-orchestrator.train_truncated"])
     assert config.orchestrator.eval.pass_k == [1, 2] and not config.orchestrator.train_truncated
     assert config.trainer.lora is not None and config.trainer.lora.rank == 4
 
@@ -109,7 +109,7 @@ def test_lists_and_switches_on_the_command_line(base):
 def test_one_element_of_a_list_can_be_overridden(base):
     # Other elements and other keys of the element stay.
     words = ["--orchestrator.source.1.weight", "2.5", "--orchestrator.source.0.taskset.num_tasks=64"]
-    first, second = resolve(["@", base, *words]).config.orchestrator.source
+    first, second = resolve(["@", base, *words]).orchestrator.source
     assert (first.weight, second.weight) == (1.0, 2.5)
     assert first.taskset == {"id": "some.module", "num_tasks": 64}
 
@@ -186,8 +186,8 @@ def test_broken_toml_names_file_and_line(tmp_path):
 
 def test_resume_and_dry_run_are_short_forms(base):
     # --resume sets run.resume; --dry-run is no key.
-    command = resolve(["@", base, "--resume", "--dry-run"])
-    assert command.config.run.resume and command.dry_run
+    config, dry_run = parse_command_line(["@", base, "--resume", "--dry-run"])
+    assert config.run.resume and dry_run
 
 
 def test_parse_prints_to_stderr_and_exits_with_2(base, capsys):
@@ -201,7 +201,7 @@ def test_parse_prints_to_stderr_and_exits_with_2(base, capsys):
 
 def test_dump_and_read_give_the_same_configuration(base, tmp_path):
     # config.json holds everything that a role needs.
-    config = resolve(["@", base, "--trainer.lora.rank", "2"]).config
+    config = resolve(["@", base, "--trainer.lora.rank", "2"])
     path = tmp_path / "config.json"
     path.write_text(dump(config))
     assert read_config(path) == config
@@ -230,7 +230,7 @@ def test_help_imports_nothing_heavy():
 def test_a_configuration_file_stands_behind_an_at(words):
     # Behind a flag, as other programs take it, the message shows how to write it.
     file = str(Path("configs/a1.toml").resolve())
-    assert resolve([*words.format(file).split(), "--run.name", "x"]).config.run.name == "x"
+    assert resolve([*words.format(file).split(), "--run.name", "x"]).run.name == "x"
     with pytest.raises(ConfigError) as refused:
         resolve(["--config", file])
     assert f"@ {file}" in str(refused.value)
@@ -245,7 +245,7 @@ def test_a_module_beside_the_configuration_file_can_be_imported(tmp_path, monkey
         folder.mkdir()
         (folder / "base.toml").write_text(BASE)
     (mine / "module_beside.py").write_text("")
-    config = resolve(["@", str(mine / "base.toml"), "@", str(other / "base.toml")]).config
+    config = resolve(["@", str(mine / "base.toml"), "@", str(other / "base.toml")])
     assert config.run.import_from == [mine] and sys.path[-1] == str(mine)
     assert module_file("module_beside") == mine / "module_beside.py"
     sys.path.remove(str(mine))
@@ -254,7 +254,7 @@ def test_a_module_beside_the_configuration_file_can_be_imported(tmp_path, monkey
     assert written == config and str(mine) not in sys.path  # A role that runs the run's code asks for it.
     make_importable(written)
     assert sys.path[-1] == str(mine)
-    again = resolve(["@", str(tmp_path / "config.json")]).config
+    again = resolve(["@", str(tmp_path / "config.json")])
     assert again.run.import_from == [mine]
 
 
@@ -267,8 +267,8 @@ def test_modules_are_looked_for_beside_the_last_file_first(tmp_path, monkeypatch
         (folder / "base.toml").write_text(BASE)
         (folder / "same_name.py").write_text("")
     words = [word for folder in folders for word in ("@", str(folder / "base.toml"))]
-    assert resolve(words).config.run.import_from == folders[::-1]
-    named = resolve([*words, "--run.import_from", json.dumps([str(folders[2])])]).config
+    assert resolve(words).run.import_from == folders[::-1]
+    named = resolve([*words, "--run.import_from", json.dumps([str(folders[2])])])
     assert named.run.import_from == [folders[2], *(folder for folder in folders[::-1] if folder != folders[2])]
 
 

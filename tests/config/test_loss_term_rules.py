@@ -31,5 +31,5 @@ def test_a_loss_term_without_its_input_is_refused(words, said):
 def test_a_loss_term_with_its_input_is_accepted():
     words = ["--orchestrator.hints.max_turns", "4", "--channels.sdpo.weight", "0.5"]
     words += ["--orchestrator.preferences.pairs_per_step", "4", "--channels.replay_dpo.weight", "0.1"]
-    config = resolve(["@", A1, *words]).config
+    config = resolve(["@", A1, *words])
     assert config.orchestrator.hints.layers == ["template"] and config.orchestrator.preferences.pairs is None

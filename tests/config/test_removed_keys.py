@@ -36,7 +36,7 @@ def test_file_and_flag(tmp_path: Path):
 # An old run's config.json is read without its removed keys, also as a layer of a command line, and a warning names
 # those that were in use.
 def test_config_json(tmp_path: Path, caplog):
-    config = resolve(["@", "configs/a1.toml"]).config
+    config = resolve(["@", "configs/a1.toml"])
     values = json.loads(dump(config))
     values["orchestrator"]["old_draws"] = 4
     values["orchestrator"]["source"][0]["old_table"] = {}
@@ -45,12 +45,12 @@ def test_config_json(tmp_path: Path, caplog):
     with caplog.at_level(logging.WARNING):
         assert dump(read_config(path)) == dump(config)
     assert "orchestrator.old_draws" in caplog.text and "old_table" not in caplog.text
-    assert dump(resolve(["@", str(path)]).config) == dump(config)
+    assert dump(resolve(["@", str(path)])) == dump(config)
 
 
 # A key that no release had is an error in both.
 def test_unknown_key(tmp_path: Path):
-    values = json.loads(dump(resolve(["@", "configs/a1.toml"]).config)) | {"unknown": 1}
+    values = json.loads(dump(resolve(["@", "configs/a1.toml"]))) | {"unknown": 1}
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError):
         read_config(tmp_path / "config.json")
@@ -83,7 +83,7 @@ def test_settings_of_task_sets(taskset: str, setting: str, value):
         resolve(["@", "configs/a1.toml", *flags(taskset)])
     evaluation = without_removed(source(taskset), "old")["orchestrator"]["source"][0]["eval_taskset"]
     assert evaluation in ({}, {setting: {}}, {setting: {"limits": {}}})
-    assert resolve(["@", "configs/a1.toml", *flags("theirs")]).config.orchestrator.source[0].eval_taskset[setting]
+    assert resolve(["@", "configs/a1.toml", *flags("theirs")]).orchestrator.source[0].eval_taskset[setting]
     assert without_removed(source("theirs"), "old") == source("theirs")
 
 
@@ -102,7 +102,7 @@ def test_a_warning_names_what_holds_now(caplog):
 
 # Removed values are read as the nearest present ones, also in the long form. A new file is told which these are.
 def test_removed_values(tmp_path: Path):
-    values = json.loads(dump(resolve(["@", "configs/a1.toml", "--orchestrator.hints.weights", '{"judged": 2}']).config))
+    values = json.loads(dump(resolve(["@", "configs/a1.toml", "--orchestrator.hints.weights", '{"judged": 2}'])))
     values["orchestrator"]["hints"] |= {"detect": [{"name": "judge", "settings": {}}, "tool_error"]}
     values["orchestrator"]["hints"] |= {"layers": [{"name": "introspection"}, "raw_error"]}
     (tmp_path / "config.json").write_text(json.dumps(values))

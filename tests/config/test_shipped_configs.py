@@ -28,7 +28,7 @@ BASED = [name for name in SHIPPED if "base" in read_table_file(str(CONFIGS / nam
 
 
 def resolved(ladder: str, rung: str, *words: str):
-    return resolve(["@", str(CONFIGS / ladder / f"{rung}.toml"), *words]).config
+    return resolve(["@", str(CONFIGS / ladder / f"{rung}.toml"), *words])
 
 
 def without_loss_terms(ladder: str, rung: str) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def test_every_shipped_file_resolves(name):
     # Teachers and a cluster's part of a joint run are laid over a rung; every other file is enough by itself.
     over = [] if name == "diloco/two-clusters.toml" or not name.startswith(("teachers/", "diloco/")) else ["a4.toml"]
     words = [word for file in (*over, name) for word in ("@", str(CONFIGS / file))]
-    assert resolve(words).config.model.path
+    assert resolve(words).model.path
 
 
 @pytest.mark.parametrize("name", BASED)
@@ -61,7 +61,7 @@ def test_a_file_with_a_base_states_only_what_differs(name):
     # Every key that such a file sets has another value in the resolved configuration of its base.
     *base, own = read_with_bases(str(CONFIGS / name))
     before = flat(Config.model_validate(merge_layers(base)).model_dump(mode="json"))
-    after = flat(resolve(["@", str(CONFIGS / name)]).config.model_dump(mode="json"))
+    after = flat(resolve(["@", str(CONFIGS / name)]).model_dump(mode="json"))
     stated = [key for key in flat(own.values) if key in before and before[key] == after[key]]
     assert base and stated == []
     sections = {"run", "orchestrator", "trainer", "channels", "diloco"}
@@ -120,7 +120,7 @@ def test_every_ladder_measures_itself(ladder):
 @pytest.mark.parametrize("words", [["a1.toml", "diloco/peer.toml"], ["diloco/two-clusters.toml"]])
 def test_joint_runs_carry_the_steps_of_a_delay(words):
     # Overwritten steps are a quarter of the work at H = 4 and P = 2 (docs/explanation/joint-runs.md).
-    diloco = resolve([word for name in words for word in ("@", str(CONFIGS / name))]).config.diloco
+    diloco = resolve([word for name in words for word in ("@", str(CONFIGS / name))]).diloco
     assert diloco is not None and diloco.delay > 0 and diloco.mixing == "carry"
 
 

@@ -17,13 +17,13 @@ FILES = ["@", str(ROOT / "configs/a1.toml"), "@", str(ROOT / "configs/diloco/pee
 
 
 def text(folder: Path, *words: str) -> str:
-    config = resolve([*FILES, "--run.output_dir", str(folder), *words]).config
+    config = resolve([*FILES, "--run.output_dir", str(folder), *words])
     return "\n".join(line for _, line in link_rows(config))
 
 
 # Without [diloco] a plan has no rows about links; with it, at 1 Gbit/s and 100 Mbit/s or at the configured limit.
 def test_links(tmp_path):
-    assert link_rows(resolve(["@", str(ROOT / "configs/a1.toml"), "--run.output_dir", str(tmp_path)]).config) == []
+    assert link_rows(resolve(["@", str(ROOT / "configs/a1.toml"), "--run.output_dir", str(tmp_path)])) == []
     assert re.findall(r"at ([\d,]+) Mbit/s", text(tmp_path)) == ["1,000", "100"]
     assert re.findall(r"at ([\d,]+) Mbit/s", text(tmp_path, "--diloco.rate-limit-mbit", "7")) == ["7"]
 

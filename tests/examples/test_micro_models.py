@@ -38,7 +38,7 @@ def test_the_tokenizer_is_what_its_script_makes():
 
 def test_demonstrations_fit_into_the_context():
     # Every mixture, all difficulties; the prompts are those of rollouts, so these fit as well.
-    limit = resolve(["@", "configs/code/a1.toml"]).config.model.max_context
+    limit = resolve(["@", "configs/code/a1.toml"]).model.max_context
     rng = random.Random(0)
     for mixture in (BASE, POLICY, *TEACHERS.values()):
         for difficulty in (1, 2, 3):

@@ -131,7 +131,7 @@ def test_trainer_lines(name):
     [line] = re.findall(r"trainer @ .*", text)
     words = [word for word in shlex.split(line.replace("&", ""))[1:] if "resume" not in word]
     words[1] = "configs/qwen3-8b/a1.toml"
-    config = load.parse_command_line([re.sub(r"\$[A-Za-z]+", "5500", word) for word in words]).config
+    config, _ = load.parse_command_line([re.sub(r"\$[A-Za-z]+", "5500", word) for word in words])
     assert config.inference.nodes == 0
     assert config.orchestrator.node_address == "tcp://0.0.0.0:5500"
 

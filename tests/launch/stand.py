@@ -67,7 +67,7 @@ def main(folder: Path, scenario: dict[str, str], extra: list[str]) -> int:
             for name, text in scenario.items()
         ]
 
-    return launch(resolve(words).config, commands)
+    return launch(resolve(words), commands)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def test_a_problem_is_shown_and_the_cause_is_the_last_word(stand):
 def test_nobody_waits_once_the_roles_have_ended(tmp_path, capsys, monkeypatch):
     # The orchestrator's last line may name a wait. It ends with its process.
     monkeypatch.setattr("trainer.launcher.view.FIRST_WAIT_S", 0.0)
-    config = resolve(["@", str(config_file(tmp_path)), "--run.output_dir", str(tmp_path)]).config
+    config = resolve(["@", str(config_file(tmp_path)), "--run.output_dir", str(tmp_path)])
     prepared = prepare(config)
     wait = {"step": 3, "time": time.time() - 9, "role": "orchestrator", "waiting_for": "evaluation of step 3: 1 of 8"}
     with OrphanGuard(1.0) as guard:
@@ -229,7 +229,7 @@ def test_the_launcher_serves_local_teachers(tmp_path, online):
     # Only a run that replays online has them, at an address that the orchestrator gets.
     pool = Path(__file__).parents[2] / "configs" / "teachers" / "tiny.toml"
     words = ["@", str(config_file(tmp_path)), "@", str(pool), "--teachers.online", str(online).lower()]
-    roles = {role.name: role for role in role_commands(resolve(words).config, RunDir(tmp_path / "run"), gpus=0)}
+    roles = {role.name: role for role in role_commands(resolve(words), RunDir(tmp_path / "run"), gpus=0)}
     url = roles["orchestrator"].env.get(MODELS_VARIABLE)
     assert ("teachers" in roles) == (url is not None) == online
     if online:

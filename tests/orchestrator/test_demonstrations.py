@@ -249,7 +249,7 @@ def test_a_run_without_sources_needs_no_nodes(tmp_path):
     (tmp_path / "x.toml").write_text(text)
     words = ["@", str(tmp_path / "x.toml"), "--orchestrator.demonstrations.files", '["rows.jsonl"]']
     alone = ["--orchestrator.groups_per_step", "0"]
-    assert resolve([*words, *alone]).config.orchestrator.source == []
+    assert resolve([*words, *alone]).orchestrator.source == []
     with pytest.raises(ConfigError, match=r"inference\.nodes is 1, but there is no"):
         resolve([*words, *alone, "--inference.nodes", "1"])
     with pytest.raises(ConfigError, match=r"orchestrator\.source is empty: .*groups_per_step = 0"):

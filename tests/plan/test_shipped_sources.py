@@ -50,7 +50,7 @@ def test_the_task_sets_of_every_shipped_file_load(name, tmp_path):
 
     over = [] if name == "diloco/two-clusters.toml" or not name.startswith(("teachers/", "diloco/")) else ["a4.toml"]
     files = [word for file in (*over, name) for word in ("@", str(CONFIGS / file))]
-    config = resolve([*files, "--run.output_dir", str(tmp_path / "out")]).config
+    config = resolve([*files, "--run.output_dir", str(tmp_path / "out")])
     renderer = renderer_of(config, tmp_path)
     for source in config.orchestrator.source:
         spec = source_spec(source, config, Path())

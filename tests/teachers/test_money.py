@@ -63,7 +63,7 @@ def test_tiers() -> None:
 @pytest.mark.parametrize("pool", ["openrouter", "openai"])
 def test_shipped_pools(pool: str) -> None:
     configs = Path(__file__).parents[2] / "configs"
-    teachers = resolve(["@", str(configs / "a1.toml"), "@", str(configs / "teachers" / f"{pool}.toml")]).config.teachers
+    teachers = resolve(["@", str(configs / "a1.toml"), "@", str(configs / "teachers" / f"{pool}.toml")]).teachers
     named = {each.known_family: each.model for each in teachers.teacher}
     assert named.keys() == {"claude", "gpt", "deepseek", "gemini"}
     assert "opus" in named["claude"] and "gpt-5" in named["gpt"] and "v4-pro" in named["deepseek"]

@@ -96,7 +96,7 @@ def trial_config(options: argparse.Namespace, rest: list[str]) -> Config:
         words = [*_configuration(options, Path(folder)), *full_names(rest)]
         if options.model is not None:
             words += ["--model.path", model_folder(options.model)]
-        config = resolve(words).config
+        config = resolve(words)
     source = config.orchestrator.source[0]
     if options.eval and not source.eval_taskset:
         raise ConfigError(f"--eval: the source {source.name!r} has no eval_taskset, so no held-out tasks")

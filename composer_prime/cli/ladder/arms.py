@@ -79,10 +79,10 @@ def plan_arms(options: argparse.Namespace, common: Sequence[str]) -> list[ArmCom
     commands: list[ArmCommand] = []
     for file in _files(options.config):
         words = ["@", str(file), *common]
-        config = resolve(words).config
+        config = resolve(words)
         if config.run.max_steps and steps:
             words += steps
-            config = resolve(words).config
+            config = resolve(words)
         commands.append(_command(config.run.name, config, words))
     _check_arms(commands)
     return commands

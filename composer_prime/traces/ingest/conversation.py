@@ -43,9 +43,8 @@ class TraceBuilder:
         """The trace has the file's name where it has no `trace_id`. `model` is the one that the trace names."""
         self._maker = StateMaker(file, trace_id, model)
         self.list_tools = self._maker.list_tools
-        self._messages: list[Message] = []
-        self._prefixes: list[bytes] = []
-        self._marks: list[Collection[str]] = []
+        self._context: list[tuple[Message, Collection[str], bytes]] = []
+        """Each message with its marks, and the digest of the messages up to it."""
         self._chars = 0
         self._overflow = False
         self._turn: Turn | None = None
@@ -100,13 +99,11 @@ class TraceBuilder:
         """Drop the messages of the records `marks`. Put `summary`, the record `mark`, after the leading prompt."""
         self.close()
         gone = set(marks)
-        kept = [(m, k) for m, k in zip(self._messages, self._marks, strict=True) if not k or not gone.issuperset(k)]
+        kept = [(m, k) for m, k, _ in self._context if not k or not gone.issuperset(k)]
         first = next((index for index, (m, _) in enumerate(kept) if m["role"] not in ("system", "user")), len(kept))
         message = self._maker.message("user", summary)
         kept = kept[:first] + ([(message, {mark} if mark else ())] if summary else []) + kept[first:]
-        self._messages, self._marks, self._prefixes = [], [], []
-        self._chars = 0
-        self._overflow = False
+        self._context, self._chars, self._overflow = [], 0, False
         for message, message_marks in _paired_messages(kept):
             self._append(message, message_marks)
 
@@ -116,8 +113,8 @@ class TraceBuilder:
         marks, self._turn_marks = self._turn_marks, set()
         if turn is not None:
             missing = too_long(self._maker.options) if self._overflow else None
-            digest = self._prefixes[-1] if self._prefixes else b""
-            action = self._maker.finish(turn, list(self._messages), digest, missing)
+            messages = [message for message, _, _ in self._context]
+            action = self._maker.finish(turn, messages, self._digest(), missing)
             if action is not None:
                 results = [
                     self._maker.result(each.call_id, turn.results.get(each.call_id, NO_RESULT)) for each in turn.calls
@@ -131,12 +128,12 @@ class TraceBuilder:
         self._chars += size_of(message)
         if self._chars > self._maker.options.context_chars:
             # No later turn can be shown with its context. Hold nothing until the context is condensed.
-            self._overflow = True
-            self._messages, self._marks, self._prefixes = [], [], []
+            self._context, self._overflow = [], True
             return
-        self._messages.append(message)
-        self._marks.append(marks)
-        self._prefixes.append(digest_of(self._prefixes[-1] if self._prefixes else b"", message))
+        self._context.append((message, marks, digest_of(self._digest(), message)))
+
+    def _digest(self) -> bytes:
+        return self._context[-1][2] if self._context else b""
 
 
 def _paired_messages(kept: list[tuple[Message, Collection[str]]]) -> list[tuple[Message, Collection[str]]]:

@@ -486,7 +486,7 @@ def parse_arguments(words: Sequence[str]) -> tuple[Path, Path, Config]:
     if layers and not any(layer.values.keys() & {"model", "run"} for layer in layers):
         # First, so that what the user says counts.
         settings = [word for pair in NO_RUN.items() for word in pair] + settings
-    config = resolve(settings).config
+    config = resolve(settings)
     if not config.teachers.teacher:
         raise ConfigError("the configuration has no [[teachers.teacher]]: add at least two, of different families")
     return Path(files[0]), Path(files[2]), config
