@@ -78,13 +78,15 @@ def test_published_logits_are_the_adapted_policy_s(make_run, folder_of, world, f
 
 
 def test_adapted_experts_scaled_off_are_the_base(make_run, folder_of, world):
-    # adapters_off reaches the adapters of fused experts and of routers as well.
+    # adapters_off reaches the adapters of fused experts and of routers as well; after it they count as before.
     folder = folder_of(QWEN3_MOE)
     adapted = make_run(trainer={"lora": {"rank": 4}, "optim": {"lr": 1e-2}})
     policy, plain = train_once(adapted, folder, world), build_policy(make_run("plain").config, folder, world)
     (row,) = rows_of(make_samples(1, 3), world.device)
     with torch.no_grad(), adapters_off(policy):
         assert (policy(row).logprobs_R - plain(row).logprobs_R).abs().max() < 1e-6
+    with torch.no_grad():
+        assert (policy(row).logprobs_R - plain(row).logprobs_R).abs().max() > 1e-3
 
 
 @pytest.mark.process

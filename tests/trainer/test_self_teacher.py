@@ -13,7 +13,7 @@ from composer_prime.errors import NonFiniteError
 from composer_prime.packing.pack import totals
 from composer_prime.wire.types import ints
 from trainer.model.build import build_policy
-from trainer.model.policy_model import ReferenceLogprobs, SelfTeacher, WeightSnapshot, adapters_off
+from trainer.model.policy_model import ReferenceLogprobs, SelfTeacher, WeightSnapshot
 from trainer.optim import build_optimizer
 from trainer.train import train_step
 from trainer.weights.publish import whole_parameters
@@ -186,18 +186,3 @@ def test_a_reference_that_is_not_finite_is_refused(model_folder, tmp_path, world
             parameter.fill_(float("nan"))
         cache.compute(policy, [row.scored])
     assert cache.missing([row.scored]) == [True]
-
-
-def test_scaled_off_adapters_come_back(model_folder, tmp_path, world):
-    # Inside the block the adapted policy is the base; afterwards the adapters count as before.
-    policy, _ = setup(model_folder, tmp_path, world, lora={"rank": 4, "alpha": 12})
-    plain, _ = setup(model_folder, tmp_path, world)
-    (row,) = rows_of(make_hinted(1, 4), world.device)
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if ".lora_B." in name:
-                parameter.fill_(0.1)
-        adapted = policy(row).logprobs_R
-        with adapters_off(policy):
-            assert torch.equal(policy(row).logprobs_R, plain(row).logprobs_R)
-        assert torch.equal(policy(row).logprobs_R, adapted) and (adapted - plain(row).logprobs_R).abs().max() > 1e-3

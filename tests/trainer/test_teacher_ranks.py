@@ -61,27 +61,6 @@ def test_two_ranks_are_one_rank(make_run, kind):
 
 
 @pytest.mark.slow
-def test_weight_0_is_the_policy_loss_to_the_last_bit(make_run):
-    # alpha = beta = 0: three steps on hinted samples end in the same bytes as three steps on samples without hints; and
-    # where an orchestrator packed documents and pairs all the same, in the same parameters but for the order of sums.
-    settings = {"run": {"max_steps": 3}, "trainer": {"micro_batch_tokens": 1024}}
-    runs = {}
-    for name, peer in {
-        "plain": {"samples_of": make_samples},
-        "left-out": {"samples_of": make_hinted, "distil": False},
-        "packed": {"samples_of": make_hinted, "pairs_of": make_pairs},
-    }.items():
-        run = runs[name] = make_run(name, **settings)
-        with StepPeer(run.dir, max_steps=3, **peer):
-            codes, outputs = run.train()
-        assert codes == [0], "\n".join(outputs)
-        for line in lines(run):
-            assert line["sdpo/turns"] == line["dpo/pairs"] == 0 and "loss/sdpo" not in line
-    assert difference(runs["plain"], runs["left-out"]) == 0 and moved(runs["plain"]) > 1e-3
-    assert difference(runs["plain"], runs["packed"]) < 1e-6
-
-
-@pytest.mark.slow
 def test_averages_survive_a_kill(make_run):
     # Killed after step 3 with a checkpoint of step 2 on 2 ranks, resumed on 1: moving averages (teacher and reference)
     # go on from the checkpoint, so the end is that of a run that was never killed.
