@@ -474,7 +474,10 @@ def unpack(
     computed_N[positions] = layout.where
     computed = positions[layout.kept]
     hinted = joined(asked[term.name].positions for term in terms if term.is_taught)
-    predicted, head_row_N = _head_rows(len(row.ids_N), [rows.positions for rows in asked.values()], hinted)
+    # The positions that the head reads, each once with `hinted` last.
+    predicted = np.r_[np.setdiff1d(joined(rows.positions for rows in asked.values()), hinted), hinted].astype(np.int64)
+    head_row_N = np.full(len(row.ids_N), -1)
+    head_row_N[predicted] = np.arange(len(predicted))
     document_R = row.document_of(predicted)
     own_rows = {name: head_row_N[rows.positions] for name, rows in asked.items()}
     temperatures = np.asarray(row.batch.temperatures, dtype=np.float32)
@@ -493,14 +496,6 @@ def unpack(
         packed_tokens=len(row.ids_N),
         sample_ids=list(row.batch.sample_ids),
     )
-
-
-def _head_rows(count: int, terms: list[np.ndarray], hinted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions that the head reads, each once with `hinted` last, and the head row of each position [N]."""
-    predicted = np.r_[np.setdiff1d(joined(terms), hinted), hinted].astype(np.int64)
-    head_row_N = np.full(count, -1)
-    head_row_N[predicted] = np.arange(len(predicted))
-    return predicted, head_row_N
 
 
 def _term_row(rows: TermRows, head_rows: np.ndarray, count: int, put: partial[Tensor]) -> TermRow:

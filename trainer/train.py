@@ -242,7 +242,10 @@ class Trainer:
         if not self.optimizer.skipped:
             self.teacher.follow()
         trained_at = time.monotonic()
-        bytes_published = self._publish(client, step, self._note_samples(step, rows, left_out))
+        sample_ids = _gather_lines([sample_id for row in rows for sample_id in row.sample_ids])
+        if self.world.first:
+            append_step(self.run_dir.ledger, step, [] if left_out else sample_ids, left_out)
+        bytes_published = self._publish(client, step, sample_ids)
         self.stop.patience_s = max(config.trainer.checkpoint.stop_timeout_s, LEAVE_S)
         published_at = time.monotonic()
         if config.orchestrator.eval.due(step, self._last_step(step)):
@@ -311,17 +314,6 @@ class Trainer:
             client.announce(step, version, sample_ids, last_step, self.publisher.background.is_closing)
 
         return self.publisher.publish(self.policy, step, announce)
-
-    def _note_samples(self, step: int, rows: list[PackedRow], left_out: list[str]) -> list[str]:
-        """Write the samples of all ranks to the ledger, and return them.
-
-        A step that leaves out samples was skipped and trained none.
-        """
-        texts = gather_texts("\n".join(sample_id for row in rows for sample_id in row.sample_ids))
-        sample_ids = [sample_id for text in texts for sample_id in text.splitlines()]
-        if self.world.first:
-            append_step(self.run_dir.ledger, step, [] if left_out else sample_ids, left_out)
-        return sample_ids
 
     def _checkpoint(self, client: StepClient, step: int) -> bool:
         """Write a checkpoint. Return False after a failure: training continues, and the previous checkpoint remains."""

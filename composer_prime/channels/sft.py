@@ -43,7 +43,8 @@ class SftTerm(Term):
         return sft_loss(inputs, totals.unit_tokens.get(NAME, 0))
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        return sft_metrics(sums)
+        count = sums["tokens"]
+        return {"sft/tokens": count} | ({"sft/nll": sums["nll"] / count} if count else {})
 
 
 def sft_loss(logprobs_E: Tensor, count: int) -> tuple[Tensor, Sums]:
@@ -55,9 +56,3 @@ def sft_loss(logprobs_E: Tensor, count: int) -> tuple[Tensor, Sums]:
     nll = -logprobs_E.sum()
     tokens = torch.full_like(nll.detach(), float(logprobs_E.numel()))
     return nll / max(count, 1), {"tokens": tokens, "nll": nll.detach()}
-
-
-def sft_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Return a step's metrics: sft/tokens always, sft/nll (nats a token) only with tokens."""
-    count = sums["tokens"]
-    return {"sft/tokens": count} | ({"sft/nll": sums["nll"] / count} if count else {})

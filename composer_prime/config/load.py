@@ -134,7 +134,9 @@ def resolve(argv: list[str]) -> Config:
     values = merge_layers(files)
     config = _checked(values, [*files, apply_flags(values, words)])
     folders = config.run.import_from
-    folders += [folder for folder in _module_folders(files) if folder not in folders]
+    for folder in dict.fromkeys(Path(layer.origin).resolve().parent for layer in reversed(files)):
+        if folder not in folders and (any(folder.glob("*.py")) or any(folder.glob("*/__init__.py"))):
+            folders.append(folder)
     make_importable(config)
     return config
 
@@ -165,12 +167,6 @@ def read_config(path: Path) -> Config:
 def make_importable(config: Config) -> None:
     """Let this process import the modules of run.import_from. What is installed comes first."""
     sys.path += [str(folder) for folder in config.run.import_from if str(folder) not in sys.path]
-
-
-def _module_folders(files: list[Layer]) -> list[Path]:
-    """Return the folders of these files that hold Python modules, that of the strongest file first."""
-    folders = dict.fromkeys(Path(layer.origin).resolve().parent for layer in reversed(files))
-    return [folder for folder in folders if any(folder.glob("*.py")) or any(folder.glob("*/__init__.py"))]
 
 
 def dump(config: Config) -> str:

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.config.hints import HintsConfig
+from composer_prime.config.part import check_unique
 from composer_prime.config.removed import present_name, removed_settings
 from composer_prime.config.sandbox import RuntimeConfig
 
@@ -242,26 +243,14 @@ class OrchestratorConfig(BaseConfig):
     """How long a ready batch may wait for a message from the trainer before the run fails."""
 
     @model_validator(mode="after")
-    def _some_source_is_trained(self) -> OrchestratorConfig:
+    def _groups_can_be_played(self) -> OrchestratorConfig:
+        names = [source.name for source in self.source]
+        check_unique(names, "orchestrator.source")
         if self.groups_per_step and self.source and not any(source.weight > 0 for source in self.source):
-            names = [source.name for source in self.source]
             raise ValueError(
                 f"orchestrator.source weights of {names} are all 0, so there is no task to train on: give one a weight "
                 "above 0 (an evaluation alone is run.max_steps = 0)"
             )
-        return self
-
-    @field_validator("source")
-    @classmethod
-    def _unique_source_names(cls, sources: list[SourceConfig]) -> list[SourceConfig]:
-        names = [source.name for source in sources]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        if repeated:
-            raise ValueError(f"orchestrator.source names {repeated} are used more than once: rename one of them")
-        return sources
-
-    @model_validator(mode="after")
-    def _groups_can_be_played(self) -> OrchestratorConfig:
         if not self.source and self.groups_per_step:
             raise ValueError(
                 "orchestrator.source is empty: add at least one [[orchestrator.source]] table, or set "

@@ -40,6 +40,12 @@ def as_parts(entries: Iterable[str | PartConfig]) -> list[PartConfig]:
     return [entry if isinstance(entry, PartConfig) else PartConfig(name=entry) for entry in entries]
 
 
+def check_unique(names: list[str], setting: str) -> None:
+    """Raise ValueError for a name that several tables of `setting` have."""
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{setting} names {repeated} are used more than once: rename one of them")
+
+
 def check_names(entries: Iterable[str | PartConfig], known: Sequence[str], setting: str) -> None:
     """Raise ValueError for a short name that is not in `known`, and for settings of one that is."""
     for part in as_parts(entries):

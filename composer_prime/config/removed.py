@@ -94,7 +94,11 @@ def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, Any]) -> Any:
     if isinstance(node, dict) and value_now(".".join(location), node.get("name")):
         node = node["name"]
     if isinstance(node, str):
-        return _present_value(".".join(location), node)
+        key = ".".join(location)
+        if (present := REMOVED_VALUES.get((key, node))) is None:
+            return node
+        logger.warning("%s = %r is gone: it is %r now", key, node, present)
+        return present
     if not isinstance(node, dict):
         return node
     kept = {}
@@ -122,11 +126,3 @@ def _without_repeats(before: list[Any], elements: list[Any]) -> list[Any]:
     if elements == before:
         return elements
     return [element for at, element in enumerate(elements) if element not in elements[:at]]
-
-
-def _present_value(key: str, value: str) -> str:
-    present = REMOVED_VALUES.get((key, value))
-    if present is None:
-        return value
-    logger.warning("%s = %r is gone: it is %r now", key, value, present)
-    return present

@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.address import endpoint_url
+from composer_prime.config.part import check_unique
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.model_families import UNKNOWN, family_named, family_of
@@ -17,6 +18,7 @@ from composer_prime.model_families import UNKNOWN, family_named, family_of
 MODELS_VARIABLE = "COMPOSER_MODELS_URL"
 """Environment variable through which the launcher gives the orchestrator the URL of local teachers and base."""
 OPENROUTER = "https://openrouter.ai/api/v1"
+Family = Annotated[str, AfterValidator(family_named)]
 
 
 class TeacherConfig(BaseConfig):
@@ -33,7 +35,7 @@ class TeacherConfig(BaseConfig):
     """Serve the model on this machine's loopback with the local engine; it costs nothing."""
     api_key_var: str = "OPENROUTER_API_KEY"
     """Environment variable with the endpoint's key; required with another base_url."""
-    family: str | None = None
+    family: Family | None = None
     """Model family (claude, gpt, qwen ...); a teacher never sees traces of its own family. None: from the name."""
     input_usd_per_mtok: float | None = Field(default=None, ge=0)
     """Price per million prompt tokens; None: from genai-prices."""
@@ -57,11 +59,6 @@ class TeacherConfig(BaseConfig):
     @classmethod
     def _is_a_prefix(cls, url: str) -> str:
         return endpoint_url(url, "teachers.teacher.base_url")
-
-    @field_validator("family")
-    @classmethod
-    def _one_spelling(cls, family: str | None) -> str | None:
-        return family if family is None else family_named(family)
 
     def temperature_of(self, shared: float) -> float | None:
         """Return the temperature of its requests, where `shared` is that of all teachers; None sends none."""
@@ -146,7 +143,7 @@ class TeachersConfig(BaseConfig):
     """Concurrent states."""
     cache_dir: Path = Path("outputs/teacher_cache")
     """Cache of all answers; the same call is never paid for twice."""
-    assume_family: str | None = None
+    assume_family: Family | None = None
     """Family of traces that do not name a model; without it these states are refused."""
     select: SelectConfig = SelectConfig()
     """Which states `composer replay` takes of a file; the run's own rollouts are replayed completely."""
@@ -164,22 +161,9 @@ class TeachersConfig(BaseConfig):
         """Return the models of local teachers, each once: a replay needs them on this machine."""
         return list(dict.fromkeys(teacher.model for teacher in self.teacher if teacher.local))
 
-    @field_validator("assume_family")
-    @classmethod
-    def _one_spelling(cls, family: str | None) -> str | None:
-        return family if family is None else family_named(family)
-
-    @field_validator("teacher")
-    @classmethod
-    def _unique_names(cls, teachers: list[TeacherConfig]) -> list[TeacherConfig]:
-        names = [teacher.name for teacher in teachers]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        if repeated:
-            raise ValueError(f"teachers.teacher names {repeated} are used more than once: rename one of them")
-        return teachers
-
     @model_validator(mode="after")
     def _two_families(self) -> TeachersConfig:
+        check_unique([teacher.name for teacher in self.teacher], "teachers.teacher")
         families = sorted({teacher.known_family for teacher in self.teacher})
         if self.teacher and len(families) < 2:
             raise ValueError(

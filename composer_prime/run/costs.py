@@ -165,13 +165,10 @@ def _count(total: Spent, open_calls: dict[str, dict[str, Any]], line: dict[str, 
             total.link_bytes[_text(line, "link")] += int(_number(line, "bytes"))
         case "node":
             name = _text(line, "node")
-            total.nodes[name] = _with_node(total.nodes.get(name, NodeTotals()), line)
-
-
-def _with_node(node: NodeTotals, line: dict[str, Any]) -> NodeTotals:
-    counts = {count: int(_number(line, count)) for count in _NODE_COUNTS}
-    usd = _number(line, "usd") if "usd" in line else None
-    return node.plus(usd, seconds=_number(line, "seconds"), **counts)
+            counts = {count: int(_number(line, count)) for count in _NODE_COUNTS}
+            usd = _number(line, "usd") if "usd" in line else None
+            node = total.nodes.get(name, NodeTotals())
+            total.nodes[name] = node.plus(usd, seconds=_number(line, "seconds"), **counts)
 
 
 def _number(line: dict[str, Any], key: str) -> float:

@@ -373,13 +373,10 @@ def digest(value: Any) -> str:
 
 def _place(pair: Pair) -> tuple[str, str, str]:
     """Return (trace, state, digest of the rejected form)."""
-    rejected = pair.teachers.get("rejected_form") or digest(_without_ids(pair.rejected))
-    return pair.trace, pair.state.state_id, rejected
-
-
-def _without_ids(message: dict[str, Any]) -> list[Any]:
-    """Return a message without the ids of its calls, which differ between traces that are equal otherwise."""
-    return [message["role"], message.get("content"), [call["function"] for call in message.get("tool_calls") or []]]
+    message = pair.rejected
+    # Without the ids of its calls, which differ between traces that are equal otherwise.
+    form = [message["role"], message.get("content"), [call["function"] for call in message.get("tool_calls") or []]]
+    return pair.trace, pair.state.state_id, pair.teachers.get("rejected_form") or digest(form)
 
 
 def _append(path: Path, values: list[Any]) -> None:
@@ -438,17 +435,13 @@ def measure(records: Iterable[StateRecord]) -> tuple[int, int, float]:
     return len(judged), len(asked), sum(record.price_usd for record in decided)
 
 
-def pairs_parser() -> argparse.ArgumentParser:
+def main(words: list[str] | None = None) -> int:
+    """Exit status: 0, 1 with fewer pairs a trace than --min-pairs, 2 for wrong input."""
     description = "Says how many pairs a trace gave, and what a trace cost."
     parser = argparse.ArgumentParser(prog="composer pairs report", description=description)
     parser.add_argument("pairs", type=Path, help="pairs.jsonl of a replay or a run, or tiny, tiny_code")
     parser.add_argument("--min-pairs", type=float, default=0.0, help="exit with 1 where a trace gave fewer pairs")
-    return parser
-
-
-def main(words: list[str] | None = None) -> int:
-    """Exit status: 0, 1 with fewer pairs a trace than --min-pairs, 2 for wrong input."""
-    options = pairs_parser().parse_args(words)
+    options = parser.parse_args(words)
     try:
         return report_pairs(options.pairs, options.min_pairs)
     except ComposerError as error:

@@ -190,7 +190,9 @@ def take_message(builder: TraceBuilder, message: Any) -> str | None:
     if role in _AS_CONTEXT:
         _context(builder, message, _AS_CONTEXT[role])
     elif role in _AS_ASSISTANT:
-        builder.assistant(text_of(_content(message)), calls_of(message), _reasoning(message))
+        calls = [_call(written, index) for index, written in enumerate(_listed_calls(message))]
+        well_formed = [call for call in calls if call is not None]
+        builder.assistant(text_of(_content(message)), well_formed, _reasoning(message))
     elif role in _AS_TOOL:
         _result(builder, message, text_of(_content(message)))
     return None
@@ -200,12 +202,6 @@ def failure(text: str) -> str | None:
     """Return `text` if it reports that a command or tool failed, else None."""
     start = text[:20_000]
     return text if any(word in start for word in _FAILED_WORDS) and _FAILED.search(start) else None
-
-
-def calls_of(message: dict[str, Any]) -> list[Call]:
-    """Return the tool calls of an assistant message. Malformed calls are left out."""
-    calls = [_call(written, index) for index, written in enumerate(_listed_calls(message))]
-    return [call for call in calls if call is not None]
 
 
 def arguments_of(written: Any) -> dict[str, Any] | str:

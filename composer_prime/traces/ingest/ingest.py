@@ -201,7 +201,7 @@ def _write(files: list[Path], options: argparse.Namespace, how: Options) -> list
         output.parent.mkdir(parents=True, exist_ok=True)
         with compressed_lines(partial) as sink:
             for path in track(files, "reading", console=console, transient=True, disable=not console.is_terminal):
-                name, tally = _shown_name(path), Tally()
+                name, tally = path.name.encode("utf-8", "replace").decode("utf-8"), Tally()
                 for state in ingest(path, tally, how, fingerprints=fingerprints, trace_ids=trace_ids):
                     sink.write(write_state(state))
                 tallies.append((name, tally))
@@ -212,10 +212,6 @@ def _write(files: list[Path], options: argparse.Namespace, how: Options) -> list
         with suppress(OSError):
             partial.unlink()
     return tallies
-
-
-def _shown_name(path: Path) -> str:
-    return path.name.encode("utf-8", "replace").decode("utf-8")
 
 
 def ingest_table(tallies: list[tuple[str, Tally]]) -> list[Table]:

@@ -71,7 +71,8 @@ class OnlineReplay:
                 try:
                     await replay.run(self._states())
                 finally:
-                    self._no_more_calls()
+                    self._replay = None
+                    self._ended.set()
                     report.cancel()
                     self._log(replay)
                 if _stopped(replay):
@@ -85,10 +86,6 @@ class OnlineReplay:
             expected = isinstance(error, (ComposerError, OSError))
             logger.error("replay failed, training continues: %s", error, exc_info=None if expected else error)
             self._metrics.log(self._step(), {"replay/failed": 1.0})
-
-    def _no_more_calls(self) -> None:
-        self._replay = None
-        self._ended.set()
 
     def stop(self) -> None:
         """Make no more calls, because the run ends."""

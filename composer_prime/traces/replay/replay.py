@@ -275,7 +275,8 @@ class Replay:
         ballot: Ballot | None = None
         made, broken = list[Pair](), False
         try:
-            await self._check_length(state)
+            if self._limits is not None and (excess := await asyncio.to_thread(self._limits.excess, state)) is not None:
+                raise TeacherError(excess)  # no step could train on a pair of the state
             ballot, voters = self._ballot(state)
             await ballot.fill(voters)
             outcome, reason = ballot.outcome()
@@ -308,12 +309,6 @@ class Replay:
             rules=RULES,
         )
         return record, pairs, len(made) - len(pairs)
-
-    async def _check_length(self, state: TraceState) -> None:
-        """Raise TeacherError where no step could train on a pair of the state."""
-        excess = None if self._limits is None else await asyncio.to_thread(self._limits.excess, state)
-        if excess is not None:
-            raise TeacherError(excess)
 
     def _ballot(self, state: TraceState) -> tuple[Ballot, list[Teacher]]:
         """Return (ballot, voters). Raises TeacherError if no teacher may judge the state."""

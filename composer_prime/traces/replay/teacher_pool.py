@@ -188,12 +188,6 @@ def cost_line(config: TeachersConfig) -> str:
     return f"cost: at most ${config.budget.usd_per_run:g}, while no call is charged above its bound"
 
 
-def writer_family(state: TraceState, config: TeachersConfig) -> str:
-    """Return the family that wrote the state, `assume_family` where the trace does not say."""
-    family = family_named(state.source_family)
-    return (config.assume_family or UNKNOWN) if family == UNKNOWN else family
-
-
 class TeacherPool:
     """The teachers of a configuration: which of them may judge a trace, in which order. No others are asked."""
 
@@ -220,7 +214,9 @@ class TeacherPool:
 
         Raises TeacherError when fewer than two families remain, or the state's own is unknown.
         """
-        writer = writer_family(state, self.config)
+        writer = family_named(state.source_family)
+        if writer == UNKNOWN:
+            writer = self.config.assume_family or UNKNOWN
         if writer == UNKNOWN:
             raise TeacherError(
                 "it is not known which model wrote the trace, so no family can be left out: ingest it with --model or "

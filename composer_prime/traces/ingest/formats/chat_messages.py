@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from composer_prime.traces.ingest.conversation import TraceBuilder, take_message, why_unreadable
-from composer_prime.traces.ingest.trace_file import Bad, FileStart, TraceFile, at, parse_json
+from composer_prime.traces.ingest.trace_file import Bad, FileStart, TraceFile, at, objects, parse_json
 from composer_prime.traces.records import TraceState
 
 NAME, VERSION = "messages", 1
@@ -78,8 +78,5 @@ def _conversation(record: Any) -> list[Any] | None:
         messages = None if isinstance(value, Bad) else value
     if not isinstance(messages, list) or not messages:
         return None
-    return messages if any(_is_message(message) for message in messages[:8]) else None
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and ("role" in message or message.keys() >= {"from", "value"})
+    begin = objects(messages[:8])
+    return messages if any("role" in message or message.keys() >= {"from", "value"} for message in begin) else None
