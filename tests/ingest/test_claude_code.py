@@ -33,13 +33,6 @@ def test_thinking_is_kept_in_the_action_only(tmp_path: Path) -> None:
     assert "look first" not in str(second.messages)
 
 
-# A prompt whose parent lies further back leaves the later messages behind.
-def test_going_back_starts_another_branch(tmp_path: Path) -> None:
-    records = [*SESSION, prompt("u2", "u1", "Rather explain it."), answer("a9", "u2", text("It tests x."))]
-    states, _ = taken(lines(tmp_path / "s.jsonl", *records))
-    assert [message["content"] for message in states[2].messages] == ["Fix the test.", "Rather explain it."]
-
-
 # After a compaction the summary is all there is; the records before it give their states still.
 def test_compaction_starts_the_context_anew(tmp_path: Path) -> None:
     boundary = {"type": "system", "subtype": "compact_boundary", "uuid": "c1", "parentUuid": None, "sessionId": "s1"}
@@ -285,17 +278,6 @@ def test_a_note_within_an_answer(tmp_path: Path) -> None:
     states, _ = taken(lines(tmp_path / "s.jsonl", *records, answer("a3", "r2", text("done"))))
     assert len(states) == 2 and len(states[0].student_action["tool_calls"]) == 2
     assert contents(states[1]) == ["task", None, "one", "two", "a hook said"]
-
-
-# A second terminal went on while a call ran: its context has no result, that of the first one has.
-def test_a_result_after_another_branch_went_on(tmp_path: Path) -> None:
-    records = [prompt("u1", None, "task"), answer("a1", "u1", use("t1", "Bash"), use("t2", "Bash"))]
-    records += [prompt("u2", "a1", "meanwhile"), answer("a2", "u2", text("yes")), result("r1", "a1", "t1", "one")]
-    records += [result("r2", "a1", "t2", "two"), answer("a3", "r2", text("done"))]
-    states, tally = taken(lines(tmp_path / "s.jsonl", *records))
-    found = {said(state): contents(state) for state in states[1:]}
-    assert found["yes"] == ["task", None, *["[no result was recorded]"] * 2, "meanwhile"]
-    assert found["done"] == ["task", None, "one", "two"] and tally.taken == len(records)
 
 
 # Where the parent is not in the file, or no line names one, a line follows the one before it.

@@ -149,14 +149,6 @@ def by_key(byok: bool, *, cost: float, upstream: float) -> Endpoint:
     return Reporting(answers=overrule, billed_usd=cost)
 
 
-# A process that dies between reservation and settlement may have paid: it counts as spent.
-def test_an_open_reservation_counts(tmp_path: Path) -> None:
-    line = b'{"kind": "reserved", "call": "x", "trace": "u", "state": "s", "teacher": "a", "usd": 999.9}\n'
-    (tmp_path / "costs.jsonl").write_bytes(line + b'{"kind": "settled", "ca')
-    progress, endpoint = play(tmp_path, [state(0)])
-    assert endpoint.asked == [] and "usd_per_run" in (progress.stopped or "")
-
-
 # A replay most of whose calls fail stops, says so, and leaves the rest for later.
 def test_a_replay_whose_calls_fail_stops(tmp_path: Path) -> None:
     endpoint = Endpoint(answers=overrule, script={"gpt-a": ["not_found"] * 99})

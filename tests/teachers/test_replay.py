@@ -12,9 +12,8 @@ from pydantic import ValidationError
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.data.pairs import Pair
 from composer_prime.run.costs import spent
-from composer_prime.traces.records import ReplayRecords, StateRecord, TraceState, read_pairs, read_records, votes_beside
-from composer_prime.traces.replay.replay import Replay, replay_summary
-from composer_prime.traces.replay.teacher_pool import TeacherPool, teacher_budget
+from composer_prime.traces.records import StateRecord, TraceState, read_pairs, read_records, votes_beside
+from composer_prime.traces.replay.replay import replay_summary
 
 
 def play(tmp_path: Path, answers, states, **more):
@@ -73,27 +72,6 @@ def test_no_family_judges_its_own_trace(tmp_path: Path) -> None:
     assert endpoint.asked == [] and "assume_family" in next(iter(progress.refusals))
     progress, _ = play(tmp_path / "assumed", overrule, [state(0, family="unknown")], assume_family="claude")
     assert progress.outcomes == {"overruled": 1}
-
-
-# A canceled replay counts the calls that it drops at what was held for them, as the ledger does.
-def test_a_canceled_replay_counts_the_calls_in_flight(tmp_path: Path) -> None:
-    async def run() -> float:
-        async with serving(Endpoint(answers=overrule, hold=asyncio.Event())) as endpoint:
-            config = configured(tmp_path, endpoint.url)
-            budget = teacher_budget(config.budget, tmp_path / "costs.jsonl")
-            records = ReplayRecords(tmp_path / "pairs.jsonl", votes_beside(tmp_path / "pairs.jsonl"))
-            pool = TeacherPool(config, budget)
-            replay = Replay(config, pool, budget, records)
-            running = asyncio.create_task(replay.run([state(0)]))
-            while not endpoint.in_flight:
-                await asyncio.sleep(0.01)
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            await pool.close()
-            return replay.progress.usd
-
-    usd = asyncio.run(run())
-    assert usd > 0 and usd == pytest.approx(spent(tmp_path / "costs.jsonl").usd)
 
 
 def test_a_pool_of_one_family_is_refused(tmp_path: Path) -> None:

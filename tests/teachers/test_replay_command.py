@@ -124,23 +124,9 @@ def test_an_interruption_pays_nothing_twice(tmp_path: Path, number: int) -> None
     assert len(list(read_pairs(pairs))) == 3
 
 
-# Teachers that give no vote: the summary says why, and the command does not call that a success.
+# Teachers that give no vote: the summary says why, and the command does not call that a success. Nor does it where the
+# other states are refused.
 def test_why_there_was_no_vote(tmp_path: Path) -> None:
-    states, pairs = tmp_path / "s.jsonl", tmp_path / "p.jsonl"
-    states.write_bytes(write_state(state(0)))
-
-    async def run():
-        script = {model: ["401"] for model in ("gpt-a", "qwen-b", "glm-c")}
-        async with serving(Endpoint(answers=overrule, script=script)) as endpoint:
-            return await replay(states, pairs, run_config(tmp_path, endpoint.url))
-
-    progress = asyncio.run(run())
-    shown = "\n".join(replay_summary(progress, pairs))
-    assert "gpt-a (gpt-a at http://127.0.0.1" in shown and "status 401" in shown and "stopped" in shown
-
-
-# Nor where some states are refused and the others fail.
-def test_no_state_was_decided(tmp_path: Path) -> None:
     states, pairs = tmp_path / "s.jsonl", tmp_path / "p.jsonl"
     states.write_bytes(write_state(state(0, family="unknown")) + write_state(state(1)))
 
@@ -152,6 +138,8 @@ def test_no_state_was_decided(tmp_path: Path) -> None:
     progress = asyncio.run(run())
     assert progress.outcomes == {"refused": 1, "failed": 1}
     assert "no state was decided" in (progress.stopped or "")
+    shown = "\n".join(replay_summary(progress, pairs))
+    assert "gpt-a (gpt-a at http://127.0.0.1" in shown and "status 401" in shown and "stopped" in shown
 
 
 # A run that asks teachers while it trains is refused before it starts when a key is not there.
