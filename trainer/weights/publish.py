@@ -422,19 +422,13 @@ class VersionWriter:
 
     def rewind(self, version: int, dtype: torch.dtype) -> None:
         """Drop the versions after `version`. The next one builds on the newest there was, if that has `dtype`."""
-        newest = self._newest()
+        newest, versions = None, self._store.versions()
+        with contextlib.suppress(ComposerError, OSError):  # Of another release, or damaged.
+            newest = self._open(self._store.manifest(versions[-1])) if versions else None
         self._store.rewind(version)
         self.forget()
         if newest is not None and newest.dtype == str(dtype).removeprefix("torch."):
             self.continue_from(newest)
-
-    def _newest(self) -> Manifest | None:
-        """Return the manifest published last, by this process or an earlier one; None if none can be read."""
-        versions = self._store.versions()
-        try:
-            return self._open(self._store.manifest(versions[-1])) if versions else None
-        except (ComposerError, OSError):  # Of another release, or damaged.
-            return None
 
     def _open(self, raw: bytes) -> Manifest:
         return open_signed(raw, self._signer.public_key(), run_id=self.run_id)
