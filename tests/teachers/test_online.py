@@ -80,20 +80,19 @@ def test_secrets_do_not_reach_remote_teachers(tmp_path: Path, local: bool) -> No
     assert asyncio.run(first()) == (token if local else "<masked:github-token>")
 
 
+async def online_over(run_dir: RunDir, endpoint: Endpoint, **settings: object) -> None:
+    async with serving(endpoint):
+        values = run_config(run_dir.root.parent, endpoint.url, online=True, **settings)
+        online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
+        await asyncio.wait_for(online.run(), 100)
+
+
 # A cap that is reached ends the replay, not the run: the coroutine returns and says so.
 def test_a_cap_ends_the_replay_only(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "x")
     run_dir.rollouts(1).parent.mkdir(parents=True)
     run_dir.rollouts(1).write_bytes(b"".join(rollout(number) for number in range(9)))
-    budget = {"usd_per_run": 0.9}
-
-    async def run() -> None:
-        async with serving(Endpoint(answers=overrule)) as endpoint:
-            values = run_config(tmp_path, endpoint.url, online=True, budget=budget)
-            online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
-            await asyncio.wait_for(online.run(), 100)
-
-    asyncio.run(run())
+    asyncio.run(online_over(run_dir, Endpoint(answers=overrule), budget={"usd_per_run": 0.9}))
     assert json.loads(run_dir.metrics.read_text().splitlines()[-1])["replay/stopped"] == 1
 
 
@@ -103,15 +102,9 @@ def test_pairs_that_cannot_be_written_end_the_replay_only(tmp_path: Path, caplog
     run_dir.rollouts(1).parent.mkdir(parents=True)
     run_dir.rollouts(1).write_bytes(rollout(0))
     (run_dir.root / "pairs.jsonl").symlink_to(tmp_path / "unmounted" / "pairs.jsonl")
-
-    async def run() -> None:
-        async with serving(Endpoint(answers=overrule)) as endpoint:
-            values = run_config(tmp_path, endpoint.url, online=True)
-            online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
-            await asyncio.wait_for(online.run(), 100)
-            assert endpoint.asked == []
-
-    asyncio.run(run())
+    endpoint = Endpoint(answers=overrule)
+    asyncio.run(online_over(run_dir, endpoint))
+    assert endpoint.asked == []
     assert "replay failed, training continues: pairs cannot be written to" in caplog.text
     lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
     assert lines[-1]["replay/failed"] == 1

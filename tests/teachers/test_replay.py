@@ -116,7 +116,8 @@ def test_pairs_can_be_traced_to_their_votes(tmp_path: Path) -> None:
         assert pair.cost_usd == record.cost_usd == pytest.approx(0.22)
 
 
-# The second replay skips what is done; a third into new files pays nothing, and writes the same pairs.
+# The second replay skips what is done; a third into new files pays nothing, and writes the same pairs. An answer from
+# the cache keeps the price of when it was asked for, beside what is paid now.
 def test_nothing_is_paid_twice(tmp_path: Path) -> None:
     states = [state(number) for number in range(5)]
 
@@ -128,31 +129,20 @@ def test_nothing_is_paid_twice(tmp_path: Path) -> None:
             assert (first.votes.calls, second.votes.calls, second.resumed) == (6, 4, 3)
             again = tmp_path / "again"
             third = await replayed(again, config, states)
-            assert third.votes.calls == 0 and third.votes.cached == 10 and third.usd == 0
+            assert third.votes.calls == 0 and third.votes.cached == 10
+            assert third.usd == 0 and third.price_usd == pytest.approx(1.1)
             assert len(endpoint.asked) == 10
 
     asyncio.run(run())
-    once, twice = (list(read_pairs(folder / "pairs.jsonl")) for folder in (tmp_path, tmp_path / "again"))
+    folders = (tmp_path, tmp_path / "again")
+    once, twice = (list(read_pairs(folder / "pairs.jsonl")) for folder in folders)
     assert {pair.pair_id for pair in once} == {pair.pair_id for pair in twice}
     assert spent(tmp_path / "costs.jsonl").usd == pytest.approx(1.1)
     assert spent(tmp_path / "again" / "costs.jsonl").usd == 0
-
-
-# An answer from the cache keeps the price of when it was asked for, beside what is paid now.
-def test_the_first_price_is_kept(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with serving(Endpoint(answers=overrule, delay_s=0.05)) as endpoint:
-            config = configured(tmp_path, endpoint.url)
-            await replayed(tmp_path, config, [state(0)])
-            again = await replayed(tmp_path / "again", config, [state(0)])
-            assert again.usd == 0 and again.price_usd == pytest.approx(0.22)
-
-    asyncio.run(run())
-    folders = (tmp_path, tmp_path / "again")
-    once, twice = (next(read_records(votes_beside(folder / "pairs.jsonl"))) for folder in folders)
-    assert (once.cost_usd, twice.cost_usd) == (pytest.approx(0.22), 0)
-    assert once.price_usd == twice.price_usd == pytest.approx(0.22)
-    assert next(read_pairs(tmp_path / "again" / "pairs.jsonl")).cost_usd == pytest.approx(0.22)
+    assert [pair.cost_usd for pair in twice] == pytest.approx([0.22] * 5)
+    paid, cached = (next(read_records(votes_beside(folder / "pairs.jsonl"))) for folder in folders)
+    assert (paid.cost_usd, cached.cost_usd) == (pytest.approx(0.22), 0)
+    assert paid.price_usd == cached.price_usd == pytest.approx(0.22)
 
 
 # An answer that was cut gives no vote: where it was called for that is a failed call, where it is cached it is no call.
@@ -162,10 +152,8 @@ def test_a_cut_answer_in_the_cache_is_no_failed_call(tmp_path: Path) -> None:
             config = configured(tmp_path, endpoint.url)
             first = await replayed(tmp_path, config, [state(0)])
             again = await replayed(tmp_path / "again", config, [state(0)])
-            assert (first.votes.calls, first.votes.failed) == (3, 3) and (again.votes.calls, again.votes.failed) == (
-                0,
-                0,
-            )
+            assert (first.votes.calls, first.votes.failed) == (3, 3)
+            assert (again.votes.calls, again.votes.failed) == (0, 0)
             assert first.outcomes == again.outcomes == {"failed": 1}
 
     asyncio.run(run())
