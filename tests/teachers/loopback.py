@@ -212,9 +212,9 @@ def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
     return "cat", {"path": "a.py"}
 
 
-def play(tmp_path: Path, states: Any, script: Any = None, endpoint: Endpoint | None = None, **more: Any):
-    """(progress, endpoint) of one replay."""
-    played = endpoint or Endpoint(answers=overrule, script=script or {})
+def play(tmp_path: Path, states: Any, script: Any = None, endpoint: Any = None, answers: Any = overrule, **more: Any):
+    """(progress, endpoint) of one replay with three teachers."""
+    played = endpoint or Endpoint(answers=answers, script=script or {})
 
     async def run() -> ReplayProgress:
         async with serving(played):

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from loopback import Endpoint, configured, kept_answers, overrule, replayed, serving, state
+from loopback import Endpoint, configured, kept_answers, overrule, play, replayed, serving, state
 
 from composer_prime.config.teachers import TeacherConfig
 from composer_prime.model_families import UNKNOWN, family_named, family_of, is_foreign
@@ -19,13 +19,7 @@ MODELS = ("claude-a", "qwen-b", "glm-c")
 
 def voters(folder: Path, family: str, **more) -> set[str]:
     """Families that vote on a trace of `family`."""
-
-    async def run() -> None:
-        async with serving(Endpoint(answers=lambda model, messages: ("cat", {"path": "a.py"}))) as endpoint:
-            config = configured(folder, endpoint.url, models=MODELS, **more)
-            await replayed(folder, config, [state(0, family=family)])
-
-    asyncio.run(run())
+    play(folder, [state(0, family=family)], models=MODELS, **more)
     (record,) = read_records(votes_beside(folder / "pairs.jsonl"))
     return {vote.family for vote in record.votes}
 

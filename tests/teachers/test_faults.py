@@ -182,12 +182,8 @@ class Objects(Endpoint):
 
 # Arguments as an object and content in parts are what their text would be, in one call a teacher.
 def test_objects_and_parts(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with serving(Objects(answers=overrule)) as endpoint:
-            await replayed(tmp_path, configured(tmp_path, endpoint.url), [state(0)])
-            assert len(endpoint.asked) == 2
-
-    asyncio.run(run())
+    _, endpoint = play(tmp_path, [state(0)], endpoint=Objects(answers=overrule))
+    assert len(endpoint.asked) == 2
     (pair,) = read_pairs(tmp_path / "pairs.jsonl")
     assert pair.chosen["tool_calls"][0]["function"]["arguments"] == '{"path": "a.py"}'
     assert pair.chosen["content"] == "Looking."
@@ -251,14 +247,9 @@ def test_a_state_whose_call_is_none(tmp_path: Path, broken: object) -> None:
 # A state that breaks the code fails alone: calls in flight of the others end, are paid once, and give their pairs.
 def test_a_state_that_breaks_fails_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     states = [state(number) for number in range(7)] + [state(7, messages=None)]
-
-    async def run() -> None:
-        async with serving(Endpoint(answers=overrule, delay_s=0.1)) as endpoint:
-            progress = await replayed(tmp_path, configured(tmp_path, endpoint.url), states)
-            assert progress.outcomes == {"failed": 1, "overruled": 7} and progress.pairs == 7
-            assert any("TypeError" in reason for reason in progress.votes.without_vote)
-
-    asyncio.run(run())
+    progress, _ = play(tmp_path, states, endpoint=Endpoint(answers=overrule, delay_s=0.1))
+    assert progress.outcomes == {"failed": 1, "overruled": 7} and progress.pairs == 7
+    assert any("TypeError" in reason for reason in progress.votes.without_vote)
     assert settled(tmp_path) == ["ok"] * 14
     (failed,) = [each for each in read_records(votes_beside(tmp_path / "pairs.jsonl")) if each.outcome == "failed"]
     assert failed.state == "t/0007" and "TypeError" in (failed.reason or "")

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from loopback import Endpoint, call, configured, kept_answers, overrule, replayed, says, serving, state, xml
+from loopback import Endpoint, call, configured, kept_answers, overrule, play, replayed, says, serving, state, xml
 from pydantic import ValidationError
 
 from composer_prime.config.teachers import TeachersConfig
@@ -16,19 +16,9 @@ from composer_prime.traces.records import StateRecord, TraceState, read_pairs, r
 from composer_prime.traces.replay.replay import replay_summary
 
 
-def play(tmp_path: Path, answers, states, **more):
-    """(progress, endpoint) of one replay with three teachers."""
-
-    async def run():
-        async with serving(Endpoint(answers=answers)) as endpoint:
-            return await replayed(tmp_path, configured(tmp_path, endpoint.url, **more), states), endpoint
-
-    return asyncio.run(run())
-
-
 # Two teachers that agree settle a majority of three: the third is never asked.
 def test_the_third_is_asked_only_when_two_disagree(tmp_path: Path) -> None:
-    progress, endpoint = play(tmp_path, overrule, [state(0)])
+    progress, endpoint = play(tmp_path, [state(0)])
     assert len(endpoint.answered) == 2 and progress.pairs == 1
     (pair,) = read_pairs(tmp_path / "pairs.jsonl")
     assert pair.epsilon == pytest.approx(1 - 2.5 / 3)
@@ -37,7 +27,7 @@ def test_the_third_is_asked_only_when_two_disagree(tmp_path: Path) -> None:
         return "cat", {"path": "b.py" if model == "gpt-a" else "a.py"}
 
     other = tmp_path / "other"
-    progress, endpoint = play(other, split, [state(0)])
+    progress, endpoint = play(other, [state(0)], answers=split)
     assert len(endpoint.answered) == 3
     assert next(read_pairs(other / "pairs.jsonl")).epsilon == pytest.approx(1 - 2.5 / 4)
 
@@ -48,29 +38,29 @@ def test_one_family_is_no_majority(tmp_path: Path) -> None:
         return "cat", {"path": model[:3]}
 
     models = ("gpt-a", "qwen-b", "gpt-c")
-    progress, endpoint = play(tmp_path, split, [state(0)], models=models)
+    progress, endpoint = play(tmp_path, [state(0)], answers=split, models=models)
     assert len(endpoint.answered) == 3 and progress.outcomes == {"no_majority": 1} and progress.pairs == 0
 
     def silent(model: str, messages: list[dict]) -> str | tuple[str, dict]:
         return "" if model == "qwen-b" else ("cat", {"path": "a.py"})
 
-    progress, _ = play(tmp_path / "silent", silent, [state(0)], models=models)
+    progress, _ = play(tmp_path / "silent", [state(0)], answers=silent, models=models)
     assert progress.outcomes == {"failed": 1} and progress.pairs == 0
-    progress, _ = play(tmp_path / "silent", overrule, [state(0)], models=models)
+    progress, _ = play(tmp_path / "silent", [state(0)], models=models)
     assert progress.resumed == 0
 
 
 # A trace is never shown to its own family; with fewer than two others it is refused, and nothing is asked.
 def test_no_family_judges_its_own_trace(tmp_path: Path) -> None:
     models = ("claude-x", "gpt-a", "qwen-b")
-    _, endpoint = play(tmp_path, overrule, [state(0)], models=models, voters=3)
+    _, endpoint = play(tmp_path, [state(0)], models=models, voters=3)
     assert {model for model, _ in endpoint.answered} == {"gpt-a", "qwen-b"}
-    progress, endpoint = play(tmp_path / "two", overrule, [state(0)], models=("claude-x", "gpt-a"))
+    progress, endpoint = play(tmp_path / "two", [state(0)], models=("claude-x", "gpt-a"))
     assert endpoint.asked == [] and progress.outcomes == {"refused": 1}
     assert "two families are needed" in next(iter(progress.refusals))
-    progress, endpoint = play(tmp_path / "unknown", overrule, [state(0, family="unknown")])
+    progress, endpoint = play(tmp_path / "unknown", [state(0, family="unknown")])
     assert endpoint.asked == [] and "assume_family" in next(iter(progress.refusals))
-    progress, _ = play(tmp_path / "assumed", overrule, [state(0, family="unknown")], assume_family="claude")
+    progress, _ = play(tmp_path / "assumed", [state(0, family="unknown")], assume_family="claude")
     assert progress.outcomes == {"overruled": 1}
 
 
@@ -84,7 +74,7 @@ def test_a_pool_of_one_family_is_refused(tmp_path: Path) -> None:
 # What teachers see: a neutral system prompt, no thinking; a trace's own system prompt stays alone.
 def test_what_teachers_see(tmp_path: Path) -> None:
     own = state(1, messages=[{"role": "system", "content": "Mine."}, {"role": "user", "content": "Go."}])
-    _, endpoint = play(tmp_path, overrule, [state(0), own])
+    _, endpoint = play(tmp_path, [state(0), own])
     prompts = {body["messages"][0]["content"][:21] for body in endpoint.seen}
     assert prompts == {"You are a capable sof", "Mine."}
     assert all(body["temperature"] == 0 and body["max_tokens"] == 20 for body in endpoint.seen)
@@ -95,17 +85,17 @@ def test_minority_and_no_majority(tmp_path: Path) -> None:
     def minority(model: str, messages: list[dict]) -> tuple[str, dict]:
         return ("rm", {"n": 0}) if model == "gpt-a" else ("ls", {"n": 0})
 
-    play(tmp_path, minority, [state(0)])
+    play(tmp_path, [state(0)], answers=minority)
     (pair,) = read_pairs(tmp_path / "pairs.jsonl")
     assert pair.chosen["tool_calls"][0]["function"]["name"] == "ls"
     assert pair.rejected["tool_calls"][0]["function"]["name"] == "rm"
-    progress, _ = play(tmp_path / "none", lambda model, messages: (model, {}), [state(0)])
+    progress, _ = play(tmp_path / "none", [state(0)], answers=lambda model, messages: (model, {}))
     assert progress.outcomes == {"no_majority": 1} and progress.pairs == 0
 
 
 # Every pair names its votes, and each vote the answer in the cache that it was.
 def test_pairs_can_be_traced_to_their_votes(tmp_path: Path) -> None:
-    play(tmp_path, overrule, [state(0), state(1)])
+    play(tmp_path, [state(0), state(1)])
     records = {record.state: record for record in read_records(votes_beside(tmp_path / "pairs.jsonl"))}
     for pair in read_pairs(tmp_path / "pairs.jsonl"):
         record = records[pair.state.state_id]
@@ -161,13 +151,13 @@ def test_a_cut_answer_in_the_cache_is_no_failed_call(tmp_path: Path) -> None:
 
 # A crash between a state's pairs and its votes, or within a line, loses nothing and doubles nothing.
 def test_a_crash_between_the_files(tmp_path: Path) -> None:
-    play(tmp_path, overrule, [state(0), state(1)])
+    play(tmp_path, [state(0), state(1)])
     votes = votes_beside(tmp_path / "pairs.jsonl")
     whole = votes.read_bytes()
     votes.write_bytes(whole[: whole.index(b"\n") + 30])
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_bytes(pairs.read_bytes() + b'{"trace": "t", "sta')
-    progress, _ = play(tmp_path, overrule, [state(0), state(1)])
+    progress, _ = play(tmp_path, [state(0), state(1)])
     assert (progress.resumed, progress.votes.calls) == (1, 2)  # another port is another endpoint
     assert len({pair.pair_id for pair in read_pairs(pairs)}) == len(list(read_pairs(pairs))) == 2
     assert len(list(read_records(votes))) == 2
@@ -176,8 +166,8 @@ def test_a_crash_between_the_files(tmp_path: Path) -> None:
 # What was not decided is tried again: here the first replay did not know the family, the second is told.
 def test_undecided_states_are_taken_up_again(tmp_path: Path) -> None:
     unknown = [state(0, family="unknown"), state(1)]
-    first, _ = play(tmp_path, overrule, unknown)
-    second, _ = play(tmp_path, overrule, unknown, assume_family="claude")
+    first, _ = play(tmp_path, unknown)
+    second, _ = play(tmp_path, unknown, assume_family="claude")
     assert first.outcomes == {"refused": 1, "overruled": 1}
     assert second.outcomes == {"overruled": 1} and second.resumed == 1
     assert len(list(read_pairs(tmp_path / "pairs.jsonl"))) == 2
@@ -185,7 +175,7 @@ def test_undecided_states_are_taken_up_again(tmp_path: Path) -> None:
 
 # An answer of many times the other's length gives no pair.
 def test_lengths(tmp_path: Path) -> None:
-    progress, _ = play(tmp_path / "long", lambda model, messages: ("cat", {"path": "x" * 500}), [state(0)])
+    progress, _ = play(tmp_path / "long", [state(0)], answers=lambda model, messages: ("cat", {"path": "x" * 500}))
     assert progress.pairs == 0 and progress.dropped == 1
 
 
@@ -254,12 +244,7 @@ def test_two_states_of_one_id(tmp_path: Path, at_once: int) -> None:
 
 def voted(tmp_path: Path, endpoint: Endpoint, asked: TraceState) -> tuple[StateRecord, list[Pair]]:
     """What became of one state."""
-
-    async def run() -> None:
-        async with serving(endpoint):
-            await replayed(tmp_path, configured(tmp_path, endpoint.url), [asked])
-
-    asyncio.run(run())
+    play(tmp_path, [asked], endpoint=endpoint)
     (record,) = read_records(votes_beside(tmp_path / "pairs.jsonl"))
     return record, list(read_pairs(tmp_path / "pairs.jsonl"))
 
