@@ -296,8 +296,7 @@ class Trainer:
             for batch in reply.micro_batches
             for sample_id, task in zip(batch.sample_ids, batch.task_ids, strict=True)
         }
-        named = "\n".join(_describe(name, tasks[name]) for name in error.samples if name in tasks)
-        descriptions = [line for text in gather_texts(named) for line in text.splitlines()]
+        descriptions = _gather_lines([_describe(name, tasks[name]) for name in error.samples if name in tasks])
         descriptions += [name for name in error.samples if name.startswith(("pair ", "row "))]
         more = f" and {len(descriptions) - NAMED} more" if len(descriptions) > NAMED else ""
         blamed = "; ".join(descriptions[:NAMED]) + more
