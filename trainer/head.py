@@ -262,8 +262,8 @@ class _FusedHead(torch.autograd.Function):
             else:
                 student_CV, teacher_CV = logits.student(chunk, bias_V), logits.teacher(chunk)
             for block, rows in job.blocks(chunk):
-                student_BV, teacher_BV = student_CV[block], None if teacher_CV is None else teacher_CV[block]
-                divergence_grad_BV = _divergence_gradient(job, student_BV, teacher_BV, rows, divergence_grad_D)
+                student_BV = student_CV[block]
+                divergence_grad_BV = _divergence_gradient(job, student_BV, teacher_CV, block, rows, divergence_grad_D)
                 gradients_R = logprob_grad_R, entropy_grad_R
                 turn_into_gradient(job, rows, student_BV, (log_sum_R, entropy_R), gradients_R, divergence_grad_BV)
             _multiply(student_CV, logits.weight_VH, hidden_grad[chunk])
@@ -284,13 +284,14 @@ def _in_type_of(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
 
 
 def _divergence_gradient(
-    job: _Job, student_BV: Tensor, teacher_BV: Tensor | None, rows: slice, coming_D: Tensor | None
+    job: _Job, student_BV: Tensor, teacher_CV: Tensor | None, block: slice, rows: slice, coming_D: Tensor | None
 ) -> Tensor | None:
-    if job.teacher is None or teacher_BV is None or coming_D is None:
+    """`block`: the rows, counted from the chunk's first."""
+    if job.teacher is None or teacher_CV is None or coming_D is None:
         return None
     leaf = job.cooled(student_BV, rows, copy=True).requires_grad_()
     with torch.enable_grad():
-        divergence_B = job.teacher.divergence(leaf, job.cooled(teacher_BV, rows), job.targets_R[rows])
+        divergence_B = job.teacher.divergence(leaf, job.cooled(teacher_CV[block], rows), job.targets_R[rows])
     return torch.autograd.grad(divergence_B, leaf, coming_D[job.teacher_rows(rows)])[0]
 
 

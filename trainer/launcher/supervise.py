@@ -230,11 +230,8 @@ class Supervisor:
 
     def _stop_kind(self, kind: Kind, hurry: Callable[[], bool]) -> None:
         group = [child for child in self.children if child.role.kind == kind and child.running]
-        # Without every process that a checkpoint needs, the ranks would wait for nothing.
-        can_save = len(self.children) == len(self.roles) and not any(
-            child.is_needed() and not child.running for child in self.children
-        )
-        number = signal.SIGKILL if hurry() or (kind == "rank" and not can_save) else signal.SIGTERM
+        at_once = kind == "rank" and not self._can_save()
+        number = signal.SIGKILL if at_once or hurry() else signal.SIGTERM
         for child in group:
             signal_session(child.process.pid, number)
         more_s = {
@@ -252,6 +249,11 @@ class Supervisor:
         for child in group:
             signal_session(child.process.pid, signal.SIGKILL)
             child.poll(wait=True)
+
+    def _can_save(self) -> bool:
+        """Return whether every process that a checkpoint needs is alive. Otherwise the ranks would wait for nothing."""
+        started = len(self.children) == len(self.roles)
+        return started and all(child.running for child in self.children if child.is_needed())
 
     def _spawn(self, role: RoleCommand) -> tuple[subprocess.Popen[Any], int]:
         """Start a role; returns its process and the length of its log so far."""

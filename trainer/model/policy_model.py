@@ -416,9 +416,7 @@ class SelfTeacher:
         """Read what `rows` need under every set of weights that is not the policy's. A collective."""
         results = [AuxiliaryLogprobs() for _ in rows]
         passes = self._teacher_passes(rows)
-        scored = [row.scored for row in rows] if self._cache else []
-        missing = self._cache.missing(scored) if self._cache else []
-        uncached = [pairs for pairs, is_missing in zip(scored, missing, strict=True) if is_missing]
+        uncached = self._uncached(rows)
         reads: dict[str, list[Callable[[], None]]] = {name: [] for name in self._swaps}
         if self._sets.reference is not None:
             reads[self._sets.reference].append(partial(self._read_reference, rows, results))
@@ -440,6 +438,12 @@ class SelfTeacher:
                     row.input_ids.device, non_blocking=True
                 )
         return results
+
+    def _uncached(self, rows: Sequence[PackedRow]) -> list[Sides]:
+        """Return the pairs that any rank has to score. A collective."""
+        scored = [row.scored for row in rows] if self._cache else []
+        missing = self._cache.missing(scored) if self._cache else []
+        return [pairs for pairs, is_missing in zip(scored, missing, strict=True) if is_missing]
 
     def follow(self) -> None:
         """Move the averages towards the new weights; called after each step."""

@@ -145,6 +145,10 @@ def _of_subagent(result: dict[str, Any]) -> str:
     return f"[done by a subagent: {', '.join(names)}]" if names else ""
 
 
+def _is_failure(code: object) -> bool:
+    return isinstance(code, int) and not isinstance(code, bool) and code != 0
+
+
 def _error(text: str, result: dict[str, Any], step: dict[str, Any]) -> str | None:
     """Return the text where the call failed, by the marks of Harbor's agents."""
     for extra in (object_at(result, "extra"), object_at(step, "extra")):
@@ -152,6 +156,6 @@ def _error(text: str, result: dict[str, Any], step: dict[str, Any]) -> str | Non
         flags = (extra.get("is_error"), extra.get("tool_result_is_error"), extra.get("success") is False)
         if True in flags or str(extra.get("status")).lower() in _BAD_STATUS:
             return text or "error"
-        if any(isinstance(code, int) and not isinstance(code, bool) and code != 0 for code in codes):
+        if any(map(_is_failure, codes)):
             return text or "error"
     return (text or "error") if result.get("error") or _FAILED.search(text) else failure(text)
