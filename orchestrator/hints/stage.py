@@ -1,6 +1,6 @@
 """The targets of the SDPO loss: hints at the turns of a finished group that went wrong. Read this file first.
 
-    rollouts --detect.py (rules, judge)--> ErrorTurns --generate.py (layers, in order)--> the hint's text
+    rollouts --generate.py (detectors)--> ErrorTurns --generate.py (layers, in order)--> the hint's text
              --HintPlacer (the sample's ids, the hint's between two of them)--> HintedTurn --> Sample.distillations
 
 An error message answers a turn. The turn that went wrong is the assistant turn before it, and the hint goes before that
@@ -36,14 +36,16 @@ from composer_prime.import_path import build_part
 from composer_prime.monitor.events import event
 from composer_prime.wire.types import HintedTurn, Sample, ints, pack_ints
 from orchestrator.chat_template import RENDER_ERRORS
-from orchestrator.hints.detect import FAILED, Detector, find_by_rules
 from orchestrator.hints.generate import (
+    FAILED,
     ChatEndpoint,
+    Detector,
     ErrorTurn,
     HintLayer,
     HintRequest,
     Templates,
     cut,
+    find_by_rules,
     model_hint,
     raw_error,
     sibling_demonstration,

@@ -6,8 +6,7 @@ import pytest
 
 from composer_prime.errors import ConfigError
 from orchestrator.environments.toolsmith.taskset import generate, run_call
-from orchestrator.hints.detect import find_errors
-from orchestrator.hints.generate import ErrorTurn, Templates
+from orchestrator.hints.generate import ErrorTurn, Templates, find_errors
 from orchestrator.rollouts.groups import messages_before, tool_replies, turn_error_rate
 from orchestrator.workers.call_schema import violation
 from orchestrator.workers.worker import MessageRecord, ToolCall

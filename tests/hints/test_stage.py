@@ -16,10 +16,10 @@ from composer_prime.errors import ConfigError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import flags, floats, ints
 from examples.wrong_hints import WrongHints
-from orchestrator.hints.detect import find_by_rules
 from orchestrator.hints.generate import (
     ChatEndpoint,
     Templates,
+    find_by_rules,
     model_hint,
     raw_error,
     sibling_demonstration,
