@@ -121,12 +121,10 @@ class GlobalModel:
         return mixed_n if due_n is None else mixed_n + (now_n - due_n)
 
     def rebased(self, fragment: int, before_n: Tensor) -> Tensor:
-        """Return global + (now - before), float32 [numel]."""
         part = self.fragments[fragment]
         return self.masters[fragment] + (part.read() - part.rounded(before_n))
 
     def install(self, values: Sequence[Tensor]) -> None:
-        """Give the parameters these values, float32 [numel] a fragment."""
         for fragment, values_n in zip(self.fragments, values, strict=True):
             fragment.write(values_n)
 

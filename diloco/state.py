@@ -52,7 +52,6 @@ DeltaStatus = Literal["counted", "missed", "replaced", "predecessor"]
 def delta_status(
     peer: str, offered: DeltaHeader | None, headers: Sequence[DeltaHeader], rejected: Collection[str]
 ) -> DeltaStatus:
-    """Return what a round closed with `headers` means for `peer`."""
     counted = next((header for header in headers if header.peer == peer), None)
     if counted is None:
         return "missed"
@@ -166,7 +165,6 @@ class Replica:
         return sizes[fragment] / max(1, sum(sizes))
 
     def tokens_held(self) -> float:
-        """Return the tokens whose work the global model lacks, by the share of parameters."""
         return sum(held.tokens * self._share(fragment) for fragment, held in enumerate(self.held))
 
     def restart_interval(self) -> None:

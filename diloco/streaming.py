@@ -124,7 +124,6 @@ class StreamingDiLoCo:
         self._link.close()
 
     def count(self, *, tokens: int) -> None:
-        """Note the tokens of the coming inner step, over all ranks of this cluster."""
         self._coming = self._coming.plus(LocalWork(tokens=tokens))
 
     def take_back(self) -> None:
@@ -214,7 +213,6 @@ class StreamingDiLoCo:
             logger.warning("outer step %d is not complete after %.0f s; training continues", self.outer_step, silent_s)
 
     def _offer_again(self) -> None:
-        """Offer work that missed its round for the next one."""
         if not self.replica.held[self.global_model.fragment].steps:
             return
         logger.warning(
@@ -391,7 +389,6 @@ class StreamingDiLoCo:
                 )
 
     def _start_from(self, start: StartingState, body: bytearray) -> bool:
-        """Start from there if all ranks can, or request another. A collective."""
         model, header = self.replica.global_model, start.header
         serial = header.serial if header is not None else 0
         tensors, problem = None, ""

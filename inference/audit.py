@@ -114,7 +114,6 @@ class Auditor(InferenceNode):
     """Checks answers. Use once."""
 
     def __init__(self, *node: Any, **options: Any) -> None:
-        """Raises EngineError unless the engine is a local one: no other says what it would draw."""
         super().__init__(*node, **options)
         if not isinstance(self._engine, LocalEngine):
             kind = type(self._engine).__name__
@@ -210,14 +209,12 @@ class Auditor(InferenceNode):
             raise ComposerError(f"it is not one of those that the run keeps ({known})")
 
     async def _fail(self, audit: OpenAudit, error: Exception, what: str = "") -> None:
-        """Give an answer up. Raises EngineError when the engine is dead."""
         if isinstance(error, EngineError) and not isinstance(error, BadRequestError):
             await self._local.score([0, 0])
         retryable = isinstance(error, OSError)
         self._end(audit, AuditVerdict(audit=audit.request.audit, error=f"{what}{error}", retryable=retryable))
 
     def _end(self, audit: OpenAudit, answer: AuditVerdict) -> None:
-        """Send an outcome, unless the connection was lost meanwhile."""
         if audit in self._audits:
             self._audits.remove(audit)
             self._link.send(answer)

@@ -187,7 +187,6 @@ async def _prepare(options: argparse.Namespace, state: NodeState) -> Assignment:
 
 
 async def _pull(state: NodeState, address: str, answer: Enrolled) -> ComposerError | None:
-    """Pull what the run named; return why there is nothing to pull for now."""
     from inference.pulling import pull_from_run
 
     if not answer.manifest:
@@ -228,7 +227,6 @@ class _Machine:
         return max(await asyncio.gather(*keepers))
 
     def _stop(self, number: signal.Signals) -> None:
-        """Have the nodes drain; pass on every further signal."""
         if self._stopping.is_set():
             for pid in self._running:
                 signal_session(pid, number)
@@ -313,7 +311,6 @@ def this_setup() -> NodeSetup:
 
 
 def machine_text(state: Path) -> str:
-    """Describe this machine; `state`: where the node keeps its files."""
     machine, driver = this_machine(), driver_cuda()
     gpus = ", ".join(f"{gpu_name()} {memory / GIB:.0f} GiB" for memory in machine.gpus) or "no GPU"
     memory = min(machine.memory_bytes, psutil.virtual_memory().available)

@@ -95,7 +95,6 @@ def _parse(words: list[str]) -> tuple[Assignment, bool]:
 
 
 def _as_auditor(words: list[str]) -> tuple[Assignment, bool]:
-    """Return the assignment of an auditor: the local engine, in float32, with the trainer's keys."""
     if words and words[0].startswith("tcp://"):
         return _auditor_elsewhere(words)
     assignment, dry_run = _parse(words)
@@ -120,7 +119,6 @@ def _as_auditor(words: list[str]) -> tuple[Assignment, bool]:
 
 
 def _bound_address(run_dir: RunDir, role: str = "node") -> str | None:
-    """Return None before the orchestrator has bound its sockets."""
     try:
         return json.loads(run_dir.endpoints.read_text())[role]
     except (FileNotFoundError, KeyError, json.JSONDecodeError):

@@ -97,7 +97,6 @@ async def _with_errors(request: web.Request, handler: Callable[[web.Request], Aw
 
 
 async def serve_models(models: list[str], threads: int, port: int) -> None:
-    """Serve until cancelled. Raises what loading a model raises."""
     import torch
 
     torch.set_num_threads(threads)
@@ -142,7 +141,6 @@ def _prompt(tokenizer: Any, body: _Chat) -> list[int]:
 
 
 def _message(text: str) -> dict[str, Any]:
-    """A broken call stays in the text."""
     calls = []
 
     def take(block: re.Match[str]) -> str:

@@ -105,14 +105,12 @@ class GatewayLink(ChunkSource):
         self.last_heard = time.monotonic()
 
     def reopen(self) -> None:
-        """Connect again and drop what was queued. Raises ConfigError for a bad address."""
         if self._socket is not None:
             self._socket.close(linger=0)
         self.endpoint = self._address()
         self._socket = dealer(self._context, self.endpoint, self._keys) if self.endpoint is not None else None
 
     def send(self, message: FromNode | FromAuditor) -> None:
-        """Queue `message`. Without a connection it is dropped."""
         if self._socket is not None:
             # A DEALER without a high-water mark never blocks, so the returned future is done.
             self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
@@ -162,7 +160,6 @@ class GatewayLink(ChunkSource):
             future.set_result(piece.data)
 
     def close(self) -> None:
-        """Close the socket; queued messages get half a second."""
         self._context.destroy(linger=500)
 
 
@@ -180,7 +177,6 @@ class InferenceNode:
         max_context: int | None = None,
         device: ComputeDevice | None = None,
     ) -> None:
-        """`max_context`: the most tokens that `engine` can hold; None to report no limit."""
         self._hello = NodeHello(
             node_id=node_id,
             engine=config.engine.replace(":", ".")[-40:],
@@ -448,7 +444,6 @@ class RunningAnswers:
             task.cancel()
 
     async def drain(self, limit_s: float) -> None:
-        """Let what runs end within `limit_s`, then send what the rest has so far."""
         if not self._running:
             return
         _, unfinished = await asyncio.wait(self.tasks, timeout=limit_s)

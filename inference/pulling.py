@@ -41,7 +41,6 @@ _TOUCH_S = 30.0
 
 
 async def pull_from_run(state: NodeState, address: str, answer: Enrolled) -> None:
-    """Pull what the run at `address` named when the node enrolled."""
     link = GatewayLink(lambda: f"tcp://{address}", state.keys())
     link.reopen()
     sources = WeightSources(link)
@@ -143,7 +142,6 @@ async def _keep_in_run(manifest: Manifest, link: ChunkSource | None) -> None:
 async def _persistently(
     versions: VersionFolder, refs: Sequence[ChunkRef], pull: Callable[[], Awaitable[Pulled]]
 ) -> Pulled:
-    """Return `await pull()`, tried again until nothing more of `refs` came for several times."""
     failures, before = 0, versions.missing_bytes(refs)
     while True:
         try:

@@ -65,7 +65,6 @@ class Receiver:
         self.installed: bytes | None = None
         """The signed manifest of that version."""
         self.canary_error: float | None = None
-        """Largest |logprob - manifest| of the last canary, in nats."""
         self.rollbacks = 0
         self.settled = asyncio.Event()
         self.settled.set()
@@ -89,20 +88,14 @@ class Receiver:
                 logger.info("weights v%d are those of %s: nothing to load", manifest.version, self._folder)
                 self.installed, self._proven = signed, manifest
                 return
-        start, before = time.monotonic(), self.versions.bytes_pulled
+        start = time.monotonic()
         tensors = await self.versions.fetch(manifest)
         pulled = time.monotonic()
         await self._swap(manifest, tensors)
         self.installed, self._proven, self._good, self.version = signed, manifest, tensors, manifest.version
         self.versions.settle(manifest)
-        logger.info(
-            "weights v%d in use: %.3f MB pulled and verified in %.2f s, swapped and proven in %.2f s, canary %.2g nats",
-            manifest.version,
-            (self.versions.bytes_pulled - before) / 1e6,
-            pulled - start,
-            time.monotonic() - pulled,
-            self.canary_error or 0.0,
-        )
+        seconds = pulled - start, time.monotonic() - pulled
+        logger.info("weights v%d in use: pulled in %.2f s, swapped and proven in %.2f s", self.version, *seconds)
 
     # -- swap ----------------------------------------------------------------------------------------------------
 
@@ -237,7 +230,6 @@ class VersionFolder:
     """The versions on this node's disk, one file a whole chunk. Used by one task at a time."""
 
     def __init__(self, source: ChunkSource, model_folder: Path, *, kept: Path | None = None) -> None:
-        """`kept`: a folder that outlasts this process; what is intact there is used."""
         self.source = source
         self._model_folder = model_folder
         self._scratch: Scratch | None = None
@@ -255,7 +247,6 @@ class VersionFolder:
         self.bytes_pulled = 0
 
     def close(self) -> None:
-        """Remove the folder, unless it is kept."""
         if self._scratch is not None:
             self._scratch.close()
 
@@ -308,7 +299,6 @@ class VersionFolder:
             raise
 
     async def _pull(self, what: str, ref: ChunkRef, gate: asyncio.Semaphore) -> None:
-        """Pull one chunk. What came before a failure stays."""
         async with gate:
             while not self.has(ref):
                 data = self._begun.setdefault(ref.sha256, bytearray())
@@ -340,7 +330,6 @@ class VersionFolder:
         return self.missing_bytes(manifest.patch) < self.missing_bytes(manifest.chunks)
 
     def _make_anchor(self, manifest: Manifest) -> None:
-        """Make an anchor's chunks from those of the one before. Raises CorruptWeightsError."""
         what = f"weights v{manifest.version}"
         for old, new, patch in zip(manifest.base, manifest.chunks, self._patches(manifest), strict=True):
             if not self.has(new):
@@ -375,7 +364,6 @@ class VersionFolder:
             return False
 
     def write(self, what: str, ref: ChunkRef, data: bytes | bytearray) -> None:
-        """Keep a chunk of `what`. Raises CorruptWeightsError for other bytes, OSError when the disk is full."""
         if len(data) != ref.size:
             raise CorruptWeightsError(f"{what}: chunk {ref.sha256} has {len(data)} bytes, the manifest says {ref.size}")
         if hashlib.sha256(data).hexdigest() != ref.sha256:
@@ -394,7 +382,6 @@ class VersionFolder:
         self._held.add(ref.sha256)
 
     def read(self, ref: ChunkRef, what: str) -> bytes:
-        """Return a chunk of `what`. Raises CorruptWeightsError when it is gone or changed."""
         try:
             data = self.path_of(ref).read_bytes()
         except OSError as error:

@@ -61,7 +61,6 @@ class Assignment:
 
 
 def run_node(assignment: Assignment) -> int:
-    """Serve; return the exit status. Raises ConfigError."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if assignment.run_dir is not None:
         record_events(assignment.run_dir, assignment.node_name)
@@ -137,7 +136,6 @@ async def _start(assignment: Assignment, folder: Path, stack: AsyncExitStack) ->
 
 
 def _weights(assignment: Assignment, link: GatewayLink, stack: AsyncExitStack) -> ChunkSource:
-    """Return the run's store where it is on this machine, else copies and last the link."""
     from composer_prime.run.weights import WeightStore
     from inference.receiver import FolderSource
     from inference.weight_sources import WeightSources

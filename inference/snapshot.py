@@ -191,7 +191,6 @@ class AdaptedSnapshot(Snapshot):
 
 
 def _fits(factor: str, shape: tuple[int, ...], base: Snapshot, factors: Snapshot) -> bool:
-    """Tell whether a factor [rank, in] or [out, rank] fits its tensor and its partner."""
     name, _, side = factor.rpartition(".lora_")
     whole, partner = base.shapes.get(name), factors.shapes.get(f"{name}.lora_{'B' if side == 'A' else 'A'}")
     if side not in ("A", "B") or whole is None or partner is None or not len(shape) == len(partner) == len(whole) == 2:
@@ -201,7 +200,6 @@ def _fits(factor: str, shape: tuple[int, ...], base: Snapshot, factors: Snapshot
 
 
 def _fill(file, target: memoryview) -> None:
-    """One read may return less than was asked for, on Linux always above 2 GiB."""
     done = 0
     while done < len(target):
         count = file.readinto(target[done:])

@@ -65,7 +65,6 @@ class HttpSource(ChunkSource):
         return bytes(received)
 
     def _check(self, response: aiohttp.ClientResponse, offset: int) -> int:
-        """Return how many bytes have to come. Raises OSError for another answer."""
         if response.status != 206:  # A redirection leads nowhere.
             raise OSError(f"{self.name} answers {response.status} {response.reason}, expected 206: it must know Range")
         sent = response.headers.get("Content-Range", "")
@@ -152,7 +151,6 @@ class WeightSources(ChunkSource):
         return now >= self._hurried_until
 
     def _in_order(self, sha256: str) -> list[tuple[str, HttpSource]]:
-        """Return the copies to ask, in turn; the chunk's name says where to begin."""
         copies, now = list(self._copies.items()), self._clock()
         first = int(sha256[:8], 16) % max(1, len(copies))
         return [copy for copy in copies[first:] + copies[:first] if self._aside_until.get(copy[0], 0.0) <= now]

@@ -308,7 +308,6 @@ class Rounds:
     # -- the open round --------------------------------------------------------------------------------------------
 
     def open_round(self) -> Round | None:
-        """Return the most advanced round that is open."""
         pending = [each for each in self.rounds.values() if not each.is_closed]
         return max(pending, key=lambda each: each.outer_step, default=None)
 
@@ -323,7 +322,6 @@ class Rounds:
         return max((peer.outer_step for peer in self.training(now)), default=0)
 
     def delta(self, header: DeltaHeader) -> Blob[DeltaHeader]:
-        """Return the blob of a delta; a new one replaces the same rank's."""
         current = self.rounds.setdefault(header.outer_step, Round(header.outer_step))
         key = (header.peer, header.rank)
         blob = current.blobs.get(key)

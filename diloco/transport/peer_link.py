@@ -113,7 +113,6 @@ class PeerLink:
         self.retry_round()
 
     def retry_round(self) -> None:
-        """Take part once more in the current round."""
         if self._round is not None:
             self._round.cancel()
         self._round_hellos = self._exchange.hellos
@@ -206,7 +205,6 @@ class Exchange:
         """How long the upload of the last delta took."""
 
     async def open(self) -> None:
-        """Connect. Raises DeadlineError or RefusedError."""
         config, hello = self._config, self.hello
         identity = f"{hello.peer}/{hello.rank}/{hello.instance}"  # a successor's answers are not this process's
         self.connection = Connection(config.rendezvous, self._key.client(), identity, config.rate_limit_mbit)

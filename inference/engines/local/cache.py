@@ -108,7 +108,6 @@ class KvCache:
         return np.minimum(common, self.computed[: self.high]), np.minimum(common, self.known[: self.high])
 
     def _vacant(self, keep: int) -> int | None:
-        """Return a free slot, else a new one, else the one idle for longest; `keep` last."""
         idle = np.flatnonzero(~self.running[: self.high]).tolist()
         for slot in idle:
             if self.session[slot] is None:
@@ -126,7 +125,6 @@ class KvCache:
         return known + 1
 
     def release(self, slot: int) -> None:
-        """End the slot's request. Its cache stays, unless older weights computed it."""
         self.running[slot] = False
         if self.fresh[slot]:
             self._clock += 1
@@ -157,7 +155,6 @@ class KvCache:
         return sum(tensor.shape[0] * tensor.shape[3] * tensor.element_size() for tensor in tensors)
 
     def _empty(self, heads: int, like: torch.Tensor) -> torch.Tensor:
-        """Return zeros. On a CPU untouched pages cost no memory."""
         shape = (heads, self.slots, self.columns, like.shape[-1])
         if like.device.type != "cpu":
             return like.new_zeros(shape)

@@ -70,7 +70,6 @@ class LoadedModel:
                 targets[name].copy_(tensors[name])
 
     def read_back(self, names: list[str]) -> list[ReadBack]:
-        """Return checksums. Any thread may call it while no swap is under way."""
         dtypes = {name: str(self._targets[name].dtype).removeprefix("torch.") for name in names}
         return [ReadBack(names=[name], dtype=dtypes[name], checksum=word_sum(self._targets[name])) for name in names]
 

@@ -158,7 +158,6 @@ class LocalEngine:
         await computer.mail.call(computer.swap, version, tensors)
 
     async def read_back(self, names: list[str]) -> list[ReadBack]:
-        """Read outside the compute thread, so that decoding continues."""
         return await asyncio.to_thread(self._serving().model.read_back, names)
 
     async def score(self, token_ids: list[int]) -> list[float]:
@@ -201,7 +200,6 @@ class LocalEngine:
         )
 
     async def close(self) -> None:
-        """Fail what waits. Does not wait for an engine that still loads."""
         if self._computer is None:
             return
         mail = self._computer.mail
@@ -246,7 +244,6 @@ class Mailbox:
         return future
 
     def call(self, function: Callable[..., object], *args: object) -> asyncio.Future:
-        """Have the thread call `function(*args)` between two steps. Return a future of the outcome."""
         future = self.future()
         self._inbox.put((future, function, args))
         return future
@@ -416,7 +413,6 @@ class Computer:
         return self.model.forward(step)
 
     def _capacity(self) -> int:
-        """Return the number of slots: two per running sequence, if they fit."""
         local = self._config.local
         slot_bytes = self._cache.bytes_per_token * self._context
         fitting = int(local.kv_cache_gib * GIB) // slot_bytes

@@ -233,7 +233,6 @@ class VllmProcess:
 
     @classmethod
     async def spawn(cls, config: InferenceConfig, log: Path) -> VllmProcess:
-        """Start the child, which ends itself when our end of the socket pair closes."""
         ours, theirs = socket.socketpair()
         with theirs, log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
@@ -259,7 +258,6 @@ class VllmProcess:
             self._frames.send(Ask(call=next(self._numbers), method="abort", arguments=packed([number])))
 
     async def answer(self, number: int, kind: Any, what: str | None = None, limit_s: float = _SWAP_TIMEOUT_S) -> Any:
-        """Return the reply, decoded as `kind`. With `what` it has to come within `limit_s`."""
         try:
             value = await asyncio.wait_for(self._waiting[number], limit_s if what else None)
         except TimeoutError:
@@ -306,7 +304,6 @@ class VllmProcess:
         return f"vLLM {how}; the last lines of {self._log}:\n{last_words(self._log)}"
 
     async def close(self) -> None:
-        """Close the link, wait a little, then kill what is left of the child's session."""
         self._fail(EngineError("the vLLM engine is closed"))
         self._listener.cancel()
         await asyncio.gather(self._listener, return_exceptions=True)

@@ -20,12 +20,10 @@ from inference.snapshot import Held, word_sum
 
 _RULE = "draw"
 _ANY_DRAW = (1.0, 0, 1.0, 0)
-"""For requests that are scored: what they sample is not used."""
 _SAMPLED_BYTES = 256 << 20
 """Of float work at a time: vLLM has not left memory for more."""
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
-"""Types that published values are cast to; narrower ones hold scaled values."""
 
 
 def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
