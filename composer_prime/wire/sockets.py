@@ -16,7 +16,9 @@ import asyncio
 import ctypes
 import errno
 import logging
+import math
 import struct
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -115,6 +117,8 @@ class SecureServer:
         self.context = context
         self.socket = socket
         self.authenticator = authenticator
+        self.behind_at = -math.inf
+        """When a message of many frames was last read, monotonic seconds. Those of other peers wait for its end."""
         self._direct = zmq.Socket.shadow(socket)
         """The same socket, for reads that need not wait."""
         self._unread: UnreadBytes | None = None
@@ -149,6 +153,8 @@ class SecureServer:
             num_bytes += len(frame)
             more = frame.more
             if num_frames % _FRAMES_AT_A_TIME == 0:
+                if num_frames >= MAX_FRAMES:
+                    self.behind_at = time.monotonic()
                 if num_frames == MAX_FRAMES:
                     unread.end(fd, peer, num_bytes + num_frames * LEAST_FRAME_BYTES)
                 await asyncio.sleep(0)
@@ -311,6 +317,11 @@ class NodeSocket:
         )
         give_back_buffers()
         self.endpoint = self._server.endpoint
+
+    @property
+    def behind_at(self) -> float:
+        """When a message of many frames was last read, monotonic seconds."""
+        return -math.inf if self._server is None else self._server.behind_at
 
     def send(self, identity: bytes, message: msgspec.Struct) -> bool:
         """Queue `message` for a connection. Return False when the connection is gone."""

@@ -41,6 +41,8 @@ from orchestrator.swarm import Admission, Auditors, Audits
 
 logger = logging.getLogger(__name__)
 
+_BEHIND_FACTOR = 4
+"""For how many lost_after_s a node's heartbeats may wait behind messages of many frames."""
 _STALL_SHARE = 0.25
 """Share of the longest rollout's time that a node may hold requests without an answer or a token. Its requests then
 have time left for another node. A weight swap and a long prefill must fit in."""
@@ -206,7 +208,7 @@ class Gateway:
                 continue
             router = self.router
             self.link.end_revoked()
-            router.lose_silent(inference.lost_after_s)
+            router.lose_silent(inference.lost_after_s * (_BEHIND_FACTOR if self.link.is_behind else 1))
             router.reclaim_stalled(max(inference.lost_after_s, _STALL_SHARE * self.router.request_timeout_s))
             if (error := self.waits.enforce()) is not None:
                 self._fail(error)

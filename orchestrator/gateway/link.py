@@ -290,6 +290,11 @@ class NodeLink:
     def endpoint(self) -> str:
         return self._socket.endpoint
 
+    @property
+    def is_behind(self) -> bool:
+        """Tell whether heartbeats may have waited lately, behind a message of many frames."""
+        return time.monotonic() - self._socket.behind_at < self._config.inference.lost_after_s
+
     def publish(self, signed: bytes, manifest: Manifest) -> None:
         """Send a new version to every node, and give back what each may pull of it."""
         self.welcome = msgspec.structs.replace(self.welcome, manifest=signed)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -82,11 +84,33 @@ async def test_a_message_of_many_frames_does_not_hold_the_event_loop(keys: RunKe
     receiving = asyncio.create_task(socket.receive())
     while turns < 20:
         await asyncio.sleep(0)
-    assert not receiving.done()
+    assert time.monotonic() - socket.behind_at < 100 and not receiving.done()
     assert (await receiving).num_frames == 20_000
     counting.cancel()
     context.destroy(linger=0)
     await socket.close()
+
+
+async def test_a_silent_node_is_found_though_messages_of_many_frames_are_read(open_gateway, node_keys, monkeypatch):
+    """Its heartbeats may wait behind them, so it has four times as long, and no longer."""
+    async with (
+        open_gateway(inference={"heartbeat_s": 0.1, "lost_after_s": 1000.0}) as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "a", heartbeat_s=1e6),
+    ):
+        [attached] = gateway.router.attached()
+        ticked = asyncio.Event()
+        monkeypatch.setattr(gateway.control, "tick", ticked.set)
+
+        async def is_lost_after(silent_s: float) -> bool:
+            attached.heard = time.monotonic() - silent_s
+            for _ in range(2):
+                ticked.clear()
+                await ticked.wait()
+            return not attached.attached
+
+        gateway.link._socket._server.behind_at = math.inf
+        assert not await is_lost_after(3000)
+        assert await is_lost_after(5000)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="connections are found as on Linux")
