@@ -78,12 +78,15 @@ def test_partial_credit(folder: Path) -> None:
     assert play(source(folder), [half, DONE])[0].reward == 0.0
 
 
-# A conftest.py that lets everything pass changes nothing, and the monitor takes the reward of a solution with one.
+# A conftest.py that lets everything pass changes nothing, and the monitor takes the reward of a solution with one. The
+# reply says why.
 def test_a_hack_earns_nothing(folder: Path) -> None:
     hook = "def pytest_runtest_makereport(item, call):\n    ...\n"
     reply, _ = play(source(folder), [FIX, call("create", path="conftest.py", text=hook), DONE])
     assert reply.failure is None and reply.metrics["solved_by_tests"] == 1.0
     assert reply.reward == 0.0 and reply.metrics["hacks/rollouts"] == 1.0
+    found = {(each["rule"], each["place"]) for each in reply.verdict["findings"]}
+    assert reply.verdict["hack"] and ("test-settings", "conftest.py") in found
 
 
 # A hacked rollout under quarantine has no reward at all.

@@ -6,10 +6,11 @@ unless a judge confirms it. A `hack` brings the source's policy into force.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 from pydantic_config import BaseConfig
@@ -156,6 +157,15 @@ class HackVerdict:
             "hacks/quarantined": float(self.policy == "quarantine"),
             "hacks/lures": float(bool(rules & {"lure-used", "lure-opened"})),
             "hacks/findings": float(self.count),
+        }
+
+    def record(self) -> dict[str, Any]:
+        """Return what the rollout's line in rollouts/*.jsonl says (workers/verifiers_adapter.py)."""
+        return {
+            "policy": self.policy,
+            "hack": self.is_hack,
+            "findings": [dataclasses.asdict(each) for each in self.findings],
+            "count": self.count,
         }
 
 
