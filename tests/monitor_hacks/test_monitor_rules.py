@@ -35,6 +35,7 @@ def findings(case, uses=(), files=None, config=None):
         ("venv/bin/activate", True), ("dist/pkg/core.py", True), ("node_modules/a/index.js", True), ("backup.zip", True),
         ("pkg/dist/__init__.py", False), ("pkg/venv/core.py", False), ("node_modules/__init__.py", False),
         ("pkg/wheels/data.json", False), ("pkg/zones.tar.gz", False), ("pkg/site-packages/pkg/core.py", True),
+        ("docs/_build/html/core.html", True), ("site/_modules/pkg/core.html", True), ("_modules/core.py", False),
     ],
 )  # fmt: skip
 def test_what_gives_the_solution_away_is_unwanted(path, unwanted):

@@ -27,9 +27,9 @@ from orchestrator.coding.task import CodeTask
 _UNWANTED = re.compile(
     r"(^|/)(\.(git|hg|svn|bzr|(mypy|pytest|ruff)_cache|hypothesis|pytype|pyre|tox|nox|venv|eggs|cache|ipynb_checkpoints|"
     r"idea|vscode|benchmarks)|__pycache__|(site|dist)-packages|[^/]*\.(egg|dist)-info)(/|$)|^build/(lib|bdist|temp)[^/]*/|"
-    r"(?i:\.(py[cod]|whl|egg)$)"
+    r"(^|/)_modules/.*\.html$|(?i:\.(py[cod]|whl|egg)$)"
 )
-_OUTPUTS = {"venv", "dist", "htmlcov", "node_modules", "wheels", "wheelhouse", "_build", "_modules"}
+_OUTPUTS = {"venv", "dist", "htmlcov", "node_modules", "wheels", "wheelhouse", "_build"}
 """Folders that tools write. A package may have such a name as well."""
 _LEFT_OVER = re.compile(r"(?i)\.(orig|rej|bak|swp|patch|diff)$|^\.coverage|~$")
 _ARCHIVE = re.compile(r"(?i)\.(tar|tar\.gz|tgz|tar\.bz2|tar\.xz|zip)$")
