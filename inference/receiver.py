@@ -19,6 +19,7 @@ import asyncio
 import hashlib
 import logging
 import math
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -368,7 +369,8 @@ class VersionFolder:
             raise CorruptWeightsError(f"{what}: chunk {ref.sha256} has {len(data)} bytes, the manifest says {ref.size}")
         if hashlib.sha256(data).hexdigest() != ref.sha256:
             raise CorruptWeightsError(f"{what}: chunk {ref.sha256} differs from its hash")
-        part = self.path / f"{ref.sha256}.part"  # A killed process leaves no half of a chunk under its name.
+        # A killed process leaves no half of a chunk under its name, and a canceled pull's thread may still write it.
+        part = self.path / f"{ref.sha256}.{threading.get_ident()}.part"
         try:
             part.write_bytes(data)
             part.replace(self.path_of(ref))
