@@ -30,7 +30,7 @@ from renderers.base import (
     reject_assistant_in_extension,
     trim_to_turn_close,
 )
-from renderers.configs import CustomRendererConfig, DefaultRendererConfig, Qwen3RendererConfig
+from renderers.configs import DefaultRendererConfig, Qwen3RendererConfig
 from renderers.default import DefaultRenderer, _decode_tool_call_arguments
 from renderers.qwen3 import Qwen3Renderer
 
@@ -103,20 +103,17 @@ def _choose(model_path: str, tokenizer: Any, choice: str | dict[str, Any] | None
     name = MODEL_RENDERER_MAP.get(published_name(model_path) or "") or _by_architecture(model_path, tokenizer)
     if name is not None:
         visible = _VISIBLE_CALLS.get(name)
-        return _explicit(name) if visible is None else _custom(visible)
+        return _explicit(name if visible is None else {"name": "custom", "import_path": visible})
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             f"{model_path} has no chat template: add chat_template.jinja to the folder, set model.chat_template to a "
             "Jinja file, or name a renderer that knows the model in model.renderer"
         )
-    return _custom("orchestrator.chat_renderer.ChatTemplateRenderer")
+    return _explicit({"name": "custom", "import_path": "orchestrator.chat_renderer.ChatTemplateRenderer"})
 
 
 def read_tokenizer(model_path: str) -> Any:
-    """Return the folder's tokenizer, from tokenizer.json where it has one: AutoTokenizer would import torch.
-
-    Raises ModelNotFoundError.
-    """
+    """Return the folder's tokenizer, without torch where it has a tokenizer.json. Raises ModelNotFoundError."""
     folder = Path(model_path)
     if not (folder / "tokenizer_config.json").exists():
         raise ModelNotFoundError(
@@ -148,10 +145,6 @@ def _explicit(choice: str | dict[str, Any] | None) -> RendererConfig:
         names = ", ".join(sorted(set(MODEL_RENDERER_MAP.values())))
         message = f"renderer {choice!r} is not one of renderers' own ({names}, default, custom): {error}"
         raise ConfigError(message) from error
-
-
-def _custom(import_path: str) -> RendererConfig:
-    return CustomRendererConfig(name="custom", import_path=import_path)
 
 
 def _by_architecture(model_path: str, tokenizer: Any) -> str | None:
@@ -272,10 +265,8 @@ class ChatTemplateRenderer(DefaultRenderer):
 class VisibleCallsQwen3Renderer(Qwen3Renderer):
     """The Qwen3 renderer, for models with the official chat template, with broken tool calls kept visible.
 
-    The stock renderer parses a completion into content and tool calls. Verifiers then drops every call without a name,
-    and its text with it. The rest looks like an empty answer. Here a call that cannot be run stays in the content as
-    the text that the model wrote, `<tool_call>...</tool_call>`. So the tool loop can answer it, the trace shows it, and
-    rendering the message again gives the same tokens.
+    Verifiers drops every call without a name, and its text with it. Here a call that cannot be run stays in the content
+    as the text that the model wrote. So the tool loop can answer it, and rendering it again gives the same tokens.
     """
 
     config_class = Qwen3RendererConfig

@@ -311,10 +311,7 @@ class GroupProgress(msgspec.Struct, kw_only=True):
 
 
 class OrchestratorState(GroupProgress, kw_only=True):
-    """Everything about step `step` that cannot be derived from the configuration.
-
-    Every random draw derives from run.seed and from group numbers: there is no generator state to save.
-    """
+    """Everything about step `step` that cannot be derived from the configuration."""
 
     run_id: str
     step: int

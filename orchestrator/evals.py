@@ -105,10 +105,7 @@ class Evaluator:
         return f"evaluation of step {self.step}: {'about to start' if self.running is None else self._progress}"
 
     async def serve(self) -> None:
-        """Serve requests until cancelled.
-
-        Raises EnvironmentWorkerError, or DeadlineError when no node gets the version in time.
-        """
+        """Serve requests until cancelled. Raises DeadlineError when no node gets a version in time."""
         while True:
             while self._requested is None:
                 await self.run.changed.wait(3600)

@@ -74,10 +74,7 @@ def freeze_startup() -> None:
 
 
 class Notifier:
-    """Wakes all that wait for a change, within one event loop.
-
-    `wait_for` does not miss a notification that came before the wait.
-    """
+    """Wakes all that wait for a change, within one event loop."""
 
     def __init__(self) -> None:
         self._next: asyncio.Future[None] | None = None
@@ -97,10 +94,7 @@ class Notifier:
         return bool(done)
 
     async def wait_for(self, condition: Callable[[], object], timeout_s: float) -> bool:
-        """Return True once `condition()` holds, False when it does not hold within `timeout_s` seconds.
-
-        Checks the condition now and at each notification.
-        """
+        """Return True once `condition()` holds, False when it does not hold within `timeout_s` seconds."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while not condition():

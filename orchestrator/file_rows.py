@@ -106,10 +106,7 @@ class RowTokenizer:
         return next((at + 1 for at in range(start, stop) if ids[at] in self._stops), None)
 
     def demonstration(self, row: ConversationRow) -> TermUnit | None:
-        """Return the row as ids; None where it is too long.
-
-        Raises ConfigError: the template cannot render it, or not mark what an assistant wrote.
-        """
+        """Return the row as ids; None where it is too long. Raises ConfigError for the template."""
         if row.tools and not getattr(self._renderer, "supports_tools", True):
             raise ConfigError(
                 f"{row.name} has tools, but the chat template of the model writes none: use a model or a "
@@ -184,10 +181,7 @@ def _unmarked(row: ConversationRow, reason: str) -> ConfigError:
 
 
 class PairMixer:
-    """Each pass over the file has its own order. Not thread-safe: one caller at a time.
-
-    It reads a file and tokenizes, so call it from a thread.
-    """
+    """Each pass over the file has its own order. It reads a file: call it from one thread at a time."""
 
     def __init__(
         self,
@@ -228,10 +222,7 @@ class PairMixer:
         self._shuffle()
 
     def draw(self, step: int) -> list[Preference]:
-        """Return the next `per_step` pairs that can be trained, none twice; fewer where the file has fewer.
-
-        Warns once for each state of the file that no pair of it can be trained.
-        """
+        """Return the next `per_step` pairs that can be trained, none twice; fewer where the file has fewer."""
         available = self._file.refresh() if self._active(step) else 0
         preferences: dict[str, Preference] = {}
         for _ in range(2 * available):

@@ -62,10 +62,7 @@ async def play_episodes(
 
 
 def trial_warnings(rollouts: Sequence[FinishedRollout], overlap: str | None = None) -> list[str]:
-    """Return one sentence for each reason why such episodes could teach nothing.
-
-    `overlap`: the worker's sentence on held-out tasks that are training tasks.
-    """
+    """Return one sentence for each reason why such episodes could teach nothing."""
     scored = [rollout for rollout in rollouts if rollout.reward is not None]
     rewards = {rollout.reward for rollout in scored}
     warnings = [overlap] if overlap else []

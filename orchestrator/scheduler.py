@@ -91,9 +91,7 @@ class Dispatcher:
                                   |              +-> failed: a fresh try, at most max_retries
                                   +-> all siblings ended -> hints -> advantages, filter (thread) -> on_end(group)
 
-    Groups never wait for one another. A rollout continues while policy versions change, so a long one is kept. A
-    sibling waits at most for a permit and for its rollout's deadline. An error that is not a rollout's own (workers
-    gone for good) ends the run.
+    Groups never wait for one another. An error that is not a rollout's own (workers gone for good) ends the run.
     """
 
     run: OpenRun
@@ -473,9 +471,7 @@ class BatchScheduler:
     async def checkpoint(self, step: int) -> None:
         """Write the orchestrator's part of checkpoint `step`; drop journal segments that no checkpoint needs.
 
-        Do nothing if this checkpoint was written last and its file exists: then the answer was lost, and the trainer
-        asks again. If the trainer restarts this checkpoint, the file is gone.
-
+        Do nothing if it was written last and its file exists: the trainer asks again, because the answer was lost.
         Raises RunMismatchError when the trainer is at another step, CheckpointError when the disk refuses.
         """
         if step == self._saved_step and await asyncio.to_thread(state_path(self.run.run_dir, step).exists):
@@ -548,9 +544,8 @@ class BatchScheduler:
         self.dropped.add(group)
         self._write(Dropped(seq=self.journal.next_seq(), group=self.dropped.since_batch[-1]))
         dropped = len(self.dropped.since_batch)
-        if (
-            dropped == _BATCHES_LEFT_OUT * self.run.settings.groups_per_step
-        ):  # The batch that would tell may never form.
+        # The batch that would tell may never form.
+        if dropped == _BATCHES_LEFT_OUT * self.run.settings.groups_per_step:
             _warn_of_filtered(self.dropped.num_filtered / (dropped + len(self.buffer)))
 
     def _write(self, entry: Entry) -> None:

@@ -162,10 +162,7 @@ class Curriculum(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Shuffled:
-    """Every task once per epoch, each epoch in its own order.
-
-    Only the draw number decides, so the state is one integer.
-    """
+    """Every task once per epoch, each epoch in its own order."""
 
     num_tasks: int
     seed: int
@@ -249,10 +246,7 @@ class Frontier:
 
 
 def build_curriculum(config: CurriculumConfig, *, num_tasks: int, seed: int) -> Curriculum:
-    """Build the curriculum of one source.
-
-    Raises ConfigError when `import_path` names no class, or the class does not take `kwargs`.
-    """
+    """Build the curriculum of one source. Raises ConfigError for a class that does not fit."""
     key, given = "orchestrator.curriculum.import_path", {"num_tasks": num_tasks, "seed": seed}
     curriculum = build_part(config.import_path, config.kwargs, CURRICULA, key, given)
     missing = [name for name in ("next_task", "observe", "state", "load_state") if not hasattr(curriculum, name)]
@@ -264,10 +258,7 @@ def build_curriculum(config: CurriculumConfig, *, num_tasks: int, seed: int) -> 
 
 
 def source_spec(source: SourceConfig, config: Config, model_dir: Path) -> SourceSpec:
-    """Return what the source's worker processes load.
-
-    `model_dir`: has tokenizer and chat template.
-    """
+    """Return what the source's worker processes load."""
     tasksets = {TRAIN: source.taskset}
     if source.eval_taskset:
         tasksets[EVAL] = {**source.taskset, **source.eval_taskset}

@@ -1,8 +1,6 @@
 """What the run waits for, and since when: in words for people, and as deadlines.
 
-describe_startup, describe_nodes   until the environments are loaded
-RunWatchdog                        afterwards: what is waited for now, how far the run is from its end, and the
-                                   deadlines that no single wait owns (a batch that does not fill, a silent trainer)
+The deadlines are those that no single wait owns: a batch that does not fill, a silent trainer.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class HintsConfig(BaseConfig):
     """Rules that find error turns: a reply that reports a failed call; an exception or a failed test in a tool's
     output; a call that violates its tool's schema. `failed` (off by default) selects the last turn of a rollout without
     reward, with a successful rollout of the group as an example (SDPO's feedback, arXiv 2601.20802). An own
-    detector is `module:Class`, or { name = "module:Class", settings = { … } }; see orchestrator/hints/detect.py.
+    detector is `module:Class`, or { name = "module:Class", settings = { … } }; see orchestrator/hints/generate.py.
     """
     layers: list[str | PartConfig] = ["template"]
     """Writers of the hint, in order; the first one with a hint wins: template, raw_error, llm, sibling, or

@@ -1,7 +1,6 @@
 """A batch's figures for the trainer's line in metrics.jsonl.
 
-Rewards are those of every rollout that ended since the batch before, filtered groups included. In those all siblings
-passed or all failed: a mean without them would hide both.
+Rewards are those of every rollout that ended since the batch before, filtered groups included.
 """
 
 from __future__ import annotations

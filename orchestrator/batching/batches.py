@@ -1,7 +1,5 @@
 """The staleness rule, finished groups that wait for a batch, and formed batches until the trainer has them.
 
-The staleness rule:
-
     version v     weights after v optimizer steps; in a joint run ([diloco]) the global model after v full sweeps
     batch N       is trained on the newest version after step N-1, call it n: a token of version v is n-v versions old;
                   trained: v >= n-max_staleness
@@ -132,11 +130,7 @@ def free_slots(
 
 
 class Buffer:
-    """Groups are taken in order of group number: data order depends on which groups are ready and on nothing else.
-
-    Groups that no future batch accepts are swept out. Groups without advantage but with hinted turns (DISTILLED) wait
-    for a batch to join.
-    """
+    """Groups are taken in order of group number: data order depends on which groups are ready and on nothing else."""
 
     def __init__(self) -> None:
         self._ready: dict[int, FinishedGroup] = {}
@@ -178,8 +172,7 @@ class Buffer:
     def take(self, count: int, oldest: int, newest: int, *, with_distilled: bool = True) -> list[FinishedGroup] | None:
         """Remove and return the `count` lowest-numbered usable groups; None while there are fewer.
 
-        With them go at most as many DISTILLED groups if `with_distilled`. All are in order of group number, and whole:
-        to cut out tokens of versions before `oldest` copies them, which is a thread's work.
+        With them go at most as many DISTILLED groups if `with_distilled`. All keep tokens of versions before `oldest`.
         """
         numbers = self.usable(oldest, newest)[:count]
         if len(numbers) < count:
@@ -254,10 +247,7 @@ class Batches:
         return self.trained >= self.last_step
 
     def restore(self, *, versions: Versions, formed: int, batches: list[Batch], last_step: int | None = None) -> None:
-        """Continue after step `versions.trained` with the batches from the next one to `formed`.
-
-        `last_step`: as in StepDone.
-        """
+        """Continue after step `versions.trained` with the batches from the next one to `formed`."""
         self.last_step = self.config.run.max_steps if last_step is None else last_step
         self.versions = versions
         self.formed = formed
@@ -286,10 +276,7 @@ class Batches:
         return self._batches.get(step)
 
     def done(self, step: int, version: int, last_step: int | None = None) -> None:
-        """Drop the batches up to `step`: the trainer took it, and `version` is its newest policy version.
-
-        `last_step`: as in StepDone.
-        """
+        """Drop the batches up to `step`: the trainer took it, and `version` is its newest policy version."""
         self.last_step = self.config.run.max_steps if last_step is None else last_step
         self.versions = self.versions.after(step, version)
         for old in [held for held in self._batches if held <= step]:

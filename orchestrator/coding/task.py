@@ -76,10 +76,7 @@ def read_tasks(folder: Path) -> Iterator[CodeTask]:
 
 
 def index_tasks(folder: Path) -> Iterator[tuple[int, CodeTask]]:
-    """Yield the tasks of a folder, each with the place of its line in bytes.
-
-    Raises ConfigError for a missing folder, a line that is not a task of a known version, and a file without tasks.
-    """
+    """Yield the tasks of a folder, each with the place of its line in bytes. Raises ConfigError."""
     path = folder / TASKS_FILE
     if not path.is_file():
         raise ConfigError(

@@ -241,11 +241,7 @@ async def find_by_rules(templates: Templates, detect: Set[str], rollout: Finishe
 
 
 def find_errors(templates: Templates, detect: Set[str], rollout: FinishedRollout) -> list[ErrorTurn]:
-    """Return the first error of each turn, in the order of the turns.
-
-    Errors are failed calls, exceptions and failed tests in tools' answers, and calls that break their schema. `detect`:
-    as orchestrator.hints.detect.
-    """
+    """Return the first error of each turn, in the order of the turns. `detect`: as orchestrator.hints.detect."""
     turns = rollout.turns
     replies_to = {index: replies for index, replies in tool_replies(turns).items() if turns[index].turn is not None}
     errors = []
@@ -315,7 +311,7 @@ async def raw_error(request: HintRequest) -> str | None:
 async def model_hint(endpoint: ChatEndpoint, request: HintRequest) -> str | None:
     """Ask a model, which reads the conversation, the turn and the error."""
     turns, position = request.rollout.turns, request.error.message
-    conversation = _transcript(messages_before(turns, position))
+    conversation = _without_middle("\n\n".join(map(_message_text, messages_before(turns, position))), _TOTAL_CHARS)
     error = f"What went wrong ({request.error.kind}):\n{request.error.text[:1000]}"
     content = f"{conversation}\n\nThe turn:\n{_message_text(turns[position])}\n\n{error}"
     text = await endpoint.ask([{"role": "system", "content": _WRITE}, {"role": "user", "content": content}])
@@ -343,11 +339,6 @@ def _steps(rollout: FinishedRollout) -> str:
 
 
 # -- texts ---------------------------------------------------------------------------------------------------------
-
-
-def _transcript(turns: Sequence[MessageRecord]) -> str:
-    """Return one paragraph a message, without the middle of long messages and of a long conversation."""
-    return _without_middle("\n\n".join(map(_message_text, turns)), _TOTAL_CHARS)
 
 
 def _message_text(turn: MessageRecord) -> str:

@@ -6,10 +6,9 @@
 An error message answers a turn. The turn that went wrong is the assistant turn before it, and the hint goes before that
 turn. A turn is hinted at most once. A failure in here costs a hint, never a rollout, and is counted by reason.
 
-The group waits here at most two minutes. The event loop never waits: rules and tokens are handled in threads, models
-are asked over HTTP.
+The group waits here at most two minutes, and the event loop never: rules and tokens are handled in threads.
 
-Here only the turn is distilled. docs/explanation/recipe.md says what is published of this, and what is not.
+Only the turn is distilled. docs/explanation/recipe.md says what is published of this, and what is not.
 """
 
 from __future__ import annotations
@@ -126,13 +125,11 @@ class HintStage:
 
     def metrics(self) -> dict[str, float]:
         """Return what the model's hints cost so far."""
-        if self.endpoint is None:
-            return {"hints/cost_usd": 0.0, "hints/calls": 0.0, "hints/cached": 0.0}
-        client = self.endpoint.client
+        asked = self.endpoint
         return {
-            "hints/cost_usd": self.endpoint.cost_usd,
-            "hints/calls": float(client.calls),
-            "hints/cached": float(client.cached),
+            "hints/cost_usd": asked.cost_usd if asked else 0.0,
+            "hints/calls": float(asked.client.calls) if asked else 0.0,
+            "hints/cached": float(asked.client.cached) if asked else 0.0,
         }
 
     async def attach(self, group: Sequence[CompiledRollout]) -> list[CompiledRollout]:
@@ -277,10 +274,7 @@ class HintPlacer:
     def place(
         self, samples: Sequence[Sample], error: ErrorTurn, hint: str, *, role: str, weight: float
     ) -> HintedTurn | str:
-        """Return the turn of `error` after a context with `hint`, or the reason why the hint has no place.
-
-        `role`: of the last message before the turn.
-        """
+        """Return the turn of `error` after a context with `hint`, or the reason why the hint has no place."""
         spans = ((each, span) for each in samples for span in each.turns if span.turn == error.turn)
         if (found := next(spans, None)) is None:
             return "empty_mask"

@@ -314,10 +314,7 @@ def messages_before(turns: Sequence[MessageRecord], index: int) -> list[MessageR
 
 
 def turn_error_rate(rollouts: Iterable[FinishedRollout]) -> float | None:
-    """Return the share of assistant messages that a tool answered with an error, as the environment marks it.
-
-    None without such messages.
-    """
+    """Return the share of assistant messages that a tool answered with an error, as the environment marks it."""
     turns = [
         any(rollout.turns[reply].error is not None for reply in replies)
         for rollout in rollouts

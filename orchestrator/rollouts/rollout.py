@@ -196,8 +196,7 @@ class RolloutRunner:
     ) -> CompiledRollout:
         """Return the first good try of a rollout, or its last failed one, and tell `failures` how it ended.
 
-        `play` gets the number of the try, from 0, and the failures of those before. `step`: what a failure is filed
-        under.
+        `play` gets the number of the try, from 0, and the failures of those before.
         """
         earlier: list[RolloutFailure] = []
         while True:
@@ -248,10 +247,7 @@ def finished_rollout(
     earlier: Sequence[RolloutFailure] = (),
     turn_nodes: Sequence[str] = (),
 ) -> FinishedRollout:
-    """Return the rollout as data.
-
-    `earlier`: failures of this sibling's tries before this one. `turn_nodes`: the node of each sampled turn.
-    """
+    """Return the rollout as data."""
     versions = [span.version for record in records for span in record.answer.version_spans]
     nodes = list(dict.fromkeys(record.answer.node_id for record in records))
     return FinishedRollout(
@@ -280,10 +276,7 @@ def finish_rollout(
     seed: int,
     earlier: Sequence[RolloutFailure] = (),
 ) -> CompiledRollout:
-    """Return a rollout that ended, with numbered turns, and its samples; none for a failed one.
-
-    `earlier`: failures of the tries before this one.
-    """
+    """Return a rollout that ended, with numbered turns, and its samples; none for a failed one."""
     samples: list[Sample] = []
     matched: list[GenerationRecord] = []
     reply = checked(reply)
@@ -382,11 +375,7 @@ def merge(records: Iterable[GenerationRecord], first_turn: int = 0) -> list[Bran
 
 
 def check_record(record: GenerationRecord) -> None:
-    """Refuse a record whose tokens must not reach the loss.
-
-    Raises RolloutError when logprobs or version spans do not match its tokens, or when it was sampled from another
-    distribution than the trainer's softmax.
-    """
+    """Raise RolloutError for a record whose tokens must not reach the loss."""
     answer, count = record.answer, len(record.answer)
     where = f"session {record.session!r}, a turn of {count} sampled tokens"
     if len(record.prompt_ids) == 0:
@@ -430,10 +419,7 @@ def _sample(branch: Branch, sample_id: str, plan: GroupPlan, reply: RolloutReply
 
 
 def numbered_turns(turns: Sequence[MessageRecord], matched: Sequence[GenerationRecord]) -> list[MessageRecord]:
-    """Return the worker's messages; those that the policy sampled get turn number, finish reason and surprisal.
-
-    The turn number is the one in TurnSpan. `matched`: the records that became turns, in the order of their sessions.
-    """
+    """Return the worker's messages; those that the policy sampled get turn number, finish reason and surprisal."""
     sampled = {
         record.answer.record_id: {
             "turn": number,
@@ -469,10 +455,7 @@ def matched_records(reply: RolloutReply, records: Iterable[GenerationRecord]) ->
 
 
 def _check_turns(reply: RolloutReply, sampled: dict[str, MessageRecord], counts: dict[str, int]) -> None:
-    """Raise RolloutError unless the gateway recorded each turn, with as many tokens as the worker saw.
-
-    `sampled`: the worker's turns, and `counts`: the tokens of the gateway's records, by record.
-    """
+    """Raise RolloutError unless the gateway recorded each turn, with as many tokens as the worker saw."""
     for record_id, turn in sampled.items():
         if record_id in counts and turn.num_tokens not in (None, counts[record_id]):
             raise RolloutError(

@@ -1,8 +1,7 @@
 """rollouts/*.jsonl: one object per rollout, for people and for `composer rollouts`.
 
-A training step's file holds the rollouts of its batch. It also holds, with another `status`, those of groups that were
-dropped since the batch before. Files are written whole and atomically: a batch that is served again after a crash does
-not double its lines.
+A training step's file holds the rollouts of its batch and, with another `status`, those of groups dropped since the
+batch before. Files are written whole, so a batch that is served again after a crash does not double its lines.
 
 `FailureLog` names failed rollouts at once: each try on the screen, and each rollout that failed for good in
 rollouts/failed.jsonl, also before the first step.

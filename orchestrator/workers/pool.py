@@ -98,10 +98,7 @@ class WorkerPool:
         await self.close()
 
     async def start(self) -> None:
-        """Start every worker and wait until all have loaded.
-
-        Raises what `WorkerProcess.start` raises.
-        """
+        """Start every worker and wait until all have loaded. Raises what `WorkerProcess.start` raises."""
         self._supervisors = [asyncio.create_task(self._supervise(number)) for number in range(self._workers)]
         loaded = lambda: self.ready is not None and len(self._children) == self._workers
         try:
@@ -176,11 +173,7 @@ class WorkerPool:
         self.changed.notify()
 
     async def _keep_alive(self, number: int) -> None:
-        """Start a worker again and again.
-
-        Raises what the first start raises, ConfigError of any start, and EnvironmentWorkerError after too many starts
-        without a finished rollout.
-        """
+        """Start a worker again and again, unless its first start fails, or too many in a row."""
         restarts = 0
         while True:
             try:
@@ -415,10 +408,7 @@ class WorkerProcess:
 
 
 def blocked_at(words: str) -> str | None:
-    """Return `file:line, in function` where the main thread stood in the last stack among a worker's last words.
-
-    The frame is the innermost of the user's own files, else the innermost; None without a stack.
-    """
+    """Return where the main thread stood, in the user's own files if it did; None without a stack."""
     threads = [block for block in words.split("\n    \n") if "workers/worker.py" in block]
     frames = _DUMPED.findall(threads[-1]) if threads else []
     own = [frame for frame in frames if is_own(frame[0]) and not frame[0].startswith(_OURS)]

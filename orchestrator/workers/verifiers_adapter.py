@@ -4,8 +4,7 @@
                     ^                                                                           |
                     +---------------- trace -> to_reply <---------------------------------------+
 
-Only this module and the plugins under environments/ import verifiers. The trace's id is set to the rollout id, because
-verifiers sends it as X-Session-ID.
+The trace's id is set to the rollout id, because verifiers sends it as X-Session-ID.
 
 A failed environment is never a zero reward: `to_reply` gives one only to a trace that ended well.
 """
@@ -193,10 +192,7 @@ class Environment:
 
 
 def _make_tasks(env: Env, spec: SourceSpec, taskset: str) -> list[vf.Task]:
-    """Make the tasks of a set, or the first ones of a set that never ends.
-
-    Raises ConfigError when the task set raises or has no task.
-    """
+    """Make the tasks of a set, or the first ones of a set that never ends. Raises ConfigError."""
     if not env.taskset.bounded:
         logger.warning("source %s: task set %r never ends: its first %d tasks are played", spec.name, taskset, _ENDLESS)
     try:
@@ -212,10 +208,7 @@ def _make_tasks(env: Env, spec: SourceSpec, taskset: str) -> list[vf.Task]:
 
 
 def load_env(spec: SourceSpec, taskset: dict[str, Any]) -> Env:
-    """Load the verifiers Env of one task set, with its agents on this machine and without retries.
-
-    Raises ConfigError.
-    """
+    """Load the verifiers Env of one task set, with its agents on this machine. Raises ConfigError."""
     import_dotted_plugins()
     _check_plugin(spec.name, "taskset", taskset.get("id"), loaders.taskset_class)
     _check_plugin(spec.name, "harness", spec.harness.get("id"), loaders.harness_class)
@@ -263,11 +256,7 @@ def _opens_boxes(taskset_id: str) -> bool:
 
 
 def _set_runtime(config: Any, spec: SourceSpec) -> None:
-    """Give the agents' programs their runtime.
-
-    They get the one that the source names. Where it names none, a harness that executes code gets a box. The tool loop
-    executes none, and a task set that opens boxes of its own has the table already.
-    """
+    """Give the agents' programs the runtime that the source names, or a box if they execute code."""
     executes_code = loaders.harness_class(spec.harness["id"]).EXECUTES_CODE
     table = RuntimeConfig.model_validate(spec.runtime)
     if not executes_code and (table.type == "auto" or _opens_boxes(config.taskset.id)):
@@ -452,10 +441,7 @@ def describe_exception(error: BaseException) -> str:
 
 
 def read_traceback(text: str) -> tuple[str, str | None]:
-    """Return the end of the traceback of the code that raised, and its `file:line, in function`; None without a frame.
-
-    The frame is the last one of the user's own files, else the last one of the first cause.
-    """
+    """Return the end of the traceback of the code that raised, and its place, in the user's own files if possible."""
     parts = _CHAINED.split(text)
     for part in reversed(parts):
         own = [frame for frame in _FRAME.findall(part) if is_own(frame[0])]
@@ -482,10 +468,7 @@ def refuse_plain_rewards(task: Any) -> None:
 
 
 def with_function(failure: RolloutFailure | None, task: Any, trace: Any) -> RolloutFailure | None:
-    """Name the reward or metric of a verifiers Task whose result is not a number.
-
-    verifiers' traceback ends where the result is recorded, after the function has returned.
-    """
+    """Name the reward or metric whose result is not a number: verifiers' traceback ends where that is recorded."""
     match = _RECORDED.search(failure.where or "") if failure is not None else None
     if failure is None or match is None or trace is None:
         return failure
@@ -606,10 +589,7 @@ def install_renderer(model_path: str, config: RendererConfig, renderer: Any) -> 
 
 @functools.cache
 def import_dotted_plugins() -> None:
-    """Import a plugin id with a dot as a module path.
-
-    The stock loader looks for it in its own namespace first, and fails there.
-    """
+    """Import a plugin id with a dot as a module path: the stock loader looks in its own namespace only."""
     stock = loaders._import_plugin
 
     def import_plugin(plugin_id: str, kind: str, group: str) -> ModuleType:
@@ -619,11 +599,7 @@ def import_dotted_plugins() -> None:
 
 
 def keep_folders_in(folder: Path) -> None:
-    """Make the subprocess runtime's working folders in `folder`.
-
-    It makes one named after the rollout in the user's cache. Two runs could use the same one there, and a killed worker
-    would never remove it.
-    """
+    """Make the subprocess runtime's working folders in `folder`: in the user's cache, two runs could share one."""
     subprocess_runtime.CACHE_DIR = folder
 
 

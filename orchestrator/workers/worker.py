@@ -235,10 +235,7 @@ class Worker:
     """Serves the environments of one source on this process's event loop."""
 
     def __init__(self, spec: SourceSpec, frames: Frames, scratch: Path) -> None:
-        """Import verifiers and load everything. Raises what `Environment`, `build_renderer` and `check_runtimes` raise.
-
-        `scratch`: takes the rollouts' working folders; `WorkerProcess` removes it.
-        """
+        """Import verifiers and load everything. `scratch`: for the rollouts' working folders. Raises ConfigError."""
         from orchestrator.chat_renderer import build_renderer
         from orchestrator.workers.verifiers_adapter import Environment, install_renderer, keep_folders_in
 
@@ -306,10 +303,7 @@ class Worker:
 
 
 def overlap(environments: Mapping[str, Any]) -> str | None:
-    """Return a sentence where held-out prompts, the first _COMPARED of them, are training prompts too.
-
-    `environments`: an Environment by task set.
-    """
+    """Return a sentence where held-out prompts, the first _COMPARED of them, are training prompts too."""
     train, held_out = environments.get(TRAIN), environments.get(EVAL)
     if train is None or held_out is None:
         return None
@@ -325,10 +319,7 @@ def overlap(environments: Mapping[str, Any]) -> str | None:
 
 
 def check_runtimes(environment: Any) -> None:
-    """Raise ConfigError when a runtime in which an Environment executes code does not work on this machine.
-
-    These are the runtimes of its agents, and of boxes that its tasks open.
-    """
+    """Raise ConfigError when a runtime of an Environment's agents or tasks does not work on this machine."""
     from verifiers.v1.configs.agent import agent_config_fields
 
     config = environment._env.config

@@ -316,8 +316,7 @@ def main():
     send = open_channel(bytes.fromhex(spec.pop("key")))
     remove(spec["removed"])
     tests = [test for test in spec["tests"] if os.path.exists(test)]
-    sources = pinned_sources(tests)
-    PinnedLoader.sources = sources
+    PinnedLoader.sources = sources = pinned_sources(tests)
     sys.meta_path.insert(0, PinnedLoader)
     sys.path[:0] = [os.path.abspath(folder) for folder in spec["python_path"]]
     options = ["-q", "--tb=short", "--assert=plain", "--continue-on-collection-errors", f"--rootdir={os.getcwd()}"]

@@ -151,10 +151,7 @@ def _mark(edit: Edit) -> str:
 
 
 def commit_candidates(repository: Path, newest: int) -> list[TaskCandidate]:
-    """Return those of the `newest` commits, without merges, that changed Python sources and tests.
-
-    Raises ConfigError where git fails.
-    """
+    """Return those of the `newest` commits that changed Python sources and tests. Raises ConfigError."""
     listing = git(repository, "log", "--no-merges", f"--max-count={newest}", "--format=%H %P").decode()
     with_parents = [line.split() for line in listing.splitlines() if " " in line.strip()]
     return [found for commit, parent, *_ in with_parents if (found := _read_commit(repository, commit, parent))]

@@ -190,10 +190,7 @@ class TaskFactory:
         return made
 
     async def _prove_batch(self, baseline: Baseline, batch: Sequence[TaskCandidate]) -> list[Outcome]:
-        """Prove a batch. One that ends its box is taken apart, so that only the candidate at fault is refused.
-
-        Raises SandboxError where no box can be opened.
-        """
+        """Prove a batch. One that ends its box is taken apart, so that only the candidate at fault is refused."""
         try:
             return await prove(batch, baseline, self.runtime, self.settings)
         except SandboxError:

@@ -95,10 +95,7 @@ def _kept(paths: Collection[str]) -> list[str]:
 
 
 def describe_tree(folder: Path, repository: str, origin: str) -> SourceTree:
-    """Find packages, tests and metadata of a tree.
-
-    Raises ConfigError for a tree without a Python package or without tests.
-    """
+    """Find packages, tests and metadata of a tree. Raises ConfigError where there are none."""
     texts = {}
     for path in sorted(folder.rglob("*.py")):
         with contextlib.suppress(UnicodeDecodeError, IsADirectoryError):

@@ -130,10 +130,7 @@ class Baseline:
 
 
 async def measure_baseline(tree: SourceTree, runtime: RuntimeConfig, suite_timeout_s: float) -> Baseline:
-    """Run the tests three times.
-
-    Raises ConfigError for a tree whose tests hang, or of which none passes, with the reason.
-    """
+    """Run the tests three times. Raises ConfigError where they hang, or none passes."""
     files = [path for path in tree.tests if _has_tests(tree, path)]
     results: list[SuiteResult] = []
     for number in range(RUNS):

@@ -396,10 +396,7 @@ class Record:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of a file in their order.
-
-    Raises ConfigError for a file that is missing, does not decode or has no record.
-    """
+    """Yield the records of a file in their order. Raises ConfigError for one that cannot be read."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give the path of a .jsonl, .json or .parquet file")
     count = 0

@@ -39,10 +39,7 @@ class FileTasksetConfig(vf.TasksetConfig):
     """Play only this many tasks, the first ones; None plays all."""
 
     def played(self, named: Iterable[tuple[str, Row]]) -> Iterator[Row]:
-        """Yield the rows that are played. `named`: the name that decides the split, and the row.
-
-        Raises ConfigError for none.
-        """
+        """Yield the rows that are played. `named`: the name that decides the split, and the row."""
         count = 0
         for name, row in named:
             if self.eval_share and split_of(name, self.eval_share) != self.split:

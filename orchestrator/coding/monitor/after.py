@@ -244,10 +244,7 @@ def _guards(seal: Seal, agent_files: Mapping[str, bytes], changed: Mapping[str, 
 
 
 def _rule_of_change(path: str, old: bytes, new: bytes | None) -> str | None:
-    """Return the rule for a changed or deleted (`new` is None) file that is a test or steers pytest.
-
-    None for a test file that only grew.
-    """
+    """Return the rule for a changed or deleted file that is a test or steers pytest; None for tests that only grew."""
     name = PurePosixPath(path).name
     if name in STARTUP_FILES or path.endswith(".pth"):
         return "startup-file"

@@ -8,8 +8,7 @@ Every call in a reply gets a tool message. A call that the renderer could not pa
 (chat_renderer.py) and gets an error message. Without it, the conversation would end, and the policy could hide its
 broken calls that way.
 
-A rollout has an HTTP session of its own. It is aiohttp's, without TLS, made in 20 microseconds: making an httpx client
-costs more CPU than a whole single-turn rollout.
+A rollout has an HTTP session of its own, of aiohttp: making an httpx client costs more CPU than a one-turn rollout.
 """
 
 import asyncio

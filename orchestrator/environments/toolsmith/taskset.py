@@ -276,10 +276,7 @@ def is_error(text: str) -> bool:
 
 
 def run_call(episode: Episode, name: str, arguments_json: str) -> str:
-    """Return the reply to one tool call: the result in decimal, or an error text.
-
-    `arguments_json` is the arguments object as the model wrote it.
-    """
+    """Return the reply to one tool call: the result in decimal, or an error text."""
     tool = next((tool for tool in episode.tools if tool.name == name), None)
     if tool is None:
         return _TOOL_NOT_FOUND + _echo(name)
