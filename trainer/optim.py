@@ -1,4 +1,4 @@
-"""The optimizer of a configuration: AdamW, or Muon for matrices and AdamW for the rest.
+"""The optimizer of a configuration (AdamW, or Muon for matrices and AdamW for the rest), and its learning rate.
 
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/; arXiv 2502.16982) works on whole matrices; a tensor of
 fused experts [experts, rows, columns] is a matrix an expert. The ranks share the work:

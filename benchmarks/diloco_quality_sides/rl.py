@@ -140,7 +140,7 @@ def play(cell: Cell, folder: Path, timeout_s: float) -> Outcome:
         argv = {name: _trainer(cell, name, folder, rendezvous.address) for name in names}
         logs = [folder / f"{name}.log" for name in names]
         started = [start(argv[name], cores, log, environment()) for name, log in zip(names, logs, strict=True)]
-        watch(started, logs, role_of=lambda _: "cluster", timeout_s=timeout_s)
+        watch(started, logs, timeout_s=timeout_s)
     runs = [_metrics(folder / f"run/{name}" if name else folder / "run") for name in names]
     return _outcome(cell, runs, (time.monotonic() - began) / 60)
 

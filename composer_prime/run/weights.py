@@ -94,8 +94,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="weights"):
     adapter_scale: float = 1.0
     """With adapters: tensor NAME is that of the model folder + adapter_scale * B A, computed in float64."""
     patch: list[ChunkRef] = []
-    """A stream of patches (`Patch`). With a delta: from `chunks` to this version. With an anchor, where there
-    is one: from `base` to `chunks`."""
+    """A stream of patches. With a delta: from `chunks` to this version. With an anchor, where there is one: from `base`
+    to `chunks`."""
     base: list[ChunkRef] = []
     """The file of the anchor before."""
 
@@ -356,6 +356,9 @@ class WeightStore:
                 status = (self._chunks / sha256).stat()
                 times_s += [status.st_atime] if status.st_atime_ns > status.st_mtime_ns else []
         return max(times_s)
+
+
+# -- patches -----------------------------------------------------------------------------------------------------------
 
 
 WORDS = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<u2"), "float32": np.dtype("<u4")}

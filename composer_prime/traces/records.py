@@ -214,6 +214,9 @@ def same_file(one: Path, other: Path) -> bool:
         return one.resolve() == other.resolve()
 
 
+# -- votes and pairs ---------------------------------------------------------------------------------------------------
+
+
 T = TypeVar("T")
 RULES = 7
 """By which actions are compared (voting.py). Raise it when forms change: votes by other rules are not continued."""

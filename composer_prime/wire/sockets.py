@@ -359,6 +359,9 @@ class NodeSocket:
         raise error
 
 
+# -- within one machine ------------------------------------------------------------------------------------------------
+
+
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()

@@ -186,7 +186,7 @@ def _link_bytes(lines: Sequence[Line]) -> Counter[str]:
 
 
 class _RunMonitor:
-    """Follows metrics.jsonl for the view, the trackers and the byte counts, and measures memory."""
+    """Follows metrics.jsonl for the view and the trackers, and measures memory."""
 
     def __init__(self, prepared: Prepared, view: View) -> None:
         """Read the history of a resumed run, and mark the resume in metrics.jsonl."""

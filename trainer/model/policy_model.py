@@ -57,6 +57,8 @@ from trainer.data import PackedRow, Reading, Sides, reading_of
 from trainer.head import Head, HeadTeacher, TokenStatistics, head_of, likeliest, token_statistics
 from trainer.world import gather_texts, gather_words
 
+logger = logging.getLogger(__name__)
+
 FORWARD_METHODS = ("states", "scores", "grades", "head")
 """Methods besides `forward` that compute with gathered parameters."""
 PACKED = "composer_packed"
@@ -376,7 +378,8 @@ def _window_mask(length: int, context: int, window: int, device: torch.device) -
     return (distance >= 0) & (distance < window)
 
 
-logger = logging.getLogger(__name__)
+# -- other weights -----------------------------------------------------------------------------------------------------
+
 
 _REFERENCE_RATE = 0.01
 """Share of the trained weights added at each step to the reference's average."""

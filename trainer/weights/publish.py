@@ -68,6 +68,8 @@ from trainer.model.build import empty_model
 from trainer.model.policy_model import Policy
 from trainer.world import World
 
+logger = logging.getLogger(__name__)
+
 CANARY_TEXT = "The quick brown fox jumps over the lazy dog. 3 + 4 = 7, and 12 * 12 = 144."
 CANARY_TOKENS = 32
 _WEIGHT_FILES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".index.json", ".h5", ".msgpack", ".onnx")
@@ -376,7 +378,8 @@ def export(policy: Policy, config: Config, folder: Path, target: Path, world: Wo
         ) from error
 
 
-logger = logging.getLogger(__name__)
+# -- the file of a version ---------------------------------------------------------------------------------------------
+
 
 ANCHOR_EVERY = 20
 """Versions between two whole ones."""

@@ -235,6 +235,9 @@ def _one_document(path: Path) -> bool:
     return lone or path.suffix in (".json", ".traj") or not first_line.endswith((b"}", b"]"))
 
 
+# -- one file ----------------------------------------------------------------------------------------------------------
+
+
 NO_TRACE = "not a known trace format"
 NO_RESULT = "[no result was recorded]"
 COPY = "copy of an earlier state"
