@@ -1,7 +1,6 @@
 """The folder with tokenizer and chat template that workers, gateway and hints read, and the errors of templates.
 
-It is the model's own folder, unless model.chat_template replaces the template. Then it is a folder in the run
-directory: copies of the model's small files, and a template file. Weights are not needed there.
+It is the model's own folder, or one in the run directory where model.chat_template replaces the template.
 """
 
 from __future__ import annotations

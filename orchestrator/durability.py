@@ -164,10 +164,7 @@ class Journal:
         return await asyncio.get_running_loop().run_in_executor(self._writer, self._read_all)
 
     async def compact(self, *, oldest_seq: int, groups: set[int], steps: set[int]) -> int:
-        """Delete segments without an entry newer than `oldest_seq`, one of `groups` or a batch of `steps`.
-
-        Returns how many segments were deleted.
-        """
+        """Delete segments without an entry newer than `oldest_seq`, one of `groups` or a batch of `steps`."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._writer, self._compact, oldest_seq, groups, steps)
 

@@ -68,10 +68,7 @@ class Evaluator:
         return bool(self.sources) and self.run.settings.eval.due(step, last_step)
 
     def holds(self, step: int, trained: int, last_step: int) -> bool:
-        """Tell whether the batch of `step` has to wait, so that each evaluation is played with its own weights.
-
-        Without training rollouts, nodes get the weights of evaluated steps alone, whenever these are trained.
-        """
+        """Tell whether the batch of `step` has to wait, so that each evaluation is played with its own weights."""
         if self.run.settings.groups_per_step or not self.due(step, last_step):
             return False
         return self.step is not None or any(self.due(each, last_step) for each in range(trained + 1, step))

@@ -54,10 +54,7 @@ class RowTokenizer:
     """Turns the messages of pairs and conversations into token ids. Not thread-safe."""
 
     def __init__(self, renderer: Any, *, max_context: int, row_tokens: int = 0) -> None:
-        """`renderer`: the one of rollouts. `max_context`: the longest conversation.
-
-        `row_tokens`: both sides of a pair share one row.
-        """
+        """`renderer`: the one of rollouts. `row_tokens`: both sides of a pair share one row."""
         self._renderer = renderer
         self._max_context = max_context
         self._row_tokens = row_tokens
@@ -66,9 +63,8 @@ class RowTokenizer:
     def preference(self, pair: Pair) -> Preference | str:
         """Return the pair as ids, or why it cannot be trained.
 
-        Reasons: truncated, unrenderable, context_differs, no_end, same (both answers), too_long
-        (for the context), row_full. context_differs: the template writes the messages before an answer in other tokens
-        than the answer would be sampled after, so the ids would not be those of a rollout.
+        context_differs: the template writes the messages before an answer in other tokens than the answer would be
+        sampled after, so the ids would not be those of a rollout.
         """
         if pair.truncated:
             return "truncated"

@@ -15,7 +15,7 @@ import msgspec
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.console import pluralize
 from composer_prime.errors import plain_errors
-from composer_prime.run.run_dir import RunDir
+from composer_prime.run.run_dir import RunDir, append_line
 from orchestrator.evals import HeldOutPlace, held_out_places, play_held_out
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts import rollout_log
@@ -35,10 +35,7 @@ async def play_episodes(
     tasks: Sequence[int],
     taskset: str = TRAIN,
 ) -> list[FinishedRollout]:
-    """Play one episode for each index in `tasks`, side by side; an index may come more than once.
-
-    Failures are in the result. Raises EnvironmentWorkerError when no worker is left.
-    """
+    """Play one episode for each index in `tasks`, side by side; an index may come more than once."""
     source = pool.spec.name
     permits = Permits(config.max_concurrent, eval_share=1.0)
     runner = RolloutRunner(config=config, gateway=gateway, pools={source: pool}, permits=permits, seed=seed)
@@ -93,10 +90,7 @@ async def evaluate(
     seed: int,
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Play config.eval.tasks of each pool's source, and append the rollouts. `on_progress` gets how many of how many.
-
-    Raises EnvironmentWorkerError when the workers of a source are gone.
-    """
+    """Play config.eval.tasks of each pool's source, and append the rollouts. `on_progress` gets counts."""
     permits = Permits(config.max_concurrent, eval_share=1.0)
     runner = RolloutRunner(config=config, gateway=gateway, pools=pools, permits=permits, seed=seed)
     failures = FailureLog(path=run_dir.failed_rollouts)
@@ -107,7 +101,7 @@ async def evaluate(
         nonlocal count
         async with writing:
             line = rollout_log.rollout_line(0, place[0], rollout, "evaluated")
-            await asyncio.to_thread(rollout_log.append, path, line)
+            await asyncio.to_thread(append_line, path, msgspec.json.encode(line))
         count += 1
         on_progress(count, len(places))
 

@@ -412,10 +412,7 @@ class BatchScheduler:
         self.run.changed.notify()
 
     async def step_done(self, message: StepDone) -> None:
-        """Take in that a step is taken, or, without sample ids, that a trainer attaches after it.
-
-        Raises RunMismatchError when the message contradicts what was served.
-        """
+        """Take in that a step is taken, or, without sample ids, that a trainer attaches after it."""
         step, sample_ids = message.step, message.sample_ids
         if not sample_ids and step <= self.batches.trained:
             await self._attach(message)

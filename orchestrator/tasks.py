@@ -1,8 +1,7 @@
 """Which task comes next: group number -> (source, task, seed).
 
 The source of group i depends only on i and run.seed: point i of a golden-ratio sequence falls into the source's share
-of [0, 1). So every stretch of groups holds the sources in proportion to their weights. The seed is a hash of
-(run.seed, i).
+of [0, 1). The seed is a hash of (run.seed, i).
 
 The task is chosen by the source's curriculum. `orchestrator.curriculum.import_path` names it: `shuffled`, `frontier` or
 `module:Class`. Each source gets one, built as `Class(num_tasks=…, seed=…, **kwargs)`. After a crash the journal replays

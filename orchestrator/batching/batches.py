@@ -412,8 +412,7 @@ class StepServer:
                                                        no  -> waits at most POLL_S -> BatchNotReady{waiting_for}
         rank 0 --StepDone / CheckpointRequest--> handled one after another, in order of arrival; a repeated one once
 
-    A rank's newer request replaces its older one. Bytes that are not a protocol message are counted and dropped. A
-    message for another run, another layout or an impossible step is refused with the reason.
+    A rank's newer request replaces its older one.
     """
 
     def __init__(

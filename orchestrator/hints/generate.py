@@ -374,9 +374,6 @@ class ChatEndpoint:
     ) -> None:
         """`name`: the configuration key that messages name. `cache`: where answers are kept (SQLite); None keeps
         them in memory. `ledger`: where calls that cost something are written down; what it holds counts as spent.
-
-        Raises ConfigError when the configured key variable is not set, or the cache cannot be opened, and LedgerError
-        for a ledger with a line that cannot be read.
         """
         api_key = os.environ.get(config.api_key_var) if config.api_key_var else None
         if config.api_key_var and not api_key:

@@ -232,10 +232,9 @@ class HintPlacer:
 
         … <|im_start|>user question [\n hint] <|im_end|> <|im_start|>assistant  turn
 
-    The context is never rendered again. What the template would strip (earlier thinking) or tokenize otherwise stays as
-    it was, and so do the turn's own ids. The renderer is used for one thing only, on made-up conversations: the text
-    that closes a message before the assistant's turn begins. That closing must stand at the end of the context's own
-    ids; otherwise there is no place for a hint.
+    The context is never rendered again: what the template would strip or tokenize otherwise stays as it was. The
+    renderer tells only, on made-up conversations, the text that closes a message before the assistant's turn begins.
+    That closing must stand at the end of the context's own ids.
     """
 
     def __init__(self, renderer: Any, tokenizer: Any) -> None:
@@ -363,11 +362,7 @@ def _no_place(reason: str) -> str:
 
 
 def build_hints(config: Config, *, chat_folder: Path, run_root: Path, distil: bool) -> HintStage | None:
-    """Build the stage, or return None without [orchestrator.hints]. Loads the renderer, so call it from a thread.
-
-    `chat_folder`: tokenizer and chat template. `run_root`: the run directory, for paid answers and their cost. Raises
-    ConfigError.
-    """
+    """Build the stage, or return None without [orchestrator.hints]. Loads the renderer. Raises ConfigError."""
     hints = config.orchestrator.hints
     if hints is None:
         return None

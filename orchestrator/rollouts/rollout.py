@@ -168,7 +168,6 @@ class RolloutRunner:
 
         Only nodes with `oldest_version` or newer weights answer it. Calls `on_begin` once the rollout holds its permit.
         A rollout whose audits fail is a failed one; it waits for them without its permit.
-        Raises EnvironmentWorkerError when no worker is left.
         """
         audits = self.gateway.audits
         async with self.permits.hold(request.taskset, order):
@@ -303,10 +302,8 @@ def finish_rollout(
 def compile_rollout(plan: GroupPlan, reply: RolloutReply, records: Sequence[GenerationRecord]) -> list[Sample]:
     """Return the samples of one rollout, advantages still zero. Branches without a sampled token give none.
 
-    Leaves out sessions that the environment marks as not trainable (a user simulator, a judge). A rollout that a limit
-    cut short keeps what it sampled.
-
-    Raises RolloutError when the records contradict themselves or the worker's turns.
+    Leaves out sessions that the environment marks as not trainable (a user simulator, a judge). Raises RolloutError
+    when the records contradict themselves or the worker's turns.
     """
     trainable = {session.session_id for session in reply.sessions if session.trainable}
     branches: list[Branch] = []
@@ -359,7 +356,6 @@ def merge(records: Iterable[GenerationRecord], first_turn: int = 0) -> list[Bran
     """Return the branches of one conversation, in the order in which they began.
 
     A record joins the longest branch that its prompt extends exactly. Its turn number is its place in the order.
-    Raises what `check_record` raises.
     """
     branches: list[Branch] = []
     for turn, record in enumerate(records, start=first_turn):

@@ -77,11 +77,6 @@ def write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     write_atomic(path, b"".join(encoder.encode(line) + b"\n" for line in lines))
 
 
-def append(path: Path, line: dict[str, Any]) -> None:
-    """Append one line. Raises OSError."""
-    append_line(path, msgspec.json.encode(line))
-
-
 def _failure(failure: RolloutFailure | None) -> dict[str, Any] | None:
     if failure is None:
         return None
@@ -128,6 +123,6 @@ class FailureLog:
         try:
             line = rollout_line(step, source, rollout, "failed", group)
             with self._writing:  # Rollouts end in threads of their own.
-                append(self.path, {**line, "early": True})  # The step's file gets it too.
+                append_line(self.path, msgspec.json.encode({**line, "early": True}))  # The step's file gets it too.
         except OSError as error:
             logger.error("failed rollout %s could not be logged: %s", rollout.rollout_id, error)

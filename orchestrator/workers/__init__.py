@@ -3,9 +3,7 @@
     pool      a source's workers and their processes: dispatch, restart with backoff, cancellation
     worker    the messages between the two; the process: one source's environments, many concurrent rollouts
 
-Only the worker process imports verifiers (verifiers_adapter), so the orchestrator's own process stays free of it.
-
-Why not verifiers' own environment server (verifiers.v1.serve)? See docs/decisions/index.md.
+Only the worker process imports verifiers (verifiers_adapter). docs/decisions/index.md says why not its own server.
 """
 
 import importlib

@@ -320,10 +320,7 @@ def task_id_of(task: vf.Task, index: int) -> str:
 
 
 def tool_error(task_data: Any, text: str) -> str | None:
-    """Return the first line of a tool message that reports a failed call, else None.
-
-    A task whose data has `is_tool_error(text)` decides; otherwise the beginning of the text does.
-    """
+    """Return the first line of a tool message that reports a failed call: the task's data may decide. Else None."""
     decide = getattr(task_data, "is_tool_error", None)
     is_error = decide(text) if decide is not None else _TOOL_ERROR.match(text.lstrip()) is not None
     return (text.strip().splitlines() or [""])[0][:500] if is_error else None

@@ -11,8 +11,6 @@
 
 Messages are msgpack over a private socket pair. A reply carries text and numbers only: token ids, logprobs and version
 spans are in the gateway's record of the rollout's session, so they cross one process boundary, not two.
-
-Only `WorkerProcess` starts a worker. It is killed when its parent dies.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@
                             └──────────────── one box and one interpreter ────────────────┘
 
 A proof is that tests fail before and pass after, under three hash seeds. Grading runs whole test files, so proofs do.
-A deletion is described by signature and docstring, a mutation by its symptom. Proofs are taken in the candidates'
-order, so that the same settings give the same tasks. A source that cannot be used is recorded.
+Proofs are taken in the candidates' order, so that the same settings give the same tasks.
 """
 
 from __future__ import annotations
@@ -111,10 +110,7 @@ class TaskFactory:
     _lines: ProgressLines = field(default_factory=ProgressLines)
 
     async def make(self, sources: Sequence[str]) -> dict[str, Any]:
-        """Make the tasks of all sources. Return the report, which is also written, also when the work is canceled.
-
-        Raises ConfigError for an output folder that has files, SandboxError where no sandbox can be opened.
-        """
+        """Make the tasks of all sources. Return the report, which is also written, also when the work is canceled."""
         started = time.monotonic()
         if self.folder.is_file() or (self.folder.is_dir() and any(self.folder.iterdir())):
             raise ConfigError(f"{self.folder} is not empty: give -o a new folder, or remove it")

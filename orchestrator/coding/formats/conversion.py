@@ -62,8 +62,7 @@ async def import_tasks(
     """Write the tasks of a file below `folder`. Return how many, and the records that are none.
 
     `runtime`: where tasks are proven; None takes them unproven. `repositories`: folder with a clone of each, which
-    SWE-bench's family needs; `timeout_s`: limit of one run of its tests. `jobs`: proofs at one time. Raises ConfigError
-    where no record is a task, SandboxError where no sandbox can be opened.
+    SWE-bench's family needs. Raises ConfigError where no record is a task.
     """
     if (folder / TASKS_FILE).exists():
         raise ConfigError(f"{folder / TASKS_FILE} exists: name another folder, or remove it")

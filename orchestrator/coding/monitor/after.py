@@ -84,11 +84,7 @@ def inspect(
     uses: Sequence[ToolUse] = (),
     config: HackMonitorConfig | None = None,
 ) -> HackVerdict:
-    """Return the verdict on one rollout.
-
-    `agent_files`: path -> content of every regular file below the agent's work folder at the end; a test that is not
-    among them was deleted. `uses`: its tool calls.
-    """
+    """Return the verdict on one rollout. `agent_files`: every regular file of its work folder at the end."""
     config = config or HackMonitorConfig()
     changed = seal.changed_files(agent_files)
     modules = own_modules([*seal.start, *seal.reference, *agent_files])

@@ -126,10 +126,7 @@ class Box(ABC):
 
     @abstractmethod
     async def read_file(self, path: str, max_bytes: int) -> bytes:
-        """Read one regular file without following a link.
-
-        Raises FileNotFoundError if it does not exist, ValueError if it is larger than `max_bytes`.
-        """
+        """Read one regular file, no link. Raises FileNotFoundError, or ValueError beyond `max_bytes`."""
 
     @abstractmethod
     async def list_files(self) -> dict[str, int]:

@@ -44,10 +44,7 @@ _ACCOUNTS = {
 
 
 def python_image(packages: tuple[str, ...]) -> Path:
-    """Return the image's folder, made on first use. Raises SandboxError for a missing package.
-
-    `packages`: distributions that it has beside pytest.
-    """
+    """Return the folder of the image with `packages` and pytest, made on first use. Raises SandboxError."""
     folder, distributions = _image_of(packages)
     if not folder.is_dir():
         _make_once(folder, distributions)

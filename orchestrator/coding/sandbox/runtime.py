@@ -97,10 +97,7 @@ class BubblewrapRuntime(Runtime):
     async def prepare_uv_script(
         self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
     ) -> list[str]:
-        """Return the command that runs a harness's script with the box's own Python.
-
-        The script's packages must be in the table's `packages`. Raises verifiers' SandboxError for a missing one.
-        """
+        """Return the command that runs a harness's script with the box's own Python, which has its packages."""
         data = script.encode() if isinstance(script, str) else script
         names = script_packages(data.decode())
         check = await self.run(["python", "-c", _HAS_PACKAGES, *names], {"PYTHONDONTWRITEBYTECODE": "1"})

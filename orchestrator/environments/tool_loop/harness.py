@@ -37,10 +37,7 @@ _DONE = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 def bounded(text: str, limit: int, origin: str) -> str:
-    """Return a reply with its middle cut beyond `limit` characters, and say there what was cut.
-
-    The first cut of an origin (`tool 'search'`) is an event of the run.
-    """
+    """Return a reply with its middle cut beyond `limit` characters. `origin`: who gave it, such as `tool 'search'`."""
     if len(text) <= limit:
         return text
     logger.warning(
@@ -137,10 +134,7 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
         return _DONE
 
     async def _answers(self, executor: Any, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return tool messages: one for each call of an assistant message, then one for each broken call.
-
-        An empty list means that the message calls no tool. `executor`: None for a task without tools.
-        """
+        """Return tool messages: one for each call of an assistant message, then one for each broken call."""
         answers = []
         for call in message.get("tool_calls") or []:
             function = call["function"]
