@@ -30,8 +30,8 @@ from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
 from composer_prime.errors import ConfigError, EngineError, ModelNotFoundError
 from composer_prime.wire.types import VersionSpan
 from inference.engines.local import local_engine
-from inference.engines.local.loading import LoadedModel, check_supported
 from inference.engines.local.local_engine import Computer, LocalEngine
+from inference.engines.local.model import LoadedModel, check_supported
 from tests.engines.models import MAX_CONTEXT, make_model
 from tests.engines.reference import Reference
 from tests.engines.subject import Subject, sampling

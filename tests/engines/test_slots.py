@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.engines.local.cache import KvCache
+from inference.engines.local.model import KvCache
 
 CONTEXT = 160
 

@@ -41,8 +41,7 @@ from composer_prime.errors import ComposerError, ConfigError, EngineError
 from composer_prime.wire.node_messages import RUNNING, Answer, Sampling, Status
 from composer_prime.wire.types import VersionSpan
 from inference.engines.base import ReadBack
-from inference.engines.local.cache import EngineStep, KvCache, Segment, plan_step
-from inference.engines.local.loading import LoadedModel, check_supported
+from inference.engines.local.model import EngineStep, KvCache, LoadedModel, Segment, check_supported, plan_step
 from inference.engines.sampling import (
     Rule,
     SamplingRows,
