@@ -162,7 +162,7 @@ class TeachersConfig(BaseConfig):
         return list(dict.fromkeys(teacher.model for teacher in self.teacher if teacher.local))
 
     @model_validator(mode="after")
-    def _two_families(self) -> TeachersConfig:
+    def _unique_names_of_two_families(self) -> TeachersConfig:
         check_unique([teacher.name for teacher in self.teacher], "teachers.teacher")
         families = sorted({teacher.known_family for teacher in self.teacher})
         if self.teacher and len(families) < 2:
