@@ -213,10 +213,9 @@ class InferenceNode:
 
     def stop(self, reason: str) -> None:
         """Drain; a second call drops the requests that still run."""
-        if not self._stop_reason.done():
-            self.drain(reason)
-        else:
+        if self._stop_reason.done():
             self._drop_requests()
+        self.drain(reason)
 
     def _drop_requests(self) -> None:
         self._answers.drop()

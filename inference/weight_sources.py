@@ -38,7 +38,7 @@ class HttpSource(ChunkSource):
 
     def __init__(self, url: str, session: aiohttp.ClientSession, timeout_s: float) -> None:
         self._url = url.rstrip("/")
-        self.name = re.sub("//[^/@]*@", "//", self._url)  # without a password
+        self.name = re.sub("//[^/]*@", "//", self._url)  # without a password
         self._session = session
         self._timeout_s = timeout_s
 
@@ -105,9 +105,7 @@ class WeightSources(ChunkSource):
 
     def learn(self, urls: Iterable[str], gateway_host: str) -> None:
         named = [url.replace("://*", f"://{gateway_host}", 1) for url in urls][:_MAX_SOURCES]
-        if self._session is None:
-            self._session = aiohttp.ClientSession(auto_decompress=False)
-        session = self._session
+        session = self._session = self._session or aiohttp.ClientSession(auto_decompress=False)
         self._copies = {url: self._copies.get(url) or HttpSource(url, session, self._timeout_s) for url in named}
 
     async def read(self, sha256: str, offset: int) -> bytes | None:

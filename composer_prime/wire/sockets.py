@@ -320,7 +320,6 @@ class NodeSocket:
 
     @property
     def behind_at(self) -> float:
-        """When a message of many frames was last read, monotonic seconds."""
         return -math.inf if self._server is None else self._server.behind_at
 
     def send(self, identity: bytes, message: msgspec.Struct) -> bool:

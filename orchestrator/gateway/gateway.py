@@ -29,7 +29,7 @@ from composer_prime.model_source import vocabulary_size
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore, open_signed
-from composer_prime.wire.node_messages import Dismissed, NodeWelcome
+from composer_prime.wire.node_messages import Dismissed, Heard, NodeWelcome
 from composer_prime.wire.sockets import NodeSocket
 from orchestrator.event_loop import LoopLag, end, watched
 from orchestrator.gateway.http import HttpServer, RolloutRecords, json_reply
@@ -208,7 +208,11 @@ class Gateway:
                 continue
             router = self.router
             self.link.end_revoked()
-            router.lose_silent(inference.lost_after_s * (_BEHIND_FACTOR if self.link.is_behind else 1))
+            limit_s = inference.lost_after_s
+            if self.link.is_behind:
+                self.link.tell_all(Heard())  # Nodes that hear nothing for so long drop their requests.
+                limit_s *= _BEHIND_FACTOR
+            router.lose_silent(limit_s)
             router.reclaim_stalled(max(inference.lost_after_s, _STALL_SHARE * self.router.request_timeout_s))
             if (error := self.waits.enforce()) is not None:
                 self._fail(error)

@@ -53,7 +53,7 @@ from composer_prime.wire.node_messages import (
 )
 from composer_prime.wire.sockets import NodeSocket
 from composer_prime.wire.types import pack_ints
-from orchestrator.event_loop import watched
+from orchestrator.event_loop import end, watched
 from orchestrator.swarm.trust import NodeTrust, is_clean
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,6 @@ class OfferedAnswer:
 
     @property
     def nodes(self) -> str:
-        """Its nodes, for messages."""
         return ", ".join(self.quarantines)
 
     @property
@@ -149,7 +148,7 @@ class Auditors:
         self._socket = NodeSocket(
             keys, config.model.max_context, frozenset([keys.curve("trainer").public]).__contains__
         )
-        self._receiving: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def endpoint(self) -> str:
@@ -158,13 +157,11 @@ class Auditors:
     def start(self, on_error: Callable[[BaseException], None]) -> None:
         """Raise PortInUseError, and ConfigError when a key is missing."""
         self._socket.bind(self._config.orchestrator.audit.address)
-        self._receiving = watched(self._receive(), on_error)
+        self._tasks = [watched(self._receive(), on_error)]
 
     async def close(self, *, finished: bool = False) -> None:
         """Stop serving. With `finished`, auditors learn that the run is over and leave."""
-        if self._receiving is not None:
-            self._receiving.cancel()
-            await asyncio.gather(self._receiving, return_exceptions=True)
+        await end(self._tasks)
         for identity in self.connected if finished else ():
             self._socket.send(identity, Dismissed(reason="the run is finished", finish_first=True))
         await self._socket.close()
@@ -200,7 +197,6 @@ class Auditors:
             self._fail(self.queue.pop(0), f"{error}: start more (inference audit)")
 
     def _fail(self, answer: OfferedAnswer, error: str) -> None:
-        logger.warning("an answer of node %s is not audited: %s", answer.nodes, error)
         self.failed += 1
         answer.end(error)
 
@@ -291,6 +287,7 @@ class Auditors:
             return
         if is_its_fault:  # It must not look like one that is fast.
             auditor.paused_until = auditor.last_heard + self._welcome.heartbeat_s
+        logger.warning("auditor %s cannot check an answer of node %s: %s", auditor.name, answer.nodes, error)
         self._fail(answer, f"auditor {auditor.name}: {error}")
 
     def _hello(self, identity: bytes, hello: NodeHello) -> None:

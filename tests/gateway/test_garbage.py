@@ -92,10 +92,10 @@ async def test_a_message_of_many_frames_does_not_hold_the_event_loop(keys: RunKe
 
 
 async def test_a_silent_node_is_found_though_messages_of_many_frames_are_read(open_gateway, node_keys, monkeypatch):
-    """Its heartbeats may wait behind them, so it has four times as long, and no longer."""
+    """Its heartbeats may wait behind them, so it hears from the gateway, and has four times as long, and no longer."""
     async with (
         open_gateway(inference={"heartbeat_s": 0.1, "lost_after_s": 1000.0}) as gateway,
-        PeerNode(gateway.node_endpoint, node_keys, "a", heartbeat_s=1e6),
+        PeerNode(gateway.node_endpoint, node_keys, "a", heartbeat_s=1e6) as node,
     ):
         [attached] = gateway.router.attached()
         ticked = asyncio.Event()
@@ -110,6 +110,7 @@ async def test_a_silent_node_is_found_though_messages_of_many_frames_are_read(op
 
         gateway.link._socket._server.behind_at = math.inf
         assert not await is_lost_after(3000)
+        await node.until(lambda: Heard() in node.received)
         assert await is_lost_after(5000)
 
 

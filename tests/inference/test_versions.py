@@ -8,6 +8,7 @@ import errno
 import hashlib
 import math
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -253,6 +254,17 @@ def test_only_whole_chunks_are_taken_over(tmp_path):
     chunks = VersionFolder(None, tmp_path, kept=tmp_path)  # type: ignore[arg-type]
     assert [chunks.has(ChunkRef(name, 5)) for name in names] == [True, False]
     assert [path.name for path in tmp_path.iterdir()] == names[:1]
+
+
+# The thread of a pull that was given up may still write a chunk when the next pull does.
+def test_two_threads_write_one_chunk(tmp_path):
+    data = bytes(4 << 20)
+    ref = ChunkRef(hashlib.sha256(data).hexdigest(), len(data))
+    chunks = VersionFolder(None, tmp_path, kept=tmp_path)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(4) as threads:
+        for writing in [threads.submit(chunks.write, "weights v0", ref, data) for _ in range(40)]:
+            writing.result()
+    assert chunks.read(ref, "weights v0") == data and len(list(tmp_path.iterdir())) == 1
 
 
 # Patches that a signed manifest names but that are none are refused as well; the version in use stays.

@@ -254,6 +254,11 @@ def test_a_wrong_answer_is_an_error(handler, error, message):
     asyncio.run(scenario())
 
 
+# Messages name a host without its password, whatever is in that.
+def test_no_message_has_a_password():
+    assert HttpSource("http://user:p@ss@host:8/a@b/", None, 1.0).name == "http://host:8/a@b"  # type: ignore[arg-type]
+
+
 # Of a body without end one piece is read; a chunk that a host lacks is no error.
 def test_an_answer_is_bounded():
     async def read(handler) -> bytes | None:
