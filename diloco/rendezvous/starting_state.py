@@ -50,13 +50,13 @@ class StateTransfer:
 
     @property
     def outer_step(self) -> int | None:
-        """Of all ranks' parts; None while they differ."""
+        """Return what all ranks' parts agree on; None while they differ."""
         steps = {blob.header.outer_step for blob in self.blobs.values()}
         return steps.pop() if len(steps) == 1 else None
 
     @property
     def first_step(self) -> int | None:
-        """Of the earliest part; None before one is offered."""
+        """Return the lowest of all parts; None before one is offered."""
         return min((blob.header.outer_step for blob in self.blobs.values()), default=None)
 
     @property

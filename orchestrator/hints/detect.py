@@ -1,5 +1,3 @@
-"""Where own detectors find `error_turn`."""
+"""The import place of `error_turn` for detectors of your own."""
 
-from orchestrator.hints.generate import error_turn
-
-__all__ = ["error_turn"]
+from orchestrator.hints.generate import error_turn as error_turn

@@ -183,7 +183,7 @@ class LocalEngine:
         return await computer.mail.call(next, counts, None)
 
     def stats(self) -> Status:
-        """Without the cache's tokens: a conversation takes a slot, however short it is."""
+        """Return the node's status, without the cache's tokens: a short conversation takes a whole slot."""
         computer, now = self._computer, time.monotonic()
         if computer is None:
             return Status(version=0, running=0, waiting=0, kv_used=0.0, tokens_per_s=0.0)
