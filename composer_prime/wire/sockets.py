@@ -370,10 +370,20 @@ MessageT = TypeVar("MessageT")
 class Frames(Generic[MessageT]):
     """Sends any message, and receives those of one union."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: Any, peer: str) -> None:
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        receives: Any,
+        peer: str,
+        *,
+        strict: bool = False,
+    ) -> None:
+        """`strict`: a lost message would leave someone waiting, so one that does not decode is a WireError."""
         self._reader = reader
         self._writer = writer
         self._peer = peer
+        self._strict = strict
         self._decoder = msgspec.msgpack.Decoder(receives)
 
     def send(self, message: msgspec.Struct) -> None:
@@ -395,6 +405,8 @@ class Frames(Generic[MessageT]):
             try:
                 return self._decoder.decode(body)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                if self._strict:
+                    raise WireError(f"{self._peer}: a frame of {length} bytes does not decode: {error}") from None
                 logger.warning("%s: dropped a frame of %d bytes: %s", self._peer, length, error)
 
     def close(self) -> None:

@@ -18,10 +18,10 @@ from composer_prime.wire.sockets import Frames
 from orchestrator.workers.worker import CancelRollout, ToWorker
 
 
-async def pair() -> tuple[socket.socket, Frames[Any]]:
+async def pair(**options: bool) -> tuple[socket.socket, Frames[Any]]:
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_unix_connection(sock=theirs)
-    return ours, Frames(reader, writer, ToWorker, "test")
+    return ours, Frames(reader, writer, ToWorker, "test", **options)
 
 
 @settings(max_examples=25, deadline=None)
@@ -55,6 +55,18 @@ def test_an_impossible_length_ends_the_stream() -> None:
         ours, frames = await pair()
         ours.sendall(b"\xff\xff\xff\xff and more")
         with pytest.raises(WireError, match="4294967295 bytes"):
+            await frames.receive()
+        ours.close()
+        frames.close()
+
+    asyncio.run(scenario())
+
+
+def test_garbage_ends_a_strict_stream() -> None:
+    async def scenario() -> None:
+        ours, frames = await pair(strict=True)
+        ours.sendall(struct.pack("<I", 4) + b"junk")
+        with pytest.raises(WireError, match="4 bytes does not decode"):
             await frames.receive()
         ours.close()
         frames.close()
