@@ -61,7 +61,7 @@ from orchestrator.gateway import Gateway
 from orchestrator.rollouts.rollout import Permits, RolloutRunner
 from orchestrator.swarm import audits as audit_rules
 from orchestrator.swarm.invite import create_invite
-from orchestrator.workers.worker import RolloutReply, RunRollout
+from orchestrator.workers.pool import RolloutReply, RunRollout
 
 logger = logging.getLogger("fleet_hostile")
 ROOT = Path(__file__).parents[1]

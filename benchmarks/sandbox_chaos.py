@@ -28,8 +28,7 @@ from tokenizers import Tokenizer
 import composer_prime
 from orchestrator.coding.task import CodeTask, write_tasks
 from orchestrator.rollouts.rollout import retry_pause_s
-from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.worker import RunRollout, SourceSpec
+from orchestrator.workers.pool import RunRollout, SourceSpec, WorkerPool
 
 POLICY = Path(composer_prime.__file__).parent / "assets/tiny/policy"
 STUB, BODY = "    raise NotImplementedError\n", "    return a + b\n"

@@ -28,8 +28,7 @@ from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, turn_error_rate
 from orchestrator.rollouts.rollout import EVAL_SHARE, RolloutRunner, checked, finished_rollout
 from orchestrator.rollouts.rollout_log import FailureLog
-from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.worker import EVAL, RolloutFailure
+from orchestrator.workers.pool import EVAL, RolloutFailure, WorkerPool
 
 logger = logging.getLogger(__name__)
 _VERSION_TIMEOUT_S = 600.0

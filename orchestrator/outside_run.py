@@ -22,8 +22,7 @@ from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import FinishedRollout, GroupPlan, derive_seed
 from orchestrator.rollouts.rollout import Permits, RolloutRunner, finish_rollout
 from orchestrator.rollouts.rollout_log import FailureLog
-from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.worker import TRAIN
+from orchestrator.workers.pool import TRAIN, WorkerPool
 
 
 async def play_episodes(

@@ -54,8 +54,7 @@ from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.scheduler import BatchScheduler, Dispatcher
 from orchestrator.tasks import WHOLE, Sources, source_spec
 from orchestrator.watchdog import RunWatchdog, describe_startup
-from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.worker import SourceSpec
+from orchestrator.workers.pool import SourceSpec, WorkerPool
 
 if TYPE_CHECKING:
     from composer_prime.traces import OnlineReplay

@@ -62,7 +62,7 @@ from orchestrator.rollouts.groups import (
 from orchestrator.rollouts.rollout import RolloutRunner, finish_rollout
 from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.tasks import Sources
-from orchestrator.workers.worker import RolloutFailure
+from orchestrator.workers.pool import RolloutFailure
 
 logger = logging.getLogger(__name__)
 

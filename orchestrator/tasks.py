@@ -29,7 +29,7 @@ from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorCon
 from composer_prime.errors import ConfigError
 from composer_prime.import_path import build_part
 from orchestrator.rollouts.groups import FinishedGroup, GroupPlan, derive_seed
-from orchestrator.workers.worker import EVAL, TRAIN, SourceSpec
+from orchestrator.workers.pool import EVAL, TRAIN, SourceSpec
 
 logger = logging.getLogger(__name__)
 

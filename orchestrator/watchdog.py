@@ -19,8 +19,7 @@ from orchestrator.evals import Evaluator
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.rollout import Permits
 from orchestrator.scheduler import BatchScheduler
-from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.worker import TRAIN
+from orchestrator.workers.pool import TRAIN, WorkerPool
 
 if TYPE_CHECKING:
     from composer_prime.traces import OnlineReplay

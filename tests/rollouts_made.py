@@ -8,7 +8,7 @@ from composer_prime.wire.types import Sample
 from orchestrator.gateway.http import GenerationRecord
 from orchestrator.rollouts.groups import FinishedRollout, GroupPlan
 from orchestrator.rollouts.rollout import finish_rollout
-from orchestrator.workers.worker import MessageRecord, RolloutReply, SessionRecord, ToolCall
+from orchestrator.workers.pool import MessageRecord, RolloutReply, SessionRecord, ToolCall
 from tests.chat_models import chat
 from tests.records_made import record_of
 

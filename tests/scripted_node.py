@@ -13,7 +13,7 @@ from aiohttp import web
 from transformers import AutoTokenizer
 
 from orchestrator.chat_renderer import build_renderer
-from orchestrator.workers.worker import RolloutReply, RunRollout, SourceSpec
+from orchestrator.workers.pool import RolloutReply, RunRollout, SourceSpec
 
 POLICY = str(Path(__file__).parents[1] / "composer_prime/assets/tiny/policy")
 RENDERER = {

@@ -34,7 +34,7 @@ from composer_prime.llm.prices import PER_MILLION, Price
 from composer_prime.run.costs import spent, write_cost
 from orchestrator.rollouts.groups import FinishedRollout, messages_before, tool_replies
 from orchestrator.workers.call_schema import json_type, violation
-from orchestrator.workers.worker import MessageRecord
+from orchestrator.workers.pool import MessageRecord
 
 logger = logging.getLogger(__name__)
 

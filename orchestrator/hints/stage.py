@@ -51,7 +51,7 @@ from orchestrator.hints.generate import (
 )
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout
 from orchestrator.workers.call_schema import SCHEMA_KINDS
-from orchestrator.workers.worker import MessageRecord
+from orchestrator.workers.pool import MessageRecord
 
 logger = logging.getLogger(__name__)
 

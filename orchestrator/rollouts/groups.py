@@ -19,7 +19,7 @@ from composer_prime.channels.policy import AdvantageScaling
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import NonFiniteError
 from composer_prime.wire.types import HintedTurn, Sample, VersionSpan, flags, floats, pack_flags, pack_floats
-from orchestrator.workers.worker import MessageRecord, RolloutFailure, RolloutReply
+from orchestrator.workers.pool import MessageRecord, RolloutFailure, RolloutReply
 
 _ODD = 0x9E3779B1
 _SEED_MASK = (1 << 31) - 1

@@ -41,8 +41,7 @@ from orchestrator.gateway import Gateway
 from orchestrator.gateway.http import GenerationRecord
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, GroupPlan, derive_seed
 from orchestrator.rollouts.rollout_log import FailureLog
-from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.worker import EVAL, TRAIN, MessageRecord, RolloutFailure, RolloutReply, RunRollout
+from orchestrator.workers.pool import EVAL, TRAIN, MessageRecord, RolloutFailure, RolloutReply, RunRollout, WorkerPool
 
 EVAL_SHARE = 0.25
 """Share of the permits for evaluation while training rollouts wait."""

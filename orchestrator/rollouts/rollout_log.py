@@ -21,7 +21,7 @@ import msgspec
 from composer_prime.monitor.events import event
 from composer_prime.run.run_dir import append_line, write_atomic
 from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOutcome
-from orchestrator.workers.worker import MessageRecord, RolloutFailure
+from orchestrator.workers.pool import MessageRecord, RolloutFailure
 
 logger = logging.getLogger(__name__)
 

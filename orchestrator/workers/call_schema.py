@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.workers.worker import ToolCall
+from orchestrator.workers.pool import ToolCall
 
 SCHEMA_KINDS = frozenset({"tool_not_found", "bad_json", "argument_name", "argument_type"})
 _NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}

@@ -52,7 +52,7 @@ from composer_prime.console import did_you_mean
 from composer_prime.errors import ConfigError
 from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
 from orchestrator.coding.sandbox.runtime import make_images, runtime_settings
-from orchestrator.workers.worker import (
+from orchestrator.workers.pool import (
     MessageRecord,
     RolloutFailure,
     RolloutReply,

@@ -12,7 +12,7 @@ from code_tasks_made import BODY, FAIL_TO_PASS, STUB, make_folder, make_task
 
 from composer_prime.errors import ConfigError
 from orchestrator.hints.generate import Templates
-from orchestrator.workers.worker import RolloutReply, SourceSpec
+from orchestrator.workers.pool import RolloutReply, SourceSpec
 from tests.scripted_node import POLICY, TOOL_LOOP, ScriptedNode, call, load, played
 
 pytestmark = pytest.mark.process  # sandboxes

@@ -26,8 +26,7 @@ from orchestrator.gateway import Gateway
 from orchestrator.rollouts.groups import GroupPlan
 from orchestrator.rollouts.rollout import Permits, RolloutRunner, checked, compile_rollout
 from orchestrator.tasks import source_spec
-from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.worker import RolloutReply
+from orchestrator.workers.pool import RolloutReply, WorkerPool
 from tests.gateway.node_peer import PeerNode
 from tests.scripted_node import POLICY, call
 

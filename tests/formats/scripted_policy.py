@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from orchestrator.workers.worker import RolloutReply, SourceSpec
+from orchestrator.workers.pool import RolloutReply, SourceSpec
 from tests.scripted_node import POLICY, RENDERER, TOOL_LOOP, played
 
 ONE_TURN = {"id": TOOL_LOOP, "max_turns": 1}

@@ -9,7 +9,7 @@ from orchestrator.environments.toolsmith.taskset import generate, run_call
 from orchestrator.hints.generate import ErrorTurn, Templates, find_errors
 from orchestrator.rollouts.groups import messages_before, tool_replies, turn_error_rate
 from orchestrator.workers.call_schema import violation
-from orchestrator.workers.worker import MessageRecord, ToolCall
+from orchestrator.workers.pool import MessageRecord, ToolCall
 from tests.rollouts_made import TOOLS, Step, call, play
 
 ALL = ["tool_error", "exception", "test_failure", "schema"]

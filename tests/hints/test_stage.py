@@ -27,7 +27,7 @@ from orchestrator.hints.generate import (
 from orchestrator.hints.stage import HintPlacer, HintStage, check_kinds, own_parts
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, score_group
 from orchestrator.rollouts.rollout_log import rollout_line
-from orchestrator.workers.worker import SessionRecord
+from orchestrator.workers.pool import SessionRecord
 from tests.chat_models import chat
 from tests.rollouts_made import PLAN, TOOLS, PlayedRollout, Step, call, play
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, pack_flags, pack_floats, pack_ints
 from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOutcome, GroupPlan
-from orchestrator.workers.worker import MessageRecord, RolloutFailure
+from orchestrator.workers.pool import MessageRecord, RolloutFailure
 
 
 def plan(group: int, *, source: str = "s", task_index: int = 0, size: int = 2) -> GroupPlan:

@@ -50,7 +50,7 @@ from composer_prime.wire.types import (
     pack_ints,
     verify_batch,
 )
-from orchestrator.workers.worker import EVAL, MessageRecord, RolloutFailure, RolloutReply, RunRollout
+from orchestrator.workers.pool import EVAL, MessageRecord, RolloutFailure, RolloutReply, RunRollout
 from tests.gateway.node_peer import PeerNode
 
 MODEL = Path(__file__).parents[2] / "composer_prime" / "assets" / "tiny" / "policy"

@@ -16,7 +16,7 @@ from orchestrator.batching.batches import Buffer
 from orchestrator.event_loop import Notifier
 from orchestrator.rollouts.groups import GroupOutcome, sdpo_only
 from orchestrator.rollouts.rollout import Permits
-from orchestrator.workers.worker import EVAL, TRAIN
+from orchestrator.workers.pool import EVAL, TRAIN
 
 
 def filled(*groups: tuple[int, int]) -> Buffer:

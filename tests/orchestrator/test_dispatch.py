@@ -20,7 +20,7 @@ from orchestrator.gateway.http import RolloutRecords
 from orchestrator.rollouts.groups import GroupOutcome
 from orchestrator.rollouts.rollout import Permits, RolloutRunner, checked
 from orchestrator.scheduler import DroppedGroups
-from orchestrator.workers.worker import RolloutFailure, RunRollout
+from orchestrator.workers.pool import RolloutFailure, RunRollout
 
 BROKEN = RolloutFailure(kind="sandbox", message="the sandbox is gone", retryable=True)
 HOPELESS = RolloutFailure(kind="context_overflow", message="the prompt is too long", retryable=False)

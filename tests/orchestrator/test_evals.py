@@ -24,7 +24,7 @@ from composer_prime.wire.node_messages import NodeHello
 from composer_prime.wire.types import StepReply
 from orchestrator.evals import eval_summary
 from orchestrator.rollouts import rollout_log
-from orchestrator.workers.worker import EVAL, RolloutFailure
+from orchestrator.workers.pool import EVAL, RolloutFailure
 
 
 @given(st.integers(1, 8), st.data())

@@ -19,7 +19,7 @@ from orchestrator.durability import Finished, Formed, OrchestratorState, Started
 from orchestrator.file_rows import PairCursor
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from orchestrator.tasks import Sources
-from orchestrator.workers.worker import MessageRecord, RolloutReply, RunRollout, SessionRecord, ToolCall
+from orchestrator.workers.pool import MessageRecord, RolloutReply, RunRollout, SessionRecord, ToolCall
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
 PREFERENCE = Preference(

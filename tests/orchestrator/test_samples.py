@@ -16,7 +16,7 @@ from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, floa
 from orchestrator.gateway.http import GenerationRecord
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan, trained_by_node, with_advantage
 from orchestrator.rollouts.rollout import compile_rollout, finish_rollout
-from orchestrator.workers.worker import MessageRecord, RolloutReply, SessionRecord
+from orchestrator.workers.pool import MessageRecord, RolloutReply, SessionRecord
 from tests.records_made import record_of
 from tests.rollouts_made import Step, play
 

@@ -18,6 +18,7 @@ from tokenizers_made import CHATML, write_tokenizer
 
 from composer_prime.errors import ConfigError
 from orchestrator.chat_renderer import build_renderer, read_tokenizer
+from orchestrator.workers.pool import RolloutReply, RunRollout, SourceSpec
 from orchestrator.workers.verifiers_adapter import (
     Environment,
     install_renderer,
@@ -25,7 +26,6 @@ from orchestrator.workers.verifiers_adapter import (
     refuse_plain_rewards,
     tool_error,
 )
-from orchestrator.workers.worker import RolloutReply, RunRollout, SourceSpec
 
 pytestmark = pytest.mark.process  # verifiers' subprocess runtime
 

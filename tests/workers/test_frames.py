@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from composer_prime.errors import WireError
 from composer_prime.wire.sockets import Frames
-from orchestrator.workers.worker import CancelRollout, ToWorker
+from orchestrator.workers.pool import CancelRollout, ToWorker
 
 
 async def pair(**options: bool) -> tuple[socket.socket, Frames[Any]]:

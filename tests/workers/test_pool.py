@@ -19,8 +19,7 @@ from peer import Peer
 
 from composer_prime.errors import ConfigError, EnvironmentWorkerError
 from composer_prime.run.scratch import Scratch
-from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.worker import RolloutFailure, RunRollout, SourceSpec
+from orchestrator.workers.pool import RolloutFailure, RunRollout, SourceSpec, WorkerPool
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("worker pool")]
 
@@ -247,7 +246,7 @@ def test_what_cannot_start_says_why(model_path: str) -> None:
 ORPHANAGE = """
 import asyncio, sys
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.worker import SourceSpec
+from orchestrator.workers.pool import SourceSpec
 
 async def main():
     env = {"id": "bench_env"}

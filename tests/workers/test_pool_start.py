@@ -10,8 +10,7 @@ import pytest
 from composer_prime.errors import ConfigError, EnvironmentWorkerError
 from composer_prime.model_source import resolve_model
 from composer_prime.plan.sandboxes import probe
-from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.worker import SourceSpec
+from orchestrator.workers.pool import SourceSpec, WorkerPool
 
 
 async def test_whatever_ends_a_supervisor_ends_the_start_with_its_reason(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from composer_prime.errors import ConfigError
 from orchestrator.environments.answers import find_answer
 from orchestrator.environments.reasoning_gym import ReasoningGym, ReasoningGymConfig
+from orchestrator.workers.pool import SourceSpec
 from orchestrator.workers.verifiers_adapter import Environment, load_env
-from orchestrator.workers.worker import SourceSpec
 
 pytestmark = pytest.mark.process  # verifiers' subprocess runtime
 

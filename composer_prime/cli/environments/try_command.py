@@ -183,7 +183,7 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
     from composer_prime.run.scratch import Scratch
     from orchestrator.outside_run import play_episodes, trial_warnings
     from orchestrator.rollouts.rollout_log import rollout_line
-    from orchestrator.workers.worker import EVAL, TRAIN
+    from orchestrator.workers.pool import EVAL, TRAIN
 
     taskset = EVAL if options.eval else TRAIN
     scratch = Scratch("try")

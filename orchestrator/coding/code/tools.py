@@ -18,7 +18,7 @@ from typing import Any
 from orchestrator.coding.sandbox.box import WORK, Box, CommandResult
 from orchestrator.coding.task import check_path
 from orchestrator.workers.call_schema import violation
-from orchestrator.workers.worker import ToolCall
+from orchestrator.workers.pool import ToolCall
 
 _CALL_ERRORS = ("Tool not found: ", "Invalid JSON", "Missing argument: ", "Unknown argument: ", "Wrong type for ")
 ERROR_STARTS = ("Error: ", *_CALL_ERRORS)
