@@ -31,7 +31,6 @@ from composer_prime.errors import DeadlineError, EngineError, RequestError, Wire
 from composer_prime.monitor.events import event
 from composer_prime.wire.node_messages import (
     NO_TOKENS,
-    RUNNING,
     Answer,
     CancelGenerate,
     Generate,
@@ -278,10 +277,6 @@ class Router:
         running = request.running
         assert running is not None, "a lease is of a running request"
         node.progress = time.monotonic()
-        if message.finish_reason == "cancelled":
-            node.record.failures += 1
-            self._retry(request, node, "the node cancelled it", cancel=False)
-            return
         try:
             answer = check_sampled(message, request, running, self.policy)
         except WireError as error:
@@ -348,7 +343,7 @@ class Router:
         request = node.leases.get(message.lease)
         if request is not None and request.asked.request_id == message.request_id:
             return request
-        if not (isinstance(message, Sampled) and message.finish_reason in ("cancelled", RUNNING)):
+        if not (isinstance(message, Sampled) and message.is_part):
             self.counters["late_answers"] += 1
         return None
 
