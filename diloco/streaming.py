@@ -11,7 +11,8 @@
             ^                  another peer's state: check, take over ───┘         │
             └──────────────── the rounds are not kept any more <───────────────────┘
 
-All peers apply the same deltas in the same order.
+All peers apply the same deltas in the same order: `StreamingDiLoCo._take` hands a round's deltas to
+`GlobalModel.advance`, which averages them and takes the outer step. The rendezvous only relays.
 Each rank hears a result over a link of its own, and all must take the same turn:
 a rank that knows how a round ended waits until the others know the same.
 All ranks of a peer take over the same state, which the rendezvous names.

@@ -1,12 +1,14 @@
 """From a signed manifest to weights in use: pull, verify, swap, prove.
 
-    manifest -> signature -> chunks to the disk (resumed where they stopped), each hashed -> names of tensors
+    manifest -> signature -> chunks to the disk (resumed where they stopped), each hashed -> names, shapes
              -> engine.load_weights, tensor by tensor -> read back, canary -> good: keep | bad: load the old ones again
 
     anchor, pulled once --patch--> any version of it          a node that followed, joined or fell behind
     anchor in use --patch--> the next anchor, made here       a node that has the anchor before
 
-After any failure the engine keeps the weights it had, or the node ends.
+Names and shapes are compared with the model in use before anything changes (MisfitError). After any failure the engine
+keeps the weights it had, or the node ends. A node that starts with the manifest's version on its disk checks only the
+signature and the canary.
 While a swap is unproven, `settled` is unset: the node waits for it, then looks at `rollbacks`, before it sends tokens.
 No source of chunks is trusted: every byte is checked against the signed manifest before a tensor is loaded.
 

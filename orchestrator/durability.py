@@ -13,7 +13,9 @@ tail is torn is cut back to its last whole frame.
 
 The state (checkpoints/step_N/orchestrator/state.json) is small: the groups themselves are in the journal, and the state
 says which of them counted at that moment. It is taken in one step of the event loop together with the journal's
-sequence number, so the two never disagree. `resume` replays the newer entries on top of it.
+sequence number, so the two never disagree. `resume` replays the newer entries on top of it. A group is in exactly one
+place: in flight, ready, in one formed batch, or dropped. The trainer rewinds its weights and ledger to the same
+checkpoint (`Trainer._restore`). `check_ledger` only verifies that no sample was trained twice.
 """
 
 from __future__ import annotations

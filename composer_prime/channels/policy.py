@@ -87,7 +87,7 @@ DPPO_THRESHOLD = 0.2
 TIS_CAP = 2.0
 """The cap of tis's detached importance weight."""
 CISPO_CAP = 5.0
-"""The absolute upper bound of cispo's detached ratio; there is no lower bound."""
+"""The absolute upper bound of cispo's detached ratio; there is no lower bound. With tis the ratio is 1."""
 
 Objective = Literal["dr_grpo", "grpo", "bnpo", "dapo", "gspo", "cispo"]
 AdvantageScaling = Literal["none", "std"]

@@ -9,7 +9,8 @@
 The trainer makes one forward pass for all terms. It asks each for its rows, merges them, and hands each the statistics
 of its own tokens in the order that it gave. A term of your own is such a class, named in [[channels.own]].
 
-The whole loss is the sum of the terms, each over its own tokens and its own global denominator:
+`total_loss` alone applies the weights: alpha is channels.sdpo.weight, beta channels.replay_dpo.weight, each with its
+schedule. The whole loss is the sum of the terms, each over its own tokens and its own global denominator:
 
     L = L_policy + alpha(step) L_sdpo + beta(step) L_replay_dpo + weight(step) L_other ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.hints.detect import error_turn
+from orchestrator.hints.generate import error_turn
 from orchestrator.hints.generate import ErrorTurn, HintRequest
 from orchestrator.rollouts.groups import FinishedRollout
 
