@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.hints.generate import error_turn
-from orchestrator.hints.generate import ErrorTurn, HintRequest
+from orchestrator.hints.generate import ErrorTurn, HintRequest, error_turn
 from orchestrator.rollouts.groups import FinishedRollout
 
 
