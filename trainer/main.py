@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 
-from composer_prime.config.load import parse_command_line
 from composer_prime.console import (
     EXIT_USAGE,
     columns,
@@ -26,6 +25,8 @@ def main() -> int:
 
 def _main() -> int:
     exit_on_version_flag(sys.argv[1:])
+    from composer_prime.config.load import parse_command_line
+
     config, dry_run = parse_command_line(sys.argv[1:])
     try:
         with tell_waits("checking the configuration and this machine"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from composer_prime.console import INTERRUPTED, console_main, did_you_mean, exit_on_version_flag, fail
+from composer_prime.console import console_main, did_you_mean, exit_on_version_flag, fail
 from composer_prime.errors import ComposerError
 
 COMMANDS = {
@@ -55,9 +55,6 @@ def _main() -> int:
         return importlib.import_module(COMMANDS[name][0]).main(arguments)
     except ComposerError as error:
         fail(error)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return INTERRUPTED
 
 
 if __name__ == "__main__":
