@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -67,8 +67,8 @@ from orchestrator.workers.pool import RolloutFailure
 logger = logging.getLogger(__name__)
 
 _FILTERED_TOO_MANY = (
-    "%.0f %% of the groups since the last batch had no advantage: the tasks are too easy "
-    "or too hard; change the task set or add --orchestrator.curriculum.import_path "
+    "%.0f %% of the groups since the last batch had no advantage%s: the tasks are too easy or too hard, or the policy "
+    "has collapsed (then lower trainer.optim.lr); change the task set or add --orchestrator.curriculum.import_path "
     "frontier; to look: %s try MODULE -n 32"
 )
 _MAX_FILTERED_SHARE = 0.9
@@ -173,7 +173,8 @@ class Dispatcher:
         )
         if rollout.metrics.get(_HACK):
             hack = event("hack", same_as=f"{plan.source}/hack")
-            logger.warning("the monitor judged rollout %s of %s a hack", rollout.rollout_id, plan.source, extra=hack)
+            said = "the monitor judged rollout %s of %s a hack; its rule: %s rollouts RUN --hacks"
+            logger.warning(said, rollout.rollout_id, plan.source, COMPOSER, extra=hack)
         return rollout, samples
 
     async def _attempt(
@@ -192,7 +193,8 @@ class Dispatcher:
             reply, records = await self.runner.run(plan.source, request, order=plan.group, on_begin=on_begin)
         finally:
             self.running -= has_begun
-        finish = partial(finish_rollout, plan, reply, records, sibling=sibling, seed=request.seed or 0, earlier=earlier)
+        about = {"seed": request.seed or 0, "earlier": earlier, "with_tokens": self.runner.config.record_tokens}
+        finish = partial(finish_rollout, plan, reply, records, sibling=sibling, **about)
         return await asyncio.get_running_loop().run_in_executor(self._threads, finish)
 
 
@@ -335,7 +337,7 @@ class BatchScheduler:
             dropped = self.dropped.take()
             groups = await asyncio.to_thread(_without_stale_tokens, taken, oldest)
             metrics = await asyncio.to_thread(batch_metrics, self._newest_version, groups, dropped, taken)
-            _warn_of_filtered(metrics["groups/filtered_share"])
+            _warn_of_filtered(metrics["groups/filtered_share"], [*groups, *dropped])
             preferences = []
             if self.pairs is not None:
                 preferences = await asyncio.to_thread(self.pairs.draw, step)
@@ -543,7 +545,7 @@ class BatchScheduler:
         dropped = len(self.dropped.since_batch)
         # The batch that would tell may never form.
         if dropped == _BATCHES_LEFT_OUT * self.run.settings.groups_per_step:
-            _warn_of_filtered(self.dropped.num_filtered / (dropped + len(self.buffer)))
+            _warn_of_filtered(self.dropped.num_filtered / (dropped + len(self.buffer)), self.dropped.since_batch)
 
     def _write(self, entry: Entry) -> None:
         def written(done: asyncio.Future[None]) -> None:
@@ -559,9 +561,11 @@ class BatchScheduler:
         return newest if oldest >= newest.step else load_state(self.run.run_dir, oldest, self.run.run_id)
 
 
-def _warn_of_filtered(share: float) -> None:
+def _warn_of_filtered(share: float, groups: Sequence[FinishedGroup]) -> None:
     if share > _MAX_FILTERED_SHARE:
-        logger.warning(_FILTERED_TOO_MANY, 100 * share, COMPOSER, extra=event("groups"))
+        rewards = {reward for group in groups for reward in group.rewards}
+        equal = f" and every reward was {rewards.pop():g}" if len(rewards) == 1 else ""
+        logger.warning(_FILTERED_TOO_MANY, 100 * share, equal, COMPOSER, extra=event("groups"))
 
 
 def _without_stale_tokens(groups: list[FinishedGroup], oldest: int) -> list[FinishedGroup]:

@@ -48,9 +48,9 @@ def event(
 ) -> dict[str, Any]:
     """Return the `extra` of a logging call that is an event at any level.
 
-    `kind`: failure, node, checkpoint, evaluation, budget, groups, demonstrations, hack, process. `same_as`: equal for
-    repetitions of one event; by default texts decide that differ in numbers only. `text`: for people, where the log's
-    own is another. `count`: where the caller counts repetitions itself and logs some of them.
+    `kind`: failure, node, checkpoint, evaluation, budget, groups, demonstrations, hack, process, alert. `same_as`:
+    equal for repetitions of one event; by default texts decide that differ in numbers only. `text`: for people, where
+    the log's own is another. `count`: where the caller counts repetitions itself and logs some of them.
     """
     return {
         "event_kind": kind,

@@ -18,11 +18,13 @@ from composer_prime.channels.policy import load_policy_loss
 from composer_prime.config import Config
 from composer_prime.config.part import as_parts
 from composer_prime.config.removed import present_name
+from composer_prime.console import install_command
 from composer_prime.data.pairs import resolve_pairs
 from composer_prime.errors import ComposerError, ConfigError
-from composer_prime.host import Placement, install_command, module_file, place_processes, why_not_writable
+from composer_prime.host import Placement, module_file, place_processes, why_not_writable
 from composer_prime.import_path import build_part
 from composer_prime.model_source import described_model, model_ready, text_settings
+from composer_prime.monitor.alerts import alerts
 from composer_prime.plan.check_run_dir import Starter, check_run_folder
 from composer_prime.plan.footprint import ModelShape
 from composer_prime.run.run_dir import RunDir
@@ -145,6 +147,8 @@ def setting_notes(config: Config) -> Iterator[str]:
             f"run.max_steps is {steps} and trainer.schedule.warmup_steps is {warmup}: all steps are warm-up, the "
             f"learning rate ends at {steps / warmup:.0%} of its peak; for more set --trainer.schedule.warmup_steps 0"
         )
+    if steps:
+        yield from (text for _, text in alerts({0: {"optim/lr": config.trainer.optim.lr}}, 0))
     held_out = [source.name for source in config.orchestrator.source if source.eval_taskset]
     if held_out and not config.orchestrator.eval.every_steps:
         yield (
@@ -177,9 +181,10 @@ def _missing_plugin(kind: str, table: dict[str, Any], key: str) -> list[str]:
     name = present_name(plugin_id).rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
     if any(module_file(module) is not None for module in (f"verifiers.v1.{kind}s.{name}", name)):
         return []
+    here = "start in the root of a checkout, " if name.startswith("examples.") else ""
     return [
-        f"{key}: {kind} id {plugin_id!r} names no module (looked for {name}): install the package that brings it into "
-        f"this environment, put {name}.py next to the configuration file, or correct the id"
+        f"{key}: {kind} id {plugin_id!r} names no module (looked for {name}): {here}install the package that brings it "
+        f"into this environment, put {name}.py next to the configuration file, or correct the id"
     ]
 
 

@@ -167,7 +167,7 @@ async def test_tasks_without_advantage_are_said_before_the_first_batch(open_run,
     async with open_run(make_config(tmp_path), ScriptedPool(lambda request: 0.0)), asyncio.timeout(60):
         while not any(getattr(record, "event_kind", "") == "groups" for record in caplog.records):
             await asyncio.sleep(0.01)
-    assert "100 % of the groups" in caplog.text
+    assert "100 % of the groups" in caplog.text and "every reward was 0" in caplog.text
 
 
 async def test_a_long_rollout_goes_on_over_versions_and_its_new_tokens_are_trained(open_run, run_dir, tmp_path):
