@@ -121,13 +121,21 @@ def test_resume_of_a_finished_run_says_so(stand):
 
 
 def test_failing_role_ends_the_run_with_its_last_lines(stand):
-    # A rank that dies ends the run: non-zero status, the rank's last log lines, nobody left.
-    broken = "print('the gradient exploded'); sys.exit(3)"
+    # A rank that dies ends the run: non-zero status, its last message once without the noise before it, nobody left.
+    broken = "print('noise\\n' * 30); print('the gradient exploded'); sys.exit(3)"
     run = stand({"orchestrator": GRANDCHILD + STEADY, "node-0": STEADY, "trainer-0": TRAINS, "trainer-1": broken})
     status, output = run.finish()
     assert status == 1
-    assert "trainer-1 ended with exit status 3" in output and "the gradient exploded" in output
-    assert run.members() == []
+    assert "trainer-1 ended with exit status 3" in output and output.count("the gradient exploded") == 1
+    assert "noise" not in output and run.members() == []
+
+
+def test_an_unexpected_error_leads_and_its_traceback_follows(stand):
+    # A traceback names the place, so the end of the log is shown below the error itself.
+    status, output = stand({"orchestrator": STEADY, "trainer-0": "raise KeyError('x')"}).finish()
+    failure = output.partition("the run failed: ")[2]
+    assert status == 1 and failure.startswith("trainer-0 ended with exit status 1: KeyError: 'x'\nthe end of ")
+    assert "Traceback (most recent call last)" in failure and "  uv run composer chat" not in output
 
 
 def test_a_problem_is_shown_and_the_cause_is_the_last_word(stand):

@@ -151,3 +151,20 @@ def test_ten_steps_have_a_mean_and_fewer_claim_no_trend(capsys):
     assert "left" not in shown[0] and shown[1].endswith("0m 18s left")
     assert shown[-1].endswith("0m 10s left  (mean reward of 10 steps 0.550)")
     assert sum("mean reward" in text for text in shown) == 1
+
+
+# What comes next are commands that have something to show: no chat without a model, no list without rollouts.
+def test_the_summary_offers_what_works(tmp_path):
+    config, run_dir = Config.model_validate(CONFIG), RunDir(tmp_path)
+
+    def offered(status: int) -> list[str]:
+        lines = run_summary(config, run_dir, 0, RunProgress(), status, 0).partition("next:")[2].splitlines()
+        return [line.partition("composer ")[2].replace(str(config.run_directory), "RUN") for line in lines[2:]]
+
+    assert offered(1) == ["view RUN", "report RUN"]
+    (tmp_path / "rollouts").mkdir()
+    run_dir.failed_rollouts.touch()
+    assert offered(1) == ["view RUN", "report RUN", "rollouts RUN --failed"]
+    run_dir.rollouts(1).touch()
+    run_dir.final.mkdir()
+    assert offered(1) == ["view RUN", "report RUN", "rollouts RUN", "chat RUN"]

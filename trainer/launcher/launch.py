@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import signal
 import sys
@@ -28,6 +29,7 @@ from composer_prime.config import Config, load
 from composer_prime.console import COMPOSER, printable, tell_waits
 from composer_prime.errors import ConfigError, RoleFailedError
 from composer_prime.host import visible_gpus
+from composer_prime.monitor.alerts import alerts
 from composer_prime.monitor.events import EventFile, parse_event
 from composer_prime.monitor.metrics_file import (
     Feeder,
@@ -60,8 +62,8 @@ LINKS = ("weights/bytes", "diloco/bytes_sent", "diloco/bytes_received")
 """Metrics that count the bytes on a link. weights/bytes counts one publication, the others all since the start."""
 SAMPLE_EVERY_STEPS = 5
 """How often the screen shows one rollout of a step."""
-_SHOWN_OTHERWISE = ("evaluation",)
-"""Kinds of events that the view draws from metrics.jsonl."""
+_SHOWN_OTHERWISE = ("evaluation", "process")
+"""Kinds of events that the view draws from metrics.jsonl, or shows at once."""
 _KEPT_ON_RESTART = {"keys", "run_id", "logs", ".launcher.lock"} | PAID_ENTRIES
 Commands = Callable[[Config, RunDir], list[RoleCommand]]
 
@@ -122,8 +124,8 @@ def _run(monitor: _RunMonitor, supervisor: Supervisor, signals: _Signals) -> str
     except RoleFailedError as error:
         failure = str(error)
         answers = _answers_text(supervisor)
-        cause = failure.partition("\n")[0].partition(";")[0]
-        monitor.view.event(f"{cause}: stopping the run{answers and '; '}{answers}")
+        how = re.split(r"[\n;:]| \(", failure)[0]  # The cause is the last word.
+        monitor.view.event(f"{how}: stopping the run{answers and '; '}{answers}")
     finally:
         if signals.count:
             monitor.view.event(_stopping_text(supervisor))
@@ -238,6 +240,7 @@ class _RunMonitor:
         self._measure(supervisor.children)
         if new_steps and self.memory_bytes:
             self._metrics.log(new_steps[-1]["step"], {"memory/total_bytes": self.memory_bytes})
+        self._note_alerts([line["step"] for line in new_steps])
         self._show_events()
         if ended:
             self.progress.waiting.clear()
@@ -257,10 +260,14 @@ class _RunMonitor:
         self.view.event(text)
         self._events.write("process", text, level="warning")
 
+    def _note_alerts(self, steps: list[int]) -> None:
+        for name, text in (alert for step in steps for alert in alerts(self.progress.steps, step)):
+            self._events.write("alert", text, level="warning", same_as=name)
+
     def _show_events(self) -> None:
         for line in self._event_tail.read():
             event = parse_event(line)
-            if event is not None and event.role != "launcher" and event.kind not in _SHOWN_OTHERWISE:
+            if event is not None and event.kind not in _SHOWN_OTHERWISE:
                 self.view.event(event.line)
 
     def _show_rollout(self, step: int) -> None:

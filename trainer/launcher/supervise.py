@@ -19,6 +19,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -298,9 +299,19 @@ class Supervisor:
         )
 
     def _report(self, failed: list[RoleProcess]) -> str:
+        """Return how roles ended, each with its last message; with more of its log where that ends in a traceback."""
         parts = []
         for child in failed[:3]:
             log = self.run_dir.log(child.role.name)
-            end = last_words(log, child.log_offset)
-            parts.append(f"{child.role.name} {exit_text(child.code)}; the end of {log}:\n{end}")
+            words = last_words(log, child.log_offset)
+            lines = textwrap.dedent(words).splitlines()
+            start = max((number for number, line in enumerate(lines) if line[:1].strip()), default=0)
+            cause = "\n".join(lines[start:])
+            how = f"{child.role.name} {exit_text(child.code)}"
+            if (child.code or 0) < 0:
+                parts.append(f"{how}; the end of {log}:\n{words}")
+            elif lines[max(start - 1, 0)].startswith(" "):
+                parts.append(f"{how}: {cause}\nthe end of {log}:\n{words}")
+            else:
+                parts.append(f"{how} (log: {log}): {cause}")
         return "\n".join(parts)

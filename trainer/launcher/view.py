@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from statistics import fmean
 
 from composer_prime.config import Config
@@ -158,11 +159,18 @@ def run_summary(
         lines.append(f"  joint model {progress.joint_model}")
     lines += [f"  run folder  {run_dir.root}", "", "next:"]
     if status != 0 and config.run.max_steps:
-        lines.append(f"  the same command with --resume   {_resume_text(run_dir, taken, config.run.max_steps)}")
-    where = config.run_directory
+        cause = "" if status >= 128 else "once the cause is mended, "
+        lines.append(f"  {cause}the same command with --resume   {_resume_text(run_dir, taken, config.run.max_steps)}")
+    return "\n".join([*lines, *(f"  {COMPOSER} {command}" for command in _looks(config.run_directory, run_dir))])
+
+
+def _looks(where: Path, run_dir: RunDir) -> list[str]:
+    """Return the commands that have something to show of the run in folder `where`."""
     page = f"   (or open {run_dir.root / 'report.html'})" if (run_dir.root / "report.html").is_file() else ""
-    lines.append(f"  {COMPOSER} view {where}{page}")
-    return "\n".join([*lines, *(f"  {COMPOSER} {command} {where}" for command in ("report", "rollouts", "chat"))])
+    flags = {"": "step_*", " --failed": "failed", " --eval": "eval_*"}
+    listed = [flag for flag, name in flags.items() if any(run_dir.root.glob(f"rollouts/{name}.jsonl"))]
+    chat = [f"chat {where}"] if run_dir.final.is_dir() else []
+    return [f"view {where}{page}", f"report {where}", *(f"rollouts {where}{flag}" for flag in listed[:1]), *chat]
 
 
 def _rewards(progress: RunProgress) -> list[str]:
