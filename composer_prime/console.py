@@ -28,8 +28,13 @@ INTERRUPTED = 128 + signal.SIGINT
 READER_LEFT = 128 + signal.SIGPIPE
 """Exit status of a command whose output was not read to the end. Shells report it for every other program."""
 
-COMPOSER = "uv run composer"
-"""How printed commands begin: the script itself is on PATH only in an activated environment."""
+CHECKOUT = (Path(__file__).parents[1] / "pyproject.toml").is_file()
+"""Whether this is a checkout, not an installed wheel."""
+
+UV_RUN = "uv run " if CHECKOUT else ""
+"""How printed commands begin: in a checkout a script is on PATH only in an activated environment."""
+
+COMPOSER = f"{UV_RUN}composer"
 
 GIB = 1 << 30
 
@@ -38,6 +43,11 @@ PARENT_POLL = "parent-poll"
 
 PROGRESS_INTERVAL_S = 30.0
 """Shortest time between two lines of ProgressLines."""
+
+
+def install_command(extra: str) -> str:
+    """Return the words that install `extra`."""
+    return f"`uv sync --extra {extra}`" if CHECKOUT else f"`uv pip install 'composer-prime[{extra}]'`"
 
 
 def program() -> str:
@@ -102,11 +112,15 @@ def _until_the_reader_leaves(work: Callable[[], int]) -> int:
 def console_main(work: Callable[[], int], *, loads_engines: bool = False) -> int:
     """Return the exit status of a console script's `work()`; every script is called through this.
 
-    READER_LEFT when stdout was closed: `composer report RUN | head`. With `loads_engines` the process ends at once
-    where a daemon thread still loads a model or hangs: the interpreter may crash when it shuts down under it.
+    READER_LEFT when stdout was closed: `composer report RUN | head`. INTERRUPTED after Ctrl-C, without a traceback.
+    With `loads_engines` the process ends at once where a daemon thread still loads a model or hangs: the interpreter
+    may crash when it shuts down under it.
     """
     try:
         status = _until_the_reader_leaves(work)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        status = INTERRUPTED
     except SystemExit as end:
         if not isinstance(end.code, int):
             raise

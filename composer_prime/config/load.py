@@ -129,7 +129,7 @@ def resolve(argv: list[str]) -> Config:
     if "--resume" in argv:
         words += ["--run.resume", "true"]
     if not words:
-        raise ConfigError(f"no configuration given; start with `{program()} @ configs/a1.toml` (--help lists the keys)")
+        raise ConfigError(f"no configuration given; start with `{program()} @ a1` (--help lists the keys)")
     files, words = read_layers(words)
     values = merge_layers(files)
     config = _checked(values, [*files, apply_flags(values, words)])

@@ -1,4 +1,4 @@
-"""Sentences about what is wrong with a configuration: the key, its value, the file that set it, what is expected.
+"""Sentences about what is wrong with a configuration: key, value, the file and line that set it, what is expected.
 
 For a key that does not exist they suggest one of nearly this name in its section, else those of this name elsewhere.
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_jsonable_python
 
 from composer_prime.config.layers import Layer
 from composer_prime.config.removed import value_now, what_holds_now
@@ -40,7 +41,7 @@ def wrong_config(error: ValidationError, layers: Sequence[Layer], section: Locat
 
 def _sentence(location: Location, problems: list[Any], layers: Sequence[Layer]) -> str:
     first, key = problems[0], _dotted(location)
-    origin = next((layer.origin for layer in reversed(layers) if layer.sets(location)), "")
+    origin = next((layer.place(location) for layer in reversed(layers) if layer.sets(location)), "")
     dash, place = ("--", "") if origin == COMMAND_LINE else ("", f" ({origin})" if origin else "")
     if first["type"] == "extra_forbidden":
         if (now := what_holds_now(location)) is not None:
@@ -88,6 +89,18 @@ def key_types() -> dict[str, Any]:
 
     add(Config, "")
     return types_by_key
+
+
+@functools.cache
+def key_defaults() -> dict[str, Any]:
+    """Return the default of every dotted key that has one, as JSON holds it."""
+    fields = {"": Config, **{f"{key}.": section for key, kind in key_types().items() if (section := section_of(kind))}}
+    return {
+        prefix + name: to_jsonable_python(field.get_default(call_default_factory=True))
+        for prefix, section in fields.items()
+        for name, field in section.model_fields.items()
+        if not field.is_required()
+    }
 
 
 def leaf_keys() -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
+from composer_prime.console import install_command
 from composer_prime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def listed_price(model: str, base_url: str) -> Price:
         from genai_prices import Usage, calc_price
     except ImportError as error:
         raise ConfigError(
-            f"prices of {model} are not known without genai-prices ({error}): run `uv sync --extra traces`, or set "
+            f"prices of {model} are not known without genai-prices ({error}): run {install_command('traces')}, or set "
             "input_usd_per_mtok and output_usd_per_mtok"
         ) from None
     usage = Usage(input_tokens=1, output_tokens=1)

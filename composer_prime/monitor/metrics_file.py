@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
 
+from composer_prime.console import install_command
 from composer_prime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ def _load(module: str, extra: str | None = None) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"{module} cannot be imported ({error}): run `uv sync --extra {extra or module}`, or remove "
+            f"{module} cannot be imported ({error}): run {install_command(extra or module)}, or remove "
             f"{extra or module!r} from monitor.trackers"
         ) from None
 

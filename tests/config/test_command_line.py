@@ -72,7 +72,16 @@ def test_messages_name_the_file_of_a_chain_that_set_a_value(base, tmp_path):
     Path(base).write_text(BASE.replace("max_steps = 10", "max_steps = -1"))
     top = overlay(tmp_path, 'base = "base.toml"\n[trainer.optim]\nlr = "fast"\n')
     text = refused("@", top)
-    assert f"run.max_steps = -1 ({base})" in text and f"trainer.optim.lr = 'fast' ({top})" in text
+    assert f"run.max_steps = -1 ({base}:4)" in text and f"trainer.optim.lr = 'fast' ({top}:3)" in text
+
+
+def test_messages_name_the_line_of_a_value(base, tmp_path):
+    # The line where the statement begins: in a later element of a list, an inline table, or over several lines.
+    text = '[orchestrator.eval]\npass_k = [\n  1,\n  "two",\n]\n\n# note\n[trainer]\noptim = { lr = "fast" }\n'
+    wrong = overlay(tmp_path, text)
+    assert f"({wrong}:2)" in (said := refused("@", base, "@", wrong)) and f"({wrong}:9)" in said
+    Path(base).write_text(BASE.replace('some.module" }', 'some.module" }\nwieght = 2'))
+    assert f"unknown key orchestrator.source.1.wieght ({base}:14)" in refused("@", base)
 
 
 def test_wrong_bases_are_refused(base, tmp_path):
@@ -84,6 +93,15 @@ def test_wrong_bases_are_refused(base, tmp_path):
     (tmp_path / "two.toml").write_text('base = "./one.toml"\n')
     assert "base is './one.toml', which leads back to itself" in refused("@", str(tmp_path / "one.toml"))
     assert "base is ['base.toml']; expected the path" in refused("@", overlay(tmp_path, 'base = ["base.toml"]\n'))
+
+
+def test_shipped_files_have_names(tmp_path):
+    # `a1` is a shipped file wherever the command is typed, also as a base.
+    assert resolve(["@", "smollm2/a1"]).model.path == "smollm2"
+    own = overlay(tmp_path, 'base = "a1"\n[run]\nmax_steps = 3\n')
+    config = resolve(["@", own])
+    assert (config.run.name, config.run.max_steps) == ("a1", 3)
+    assert "a shipped one: a1" in refused("@", "a11")
 
 
 def test_sign_and_file_may_be_one_word(base):
@@ -157,7 +175,7 @@ def test_wrong_values_name_key_value_place_and_expectation(base, tmp_path):
     wrong = overlay(tmp_path, '[trainer.optim]\nlr = "fast"\n')
     text = refused("@", base, "@", wrong, "--run.max_steps", "-3", "--trainer.optim.type", "sgd")
     assert "3 things are wrong" in text
-    assert f"trainer.optim.lr = 'fast' ({wrong}): expected a valid number" in text
+    assert f"trainer.optim.lr = 'fast' ({wrong}:2): expected a valid number" in text
     assert "run.max_steps = '-3' (the command line): expected greater than or equal to 0" in text
     assert "expected adamw, muon" in text
 

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from composer_prime.config.layers import read_table_file
-from composer_prime.console import COMPOSER
+from composer_prime.console import COMPOSER, UV_RUN
 from composer_prime.errors import ConfigError
 from composer_prime.host import module_file
 
@@ -48,7 +48,8 @@ def main(words: list[str]) -> int:
     print("\n".join(f"wrote {path}" for path in written))
     module, configuration = options.folder / f"{options.name}.py", options.folder / f"{options.name}.toml"
     tried = module if module.exists() else configuration
-    print(f"next: uv run --group dev pytest {written[-1]}; {COMPOSER} try {tried}; uv run trainer @ {configuration}")
+    test = f"{UV_RUN and 'uv run --group dev '}pytest {written[-1]}"
+    print(f"next: {test}; {COMPOSER} try {tried}; {UV_RUN}trainer @ {configuration}")
     return 0
 
 

