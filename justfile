@@ -19,7 +19,7 @@ format:
 
 # build the documentation into build/site
 docs:
-    uv run --only-group docs mkdocs build --strict
+    NO_MKDOCS_2_WARNING=1 uv run --only-group docs mkdocs build --strict
 
 # everything that must hold, or the named lanes: just ci static fast
 ci *LANES:

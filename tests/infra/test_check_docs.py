@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from infra import check_docs
+from composer_prime.config.problems import leaf_keys
+from infra import check_docs, settings_page
 
 
 # Every file, link and setting that a page or a configuration names exists.
@@ -18,3 +21,9 @@ def test_wrong_names(text, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(text)
     assert len(check_docs.problems(page)) == 1
+
+
+# The site's page of all settings has every key, and no other.
+def test_the_page_of_settings_has_every_key():
+    rows = re.findall(r"^\| `([\w.]+)`<br>", settings_page.page(), re.MULTILINE)
+    assert sorted(rows) == sorted(leaf_keys())
