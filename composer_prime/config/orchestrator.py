@@ -217,6 +217,8 @@ class OrchestratorConfig(BaseConfig):
     """Train truncated rollouts with the policy loss. Off: they count only for their group's advantages, and SDPO trains
     their hinted turns (DAPO's overlong filtering, arXiv 2503.14476).
     """
+    record_tokens: bool = False
+    """Write the sampled tokens of training rollouts with their log-probabilities to rollouts/, for `composer view`."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """Order of tasks."""
     eval: EvalConfig = EvalConfig()

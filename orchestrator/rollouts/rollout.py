@@ -273,6 +273,7 @@ def finish_rollout(
     sibling: int = 0,
     seed: int,
     earlier: Sequence[RolloutFailure] = (),
+    with_tokens: bool = False,
 ) -> CompiledRollout:
     """Return a rollout that ended, with numbered turns, and its samples; none for a failed one."""
     samples: list[Sample] = []
@@ -282,7 +283,7 @@ def finish_rollout(
         if reply.failure is None:
             samples = compile_rollout(plan, reply, records)
             matched = [each for session in matched_records(reply, records).values() for each in session]
-            reply = msgspec.structs.replace(reply, turns=numbered_turns(reply.turns, matched))
+            reply = msgspec.structs.replace(reply, turns=numbered_turns(reply.turns, matched, with_tokens))
     except RolloutError as error:
         failure = RolloutFailure(kind="tokens", message=str(error), retryable=True)
         reply = msgspec.structs.replace(reply, failure=failure, reward=None)
@@ -413,17 +414,25 @@ def _sample(branch: Branch, sample_id: str, plan: GroupPlan, reply: RolloutReply
 # -- records and the worker's turns ---------------------------------------------------------------------------------
 
 
-def numbered_turns(turns: Sequence[MessageRecord], matched: Sequence[GenerationRecord]) -> list[MessageRecord]:
+def numbered_turns(
+    turns: Sequence[MessageRecord], matched: Sequence[GenerationRecord], with_tokens: bool
+) -> list[MessageRecord]:
     """Return the worker's messages; those that the policy sampled get turn number, finish reason and surprisal."""
     sampled = {
         record.answer.record_id: {
             "turn": number,
             "finish_reason": record.answer.finish_reason,
             "surprisal": _surprisal(record),
+            "tokens": _tokens(record) if with_tokens else [],
         }
         for number, record in enumerate(matched)
     }
     return [msgspec.structs.replace(turn, **sampled.get(turn.record_id, {})) for turn in turns]
+
+
+def _tokens(record: GenerationRecord) -> list[tuple[int, float]]:
+    logprobs = np.round(record.answer.token_logprobs.astype(float), 3)
+    return list(zip(record.answer.ids.tolist(), logprobs.tolist(), strict=True))
 
 
 def _surprisal(record: GenerationRecord) -> float | None:

@@ -50,6 +50,7 @@ def rollout_line(
         "group": group,
         "rollout_id": rollout.rollout_id,
         "seed": rollout.seed,
+        "expected": next((session.expected for session in rollout.sessions if session.trainable), None),
         "reward": rollout.reward,
         "advantage": rollout.advantage,
         "parts": rollout.parts,
@@ -86,6 +87,8 @@ def _failure(failure: RolloutFailure | None) -> dict[str, Any] | None:
 def _turn(turn: MessageRecord) -> dict[str, Any]:
     line = msgspec.structs.asdict(turn)
     line["token_count"] = line.pop("num_tokens")
+    if not turn.tokens:
+        del line["tokens"]
     line["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in turn.tool_calls]
     return line
 

@@ -165,6 +165,8 @@ class MessageRecord(PlayedMessage, frozen=True, kw_only=True):
     surprisal: float | None = None
     """Mean of -log p of its tokens, in nats, under the sampling distribution. This is an unbiased estimate of that
     distribution's entropy per token."""
+    tokens: list[tuple[int, float]] = []
+    """With orchestrator.record_tokens: what was sampled and its log-probabilities, also what is too old to train."""
     hint: str | None = None
     """The hint that SDPO put before a turn that went wrong (orchestrator/hints); `error` then is the kind of error."""
 
@@ -178,6 +180,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     tools: list[dict[str, Any]] = []
     """The tools on offer, as OpenAI function definitions."""
+    expected: str | None = None
+    """The right answer, where the task's data has an `answer`; for people."""
 
 
 class RolloutFailure(msgspec.Struct, frozen=True, kw_only=True):

@@ -386,9 +386,15 @@ def _sessions(traces: list[vf.Trace]) -> list[SessionRecord]:
                 }
                 for tool in trace.tools
             ],
+            expected=_expected(trace.task.data),
         )
         for trace in traces
     ]
+
+
+def _expected(task_data: Any) -> str | None:
+    answer = getattr(task_data, "answer", None)
+    return _valid(str(answer))[:_MESSAGE_CHARS] if isinstance(answer, str | int | float) else None
 
 
 def _turns(traces: list[vf.Trace]) -> list[MessageRecord]:

@@ -16,6 +16,7 @@ from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, floa
 from orchestrator.gateway.http import GenerationRecord
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan, trained_by_node, with_advantage
 from orchestrator.rollouts.rollout import compile_rollout, finish_rollout
+from orchestrator.rollouts.rollout_log import rollout_line
 from orchestrator.workers.pool import MessageRecord, RolloutReply, SessionRecord
 from tests.records_made import record_of
 from tests.rollouts_made import Step, play
@@ -264,3 +265,13 @@ def test_a_turn_says_how_it_ended():
     played = play("tiny", "Add.", [Step("a", "1"), Step("b", finish="length")])
     assert [turn.finish_reason for turn in played.rollout.turns if turn.turn is not None] == ["stop", "length"]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(played.rollout), type=type(played.rollout)) == played.rollout
+
+
+# A turn holds its sampled tokens where the run records them, also those that no batch is to train.
+def test_a_turn_holds_its_tokens_where_asked():
+    played = play("tiny", "Add.", [Step("a", "1"), Step("b")])
+    reply = RolloutReply(rollout_id=played.rollout.rollout_id, task_id="t", turns=played.rollout.turns, reward=0.0)
+    told, _ = finish_rollout(PLAN, reply, played.records, seed=1, with_tokens=True)
+    tokens = [[token for token, _ in turn.tokens] for turn in told.turns if turn.turn is not None]
+    assert tokens == [record.answer.ids.tolist() for record in played.records]
+    assert all("tokens" not in turn for turn in rollout_line(1, "s", played.rollout, "filtered")["turns"])

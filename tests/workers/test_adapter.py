@@ -18,6 +18,7 @@ from tokenizers_made import CHATML, write_tokenizer
 
 from composer_prime.errors import ConfigError
 from orchestrator.chat_renderer import build_renderer, read_tokenizer
+from orchestrator.environments.toolsmith.taskset import ToolsmithConfig, ToolsmithTaskset
 from orchestrator.workers.pool import RolloutReply, RunRollout, SourceSpec
 from orchestrator.workers.verifiers_adapter import (
     Environment,
@@ -103,6 +104,8 @@ def test_tool_errors_are_marked_on_their_turns() -> None:
     assert len(times) == 6 and times[0] >= 0 and times == sorted(times)
     assert {turn.asked_s for turn in reply.turns if turn.call is None} == {None}
     assert reply.metrics["tool_errors"] == 2.0
+    task = next(ToolsmithTaskset(ToolsmithConfig.model_validate(taskset)).load())
+    assert [session.expected for session in reply.sessions] == [task.data.answer]
 
 
 @pytest.mark.parametrize(
