@@ -12,6 +12,7 @@ import asyncio
 import logging
 import re
 import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -22,9 +23,10 @@ from composer_prime.config.load import dump, read_config, resolve
 from composer_prime.console import COMPOSER, ProgressLines, pluralize, printable
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import model_folder, resolve_model
-from composer_prime.monitor.rollouts import Scores, failure_text, read_rollouts, scores
+from composer_prime.monitor.rollouts import Scores, failure_text, read_rollouts, scores, task_text
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.stats.intervals import mean_interval, pass_at_k
+from composer_prime.view.rollout_index import RolloutIndex
 from composer_prime.view.rollout_payload import evaluation_difference
 from composer_prime.view.run_payload import evaluation_points
 
@@ -73,7 +75,9 @@ class Evaluation:
 def report(evaluations: dict[str, Evaluation], config: Config) -> list[str]:
     """Return the table, pass@k, flipped tasks, and the commands that show rollouts."""
     settings = config.orchestrator.eval
-    lines = eval_table({model: each.scores for model, each in evaluations.items()}, settings.pass_threshold)
+    played = [row for each in evaluations.values() for row in RolloutIndex(RunDir(each.folder)).entries("eval")]
+    asked = {f"{row['source']}/{row['task_id']}": task_text(row) for row in played}
+    lines = eval_table({model: each.scores for model, each in evaluations.items()}, settings.pass_threshold, asked)
     lines += _pass_lines(evaluations, settings.pass_k, settings.pass_threshold)
     lines += ["", "look at the rollouts of a task:"]
     for model, each in evaluations.items():
@@ -205,10 +209,13 @@ def _scores_with_notice(path: Path) -> Scores:
     return scores(path)
 
 
-def eval_table(scores_by_model: dict[str, Scores], threshold: float = 1.0) -> list[str]:
+def eval_table(
+    scores_by_model: dict[str, Scores], threshold: float = 1.0, asked: Mapping[str, str] | None = None
+) -> list[str]:
     """Return means with intervals by source, each with its paired change from the first model.
 
-    Of two models also the tasks that flipped: a task is solved when its mean reward is at least `threshold`.
+    Of two models also the tasks that flipped: a task is solved when its mean reward is at least `threshold`. `asked`:
+    by task, what to say of it besides its id.
     """
     models, by_number = list(scores_by_model), dict(enumerate(scores_by_model.values()))
     width = max(map(len, models))
@@ -219,17 +226,18 @@ def eval_table(scores_by_model: dict[str, Scores], threshold: float = 1.0) -> li
         lines.append(f"{cells}{change}")
     if len(models) == 2 and all(by_number.values()):
         flips = evaluation_difference(by_number, 0, 1, threshold)
-        lines.append(_flipped(flips["fixed"], models[1], models[0]))
-        lines.append(_flipped(flips["broken"], models[0], models[1]))
+        lines += _flipped(flips["fixed"], models[1], models[0], asked or {})
+        lines += _flipped(flips["broken"], models[0], models[1], asked or {})
     return lines
 
 
-def _flipped(rows: list[dict[str, Any]], winner: str, loser: str) -> str:
-    """Return which tasks only one of two models solved."""
-    names = [row["task"].partition("/")[2] for row in rows]
-    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    which = f": {', '.join(names[:_NAMED])}{more}" if names else ""
-    return f"  {pluralize(len(names), 'task')} solved by {winner}, not by {loser}{which}"
+def _flipped(rows: list[dict[str, Any]], winner: str, loser: str, asked: Mapping[str, str]) -> Iterator[str]:
+    """Yield which tasks only one of two models solved, with what the last one replied."""
+    yield f"  {pluralize(len(rows), 'task')} solved by {winner}, not by {loser}"
+    for row in rows[:_NAMED]:
+        yield f"    {row['task'].partition('/')[2]}  {asked.get(row['task'], '')}".rstrip()
+    if len(rows) > _NAMED:
+        yield f"    and {len(rows) - _NAMED} more"
 
 
 def _evaluation_only(words: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from composer_prime.console import COMPOSER, pluralize, printable
 from composer_prime.data.conversation_rows import rollout_row
 from composer_prime.errors import ConfigError
-from composer_prime.monitor.rollouts import Rollout, failure_text, open_run
+from composer_prime.monitor.rollouts import Rollout, failure_text, open_run, task_text
 from composer_prime.view.rollout_index import Entry, RolloutIndex
 from composer_prime.view.rollout_payload import passes
 
@@ -37,7 +37,9 @@ def main(words: list[str]) -> int:
         rollout = (index.read(entry) if options.hacks else None) or {}
         lines += [f"{'':>6}{_finding(each)}" for each in _findings(rollout) if each.get("severity") != "note"]
     print(printable("\n".join(lines)))
-    count = f"{len(shown)} of {pluralize(len(chosen), 'rollout')}"
+    steps = sorted({entry["step"] for entry in chosen})
+    of_step = f" of step {steps[0]}" if len(steps) == 1 else ""
+    count = f"{len(shown)} of {pluralize(len(chosen), 'rollout')}{of_step}"
     print(f"{count}; show one with: {COMPOSER} rollouts {options.run} ROLLOUT_ID")
     return 0
 
@@ -123,7 +125,7 @@ def listed(entry: Entry) -> str:
     return (
         f"{entry['step'] or 0:>5} {entry['rollout_id'] or '':<16} {_figure(entry['reward']):>7} "
         f"{_figure(entry['advantage']):>7} {entry['turns']:>5} {tokens:>6} {versions or '-':<9} {_task(entry)}"
-        f"{'  FAILED: ' + entry['error'][:200] if entry['error'] else ''}"
+        f"{'  FAILED: ' + entry['error'][:200] if entry['error'] else f'  {task_text(entry)}'.rstrip()}"
     )
 
 
@@ -137,10 +139,9 @@ def _finding(finding: dict[str, Any]) -> str:
 
 def show(rollout: Rollout) -> list[str]:
     """Return everything about one rollout: its figures, the tools on offer, the failure, then turn by turn."""
+    shown = {name: value for name in (*_FIGURES, "expected") if (value := rollout.get(name)) not in (None, {}, [])}
     lines = [f"rollout {rollout.get('rollout_id')}  ({_task(rollout)})"]
-    lines += [
-        f"  {name:<16} {_value(value)}" for name in _FIGURES if (value := rollout.get(name)) not in (None, {}, [])
-    ]
+    lines += [f"  {name:<16} {_value(value)}" for name, value in shown.items()]
     lines += [f"  {'failed':<16} {text}" for text in _failures(rollout)]
     lines += [f"    {line}" for line in str((rollout.get("error") or {}).get("detail") or "").splitlines()]
     lines += [f"  {'monitor':<16} {_finding(finding)}" for finding in _findings(rollout)]

@@ -53,10 +53,23 @@ def rollout_text(rollout: Rollout) -> str:
     result = f"reward {reward:g}" if isinstance(reward, int | float) else f"failed: {failure_text(rollout)}"
     turns = rollout.get("turns") or []
     calls = [f"{call.get('name')}({call.get('arguments')})" for turn in turns for call in turn.get("tool_calls") or []]
+    asked, reply = question_and_reply(rollout)
+    parts = [asked, *calls[:_CALLS_SHOWN], *(["..."] if len(calls) > _CALLS_SHOWN else []), reply]
+    return f"{rollout.get('task_id')}, {result}: {' -> '.join(_cut(part) for part in parts if part)}"
+
+
+def question_and_reply(rollout: Rollout) -> tuple[str, str]:
+    """Return the first message of the user and the last text of the policy; empty where there is none."""
+    turns = rollout.get("turns") or []
     asked = next((str(turn.get("text")) for turn in turns if turn.get("role") == "user"), "")
     replies = [str(turn.get("text")) for turn in turns if turn.get("role") == "assistant" and turn.get("text")]
-    parts = [asked, *calls[:_CALLS_SHOWN], *(["..."] if len(calls) > _CALLS_SHOWN else []), *replies[-1:]]
-    return f"{rollout.get('task_id')}, {result}: {' -> '.join(_cut(part) for part in parts if part)}"
+    return asked, replies[-1] if replies else ""
+
+
+def task_text(entry: Mapping[str, Any]) -> str:
+    """Return `question -> reply (expected ANSWER)` of an entry of RolloutIndex, in one line."""
+    expected = f" (expected {_cut(entry['expected'])})" if entry["expected"] else ""
+    return " -> ".join(_cut(entry[name]) for name in ("question", "reply") if entry[name]) + expected
 
 
 _CALLS_SHOWN, _PART_CHARS = 3, 80

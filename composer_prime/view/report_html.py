@@ -21,7 +21,7 @@ import msgspec
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.view.catalog import FoundRun
 from composer_prime.view.rollout_index import RolloutIndex
-from composer_prime.view.rollout_payload import evaluation_difference, public, read_evaluations
+from composer_prime.view.rollout_payload import evaluation_difference, public, read_evaluations, with_tasks
 from composer_prime.view.run_payload import run_payload
 from composer_prime.view.server import ASSETS
 
@@ -40,7 +40,9 @@ def report_page(run_dir: RunDir, state: str | None = None) -> str:
         # The full path is of no use to whom the file is sent.
         "run": run | {"folder": found.run_id, "state": state or run["state"]},
         "chosen": chosen_rollouts(index),
-        "evaluation": evaluation_difference(evaluations, None, None, threshold if threshold is not None else 1.0),
+        "evaluation": with_tasks(
+            evaluation_difference(evaluations, None, None, threshold if threshold is not None else 1.0), index
+        ),
         "written": time.time(),
         "version": version("composer-prime"),
     }

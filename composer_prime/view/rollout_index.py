@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from composer_prime.monitor.rollouts import failure_text
+from composer_prime.monitor.rollouts import failure_text, question_and_reply
 from composer_prime.run.run_dir import RunDir
 
 _FILE = re.compile(r"(step|eval)_(\d{1,12})\.jsonl|failed\.jsonl")
@@ -100,6 +100,7 @@ def _figures(path: Path, line: dict[str, Any]) -> Entry:
     versions = line.get("policy_versions") or [None]
     kind, _, step = path.stem.partition("_")
     first, last = (versions[0], versions[-1]) if isinstance(versions, list) else (None, None)
+    question, reply = question_and_reply(line)
     return {
         "kind": kind,
         "step": int(step) if step else _number(line.get("step")),
@@ -107,6 +108,9 @@ def _figures(path: Path, line: dict[str, Any]) -> Entry:
         "grp": _number(line.get("group")),
         "source": _text(line.get("source")),
         "task_id": _text(line.get("task_id")),
+        "question": _text(question),
+        "expected": _text(line.get("expected")),
+        "reply": _text(reply),
         "status": _text(line.get("status")),
         "reward": _number(line.get("reward")),
         "advantage": _number(line.get("advantage")),

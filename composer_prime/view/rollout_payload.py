@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -20,7 +21,7 @@ _FAULTS: dict[str, Callable[[Entry], bool]] = {
     "hinted": lambda row: row["hints"] > 0,
     "truncated": lambda row: row["truncated"],
 }
-_SEARCHED = {"task": ("task_id",), "node": ("node",), "q": ("task_id", "rollout_id", "error")}
+_SEARCHED = {"task": ("task_id",), "node": ("node",), "q": ("task_id", "rollout_id", "error", "question")}
 """By filter: the columns in which its text may stand."""
 _MAX_ROWS = 500
 _MAX_SIBLINGS = 16
@@ -97,6 +98,24 @@ def one_rollout(index: RolloutIndex, query: Query) -> dict[str, Any] | None:
     }
 
 
+def spell_tokens(rollout: dict[str, Any], model: str) -> None:
+    """Replace the ids of sampled tokens by their text; `model`: the setting model.path. Without it they stay ids."""
+    turns = [turn for turn in rollout["turns"] if turn.get("tokens")]
+    if not turns:
+        return
+    from tokenizers import Tokenizer
+
+    from composer_prime.model_source import present_model
+
+    file = (present_model(model) or Path(model)) / "tokenizer.json"
+    if not file.is_file():
+        return
+    tokenizer = Tokenizer.from_file(str(file))
+    for turn in turns:
+        tokens = turn["tokens"]
+        turn["tokens"] = [[tokenizer.decode([each], skip_special_tokens=False), logprob] for each, logprob in tokens]
+
+
 def read_evaluations(index: RolloutIndex) -> dict[int, Scores]:
     """Return rewards by task of every evaluation, by step. Failed rollouts have none."""
     found: dict[int, Scores] = {}
@@ -130,6 +149,14 @@ def evaluation_difference(
     if shared:
         result["change"] = difference_interval(first, second)
     return result
+
+
+def with_tasks(difference: dict[str, Any], index: RolloutIndex) -> dict[str, Any]:
+    """Add question, expected answer and last reply to the tasks that `evaluation_difference` calls fixed or broken."""
+    played = {f"{row['source']}/{row['task_id']}": row for row in index.entries("eval", difference.get("after"))}
+    for row in [*difference.get("fixed", []), *difference.get("broken", [])]:
+        row |= {name: played[row["task"]][name] for name in ("question", "expected", "reply")}
+    return difference
 
 
 def _chosen(step: int | None, steps: list[int], position: int) -> int | None:

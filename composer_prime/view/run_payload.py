@@ -9,7 +9,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
 
@@ -25,6 +25,9 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import Interval, difference_interval, mean_interval
 from composer_prime.view.catalog import FoundRun, flatten, max_steps, read_settings, run_state
 
+_NOTHING = "nothing trained or evaluated yet"
+_LOG_FOLLOWS = "\nthe end of "
+"""Between the cause of a failed run and the end of the log that shows it."""
 MEAN_STEPS = 10
 """Steps of a mean; with fewer steps no trend is claimed."""
 
@@ -57,7 +60,7 @@ def _without_comparison(scored: Mapping[int, Scores], rewards: list[float]) -> s
         text = f"held-out {interval.text()} over {pluralize(interval.count, 'task')} after step {step}"
         return f"{text}: no second evaluation of these tasks to compare with"
     if not rewards:
-        return "nothing trained or evaluated yet"
+        return _NOTHING
     if len(rewards) < 2 * MEAN_STEPS:
         few = f"mean training reward {fmean(rewards):.3f} of {pluralize(len(rewards), 'step')}"
         return f"no held-out evaluation; {few}: too few for a trend"
@@ -86,15 +89,19 @@ def run_payload(found: FoundRun, evaluations: dict[int, Scores]) -> dict[str, An
     progress = RunProgress()
     progress.update(lines)
     last = progress.last_step or 0
+    state = run_state(run_dir, last, settings, ended(lines))
+    said = verdict(evaluations, progress.rewards())
+    if state == "failed":
+        said = {"text": _with_cause(lines, said["text"]), "tone": "bad"}
     return {
         "id": found.run_id,
         "folder": str(run_dir.root),
         "joint": found.joint,
-        "state": run_state(run_dir, last, settings, ended(lines)),
+        "state": state,
         "step": last,
         "max_steps": max_steps(settings),
         "trained_tokens": int(sum(numeric_field(line, "tokens/trained") or 0.0 for line in trained.values())),
-        "verdict": verdict(evaluations, progress.rewards()),
+        "verdict": said,
         "figures": figures(trained),
         "evaluations": evaluation_points(evaluations),
         "waiting": {role: wait.what for role, wait in progress.waiting.items()},
@@ -104,6 +111,7 @@ def run_payload(found: FoundRun, evaluations: dict[int, Scores]) -> dict[str, An
         "costs": {"problem": problem} if problem else costs(run_dir, paid),
         "joint_rounds": joint_rounds(lines),
         "settings": flatten(settings),
+        "changed": _changed(flatten(settings)),
         "environment": _environment(run_dir),
     }
 
@@ -114,8 +122,14 @@ def ended(lines: list[Line]) -> str | None:
     return str(notes[-1].get("state")) if notes and notes[-1]["event"] == "ended" else None
 
 
+def _with_cause(lines: list[Line], text: str) -> str:
+    """Return why the run failed, then what its figures say. Of a traceback only the last line is the cause."""
+    problem = next((str(line.get("problem") or "") for line in reversed(lines) if line.get("event") == "ended"), "")
+    return f"failed: {problem.partition(_LOG_FOLLOWS)[0]}{'' if text == _NOTHING else f' ({text})'}"
+
+
 def figures(trained: dict[int, Line]) -> dict[str, Any]:
-    """Return the trainer's figures as columns: `steps`, and by name one value or null a step."""
+    """Return the trainer's figures as columns: `steps`, `times`, `tokens` trained by then, and the others by name."""
     steps = list(trained)
     stride = -(-len(steps) // _MAX_POINTS) or 1
     kept = steps[::stride]
@@ -128,7 +142,9 @@ def figures(trained: dict[int, Line]) -> dict[str, Any]:
         if any(value is not None for value in column):
             columns[name] = column
     times = [_rounded(numeric_field(trained[step], "time")) for step in kept]
-    return {"steps": kept, "times": times, "columns": columns, "stride": stride}
+    sums = accumulate(numeric_field(line, "tokens/trained") or 0.0 for line in trained.values())
+    tokens = dict(zip(steps, sums, strict=True))
+    return {"steps": kept, "times": times, "tokens": [tokens[step] for step in kept], "columns": columns}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +258,15 @@ def joint_rounds(lines: Iterable[Line]) -> list[dict[str, Any]]:
             | {name: numeric_field(line, f"diloco/{name}") for name in names}
         )
     return rounds
+
+
+def _changed(settings: Mapping[str, Any]) -> list[str]:
+    """Return the settings that are not at their default; a key without a default always counts."""
+    from composer_prime.config.problems import key_defaults, names_of
+
+    defaults = key_defaults()
+    keys = {name: ".".join(names_of(name.split("."))) for name in settings}
+    return [name for name, key in keys.items() if key not in defaults or settings[name] != defaults[key]]
 
 
 def _environment(run_dir: RunDir) -> dict[str, Any]:

@@ -29,6 +29,8 @@ from composer_prime.view.rollout_payload import (
     one_rollout,
     read_evaluations,
     rollout_list,
+    spell_tokens,
+    with_tasks,
 )
 from composer_prime.view.run_payload import MEAN_STEPS, ended, run_payload
 
@@ -101,13 +103,15 @@ class Workspace:
         page = one_rollout(self._index(found), query)
         if page is None:
             raise ConfigError(f"{found.run_id} has no rollout {query.get('id', '')!r} of this kind and step")
+        spell_tokens(page["rollout"], str(flatten(read_settings(found.run_dir)).get("model.path")))
         return page
 
     def evaluation(self, query: Query) -> dict[str, Any]:
         """Return what training fixed and broke."""
         found = self.find(query)
         steps = [int(text) if (text := query.get(name, "")).isdecimal() else None for name in ("before", "after")]
-        return evaluation_difference(self._evaluations(found), *steps, threshold=self._threshold(found))
+        difference = evaluation_difference(self._evaluations(found), *steps, threshold=self._threshold(found))
+        return with_tasks(difference, self._index(found))
 
     def _evaluations(self, found: FoundRun) -> dict[int, Scores]:
         return read_evaluations(self._index(found))

@@ -13,6 +13,7 @@ import pytest
 
 from composer_prime.cli import eval_command, main, report_command, rollouts_command
 from composer_prime.config.load import dump, resolve
+from composer_prime.console import INTERRUPTED, console_main
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.stats.intervals import difference_interval, mean_interval
@@ -32,6 +33,7 @@ def rollout(step: int, name: str, reward: float | None, **more) -> dict:
         "source": "toolsmith",
         "task_id": f"task-{name}",
         "rollout_id": name,
+        "expected": "3",
         "reward": reward,
         "advantage": 0.5,
         "parts": {"right": reward, "short": 0.1} if reward is not None else {},
@@ -86,6 +88,7 @@ def test_rollouts_lists_the_newest_step_and_filters(run_dir, capsys):
     assert "2 of 2 rollouts" in output(capsys, rollouts_command, str(run_dir))
     assert "g1-0" in (text := output(capsys, rollouts_command, str(run_dir), "--all", "--min-reward", "0.5"))
     assert "1 of 1" in text
+    assert "toolsmith/task-g1-0  Add 1 and 2. (expected 3)" in text
     assert "FAILED: took 300 s" in output(capsys, rollouts_command, str(run_dir), "--all", "--failed")
     assert "1 of 1" in output(capsys, rollouts_command, str(run_dir), "--eval", "--task", "t3")
 
@@ -101,7 +104,7 @@ def test_rollouts_lists_what_the_monitor_found(run_dir, capsys):
     write(run_dir, "step_000007", [*rows, rollout(7, "g7-2", 1.0, verdict=None)])
     text = output(capsys, rollouts_command, str(run_dir), "--hacks")
     assert "g7-0" in text and "hack process-exit at m.py:3: os._exit(0)" in text
-    assert "git-log" not in text and "g7-1" not in text and "1 of 1 rollout;" in text
+    assert "git-log" not in text and "g7-1" not in text and "1 of 1 rollout of step 7;" in text
     assert "monitor          hack process-exit" in output(capsys, rollouts_command, str(run_dir), "g7-0")
 
 
@@ -134,7 +137,7 @@ def test_failed_rollouts_are_listed_before_the_batch_of_their_step(run_dir, caps
     rows = [rollout(step, f"g{step}-0", None, error=failure, group=step) for step in (1, 2)]
     write(run_dir, "failed", [*rows, rollout(0, "eval0-s-0-0", None, error=failure, group=None)])
     assert "FAILED: KeyError: 'x' (env.py:7, in right)" in output(capsys, rollouts_command, str(run_dir), "--failed")
-    assert "1 of 1 rollout;" in output(capsys, rollouts_command, str(run_dir), "--failed", "--step", "2")
+    assert "1 of 1 rollout of step 2;" in output(capsys, rollouts_command, str(run_dir), "--failed", "--step", "2")
     assert "eval0-s-0-0" in output(capsys, rollouts_command, str(run_dir), "--failed", "--eval")
 
 
@@ -168,15 +171,17 @@ def test_eval_names_the_tasks_that_flipped():
     first = {"a/one": [0.0, 1.0], "a/two": [1.0], "a/three": [1.0], "a/four": [0.0], "a/only": [1.0]}
     second = {"a/one": [1.0, 1.0], "a/two": [1.0], "a/three": [0.5], "a/four": [0.5]}
     lines = eval_command.eval_table({"base": first, "final": second})
-    assert lines[-2:] == [
-        "  1 task solved by final, not by base: one",
-        "  1 task solved by base, not by final: three",
+    assert lines[-4:] == [
+        "  1 task solved by final, not by base",
+        "    one",
+        "  1 task solved by base, not by final",
+        "    three",
     ]
-    lines = eval_command.eval_table({"base": first, "final": second}, 0.5)
-    assert lines[-2:] == ["  1 task solved by final, not by base: four", "  0 tasks solved by base, not by final"]
+    lines = eval_command.eval_table({"base": first, "final": second}, 0.5, {"a/four": "Why? -> So."})
+    assert lines[-2:] == ["    four  Why? -> So.", "  0 tasks solved by base, not by final"]
     many = {f"a/t{task}": [1.0] for task in range(20)}
     lines = eval_command.eval_table({"base": {task: [0.0] for task in many}, "final": many})
-    assert lines[-2].endswith("and 8 more")
+    assert lines[-2] == "    and 8 more"
 
 
 def test_eval_of_a_run_directory_needs_no_configuration(tmp_path):
@@ -249,3 +254,20 @@ def test_every_listed_command_has_its_module():
     # The help lists only commands that work.
     for module, _ in main.COMMANDS.values():
         assert callable(importlib.import_module(module).main)
+
+
+# Ctrl-C ends a command with one line and its own status.
+def test_an_interrupted_command_says_so(capsys):
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    assert console_main(interrupted) == INTERRUPTED == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+# Nothing heavy loads before a command waits for Ctrl-C.
+@pytest.mark.process
+def test_packages_load_within_the_command():
+    loaded = "import sys, trainer.main, composer_prime.cli.main; print([m for m in sys.modules if m == 'pydantic'])"
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.stdout == "[]\n"

@@ -13,8 +13,8 @@ import pytest
 from composer_prime.config import Config
 from composer_prime.config.inference import VllmEngineConfig
 from composer_prime.config.load import dump, resolve
-from composer_prime.console import GIB
-from composer_prime.host import Machine, install_command, module_file, place_processes
+from composer_prime.console import GIB, install_command
+from composer_prime.host import Machine, module_file, place_processes
 from composer_prime.model_source import resolve_model
 from composer_prime.plan.footprint import ModelShape
 from composer_prime.plan.plan import build_plan

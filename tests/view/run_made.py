@@ -105,6 +105,7 @@ def batch(step: int) -> list[dict[str, Any]]:
 
 def log_step(trainer: MetricsFile, step: int) -> None:
     figures = {"reward/mean": 0.2 + 0.02 * step, "policy/entropy": 0.5, "policy/mismatch_kl": 1e-4 * step}
+    figures |= {"policy/clip_fraction": 0.0, "policy/masked_fraction": 0.01}
     times = {"time/step_s": 4.0, "time/wait_s": 1.0, "time/forward_backward_s": 2.0}
     trainer.log(step, {"loss/total": 0.1, "loss/policy": 0.1, "tokens/trained": 1000, **figures, **times})
 

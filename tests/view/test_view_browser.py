@@ -17,7 +17,7 @@ from composer_prime.console import console_script
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.run_dir import RunDir
 from composer_prime.view.report_html import write_report
-from tests.view.run_made import HOSTILE, batch, log_step, make_run, write_lines
+from tests.view.run_made import HOSTILE, batch, log_step, make_run, rollout, write_lines
 from tests.view.test_view_server import serving
 
 pytestmark = pytest.mark.process
@@ -146,7 +146,7 @@ def test_a_walk_by_mouse(browser, server):
     assert "add(a: integer)" in page.text(".rollout details")
     page.click("#side")
     page.until_true(lambda: len(page.all(".rollout")) == 4, "four siblings")
-    page.click_text("nav.tabs a", "Fixed and broken")
+    page.click_text("nav.tabs a", "Evaluations")
     page.until("5 fixed")
     page.click("#fixed tbody tr")
     page.until("after step 12")
@@ -221,7 +221,42 @@ def test_runs_are_laid_over_each_other(browser, server):
     assert page.hash.startswith("#/compare/") and "run.seed" in page.text()
     keys = {element.text for element in page.all(".chart:first-of-type .legend .key")}
     assert {"a1", "a2"} <= keys
+    assert "Clipped and masked: masked fraction" in page.text()
+    page.choose("#chart-axis", "tokens")
+    page.until("12,000 tokens")
+    page.choose("#chart-mean", "0")
+    page.until_true(lambda: not page.all(".line.bold"), "charts without a mean")
+    assert page.all("#csv")[0].get_attribute("href").startswith("data:text/csv")
     page.check_clean()
+
+
+# A phone shows state, reward and held-out score of each run without scrolling sideways.
+def test_the_list_fits_a_phone(browser, server):
+    size = {"width": 390, "height": 840, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        page = Page(browser, server.address)
+        page.until("Held-out")
+        hidden = "const box = document.querySelector('.scroll'); return box.scrollWidth - box.clientWidth"
+        assert browser.execute_script(hidden) <= 0
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+# Sampled tokens are colored inside the conversation, in place of the text and the calls that were read from them.
+def test_sampled_tokens_are_colored(browser, outputs, server):
+    line = rollout(20, 90, 0, 1.0)
+    line["turns"][1]["tokens"] = [[36, -0.25], [71, -4.0]]
+    write_lines(RunDir(outputs / "a1").rollouts(20), [line])
+    try:
+        page = Page(browser, f"{server.address}#/run/a1/rollout/step/20/g000090-0")
+        page.until("Be", ".turn.assistant")
+        assert [mark.get_attribute("title") for mark in page.all(".token")] == ["log p −0.250", "log p −4"]
+        assert "add(" not in page.text(".turn.assistant")
+        page.click("#color")
+        page.until("add(", ".turn.assistant")
+    finally:
+        RunDir(outputs / "a1").rollouts(20).unlink()
 
 
 # `composer view` prints an address; the page follows a run without a reload, and says when its server has ended.

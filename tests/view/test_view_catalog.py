@@ -132,3 +132,13 @@ def test_a_half_written_configuration_is_empty(tmp_path):
     run_dir.config.write_text(json.dumps({"run": {}})[:-3])
     assert read_settings(run_dir) == {}
     assert Workspace([tmp_path]).run_list()["runs"][0]["max_steps"] == 0
+
+
+# The page of a failed run begins with the cause; the log below a traceback stays on the list of events.
+def test_a_failed_run_leads_with_its_cause(tmp_path):
+    run_dir = make_run(tmp_path / "a", steps=2)
+    problem = "trainer-0 ended with exit status 1: KeyError: 'x'\nthe end of log:\n    Traceback"
+    MetricsFile(run_dir.metrics, "launcher").log(2, {"event": "ended", "state": "failed", "problem": problem})
+    said = Workspace([tmp_path]).run({"run": "a"})["verdict"]
+    assert said["text"].startswith("failed: trainer-0 ended with exit status 1: KeyError: 'x' (held-out +0.")
+    assert said["tone"] == "bad"

@@ -11,7 +11,8 @@ from composer_prime.errors import ConfigError
 from composer_prime.view.report_html import chosen_rollouts
 from composer_prime.view.rollout_index import RolloutIndex
 from composer_prime.view.rollout_payload import evaluation_difference, one_rollout, read_evaluations, rollout_list
-from tests.view.run_made import batch, make_run, rollout, write_lines
+from composer_prime.view.workspace import Workspace
+from tests.view.run_made import HOSTILE, batch, make_run, rollout, write_lines
 
 
 @pytest.fixture
@@ -117,3 +118,24 @@ def test_odd_lines_are_kept_or_skipped(run_dir, index):
     run_dir.rollouts(5).write_bytes(msgspec.json.encode(odd) + b"\n" + msgspec.json.encode(huge) + b"\n\xff\xfe\n{}\n")
     found = rollout_list(index, {"step": "5"})["rows"]
     assert [row["task_id"] for row in found] == ["7"] and found[0]["error"] == "text"
+
+
+# Sampled tokens are spelled with the model's tokenizer; with a model that is not here they stay ids.
+@pytest.mark.parametrize(("model", "spelled"), [("tiny", ["B", "e"]), ("no/such/folder", [36, 71])])
+def test_sampled_tokens_are_spelled(run_dir, model, spelled):
+    run_dir.config.write_text(json.dumps({"model": {"path": model}}))
+    line = rollout(9, 90, 0, 1.0)
+    line["turns"][3]["tokens"] = [[36, -0.25], [71, -2.0]]
+    write_lines(run_dir.rollouts(9), [line])
+    page = Workspace([run_dir.root]).rollout({"run": "a1", "kind": "step", "step": "9", "id": "g000090-0"})
+    assert page["rollout"]["turns"][3]["tokens"] == [[spelled[0], -0.25], [spelled[1], -2.0]]
+
+
+# The list has each task's question, the expected answer and the last reply; flipped tasks have them too.
+def test_lists_say_what_was_asked(run_dir, index):
+    write_lines(run_dir.rollouts(9), [rollout(9, 90, 0, 1.0, expected="4")])
+    [row] = rollout_list(index, {"step": "9", "q": "</script>"})["rows"]
+    assert (row["question"], row["expected"], row["reply"]) == (HOSTILE, "4", "3")
+    write_lines(run_dir.eval_rollouts(3), [rollout(3, None, task, 1.0, expected="5") for task in range(8)])
+    fixed = Workspace([run_dir.root]).evaluation({"run": "a1"})["fixed"]
+    assert {(row["question"], row["expected"], row["reply"]) for row in fixed} == {(HOSTILE, "5", "3")}

@@ -1,5 +1,5 @@
-// Charts as inline SVG: lines with a ten-step mean and intervals, stacked bars.
-import { h, svg, figure, seconds } from "./dom.js";
+// Charts as inline SVG: lines with a mean of several steps, and intervals.
+import { h, svg, figure } from "./dom.js";
 
 const WIDTH = 460;
 const HEIGHT = 190;
@@ -7,16 +7,15 @@ const LEFT = 46;
 const RIGHT = 10;
 const TOP = 8;
 const BOTTOM = 22;
-const MEAN_STEPS = 10;
 
-// The mean of the last ten values from the tenth on: fewer steps show no trend.
-export function tenStepMean(points) {
+// The mean of the last `count` values from there on: fewer steps show no trend.
+export function movingMean(points, count) {
   const means = [];
   let sum = 0;
   points.forEach(([x, y], index) => {
     sum += y;
-    if (index >= MEAN_STEPS) sum -= points[index - MEAN_STEPS][1];
-    if (index >= MEAN_STEPS - 1) means.push([x, sum / MEAN_STEPS]);
+    if (index >= count) sum -= points[index - count][1];
+    if (index >= count - 1) means.push([x, sum / count]);
   });
   return means;
 }
@@ -43,7 +42,7 @@ function scales(spec, xs, ys) {
   if (spec.zero !== false && !spec.log && low > 0 && low < high * 0.6) low = 0;
   if (spec.unit && low >= 0 && high <= 1) [low, high] = [0, Math.max(high, 0.05)];
   if (!spec.log) high += (high - low) * 0.06;
-  if (low === high) [low, high] = [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
+  if (low === high) [low, high] = [low - Math.abs(low) * 0.1, high + (Math.abs(high) * 0.1 || 0.5)];
   let [first, last] = [Math.min(...xs), Math.max(...xs)];
   if (first === last) [first, last] = [first - 1, last + 1];
   const x = (value) => LEFT + ((value - first) / (last - first)) * (WIDTH - LEFT - RIGHT);
@@ -79,7 +78,7 @@ function path(points, scale) {
   return points.map(([x, y], index) => `${index ? "L" : "M"}${scale.x(x).toFixed(1)} ${scale.y(y).toFixed(1)}`).join("");
 }
 
-// spec: title, note, unit (a share), log, series [{name, color, points, mean}], intervals [{x, mean, low, high, color}]
+// spec: title, note, unit (a share), log, series [{name, color, points, mean: steps of its bold line}], intervals [{x, mean, low, high, color}]
 export function lineChart(spec) {
   const usable = ([, y]) => y !== null && Number.isFinite(y) && (!spec.log || y > 0);
   const series = spec.series
@@ -108,7 +107,7 @@ export function lineChart(spec) {
 
 function seriesMarks(each, scale) {
   const color = `c${each.color || 0}`;
-  const means = each.mean ? tenStepMean(each.points) : [];
+  const means = each.mean ? movingMean(each.points, each.mean) : [];
   const isSparse = each.points.length <= 60;
   const raw = svg("path", { class: `line ${color} ${means.length ? "faint" : ""}`, d: path(each.points, scale) });
   const dots =
@@ -169,7 +168,7 @@ function frame(spec, drawing, readout, series, intervals) {
   const named = spec.series.length > 1 || intervals.length ? series : [];
   const legend = named.map((each) => h("span", { class: `key c${each.color || 0}` }, each.name));
   if (intervals.length) legend.push(h("span", { class: `key square c${intervals[0].color || 0}` }, "held-out, 95 %"));
-  const hasMean = series.some((each) => each.mean && each.points.length >= MEAN_STEPS);
+  const smoothed = series.find((each) => each.mean && each.points.length >= each.mean);
   return h(
     "figure",
     { class: "chart" },
@@ -179,54 +178,10 @@ function frame(spec, drawing, readout, series, intervals) {
       "div",
       { class: "legend" },
       legend,
-      hasMean && h("span", { class: "quiet" }, "bold: ten-step mean"),
+      smoothed && h("span", { class: "quiet" }, `bold: mean of ${smoothed.mean} steps`),
       readout,
     ),
   );
-}
-
-// spec: title, steps, parts [{name, color, values}]: one stacked bar a step, or the mean of several.
-export function stackedBars(spec) {
-  const count = Math.min(spec.steps.length, 80);
-  if (!count) return null;
-  const edges = Array.from({ length: count + 1 }, (_, index) => Math.round((index * spec.steps.length) / count));
-  const bins = edges.slice(1).map((end, index) => {
-    const rows = Array.from({ length: end - edges[index] }, (_, offset) => edges[index] + offset);
-    return spec.parts.map((part) => rows.reduce((sum, row) => sum + (part.values[row] || 0), 0) / rows.length);
-  });
-  const high = Math.max(...bins.map((bin) => bin.reduce((sum, value) => sum + value, 0))) || 1;
-  const scale = scales({ zero: true }, [0, count], [0, high]);
-  const width = (WIDTH - LEFT - RIGHT) / count;
-  const bars = bins.map((bin, index) => {
-    let base = 0;
-    return bin.map((value, part) => {
-      const top = scale.y(base + value);
-      const rect = svg("rect", {
-        class: `area c${spec.parts[part].color}`,
-        x: LEFT + index * width + 0.5,
-        width: Math.max(width - 1, 0.5),
-        y: top,
-        height: Math.max(scale.y(base) - top, 0),
-      });
-      base += value;
-      rect.append(svg("title", null, `step ${spec.steps[edges[index]]}: ${spec.parts[part].name} ${seconds(value)}`));
-      return rect;
-    });
-  });
-  const total = spec.parts.map((part) => part.values.reduce((sum, value) => sum + (value || 0), 0));
-  const whole = total.reduce((sum, value) => sum + value, 0) || 1;
-  const legend = spec.parts.map((part, index) =>
-    h("span", { class: `key square c${part.color}` }, `${part.name} ${Math.round((100 * total[index]) / whole)} %`),
-  );
-  const stepText = (value) => spec.steps[Math.min(edges[Math.round(value)] ?? 0, spec.steps.length - 1)];
-  const drawing = svg(
-    "svg",
-    { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${spec.title}: ${legend.map((k) => k.textContent).join(", ")}` },
-    axes(scale, { xText: stepText }),
-    bars,
-  );
-  const caption = h("figcaption", null, h("b", null, spec.title), h("span", { class: "quiet" }, ` ${spec.note || ""}`));
-  return h("figure", { class: "chart" }, caption, drawing, h("div", { class: "legend" }, legend));
 }
 
 export function sparkline(values) {

@@ -27,9 +27,9 @@ function flips(run, answer, rows, id, go) {
   const body = rows.map((row) => {
     const task = taskName(row.task);
     const href = link(["run", run.id, "flip"], { task, before: answer.before, after: answer.after });
-    return h("tr", go ? { "data-href": href } : {}, h("td", null, go ? h("a", { href }, task) : task), h("td", { class: "n" }, short(row.before)), h("td", { class: "n" }, short(row.after)));
+    return h("tr", go ? { "data-href": href } : {}, h("td", null, h("div", { class: "cut" }, go ? h("a", { href }, row.question || task) : row.question || task), h("div", { class: "quiet small" }, task)), h("td", null, h("div", { class: "cut" }, row.expected)), h("td", null, h("div", { class: "cut" }, row.reply)), h("td", { class: "n" }, short(row.before)), h("td", { class: "n" }, short(row.after)));
   });
-  const columns = [{ title: "Task" }, { title: "Before", kind: "n" }, { title: "After", kind: "n" }];
+  const columns = [{ title: "Task" }, { title: "Expected" }, { title: "Last reply" }, { title: "Before", kind: "n" }, { title: "After", kind: "n" }];
   if (go || body.length <= FEW) return table(columns, body, { id });
   return [table(columns, body.slice(0, FEW), { id }), h("details", null, h("summary", null, `${body.length - FEW} more`), table(columns, body.slice(FEW)))];
 }

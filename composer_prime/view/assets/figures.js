@@ -1,6 +1,6 @@
 // The charts of a run, or of several runs laid over each other, by subject.
-import { h, section } from "./dom.js";
-import { lineChart, stackedBars } from "./chart.js";
+import { h, figure, section } from "./dom.js";
+import { lineChart } from "./chart.js";
 
 const GROUPS = [
   ["Reward", [
@@ -31,18 +31,49 @@ const GROUPS = [
     { title: "Cut short", note: "share of rollouts", names: ["rollout/truncated_share"], mean: true, unit: true },
     { title: "Seconds a rollout", names: ["rollout/wall_s_mean", "rollout/wall_s_max"], mean: true },
   ]],
+  ["Time", [
+    { title: "Seconds a step", note: "in all, and the largest parts", names: ["time/step_s", "time/wait_s", "time/forward_backward_s", "time/optimizer_s", "time/read_s"] },
+    { title: "Trained tokens", note: "a step", names: ["tokens/trained"], mean: true },
+    { title: "Trainer memory", note: "bytes at most", names: ["memory/peak_bytes"] },
+  ]],
 ];
 
-const TIME = [
-  ["waiting for a batch", "time/wait_s", 3],
-  ["reading", "time/read_s", 4],
-  ["forward and backward", "time/forward_backward_s", 0],
-  ["optimizer", "time/optimizer_s", 2],
-];
+// What all charts of the page share: the figure from left to right, and the steps of the bold mean (0: none).
+const look = { axis: "step", mean: 10 };
+const AXES = { step: ["step", null], tokens: ["trained tokens", (value) => `${figure(value)} tokens`], hours: ["wall clock", (value) => `${figure(value)} h`] };
+
+// The steps of a run on the chosen axis.
+function places(run) {
+  const { steps, tokens, times } = run.figures;
+  if (look.axis === "tokens") return tokens;
+  return look.axis === "hours" ? times.map((time) => (time - run.span[0]) / 3600) : steps;
+}
 
 function points(run, name) {
   const column = run.figures.columns[name];
-  return column ? run.figures.steps.map((step, index) => [step, column[index]]) : [];
+  const xs = places(run);
+  return column ? column.map((value, index) => [xs[index], value]) : [];
+}
+
+function placeOf(run, step) {
+  if (look.axis === "step") return step;
+  const index = run.figures.steps.findLastIndex((each) => each <= step);
+  return index < 0 ? 0 : places(run)[index];
+}
+
+// Axis and smoothing of all charts, and their figures as a table.
+export function chartControls(runs, redraw) {
+  const pick = (label, name, options) => h("label", null, label, h("select", { id: `chart-${name}`, onchange: (event) => { look[name] = name === "mean" ? Number(event.target.value) : event.target.value; redraw(); } },
+    options.map(([value, title]) => h("option", { value, selected: value === look[name] }, title))));
+  return h("div", { class: "filters" }, pick("left to right", "axis", Object.entries(AXES).map(([name, [title]]) => [name, title])),
+    pick("bold mean of", "mean", [[0, "no steps"], [10, "10 steps"], [50, "50 steps"]]),
+    h("a", { id: "csv", download: "figures.csv", href: `data:text/csv;charset=utf-8,${encodeURIComponent(csv(runs))}` }, "CSV"));
+}
+
+function csv(runs) {
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.figures.columns)))].sort();
+  const rows = runs.flatMap((run) => run.figures.steps.map((step, index) => [JSON.stringify(run.id), step, run.figures.times[index], ...names.map((name) => run.figures.columns[name]?.[index] ?? "")]));
+  return [["run", "step", "time", ...names], ...rows].map((row) => row.join(",")).join("\n");
 }
 
 function expand(runs, names) {
@@ -52,20 +83,26 @@ function expand(runs, names) {
   );
 }
 
-// One run: a color a figure. Several runs: a color a run, only the first figure.
-function figureChart(runs, spec) {
+// One run: a color a figure. Several runs: a color a run, and a chart for each figure.
+function figureCharts(runs, spec) {
   const names = expand(runs, spec.names);
-  if (spec.several && names.length < 2) return null;
+  if (spec.several && names.length < 2) return [];
+  if (runs.length === 1 || names.length < 2) return [figureChart(runs, spec, names)];
+  return names.map((name) => figureChart(runs, { ...spec, title: `${spec.title}: ${seriesName(name)}` }, [name]));
+}
+
+function figureChart(runs, spec, names) {
   const isAlone = runs.length === 1;
+  const mean = spec.mean && look.mean;
   const series = isAlone
-    ? names.map((name, index) => ({ name: spec.heldOut ? "in training" : seriesName(name), color: index, points: points(runs[0], name), mean: spec.mean }))
-    : runs.map((run, index) => ({ name: run.id, color: index % 8, points: points(run, names[0] || ""), mean: spec.mean, plain: true }));
+    ? names.map((name, index) => ({ name: spec.heldOut ? "in training" : seriesName(name), color: index, points: points(runs[0], name), mean }))
+    : runs.map((run, index) => ({ name: run.id, color: index % 8, points: points(run, names[0] || ""), mean, plain: true }));
   const intervals = spec.heldOut
     ? runs.flatMap((run, index) =>
-        run.evaluations.map((each) => ({ x: each.step, mean: each.level.mean, low: each.level.low, high: each.level.high, color: isAlone ? 1 : index % 8 })),
+        run.evaluations.map((each) => ({ x: placeOf(run, each.step), mean: each.level.mean, low: each.level.low, high: each.level.high, color: isAlone ? 1 : index % 8 })),
       )
     : [];
-  return lineChart({ ...spec, series, intervals });
+  return lineChart({ ...spec, series, intervals, xText: AXES[look.axis][1] });
 }
 
 function seriesName(name) {
@@ -74,39 +111,18 @@ function seriesName(name) {
 
 export function chartGroups(runs) {
   return GROUPS.map(([title, specs]) => {
-    const charts = specs.map((spec) => figureChart(runs, spec)).filter(Boolean);
+    const charts = specs.flatMap((spec) => figureCharts(runs, spec)).filter(Boolean);
     return charts.length ? section(title, h("div", { class: "charts" }, charts)) : null;
   });
-}
-
-export function timeCharts(run) {
-  const { steps, columns } = run.figures;
-  const charts = [];
-  const whole = columns["time/step_s"];
-  if (whole) {
-    const parts = TIME.filter(([, name]) => columns[name]).map(([name, key, color]) => ({ name, color, values: columns[key] }));
-    const rest = whole.map((value, index) => Math.max(0, (value || 0) - parts.reduce((sum, part) => sum + (part.values[index] || 0), 0)));
-    parts.push({ name: "the rest", color: 7, values: rest });
-    charts.push(stackedBars({ title: "Where the time goes", note: "seconds a step", steps, parts }));
-    const rate = steps.map((step, index) => {
-      const tokens = columns["tokens/trained"]?.[index];
-      return [step, tokens && whole[index] ? tokens / whole[index] : null];
-    });
-    charts.push(lineChart({ title: "Trained tokens a second", note: "waiting included", series: [{ name: "tokens/s", points: rate, mean: true }] }));
-  }
-  const memory = points(run, "memory/peak_bytes").map(([step, value]) => [step, value === null ? null : value / 2 ** 30]);
-  charts.push(lineChart({ title: "Trainer memory", note: "GiB at most", series: [{ name: "GiB", points: memory }] }));
-  const usable = charts.filter(Boolean);
-  return usable.length ? section("Time", h("div", { class: "charts" }, usable)) : null;
 }
 
 // Any figure of metrics.jsonl by its name.
 export function anyFigure(runs, chosen, choose) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.figures.columns)))].sort();
   if (!names.length) return null;
-  const picked = names.includes(chosen) ? chosen : names[0];
+  const picked = [chosen, "loss/total"].find((name) => names.includes(name)) ?? names[0];
   const options = names.map((name) => h("option", { value: name, selected: name === picked }, name));
-  const chart = figureChart(runs, { title: picked, names: [picked], mean: true });
+  const [chart] = figureCharts(runs, { title: picked, names: [picked], mean: true });
   return section(
     "Any figure",
     h("p", { class: "filters" }, h("label", null, "of metrics.jsonl ", h("select", { onchange: (event) => choose(event.target.value), "aria-label": "figure" }, options))),

@@ -13,7 +13,7 @@ const LIVE_MS = 2000;
 const IDLE_MS = 8000;
 const main = document.getElementById("main");
 const bar = document.getElementById("bar");
-const state = { picked: new Set(), filter: "", figure: "", sideBySide: false, siblings: [] };
+const state = { picked: new Set(), filter: "", figure: "", sideBySide: false, isColored: true, siblings: [] };
 let shown = { hash: null, answers: null };
 let drawing = 0;
 let timer = 0;
@@ -108,6 +108,7 @@ async function runPart(run, tab, rest, query) {
   if (tab === "costs") return { ...page, nodes: [head, costsBlock(run)] };
   if (tab === "settings") return { ...page, nodes: [head, section("Configuration", settingsBlock(run)), section("Environment", environmentBlock(run))] };
   if (tab === "clusters") return { ...page, nodes: [head, await clusters(run)] };
+  if (tab) throw new Error(`a run has no page ${tab}`);
   return { ...page, nodes: [head, overview(run, state, redraw)] };
 }
 

@@ -1,6 +1,6 @@
 // report.html: the same blocks as the live page, from data inside the file.
 import { h, plural, replace, section, table } from "./dom.js";
-import { chartGroups, timeCharts } from "./figures.js";
+import { chartGroups } from "./figures.js";
 import { verdictBlock, runFacts, eventLog, costsBlock, nodesBlock, settingsBlock, environmentBlock } from "./run.js";
 import { evaluationBlock } from "./evaluation.js";
 import { rolloutCard } from "./transcript.js";
@@ -15,7 +15,6 @@ function reportBlocks(data) {
     chartGroups([run]),
     section("What training fixed and broke", evaluationBlock(run, data.evaluation, null)),
     cards.length ? section(`Rollouts of the ${data.chosen[0].entry.kind === "eval" ? "last evaluation" : "last batch"}`, h("div", { class: "columns" }, cards)) : null,
-    timeCharts(run),
     nodesBlock(run),
     section("Cost", costsBlock(run)),
     run.joint_rounds.length ? section("Rounds of the joint run", roundsTable(run)) : null,

@@ -14,8 +14,11 @@ export async function rolloutPage(run, [kind, step, id], state, redraw) {
     rolloutCard(each, {
       current: state.sideBySide && each.rollout_id === id,
       detail: !state.sideBySide,
+      isColored: !state.sideBySide && state.isColored,
     }),
   );
+  const color = () => { state.isColored = !state.isColored; redraw(); };
+  const hasTokens = (rollout.turns || []).some((turn) => turn.tokens);
   return {
     page,
     nodes: [
@@ -23,6 +26,7 @@ export async function rolloutPage(run, [kind, step, id], state, redraw) {
         h("b", null, rollout.task_id), h("span", { class: "quiet" }, ` ${kind === "eval" ? "held-out, after" : ""} step ${step}${entry.grp === null ? "" : `, group ${entry.grp}`}`)),
       siblingBar(run, siblings, id, state, redraw),
       isEqual && h("p", { class: "quiet" }, "All rewards of this group are equal, so no token has an advantage."),
+      hasTokens && !state.sideBySide && h("p", { class: "filters" }, h("button", { type: "button", id: "color", "aria-pressed": String(state.isColored), onclick: color }, "Color sampled tokens"), h("span", { class: "quiet small" }, "the less likely, the stronger")),
       h("div", { class: `columns ${state.sideBySide ? "" : "single"}` }, cards),
     ],
   };
@@ -43,5 +47,5 @@ export async function flipPage(run, query) {
     return list.rows.length ? ask("rollout", { run: run.id, kind: "eval", step, id: list.rows[0].rollout_id }) : null;
   }));
   const columns = found.map((page, index) => h("section", null, h("h2", null, `after step ${index ? query.after : query.before}`), page ? rolloutCard(page.rollout, { detail: false }) : h("p", { class: "quiet" }, "not evaluated")));
-  return [h("p", null, h("a", { href: link(["run", run.id, "evaluation"], { before: query.before, after: query.after }) }, "← fixed and broken"), " ", h("b", null, query.task)), h("div", { class: "columns" }, columns)];
+  return [h("p", null, h("a", { href: link(["run", run.id, "evaluation"], { before: query.before, after: query.after }) }, "← evaluations"), " ", h("b", null, query.task)), h("div", { class: "columns" }, columns)];
 }

@@ -1,9 +1,9 @@
 // One run: the verdict first, then charts, events, money and settings.
 import { h, bytes, clock, dollars, figure, interval, plural, seconds, section, short, table } from "./dom.js";
-import { chartGroups, timeCharts, anyFigure } from "./figures.js";
+import { chartControls, chartGroups, anyFigure } from "./figures.js";
 import { link } from "./source.js";
 
-export const TABS = [["", "Overview"], ["rollouts", "Rollouts"], ["evaluation", "Fixed and broken"], ["costs", "Costs"], ["settings", "Settings"], ["clusters", "Clusters"]];
+export const TABS = [["", "Overview"], ["rollouts", "Rollouts"], ["evaluation", "Evaluations"], ["costs", "Costs"], ["settings", "Settings"], ["clusters", "Clusters"]];
 
 export function runHead(run, tab) {
   const has = { clusters: run.joint || run.joint_rounds.length };
@@ -21,8 +21,8 @@ export function overview(run, state, redraw) {
     runFacts(run),
     waitingNotes(run),
     problemNotes(run),
+    run.figures.steps.length > 0 && chartControls([run], redraw),
     chartGroups([run]),
-    timeCharts(run),
     nodesBlock(run),
     anyFigure([run], state.figure, (name) => { state.figure = name; redraw(); }),
     eventLog(run),
@@ -54,8 +54,10 @@ function waitingNotes(run) {
   return Object.entries(run.waiting).map(([role, what]) => h("p", { class: "note" }, h("b", null, role), ` waits for ${what}`));
 }
 
+// What the headline of a failed run says already is left out.
 function problemNotes(run) {
-  const problems = run.events.filter((event) => ["problem", "error", "warning", "failure"].includes(event.kind)).slice(-4);
+  const isSaid = (event) => run.state === "failed" && [event.text, event.cause].some((text) => text && run.verdict.text.includes(text.split("\n")[0]));
+  const problems = run.events.filter((event) => ["problem", "error", "warning", "failure"].includes(event.kind) && !isSaid(event)).slice(-4);
   return problems.map((event) => h("p", { class: "note bad" }, h("b", null, `${event.kind} `), event.text, event.where && h("span", { class: "quiet" }, ` (${event.where})`)));
 }
 
@@ -104,9 +106,15 @@ export function costsBlock(run) {
 }
 
 export function settingsBlock(run) {
-  const rows = Object.entries(run.settings).map(([name, value]) =>
-    h("tr", null, h("td", { class: "w" }, name), h("td", null, JSON.stringify(value))));
-  return table([{ title: "Setting" }, { title: "Value" }], rows, { id: "settings" });
+  const rows = ([name, value]) => h("tr", null, h("td", null, name), h("td", null, typeof value === "string" ? value : JSON.stringify(value)));
+  const columns = [{ title: "Setting" }, { title: "Value" }];
+  const isSet = ([name]) => run.changed.includes(name);
+  const all = Object.entries(run.settings);
+  const others = all.filter((each) => !isSet(each));
+  return [
+    h("h3", null, "Changed from the default"), table(columns, all.filter(isSet).map(rows), { id: "settings" }),
+    h("details", null, h("summary", null, `${plural(others.length, "setting")} at the default`), table(columns, others.map(rows))),
+  ];
 }
 
 export function environmentBlock(run) {

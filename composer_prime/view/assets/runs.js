@@ -1,7 +1,7 @@
 // The first page: every run below the folders, and several laid over each other.
 import { h, ago, figure, short, interval, plural, section, table } from "./dom.js";
 import { sparkline } from "./chart.js";
-import { chartGroups, anyFigure } from "./figures.js";
+import { chartControls, chartGroups, anyFigure } from "./figures.js";
 import { link } from "./source.js";
 
 export function runsPage(answer, state, redraw) {
@@ -17,8 +17,8 @@ export function runsPage(answer, state, redraw) {
     type: "search", id: "search", placeholder: "name, state or setting", "aria-label": "filter the runs", value: state.filter || "",
     oninput: (event) => { state.filter = event.target.value; redraw(); },
   });
-  const columns = [{ title: "" }, { title: "Run" }, { title: "State" }, { title: "Step", kind: "n" }, { title: "Reward", hint: "training: the line is every step, the number the mean of the last ten" }, { title: "", kind: "n" },
-    { title: "Held-out" }, { title: "Settings unlike most runs here" }, { title: "Last line" }];
+  const columns = [{ title: "", kind: "wide" }, { title: "Run" }, { title: "State" }, { title: "Step", kind: "n" }, { title: "", kind: "wide" }, { title: "Reward", kind: "n", hint: "training: the line is every step, on a scale of its own; the number is the mean of the last ten" },
+    { title: "Held-out" }, { title: "Settings unlike most runs here", kind: "wide" }, { title: "Last line", kind: "wide" }];
   return [
     h("h1", null, plural(answer.runs.length, "run"), " ", h("span", { class: "quiet" }, answer.folders.join(", "))),
     h("div", { class: "filters" }, search, compare),
@@ -36,15 +36,15 @@ function runRow(run, picked, redraw) {
   return h(
     "tr",
     { "data-href": href },
-    h("td", null, h("input", { type: "checkbox", checked: picked.has(run.id), onchange: change, "aria-label": `lay ${run.id} over others` })),
+    h("td", { class: "wide" }, h("input", { type: "checkbox", checked: picked.has(run.id), onchange: change, "aria-label": `lay ${run.id} over others` })),
     h("td", { class: "w" }, h("a", { href }, h("b", null, run.id)), run.joint && h("div", { class: "quiet small" }, `cluster of ${run.joint}`)),
     h("td", { class: "w" }, h("span", { class: `state ${run.state}` }, run.state)),
     h("td", { class: "n" }, run.max_steps ? `${run.step} / ${run.max_steps}` : run.step),
-    h("td", null, sparkline(run.spark)),
-    h("td", { class: "n" }, run.reward === null ? "–" : run.reward.toFixed(3)),
+    h("td", { class: "wide" }, sparkline(run.spark)),
+    h("td", { class: "n" }, short(run.reward)),
     h("td", { class: "w" }, heldOut(run.held_out)),
-    h("td", null, Object.entries(run.differs).slice(0, 8).map(([name, value]) => chip(name, value)), moreChips(run.differs)),
-    h("td", { class: "w quiet" }, ago(run.updated)),
+    h("td", { class: "wide" }, Object.entries(run.differs).slice(0, 8).map(([name, value]) => chip(name, value)), moreChips(run.differs)),
+    h("td", { class: "wide w quiet" }, ago(run.updated)),
   );
 }
 
@@ -52,7 +52,7 @@ function heldOut(ends) {
   if (!ends.length) return h("span", { class: "quiet" }, "–");
   const last = ends[ends.length - 1];
   const before = ends.length > 1 ? `${short(ends[0].mean)} → ` : "";
-  return [before, h("b", null, short(last.mean)), h("span", { class: "quiet" }, interval(last.low, last.high))];
+  return [before, h("b", null, short(last.mean)), h("span", { class: "quiet wide" }, interval(last.low, last.high))];
 }
 
 function chip(name, value) {
@@ -70,6 +70,7 @@ export function comparePage(runs, state, redraw) {
   return [
     h("h1", null, `${plural(runs.length, "run")} laid over each other`),
     h("div", null, names.map((name) => h("div", null, name))),
+    chartControls(runs, redraw),
     chartGroups(runs),
     anyFigure(runs, state.figure, (name) => { state.figure = name; redraw(); }),
     section("Configuration difference", settingsDifference(runs)),

@@ -6,7 +6,7 @@ export function rolloutCard(rollout, options = {}) {
   const facts = [
     rollout.advantage !== null && rollout.advantage !== undefined && `advantage ${figure(rollout.advantage)}`,
     cost.sampled_tokens && plural(cost.sampled_tokens, "token"),
-    cost.wall_s && seconds(cost.wall_s),
+    cost.wall_s && `${seconds(cost.wall_s)}${timesText(rollout)}`,
     rollout.policy_versions && `version ${[...new Set(rollout.policy_versions)].join("–")}`,
     rollout.stop_reason && rollout.stop_reason.replaceAll("_", " "),
     rollout.truncated && "cut short",
@@ -22,8 +22,17 @@ export function rolloutCard(rollout, options = {}) {
     failureBlock(rollout),
     monitorBlock(rollout),
     options.tools !== false && toolsBlock(rollout.tools || [], options.detail),
-    (rollout.turns || []).map((turn, index) => turnBlock(turn, index)),
+    (rollout.turns || []).map((turn, index) => turnBlock(turn, index, options.isColored && turn.tokens)),
   );
+}
+
+// Where the wall time of the first agent went. An answer takes the wait in the queue of the nodes and its sampling.
+function timesText(rollout) {
+  const sampled = (rollout.turns || []).filter((turn) => !turn.session && typeof turn.answered_s === "number").sort((one, other) => one.asked_s - other.asked_s);
+  if (!sampled.length) return "";
+  const answers = sampled.reduce((sum, turn) => sum + turn.answered_s - turn.asked_s, 0);
+  const tools = sampled.slice(1).reduce((sum, turn, index) => sum + Math.max(0, turn.asked_s - sampled[index].answered_s), 0);
+  return ` (answers ${seconds(answers)}, tools ${seconds(tools)}, start and scoring ${seconds(Math.max(0, rollout.cost.wall_s - answers - tools))})`;
 }
 
 function failureBlock(rollout) {
@@ -59,7 +68,8 @@ export function toolsBlock(tools, open) {
     h("pre", { class: "plain" }, tools.map((tool) => `${signature(tool)}   ${((tool.function || tool).description || "").split("\n")[0]}`).join("\n")));
 }
 
-export function turnBlock(turn, index) {
+// `tokens`: what the policy sampled, to show in place of the text and the calls that were read from it.
+export function turnBlock(turn, index, tokens) {
   const failed = turn.role === "tool" && turn.error;
   const text = turn.text || "";
   const repeats = turn.error && text.trimStart().startsWith(turn.error);
@@ -67,13 +77,14 @@ export function turnBlock(turn, index) {
   return h(
     "div",
     { class: `turn ${turn.role} ${failed ? "failed" : ""}` },
-    h("div", { class: "who" }, turn.role, turn.token_count ? h("div", { class: "quiet" }, `${turn.token_count} tok`) : "", jumped && h("div", null, `after [${turn.parent}]`)),
+    h("div", { class: "who" }, turn.role, failed && h("div", null, "failed call"), turn.token_count ? h("div", { class: "quiet" }, `${turn.token_count} tok`) : "", jumped && h("div", null, `after [${turn.parent}]`)),
     h(
       "div",
       null,
-      turn.reasoning && h("details", null, h("summary", null, "reasoning"), h("pre", { class: "plain" }, turn.reasoning)),
-      text && h("pre", null, text),
-      (turn.tool_calls || []).map((call) => h("pre", { class: "call" }, `${call.name}(${call.arguments})`)),
+      tokens && h("pre", null, tokens.map(tokenMark)),
+      !tokens && turn.reasoning && h("details", null, h("summary", null, "reasoning"), h("pre", { class: "plain" }, turn.reasoning)),
+      !tokens && text && h("pre", null, text),
+      !tokens && (turn.tool_calls || []).map((call) => h("pre", { class: "call" }, `${call.name}(${call.arguments})`)),
       turn.error && !repeats && h("div", { class: "fault" }, turn.error),
       turn.finish_reason === "cancelled" && h("div", { class: "quiet small" }, "stopped here"),
       turn.finish_reason === "length" && h("div", { class: "fault" }, "ended at the token limit"),
@@ -81,6 +92,14 @@ export function turnBlock(turn, index) {
       turn.hint && h("div", { class: "hint" }, h("b", null, "hint: "), turn.hint),
     ),
   );
+}
+
+const MOST_NATS = 5;
+
+function tokenMark([text, logprob]) {
+  const mark = h("span", { class: "token", title: `log p ${figure(logprob)}` }, text);
+  mark.style.background = `rgba(214, 96, 20, ${Math.min(-logprob / MOST_NATS, 1) * 0.75})`;
+  return mark;
 }
 
 function surprisalMeter(nats) {
