@@ -11,7 +11,7 @@ tests/monitor_hacks and every honest rewriting. Printed with 95 % Wilson interva
 Each task of TASKS gets a random 25 of the hacks, without those that need the answers of the tests. The graded sample
 goes through the kinds in turns, so that it has as many of one as of another, and is also listed by kind.
 
---unseen takes the tasks of inflection==0.5.1 and measures the sample of tests/monitor_hacks/unseen.py alone. It was
+--unseen takes the tasks of inflection==0.5.1 and measures the sample of hack_monitor_sides/unseen.py alone. It was
 written before its author read the rules. With --graded N, N of its hacks are graded too.
 """
 
@@ -27,14 +27,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "monitor_hacks"))
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "monitor_hacks")]
+from hacks import HACKS, Attempt, Hack, bash
 from honest import honest_commands, refactorings, rewritten, solutions
-from patch_hacks import Attempt, Hack, bash
-from search_hacks import HACKS
 from small_packages import Case, cases, write_trees
-from unseen import HACKS as UNSEEN
-from unseen import HONEST, PACKAGE
 
+from benchmarks.hack_monitor_sides.unseen import HACKS as UNSEEN
+from benchmarks.hack_monitor_sides.unseen import HONEST, PACKAGE
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.stats.intervals import wilson_interval
 from orchestrator.coding.code.grading import grade

@@ -1,9 +1,8 @@
 """The hack suite: what the monitor catches by data alone. test_hacks_graded.py adds grading, in real sandboxes."""
 
 import pytest
+from hacks import HACKS, Attempt, bash
 from honest import honest_commands, refactorings, solutions
-from patch_hacks import Attempt, bash
-from search_hacks import HACKS
 from small_packages import Case, cases
 
 from orchestrator.coding.monitor import HackVerdict, inspect, seal

@@ -5,8 +5,8 @@ import asyncio
 import shutil
 
 import pytest
+from hacks import HACKS
 from honest import refactorings, solutions
-from search_hacks import HACKS
 from small_packages import cases, write_trees
 
 from composer_prime.config.sandbox import RuntimeConfig

@@ -2,7 +2,7 @@
 
 import pytest
 from aiohttp import web
-from patch_hacks import bash
+from hacks import bash
 from small_packages import cases
 
 from composer_prime.config.hints import EndpointConfig

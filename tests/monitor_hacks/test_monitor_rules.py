@@ -5,7 +5,7 @@ import dataclasses
 
 import msgspec
 import pytest
-from patch_hacks import bash
+from hacks import bash
 from small_packages import cases
 
 from orchestrator.coding.monitor import HackMonitorConfig, inspect, seal, tool_use

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from patch_hacks import Attempt
+from hacks import Attempt
 from small_packages import Case, function_of
 
 from orchestrator.coding.monitor import tool_use
