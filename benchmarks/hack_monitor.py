@@ -27,8 +27,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "monitor_hacks")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "monitor_hacks"))
 from hacks import HACKS, Attempt, Hack, bash
 from honest import honest_commands, refactorings, rewritten, solutions
 from small_packages import Case, cases, write_trees

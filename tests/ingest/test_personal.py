@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_prime.traces.ingest.masking.masker import Masker
+
+TEXTS = tomllib.loads(Path(__file__).with_name("texts.toml").read_text())
 
 
 def masked(text: str) -> tuple[str, Counter[str]]:
@@ -17,80 +21,19 @@ def masked(text: str) -> tuple[str, Counter[str]]:
 
 
 # Code, packages, units, routes and files inside a project look like them, and stay.
-@pytest.mark.parametrize(
-    "text",
-    [
-        "cat src/app/home/home.component.ts src/app/home/home.component.html pages/Users/List.tsx a/home/b.py",
-        "templates/home/index.html, /home/index.html, '/Users/List.tsx', ~/home/x, ../home/x, @/home/views, #/home/x",
-        "from 'app/home/views'; ${ROOT}/home/x; $(pwd)/home/x; ls /home/ /home/... /home/linuxbrew/.linuxbrew",
-        "https://example.com/home/about http://home/about localhost:3000/home/about",
-        "return redirect('/home/dashboard'); <a href=\"/home/about\"> <Link to='/home/x'> client.get('/home/list')",
-        "GET /Users/2819c223 HTTP/1.1",
-        "--- a/home/templates/x.html\n+++ b/home/templates/x.html\n--- a/home/views.py",
-        "diff --git a/home/migrations/0001.py b/home/migrations/0001.py\ndiff --git a/home/urls.py b/home/urls.py",
-        "/repo/src/app/home/home.component.ts templates/home/index.html /repo/home/jobs/x /mnt/repo/home/views/x.py",
-        "app/[locale]/home/page/x.tsx import '@/home/list/x' https://h/data/home/list/x fetch('/data/home/list')",
-        "https://h/a#/home/list/x docs#/home/list/x data/home/list/x",
-        "assets/logo@2x.png icon@3x.webp 'logo@2x.png'",
-        "att = (q@k.transpose(-2, -1)); y = x@self.weight + a@b.to(device) + x@w.mt[0] + x@w.data.shape",
-        "systemctl restart openvpn@server.service getty@tty1.service",
-        "npm i foo@1.2.3-beta.rc vue@3.4.0-alpha.dev; uses: actions/checkout@main.yml",
-        "import x from '../../home/list/x'; require('../../Users/list/x'); @import \"../../home/list/x\";",
-        "see ../../home/components/x ../../Users/List.tsx a/../../home/list/x ../home/list/x",
-        "-rw-r--r-- 1 root root 12 Jan 1 x\ndrwxr-xr-x 2 1000 1000 4096 Jan 1 x\nchmod rwxr-xr-x 1 jdoe 12",
-        "git@github.com:org/repo.git, ssh root@db.example.com, scp x ubuntu@build.example.com:",
-    ],
-)
+@pytest.mark.parametrize("text", TEXTS["code"])
 def test_code_stays(text: str) -> None:
     assert masked(text) == (text, Counter())
 
 
 # Addresses are found wherever they stand; of a URL's user the host stays.
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("Jane <jane.doe+x@example.co.uk>, a@b.engineering.", "Jane <<masked:email>>, <masked:email>."),
-        ("ssh jane@build.corp.local; jane@163.com(work)", "ssh <masked:email>; <masked:email>(work)"),
-        ("x\\njane@example.com\\ngit@github.com:a/b", "x\\n<masked:email>\\ngit@github.com:a/b"),
-        ("alice@example.com.Then bob@gmail.com.json", "<masked:email>.Then <masked:email>.json"),
-        ("alice@firma.de(office), bob@uni.de[1]", "<masked:email>(office), <masked:email>[1]"),
-        ("alice@box.localdomain bob@corp.intranet c@nas.home", "<masked:email> <masked:email> <masked:email>"),
-        ("alice@dc.private bob@hpc.cluster carol@self.de", "<masked:email> <masked:email> <masked:email>"),
-        (
-            "\x1b[K\x1b[1;32mjane@example.com x\\u0027jane@example.com",
-            "\x1b[K\x1b[1;32m<masked:email> x\\u0027<masked:email>",
-        ),
-        ("https://jane@host.example.com/x", "https://<masked:email>@host.example.com/x"),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), TEXTS["addresses"])
 def test_addresses_are_masked(text: str, expected: str) -> None:
     assert masked(text)[0] == expected
 
 
 # However a path is written, its owner goes and nothing else.
-@pytest.mark.parametrize(
-    "text",
-    [
-        "cd /home/NAME/src && ls /Users/NAME/x.py",
-        "PATH=/usr/bin:/home/NAME/bin open('/home/NAME/x.txt') cat >/home/NAME/x",
-        '{"cwd":"/home/NAME/src","file":"file:///Users/NAME/x"}',
-        "\\/home\\/NAME\\/x out\\n/home/NAME/x path=%2FUsers%2FNAME%2Fx",
-        "/mnt/c/Users/NAME/x /c/Users/NAME/x /var/home/NAME/x host:/home/NAME/x C:/Users/NAME/x",
-        "cc -I/home/NAME/include -L/Users/NAME/lib",
-        "\x1b[32m/home/NAME/src\x1b[0m",
-        "C:\\Users\\NAME\\src D:\\\\Users\\\\NAME\\\\src ~/.claude/projects/-Users-NAME-src",
-        "x:1000:1000::/home/NAME:/bin/sh",
-        "in /home/NAME. And in /Users/NAME, too",
-        "curl -d @/home/NAME/p.json --data-binary '@/home/NAME/x' -F f=@/home/NAME/x h",
-        "\x1b[35m\x1b[K/home/NAME/f [INFO]/home/NAME s#/home/NAME#x# s@/srv@/home/NAME@",
-        "/data/home/NAME /gpfs/home/NAME/x /cluster/home/NAME /nas/home/NAME /private/home/NAME /rootfs/home/NAME/x",
-        "/chroot/home/NAME /mnt/disk/home/NAME/x /Volumes/X/Users/NAME /media/a/usb/home/NAME /proc/1/root/home/NAME/x",
-        "/var/lib/docker/overlay2/0a1b2c3d4e5f60718293a4b5c6d7e8f90a1b2c3d4e5f60718293a4b5c6d7e8f9/merged/home/NAME/x",
-        "--- a/home/NAME/x\n+++ b/home/NAME/x\ndiff --git a/home/NAME/x.py b/home/NAME/x.py",
-        "cd ../../Users/NAME/x && ls ../../../home/NAME/src '../../../../Users/NAME/y' -I../../home/NAME/x",
-        "sftp://h/home/NAME ssh://u@h/home/NAME/x git+ssh://h/home/NAME/x vscode://file/home/NAME/x",
-    ],
-)
+@pytest.mark.parametrize("text", TEXTS["owners"])
 @pytest.mark.parametrize("name", ["jdoe", "j_doe2", "jürgen", "user2"])
 def test_owners_are_masked(text: str, name: str) -> None:
     assert masked(text.replace("NAME", name))[0] == text.replace("NAME", "user")
