@@ -6,7 +6,9 @@ Imports only the standard library, so that `composer --help` answers at once.
 from __future__ import annotations
 
 import argparse
+import copy
 import difflib
+import logging
 import os
 import re
 import shutil
@@ -17,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 EXIT_USAGE = 2
 """Exit status of every wrong command line or configuration."""
@@ -40,6 +42,9 @@ GIB = 1 << 30
 
 PARENT_POLL = "parent-poll"
 """Name of a thread that ends with its process (composer_prime/run/process.py)."""
+
+MAX_WARNINGS, MAX_NOTES = 60, 600
+"""Records a minute that one line of code may write to a log: warnings and errors, and others."""
 
 PROGRESS_INTERVAL_S = 30.0
 """Shortest time between two lines of ProgressLines."""
@@ -145,6 +150,35 @@ def silence() -> None:
     for descriptor in closed:
         os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+class LogHandler(logging.StreamHandler):
+    """Writes records so that nothing from outside can begin a line of the log, or fill the disk."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__(stream)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._written: dict[tuple[str, int], tuple[int, int]] = {}
+        """By line of code: the last minute in which it logged, and how many records."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record)).replace("\n", "\n    ")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        place, minute = (record.pathname, record.lineno), int(record.created // 60)
+        since, count = self._written.get(place, (minute, 0))
+        self._written[place] = minute, count + 1 if since == minute else 1
+        left = (MAX_WARNINGS if record.levelno >= logging.WARNING else MAX_NOTES) - self._written[place][1]
+        if left == 0:
+            record = copy.copy(record)
+            record.msg = f"{record.msg} (more of this minute are left out)"
+        if left >= 0:
+            super().emit(record)
+
+
+def start_log(level: int = logging.INFO, stream: TextIO | None = None) -> None:
+    """Log to `stream`, by default stderr. Every process of a run calls it."""
+    logging.basicConfig(level=level, handlers=[LogHandler(stream)])
 
 
 class ProgressLines:

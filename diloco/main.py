@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 import math
 import signal
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from composer_prime.address import tcp_address
-from composer_prime.console import EXIT_USAGE, console_main, exit_on_version_flag
+from composer_prime.console import EXIT_USAGE, console_main, exit_on_version_flag, start_log
 from composer_prime.errors import ComposerError, ConfigError
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     rendezvous.add_argument("--keep-rounds", type=int, default=16, help="rounds that late peers can catch up with")
     rendezvous.add_argument(
         "--memory-gb", type=float, default=16.0,
-        help="most GB of deltas and of a state in memory; older rounds go first (default 16)",
+        help="most GB of messages, deltas and a state in memory; older rounds go first (default 16)",
     )  # fmt: skip
     rendezvous.set_defaults(run=_rendezvous)
     return parser
@@ -88,6 +87,7 @@ def _keygen(words: argparse.Namespace) -> int:
 
 
 def _rendezvous(words: argparse.Namespace) -> int:
+    from composer_prime.wire.unread import MAX_UNREAD_BYTES
     from diloco.rendezvous.rounds import RendezvousSettings
     from diloco.transport.messages import JointKey
 
@@ -98,11 +98,14 @@ def _rendezvous(words: argparse.Namespace) -> int:
     for name in ("beat_timeout_s", "gather_s", "memory_gb"):
         if not 0 < (value := getattr(words, name)) < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; expected a value above 0, and a finite one")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    room = int(words.memory_gb * 1e9) - MAX_UNREAD_BYTES
+    if room <= 0:
+        raise ConfigError(f"--memory-gb is {words.memory_gb:g}; messages alone take up to {MAX_UNREAD_BYTES / 1e9:.2g}")
+    start_log()
     settings = RendezvousSettings(
         bind=words.bind, run=words.run_name, min_peers=words.min_peers, start_peers=words.start_peers,
         beat_timeout_s=words.beat_timeout_s, gather_s=words.gather_s, keep_rounds=words.keep_rounds,
-        max_bytes=int(words.memory_gb * 1e9),
+        max_bytes=room,
     )  # fmt: skip
     asyncio.run(_serve(settings, JointKey.read(words.key_file)))
     return 0

@@ -28,7 +28,7 @@ from zmq.utils.monitor import recv_monitor_message
 from composer_prime.errors import ConfigError, DeadlineError, InviteError, LostRunError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair, write_secret
 from composer_prime.run.node_registry import utc_text
-from composer_prime.wire.enrollment import Invite, release
+from composer_prime.wire.enrollment import Invite, key_proof, release
 from composer_prime.wire.node_messages import PROTOCOL, Dismissed, Enroll, Enrolled, ToNode
 from composer_prime.wire.sockets import dealer
 
@@ -55,12 +55,8 @@ class NodeState:
     def keys(self) -> ClientKeys:
         """Return the gateway's key and this node's own pair, drawn at the first call. Raises OSError."""
         path = self.chunks.with_suffix(".curve")
-        if not path.exists():
-            write_secret(path, b"".join(zmq.curve_keypair()))
-        raw = path.read_bytes()
-        if len(raw) != 80:
-            raise ConfigError(f"{path} holds {len(raw)} bytes, expected 80: remove it and join with a fresh invite")
-        return ClientKeys(self.invite.keys.server_public, CurvePair(raw[:40], raw[40:]))
+        write_secret(path, b"".join(zmq.curve_keypair()))
+        return ClientKeys(self.invite.keys.server_public, CurvePair.read(path))
 
     @contextmanager
     def locked(self, name: str, refusal: str | None = None) -> Iterator[None]:
@@ -99,7 +95,7 @@ async def enroll(state: NodeState, name: str, machine: str, wait_s: float) -> tu
     deadline, log_at = time.monotonic() + patience_s, time.monotonic() + _LOG_S
     faults: dict[str, str] = {}
     while True:
-        address, answer = await _first_answer(invite, keys if enrolled else invite.keys, message, deadline, faults)
+        address, answer = await _first_answer(state, message, deadline, faults, is_known=enrolled)
         if answer is not None:
             state.enrolled.touch()
             return address, answer
@@ -125,13 +121,17 @@ async def enroll(state: NodeState, name: str, machine: str, wait_s: float) -> tu
 
 
 async def _first_answer(
-    invite: Invite, keys: ClientKeys, message: Enroll, deadline: float, faults: dict[str, str]
+    state: NodeState, message: Enroll, deadline: float, faults: dict[str, str], *, is_known: bool
 ) -> tuple[str, Enrolled | None]:
     """Return the first address that answers as `_ask` does, and the answer; no address when none does.
 
-    Note in `faults` why the others did not.
+    Note in `faults` why the others did not. `is_known`: ask under the node's own key, else under the invite's.
     """
-    for address in invite.addresses:
+    own = state.keys()
+    keys = own if is_known else state.invite.keys
+    proof = key_proof(own.own.secret, own.server_public, keys.own.public)
+    message = msgspec.structs.replace(message, proof=proof)
+    for address in state.invite.addresses:
         try:
             return address, await _ask(address, keys, message, max(0.1, min(_ADDRESS_S, deadline - time.monotonic())))
         except (WireError, DeadlineError) as error:

@@ -35,7 +35,7 @@ from pydantic import ValidationError
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.layers import Layer, merge_layers, read_with_bases
 from composer_prime.config.problems import COMMAND_LINE, wrong_config
-from composer_prime.console import EXIT_USAGE, GIB, console_script, duration_s, pluralize
+from composer_prime.console import EXIT_USAGE, GIB, console_script, duration_s, pluralize, start_log
 from composer_prime.errors import ComposerError, ConfigError, LostRunError, PullRefusedError
 from composer_prime.host import cuda_visible_devices, driver_cuda, free_bytes, gpu_name, module_file, this_machine
 from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session, stop
@@ -55,7 +55,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 15.0
 
 def join(options: argparse.Namespace, words: list[str]) -> int:
     invite, state = _invite(options)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    start_log()
     if options.dry_run:
         print(f"invite    run {invite.run_id} at {', '.join(invite.addresses)}\nstate     {state.path}")
         _, _, nodes = plan_nodes(join_config(options, {}), options.engine, this_setup())

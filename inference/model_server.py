@@ -28,6 +28,7 @@ import msgspec
 from aiohttp import web
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
+from composer_prime.console import start_log
 from composer_prime.errors import BadRequestError, ComposerError, EngineError
 from composer_prime.llm.reply import TOOL_CALL, read_tool_call
 from composer_prime.model_source import resolve_model
@@ -183,7 +184,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     options = parser.parse_args(words)
     end_with_parent()
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    start_log(logging.WARNING)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         asyncio.run(serve_models(options.model, options.threads, options.port))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.console import EXIT_USAGE, GIB
+from composer_prime.console import EXIT_USAGE, GIB, start_log
 from composer_prime.errors import ComposerError, ConfigError, LostRunError, RunMismatchError
 from composer_prime.host import gpu_name, visible_gpus
 from composer_prime.model_source import resolve_model, text_settings
@@ -61,7 +61,7 @@ class Assignment:
 
 
 def run_node(assignment: Assignment) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    start_log()
     if assignment.run_dir is not None:
         record_events(assignment.run_dir, assignment.node_name)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -86,10 +86,7 @@ class WeightSources(ChunkSource):
     """Reads each chunk from one of the copies, and from `last` what none of them gives."""
 
     def __init__(
-        self,
-        last: ChunkSource,
-        timeout_s: float = CHUNK_TIMEOUT_S,
-        clock: Callable[[], float] = time.monotonic,
+        self, last: ChunkSource, timeout_s: float = CHUNK_TIMEOUT_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`last`: the gateway's link. `timeout_s`: of one read."""
         self._last = last

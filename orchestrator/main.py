@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import logging
 import os
 import secrets
 import shutil
@@ -28,6 +27,7 @@ from composer_prime.console import (
     did_you_mean,
     exit_on_version_flag,
     fail,
+    start_log,
 )
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.monitor.events import record_events
@@ -121,7 +121,7 @@ def _run(config: Config, run_dir: RunDir) -> int:
     from orchestrator.event_loop import freeze_startup, until_signal
     from orchestrator.pipeline import Pipeline
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    start_log()
     record_events(run_dir, "orchestrator")
     # Only this run's own workers may generate for its rollouts.
     os.environ.setdefault(GATEWAY_TOKEN_VARIABLE, secrets.token_urlsafe(24))

@@ -40,6 +40,7 @@ from torch.distributed.fsdp import FSDPModule
 from composer_prime.channels.sft import SftConfig
 from composer_prime.channels.term import LossParts, TaughtTokens, Term, TermTokens, channel_metrics, total_loss
 from composer_prime.config import Config, load
+from composer_prime.console import start_log
 from composer_prime.errors import (
     CheckpointError,
     ComposerError,
@@ -532,7 +533,7 @@ def main(argv: list[str] | None = None) -> int:
     run_dir = RunDir(parser.parse_args(argv).run_dir)
     stop = StopSignal()
     end_with_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stdout)
+    start_log(stream=sys.stdout)
     rank = os.environ.get("RANK", "0")
     record_events(run_dir, f"trainer-{rank}", level=logging.INFO if rank == "0" else logging.ERROR)
     try:

@@ -188,7 +188,8 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
         """The event in one line, as the launcher shows it."""
         times = f" ({self.count} times)" if self.count > 1 else ""
         place = f" ({self.where})" if self.where and self.level != "info" and self.where not in self.text else ""
-        return f"{self.role}: {self.text}{times}{place}"
+        text = self.text.replace("\n", "\n    ")
+        return f"{self.role}: {text}{times}{place}"
 
 
 def parse_event(line: dict[str, Any]) -> RunEvent | None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import base64
 import os
 import secrets
+import shlex
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,12 @@ class CurvePair:
 
     public: bytes
     secret: bytes
+
+    @classmethod
+    def read(cls, path: Path) -> CurvePair:
+        """Read a .curve file. Raises as `read_secret` does."""
+        raw = read_secret(path, 80)
+        return cls(raw[:40], raw[40:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +69,54 @@ class ClientKeys:
         return cls(raw[:40], CurvePair(raw[40:80], raw[80:]))
 
 
-def write_secret(path: Path, data: bytes) -> None:
-    """Write a file that only its owner reads. After a crash it is there whole or not at all. Raises OSError.
+def write_secret(path: Path, data: bytes, *, replace: bool = False) -> None:
+    """Write a file that only its owner reads, unless it exists. Raises OSError.
 
-    Several processes may write one file at once.
+    Of several processes that write it at once the first one's stays, whole; with `replace` the last one's.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        if not replace:
+            os.link(partial, path)
+    except FileExistsError:
+        pass
+    except OSError:  # A disk without links.
+        replace = not path.exists()
+    if replace:
+        partial.replace(path)
+    partial.unlink(missing_ok=True)
+
+
+def read_secret(path: Path, size: int | None = None) -> bytes:
+    """Return the bytes of a secret, `size` of them.
+
+    Raises FileNotFoundError, and ConfigError for a file that others can read or have made, a link, and another size.
+    """
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            _check_private(path, os.fstat(file.fileno()), 0o077)
+            data = file.read()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"key file {path} cannot be read: {error.strerror}") from None
+    if size is not None and len(data) != size:
+        raise ConfigError(f"key file {path} holds {len(data)} bytes, expected {size}: copy it again, whole")
+    return data
+
+
+def _check_private(path: Path, status: os.stat_result, forbidden: int) -> None:
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"{path} belongs to user {status.st_uid}, who could choose the keys: remove it")
+    if status.st_mode & forbidden:
+        what, wanted = ("write", "go-w") if stat.S_ISDIR(status.st_mode) else ("read", "600")
+        fault = f"{path} has mode {status.st_mode & 0o777:o}, others may {what} it"
+        raise ConfigError(f"{fault}: chmod {wanted} {shlex.quote(str(path))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,30 +129,29 @@ class RunKeys:
     def create(cls, folder: Path) -> RunKeys:
         """Create the keys that `folder` lacks. Existing keys stay: the tokens of a resumed run remain valid."""
         keys = cls(folder)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_private(folder, folder.stat(), 0o022)
         for name in ("server", *_CLIENTS):
-            if not (folder / f"{name}.curve").exists():
-                write_secret(folder / f"{name}.curve", b"".join(zmq.curve_keypair()))
-        if not (folder / "signing.ed25519").exists():
-            write_secret(folder / "signing.ed25519", Ed25519PrivateKey.generate().private_bytes_raw())
+            write_secret(folder / f"{name}.curve", b"".join(zmq.curve_keypair()))
+        write_secret(folder / "signing.ed25519", Ed25519PrivateKey.generate().private_bytes_raw())
         for name in _CLIENTS:
             client = ClientKeys(keys.curve("server").public, keys.curve(name))
-            write_secret(folder / f"{name}.token", client.token().encode() + b"\n")
+            write_secret(folder / f"{name}.token", client.token().encode() + b"\n", replace=True)
         return keys
 
     def curve(self, name: str) -> CurvePair:
         """Return the pair `server`, or that of a client. Raises ConfigError when its file is missing."""
         path = self.folder / f"{name}.curve"
         try:
-            raw = path.read_bytes()
+            return CurvePair.read(path)
         except FileNotFoundError:
             raise ConfigError(f"key file {path} is missing: start the run with `trainer @ file.toml`") from None
-        return CurvePair(raw[:40], raw[40:])
 
     def client(self, name: str) -> ClientKeys:
         """Return the keys of a client of the wire. Raises ConfigError when its token is missing or damaged."""
         path = self.folder / f"{name}.token"
         try:
-            return ClientKeys.from_token(path.read_text())
+            return ClientKeys.from_token(read_secret(path).decode(errors="replace"))
         except FileNotFoundError:
             raise ConfigError(
                 f"{path} is missing: start the run with `trainer @ file.toml`, or copy it from the orchestrator's run "
@@ -119,13 +161,12 @@ class RunKeys:
     def operator_token(self) -> str:
         """Return the token of commands that steer the run. The first call makes it."""
         path = self.folder / "operator.token"
-        if not path.exists():
-            write_secret(path, secrets.token_urlsafe(24).encode() + b"\n")
-        return path.read_text().strip()
+        write_secret(path, secrets.token_urlsafe(24).encode() + b"\n")
+        return read_secret(path, 33).decode().strip()
 
     def signer(self) -> Ed25519PrivateKey:
         """Return the key with which the trainer signs weight manifests."""
-        return Ed25519PrivateKey.from_private_bytes((self.folder / "signing.ed25519").read_bytes())
+        return Ed25519PrivateKey.from_private_bytes(read_secret(self.folder / "signing.ed25519", 32))
 
     @property
     def registry(self) -> NodeRegistry:

@@ -168,10 +168,10 @@ class NodeRegistry:
             database.execute("update nodes set revoked = null, reason = '' where key = ?", (key,))
         else:
             taken = {name for (name,) in database.execute("select name from nodes")}.union(taken_names)
-            base = f"{name}-joined" if _LAUNCHER_NAME.fullmatch(name) else name
+            base = f"{name[:57]}-joined" if _LAUNCHER_NAME.fullmatch(name) else name
             free, number = base, 2
             while free in taken:
-                free, number = f"{base}-{number}", number + 1
+                free, number = f"{base[:58]}-{number}", number + 1
             sql = "insert into nodes (key, name, machine, admitted, invite) values (?, ?, ?, ?, ?)"
             database.execute(sql, (key, free, machine, self._clock(), invite))
         return _node(database.execute("select * from nodes where key = ?", (key,)).fetchone())

@@ -21,6 +21,7 @@ from typing import Self
 
 import msgspec
 import zmq
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from zmq.utils import z85
 
 from composer_prime.address import tcp_address
@@ -31,6 +32,7 @@ from composer_prime.wire.node_messages import PROTOCOL
 INVITE_VARIABLE = "COMPOSER_INVITE"
 INVITE_PREFIX = "cpi2."
 NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+NAME_RULE = "one to 64 letters, digits, '.', '_' and '-', the first a letter or digit"
 """A name that a shell, a page and a file system take as it is."""
 _CHECK_BYTES = 4
 
@@ -54,6 +56,16 @@ def package_of(direct_url: str | None) -> str | None:
     if url.startswith("file:"):
         return None
     return f"composer-prime @ {vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else f"composer-prime @ {url}"
+
+
+def key_proof(secret: bytes, public: bytes, connection: bytes) -> bytes:
+    """Return what only the holders of one secret of two CURVE pairs can make: one's own, and that of `public`.
+
+    `connection`: the public key under which it is sent, so that nobody else can send it.
+    """
+    own = X25519PrivateKey.from_private_bytes(z85.decode(secret))
+    shared = own.exchange(X25519PublicKey.from_public_bytes(z85.decode(public)))
+    return hashlib.blake2b(connection, key=shared, digest_size=32).digest()
 
 
 class Invite(msgspec.Struct, frozen=True, array_like=True):

@@ -30,9 +30,8 @@ from msgspec import Meta
 
 from composer_prime.wire.types import INT, VersionSpan, floats, ints, pack_floats, pack_ints
 
-PROTOCOL = 6
-"""Raised with every change of messages that an older release would misread. 6: a version comes as a NodeWelcome, a node
-is sent away by one message, and says in one line what its machine has."""
+PROTOCOL = 7
+"""Raised with every change of messages that an older release would misread. 7: a node proves the key that it names."""
 POLICY = "policy"
 """The model name under which requests ask for the policy that is trained."""
 GATEWAY_TOKEN_VARIABLE = "COMPOSER_GATEWAY_TOKEN"
@@ -213,6 +212,8 @@ class Enroll(msgspec.Struct, frozen=True, kw_only=True, tag="enroll"):
     machine: Annotated[str, Meta(max_length=4000, pattern=r"^[ -~]*$")] = msgspec.field(name="found", default="")
     """What it found where it runs, for the log. Protocol 5 had a table named `machine`: its nodes must decode, to hear
     why they are refused."""
+    proof: Annotated[bytes, Meta(max_length=32)] = b""
+    """That it holds the secret of `key` (composer_prime/wire/enrollment.py). Protocol 6 had none."""
 
 
 class Enrolled(msgspec.Struct, frozen=True, kw_only=True, tag="enrolled"):

@@ -19,7 +19,7 @@ import logging
 import math
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -38,7 +38,7 @@ from composer_prime.wire.unread import FRAME_OVERHEAD, LEAST_FRAME_BYTES, Unread
 logger = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 1 << 30
-"""Largest message that a client takes from its server: a step's rows, or a piece of weights."""
+"""Largest message that a client takes from its server."""
 MAX_REQUEST_BYTES = 4 << 20
 """Largest frame that a server takes unless it says otherwise: the names of 30,000 parameters, or of 80,000 samples.
 Strangers can send as much, because ZMQ has one limit for frames before and after a key is proven."""
@@ -71,8 +71,6 @@ class _Authenticator(ThreadAuthenticator):
     def __init__(self, context: zmq.asyncio.Context, is_admitted: Callable[[bytes], bool]) -> None:
         super().__init__(context)
         self._is_admitted = is_admitted
-        self._said = ""
-        """The last reason in the log."""
 
     def callback(self, domain: str, key: bytes) -> bool:
         return self._is_admitted(key)
@@ -81,9 +79,7 @@ class _Authenticator(ThreadAuthenticator):
         try:
             await super().handle_zap_message(msg)
         except Exception as error:  # It must not end the thread, which admits everybody.
-            if str(error) != self._said:  # A client may try without end.
-                self._said = str(error)
-                logger.error("connections are not made for now: %s", error)
+            logger.error("connections are not made for now: %s", error)
             # 300 is a temporary error: the client hears nothing, and ZMQ connects it again after its handshake's 30 s.
             self.zap_socket.send_multipart([_ZAP_VERSION, msg[1], b"300", b"", b"", b""])
 
@@ -325,6 +321,12 @@ class NodeSocket:
     def send(self, identity: bytes, message: msgspec.Struct) -> bool:
         """Queue `message` for a connection. Return False when the connection is gone."""
         return self._queue(identity, self._encoder.encode(message)) is not None
+
+    def send_all(self, identities: Iterable[bytes], message: msgspec.Struct) -> None:
+        """Queue `message` for each connection that is there. All share its bytes."""
+        raw = self._encoder.encode(message)
+        for identity in identities:
+            self._queue(identity, raw, copy=False)
 
     def send_large(self, identity: bytes, message: msgspec.Struct) -> zmq.MessageTracker | None:
         """Queue `message` without a copy. Return a tracker that is done once it left the queue, None as False above."""

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 
 import zmq
 
@@ -42,6 +43,8 @@ _LONG_POLL_S = 1.0
 _QUORUM_TIMEOUT_S = 10.0
 _MAX_UNSENT = 2 * WINDOW
 """Answers under way to one connection."""
+_MAX_OPEN = 64
+"""Requests of one connection that have no answer yet; others are dropped, and come again."""
 
 
 class Rendezvous:
@@ -59,6 +62,8 @@ class Rendezvous:
         self.rounds = self.handler.rounds
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._open: Counter[bytes] = Counter()
+        """Requests without an answer, by connection."""
         self._present: set[str] = set()
 
     async def __aenter__(self) -> Rendezvous:
@@ -81,10 +86,13 @@ class Rendezvous:
     async def _receive(self) -> None:
         while True:
             received = await self._server.receive(keep=2)
-            if received.num_frames == 2:
-                task = asyncio.create_task(self._respond(received.identity, *received.frames))
+            identity = received.identity
+            if received.num_frames == 2 and self._open[identity] < _MAX_OPEN:
+                self._open[identity] += 1
+                task = asyncio.create_task(self._respond(identity, *received.frames))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+            await asyncio.sleep(0)
 
     async def _respond(self, identity: bytes, number: bytes, raw: bytes) -> None:
         answer = await self._answer(raw)
@@ -92,6 +100,9 @@ class Rendezvous:
         # answered when it asks again. Without DONTWAIT all others would wait for the one that does not read.
         with contextlib.suppress(zmq.ZMQError):
             await self._server.socket.send_multipart([identity, number, encode(answer)], flags=zmq.DONTWAIT)
+        self._open[identity] -= 1
+        if not self._open[identity]:
+            del self._open[identity]
 
     async def _answer(self, raw: bytes) -> ToPeer:
         try:

@@ -20,11 +20,7 @@ _MAX_RANKS = 4096
 
 class RequestHandler:
     def __init__(
-        self,
-        settings: RendezvousSettings,
-        header_key: bytes,
-        clock: Callable[[], float],
-        on_change: Callable[[], None],
+        self, settings: RendezvousSettings, header_key: bytes, clock: Callable[[], float], on_change: Callable[[], None]
     ) -> None:
         self.settings = settings
         self._header_key = header_key
@@ -161,7 +157,7 @@ class RequestHandler:
         blob = self._find(get.name)
         if blob is None or not blob.complete:
             return messages.Gone(reason=f"{get.name} is not kept any more")
-        length = max(0, min(get.length, PIECE_BYTES))
+        length = min(get.length, PIECE_BYTES)
         return messages.Piece(name=get.name, offset=get.offset, data=bytes(blob.data[get.offset : get.offset + length]))
 
     def _find(self, name: str) -> Blob | None:
@@ -272,8 +268,6 @@ def _differs(ask: messages.AskRound, members: Sequence[str]) -> messages.Gone:
 
 
 def _check_header(header: messages.BlobHeader, hello: messages.PeerHello) -> None:
-    if header.outer_step < 0 or header.size < 0:
-        raise WireError(f"{header.name} is of outer step {header.outer_step}, with {header.size} bytes")
     expected = messages.layout_hash(hello.layout)
     if header.layout_hash != expected:
         raise RunMismatchError(

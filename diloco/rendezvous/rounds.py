@@ -21,14 +21,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from composer_prime.errors import RunMismatchError
-from diloco.transport.messages import (
-    DeltaHeader,
-    PeerHello,
-    StateHeader,
-    check_body,
-    difference,
-    running_checksum,
-)
+from diloco.transport.messages import DeltaHeader, PeerHello, StateHeader, check_body, difference, running_checksum
 
 HeaderKind = TypeVar("HeaderKind", DeltaHeader, StateHeader)
 Base = tuple[str, ...]
@@ -259,7 +252,7 @@ class Rounds:
         """
         peer = self.peers.get(hello.peer)
         if peer is not None and peer.instance != hello.instance:
-            if now - peer.heard <= self._settings.beat_timeout_s / 2:
+            if now - peer.heard < self._settings.beat_timeout_s:
                 return f"another process that is peer {hello.peer!r} to fall silent; each cluster needs its own peer_id"
             self._drop_open_deltas(hello.peer)
             self._replaced.add((peer.name, peer.instance))

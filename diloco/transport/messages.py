@@ -31,16 +31,19 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import zmq
+from msgspec import Meta
 from msgspec.structs import replace
 from zmq.utils import z85
 
 from composer_prime.errors import ChecksumError, ConfigError, RunMismatchError, WireError
-from composer_prime.run.keys import ClientKeys, CurvePair, write_secret
+from composer_prime.run.keys import ClientKeys, CurvePair, read_secret, write_secret
 
 PROTOCOL = 7
+Count = Annotated[int, Meta(ge=0)]
 _KEY_BYTES = 32
 
 
@@ -53,24 +56,19 @@ class JointKey:
         """Write a new key to `path`, mode 0600. Raises ConfigError when the file exists."""
         if path.exists():
             raise ConfigError(f"{path} exists and a joint run keeps its key: remove it to make a new one")
-        raw = secrets.token_bytes(_KEY_BYTES)
-        write_secret(path, raw.hex().encode() + b"\n")
-        return cls(raw)
+        write_secret(path, secrets.token_bytes(_KEY_BYTES).hex().encode() + b"\n")
+        return cls.read(path)
 
     @classmethod
     def read(cls, path: Path) -> JointKey:
         """Raises ConfigError when `path` is missing, is not a key, or is readable by others."""
         path = path.expanduser()
         try:
-            text, mode = path.read_bytes().strip(), path.stat().st_mode
+            text = read_secret(path)
         except FileNotFoundError:
             raise ConfigError(
                 f"key file {path} is missing: make it once with `diloco keygen {path}`, then copy it to every cluster"
             ) from None
-        except OSError as error:
-            raise ConfigError(f"key file {path} cannot be read: {error.strerror}") from None
-        if mode & 0o077:
-            raise ConfigError(f"key file {path} has mode {mode & 0o777:o}, others may read it: chmod 600 {path}")
         try:
             raw = bytes.fromhex(text.decode("ascii"))
         except ValueError:
@@ -100,13 +98,13 @@ class JointKey:
 class Header(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     peer: str
-    rank: int
-    outer_step: int
+    rank: Count
+    outer_step: Count
     """delta: the step it contributes to; state: the steps that it holds."""
     base_hash: str
     """Hash of this rank's global values at outer_step."""
     layout_hash: str
-    size: int
+    size: Count
     checksum: str
     """blake2b-256 of the body, hexadecimal."""
     nonce: str = ""
@@ -115,11 +113,11 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeltaHeader(Header, frozen=True, kw_only=True, tag="delta"):
-    fragment: int
+    fragment: Count
     codec: str
     weight: float
     """What the delta counts by: tokens, samples or 1."""
-    inner_steps: int
+    inner_steps: Count
 
     @property
     def name(self) -> str:
@@ -127,7 +125,7 @@ class DeltaHeader(Header, frozen=True, kw_only=True, tag="delta"):
 
 
 class StateHeader(Header, frozen=True, kw_only=True, tag="state"):
-    serial: int
+    serial: Count
     """The request that it answers."""
 
     @property
@@ -223,21 +221,21 @@ class FromRank(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank says of itself."""
 
     peer: str
-    rank: int
+    rank: Count
     instance: int
     """Random, the same on all ranks of one start of a peer."""
-    outer_step: int
+    outer_step: Count
     base_hash: str
 
 
 class PeerHello(FromRank, frozen=True, kw_only=True, tag="hello"):
     run: str
-    ranks: int
+    ranks: Count
     training: bool
     layout: list[TensorLayout]
     settings: dict[str, str]
-    round_deadline_s: float
-    delta_bytes: int = 0
+    round_deadline_s: Annotated[float, Meta(gt=0)]
+    delta_bytes: Count = 0
     """The most that a delta of this rank has."""
     protocol: int
 
@@ -245,7 +243,7 @@ class PeerHello(FromRank, frozen=True, kw_only=True, tag="hello"):
 class Beat(FromRank, frozen=True, kw_only=True, tag="beat"):
     training: bool
     """False while it joins: rounds do not wait for it."""
-    inner_steps: int = 0
+    inner_steps: Count = 0
     """Taken since its start."""
 
 
@@ -259,7 +257,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, tag="piece"):
     """Some bytes of a blob, in either direction."""
 
     name: str
-    offset: int
+    offset: Count
     data: bytes
     instance: int = 0
     """As in the hello of the peer that sends it; 0 from the rendezvous."""
@@ -279,8 +277,8 @@ class AskState(FromRank, frozen=True, kw_only=True, tag="ask_state"):
 
 class Get(msgspec.Struct, frozen=True, kw_only=True, tag="get"):
     name: str
-    offset: int
-    length: int
+    offset: Count
+    length: Count
 
 
 class BeatReply(msgspec.Struct, frozen=True, kw_only=True, tag="beat_reply"):
@@ -349,5 +347,5 @@ def to_peer(raw: bytes) -> ToPeer:
 def _decoded(decoder: msgspec.msgpack.Decoder, raw: bytes):
     try:
         return decoder.decode(raw)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"{len(raw)} bytes are not a message of protocol {PROTOCOL}: {error}") from None

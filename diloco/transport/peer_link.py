@@ -308,11 +308,7 @@ class Exchange:
     # -- rounds ----------------------------------------------------------------------------------------------------
 
     async def take_part(
-        self,
-        outer_step: int,
-        base_hash: str,
-        header: messages.DeltaHeader | None = None,
-        body: memoryview = _NOTHING,
+        self, outer_step: int, base_hash: str, header: messages.DeltaHeader | None = None, body: memoryview = _NOTHING
     ) -> RoundResult | Gone:
         """Bring a delta, if given, and fetch the result of its round. Raises WireErrors."""
         hello = self.hello

@@ -124,12 +124,7 @@ def _to_message(parsed: ParsedResponse) -> dict[str, Any]:
 
 
 def chat_reply(
-    model: str,
-    num_prompt: int,
-    answer: Answer,
-    token_ids: list[int],
-    message: dict[str, Any],
-    finish_reason: str,
+    model: str, num_prompt: int, answer: Answer, token_ids: list[int], message: dict[str, Any], finish_reason: str
 ) -> dict[str, Any]:
     """Return the body of OpenAI's chat completion; `token_ids` and `version_spans` are additions."""
     choice = {"index": 0, "message": message, "finish_reason": finish_reason, "token_ids": token_ids, "logprobs": None}

@@ -28,6 +28,7 @@ import zmq
 from composer_prime.config import Config
 from composer_prime.console import printable
 from composer_prime.run.weights import Manifest, WeightStore
+from composer_prime.wire.enrollment import NAME_RULE, NODE_NAME
 from composer_prime.wire.node_messages import (
     MAX_PLACES,
     PROTOCOL,
@@ -75,7 +76,7 @@ _IGNORED_PAUSE_S = 0.01
 _MAX_ENROLLING = 256
 """Enrollments of one key that wait. Others are dropped, and their nodes ask again."""
 _SAY_AGAIN_S = 60.0
-"""Between two lines in the log about rejected enrollments, or refused weights, of one key."""
+"""Between two lines in the log about refused weights of one key."""
 _MAX_UNSENT_REPLIES = 4
 """Replies with a manifest under way to one node, which asks again for others."""
 PIECE_BYTES = 2 << 20
@@ -302,8 +303,7 @@ class NodeLink:
         self.tell_all(msgspec.structs.replace(self.welcome, is_news=True))
 
     def tell_all(self, message: ToNode) -> None:
-        for node in self._router.attached():
-            self._socket.send(node.identity, message)
+        self._socket.send_all([node.identity for node in self._router.attached()], message)
 
     def _is_due(self, name: bytes, pause_s: float) -> bool:
         """Tell whether something was not said for `pause_s`. It counts as said now."""
@@ -444,11 +444,10 @@ class NodeLink:
     def _drop_garbage(self, received: FromConnection, node: AttachedNode | None, error: Exception) -> None:
         """Count garbage. Empty frames cost time too, so each frame counts as some bytes."""
         self.conduct.garbage += 1
-        num, size = self.conduct.garbage, received.num_bytes + received.num_frames * FRAME_OVERHEAD
-        is_kept = self._charge(received, node, 1 + size // _GARBAGE_BYTES, f"{size} bytes that are not a message")
-        if is_kept and (num <= 10 or num % 1000 == 0):
+        size = received.num_bytes + received.num_frames * FRAME_OVERHEAD
+        if self._charge(received, node, 1 + size // _GARBAGE_BYTES, f"{size} bytes that are not a message"):
             sender = f"node {node.node_id}" if node else "a connection"
-            logger.warning("dropped %d bytes from %s: not a message (%s); %d so far", size, sender, error, num)
+            logger.warning("dropped %d bytes from %s: not a message (%s)", size, sender, error)
 
     def _enroll(self, identity: bytes, key: bytes, message: Enroll) -> None:
         waiting = self._enrolling.setdefault(key, {})
@@ -477,8 +476,7 @@ class NodeLink:
         reply = self._second_process(message.key)
         reply = reply or await self.admission.answer(key, message, self.welcome.manifest, taken_names)
         if isinstance(reply, Dismissed):
-            if self._is_due(key, _SAY_AGAIN_S):
-                logger.warning("rejected an enrollment: %s", reply.reason)
+            logger.warning("rejected an enrollment: %s", reply.reason)
             self._socket.send(identity, reply)
         elif reply is not None:
             self._send_with_manifest(identity, key, msgspec.structs.replace(reply, sources=self.welcome.sources))
@@ -553,8 +551,8 @@ class NodeLink:
         """Return why this node stays out, however often it is started."""
         if hello.protocol != PROTOCOL:
             return f"the node speaks protocol {hello.protocol}, this run {PROTOCOL}: install the same release on both"
-        if not 1 <= len(hello.node_id) <= 200 or not hello.node_id.isprintable():
-            return f"node id {hello.node_id[:200]!r} is not 1 to 200 printable characters: choose another --node-name"
+        if not NODE_NAME.fullmatch(hello.node_id):
+            return f"node id {hello.node_id[:200]!r} is not {NAME_RULE}: choose another --node-name"
         if not 1 <= hello.max_concurrent <= MAX_PLACES or hello.version < 0:
             return (
                 f"max_concurrent is {hello.max_concurrent} and version {hello.version}: a node has 1 to {MAX_PLACES} "

@@ -87,12 +87,7 @@ class NodeControl:
     """The nodes of a run, by name, as its operator sees them. Used on the gateway's event loop."""
 
     def __init__(
-        self,
-        router: Router,
-        keys: RunKeys,
-        run_dir: RunDir | None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, router: Router, keys: RunKeys, run_dir: RunDir | None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`run_dir`: where lines go; None writes none."""
         self.step = 0

@@ -21,9 +21,10 @@ The router (routing.py) calls all of this. Nothing here knows it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Set
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
@@ -127,6 +128,10 @@ class GatewayRequest:
     avoid: str | None = None
     refused_by: set[str] = field(default_factory=set)
     last_error: str = ""
+    row: OrderedDict[str, GatewayRequest] | None = None
+    """Those with equal needs that wait with it; None while it does not wait."""
+    turn: int = 0
+    """Among all that wait, the least first."""
 
     @property
     def num_prompt(self) -> int:
@@ -143,6 +148,11 @@ class GatewayRequest:
         """Oldest policy version that may continue it: versions never fall within an answer."""
         return max(self.oldest_version, self.kept.newest_version)
 
+    @property
+    def needs(self) -> Hashable:
+        """What decides which nodes may run it."""
+        return self.least_version, frozenset(self.refused_by), bool(self.kept)
+
     def may_run_on(self, node: AttachedNode) -> bool:
         """Tell whether `node` has not refused it, and has weights that may continue it."""
         return node.version >= self.least_version and node.node_id not in self.refused_by
@@ -151,6 +161,39 @@ class GatewayRequest:
         sampling = msgspec.structs.replace(self.asked.sampling, max_tokens=self.num_left, resumed=len(self.kept))
         prompt_ids = self.asked.prompt_ids + self.kept.token_ids
         return msgspec.structs.replace(self.asked, lease=lease, prompt_ids=prompt_ids, sampling=sampling)
+
+
+class RequestQueue:
+    """Requests without a node, those of equal needs in a row of their own: where its first waits, all of it does."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Hashable, OrderedDict[str, GatewayRequest]] = {}
+        """By needs, then by id in their order."""
+        self._turns = itertools.count(1)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._rows.values()))
+
+    def values(self) -> list[GatewayRequest]:
+        return [request for row in self._rows.values() for request in row.values()]
+
+    def add(self, request: GatewayRequest, *, is_first: bool = False) -> None:
+        request_id, turn = request.asked.request_id, next(self._turns)
+        request.turn = -turn if is_first else turn
+        request.row = self._rows.setdefault(request.needs, OrderedDict())
+        request.row[request_id] = request
+        request.row.move_to_end(request_id, last=not is_first)
+
+    def discard(self, request: GatewayRequest) -> None:
+        if request.row is not None:
+            del request.row[request.asked.request_id]
+            request.row = None
+
+    def first(self, unmet: Set[Hashable]) -> tuple[Hashable, GatewayRequest] | None:
+        """Return the request whose turn it is, behind the needs of its row, none of `unmet`."""
+        self._rows = {needs: row for needs, row in self._rows.items() if row}
+        heads = [(needs, next(iter(row.values()))) for needs, row in self._rows.items() if needs not in unmet]
+        return min(heads, key=lambda head: head[1].turn, default=None)
 
 
 # -- nodes -----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Hashable
 from typing import Literal
 
@@ -49,6 +49,7 @@ from orchestrator.gateway.nodes import (
     NodeRecord,
     NodeSpeed,
     Placing,
+    RequestQueue,
     Running,
     ServedPolicy,
 )
@@ -100,8 +101,7 @@ class Router:
         self.nodes: dict[str, AttachedNode] = {}
         """Attached or away, by name."""
         self.trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
-        self.queue: OrderedDict[str, GatewayRequest] = OrderedDict()
-        """Requests without a node, by id, the next one first."""
+        self.queue = RequestQueue()
         self.request_timeout_s = request_timeout_s
         self.connections: dict[bytes, AttachedNode] = {}
         self.send = send
@@ -117,13 +117,7 @@ class Router:
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def generate(
-        self,
-        request_id: str,
-        session: str,
-        prompt_ids: bytes,
-        sampling: Sampling,
-        *,
-        oldest_version: int = 0,
+        self, request_id: str, session: str, prompt_ids: bytes, sampling: Sampling, *, oldest_version: int = 0
     ) -> Answer:
         """Return the checked answer of a node with `oldest_version` or newer weights.
 
@@ -141,7 +135,7 @@ class Router:
             oldest_version=oldest_version,
         )
         self.counters["requests"] += 1
-        self.queue[request_id] = request
+        self.queue.add(request)
         try:
             self.place()
             return await request.done
@@ -159,20 +153,20 @@ class Router:
 
         One that is queued again comes first: it has waited before. With `cancel`, its former node stops.
         """
-        request_id, former, streamed = request.asked.request_id, request.running, NO_TOKENS
-        self.queue.pop(request_id, None)
+        former, streamed = request.running, NO_TOKENS
+        self.queue.discard(request)
         request.running = None
         if former is not None:
             streamed = former.streamed
             del former.node.leases[former.lease]
             if cancel and former.node.attached:
-                self.send(former.node.identity, CancelGenerate(request_id=request_id, lease=former.lease))
+                stop = CancelGenerate(request_id=request.asked.request_id, lease=former.lease)
+                self.send(former.node.identity, stop)
         if isinstance(to, Running):
             request.running = to
             to.node.leases[to.lease] = request
         elif to == "queued":
-            self.queue[request_id] = request
-            self.queue.move_to_end(request_id, last=False)
+            self.queue.add(request, is_first=True)
         return streamed
 
     def assign(self, request: GatewayRequest, node: AttachedNode) -> None:
@@ -186,18 +180,19 @@ class Router:
 
     def reissue(self, request: GatewayRequest, reason: str, *, keep: bool, cancel: bool = True) -> None:
         """Queue a request of a node. With `keep`, another one continues after the streamed tokens."""
-        streamed = self._transition(request, "queued", cancel=cancel)
+        streamed = request.running.streamed if request.running is not None else NO_TOKENS
         if keep and streamed:
             request.kept = request.kept.then(streamed)
             self.counters["tokens_resumed"] += len(streamed)
         else:
             self.counters["tokens_lost"] += len(streamed)
+        self._transition(request, "queued", cancel=cancel)
         request.last_error = reason
         self.counters["reissued"] += 1
 
     def finish(self, request: GatewayRequest, outcome: Answer | BaseException, *, cancel: bool = True) -> None:
         """Wake the caller of a request, unless it has ended. With `cancel`, its node stops."""
-        if request.running is None and request.asked.request_id not in self.queue:
+        if request.running is None and request.row is None:
             return
         streamed = self._transition(request, "done", cancel=cancel)
         if request.asked.session == request.asked.request_id:  # It is of no conversation.
@@ -229,35 +224,27 @@ class Router:
     # -- placing -------------------------------------------------------------------------------------------------
 
     def place(self) -> None:
-        """Hand waiting requests to nodes, oldest first, until no node has a free place."""
-        while self.queue and self._closed is None and self._place_waiting():
-            pass
-
-    def serving(self) -> list[AttachedNode]:
-        """Return the nodes that may get requests now, full or not."""
-        return [node for node in self.attached() if node.cannot_serve(self.policy) is None]
-
-    def _place_waiting(self) -> bool:
-        """Look at each waiting request once. Return whether a node turned out to be gone: its requests came back.
+        """Hand waiting requests to nodes, oldest first, until no node has a free place.
 
         Requests that need a node that is not free, or that is away for a while, keep their position. Nodes only fill
         up meanwhile, so what has the same needs as one of them is passed over.
         """
-        serving, unmet = self.serving(), set[Hashable]()
-        roomy = [node for node in serving if node.has_room]
-        for request in list(self.queue.values()):
-            if not roomy:
-                break
-            needs = request.least_version, frozenset(request.refused_by), bool(request.kept)
-            if needs in unmet:
-                continue
+        serving, unmet = self.serving() if self.queue else [], set[Hashable]()
+        while self._closed is None and (roomy := [node for node in serving if node.has_room]):
+            if (head := self.queue.first(unmet)) is None:
+                return
+            needs, request = head
             node = self._node_for(request, serving, roomy)
             if node is None:
                 unmet.add(needs)
                 continue
             self.assign(request, node)
-            roomy = [node for node in roomy if node.attached and node.has_room]
-        return not all(node.attached for node in serving)
+            if not node.attached:  # What it held came back, and may need another node now.
+                serving, unmet = self.serving(), set()
+
+    def serving(self) -> list[AttachedNode]:
+        """Return the nodes that may get requests now, full or not."""
+        return [node for node in self.attached() if node.cannot_serve(self.policy) is None]
 
     def _node_for(
         self, request: GatewayRequest, serving: list[AttachedNode], roomy: list[AttachedNode]

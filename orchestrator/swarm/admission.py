@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import logging
 import re
+import struct
 import threading
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from composer_prime.config import Config
@@ -25,7 +28,7 @@ from composer_prime.model_source import present_model, weight_files
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import RegisteredNode
 from composer_prime.run.weights import CHUNK_BYTES, ChunkRef, ModelFile, ModelFiles, sign
-from composer_prime.wire.enrollment import NODE_NAME, other_release, release, release_package
+from composer_prime.wire.enrollment import NAME_RULE, NODE_NAME, key_proof, other_release, release, release_package
 from composer_prime.wire.node_messages import PROTOCOL, Dismissed, Enroll, Enrolled
 
 logger = logging.getLogger(__name__)
@@ -183,11 +186,7 @@ class Admission:
     # -- answers to nodes ----------------------------------------------------------------------------------------------
 
     async def answer(
-        self,
-        key: bytes,
-        message: Enroll,
-        manifest: bytes,
-        taken_names: Collection[str] = (),
+        self, key: bytes, message: Enroll, manifest: bytes, taken_names: Collection[str] = ()
     ) -> Enrolled | Dismissed | None:
         """Enroll the sender, whose connection has proven `key`: an invite's, or its own.
 
@@ -218,10 +217,7 @@ class Admission:
         if run != node:
             raise InviteError(other_release(run, node, release_package()))
         if not NODE_NAME.fullmatch(message.name):
-            raise InviteError(
-                f"the name {message.name!r} is not one to 64 letters, digits, '.', '_' and '-', the first a letter or "
-                "digit: choose another with --name"
-            )
+            raise InviteError(f"the name {message.name!r} is not {NAME_RULE}: choose another with --name")
         if message.run_id != self._run_id:
             raise InviteError(
                 f"the invite is of run {message.run_id!r}, here is run {self._run_id!r}: make one with "
@@ -233,6 +229,15 @@ class Admission:
             raise InviteError("a node may enroll only itself: join with an invite")
         if message.key == self._shared_key or self._keys.registry.is_invite(message.key):
             raise InviteError("that key is not a node's own: remove its state folder and join again")
+        if not self._is_proven(key, message):
+            raise InviteError(
+                f"node {message.name} does not hold the key that it names: join with a fresh state folder"
+            )
         node = self._keys.registry.enroll(key, message.key, message.name, message.machine, taken_names)
         self.refresh()
         return node
+
+    def _is_proven(self, key: bytes, message: Enroll) -> bool:
+        with suppress(ValueError, KeyError, struct.error):  # What is no key does not decode.
+            return hmac.compare_digest(message.proof, key_proof(self._keys.curve("server").secret, message.key, key))
+        return False

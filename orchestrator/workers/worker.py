@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 
 from composer_prime.config.sandbox import SANDBOX_TYPES
+from composer_prime.console import start_log
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.monitor.events import join_events
 from composer_prime.plan.sandboxes import probe
@@ -187,7 +188,7 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
     end_with_parent(signal.SIGKILL)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_log(logging.WARNING)
     join_events("environment")
     asyncio.run(serve_worker(socket.socket(fileno=args.socket_fd), args.scratch))
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from quick_run import QuickRun
@@ -11,6 +14,19 @@ from quick_run import QuickRun
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 
+def secrets_outside(run: QuickRun) -> Iterator[Path]:
+    """Files beside keys/ that hold a secret of keys/, as it is, in hexadecimal or in base64."""
+    files = {path: path.read_bytes() for path in run.run_dir.keys.iterdir() if path.suffix != ".sqlite"}
+    secrets = {raw[40:] if path.suffix == ".curve" else raw.strip() for path, raw in files.items()}
+    assert len(secrets) >= 7 and min(map(len, secrets)) >= 32
+    secrets |= {form(secret) for form in (lambda raw: raw.hex().encode(), base64.b64encode) for secret in secrets}
+    for path in run.output_dir.rglob("*"):
+        if path.is_file() and run.run_dir.keys not in path.parents:
+            raw = path.read_bytes()
+            yield from (path for secret in secrets if secret in raw)
+
+
+# No secret of the run is in any of its other files: logs, configuration, events, metrics, weights.
 def test_the_coding_ladder_trains(tmp_path):
     # Two steps of a4, which is a1 with hints and pairs: finite losses, rollouts whose code ran, the metrics of cheats.
     run = QuickRun(tmp_path, f"micro-{os.getpid()}", steps=2, config="configs/code/a4.toml")
@@ -23,6 +39,7 @@ def test_the_coding_ladder_trains(tmp_path):
         replies = [turn["text"] for row in rollouts for turn in row["turns"] if turn["role"] == "tool"]
         assert any(text == "pass" or text.startswith("FAILED ") for text in replies)
         assert {"solved", "hacks/rollouts", "lure_read", "tests_edit"} <= rollouts[0]["metrics"].keys()
+        assert not list(secrets_outside(run))
         assert all(line["dpo/pairs"] > 0 for line in lines) and any(line["sdpo/turns"] > 0 for line in lines)
     finally:
         run.stop()

@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 from composer_prime.config.inference import VllmEngineConfig
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.run.weights import ChunkRef, ModelFile, ModelFiles, open_model_files, sign
-from composer_prime.wire.enrollment import Invite, release
+from composer_prime.wire.enrollment import Invite, key_proof, release
 from composer_prime.wire.node_messages import (
     PROTOCOL,
     ChunkRequest,
@@ -48,8 +48,11 @@ class Joiner:
     def __init__(self, endpoint: str, keys: ClientKeys) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = dealer(self._context, endpoint, keys)
+        self._key = keys.own.public
 
     async def ask(self, message) -> ToNode:
+        if isinstance(message, Enroll) and message.key in OWN:
+            message = msgspec.structs.replace(message, proof=key_proof(*OWN[message.key], self._key))
         await self._socket.send(msgspec.msgpack.encode(message))
         assert await self._socket.poll(100_000), f"no answer to {type(message).__name__}"
         return msgspec.msgpack.decode(await self._socket.recv(), type=ToNode)
@@ -81,8 +84,14 @@ def joined():
         joiner.close()
 
 
+OWN: dict[bytes, tuple[bytes, bytes]] = {}
+"""By public key: its secret, and the gateway's public key."""
+
+
 def own_keys(invite: Invite) -> ClientKeys:
-    return ClientKeys(invite.keys.server_public, CurvePair(*zmq.curve_keypair()))
+    keys = ClientKeys(invite.keys.server_public, CurvePair(*zmq.curve_keypair()))
+    OWN[keys.own.public] = keys.own.secret, keys.server_public
+    return keys
 
 
 def enroll(own: ClientKeys, **changes) -> Enroll:
@@ -162,7 +171,7 @@ async def test_enrollments_are_refused_with_the_reason(open_gateway, keys, invit
             (older | {"machine": {"gpus": [], "cores": 2}}, "(protocol 5)"),
             (enroll(first, run_id="run-2"), "the invite is of run 'run-2', here is run 'run-1'"),
             (enroll(first, release="0.0.1"), f"composer-prime {release()} (protocol {PROTOCOL}), this node 0.0.1 ("),
-            (enroll(first, protocol=7), "protocol"),
+            (enroll(first, protocol=PROTOCOL + 1), "protocol"),
             *((enroll(first, name=name), "--name") for name in ("-rf", "a b", "../x", "<b>", "n" * 65)),
         ):
             answer = await link.ask(message)
@@ -175,6 +184,22 @@ async def test_enrollments_are_refused_with_the_reason(open_gateway, keys, invit
         assert "only itself" in (await joined(gateway, first).ask(enroll(third))).reason
         keys.registry.revoke(first.own.public, "lied")
         assert "turned away for good: lied" in (await link.ask(enroll(first))).reason
+
+
+async def test_an_enrollment_proves_its_key(open_gateway, keys, invite, joined):
+    """Who knows the public key of a node, and its invite, learns nothing of the run by it, and takes no use."""
+    own = own_keys(invite)
+    secret, server = OWN.pop(own.own.public)
+    async with open_gateway() as gateway:
+        link = joined(gateway, invite.keys)
+        proofs = b"", key_proof(secret, server, own.own.public), key_proof(invite.keys.own.secret, server, link._key)
+        for proof in proofs:  # None, that for another connection, and that of another secret.
+            assert "does not hold the key" in (await link.ask(enroll(own, proof=proof))).reason
+        for key in (b"~" * 40, b"#" * 40, b"0" * 40):
+            assert "does not hold" in (await link.ask(enroll(own, key=key))).reason
+        assert not keys.registry.list()
+        proof = key_proof(secret, server, link._key)
+        assert isinstance(await link.ask(enroll(own, proof=proof)), Enrolled)
 
 
 async def test_a_spent_invite_is_a_strangers_key(open_gateway, keys, joined):

@@ -221,3 +221,20 @@ async def test_a_node_gets_few_requests_until_its_pace_is_measured():
         assert len(new.leases) <= 7
         fleet.answer("new", request)
     assert len(new.leases) == 61
+
+
+async def test_requests_that_no_free_node_may_take_are_not_looked_at_one_by_one(monkeypatch):
+    """Of 600 in three kinds, each further look for a node takes one of each; what comes then is placed."""
+    fleet, looks = Fleet(old={}), []
+    fleet.router.policy.newest = 3
+    for oldest in (1, 2, 3):
+        await fleet.ask(200, oldest_version=oldest)
+    node_for = fleet.router._node_for
+    monkeypatch.setattr(fleet.router, "_node_for", lambda *given: [looks.append(given), node_for(*given)][1])
+    fleet.router.place()
+    assert len(looks) == 3
+    await fleet.ask()
+    assert len(fleet.sent["old"]) == 1 and len(fleet.router.queue) == 600
+    fleet.router.update_status(fleet.node("old"), status(version=2))
+    fleet.router.place()
+    assert [request.request_id for request in fleet.sent["old"][1:]] == [f"g{number}" for number in range(63)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 
 import pytest
 
+from composer_prime.console import MAX_WARNINGS, LogHandler
 from composer_prime.monitor.events import EventFile, EventHandler, event, read_events
 from composer_prime.run.run_dir import RunDir
 
@@ -105,3 +107,22 @@ def test_broken_lines(log, tmp_path):
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"kind": 3}\n[1]\n{"time": 1, "ro')
     assert [each.text for each in events(tmp_path)] == ["one"]
+
+
+# Nothing that a record quotes begins a line, in the log or where the launcher shows it. One line of code writes so many
+# records a minute, and the last one says so.
+def test_no_line_is_forged_and_no_log_is_flooded(tmp_path):
+    stream = io.StringIO()
+    handler, forged = LogHandler(stream), "bye\n2026-11-30 10:00:00,000 ERROR orchestrator: all is lost\r\x1b[2J"
+    for number in range(MAX_WARNINGS + 5):
+        record = logging.LogRecord("orchestrator", logging.WARNING, "x.py", 1, "%s", (f"{number} {forged}",), None)
+        record.created = 1e9
+        handler.handle(record)
+    records = [line for line in stream.getvalue().splitlines() if not line.startswith("    ")]
+    assert len(records) == MAX_WARNINGS and records[0].endswith("WARNING orchestrator: 0 bye")
+    assert "left out" in stream.getvalue() and "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
+    record.created += 60
+    handler.handle(record)
+    assert f"{MAX_WARNINGS + 4} bye" in stream.getvalue()
+    EventFile(RunDir(tmp_path), "orchestrator").write("node", forged)
+    assert "\n    2026-11-30" in events(tmp_path)[0].line

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from rendezvous_state import BEAT_TIMEOUT_S, DEADLINE_S, RendezvousState, base
 
 from composer_prime.errors import RunMismatchError, WireError
 from diloco.transport.messages import (
+    PROTOCOL,
     AskRound,
     Beat,
     BeatReply,
     DeltaOffer,
+    Get,
+    PeerHello,
     Piece,
     Received,
     RoundNotReady,
+    encode,
+    from_peer,
 )
 
 
@@ -122,6 +129,19 @@ def test_sizes_that_cannot_be(kind):
         rendezvous.hello("c", ranks=4097)
 
 
+# No size, step or number is below 0: a peer of minus 1e15 bytes would make room for one of 5e14.
+def test_negative_counts_do_not_decode():
+    rank = {"peer": "a", "rank": 0, "instance": 1, "base_hash": ""}
+    hello = {"run": "joint", "ranks": 1, "training": False, "layout": [], "settings": {}, "protocol": PROTOCOL}
+    facts = rank | hello | {"outer_step": 0, "delta_bytes": 0, "round_deadline_s": 1.0}
+    assert from_peer(encode(PeerHello(**facts))) == PeerHello(**facts)
+    wrong = {"outer_step": -1, "rank": -1, "delta_bytes": -(10**15), "round_deadline_s": math.nan}
+    messages = [PeerHello(**facts | {name: value}) for name, value in wrong.items()]
+    for message in [*messages, Get(name="", offset=-1, length=1), Piece(name="", offset=-1, data=b"")]:
+        with pytest.raises(WireError):
+            from_peer(encode(message))
+
+
 # Ranks whose parts are not of one delta (another weight: trained on since) do not make a contribution.
 def test_parts_of_two_deltas():
     rendezvous = RendezvousState()
@@ -211,6 +231,15 @@ def test_two_processes_with_one_name():
     rendezvous.now += 2 * BEAT_TIMEOUT_S
     with pytest.raises(RunMismatchError, match="another process has taken its place"):
         rendezvous.hello("a", ranks=2, instance=1)
+
+
+# Until the whole of its time to be heard is over, nobody takes the place of a silent peer.
+def test_a_silent_peers_place():
+    rendezvous = RendezvousState()
+    rendezvous.begin("a")
+    rendezvous.now += 0.9 * BEAT_TIMEOUT_S
+    assert isinstance(rendezvous.hello("a", instance=2)[0], RoundNotReady)
+    rendezvous.beat("a", 0)
 
 
 # A process that thaws after another has taken its place cannot bring its delta, nor go on with one that it had begun:

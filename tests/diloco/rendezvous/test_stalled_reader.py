@@ -7,9 +7,20 @@ import asyncio
 import zmq
 from joint_run import until
 
+from composer_prime.wire.sockets import dealer
 from diloco.rendezvous.rounds import Round
 from diloco.transport.connection import PIECE_BYTES, WINDOW, Connection
-from diloco.transport.messages import DeltaHeader, Get, JointKey, Piece, body_checksum, encode, to_peer
+from diloco.transport.messages import (
+    AskRound,
+    DeltaHeader,
+    Get,
+    JointKey,
+    Piece,
+    RoundNotReady,
+    body_checksum,
+    encode,
+    to_peer,
+)
 
 SIZE, REQUESTS = 1 << 22, 600
 
@@ -70,3 +81,16 @@ def test_a_reader_that_stalls(make_rendezvous, key_file):
     finally:
         stalled.close(0)
         context.term()
+
+
+# A key holder's connection asks 2,000 times for an outcome that nobody brings: 64 requests wait, and the others get no
+# answer. Before, each waited and was looked at again at every change.
+def test_many_polls_of_one_connection(make_rendezvous, key_file):
+    server, answered = make_rendezvous(), 0
+    ask = encode(AskRound(peer="a", rank=0, instance=1, outer_step=0, base_hash=""))
+    with zmq.Context() as context, dealer(context, server.endpoint, JointKey.read(key_file).client()) as asking:
+        for number in range(2000):
+            asking.send_multipart([number.to_bytes(8, "little"), ask])
+        while asking.poll(3000):
+            answered += isinstance(to_peer(asking.recv_multipart()[1]), RoundNotReady)
+    assert 64 <= answered < 1000
