@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Thread
 
 import pytest
 
+from composer_prime.cli.view_command import DEMO
 from composer_prime.monitor.events import EventFile
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.run_dir import RunDir
@@ -176,3 +178,14 @@ def test_nodes_have_rows(tmp_path):
     rows = {row["name"]: row for row in nodes}
     assert rows["node-0"]["usd_per_million"] == 6.25 and rows["node-0"]["totals"]["trained_tokens"] == 8000
     assert rows["node-1"]["usd_per_million"] is None and rows["node-1"]["state"] == "draining"
+
+
+# The run of --demo is a finished one with a verdict, and small.
+def test_the_demo_is_a_whole_run(tmp_path):
+    shutil.unpack_archive(DEMO, tmp_path)
+    workspace = Workspace([tmp_path])
+    [row] = workspace.run_list()["runs"]
+    run = workspace.run({"run": row["id"]})
+    assert run["state"] == "finished" and len(run["evaluations"]) == 2 and DEMO.stat().st_size < 1_000_000
+    shown = workspace.rollouts({"run": row["id"]})["rows"]
+    assert all(each["question"] and each["expected"] for each in shown)

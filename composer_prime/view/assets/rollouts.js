@@ -62,7 +62,7 @@ export function rolloutTable(run, rows, query) {
   const withVerdict = rows.some((row) => row.verdict !== null);
   const withNode = rows.some((row) => row.node !== null);
   const columns = [{ title: "Step", kind: "n" }, { title: "Rollout" }, { title: "Reward", kind: "n" }, { title: "Advantage", kind: "n wide" }, { title: "Turns", kind: "n wide" },
-    { title: "Failed calls", kind: "n wide" }, { title: "Hints", kind: "n wide" }, { title: "Tokens", kind: "n wide" }, { title: "Versions", kind: "n wide" }, withVerdict && { title: "Verdict" }, withNode && { title: "Node" }, { title: "Status", kind: "wide" }, { title: "Task" }, { title: "Expected", kind: "wide" }, { title: "Last reply", kind: "wide" }].filter(Boolean);
+    { title: "Failed calls", kind: "n wide" }, { title: "Hints", kind: "n wide" }, { title: "Tokens", kind: "n wide" }, { title: "Versions", kind: "n wide" }, withVerdict && { title: "Verdict", kind: "wide" }, withNode && { title: "Node", kind: "wide" }, { title: "Status", kind: "wide" }, { title: "Task" }, { title: "Expected", kind: "wide" }, { title: "Last reply", kind: "wide" }].filter(Boolean);
   const body = rows.map((row) => {
     const href = rolloutLink(run, row);
     const versions = row.version_min === row.version_max ? figure(row.version_min) : `${row.version_min}–${row.version_max}`;
@@ -70,7 +70,7 @@ export function rolloutTable(run, rows, query) {
       h("td", { class: "n" }, row.step), h("td", { class: "w" }, h("a", { href }, row.rollout_id)),
       h("td", { class: "n" }, h("b", null, figure(row.reward))), h("td", { class: "n wide" }, figure(row.advantage)), h("td", { class: "n wide" }, row.turns),
       h("td", { class: "n wide" }, row.tool_errors || ""), h("td", { class: "n wide" }, row.hints || ""), h("td", { class: "n wide" }, figure(row.tokens)), h("td", { class: "n wide" }, versions),
-      withVerdict && h("td", { class: "w" }, row.verdict), withNode && h("td", null, row.node),
+      withVerdict && h("td", { class: "w wide" }, row.verdict), withNode && h("td", { class: "w wide" }, row.node),
       h("td", { class: "w wide" }, row.error ? h("span", { class: "bad" }, "failed") : row.status, row.truncated ? h("span", { class: "quiet" }, ", cut short") : ""),
       h("td", null, h("div", { class: "cut" }, row.question || row.task_id), row.question && h("div", { class: "quiet small" }, row.task_id), row.error && h("div", { class: "bad small" }, row.error)), h("td", { class: "wide" }, h("div", { class: "cut" }, row.expected)), h("td", { class: "wide" }, h("div", { class: "cut" }, row.reply)));
   });
