@@ -15,7 +15,7 @@ _TIMES_USUAL = 10.0
 _BOUNDS = {
     "optim/lr": (0.0, 5e-3, "usual are 1e-7 to 1e-3; lower trainer.optim.lr"),
     "policy/entropy": (0.01, inf, "rollouts are all alike; raise orchestrator.sampling.temperature"),
-    "rollout/truncated_share": (0.0, 0.5, "raise orchestrator.sampling.max_tokens or model.max_context"),
+    "rollout/truncated_share": (0.0, 0.8, "raise orchestrator.sampling.max_tokens or model.max_context"),
 }
 """Figure -> the least and the most that is no news, and the remedy."""
 _STEADY = {

@@ -181,10 +181,12 @@ def _missing_plugin(kind: str, table: dict[str, Any], key: str) -> list[str]:
     name = present_name(plugin_id).rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
     if any(module_file(module) is not None for module in (f"verifiers.v1.{kind}s.{name}", name)):
         return []
-    here = "start in the root of a checkout, " if name.startswith("examples.") else ""
+    said = f"{key}: {kind} id {plugin_id!r} names no module (looked for {name})"
+    if name.startswith("examples."):
+        return [f"{said}: it is part of a checkout only, so start in the root of one"]
     return [
-        f"{key}: {kind} id {plugin_id!r} names no module (looked for {name}): {here}install the package that brings it "
-        f"into this environment, put {name}.py next to the configuration file, or correct the id"
+        f"{said}: install the package that brings it into this environment, put {name}.py next to the configuration "
+        "file, or correct the id"
     ]
 
 

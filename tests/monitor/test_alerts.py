@@ -36,7 +36,7 @@ def test_a_healthy_run_has_no_alert():
         ({"optim/grad_norm": 11.0}, "optim/grad_norm", "trainer.optim.max_grad_norm"),
         ({"policy/mismatch_kl": 0.05}, "policy/mismatch_kl", "orchestrator.max_staleness"),
         ({"policy/entropy": 0.0}, "policy/entropy", "orchestrator.sampling.temperature"),
-        ({"rollout/truncated_share": 0.8}, "rollout/truncated_share", "orchestrator.sampling.max_tokens"),
+        ({"rollout/truncated_share": 0.9}, "rollout/truncated_share", "orchestrator.sampling.max_tokens"),
     ],
 )
 def test_each_alert_names_its_setting(figures, name, setting):
