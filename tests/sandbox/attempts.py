@@ -220,6 +220,22 @@ escaped_if(call(@nr:shmget@, 0, 1 << 28, 0o1600) >= 0)""",
     "a sparse file": ("f = open('x', 'wb')\nos.ftruncate(f.fileno(), 1 << 40)\nescaped_if(True)", {"", "file_mb"}),
     "many small files": ("i = 0\nwhile True:\n    open(f'{i}', 'w').close(); i += 1", {"files"}),
     "many folders in /tmp": ("i = 0\nwhile True:\n    os.mkdir(f'/tmp/{i}'); i += 1", {"files"}),
+    "empty files in /dev/shm": ("i = 0\nwhile True:\n    open(f'/dev/shm/{i}', 'w').close(); i += 1", {"files"}),
+    "buffers of sockets": (
+        """
+for _ in range(2): os.fork()
+held = []
+while True:
+    try: pair = socket.socketpair()
+    except OSError: time.sleep(25)
+    pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    escaped_if(pair[0].getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > 1 << 18)
+    pair[0].setblocking(False)
+    try:
+        while True: pair[0].send(bytes(1 << 16))
+    except BlockingIOError: held.append(pair)""",
+        {"memory_gb"},
+    ),
     "deep folders": ("for _ in range(1500):\n    os.mkdir('d'); os.chdir('d')", {""}),
     "endless output": ("while True: os.write(1, b'x' * 65536)", {"output_mb"}),
     "endless errors": ("while True: os.write(2, b'x' * 65536)", {"output_mb"}),

@@ -18,6 +18,7 @@ import pytest
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
+from orchestrator.coding.code import code_taskset
 from orchestrator.coding.sandbox.box import open_box
 from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
 from orchestrator.coding.sandbox.host_view import processes_of
@@ -50,6 +51,19 @@ async def test_a_box_holds_the_tree_and_the_files(kind: str, tmp_path: Path) -> 
         finished = await box.run(["sh", "-c", "cat; pwd >&2; exit 3"], stdin=b"in", cwd="data")
         assert (finished.exit_code, finished.stdout, finished.ended_by) == (3, b"in", "")
         assert finished.stderr.endswith(b"work/data\n")
+
+
+# Claim: a list that is cut short, and what is read back by it, have all files that the host wrote. None seems deleted.
+@pytest.mark.parametrize("kind", BOTH)
+async def test_many_files_hide_none_that_was_given(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"src/m.py": b"x = 1\n", "tests/test_m.py": b"assert True\n", "z": b"z"}
+    fill = "import os; os.mkdir('a'); [open(f'a/{i}', 'w').write('x') for i in range(2500)]; open('src/new.py', 'w')"
+    async with await open_box(table(kind), files=given) as box:
+        await box.run(["python", "-c", fill])
+        listed = await box.list_files()
+        assert given.keys() <= listed.keys() and 2000 <= len(listed) <= 2003
+        monkeypatch.setattr(code_taskset, "MAX_TREE_BYTES", -10)
+        assert await code_taskset.read_files(box, given) == given
 
 
 # Claim: both kinds end a command at its deadline and at its output's bound, and say what was cut.

@@ -192,12 +192,12 @@ def seal_of(task: CodeTask, settings: CodeSettings) -> code_monitor.Seal:
 async def read_files(box: Box, start: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the regular files of a box's work folder, without too large ones.
 
-    `start`: the files that the box began with. They come first, so that none of them seems to be deleted.
+    `start`: the files that the box began with. They are read whatever the others take, so that none seems deleted.
     """
     content: dict[str, bytes] = {}
     left = MAX_TREE_BYTES + sum(map(len, start.values()))
     for path, size in sorted((await box.list_files()).items(), key=lambda item: (item[0] not in start, item[0])):
-        if size > MAX_READ_BYTES or size > left:
+        if size > MAX_READ_BYTES or (size > left and path not in start):
             continue
         with contextlib.suppress(OSError, ValueError):
             content[path] = await box.read_file(path, MAX_READ_BYTES)

@@ -130,7 +130,10 @@ class Box(ABC):
 
     @abstractmethod
     async def list_files(self) -> dict[str, int]:
-        """Return the size in bytes of each regular file below the work folder. Links are not followed."""
+        """Return the size in bytes of each regular file below the work folder. Links are not followed.
+
+        A list may be cut short. It has all files that the host wrote and that are still there.
+        """
 
     @abstractmethod
     async def close(self) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.plan.sandboxes import why_not_started
-from orchestrator.coding.sandbox.box import Box, CommandResult, CommandStreams, inside_path
+from orchestrator.coding.sandbox.box import WORK, Box, CommandResult, CommandStreams, inside_path
 from orchestrator.coding.sandbox.host_view import HostView, list_regular, processes_of, read_regular
 from orchestrator.coding.sandbox.isolation import box_environment, launch
 from orchestrator.coding.sandbox.python_image import python_image
@@ -66,8 +66,8 @@ class BubblewrapBox(Box):
         self._limits = runtime.limits
         self._env = variables
         self._one_at_a_time = asyncio.Lock()
-        self._num_given = 0
-        """Files that came from the host."""
+        self._given: set[str] = set()
+        """Files that came from the host, by their paths below the work folder."""
 
     @classmethod
     async def open(cls, runtime: RuntimeConfig, python_path: Sequence[str] = ()) -> BubblewrapBox:
@@ -185,7 +185,7 @@ class BubblewrapBox(Box):
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         self._check_open()
         listed = [(inside_path(path), len(content)) for path, content in files.items()]
-        self._num_given += len(listed)
+        self._given |= {path.removeprefix(f"{WORK}/") for path, _ in listed}
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 reply = await self.control.ask({"op": "write", "files": listed}, payload=b"".join(files.values()))
@@ -211,7 +211,7 @@ class BubblewrapBox(Box):
         except PermissionError:  # Code in the box took its own permission away.
             return {}
         try:
-            return await asyncio.to_thread(list_regular, work_fd, self._limits.files + self._num_given)
+            return await asyncio.to_thread(list_regular, work_fd, self._limits.files, self._given)
         finally:
             os.close(work_fd)
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import stat
+from collections.abc import Collection, Iterator
 
 from composer_prime.errors import SandboxError
 
@@ -22,6 +23,8 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TICKS = os.sysconf("SC_CLK_TCK")
 _GIB = 1 << 30
+_SOCKET_BYTES = 212_992
+"""The kernel's default size of a socket's buffer, which boxes cannot change (`isolation.py`)."""
 
 
 class HostView:
@@ -51,15 +54,16 @@ class HostView:
     def measure(self) -> dict[str, float]:
         """Return what the processes use, by the names of the limits. Raises OSError for a box that has ended.
 
-        CPU time is that of all processes that ever ran. `files`: in the work folder, or in /tmp where there are more.
+        CPU time is that of all processes that ever ran. Sockets count as memory with what their buffers may hold.
+        `files`: in the work folder, /tmp or /dev/shm, whichever has most.
         """
         pids = processes_of(self.init_pid)
         usages = [_memory_and_cpu(pid) for pid in pids]
         return {
             "processes": len(pids),
-            "memory_gb": sum(memory for memory, _ in usages) / _GIB,
+            "memory_gb": (sum(memory for memory, _ in usages) + _SOCKET_BYTES * _sockets_of(self.init_pid)) / _GIB,
             "cpu_s": sum(cpu for _, cpu in usages),
-            "files": max(_inodes_of(self.root_fd, folder) for folder in ("work", "tmp")),
+            "files": max(_inodes_of(self.root_fd, folder) for folder in ("work", "tmp", "dev/shm")),
         }
 
     def kill(self) -> None:
@@ -101,27 +105,29 @@ def read_regular(root_fd: int, path: str, max_bytes: int) -> bytes:
     return content
 
 
-def list_regular(root_fd: int, max_files: int) -> dict[str, int]:
-    """Return the sizes of at most `max_files` regular files below `root_fd`, by path."""
-    sizes: dict[str, int] = {}
-    _list_folder(root_fd, "", sizes, max_files, MAX_DEPTH)
-    return sizes
+def list_regular(root_fd: int, max_files: int, given: Collection[str]) -> dict[str, int]:
+    """Return the sizes of regular files below `root_fd` by path: all `given` ones, and at most `max_files` others."""
+    known, others = {}, {}
+    for path, size in _regular_files(root_fd, "", MAX_DEPTH):
+        if path in given:
+            known[path] = size
+        elif len(others) < max_files:
+            others[path] = size
+    return {**known, **others}
 
 
-def _list_folder(folder_fd: int, prefix: str, sizes: dict[str, int], max_files: int, depth: int) -> None:
+def _regular_files(folder_fd: int, prefix: str, depth: int) -> Iterator[tuple[str, int]]:
     with os.scandir(folder_fd) as entries:
         names = sorted(entry.name for entry in entries)
     for name in names:
-        if len(sizes) >= max_files:
-            return
         try:
             status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
             if stat.S_ISREG(status.st_mode):
-                sizes[prefix + name] = status.st_size
+                yield prefix + name, status.st_size
             elif stat.S_ISDIR(status.st_mode) and depth > 0:
                 inner_fd = os.open(name, _FOLDER, dir_fd=folder_fd)
                 try:
-                    _list_folder(inner_fd, f"{prefix}{name}/", sizes, max_files, depth - 1)
+                    yield from _regular_files(inner_fd, f"{prefix}{name}/", depth - 1)
                 finally:
                     os.close(inner_fd)
         except OSError:
@@ -149,6 +155,12 @@ def processes_of(init_pid: int) -> list[int]:
                 with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
                     waiting += [int(word) for word in file.read().split()]
     return pids
+
+
+def _sockets_of(init_pid: int) -> int:
+    """Return how many sockets a box has on its own network."""
+    with open(f"/proc/{init_pid}/net/sockstat", "rb") as file:
+        return int(file.readline().split()[2])  # "sockets: used 24"
 
 
 def _memory_and_cpu(pid: int) -> tuple[int, float]:

@@ -45,6 +45,7 @@ NUMBERS: dict[str, tuple[int, int]] = {
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
     "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
     "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    "open_tree_attr": (467, 467), "statmount": (457, 457), "listmount": (458, 458),
     "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
@@ -65,6 +66,7 @@ MISSING: dict[str, tuple[int, int]] = {
     "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
 }  # fmt: skip
 CLONE, _SOCKET, _SOCKETPAIR, _IOCTL, _PERSONALITY = (56, 220), (41, 198), (53, 199), (16, 29), (135, 92)
+_SETSOCKOPT = (54, 208)
 # CLONE_NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 _NEW_NAMESPACES = 0x80 | 0x20000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 _FAMILIES = (1, 2, 10)
@@ -161,6 +163,9 @@ def seccomp_filter(machine: str) -> bytes:
     families = [_line(_EQUAL, family, len(_FAMILIES) - index, 0) for index, family in enumerate(_FAMILIES)]
     lines += _argument_rule(_SOCKET[column], 0, families, errno.EAFNOSUPPORT)
     lines += _argument_rule(_SOCKETPAIR[column], 0, [_line(_EQUAL, 1, 1, 0)], errno.EAFNOSUPPORT)
+    # SO_SNDBUF (7) and SO_RCVBUF (8) of SOL_SOCKET (1) seem to work: buffers keep the size that memory counts.
+    buffers = [_line(_EQUAL, 1, 0, 4), _line(_LOAD, _ARGUMENT_0 + 16), _line(_EQUAL, 7, 1, 0), _line(_EQUAL, 8, 0, 1)]
+    lines += _argument_rule(_SETSOCKOPT[column], 1, buffers, 0)
     terminal = [_line(_EQUAL, _TERMINAL_INPUT[0], 1, 0), _line(_EQUAL, _TERMINAL_INPUT[1], 0, 1)]
     lines += _argument_rule(_IOCTL[column], 1, terminal, errno.EPERM)
     plain = [_line(_EQUAL, 0, 2, 0), _line(_EQUAL, 0xFFFFFFFF, 1, 0)]

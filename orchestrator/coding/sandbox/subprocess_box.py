@@ -41,6 +41,8 @@ class SubprocessBox(Box):
         folders = [str(self._outside(folder)) for folder in python_path]
         self._env = environment(programs, str(self._scratch.path), folders)
         self._one_at_a_time = asyncio.Lock()
+        self._given: set[str] = set()
+        """Files that came from the host, by their paths below the work folder."""
         self._process: subprocess.Popen[bytes] | None = None
 
     @classmethod
@@ -98,6 +100,7 @@ class SubprocessBox(Box):
         self._check_open()
         for path, content in files.items():
             target = self._outside(path)
+            self._given.add(str(target.relative_to(self._work)))
             target.parent.mkdir(parents=True, exist_ok=True)
             if target.is_symlink():
                 target.unlink()
@@ -122,7 +125,7 @@ class SubprocessBox(Box):
         except OSError:  # A command took the permission away, or the folder.
             return {}
         try:
-            return await asyncio.to_thread(list_regular, work_fd, self._limits.files)
+            return await asyncio.to_thread(list_regular, work_fd, self._limits.files, self._given)
         finally:
             os.close(work_fd)
 
