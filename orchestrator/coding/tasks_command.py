@@ -19,7 +19,7 @@ from composer_prime.errors import ConfigError
 from orchestrator.coding.factory.candidates import FactorySettings
 from orchestrator.coding.factory.factory import TaskFactory, factory_runtime
 from orchestrator.coding.formats.conversion import import_tasks, in_order, why_unproven
-from orchestrator.coding.task import TREES_FOLDER, CodeTask, read_tasks
+from orchestrator.coding.task import TREES_FOLDER, CodeTask, check_path, read_tasks
 
 NOTHING = 1
 KINDS = ("delete", "mutate")
@@ -55,6 +55,10 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name for name in text.split(",") if name)
 
 
+def _paths(text: str) -> tuple[str, ...]:
+    return tuple(map(check_path, _names(text)))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer tasks", description="Make, check and show coding tasks.")
     commands = parser.add_subparsers(required=True, metavar="make | import | check | show")
@@ -70,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--seed", type=int, default=0)
     make.add_argument("--hide-tests", action="store_true", help="the agent does not see the files of the failing tests")
     make.add_argument("--suite-timeout", type=_at_least(0.1), default=180.0, help="seconds of all tests (default 180)")
+    make.add_argument(
+        "--overlay", type=_paths, default=(), metavar="FILES", help="files that git leaves out, from SOURCE, by comma"
+    )
     published = commands.add_parser("import", description=_IMPORT, help="make tasks from a published task file")
     published.set_defaults(work=import_file)
     published.add_argument("file", type=Path, help="a .jsonl, .jsonl.gz, .json or .parquet file")
@@ -109,6 +116,7 @@ def make_tasks(options: argparse.Namespace) -> int:
         limit=options.limit,
         hide_tests=options.hide_tests,
         suite_timeout_s=options.suite_timeout,
+        overlay=options.overlay,
         packages=options.packages,
     )
     factory = TaskFactory(options.output, settings, factory_runtime(options.runtime, options.packages), options.jobs)
@@ -135,6 +143,8 @@ async def _until_stopped(factory: TaskFactory, sources: list[str]) -> dict[str, 
 
 
 def _print_report(report: dict[str, Any], folder: Path) -> None:
+    for source, edits in report["local_edits_left_out"].items():
+        print(f"{source}: the tasks are of its last commit, without {pluralize(len(edits), 'local edit')}: {edits[0]}")
     reasons = list(report["refused_by_reason"].items())
     for name, figures in report["baselines"].items():
         counts = (f"{figures[what]} {what}" for what in ("tests", "functions", "candidates", "tasks"))

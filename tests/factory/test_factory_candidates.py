@@ -72,6 +72,13 @@ def test_left_out_functions_are_counted() -> None:
     assert {one.shape for one in candidates} == {"function", "class", "module"}
 
 
+# Kinds take turns, so that a limit keeps some of each.
+def test_kinds_take_turns() -> None:
+    candidates, _ = found()
+    assert [one.kind for one in candidates[:8]] == ["delete", "mutate"] * 4
+    assert Counter(one.kind for one in candidates)["mutate"] > 4
+
+
 # Every operator finds its mistake, and all changed files are valid and differ from the original.
 @pytest.mark.parametrize(
     ("body", "operator", "expected"),
@@ -81,10 +88,12 @@ def test_left_out_functions_are_counted() -> None:
         ("return a is not b", "operator", "return a is b"),
         ("return a and b", "operator", "return a or b"),
         ("return a[1]", "off-by-one", "return a[2]"),
-        ("if a: return b", "branch", "if not (a): return b"),
-        ("if not a: return b", "branch", "if a: return b"),
-        ("while a: b()", "branch", "while False: b()"),
-        ("a.append(b)", "statement", "pass"),
+        ("return a[0]", "off-by-one", "return a[-1]"),
+        ("if a: return b", "branch", "if not a: return b"),
+        ("if not (a or b): return b", "branch", "if a or b: return b"),
+        ("if a(b) and b: return b", "branch", "if not a(b) and b: return b"),
+        ("a.append(b)  # why\nreturn a", "statement", "return a"),
+        ("if a:\n    b = (1,\n      2)\n    return b", "statement", "if a:\n    return b"),
         ("x = 'ä'; return a + b", "operator", "x = 'ä'; return a - b"),
         ("return (a)  +  (b)", "operator", "return (a)  -  (b)"),
     ],
@@ -94,6 +103,25 @@ def test_mutations(body: str, operator: str, expected: str) -> None:
     (function,) = find_functions(PATH, text)
     texts = [edited(text, [edit]) for edit in function.mistakes if edit.kind == operator]
     assert f"def f(a, b=3):\n{textwrap.indent(expected, '    ')}\n" in texts
+
+
+# No mutation has what people do not write: a `pass` beside statements, `not (`, `while False`, `- 0`, 256 for 0xff.
+@pytest.mark.parametrize(
+    ("body", "texts"),
+    [
+        ("return a - 1", ["return a + 1", "return a - 2"]),
+        ("return a & 0xFF", ["return a | 0xFF"]),
+        ("while True: a()", []),
+        ("while a: a()", []),
+        ("if a == b: a()", ["if a != b: a()"]),
+        ("if (a := b): a()", []),
+        ("if a: a.append(b)", ["if not a: a.append(b)"]),
+    ],
+)
+def test_mutations_are_what_people_write(body: str, texts: list[str]) -> None:
+    original, *expected = (f"def f(a, b):\n{textwrap.indent(text, '    ')}\n    return a\n" for text in (body, *texts))
+    (function,) = find_functions(PATH, original)
+    assert [edited(original, [edit]) for edit in function.mistakes] == expected
 
 
 # Mutations of a real file are valid wherever they are, and differ from it.

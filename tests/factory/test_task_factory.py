@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import pytest
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
 from orchestrator.coding.code.grading import Grade, grade
+from orchestrator.coding.monitor import seal
+from orchestrator.coding.sandbox.box import read_tree
 from orchestrator.coding.task import CodeTask, read_tasks, write_tasks
 from orchestrator.coding.tasks_command import main
 from tests.factory.package_made import SHAPES, TESTS, git, write_package
@@ -26,6 +29,12 @@ RUNTIME = ["--runtime", "subprocess"]
 
 def make(source: Path, out: Path, *words: str) -> int:
     return main(["make", str(source), "-o", str(out), "--jobs", "2", *RUNTIME, *words])
+
+
+def commit_all(source: Path, message: str) -> None:
+    git(source, "init", "-q")
+    git(source, "add", ".")
+    git(source, "commit", "-q", "-m", message)
 
 
 def report_of(out: Path) -> dict:
@@ -141,6 +150,28 @@ def test_make_leaves_bad_tests_out(tmp_path: Path) -> None:
         assert not any("test_bad" in node for node in (*task.fail_to_pass, *task.pass_to_pass))
 
 
+# The agent gets the very tree that was proven: a package finds its own version in it, and no file is too large.
+def test_the_agent_gets_the_tree_that_was_proven(tmp_path: Path) -> None:
+    test = "from importlib.metadata import version\ndef test_version(): assert version('shapes-made') == '1.0'\n"
+    source = write_package(tmp_path / "shapes_made", tests__test_version=test)
+    (source / "tests/large.bin").write_bytes(bytes(5 << 20))
+    assert make(source, tmp_path / "out", "--limit", "2") == 0
+    for task in read_tasks(tmp_path / "out"):
+        sealed = seal(task, tmp_path / "out/trees" / task.tree)
+        assert sealed.start.keys() == read_tree(tmp_path / "out/trees" / task.tree).keys()
+        assert "shapes_made-1.0.dist-info/METADATA" in sealed.start and "tests/large.bin" not in sealed.start
+    assert report_of(tmp_path / "out")["baselines"]["shapes_made"]["tests"] == 6
+
+
+# Where another file holds the code as it was, under any name, there is nothing to find out.
+def test_make_refuses_what_a_copy_gives_away(tmp_path: Path) -> None:
+    source = write_package(tmp_path / "shapes_made")
+    (source / "shapes before the rewrite.txt").write_text(textwrap.indent(SHAPES, "  "))
+    assert make(source, tmp_path / "out") == 1
+    report = report_of(tmp_path / "out")
+    assert report["refused_by_reason"] == {"the original stands elsewhere": report["candidates"]}
+
+
 # A package of which no test passes is refused with the reason: a test with its last words, or the import error.
 @pytest.mark.parametrize(
     ("test", "words"),
@@ -155,6 +186,36 @@ def test_make_names_why_no_test_passes(tmp_path: Path, test: str, words: str) ->
     source = write_package(tmp_path / "shapes_made", tests__test_shapes=test)
     with pytest.raises(ConfigError, match=words):
         make(source, tmp_path / "out")
+
+
+# A conftest.py that cannot be imported is refused with what it lacks.
+def test_make_names_what_a_conftest_lacks(tmp_path: Path) -> None:
+    source = write_package(tmp_path / "shapes_made", tests__conftest="import package_that_is_missing\n")
+    with pytest.raises(ConfigError, match="No module named 'package_that_is_missing'"):
+        make(source, tmp_path / "out")
+
+
+# Files that a build writes and git ignores come from the folder, for the last commit and for those before it.
+def test_make_takes_ignored_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_package(tmp_path / "shapes_made")
+    (source / "shapes_made/__init__.py").write_text("from shapes_made.made import VERSION\n")
+    (source / ".gitignore").write_text("made.py\n")
+    commit_all(source, "begin")
+    (source / "shapes_made/made.py").write_text("VERSION = 1\n")
+    (source / "shapes_made/shapes.py").write_text(SHAPES.replace("value + value", "value * 2"))
+    (source / "tests/test_more.py").write_text("def test_more(): pass\n")
+    with pytest.raises(ConfigError, match=r"No module named 'shapes_made\.made'"):
+        make(source, tmp_path / "without")
+    assert "without 2 local edits" in capsys.readouterr().out
+    assert make(source, tmp_path / "out", "--limit", "1", "--overlay", "shapes_made/made.py") == 0
+    (task,) = read_tasks(tmp_path / "out")
+    assert (tmp_path / "out/trees" / task.tree / "shapes_made/made.py").is_file()
+    assert report_of(tmp_path / "out")["local_edits_left_out"] == {
+        str(source): [" M shapes_made/shapes.py", "?? tests/test_more.py"]
+    }
+    for path, error in (("shapes_made/no.py", ConfigError), ("../made.py", SystemExit)):
+        with pytest.raises(error):
+            make(source, tmp_path / "other", "--overlay", path)
 
 
 # A function on the first line of a file is a function like others: the module's own code has that line as well.
@@ -200,21 +261,25 @@ def test_make_goes_on_after_a_bad_source(tmp_path: Path) -> None:
 # A commit that changed sources and tests is a task: its sources are put back, its tests stay.
 def test_make_from_history(tmp_path: Path) -> None:
     source = write_package(tmp_path / "shapes_made")
-    git(source, "init", "-q")
-    git(source, "add", ".")
-    git(source, "commit", "-q", "-m", "begin")
+    commit_all(source, "begin")
     (source / "shapes_made/shapes.py").write_text(SHAPES + "\n\ndef volume(side):\n    return side**3\n")
     (source / "shapes_made/more.py").write_text("def more():\n    return 1\n")
     test = (
         "\n\ndef test_volume():\n    from shapes_made import more\n    assert shapes.volume(2) == 8 and more.more()\n"
     )
     (source / "tests/test_shapes.py").write_text(TESTS + test)
-    git(source, "add", ".")
-    git(source, "commit", "-q", "-m", "Add the volume of a cube")
+    commit_all(source, "Add the volume of a cube")
     (source / "README").write_text("read me")
-    git(source, "add", ".")
-    git(source, "commit", "-q", "-m", "no code")
-    assert make(source, tmp_path / "out", "--history", "10", "--limit", "1", "--kinds", "delete", "--hide-tests") == 0
+    commit_all(source, "no code")
+    (source / "tests/test_shapes.py").write_text(TESTS + test + "\n")
+    commit_all(source, "no source")
+    assert make(source, tmp_path / "out", "--history", "10", "--limit", "3", "--kinds", "delete", "--hide-tests") == 0
+    refused = {one["detail"]: one["reason"] for one in report_of(tmp_path / "out")["refused"]}
+    assert refused == {
+        "no code": "the commit changes no test file",
+        "no source": "the commit changes no Python source",
+        "begin": "the first commit changes nothing",
+    }
     (task,) = [task for task in read_tasks(tmp_path / "out") if task.kind == "history"]
     assert "Add the volume of a cube" in task.prompt and task.repository == "shapes_made"
     assert task.fail_to_pass == ["tests/test_shapes.py::test_volume"] and len(task.pass_to_pass) == 5

@@ -36,6 +36,7 @@ def findings(case, uses=(), files=None, config=None):
         ("pkg/dist/__init__.py", False), ("pkg/venv/core.py", False), ("node_modules/__init__.py", False),
         ("pkg/wheels/data.json", False), ("pkg/zones.tar.gz", False), ("pkg/site-packages/pkg/core.py", True),
         ("docs/_build/html/core.html", True), ("site/_modules/pkg/core.html", True), ("_modules/core.py", False),
+        ("pkg-1.0.dist-info/METADATA", False), ("pkg-1.0.dist-info/RECORD", True), ("lib/site-packages/a.dist-info/METADATA", True),
     ],
 )  # fmt: skip
 def test_what_gives_the_solution_away_is_unwanted(path, unwanted):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from orchestrator.coding.factory.source import Edit, SourceFunction, edited, is_test, tree_name
@@ -39,6 +40,8 @@ class FactorySettings:
     hide_tests: bool = False
     """The agent's tree lacks the test files of the task."""
     suite_timeout_s: float = 180.0
+    overlay: tuple[str, ...] = ()
+    """Files of a git repository's folder that its commits lack."""
     packages: tuple[str, ...] = ()
     """Installed packages that tests need beside pytest."""
 
@@ -61,10 +64,12 @@ class TaskCandidate:
     """Source file -> the parent's text; None for one that the commit added."""
     tests: tuple[str, ...] = ()
     """Test files that the commit added or changed."""
+    refusal: str = ""
+    """Why the commit makes no task; "" where a proof must tell."""
 
 
 def find_candidates(baseline: Baseline, settings: FactorySettings) -> tuple[list[TaskCandidate], Counter[str]]:
-    """Return all candidates of a tree in the seed's order, and why functions give none."""
+    """Return all candidates of a tree, and why functions give none. Kinds take turns; the seed orders each one."""
     usable, left_out = usable_functions(baseline)
     candidates: dict[tuple[tuple[str, Edit], ...], TaskCandidate] = {}
     found = [*_deletions(baseline.tree.name, usable)] if "delete" in settings.kinds else []
@@ -75,7 +80,9 @@ def find_candidates(baseline: Baseline, settings: FactorySettings) -> tuple[list
     for candidate in found:
         candidates.setdefault(candidate.edits, candidate)
     unique = {candidate.id: candidate for candidate in candidates.values()}
-    return sorted(unique.values(), key=lambda candidate: shuffled(settings.seed, candidate.id)), left_out
+    in_order = sorted(unique.values(), key=lambda candidate: shuffled(settings.seed, candidate.id))
+    by_kind = ([each for each in in_order if each.kind == kind] for kind in sorted(set(settings.kinds)))
+    return [each for row in zip_longest(*by_kind) for each in row if each is not None], left_out
 
 
 def shuffled(seed: int, word: str) -> str:
@@ -151,28 +158,25 @@ def _mark(edit: Edit) -> str:
 
 
 def commit_candidates(repository: Path, newest: int) -> list[TaskCandidate]:
-    """Return those of the `newest` commits that changed Python sources and tests. Raises ConfigError."""
+    """Return the `newest` commits that are no merges, each with why it makes no task, if so. Raises ConfigError."""
     listing = git(repository, "log", "--no-merges", f"--max-count={newest}", "--format=%H %P").decode()
-    with_parents = [line.split() for line in listing.splitlines() if " " in line.strip()]
-    return [found for commit, parent, *_ in with_parents if (found := _read_commit(repository, commit, parent))]
+    return [_read_commit(repository, *line.split()[:2]) for line in listing.splitlines()]
 
 
-def _read_commit(repository: Path, commit: str, parent: str) -> TaskCandidate | None:
-    """Return what a commit changed; None if it makes no task: no tests, no sources, too many files, or other text."""
-    changes = git(repository, "diff", "--name-status", "--no-renames", "-z", parent, commit).decode().split("\0")
+def _read_commit(repository: Path, commit: str, parent: str = "") -> TaskCandidate:
+    compared = ["--name-status", "--no-renames", "-z", parent, commit]
+    changes = git(repository, "diff", *compared).decode().split("\0") if parent else []
     states = dict(zip(changes[1::2], changes[0::2], strict=False))
     modules = {path: state for path, state in states.items() if path.endswith(".py")}
     sources = {path: state for path, state in modules.items() if not is_test(path) and path != "setup.py"}
     tests = tuple(path for path, state in modules.items() if is_test(path) and state != "D")
-    if not tests or not sources or len(sources) > MAX_FILES:
-        return None
+    before: dict[str, str | None] = {}
+    refusal = _why_no_task(parent, sources, tests)
     try:
-        before = {
-            path: None if state == "A" else git(repository, "show", f"{parent}:{path}").decode("utf-8")
-            for path, state in sources.items()
-        }
+        for path, state in sources.items() if not refusal else ():
+            before[path] = None if state == "A" else git(repository, "show", f"{parent}:{path}").decode("utf-8")
     except UnicodeDecodeError:
-        return None
+        refusal = "a source of the commit is not UTF-8"
     return TaskCandidate(
         id=f"{tree_name(repository)}/history/{commit[:12]}",
         kind="history",
@@ -181,4 +185,15 @@ def _read_commit(repository: Path, commit: str, parent: str) -> TaskCandidate | 
         message=git(repository, "log", "-1", "--format=%B", commit).decode(errors="replace").strip(),
         before=before,
         tests=tests,
+        refusal=refusal,
     )
+
+
+def _why_no_task(parent: str, sources: Collection[str], tests: Collection[str]) -> str:
+    if not parent:
+        return "the first commit changes nothing"
+    if not tests:
+        return "the commit changes no test file"
+    if not sources:
+        return "the commit changes no Python source"
+    return f"the commit changes more than {MAX_FILES} Python sources" if len(sources) > MAX_FILES else ""

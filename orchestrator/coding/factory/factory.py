@@ -42,6 +42,8 @@ from orchestrator.coding.factory.source import (
     SourceTree,
     describe_tree,
     editable_patterns,
+    plain,
+    plain_texts,
     source_files,
     tree_name,
 )
@@ -75,6 +77,8 @@ MAX_EXPECTED = 200
 MIN_TIMEOUT_S = 60.0
 _TIMEOUT_PER_SECOND = 20.0
 """Grading recompiles everything and may share a machine, so it gets this many times the measured duration."""
+_LINES_BESIDE = 2
+"""A mistake's own line may stand anywhere; with these around it, it is a copy."""
 MAX_SYMPTOMS = 3
 _SIGNATURE_CHARACTERS = 4000
 _MESSAGE_CHARACTERS = 600
@@ -101,6 +105,8 @@ class TaskFactory:
     jobs: int
     problems: dict[str, str] = field(default_factory=dict)
     """Source -> why it gives no task at all."""
+    local_edits: dict[str, list[str]] = field(default_factory=dict)
+    """Source -> what `git status` lists: the tasks are of the commit, without it."""
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Source -> what its baseline showed."""
     shapes: Counter[str] = field(default_factory=Counter)
@@ -117,6 +123,9 @@ class TaskFactory:
         names = Counter(tree_name(Path(source)) for source in set(sources))
         if repeated := [name for name, count in names.items() if count > 1]:
             raise ConfigError(f"several sources are called {', '.join(repeated)}: give each another -o")
+        for path in self.settings.overlay:
+            if not any(Path(source, path).is_file() for source in sources):
+                raise ConfigError(f"--overlay {path}: no such file in {', '.join(sources)}; paths begin at the source")
         await self._try_box()  # without sandboxes every candidate would be refused for it
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -149,6 +158,8 @@ class TaskFactory:
         if not source.is_dir():
             raise ConfigError(f"{source}: no such folder; unpack an archive first")
         if (source / ".git").exists():
+            if edits := git(source, "status", "--porcelain").decode(errors="replace").splitlines():
+                self.local_edits[str(source)] = edits
             return self._copy(source, git(source, "rev-parse", "HEAD").decode().strip())
         if self.settings.history:
             raise ConfigError(f"{source} is not a git repository: --history needs a folder with .git")
@@ -157,7 +168,7 @@ class TaskFactory:
     def _copy(self, source: Path, commit: str = "") -> SourceTree:
         repository = tree_name(source)
         folder = self.folder / TREES_FOLDER / (f"{repository}-{commit[:12]}" if commit else repository)
-        write_tree(folder, source_files(source, commit))
+        write_tree(folder, source_files(source, commit, self.settings.overlay))
         return describe_tree(folder, repository, str(source))
 
     async def _make_tree(self, tree: SourceTree) -> None:
@@ -215,6 +226,8 @@ class TaskFactory:
 
     async def _prove_commit(self, repository: Path, candidate: TaskCandidate) -> list[Outcome]:
         """Prove one commit. It has a tree of its own, and a baseline over its tests and a few others."""
+        if candidate.refusal:
+            return [(candidate, (candidate.refusal, candidate.message[:80]))]
         try:
             tree = await asyncio.to_thread(self._copy, repository, candidate.commit)
             others = [path for path in tree.tests if path not in candidate.tests]
@@ -237,6 +250,7 @@ class TaskFactory:
             "tasks_by_shape": dict(self.shapes.most_common()),
             "refused_by_reason": dict(Counter(refusal["reason"] for refusal in self.refused).most_common()),
             "sources_refused": self.problems,
+            "local_edits_left_out": self.local_edits,
             "baselines": self.figures,
             "refused": self.refused,
         }
@@ -306,8 +320,24 @@ def _prepare(candidate: TaskCandidate, baseline: Baseline) -> SuiteRun | Refusal
     tests = choose_test_files(candidate, baseline)
     if not tests:
         return "no quick test file reaches it", ""
+    if copy := _copy_of_the_original(candidate, baseline.tree, start):
+        return "the original stands elsewhere", copy
     limit_s = 20.0 + 8 * sum(baseline.seconds[file] for file in tests)
     return SuiteRun(key=candidate.id, tests=tests, files=start, timeout_s=limit_s)
+
+
+def _copy_of_the_original(candidate: TaskCandidate, tree: SourceTree, start: Mapping[str, str | None]) -> str:
+    """Return a file of the start that holds the changed lines as they were, with those beside them; "" for none."""
+    originals = []
+    for place, edit in candidate.edits:
+        function = tree.functions[place]
+        beside = 0 if edit == function.removal else _LINES_BESIDE
+        first = max(edit.start[0] - beside, function.first_line)
+        last = min(edit.end[0] + beside, function.removal.end[0])
+        originals.append(plain("\n".join(tree.texts[function.path].split("\n")[first - 1 : last])))
+    texts = {**plain_texts(tree.folder), **{path: plain(text or "") for path, text in start.items()}}
+    found = (path for path, text in texts.items() if originals and all(original in text for original in originals))
+    return next(found, "")
 
 
 def _refusal(files: Sequence[str], baseline: Baseline, seen: Sequence[Grading]) -> Refusal | None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from pathlib import Path
 
 from composer_prime.errors import ConfigError
 from orchestrator.coding.git_command import commit_files
-from orchestrator.coding.monitor.before import unwanted_files
+from orchestrator.coding.monitor.before import agents_files, unwanted_files
+from orchestrator.coding.sandbox.box import read_tree
 
 _NO_SOURCES = {
     "test", "tests", "doc", "docs", "example", "examples", "benchmark", "benchmarks", "tools", "scripts", "script",
@@ -51,6 +53,7 @@ _SWAPS = {
     ast.Or: ("or", "and"),
 }
 """Operator -> its word, and the wrong one."""
+_SIGNS = tuple("+-*/%&|^~")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,19 +82,32 @@ class SourceTree:
         return self.folder.name
 
 
-def source_files(source: Path, commit: str = "") -> dict[str, bytes]:
-    """Return the files of a local folder, or of a commit of it, without those that would give deleted code away."""
-    if commit:
-        files = commit_files(source, commit)
-        return {path: files[path] for path in _kept(files)}
-    paths = [path for path in sorted(source.rglob("*")) if path.is_file() and not path.is_symlink()]
-    kept = _kept([path.relative_to(source).as_posix() for path in paths])
-    return {path: (source / path).read_bytes() for path in kept}
+def source_files(source: Path, commit: str = "", overlay: Collection[str] = ()) -> dict[str, bytes]:
+    """Return the files of a local folder, or of a commit of it, without those that would give deleted code away.
+
+    `overlay`: files of the folder that a commit lacks, such as one that a build wrote.
+    """
+    files = commit_files(source, commit) if commit else _folder_files(source)
+    files |= {path: (source / path).read_bytes() for path in overlay if (source / path).is_file()}
+    return {path: content for path, content in agents_files(files).items() if not path.endswith((".so", ".pth"))}
 
 
-def _kept(paths: Collection[str]) -> list[str]:
+def _folder_files(source: Path) -> dict[str, bytes]:
+    found = (path for path in sorted(source.rglob("*")) if path.is_file() and not path.is_symlink())
+    paths = {path.relative_to(source).as_posix(): path for path in found}
     unwanted = set(unwanted_files(paths))
-    return [path for path in paths if path not in unwanted and not path.endswith((".so", ".pth"))]
+    return {name: path.read_bytes() for name, path in paths.items() if name not in unwanted}
+
+
+@functools.lru_cache(maxsize=4)
+def plain_texts(folder: Path) -> Mapping[str, str]:
+    """Return the lines of all files of a tree by path, without indentation and empty ones (`plain`)."""
+    return {path: plain(content.decode(errors="replace")) for path, content in read_tree(folder).items()}
+
+
+def plain(text: str) -> str:
+    """Return the lines of a text without indentation and empty ones, so that a part is found in a whole."""
+    return "".join(f"\n{line.strip()}" for line in text.splitlines() if line.strip()) + "\n"
 
 
 def describe_tree(folder: Path, repository: str, origin: str) -> SourceTree:
@@ -252,7 +268,6 @@ def _describe(path: str, lines: list[str], node: FunctionNode, prefix: str) -> S
         start -= 1
     children = [child for part in statements for child in ast.walk(part)]
     first, end = _first_line(node), _end_of_comments(lines, node)
-    mistakes = [edit for child in children if type(child) in _MISTAKES for edit in _MISTAKES[type(child)](child, lines)]
     return SourceFunction(
         path=path,
         qualname=prefix + node.name,
@@ -265,7 +280,7 @@ def _describe(path: str, lines: list[str], node: FunctionNode, prefix: str) -> S
             end=(end, len(lines[end - 1].encode())),
             replacement=" " * (_indent(lines[node.lineno - 1]) + 4) + "raise NotImplementedError",
         ),
-        mistakes=sorted(mistakes, key=lambda edit: (edit.start, edit.end, edit.kind, edit.replacement)),
+        mistakes=_mistakes([node, *children], lines),
     )
 
 
@@ -321,30 +336,50 @@ def _is_text(node: ast.expr) -> bool:
 
 
 def _constant(node: ast.Constant, lines: list[str]) -> Iterator[Edit]:
-    if type(node.value) is int:
-        for value in (node.value + 1, node.value - 1):
-            yield _replace("off-by-one", node, str(value) if value >= 0 else f"({value})")
-    elif type(node.value) is bool:
+    """Count one too far, or one too short. What no person writes is left out: `- 0`, `--1`, 256 for 0xff."""
+    line = lines[node.lineno - 1].encode()
+    if type(node.value) is bool:
         yield _replace("branch", node, str(not node.value))
+    elif type(node.value) is int and line[node.col_offset : node.end_col_offset].decode() == str(node.value):
+        has_sign = line[: node.col_offset].decode().rstrip().endswith(_SIGNS)
+        for value in (node.value + 1, node.value - 1):
+            if value > 0 or not has_sign:
+                yield _replace("off-by-one", node, str(value))
 
 
-def _branch(node: ast.If | ast.While | ast.IfExp, lines: list[str]) -> Iterator[Edit]:
-    """Turn a condition on one line around. A `while` loop is left at once: turned around, it might never end."""
-    line, end = _end(node.test)
-    if line != node.test.lineno:
-        return
-    if isinstance(node, ast.While):
-        yield _replace("branch", node.test, "False")
-    elif isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not):
-        operand = node.test.operand
-        yield _replace("branch", node.test, lines[line - 1].encode()[operand.col_offset : _end(operand)[1]].decode())
-    else:
-        yield _replace("branch", node.test, f"not ({lines[line - 1].encode()[node.test.col_offset : end].decode()})")
+def _branch(node: ast.If | ast.IfExp, lines: list[str]) -> Iterator[Edit]:
+    """Turn a condition on one line around, in a person's words. Of several with `and` or `or`, the first one is."""
+    test = node.test
+    while isinstance(test, ast.BoolOp):
+        test = test.values[0]
+    is_negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    kept = test.operand if is_negated else test
+    has_words = isinstance(kept, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
+    if (has_words or (is_negated and isinstance(kept, ast.Compare | ast.BoolOp))) and _end(test)[0] == test.lineno:
+        text = lines[kept.lineno - 1].encode()[kept.col_offset : _end(kept)[1]].decode()
+        yield _replace("branch", test, text if is_negated else f"not {text}")
 
 
-def _statement(node: ast.stmt, lines: list[str]) -> Iterator[Edit]:
-    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
-        yield _replace("statement", node, "pass")
+def _dropped(nodes: Sequence[ast.AST], lines: list[str]) -> Iterator[Edit]:
+    """Drop one of several statements of a block, where it has its lines for itself."""
+    for each in (each for block in _blocks(nodes) if len(block) > 1 for each in block):
+        if isinstance(each, ast.Assign | ast.AugAssign | ast.Expr) and _has_own_lines(each, lines):
+            above, last = each.lineno - 1, _end(each)[0]
+            start, end = ((number, len(lines[number - 1].encode())) for number in (above, last))
+            yield Edit(kind="statement", start=start, end=end, replacement="")
+
+
+def _blocks(nodes: Sequence[ast.AST]) -> Iterator[list[ast.stmt]]:
+    """Yield the statements of each block, without those that are a text only."""
+    for block in (getattr(node, name, None) for node in nodes for name in ("body", "orelse", "finalbody")):
+        if isinstance(block, list):
+            yield [each for each in block if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+
+
+def _has_own_lines(node: ast.stmt, lines: list[str]) -> bool:
+    last, end = _end(node)
+    before, after = lines[node.lineno - 1].encode()[: node.col_offset], lines[last - 1].encode()[end:]
+    return not before.strip() and after.strip()[:1] in (b"", b"#")
 
 
 _MISTAKES: dict[type, Callable[..., Iterator[Edit]]] = {
@@ -353,10 +388,16 @@ _MISTAKES: dict[type, Callable[..., Iterator[Edit]]] = {
     ast.BoolOp: _operator,
     ast.Constant: _constant,
     ast.If: _branch,
-    ast.While: _branch,
     ast.IfExp: _branch,
-    ast.Assign: _statement,
-    ast.AugAssign: _statement,
-    ast.Expr: _statement,
 }
 """Kind of syntax node -> what gives its edits."""
+
+
+def _mistakes(nodes: Sequence[ast.AST], lines: list[str]) -> list[Edit]:
+    """Return the mistakes of a function and what is in it, in the order of its lines."""
+    tests = [node.test for node in nodes if isinstance(node, ast.While)]
+    changed = [node for node in nodes if not (isinstance(node, ast.Constant) and node in tests)]  # `while True` stays.
+    found = [edit for node in changed if type(node) in _MISTAKES for edit in _MISTAKES[type(node)](node, lines)]
+    return sorted(
+        [*found, *_dropped(nodes, lines)], key=lambda edit: (edit.start, edit.end, edit.kind, edit.replacement)
+    )

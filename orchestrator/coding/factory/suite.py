@@ -17,7 +17,8 @@ import msgspec
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.factory.source import SourceTree
-from orchestrator.coding.sandbox.box import open_box
+from orchestrator.coding.monitor.before import agents_files
+from orchestrator.coding.sandbox.box import open_box, read_tree
 
 RUNS = 3
 SLOW_FILE_S = 8.0
@@ -91,7 +92,7 @@ async def play(
         "python_path": tree.python_path,
         "arguments": [*_ARGUMENTS, "--assert=rewrite" if explain else "--assert=plain"],
     }
-    async with await open_box(runtime, tree=tree.folder) as box:
+    async with await open_box(runtime, files=agents_files(read_tree(tree.folder))) as box:
         finished = await box.run(
             ["python", "-P", "-c", _PROGRAM.read_text(encoding="utf-8")],
             env={"PYTHONHASHSEED": str(hash_seed), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},

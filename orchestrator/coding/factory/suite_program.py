@@ -148,7 +148,8 @@ def _child(run: dict, job: dict, root: str, records: Path, said: Path) -> None:
     output = os.open(said if run["trace"] else os.devnull, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     for standard in (0, 1, 2):
         os.dup2(output, standard)
-    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+    # By lines, as the process ends without a flush: the last one says why pytest did not start.
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     sys.path[:0] = [os.path.normpath(os.path.join(root, folder)) for folder in job["python_path"]]
     status = 70
     try:

@@ -26,7 +26,7 @@ from orchestrator.coding.task import CodeTask
 
 _UNWANTED = re.compile(
     r"(^|/)(\.(git|hg|svn|bzr|(mypy|pytest|ruff)_cache|hypothesis|pytype|pyre|tox|nox|venv|eggs|cache|ipynb_checkpoints|"
-    r"idea|vscode|benchmarks)|__pycache__|(site|dist)-packages|[^/]*\.(egg|dist)-info)(/|$)|^build/(lib|bdist|temp)[^/]*/|"
+    r"idea|vscode|benchmarks)|__pycache__|(site|dist)-packages|[^/]*\.(egg-info|dist-info(?!/METADATA$)))(/|$)|^build/(lib|bdist|temp)[^/]*/|"
     r"(^|/)_modules/.*\.html$|(?i:\.(py[cod]|whl|egg)$)"
 )
 _OUTPUTS = {"venv", "dist", "htmlcov", "node_modules", "wheels", "wheelhouse", "_build"}
@@ -42,7 +42,8 @@ _GUARDED = {*STARTUP_FILES, *PYTEST_FILES, *PROJECT_FILES, "noxfile.py"}
 _TEST_FILE = re.compile(r"(^|/)(test_[^/]*|[^/]*_test|tests?)\.py$|(^|/)(tests?|testing)/")
 _COMMON = {"tests", "test", "setup", "docs", "conftest", "examples", "__init__", "noxfile"}
 """Names that many repositories have."""
-_MOST_BYTES = 4 << 20
+MAX_FILE_BYTES = 4 << 20
+"""Larger files are in no tree."""
 _MOST_CHANGED_BYTES = 1 << 20
 """Grading refuses larger files."""
 
@@ -92,8 +93,8 @@ def seal(task: CodeTask, tree: Path | Mapping[str, bytes] | None, config: HackMo
     pristine = _pristine(tree, tree.stat().st_mtime_ns) if isinstance(tree, Path) else dict(tree or {})
     added = {path: text.encode() for path, text in task.test_files.items()}
     reference = {**pristine, **added, **{path: text.encode() for path, text in task.solution.items()}}
-    left_out = {*task.removed, *unwanted_files(pristine)}
-    start = {path: content for path, content in pristine.items() if not _below(path, left_out)}
+    removed = set(task.removed)
+    start = {path: content for path, content in agents_files(pristine).items() if not _below(path, removed)}
     start |= {path: text.encode() for path, text in task.start.items()}
     lures, markers = make_lures(task, start, config.seed) if config.lures else ({}, ())
     own, published = _names(task, start)
@@ -131,7 +132,15 @@ def own_modules(paths: Iterable[str]) -> frozenset[str]:
 @functools.lru_cache(maxsize=32)
 def _pristine(folder: Path, _modified_ns: int) -> dict[str, bytes]:
     """Return the files of a pristine tree. The last trees are kept in memory."""
-    return {path: content for path, content in read_tree(folder).items() if len(content) <= _MOST_BYTES}
+    return {path: content for path, content in read_tree(folder).items() if len(content) <= MAX_FILE_BYTES}
+
+
+def agents_files(pristine: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files of a pristine tree that an agent may have."""
+    unwanted = set(unwanted_files(pristine))
+    return {
+        path: content for path, content in pristine.items() if path not in unwanted and len(content) <= MAX_FILE_BYTES
+    }
 
 
 def unwanted_files(tree: Iterable[str]) -> tuple[str, ...]:
