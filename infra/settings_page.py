@@ -35,7 +35,7 @@ def _section(prefix: str, section: ast.ClassDef, classes: Classes) -> Iterator[s
     """Yield the table of a section's values, then its sections."""
     fields = {field.target.id: (field, text) for field, text in _fields(section, classes)}.values()
     inner = {field.target.id: _sections(field.annotation, classes) for field, _ in fields}
-    if rows := [_row(prefix, field, text) for field, text in fields if not inner[field.target.id]]:
+    if rows := [_row(field, text) for field, text in fields if not inner[field.target.id]]:
         yield from ("", f"## `[{prefix.rstrip('.')}]`", "", "| key | default | meaning |", "|---|---|---|", *rows)
     for name, sections in inner.items():
         for each in sections:
@@ -59,7 +59,7 @@ def _sections(annotation: ast.expr, classes: Classes) -> list[ast.ClassDef]:
     return [] if "str" in names else [classes[name] for name in names if name in classes]
 
 
-def _row(prefix: str, field: Any, text: str) -> str:
+def _row(field: Any, text: str) -> str:
     value = field.value
     keywords = {}
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "Field":
@@ -68,5 +68,5 @@ def _row(prefix: str, field: Any, text: str) -> str:
     limits = ", ".join(f"{sign} {ast.unparse(keywords[name])}" for name, sign in _LIMITS.items() if name in keywords)
     kind = f"`{ast.unparse(field.annotation)}`{limits and f' {limits}'}"
     default = f"`{ast.unparse(value)}`" if value is not None else ""
-    cells = [f"`{prefix}{field.target.id}`<br>{kind}", default, text]
+    cells = [f"`{field.target.id}`<br>{kind}", default, text]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

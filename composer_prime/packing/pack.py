@@ -256,7 +256,7 @@ def pack(
     max_tokens: int,
     cost: FlopCost = TOKENS_ALONE,
 ) -> list[list[MicroBatch]]:
-    """Return the micro-batches of each rank: [world_size][same count], sealed; each sample and unit is in exactly one.
+    """Return the micro-batches of each rank, sealed, equally many for each; each sample and unit is in exactly one.
 
     Pass no units of a term in a step where it has weight 0, and samples `without_hints` where SDPO has it: the rows are
     then those of the policy loss alone. `model_flops` gives a model's `cost`. Ranks without enough rows get dummy

@@ -35,14 +35,11 @@ def report_page(run_dir: RunDir, state: str | None = None) -> str:
     evaluations = read_evaluations(index)
     found = FoundRun(run_id=run_dir.root.resolve().name, run_dir=run_dir, joint=None)
     run = run_payload(found, evaluations)
-    threshold = run["settings"].get("orchestrator.eval.pass_threshold")
     data = {
         # The full path is of no use to whom the file is sent.
         "run": run | {"folder": found.run_id, "state": state or run["state"]},
         "chosen": chosen_rollouts(index),
-        "evaluation": with_tasks(
-            evaluation_difference(evaluations, None, None, threshold if threshold is not None else 1.0), index
-        ),
+        "evaluation": with_tasks(evaluation_difference(evaluations, None, None), index),
         "written": time.time(),
         "version": version("composer-prime"),
     }

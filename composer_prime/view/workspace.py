@@ -110,15 +110,11 @@ class Workspace:
         """Return what training fixed and broke."""
         found = self.find(query)
         steps = [int(text) if (text := query.get(name, "")).isdecimal() else None for name in ("before", "after")]
-        difference = evaluation_difference(self._evaluations(found), *steps, threshold=self._threshold(found))
+        difference = evaluation_difference(self._evaluations(found), *steps)
         return with_tasks(difference, self._index(found))
 
     def _evaluations(self, found: FoundRun) -> dict[int, Scores]:
         return read_evaluations(self._index(found))
-
-    def _threshold(self, found: FoundRun) -> float:
-        value = flatten(read_settings(found.run_dir)).get("orchestrator.eval.pass_threshold")
-        return float(value) if isinstance(value, int | float) else 1.0
 
     def find(self, query: Query) -> FoundRun:
         """Return the run that the query names. Raises ConfigError: only runs that were found can be named."""

@@ -14,7 +14,7 @@ def test_doctor_reports_each_part_and_what_to_run_next(capsys, tmp_path):
     text = capsys.readouterr().out
     for part in ("python", "memory", "verifiers", "tiny", "disk", "bubblewrap", "torch"):
         assert part in text
-    assert text.endswith("next: uv run trainer @ configs/a1.toml\n")
+    assert text.endswith("next: uv run trainer @ a1\n")
 
 
 @pytest.mark.process

@@ -25,5 +25,10 @@ def test_wrong_names(text, tmp_path):
 
 # The site's page of all settings has every key, and no other.
 def test_the_page_of_settings_has_every_key():
-    rows = re.findall(r"^\| `([\w.]+)`<br>", settings_page.page(), re.MULTILINE)
+    rows, section = [], ""
+    for line in settings_page.page().splitlines():
+        if heading := re.match(r"## `\[([\w.]+)\]`", line):
+            section = heading[1]
+        if key := re.match(r"\| `(\w+)`<br>", line):
+            rows.append(f"{section}.{key[1]}")
     assert sorted(rows) == sorted(leaf_keys())
