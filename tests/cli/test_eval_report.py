@@ -23,7 +23,7 @@ def test_two_models(tmp_path):
         name: Evaluation(scores=scores, folder=folders[name]) for name, scores in (("tiny", before), ("a1", after))
     }
     text = "\n".join(eval_command.report(evaluations, config))
-    assert "  +0.375 [" in text and "3 tasks solved by a1, not by tiny: t3, t5, t7" in text
+    assert "  +0.375 [" in text and "3 tasks solved by a1, not by tiny\n    t3\n    t5\n    t7\n" in text
     assert f"uv run composer rollouts {folders['a1']} --eval --task TASK    (a1)" in text
 
 
