@@ -126,10 +126,16 @@ class PrefixLayout:
 
 def prefix_layout(documents: Sequence[np.ndarray], *, share: bool = True) -> PrefixLayout:
     """Lay out `documents` (token ids, each [T_i], T_i >= 1) as trees; without `share` each document stays alone."""
-    builder = _Builder(documents)
-    members = list(range(len(documents)))
-    trees = builder.forest(members, 0, MAX_NESTED if share else 0)
-    return PrefixLayout(trees=tuple(trees), kept=joined(builder.kept), where=joined(builder.where))
+    prefixes = Prefixes(documents)
+    trees = prefixes.trees(range(len(documents)), share=share)
+    starts, computed = np.cumsum([0, *map(len, documents)]), 0
+    kept, where = [], [np.zeros(len(document), dtype=np.int64) for document in documents]
+    for members, start, end in prefixes.runs:
+        kept.append(starts[min(members)] + np.arange(start, end))
+        for member in members:
+            where[member][start:end] = computed + np.arange(end - start)
+        computed += end - start
+    return PrefixLayout(trees=tuple(trees), kept=joined(kept), where=joined(where))
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
@@ -139,63 +145,66 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     return int(differs[0]) if differs.size else shorter
 
 
-class _Builder:
-    """Grows trees depth first and records for each token where it is computed."""
+Members = tuple[list[int], list[int]]
+"""Documents in the order of their tokens, and how much each has in common with the next one."""
+
+
+class Prefixes:
+    """What documents have in common. Their tokens are compared once; trees of any of them then follow from counts."""
 
     def __init__(self, documents: Sequence[np.ndarray]) -> None:
-        self._documents = documents
-        self._starts = np.cumsum([0, *map(len, documents)])
+        self._lengths = [*map(len, documents)]
         order = sorted(range(len(documents)), key=lambda member: documents[member].astype(">u4").tobytes())
         self._ranks = {member: rank for rank, member in enumerate(order)}
         self._common = [common_prefix(documents[one], documents[other]) for one, other in pairwise(order)]
-        """Of each document and the next one in sorted order, which no other document has more in common with."""
-        self._computed = 0
-        self.kept: list[np.ndarray] = []
-        self.where = [np.zeros(len(document), dtype=np.int64) for document in documents]
+        """Of each document and the next one in sorted order; two others have the least of what lies between them."""
+        self.runs: list[tuple[list[int], int, int]] = []
+        """(documents, start, end) of each run of the last trees: their tokens [start, end) are computed once."""
 
-    def forest(self, members: list[int], depth: int, levels: int) -> list[Tree]:
+    def trees(self, documents: Iterable[int], *, share: bool = True) -> list[Tree]:
+        """Return the trees of some of the documents, grown depth first; without `share` each stays alone."""
+        self.runs = []
+        order = sorted(documents, key=self._ranks.__getitem__)
+        ranks = [self._ranks[member] for member in order]
+        common = [min(self._common[one:other]) for one, other in pairwise(ranks)]
+        return self._forest((order, common), 0, MAX_NESTED if share else 0)
+
+    def _forest(self, members: Members, depth: int, levels: int) -> list[Tree]:
         """Return trees of documents that are equal up to `depth`, from there on, with at most `levels` nested forks."""
         if levels == 0:
-            return [self._document(member, depth) for member in members]
-        return [tree for part in self._parts(members, depth) for tree in self._grow(part, depth, levels)]
+            return self._apart(members, depth)
+        return [tree for part in _split(members, depth) for tree in self._grow(part, depth, levels)]
 
-    def _document(self, member: int, depth: int) -> Tree:
-        end = len(self._documents[member])
-        self._compute([member], depth, end)
-        return Tree(run=end - depth)
+    def _apart(self, members: Members, depth: int) -> list[Tree]:
+        order = sorted(members[0])
+        self.runs += [([member], depth, self._lengths[member]) for member in order]
+        return [Tree(run=self._lengths[member] - depth) for member in order]
 
-    def _grow(self, members: list[int], depth: int, levels: int) -> list[Tree]:
-        if len(members) == 1 or levels == 0:
-            return [self._document(member, depth) for member in members]
-        first = self._documents[members[0]]
-        fork = min(common_prefix(first, self._documents[member]) for member in members[1:])
+    def _grow(self, members: Members, depth: int, levels: int) -> list[Tree]:
+        order, common = members
+        if not common or levels == 0:
+            return self._apart(members, depth)
+        fork = min(common)
         if not self._pays(members, depth, fork):  # too little in common for all; smaller parts may have more
-            return [tree for part in self._parts(members, fork) for tree in self._grow(part, depth, levels - 1)]
-        self._compute(members, depth, fork)
-        return [Tree(run=fork - depth, branches=tuple(self.forest(members, fork, levels - 1)))]
+            return [tree for part in _split(members, fork) for tree in self._grow(part, depth, levels - 1)]
+        self.runs.append((order, depth, fork))
+        return [Tree(run=fork - depth, branches=tuple(self._forest(members, fork, levels - 1)))]
 
-    def _pays(self, members: list[int], depth: int, fork: int) -> bool:
+    def _pays(self, members: Members, depth: int, fork: int) -> bool:
         """Return whether computing tokens [depth, fork) of `members` once saves more than it costs below."""
-        saved = (fork - depth) * (len(members) - 1)
-        below = sum(len(self._documents[member]) - fork for member in members)
-        ranks = sorted(self._ranks[member] for member in members)
-        below -= sum(max(0, self._common[rank] - fork) for rank in ranks[:-1])  # what forks further down save
+        order, common = members
+        saved = (fork - depth) * len(common)
+        below = sum(self._lengths[member] for member in order) - fork
+        below -= sum(common)  # what forks further down save
         return saved >= MIN_SAVED + MERGED_COST * below
 
-    def _parts(self, members: list[int], at: int) -> list[list[int]]:
-        """Group documents by their token at `at`; one that ends there stays alone."""
-        parts: dict[tuple[int, int], list[int]] = {}
-        for member in members:
-            document = self._documents[member]
-            key = (int(document[at]), -1) if len(document) > at + 1 else (0, member)
-            parts.setdefault(key, []).append(member)
-        return list(parts.values())
 
-    def _compute(self, members: list[int], start: int, end: int) -> None:
-        self.kept.append(self._starts[members[0]] + np.arange(start, end))
-        for member in members:
-            self.where[member][start:end] = self._computed + np.arange(end - start)
-        self._computed += end - start
+def _split(members: Members, at: int) -> list[Members]:
+    """Group documents by their token at `at`; one that ends there stays alone."""
+    order, common = members
+    cuts = [0, *(index for index, shared in enumerate(common, 1) if shared <= at), len(order)]
+    parts = [(order[start:end], common[start : end - 1]) for start, end in pairwise(cuts)]
+    return sorted(parts, key=lambda part: min(part[0]))
 
 
 def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
