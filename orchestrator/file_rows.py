@@ -291,6 +291,8 @@ class DemonstrationRows:
         self._per_step = per_step
         self._seed = seed
         self._left_out = left_out
+        self._pass: tuple[int, list[int]] = (-1, [])
+        """The pass that was asked for last, and the order of its rows."""
 
     def leave_out(self, names: set[str]) -> None:
         """Serve no rows of `names` from now on: they made a step not finite."""
@@ -301,8 +303,11 @@ class DemonstrationRows:
         if not self._rows:
             return []
         number, place = divmod(step - 1, -(-len(self._rows) // self._per_step))
-        order = list(range(len(self._rows)))
-        random.Random(derive_seed(self._seed, "demonstrations", number)).shuffle(order)
+        kept, order = self._pass
+        if kept != number:
+            order = list(range(len(self._rows)))
+            random.Random(derive_seed(self._seed, "demonstrations", number)).shuffle(order)
+            self._pass = (number, order)
         chosen = (self._rows[index] for index in order[place * self._per_step : (place + 1) * self._per_step])
         return [row for row in chosen if row is not None and row.name not in self._left_out]
 

@@ -19,8 +19,9 @@ from composer_prime.data.conversation_rows import digest, read_rows, rollout_row
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.run import ledger
 from composer_prime.wire.types import StepReply, TermUnit, flags, ints, pack_flags, pack_ints
+from orchestrator import file_rows
 from orchestrator.chat_renderer import ChatTemplateRenderer
-from orchestrator.file_rows import NO_ROWS, DemonstrationRows, RowTokenizer, build_demonstrations
+from orchestrator.file_rows import NO_ROWS, DemonstrationRows, RowTokenizer, build_demonstrations, derive_seed
 from tests.chat_models import chat
 from tests.rollouts_made import TOOLS
 
@@ -209,6 +210,17 @@ def test_each_pass_has_each_row_once_in_an_order_of_its_own():
     assert rows.metrics(5) == {
         "sft/rows": 4, "sft/pass": 1, "sft/rows_in_files": 10, "sft/rows_skipped": 0,
     }  # fmt: skip
+
+
+def test_the_order_of_a_pass_is_drawn_once(monkeypatch):
+    # A step is asked for several times, and a pass has many: a shuffle of all rows each time would be felt.
+    drawn = []
+    monkeypatch.setattr(file_rows, "derive_seed", lambda *words: drawn.append(words) or derive_seed(*words))
+    rows = made(10)
+    for step in (1, 2, 2, 3, 4):
+        rows.metrics(step)
+        rows.of_step(step)
+    assert [words[-1] for words in drawn] == [0, 1]
 
 
 def test_a_resume_needs_the_same_files(tmp_path):
