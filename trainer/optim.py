@@ -1,9 +1,9 @@
 """The optimizer of a configuration (AdamW, or Muon for matrices and AdamW for the rest), and its learning rate.
 
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/; arXiv 2502.16982) works on whole matrices; a tensor of
-fused experts [experts, rows, columns] is a matrix an expert. The ranks share the work:
+fused experts [experts, rows, columns] is a matrix an expert. The ranks share the work, as many matrices at a time:
 
-    rank r: momentum on its shard --gather--> owner rank orthogonalizes --scatter--> every rank updates its shard
+    all ranks: momentum on their shards --gather--> rank r orthogonalizes matrix r --scatter--> updates of the shards
 
 torch.optim.Muon accepts DTensors. But it multiplies the shards of one matrix across ranks inside each of its five
 iterations, in bfloat16, so two ranks end elsewhere than one (measured: 10 % of an update). Here one rank orthogonalizes
@@ -149,34 +149,45 @@ class ShardedMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        index = 0
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                direction = _orthogonal(self._lookahead(parameter, parameter.grad, group["momentum"]), owner=index)
-                parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
-                parameter.add_(direction, alpha=-group["lr"])
-                index += 1
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            ranks = dist.get_world_size() if dist.is_initialized() else 1
+            for start in range(0, len(parameters), ranks):
+                self._step_together(parameters[start : start + ranks], group)
 
-    def _lookahead(self, parameter: nn.Parameter, grad: Tensor, momentum: float) -> Tensor:
+    def _step_together(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Update as many matrices as there are ranks, at most: each rank orthogonalizes one of them."""
+        updates = [self._lookahead(parameter, group["momentum"]) for parameter in parameters]
+        for parameter, direction in zip(parameters, _orthogonal(updates), strict=True):
+            parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+            parameter.add_(direction, alpha=-group["lr"])
+
+    def _lookahead(self, parameter: nn.Parameter, momentum: float) -> Tensor:
         """Return Nesterov's mixture of the gradient and its running mean, sharded like the parameter."""
-        state = self.state[parameter]
+        state, grad = self.state[parameter], parameter.grad
+        assert grad is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)
         state["momentum_buffer"].lerp_(grad, 1.0 - momentum)
         return grad.lerp(state["momentum_buffer"], momentum)
 
 
-def _orthogonal(update: Tensor, owner: int) -> Tensor:
-    """Return the scaled orthogonal factor of `update`, with its sharding; one rank computes it, by turns."""
-    if not isinstance(update, DTensor):
-        return _whole(update)
-    mesh = update.device_mesh
-    source = owner % mesh.size()
-    gathered = update.full_tensor()
-    result = _whole(gathered) if dist.get_rank(mesh.get_group()) == source else torch.empty_like(gathered)
-    return distribute_tensor(result, mesh, update.placements, src_data_rank=source)
+def _orthogonal(updates: list[Tensor]) -> list[Tensor]:
+    """Return the scaled orthogonal factor of each update, with its sharding; rank i computes that of update i."""
+    first = updates[0]
+    if not isinstance(first, DTensor):
+        return [_whole(update) for update in updates]
+    mesh, rank, own = first.device_mesh, first.device_mesh.get_local_rank(), first.to_local()
+    for index, update in enumerate(updates):
+        gathered = update.full_tensor()
+        own = gathered if index == rank else own
+    if rank < len(updates):
+        own = _whole(own)
+    wholes = [own if index == rank else own.new_empty(update.shape) for index, update in enumerate(updates)]
+    return [
+        distribute_tensor(whole, mesh, update.placements, src_data_rank=index)
+        for index, (whole, update) in enumerate(zip(wholes, updates, strict=True))
+    ]
 
 
 def _whole(matrix: Tensor) -> Tensor:
