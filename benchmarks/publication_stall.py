@@ -10,12 +10,15 @@ the same training steps in turn, so that a busy machine meets all alike:
 
 `stall` is the time until the step begins: seconds, and CPU seconds (of the process in the first way, of the main thread
 in the second). `step` is forward, backward and update, beside a publication in the second way; its CPU seconds include
-the publication's. The exit status is 1 when the stall of the copy is above 5 % of a step by itself, in CPU seconds.
+the publication's. `written` is the background's writing of a whole version (hashes, chunks) and of a patch, with one
+thread and with --threads, in turn. The exit status
+is 1 when the stall of the copy is above 5 % of a step by itself, in CPU seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import sys
 import tempfile
@@ -23,19 +26,21 @@ import time
 from pathlib import Path
 
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks._verdicts import conclude
 from composer_prime.config import Config
 from composer_prime.packing.pack import pack, totals
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
+from composer_prime.run.weights import Canary, Manifest, WeightStore
 from composer_prime.wire.types import Sample, VersionSpan, pack_flags, pack_floats, pack_ints
 from trainer import world as worlds
 from trainer.data import checked_row, unpack
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
 from trainer.train import train_step
-from trainer.weights.publish import Publisher
+from trainer.weights.publish import Publisher, VersionWriter
 
 SHAPE = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
@@ -80,6 +85,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="steps of each way")
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256, help="of each sample")
+    parser.add_argument("--threads", type=int, default=2, help="of a publication, beside one")
     parser.add_argument("--quick", action="store_true", help="one round of two layers: whether it works")
     options = parser.parse_args()
     if options.quick:
@@ -109,17 +115,44 @@ def main() -> int:
             started, cpu_from = time.monotonic(), clock()
             size = publisher.publish(policy, step)
             if way == "whole":
-                publisher.background.wait()
+                publisher.settle()
             stall_cpu_s, begun, cpu_s = clock() - cpu_from, time.monotonic(), time.process_time()
             train_step(policy, optimizer, rows, totals(samples), settings, step=step)
             cpu_s, step_s = time.process_time() - cpu_s, time.monotonic() - begun
             if step >= len(WAYS):  # the first round warms up
                 figures[way].append((begun - started, stall_cpu_s, step_s, cpu_s))
-            publisher.background.wait()  # as the next publication would
+            publisher.settle()  # as the next publication would
+        tensors = {name: parameter.full_tensor().bfloat16() for name, parameter in policy.lm.named_parameters()}
+        written = write_seconds(tensors, folder, (1, options.threads), options.rounds)
     worlds.leave()
     print(f"{size / 1e6:.0f} MB a version, steps of {options.samples} x {options.tokens} tokens, medians of "
           f"{options.rounds}; stall in percent of the CPU seconds of a step by itself")  # fmt: skip
+    for what in ("anchor", "delta"):
+        one, more = (statistics.median(written[threads, what]) for threads in (1, options.threads))
+        print(f"  {what:8} written in {one:.2f} s by 1 thread, {more:.2f} s by {options.threads}: 1 : {one / more:.2f}")
     return judge(figures, is_quick=options.quick)
+
+
+def write_seconds(
+    tensors: dict[str, torch.Tensor], folder: Path, threads: tuple[int, ...], rounds: int
+) -> dict[tuple[int, str], list[float]]:
+    """Return the seconds of each writing of a whole version and of a patch, by threads and kind of version."""
+    seconds: dict[tuple[int, str], list[float]] = {(each, kind): [] for each in threads for kind in ("anchor", "delta")}
+    for number in range(rounds):
+        for each in threads:
+            store = WeightStore(folder / f"written-{number}-{each}")
+            writer = VersionWriter(store, Ed25519PrivateKey.generate(), "stall", keep=2, threads=each)
+            for version, kind in enumerate(("anchor", "delta")):
+                changed = {name: tensor + version * tensor.abs() * 2**-8 for name, tensor in tensors.items()}
+                changed = {name: torch.where(torch.rand_like(tensor) < 0.05, changed[name], tensor)
+                           for name, tensor in tensors.items()}  # fmt: skip
+                manifest = Manifest(run_id="stall", version=version, kind="anchor", dtype="bfloat16", chunks=[],
+                                    tensors={}, canary=Canary(token_ids=[0, 1], logprobs=[0.0]))  # fmt: skip
+                started = time.monotonic()
+                assert writer.write(manifest, changed).kind == kind
+                seconds[each, kind].append(time.monotonic() - started)
+            shutil.rmtree(store.root)
+    return seconds
 
 
 def judge(figures: dict[str, list[tuple[float, ...]]], *, is_quick: bool) -> int:

@@ -28,10 +28,11 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -48,7 +49,7 @@ from composer_prime.errors import (
     RunMismatchError,
     WireError,
 )
-from composer_prime.packing.pack import Row, Tree, joined, prefix_layout, span_positions
+from composer_prime.packing.pack import Prefixes, Row, Tree, joined, prefix_layout, span_positions
 from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.sockets import check_request, dealer
 from composer_prime.wire.types import (
@@ -69,7 +70,7 @@ from composer_prime.wire.types import (
     ints,
     verify_batch,
 )
-from trainer.world import gather_texts, gather_words
+from trainer.world import POLL_S, Background, World, gather_texts, gather_words
 
 REPEAT_S, LONGEST_REPEAT_S = 5.0, 80.0
 """Silence after which a request is repeated; it doubles with each repetition."""
@@ -78,8 +79,7 @@ ATTACH_S = 3600.0
 While steps are taken, the requests for a batch find out that it is gone."""
 LOG_EVERY_S = 30.0
 """How often the log repeats what a wait is for."""
-_POLL_S = 0.2
-_READY, _FINISHED, _STOPPED, _FAILED, _WAITING = range(5)
+_READY, _STOPPED, _FAILED, _WAITING = range(4)
 _DENOMINATORS = {
     "samples": "samples with trained tokens",
     "tokens": "trained tokens",
@@ -91,53 +91,79 @@ _DENOMINATORS = {
 }
 """The fields of StepTotals that the ranks check, and their names in messages. Counts by term are added up."""
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class Stopped(Exception):
     """A stop was requested while waiting; this is no failure."""
 
 
-def wait_together(step: int, awaited: str, is_ready: Callable[[], bool], should_stop: Callable[[], bool]) -> None:
-    """Return on all ranks together, before step `step`, once `is_ready` on each of them. A collective.
+def never() -> bool:
+    return False
 
-    Raises as `next_batch` does; `is_ready` and `should_stop` may raise ComposerError.
+
+def wait_together(
+    what: str, awaited: str, is_ready: Callable[[], bool], should_stop: Callable[[], bool] = never
+) -> None:
+    """Return on all ranks together, before `what` begins, once `is_ready` on each of them. A collective.
+
+    `is_ready` takes a fraction of a second, so no rank waits for long in a collective, whatever one of them waits for.
+    It and `should_stop` may raise ComposerError or Stopped. Raises on every rank when any failed: its own error, or
+    RoleFailedError with the others'. Raises Stopped when any rank was stopped.
     """
     log_at = time.monotonic() + LOG_EVERY_S
     while True:
-        error: ComposerError | None = None
-        try:
-            status = _READY if is_ready() else _STOPPED if should_stop() else _WAITING
-        except ComposerError as caught:
-            status, error = _FAILED, caught
+        status, error = _status(is_ready, should_stop)
         table = gather_words([status])
-        _raise_together(table, error, step)
+        _raise_together(table, error, what)
         if all(row == [_READY] for row in table):
             return
         if time.monotonic() >= log_at:
             log_at += LOG_EVERY_S
-            logger.info("step %d waits for %s", step, awaited)
-        time.sleep(_POLL_S)
+            logger.info("%s waits for %s", what, awaited)
+
+
+def _status(is_ready: Callable[[], bool], should_stop: Callable[[], bool]) -> tuple[int, ComposerError | None]:
+    try:
+        if is_ready():
+            return _READY, None
+        return _STOPPED if should_stop() else _WAITING, None
+    except Stopped:
+        return _STOPPED, None
+    except ComposerError as error:
+        return _FAILED, error
+
+
+def first_alone(world: World, what: str, awaited: str, work: Callable[[], Result]) -> Result | None:
+    """Let rank 0 do `work`, and return its result there; the others wait for as long as it takes. A collective.
+
+    Raises as `wait_together` does.
+    """
+    results: list[Result] = []
+    background = Background(torch.get_num_threads())
+    if world.first:
+        background.start(awaited, lambda: results.append(work()))
+    wait_together(what, awaited, background.is_idle)
+    return results[0] if results else None
 
 
 def next_batch(client: StepClient, step: int, versions: tuple[int, int]) -> StepReply | RunFinished:
     """Return the batch of `step` on this rank, once all ranks have theirs and their counts match the totals.
 
-    Raises on every rank when any rank failed: its own error, or RoleFailedError with the others'. Raises Stopped when
-    any rank was stopped.
+    Raises as `wait_together` does: a stop of one rank ends the wait of all.
     """
     reply: StepReply | RunFinished | None = None
-    error: ComposerError | None = None
-    try:
-        reply = client.batch(step, versions)
-        status = _READY if isinstance(reply, StepReply) else _FINISHED
-    except Stopped:
-        status = _STOPPED
-    except ComposerError as caught:
-        status, error = _FAILED, caught
+    asking = client.asking(step, versions)
+
+    def is_ready() -> bool:
+        nonlocal reply
+        reply = reply or next(asking)
+        return reply is not None
+
+    wait_together(f"step {step}", f"the batch of step {step}", is_ready)
     batches = reply.micro_batches if isinstance(reply, StepReply) else []
-    table = gather_words([status, len(batches), *_counts(batches)])
-    _raise_together(table, error, step)
-    if isinstance(reply, StepReply) and all(row[0] == _READY for row in table):
+    table = gather_words([int(isinstance(reply, StepReply)), len(batches), *_counts(batches)])
+    if isinstance(reply, StepReply) and all(row[0] for row in table):
         _check_table(table, reply, step)
         return reply
     if isinstance(reply, RunFinished):
@@ -145,14 +171,14 @@ def next_batch(client: StepClient, step: int, versions: tuple[int, int]) -> Step
     return RunFinished(reason="the orchestrator ended the run while the ranks were asking", failed=False)
 
 
-def _raise_together(table: list[list[int]], error: ComposerError | None, step: int) -> None:
+def _raise_together(table: list[list[int]], error: ComposerError | None, what: str) -> None:
     statuses = [row[0] for row in table]
     if _FAILED in statuses:
         texts = gather_texts("" if error is None else str(error))
         if error is not None:
             raise error
         failures = [f"rank {rank}: {texts[rank]}" for rank, status in enumerate(statuses) if status == _FAILED]
-        raise RoleFailedError(f"step {step} cannot begin, other ranks failed: {'; '.join(failures)}")
+        raise RoleFailedError(f"{what} cannot begin, other ranks failed: {'; '.join(failures)}")
     if _STOPPED in statuses:
         raise Stopped
 
@@ -249,16 +275,24 @@ class StepClient:
         `versions`: oldest and newest policy version that they may hold tokens of. Raises DeadlineError (silence),
         RunMismatchError, ChecksumError, WireError, or Stopped.
         """
+        return next(filter(None, self.asking(step, versions)))
+
+    def asking(self, step: int, versions: tuple[int, int]) -> Iterator[StepReply | RunFinished | None]:
+        """Yield None each fraction of a second until the batch of `step` has come, then that. Raises as `batch`."""
         request = msgspec.structs.replace(self._rank, step=step)
-        reply = self._ask(request, f"the batch of step {step}", lambda m: _is_batch(m, step), self._should_stop)
-        assert isinstance(reply, StepReply | RunFinished)
-        if isinstance(reply, StepReply):
-            for batches in (reply.micro_batches, reply.held_out):
-                for index, batch in enumerate(batches):
-                    verify_batch(batch, run_id=request.run_id, step=step, rank=request.rank, versions=versions)
-                    if batch.index != index:
-                        raise RunMismatchError(f"step {step}: micro-batch {index} says that it is number {batch.index}")
-        return reply
+        for reply in self._ask(request, f"the batch of step {step}", lambda m: _is_batch(m, step), self._should_stop):
+            assert reply is None or isinstance(reply, StepReply | RunFinished)
+            if isinstance(reply, StepReply):
+                self._check(reply, versions)
+            yield reply
+
+    def _check(self, reply: StepReply, versions: tuple[int, int]) -> None:
+        rank, step = self._rank, reply.step
+        for batches in (reply.micro_batches, reply.held_out):
+            for index, batch in enumerate(batches):
+                verify_batch(batch, run_id=rank.run_id, step=step, rank=rank.rank, versions=versions)
+                if batch.index != index:
+                    raise RunMismatchError(f"step {step}: micro-batch {index} says that it is number {batch.index}")
 
     def done(self, step: int, version: int, sample_ids: list[str], last_step: int | None = None) -> None:
         """Report that `version`, the newest after `step`, is in the weight store, and which step ends the run.
@@ -295,17 +329,19 @@ class StepClient:
     def _wait_noted(self, should_stop: Callable[[], bool], silence_s: float | None = None) -> None:
         if self._unacknowledged:
             awaited = f"the orchestrator to note step {self._unacknowledged[-1].step}"
-            self._ask(None, awaited, lambda _: not self._unacknowledged, should_stop, silence_s)
+            asking = self._ask(None, awaited, lambda _: not self._unacknowledged, should_stop, silence_s)
+            next(filter(None, asking))
 
     def checkpoint(self, step: int) -> CheckpointSaved:
         """Have the orchestrator write its part of checkpoint `step`, once it knows of every step that was taken.
 
         Raises as `batch` does, but never Stopped: a checkpoint that was begun is finished, also during a stop.
         """
-        self._wait_noted(should_stop=lambda: False)
+        self._wait_noted(never)
         request = CheckpointRequest(run_id=self._rank.run_id, step=step)
         awaited = f"the orchestrator's part of checkpoint {step}"
-        reply = self._ask(request, awaited, lambda m: isinstance(m, CheckpointSaved) and m.step == step)
+        asking = self._ask(request, awaited, lambda m: isinstance(m, CheckpointSaved) and m.step == step)
+        reply = next(filter(None, asking))
         assert isinstance(reply, CheckpointSaved)
         return reply
 
@@ -314,21 +350,20 @@ class StepClient:
         request: FromTrainer | None,
         awaited: str,
         accept: Callable[[ToTrainer], bool],
-        should_stop: Callable[[], bool] = lambda: False,
+        should_stop: Callable[[], bool] = never,
         silence_s: float | None = None,
-    ) -> ToTrainer:
-        """Send `request`, if any, and return the message that `accept` takes; drop older or repeated answers.
+    ) -> Iterator[ToTrainer | None]:
+        """Send `request`, if any, and yield the message that `accept` takes, and None each fraction of a second before.
 
-        Raises as `_hear` does.
+        Drops older or repeated answers. Raises as `_hear` does.
         """
         started = log_at = time.monotonic()
         self._send(request)
-        while True:
-            message = self._hear(request, awaited, should_stop, silence_s)
+        for message in self._hear(request, awaited, should_stop, silence_s):
             if isinstance(message, StepRefused):
                 raise RunMismatchError(f"the orchestrator refused the request for {awaited}: {message.error}")
-            if accept(message):
-                return message
+            if message is None or accept(message):
+                yield message
             if not isinstance(message, BatchNotReady) or not isinstance(request, StepRequest):
                 continue
             if message.step == request.step:
@@ -339,8 +374,8 @@ class StepClient:
 
     def _hear(
         self, request: FromTrainer | None, awaited: str, should_stop: Callable[[], bool], silence_s: float | None
-    ) -> ToTrainer:
-        """Return the next message, and repeat `request` meanwhile.
+    ) -> Iterator[ToTrainer | None]:
+        """Yield each message, and None each fraction of a second without one; repeat `request` meanwhile.
 
         Raises DeadlineError after `silence_s` without any message; None takes the rank's silence_timeout_s.
         """
@@ -353,16 +388,17 @@ class StepClient:
             if self._unacknowledged and now - self._last_done_sent > REPEAT_S:
                 self._send_done()
             if message is not None:
-                return message
-            if now - heard > silence_s:
+                heard, patience_s, repeat_at = now, REPEAT_S, now + REPEAT_S
+            elif now - heard > silence_s:
                 raise DeadlineError(
                     f"waited for {awaited}, and the orchestrator at {self._endpoint} has been silent for the last "
                     f"{now - heard:.0f} s ({limit} {silence_s:g}): is it alive, and does this rank have the run's keys?"
                 )
-            if now > repeat_at:
+            elif now > repeat_at:
                 patience_s = min(2 * patience_s, LONGEST_REPEAT_S, max(REPEAT_S, self._silence_timeout_s / 4))
                 repeat_at = now + patience_s
                 self._send(request)
+            yield message
         raise Stopped
 
     def _send(self, message: FromTrainer | None) -> None:
@@ -377,7 +413,7 @@ class StepClient:
 
     def _receive(self) -> ToTrainer | None:
         """Return the next message; None after a fraction of a second without one."""
-        if not self._socket.poll(_POLL_S * 1000):
+        if not self._socket.poll(POLL_S * 1000):
             return None
         raw = self._socket.recv()
         try:
@@ -555,11 +591,12 @@ def _tensor(values: np.ndarray, dtype: torch.dtype, *, device: torch.device) -> 
 def _teacher_passes(row: Row, *, share: bool, max_tokens: int | None) -> list[range]:
     """Cut the teacher documents, in order, into passes of at most `max_tokens` computed tokens each."""
     passes: list[range] = []
+    first, prefixes = row.first_teacher, Prefixes([row.tokens(teacher) for teacher in row.teachers()])
     for teacher in row.teachers():
         if passes:
             longer = range(passes[-1].start, teacher + 1)
-            layout = prefix_layout([row.tokens(each) for each in longer], share=share)
-            if max_tokens is None or len(layout.kept) <= max_tokens:
+            trees = prefixes.trees((each - first for each in longer), share=share)
+            if max_tokens is None or sum(tree.tokens for tree in trees) <= max_tokens:
                 passes[-1] = longer
                 continue
         passes.append(range(teacher, teacher + 1))

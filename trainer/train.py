@@ -26,9 +26,11 @@ import logging
 import math
 import os
 import resource
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -52,6 +54,7 @@ from composer_prime.errors import (
 from composer_prime.model_source import resolve_model
 from composer_prime.monitor.events import record_events
 from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.plan.footprint import stop_timeout_s
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.ledger import append_rewind, append_step
 from composer_prime.run.process import end_with_parent
@@ -98,6 +101,7 @@ class Trainer:
         self.config = config
         self.run_dir = run_dir
         self.stop = stop
+        stop.save_s = stop_timeout_s(config)
         run_id, model_folder = read_run_id(run_dir), resolve_model(config.model.path)
         self.world = worlds.join(trainer)
         self.policy = build_policy(config, model_folder, self.world)
@@ -124,11 +128,12 @@ class Trainer:
             contextlib.closing(self._connect()) as client,
             contextlib.closing(self.publisher.background),
             self.outer or contextlib.nullcontext(),
+            _told_first(),
         ):
             self._publish(client, start, [])
             # Until then the orchestrator may refuse the request, or serve a batch that was packed for an older trainer.
             awaited = f"the orchestrator to note that this trainer starts after step {start}"
-            wait_together(start + 1, awaited, self.publisher.background.is_idle, self._should_stop)
+            wait_together(f"step {start + 1}", awaited, self.publisher.background.is_idle, self._should_stop)
             last = self._train(client, start)
             self._finish(client, start, last)
 
@@ -155,13 +160,19 @@ class Trainer:
         """
         start = 0
         if self.config.run.resume:
-            start = self.run_dir.newest_checkpoint()
+            start = self._newest_checkpoint()
             self.checkpoints.load(start)
             logger.info("resumed from the checkpoint of step %d", start)
         self.publisher.rewind(start)
         if self.world.first and self.run_dir.ledger.exists():
             append_rewind(self.run_dir.ledger, start)
         return start
+
+    def _newest_checkpoint(self) -> int:
+        """Return the newest complete checkpoint that rank 0 sees: a shared disk may show others an older state."""
+        steps = self.run_dir.complete_checkpoints()
+        (newest,), *_ = gather_words([steps[-1] if steps else 0])
+        return newest or self.run_dir.newest_checkpoint()
 
     def _connect(self) -> StepClient:
         endpoint = self.config.orchestrator.address or find_endpoint(
@@ -190,7 +201,7 @@ class Trainer:
             try:
                 reply = next_batch(client, last + 1, self.publisher.accepted_versions(last + 1))
             except Stopped:  # on all ranks together
-                saves = self.config.trainer.checkpoint.stop_timeout_s > 0 and self._is_unsaved(last)
+                saves = self.stop.save_s > 0 and self._is_unsaved(last)
                 if saves and self._checkpoint(client, last):
                     logger.info("stopped after step %d: its checkpoint is written", last)
                 raise
@@ -247,7 +258,7 @@ class Trainer:
         if self.world.first:
             append_step(self.run_dir.ledger, step, [] if left_out else sample_ids, left_out)
         bytes_published = self._publish(client, step, sample_ids)
-        self.stop.patience_s = max(config.trainer.checkpoint.stop_timeout_s, LEAVE_S)
+        self.stop.patience_s = max(self.stop.save_s, LEAVE_S)
         published_at = time.monotonic()
         if config.orchestrator.eval.due(step, self._last_step(step)):
             metrics |= self._score(reply)
@@ -317,7 +328,7 @@ class Trainer:
 
     def _checkpoint(self, client: StepClient, step: int) -> bool:
         """Write a checkpoint. Return False after a failure: training continues, and the previous checkpoint remains."""
-        self.publisher.background.wait()
+        self.publisher.settle()
         try:
             self.checkpoints.save(step, client)
         except CheckpointError as error:
@@ -345,7 +356,7 @@ class Trainer:
 
     def _finish(self, client: StepClient, start: int, last: int) -> None:
         """Write final/ and the last checkpoint. Raises CheckpointError when either cannot be written."""
-        self.publisher.background.wait()
+        self.publisher.settle()
         if self.outer:
             final_metrics = self.outer.finish()
             if self.world.first:
@@ -537,17 +548,37 @@ def main(argv: list[str] | None = None) -> int:
     rank = os.environ.get("RANK", "0")
     record_events(run_dir, f"trainer-{rank}", level=logging.INFO if rank == "0" else logging.ERROR)
     try:
-        config = load.read_config(run_dir.config)
-        load.make_importable(config)
-        Trainer(run_dir, config, stop).run()
+        with _told_first():
+            config = load.read_config(run_dir.config)
+            load.make_importable(config)
+            Trainer(run_dir, config, stop).run()
     except Stopped:
-        return stop.exit_code
-    except ComposerError as error:
-        logger.error("%s: %s", type(error).__name__, error)
-        return 2 if isinstance(error, ConfigError) else 1
-    finally:
+        code = stop.exit_code or 128 + signal.SIGTERM  # another rank may have got the signal
+    except SystemExit as end:
+        code = end.code
+    else:
         worlds.leave()
-    return 0
+        return 0
+    # To leave the group would wait for ranks in a collective, which wait for this one.
+    logging.shutdown()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def _told_first() -> Iterator[None]:
+    """Log what ends the block, then raise SystemExit: closing what is open may take long, and this rank ends anyway."""
+    try:
+        yield
+    except Stopped:
+        raise
+    except Exception as error:
+        ours = isinstance(error, ComposerError)
+        logger.error("%s: %s", type(error).__name__, error, exc_info=not ours)
+        code = 2 if isinstance(error, ConfigError) else 1
+        last = threading.Timer(LEAVE_S, os._exit, [code])
+        last.daemon = True
+        last.start()
+        raise SystemExit(code) from None
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer_prime.config.trainer import TrainerConfig
-from composer_prime.errors import ConfigError
+from composer_prime.errors import ComposerError, ConfigError, WeightError
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,62 @@ def _device(config: TrainerConfig) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+POLL_S = 0.2
+"""The longest that a rank looks for news before it hears of the others."""
+
+
+class Background:
+    """One piece of work at a time beside training, on a thread. A failure is raised by the next call, on this one."""
+
+    def __init__(self, threads: int) -> None:
+        """`threads` is torch's number of threads for the work."""
+        self._threads = threads
+        self._thread: threading.Thread | None = None
+        self._failure: ComposerError | None = None
+        self._closing = threading.Event()
+
+    def start(self, what: str, work: Callable[[], None]) -> None:
+        """Begin `work` once nothing else is under way; `what` names it in an error."""
+
+        def run() -> None:
+            try:
+                torch.set_num_threads(self._threads)  # an OpenMP setting of each thread
+                work()
+            except ComposerError as error:
+                self._failure = error
+            except Exception as error:
+                if not self.is_closing():
+                    logger.exception("%s failed", what)
+                    self._failure = WeightError(f"{what} failed: {type(error).__name__}: {error}")
+                    self._failure.__cause__ = error
+
+        self._thread = threading.Thread(target=run, name="publication", daemon=True)
+        self._thread.start()
+
+    def is_idle(self) -> bool:
+        """Return whether no work is under way, at the latest after a fraction of a second. Raises as `check`."""
+        if self._thread is not None:
+            self._thread.join(POLL_S)
+        idle = self._thread is None or not self._thread.is_alive()
+        self.check()
+        return idle
+
+    def check(self) -> None:
+        """Raise what failed: a ComposerError of the work, WeightError for any other."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """End the thread before its process leaves; a version that is not complete stays unannounced."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def is_closing(self) -> bool:
+        """Return whether the work should give up."""
+        return self._closing.is_set()
+
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LEAVE_S = 3.0
 """Patience while there is nothing to save."""
@@ -133,6 +190,8 @@ class StopSignal:
         self._requested = threading.Event()
         self.patience_s = LEAVE_S
         """How long the main thread may take to leave; may change at any time, also after the signal."""
+        self.save_s = 0.0
+        """The patience while a step is not saved; 0 saves none."""
         self.exit_code = 0
         """128 + the signal that came; 0 before."""
         receiver, sender = os.pipe()

@@ -188,6 +188,14 @@ def _context_fits(config: Config) -> Iterator[str]:
         )
 
 
+def _flash_in_halves(config: Config) -> Iterator[str]:
+    if config.model.attention == "flash_attention_2" and config.trainer.compute_dtype == "float32":
+        yield (
+            "model.attention is 'flash_attention_2', but trainer.compute_dtype is 'float32', which it does not know: "
+            "set trainer.compute_dtype = 'bfloat16', or model.attention = 'auto'"
+        )
+
+
 def _whole_distribution(config: Config) -> Iterator[str]:
     sampling = config.orchestrator.sampling
     if config.run.max_steps and (sampling.top_p < 1 or sampling.top_k > 0):
@@ -286,6 +294,7 @@ def _concurrency_covers_a_group(config: Config) -> Iterator[str]:
 _RULES = (
     _joint_run,
     _context_fits,
+    _flash_in_halves,
     _whole_distribution,
     _family_of_own_rollouts,
     _evaluation,

@@ -70,8 +70,10 @@ class LoraConfig(BaseConfig):
 class CheckpointConfig(BaseConfig):
     every_steps: int = Field(default=50, ge=0)
     """Steps between checkpoints; one is also written at the end and on a stop. 0 writes only those."""
-    stop_timeout_s: float = Field(default=60.0, ge=0)
-    """Time limit for the current step and a last checkpoint after Ctrl-C or SIGTERM; 0 writes no checkpoint."""
+    stop_timeout_s: float | None = Field(default=None, ge=0)
+    """Time limit for the current step and a last checkpoint after Ctrl-C or SIGTERM; 0 writes no checkpoint. None: a
+    minute, and 2 s for each GB of the checkpoint.
+    """
     keep: int = Field(default=2, ge=1)
     """Complete checkpoints to keep on disk."""
 

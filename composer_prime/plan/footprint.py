@@ -17,13 +17,15 @@ from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.trainer import CHUNK_LOGITS
 from composer_prime.console import GIB
 from composer_prime.errors import ModelNotFoundError
-from composer_prime.model_source import tensor_shapes, text_settings, weight_files
+from composer_prime.model_source import described_model, tensor_shapes, text_settings, weight_files
 
 _RUNTIME_BYTES = {"rank": int(0.55 * GIB), "node": int(0.55 * GIB), "orchestrator": int(0.15 * GIB)}
 """Resident size of a process with torch, transformers and its libraries loaded, before any tensor."""
 _WORKER_BYTES = int(0.25 * GIB)
 """An environment worker with verifiers loaded."""
 _CUDA_CONTEXT_BYTES = int(0.6 * GIB)
+CHECKPOINT_BYTES_PER_S = 5e8
+"""What a plain disk, or one on the network, takes of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,15 +165,27 @@ def disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> dict[str, in
     if config.run.max_steps == 0:
         return {"weight store": 0, "checkpoints": 0, "final": 0}
     width = 2 if cuda else 4
-    moments = 8 if config.trainer.optim.type == "adamw" else 5
-    trained = trained_parameters(config, shape)
     with_deltas = int(config.trainer.lora is None)
-    averages = 4 * len(weight_sets(config.channels).needed & {*AVERAGES})
     return {
         "weight store": (2 * config.trainer.weights.keep + 1 + with_deltas) * shape.parameters * width,
-        "checkpoints": (config.trainer.checkpoint.keep + 1) * (4 * shape.parameters + (moments + averages) * trained),
+        "checkpoints": (config.trainer.checkpoint.keep + 1) * checkpoint_bytes(config, shape),
         "final": shape.parameters * width,
     }
+
+
+def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the size of a checkpoint: float32 masters, moments and averages of what is trained."""
+    moments = 8 if config.trainer.optim.type == "adamw" else 5
+    averages = 4 * len(weight_sets(config.channels).needed & {*AVERAGES})
+    return (4 + moments + averages) * trained_parameters(config, shape)
+
+
+def stop_timeout_s(config: Config) -> float:
+    """Return the time limit of a stop: the setting, or what the model's size gives."""
+    setting, folder = config.trainer.checkpoint.stop_timeout_s, described_model(config.model.path)
+    if setting is not None or folder is None:
+        return 60.0 if setting is None else setting
+    return 60.0 + checkpoint_bytes(config, ModelShape.read(folder)) / CHECKPOINT_BYTES_PER_S
 
 
 def trained_parameters(config: Config, shape: ModelShape) -> int:

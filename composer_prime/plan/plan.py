@@ -16,8 +16,10 @@ from composer_prime.errors import ConfigError
 from composer_prime.host import Machine, Placement, free_bytes, this_machine, uses_cuda
 from composer_prime.plan.check_run_dir import Starter, folder_state
 from composer_prime.plan.footprint import (
+    CHECKPOINT_BYTES_PER_S,
     ModelShape,
     Need,
+    checkpoint_bytes,
     disk_bytes,
     node_need,
     orchestrator_need,
@@ -269,6 +271,13 @@ def _disk(config: Config, shape: ModelShape, machine: Machine, findings: Finding
     parts = disk_bytes(config, shape, cuda=bool(machine.gpus))
     need, free = sum(parts.values()), free_bytes(config.run_directory)
     listed = ", ".join(f"{name} {gib(value)}" for name, value in parts.items())
+    limit_s, size = config.trainer.checkpoint.stop_timeout_s, checkpoint_bytes(config, shape)
+    if config.run.max_steps and limit_s and size > limit_s * CHECKPOINT_BYTES_PER_S:
+        findings.notes.append(
+            f"trainer.checkpoint.stop_timeout_s is {limit_s:g}, but a checkpoint of about {gib(size)} takes "
+            f"{size / CHECKPOINT_BYTES_PER_S:.0f} s where the disk takes 0.5 GB/s: a stop may lose the steps since the "
+            "checkpoint before; raise it, or leave it out"
+        )
     if not here:
         return [("disk", f"about {gib(need)} ({listed})")]
     if need > free:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from pathlib import Path
 
 from composer_prime.errors import CheckpointError, ConfigError
@@ -37,7 +38,7 @@ _PARTIAL = ".partial"
 def write_atomic(path: Path, data: bytes | memoryview) -> None:
     """Write `data` to `path`. A reader sees the old content or all of the new, even after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
+    partial = path.with_name(f".{path.name}.{threading.get_native_id()}{_PARTIAL}")
     try:
         with partial.open("wb") as file:
             file.write(data)

@@ -231,9 +231,9 @@ class WeightStore:
             refs.append(ChunkRef(digest, len(piece)))
         return refs
 
-    def put_stream(self, parts: Iterable[bytes | memoryview]) -> list[ChunkRef]:
-        """Do the same as `put_chunks` of all `parts` joined, with one chunk in memory at a time."""
-        return [ref for piece in self.pieces(parts) for ref in self.put_chunks(piece)]
+    def put_stream(self, parts: Iterable[bytes | memoryview], run: Callable[..., Iterable] = map) -> list[ChunkRef]:
+        """Do the same as `put_chunks` of all `parts` joined, with few chunks in memory; `run` does the work of map."""
+        return [ref for refs in run(self.put_chunks, self.pieces(parts)) for ref in refs]
 
     def pieces(self, parts: Iterable[bytes | memoryview]) -> Iterator[bytearray | memoryview]:
         """Yield the bytes of all `parts` joined, a chunk at a time."""

@@ -197,6 +197,14 @@ def test_cross_field_rules_are_plain_sentences(base):
     assert text.endswith("set --orchestrator.eval.pass_k 1")
 
 
+def test_flash_attention_in_float32_is_refused(base):
+    # It fails at the first step on every GPU.
+    words = ["--model.attention", "flash_attention_2", "--trainer.compute_dtype"]
+    with pytest.raises(ConfigError, match=r"trainer\.compute_dtype is 'float32'"):
+        resolve([f"@{base}", *words, "float32"])
+    assert resolve([f"@{base}", *words, "bfloat16"]).model.attention == "flash_attention_2"
+
+
 def test_broken_toml_names_file_and_line(tmp_path):
     # The parser's line number is passed on.
     assert "line 1" in refused("@", overlay(tmp_path, "[run\n"))

@@ -283,6 +283,17 @@ def test_ranks_save_before_anything_else_is_stopped(stand):
     assert "--resume   continue after step 2\n" in output and len(list(run.run_dir.glob("told-*"))) == 2, output
 
 
+def test_the_rank_that_failed_first_is_blamed(stand):
+    # Rank 1 says what happened and ends slowly; rank 0, which only lost it, ends before: rank 1's words come first.
+    wait = "while not os.path.exists({!r}): time.sleep(0.05)\n".format
+    lost = f"{wait('failed')}time.sleep(0.1); print('lost rank 1'); open('gone', 'w'); sys.exit(1)"
+    first = f"print('no memory left', flush=True); open('failed', 'w')\n{wait('gone')}time.sleep(0.5); sys.exit(1)"
+    scenario = {"trainer-0": lost, "trainer-1": first}
+    status, output = stand({"orchestrator": STEADY, **scenario}).finish()
+    assert status == 1 and "the run failed: trainer-1 " in output, output
+    assert output.rindex("no memory left") < output.rindex("lost rank 1")
+
+
 def test_ranks_are_not_waited_for_where_no_checkpoint_can_be_made(stand):
     # With the orchestrator dead, a rank that would try is killed at once; the summary says what a resume must repeat.
     logged = "log('trainer', 1, **{'loss/total': 0.1})\n"

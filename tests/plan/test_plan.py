@@ -16,7 +16,7 @@ from composer_prime.config.load import dump, resolve
 from composer_prime.console import GIB, install_command
 from composer_prime.host import Machine, module_file, place_processes
 from composer_prime.model_source import resolve_model
-from composer_prime.plan.footprint import ModelShape
+from composer_prime.plan.footprint import ModelShape, checkpoint_bytes, stop_timeout_s
 from composer_prime.plan.plan import build_plan
 from composer_prime.plan.preflight import check_start
 from trainer.main import main
@@ -204,6 +204,20 @@ def test_full_disk_is_a_problem(tmp_path):
     # Checkpoints that cannot fit are refused with the keys that shrink them.
     config = quickstart(tmp_path, "--trainer.checkpoint.keep", "100000000")
     assert "trainer.checkpoint.keep" in "\n".join(build_plan(config, LAPTOP).problems)
+
+
+def test_a_stop_has_time_for_a_checkpoint_of_the_model(tmp_path, eight_billion):
+    # Without a setting the limit follows from the size: 8.19 B parameters are 98 GB of masters and moments. One that is
+    # too short for that is noted with both figures.
+    words = ["--model.path", str(eight_billion)]
+    size = checkpoint_bytes(shipped("qwen3-8b/a1", tmp_path, *words), ModelShape.of(QWEN3_8B))
+    assert size == pytest.approx(8.19e9 * 12, rel=0.01)
+    tiny = shipped("a1", tmp_path)
+    size = checkpoint_bytes(tiny, ModelShape.read(resolve_model("tiny")))
+    assert stop_timeout_s(tiny) == pytest.approx(60 + size / 5e8) and size > 1e7
+    short = shipped("qwen3-8b/a1", tmp_path, *words, "--trainer.checkpoint.stop_timeout_s", "90")
+    (note,) = build_plan(short, EIGHT_GPUS).notes
+    assert stop_timeout_s(short) == 90 and "trainer.checkpoint.stop_timeout_s is 90" in note and "197 s" in note
 
 
 def test_a_node_has_the_context_of_the_run(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -98,6 +100,15 @@ def test_what_an_earlier_release_wrote_is_dropped(store):
         decode(store.manifest(1))
     publish(store, 2)
     assert store.versions() == [2] and len(list((store.root / "chunks").iterdir())) == 5
+
+
+def test_threads_that_write_one_chunk_at_once_both_succeed(store, monkeypatch):
+    # Equal parts of a model are one chunk: two threads are in the middle of writing it, and neither takes the other's.
+    meet, sync = threading.Barrier(2, timeout=20), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (meet.wait(), sync(file)))
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(store.put_chunks, [b"zeros"] * 2)
+    assert one == other and store.chunk(one[0].sha256, 0, 5) == b"zeros"
 
 
 def test_the_kind_is_in_the_signed_bytes(store):

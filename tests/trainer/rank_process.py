@@ -1,6 +1,7 @@
 """Trainer ranks as real processes that start in milliseconds: forked from a server that has imported torch already.
 
-Each child sets torchrun's environment, sends its output to a file and runs trainer.train.main, as `python -m` would.
+Each child sets torchrun's environment, sends its output to a file and runs trainer.train.main, as `python -m` would, or
+other work of a test.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,28 +49,39 @@ class RankProcess:
             time.sleep(0.05)
 
 
-def start_ranks(run_dir: Path, ranks: int, file_limit_bytes: int | None = None) -> list[RankProcess]:
-    """`file_limit_bytes`: no file of the ranks may grow larger; the write that would fails, as on a full disk."""
-    port = free_port()
+def start_ranks(
+    run_dirs: Sequence[Path], file_limit_bytes: int | None = None, work: Callable[[str], None] | None = None
+) -> list[RankProcess]:
+    """Start a rank for each folder, which is the run directory as that rank sees it.
+
+    `file_limit_bytes`: no file of the ranks may grow larger; the write that would fails, as on a full disk. `work`:
+    what a rank does in place of a run, given its folder.
+    """
+    port, ranks = free_port(), len(run_dirs)
     started = []
-    for rank in range(ranks):
+    for rank, run_dir in enumerate(run_dirs):
         environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",
                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
         log = run_dir / "logs" / f"trainer-{rank}-{time.monotonic_ns()}.log"
         log.parent.mkdir(exist_ok=True)
-        process = _CONTEXT.Process(target=_main, args=(str(run_dir), environment, str(log), file_limit_bytes))
+        process = _CONTEXT.Process(target=_main, args=(str(run_dir), environment, str(log), file_limit_bytes, work))
         process.start()
         started.append(RankProcess(process, log))
     return started
 
 
-def _main(run_dir: str, environment: dict[str, str], log: str, file_limit_bytes: int | None) -> None:
+def _main(
+    run_dir: str, environment: dict[str, str], log: str, file_limit_bytes: int | None,
+    work: Callable[[str], None] | None,
+) -> None:  # fmt: skip
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.environ.update(environment)
     if file_limit_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, file_limit_bytes))
+    if work is not None:
+        return work(run_dir)
     from trainer.train import main
 
     sys.exit(main(["--run-dir", run_dir]))

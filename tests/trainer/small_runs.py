@@ -101,7 +101,7 @@ class Run:
         return Run(self.dir, config)
 
     def start(self, ranks: int = 1, file_limit_bytes: int | None = None) -> list[RankProcess]:
-        return start_ranks(self.dir.root, ranks, file_limit_bytes)
+        return start_ranks([self.dir.root] * ranks, file_limit_bytes)
 
     def train(
         self, ranks: int = 1, timeout_s: float = 120, file_limit_bytes: int | None = None

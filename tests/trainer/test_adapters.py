@@ -58,7 +58,7 @@ def test_published_logits_are_the_adapted_policy_s(make_run, folder_of, world, f
     policy = train_once(run, folder, world)
     publisher = Publisher(run.config, run.dir, "run", folder, world, None)
     publisher.publish(policy, 3)
-    publisher.background.wait()
+    publisher.settle()
     manifest, tensors = published(run, 3, folder)
     start = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     start.save_pretrained(folder.with_name("published"), state_dict=tensors, save_original_format=False)
@@ -113,7 +113,7 @@ def test_factors_on_a_node_give_the_exported_model(make_run, folder_of, world, d
     policy = train_once(run, folder, world)
     publisher = Publisher(run.config, run.dir, "run", folder, world, None)
     size = publisher.publish(policy, 3)
-    publisher.background.wait()
+    publisher.settle()
     _, tensors = published(run, 3, folder)
     export(policy, run.config, folder, run.dir.final, world, publisher.dtype)
     final = load_file(run.dir.final / "model.safetensors")
@@ -131,7 +131,7 @@ def test_adapted_experts_are_published_merged(make_run, folder_of, world):
     run = make_run(trainer={"lora": {"rank": 4}})
     publisher = Publisher(run.config, run.dir, "run", folder, world, None)
     publisher.publish(build_policy(run.config, folder, world), 0)
-    publisher.background.wait()
+    publisher.settle()
     assert published(run, 0)[0].kind == "anchor"
 
 
@@ -145,7 +145,7 @@ def test_a_node_swaps_to_mixed_experts(make_run, folder_of, world, family, lora)
     publisher = Publisher(run.config, run.dir, "run", folder, world, None)
     policy = train_once(run, folder, world)
     publisher.publish(policy, 3)
-    publisher.background.wait()
+    publisher.settle()
     (row,) = rows_of(make_samples(1, 1), world.device)
     with torch.no_grad():
         trained = policy(row).logprobs_R

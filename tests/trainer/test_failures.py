@@ -136,6 +136,36 @@ def test_one_rank_s_trouble_ends_both_with_its_reason(make_run):
     assert "WireError: 1 bytes from the orchestrator" in outputs[1]
 
 
+FAILS_ALONE = """
+import os, time, torch
+import torch.distributed as dist
+
+def wait_for_the_others(*_):  # as NCCL does while another rank is in a collective
+    time.sleep(600)
+
+dist.destroy_process_group = wait_for_the_others
+
+class Planted(torch.optim.SGD):
+    def step(self, closure=None):
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("planted")
+        return super().step(closure)
+"""
+
+
+def test_a_rank_that_fails_alone_says_why_and_ends(make_run, tmp_path):
+    # Rank 1 meets an error that is none of ours in the middle of step 1, while rank 0 goes on to a collective: rank 1
+    # prints its traceback and leaves without waiting for the group, and rank 0 ends after it.
+    (tmp_path / "fails_alone.py").write_text(FAILS_ALONE)
+    run = make_run(run={"import_from": [str(tmp_path)]}, trainer={"optim": {"type": "fails_alone:Planted"}})
+    with StepPeer(run.dir, make_samples, max_steps=3):
+        ranks = run.start(2)
+        codes = [ranks[1].wait(60), ranks[0].wait(60)]
+    assert codes == [1, 1], ranks[0].output
+    assert "Traceback" in ranks[1].output and "RuntimeError: planted" in ranks[1].output
+    assert effective(run.dir.ledger) == {} and WeightStore(run.dir.weights).versions() == [0]
+
+
 def test_an_early_end_still_writes_final_and_a_checkpoint(make_run):
     # RunFinished before max_steps: status 0, the last step is checkpointed, final/ is there.
     run = make_run(run={"max_steps": 9})

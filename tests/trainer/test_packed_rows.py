@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 from small_runs import make_samples, row_of, rows_of
 
 from composer_prime.errors import ConfigError, NonFiniteError, RunMismatchError
-from composer_prime.packing.pack import pack
+from composer_prime.packing.pack import Row, pack, prefix_layout
 from composer_prime.wire.types import flags, ints, pack_flags, pack_floats, pack_ints
+from trainer.data import _teacher_passes
 from trainer.model.build import check_packing
 from trainer.model.policy_model import PACKED, Policy, attention_name
 
@@ -169,6 +172,42 @@ def test_attention_that_cannot_be_packed_is_a_configuration_error():
         difference(build("Gemma2", PACKED, head_dim=8), make_samples(2, 2), 4096)
     with pytest.raises(ConfigError, match=r"model\.attention is 'flash_attention_2'"):
         attention_name("flash_attention_2", "cpu", torch.bfloat16)
+
+
+def passes_by_layout(documents: list[np.ndarray], *, share: bool, max_tokens: int | None) -> list[range]:
+    """The rule as it reads: lay out each longer pass, and look whether it fits."""
+    passes: list[range] = []
+    for index in range(len(documents)):
+        longer = range(passes[-1].start, index + 1) if passes else range(0)
+        kept = prefix_layout(documents[longer.start : longer.stop], share=share).kept if passes else []
+        if passes and (max_tokens is None or len(kept) <= max_tokens):
+            passes[-1] = longer
+        else:
+            passes.append(range(index, index + 1))
+    return passes
+
+
+@st.composite
+def branching(draw) -> list[np.ndarray]:
+    """Documents, most of which begin as an earlier one does."""
+    documents: list[list[int]] = []
+    for _ in range(draw(st.integers(1, 12))):
+        start = draw(st.sampled_from(documents)) if documents else []
+        own = draw(st.lists(st.integers(0, 2), min_size=1, max_size=30))
+        documents.append(start[: draw(st.integers(0, len(start)))] + own)
+    return [np.array(document, dtype=np.int32) for document in documents]
+
+
+@settings(max_examples=50, deadline=None)
+@given(branching(), st.booleans(), st.one_of(st.none(), st.integers(20, 200)))
+def test_teacher_passes_are_those_of_whole_layouts(documents, share, max_tokens):
+    # Tokens are compared once a row; the passes are those of a layout for each longer pass.
+    ((batch,),) = pack(make_samples(1, 1), run_id="r", step=1, world_size=1, max_tokens=256)
+    row, ends = Row.of(batch), np.cumsum([*map(len, documents)])
+    row = replace(row, ids_N=np.concatenate([row.ids_N, *documents]), starts=np.r_[row.starts, row.starts[-1] + ends])
+    passes = _teacher_passes(row, share=share, max_tokens=max_tokens)
+    found = [range(each.start - row.first_teacher, each.stop - row.first_teacher) for each in passes]
+    assert found == passes_by_layout(documents, share=share, max_tokens=max_tokens)
 
 
 def test_bad_rows_are_refused_by_sample():

@@ -41,7 +41,7 @@ def publish(run, folder, world, policy, *versions: int) -> Publisher:
     publisher = Publisher(run.config, run.dir, "run", folder, world, None)
     for version in versions:
         assert publisher.publish(policy, version) > 0
-    publisher.background.wait()
+    publisher.settle()
     return publisher
 
 
@@ -138,7 +138,7 @@ def test_training_goes_on_while_a_version_is_published(make_run, model_folder, w
     assert announced == []
     trained.set()
     publisher.publish(policy, 2, announce)
-    publisher.background.wait()
+    publisher.settle()
     assert announced == [(1, 1, "publication"), (2, 2, "publication")]
     for name, tensor in published(run, 1)[1].items():
         assert torch.equal(tensor, before[name]) and not published(run, 2)[1][name].any()
@@ -154,7 +154,7 @@ def test_an_unexpected_failure_of_the_thread_is_said(make_run, model_folder, wor
 
     publisher.publish(build_policy(run.config, model_folder, world), 1, announce)
     with pytest.raises(WeightError, match="publication of policy version 1 failed: RuntimeError: no memory"):
-        publisher.background.wait()
+        publisher.settle()
     with pytest.raises(WeightError):
         publisher.background.is_idle()
 

@@ -7,6 +7,7 @@ import os
 import signal
 
 import pytest
+from rank_process import start_ranks
 from safetensors.torch import load_file
 from small_runs import make_samples
 from step_peer import StepPeer
@@ -92,6 +93,26 @@ def test_a_trainer_started_twice_without_resume_trains_each_sample_once(make_run
     with StepPeer(run.dir, make_samples, max_steps=1):
         assert [run.train()[0] for _ in range(2)] == [[0], [0]]
     assert check_ledger(run.dir.ledger) == []
+
+
+def test_ranks_resume_from_the_checkpoint_that_rank_0_sees(make_run, tmp_path):
+    # A shared disk still shows rank 1 the state before checkpoint 2 was complete: both load 2, and train steps 3 and 4.
+    run = make_run(run={"max_steps": 2}, trainer={"checkpoint": {"every_steps": 1}})
+    with StepPeer(run.dir, make_samples, max_steps=2):
+        assert run.train(2)[0] == [0, 0]
+    resumed = run.config.run.model_copy(update={"resume": True, "max_steps": 4})
+    run.write(run.config.model_copy(update={"run": resumed}))
+    late = tmp_path / "late"
+    with StepPeer(run.dir, make_samples, max_steps=4):
+        (late / "checkpoints" / "step_000002").mkdir(parents=True)
+        for path in [*run.dir.root.iterdir(), *run.dir.checkpoints.iterdir(), run.dir.checkpoint(2) / "trainer"]:
+            seen = late / path.relative_to(run.dir.root)
+            if not seen.exists():
+                seen.symlink_to(path)
+        ranks = start_ranks([run.dir.root, late])
+        codes = [rank.wait(100) for rank in ranks]
+    assert codes == [0, 0], ranks[1].output
+    assert check_ledger(run.dir.ledger) == [] and list(effective(run.dir.ledger)) == [1, 2, 3, 4]
 
 
 def test_kill_and_resume_on_another_number_of_ranks(make_run):

@@ -43,6 +43,18 @@ def test_a_signal_ends_waiting_ranks_with_a_checkpoint_to_resume_from(make_run, 
     assert check_ledger(run.dir.ledger) == [] and list(effective(run.dir.ledger)) == [1, 2, 3]
 
 
+def test_a_signal_to_one_rank_alone_stops_all_with_a_checkpoint(make_run):
+    # As on several machines of which one is shut down: while all wait for a batch, rank 0 hears of rank 1's signal.
+    run = make_run(trainer={"checkpoint": {"every_steps": 0}})
+    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
+        peer.quiet_from = 2
+        ranks = run.start(2)
+        ranks[0].wait_for("step 1:")
+        os.kill(ranks[1].pid, signal.SIGTERM)
+        codes = [rank.wait(50) for rank in ranks]
+    assert codes == [143, 143] and run.dir.complete_checkpoints() == [1], ranks[0].output
+
+
 def test_a_rank_with_several_threads_stops_with_a_checkpoint(make_run, tmp_path):
     # Libraries start their threads at import: whichever takes the signal, the rank writes its checkpoint.
     run = make_run(trainer={"threads": 2, "checkpoint": {"every_steps": 0}})

@@ -34,6 +34,7 @@ from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.console import EXIT_USAGE, console_script
 from composer_prime.errors import RoleFailedError
 from composer_prime.host import cuda_visible_devices, place_processes
+from composer_prime.plan.footprint import stop_timeout_s
 from composer_prime.run.process import (
     MARK_VARIABLE,
     OrphanGuard,
@@ -182,7 +183,7 @@ class Supervisor:
     """Called with one line for each restart or kill."""
     children: list[RoleProcess] = field(default_factory=list)
     _failed: list[RoleProcess] = field(default_factory=list)
-    """Roles that ended with an error, in the order of their ends."""
+    """Roles that ended with an error, the cause first."""
     _failed_at: float = 0.0
 
     def start(self) -> None:
@@ -236,7 +237,7 @@ class Supervisor:
         for child in group:
             signal_session(child.process.pid, number)
         more_s = {
-            "rank": self.config.trainer.checkpoint.stop_timeout_s,
+            "rank": stop_timeout_s(self.config),
             "orchestrator": self.config.teachers.end_timeout_s,
         }
         grace_s = STOP_GRACE_S + more_s.get(kind, 0)
@@ -271,8 +272,12 @@ class Supervisor:
         return process, log_offset
 
     def _cause_known(self) -> bool:
-        """Tell whether to report now. A rank that lost the orchestrator may end before it, the cause, does."""
+        """Tell whether to report now. A rank that lost the orchestrator may end before it, the cause, does.
+
+        A rank that lost another one may end at the same time as that: who fails first writes its last word first.
+        """
         self._failed_at = self._failed_at or time.monotonic()
+        self._failed.sort(key=lambda child: self.run_dir.log(child.role.name).stat().st_mtime_ns)
         self._failed.sort(key=lambda child: child.role.kind != "orchestrator")
         return self._failed[0].role.kind == "orchestrator" or time.monotonic() - self._failed_at > CAUSE_WAIT_S
 

@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from composer_prime.config import Config
 from composer_prime.errors import ConfigError, ModelNotFoundError
-from trainer.data import reading_of
+from trainer.data import first_alone, reading_of
 from trainer.model.adapters import inject_adapters
 from trainer.model.policy_model import FORWARD_METHODS, PACKED, Policy, attention_name
 from trainer.world import World, gather_texts
@@ -57,7 +57,8 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
     policy.lm.tie_weights()
     for name, buffer in policy.named_buffers():
         buffer.copy_(buffers[name])
-    state, unreached = _whole_state(config, folder, attention, policy) if world.first else ({}, [])
+    load = functools.partial(_whole_state, config, folder, attention, policy)
+    state, unreached = first_alone(world, "training", "rank 0 to load the model", load) or ({}, [])
     _scatter(policy, state, world)
     frozen = set(gather_texts("\n".join(unreached))[0].splitlines())
     for name, parameter in policy.named_parameters():

@@ -138,23 +138,16 @@ class Policy(nn.Module):
 def attention_name(setting: str, device_type: str, compute_dtype: torch.dtype) -> str:
     """Return transformers' name of the attention that `model.attention` means on this device.
 
-    Raises ConfigError for flash_attention_2 where it is not to be had, or computes in a type that it does not know.
+    Raises ConfigError for flash_attention_2 where it is not to be had; the configuration refuses it in float32.
     """
-    halves = compute_dtype in (torch.bfloat16, torch.float16)
     flash = device_type == "cuda" and is_flash_attn_2_available()
     if setting == FLASH and not flash:
         raise ConfigError(
             "model.attention is 'flash_attention_2', but this needs a CUDA device and the package flash-attn: install "
             "it, or set model.attention = 'auto'"
         )
-    if setting == FLASH and not halves:
-        dtype = str(compute_dtype).removeprefix("torch.")
-        raise ConfigError(
-            f"model.attention is 'flash_attention_2', but trainer.compute_dtype is {dtype}: set "
-            "trainer.compute_dtype = 'bfloat16', or model.attention = 'auto'"
-        )
     if setting == "auto":
-        return FLASH if flash and halves else PACKED
+        return FLASH if flash and compute_dtype in (torch.bfloat16, torch.float16) else PACKED
     return PACKED if setting == "sdpa" else setting
 
 

@@ -11,8 +11,9 @@ checkpoint before it stays as it was. Training continues and the next one is tri
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from composer_prime.model_source import resolve_model
 from composer_prime.run.run_dir import RunDir, write_atomic, write_remedy
 from diloco.streaming import StreamingDiLoCo
 from trainer import world as worlds
-from trainer.data import StepClient
+from trainer.data import StepClient, first_alone
 from trainer.model.build import build_policy
 from trainer.model.policy_model import Policy, SelfTeacher
 from trainer.optim import Optimizer
@@ -65,7 +66,7 @@ class Checkpoints:
         """
         folder = self.run_dir.checkpoint(step)
         state = self._state(step)
-        self._agree(folder, _prepare(folder, step, client) if self.world.first else "")
+        self._agree(folder, self._by_first(step, partial(_prepare, folder, step, client)))
         failure = ""
         try:
             dcp.save(state, checkpoint_id=folder / "trainer")
@@ -74,7 +75,7 @@ class Checkpoints:
         except (Exception, dcp.CheckpointException) as error:  # CheckpointException is a BaseException
             failure = f"rank {self.world.rank}: {_root_cause(error)}"
         self._agree(folder, failure)
-        self._agree(folder, self._complete(folder) if self.world.first else "")
+        self._agree(folder, self._by_first(step, partial(self._complete, folder)))
 
     def load(self, step: int) -> None:
         """Restore checkpoint `step`, whatever number of ranks wrote it. A collective.
@@ -107,6 +108,10 @@ class Checkpoints:
             else:
                 torch.set_rng_state(value)
         self._load_outer(folder)
+
+    def _by_first(self, step: int, work: Callable[[], str]) -> str:
+        """Return the failure of rank 0's part on that rank, "" on others. A collective."""
+        return first_alone(self.world, "training", f"rank 0's part of checkpoint {step}", work) or ""
 
     def _agree(self, folder: Path, failure: str) -> None:
         """Raise CheckpointError on every rank when `failure` is not empty on any. A collective."""

@@ -29,10 +29,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -63,12 +65,15 @@ from composer_prime.run.weights import (
     word_sum,
 )
 from diloco.streaming import StreamingDiLoCo
+from trainer.data import first_alone, wait_together
 from trainer.model.adapters import factors, merged_parameters
 from trainer.model.build import empty_model
 from trainer.model.policy_model import Policy
-from trainer.world import World
+from trainer.world import Background, World
 
 logger = logging.getLogger(__name__)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 CANARY_TEXT = "The quick brown fox jumps over the lazy dog. 3 + 4 = 7, and 12 * 12 = 144."
 CANARY_TOKENS = 32
@@ -102,7 +107,8 @@ class Publisher:
             store = WeightStore(run_dir.weights)
             store.remove_partials()
             signer = RunKeys(run_dir.keys).signer()
-            self._writer = VersionWriter(store, signer, run_id, keep=config.trainer.weights.keep)
+            threads = config.trainer.threads
+            self._writer = VersionWriter(store, signer, run_id, keep=config.trainer.weights.keep, threads=threads)
             self._plain = plain_model(config, folder)
             self._canary = CanaryScorer(plain_model(config, folder), folder, world.device)
 
@@ -110,9 +116,9 @@ class Publisher:
         """Copy the version of `step`, and write it in the background unless it is there. Return the bytes of tensors.
 
         `announce` is called in the background with the version when it is complete. A collective; ranks but the first
-        return 0 and do no more. Waits for the publication before, and raises as `Background.wait` does.
+        return 0 and do no more. Waits for the publication before, and raises as `settle` does.
         """
-        self.background.wait()
+        self.settle()
         version = self._version_of(step) if self._is_needed(step) else self.version
         if version == self.version:
             self._begin(lambda: announce(version))
@@ -132,6 +138,10 @@ class Publisher:
         canary = self._canary.score(self._copies) if self._world.device.type != "cpu" else None
         self._begin(lambda: self._finish(version, written, canary, announce))
         return size
+
+    def settle(self) -> None:
+        """Wait until no publication is under way on rank 0. A collective. Raises what failed there on every rank."""
+        wait_together("the next publication", "the one before", self.background.is_idle)
 
     def _finish(
         self,
@@ -171,8 +181,10 @@ class Publisher:
         for name, whole in whole_parameters(policy, self._world, self.dtype):
             if self._world.first:
                 if name not in self._copies:
-                    self._copies[name] = torch.empty(whole.shape, dtype=self.dtype)
-                self._copies[name].copy_(whole)
+                    self._copies[name] = torch.empty(whole.shape, dtype=self.dtype, pin_memory=whole.is_cuda)
+                self._copies[name].copy_(whole, non_blocking=True)
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
 
     def rewind(self, step: int) -> None:
         """Drop the versions after that of `step`: they belong to steps that a resume takes again."""
@@ -206,61 +218,6 @@ class Publisher:
 
     def _version_of(self, step: int) -> int:
         return self._outer.sweep if self._outer else step
-
-
-class Background:
-    """One piece of work at a time beside training, on a thread. A failure is raised by the next call, on this one."""
-
-    def __init__(self, threads: int) -> None:
-        """`threads` is torch's number of threads for the work."""
-        self._threads = threads
-        self._thread: threading.Thread | None = None
-        self._failure: ComposerError | None = None
-        self._closing = threading.Event()
-
-    def start(self, what: str, work: Callable[[], None]) -> None:
-        """Begin `work` once nothing else is under way; `what` names it in an error."""
-
-        def run() -> None:
-            try:
-                torch.set_num_threads(self._threads)  # an OpenMP setting of each thread
-                work()
-            except ComposerError as error:
-                self._failure = error
-            except Exception as error:
-                if not self.is_closing():
-                    self._failure = WeightError(f"{what} failed: {type(error).__name__}: {error}")
-                    self._failure.__cause__ = error
-
-        self._thread = threading.Thread(target=run, name="publication", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait until the work under way is done, then `check`."""
-        if self._thread is not None:
-            self._thread.join()
-        self.check()
-
-    def is_idle(self) -> bool:
-        """Return whether no work is under way, then `check`."""
-        idle = self._thread is None or not self._thread.is_alive()
-        self.check()
-        return idle
-
-    def check(self) -> None:
-        """Raise what failed: a ComposerError of the work, WeightError for any other."""
-        if self._failure is not None:
-            raise self._failure
-
-    def close(self) -> None:
-        """End the thread before its process leaves; a version that is not complete stays unannounced."""
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def is_closing(self) -> bool:
-        """Return whether the work should give up."""
-        return self._closing.is_set()
 
 
 @torch.no_grad()
@@ -325,8 +282,8 @@ class CanaryScorer:
         for name in names:
             key = prefix + name
             value = self._tensors[key if key in self._tensors else self._lm.all_tied_weights_keys[key]]
-            filled = nn.Parameter(value.to(device=self._device, dtype=torch.float32), requires_grad=False)
-            setattr(module, name, filled)
+            moved = value.to(self._device, non_blocking=True)  # In its own type: half the bytes, converted there.
+            setattr(module, name, nn.Parameter(moved.float(), requires_grad=False))
 
 
 def _restore(parameters: dict[str, nn.Parameter], module: nn.Module, *_: object) -> None:
@@ -353,8 +310,11 @@ def export(policy: Policy, config: Config, folder: Path, target: Path, world: Wo
     """
     wholes = whole_parameters(policy, world, dtype)
     tensors = {name: whole.to("cpu", dtype).contiguous() for name, whole in wholes if world.first}
-    if not world.first:
-        return
+    write = partial(_write_model, config, folder, target, tensors, dtype)
+    first_alone(world, "what follows", f"rank 0 to write {target}", write)
+
+
+def _write_model(config: Config, folder: Path, target: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
     unfinished = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -394,9 +354,13 @@ class VersionWriter:
     """
 
     def __init__(
-        self, store: WeightStore, signer: Ed25519PrivateKey, run_id: str, *, keep: int, anchor_every: int = ANCHOR_EVERY
-    ) -> None:
-        """`keep` versions stay in the store. `anchor_every` versions after an anchor the next one is whole."""
+        self, store: WeightStore, signer: Ed25519PrivateKey, run_id: str, *, keep: int,
+        anchor_every: int = ANCHOR_EVERY, threads: int = 1,
+    ) -> None:  # fmt: skip
+        """`keep` versions stay in the store. `anchor_every` versions after an anchor the next one is whole.
+
+        `threads` of them hash, compare, compress and write chunks.
+        """
         self.run_id = run_id
         self._store = store
         self._signer = signer
@@ -407,6 +371,8 @@ class VersionWriter:
         self._header = b""
         """Of that file: names, types, shapes, order."""
         self._since_anchor = 0
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, "version")
         self._dense_until = 0
         """So many versions are not compared with the anchor: a step changed too many words."""
 
@@ -463,10 +429,10 @@ class VersionWriter:
     def write(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Manifest:
         """Store the file of contiguous CPU `tensors`, and return the manifest with what a reader needs."""
         if manifest.kind == "adapters":
-            return replace(manifest, chunks=self._store.put_stream(safetensors_parts(tensors)))
+            return replace(manifest, chunks=self._store.put_stream(safetensors_parts(tensors), self._in_order))
         word = WORDS[manifest.dtype]
-        sums = {name: f"{word_sum(_raw_bytes(tensor), word):x}" for name, tensor in tensors.items()}
-        manifest = replace(manifest, tensors=sums)
+        sums = self._in_order(lambda tensor: f"{word_sum(_raw_bytes(tensor), word):x}", tensors.values())
+        manifest = replace(manifest, tensors=dict(zip(tensors, sums, strict=True)))
         anchor, self._anchor = self._anchor, []  # a failure leaves nothing certain
         header = bytes(next(safetensors_parts(tensors)))
         patch = self._patch(anchor, tensors, word) if anchor and header == self._header else []
@@ -474,7 +440,7 @@ class VersionWriter:
         if patch and self._since_anchor < self._anchor_every:
             self._anchor = anchor
             return replace(manifest, kind="delta", chunks=anchor, patch=patch)
-        chunks = self._store.put_stream(safetensors_parts(tensors))
+        chunks = self._store.put_stream(safetensors_parts(tensors), self._in_order)
         self._anchor, self._header, self._since_anchor = chunks, header, 0
         return replace(manifest, kind="anchor", chunks=chunks, patch=patch, base=anchor if patch else [])
 
@@ -485,17 +451,20 @@ class VersionWriter:
             return []
         store, limit, size = self._store, sum(ref.size for ref in anchor) * _LARGEST_SHARE, 0
 
+        def entry_of(pair: tuple[ChunkRef, bytearray | memoryview]) -> bytes:
+            return stream_entry(difference(store.read(pair[0]), memoryview(pair[1]), word).encode())
+
         def entries() -> Iterator[bytes]:
             nonlocal size
-            for ref, piece in zip(anchor, store.pieces(safetensors_parts(tensors)), strict=True):
-                entry = stream_entry(difference(store.read(ref), memoryview(piece), word).encode())
+            pairs = zip(anchor, store.pieces(safetensors_parts(tensors)), strict=True)
+            for entry in self._in_order(entry_of, pairs):
                 size += len(entry)
                 if size > limit:
                     return
                 yield entry
 
         try:
-            patch = store.put_stream(entries())
+            patch = store.put_stream(entries(), self._in_order)
         except CorruptWeightsError as error:
             logger.warning("the next version of the weights is whole: %s", error)
             return []
@@ -503,6 +472,16 @@ class VersionWriter:
             return patch
         self._dense_until = self._anchor_every
         return []
+
+    def _in_order(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        """Yield what `work` makes of each item, in order, while the threads work on the next few."""
+        pending: deque[Future[Result]] = deque()
+        for item in items:
+            pending.append(self._pool.submit(work, item))
+            if len(pending) > self._threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def safetensors_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
