@@ -205,3 +205,16 @@ def test_atif_of_several_trajectories(tmp_path: Path) -> None:
     assert [state.trace_id for state in states] == ["trial-1"]
     assert roles(states[0])[-3:] == ["assistant", "tool", "assistant"] and tally.passed_over.total() == 2
     assert tally.skipped == {"no ATIF trajectory": 1}
+
+
+# Newer versions run all tools through one `exec`, whose output begins with how its script ended.
+@pytest.mark.parametrize(("end", "failed"), [("failed", True), ("terminated", True), ("completed", False)])
+def test_codex_scripts(tmp_path: Path, end: str, failed: bool) -> None:
+    shown = [{"type": "input_text", "text": f"Script {end}\nWall time 0.1 seconds\nOutput:\n"}]
+    call = item("custom_tool_call", name="exec", input="await tools.shell()", call_id="c")
+    output = item("custom_tool_call_output", call_id="c", output=[*shown, {"type": "input_text", "text": "x"}])
+    first, _ = taken(
+        lines(tmp_path / "r.jsonl", CODEX[0], said("user", "Go."), call, output, said("assistant", "Ok."))
+    )[0]
+    assert (first.error is not None) == failed
+    assert first.error is None or first.error.startswith(f"Script {end}")

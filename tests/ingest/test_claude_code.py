@@ -349,3 +349,27 @@ def test_a_note_behind_what_cannot_be_shown(tmp_path: Path) -> None:
     states, tally = taken(lines(tmp_path / "s.jsonl", *records), context_chars=4_000)
     assert [contents(state) for state in states] == [["task"]]
     assert tally.passed_over == {"context over 4,000 characters": 2}
+
+
+# After errors of the endpoint the answer may hang beside the program's records, on which the session goes on.
+def test_an_answer_beside_the_records_of_errors_is_seen(tmp_path: Path) -> None:
+    def program(uuid: str, parent: str, subtype: str) -> dict[str, Any]:
+        return {"type": "system", "subtype": subtype, "uuid": uuid, "parentUuid": parent, "sessionId": "s1"}
+
+    records = [
+        prompt("u1", None, "What is it?"),
+        program("e1", "u1", "api_error"),
+        program("e2", "e1", "api_error"),
+        answer("a1", "u1", text("Seven.")),
+        program("s", "e2", "stop_hook_summary"),
+    ]
+    for link in ("s", "e2"):
+        more = [prompt("u2", link, "Sure?"), answer("a2", "u2", text("Yes."))]
+        _, second = taken(lines(tmp_path / f"{link}.jsonl", *records, *more))[0]
+        assert [message["content"] for message in second.messages] == ["What is it?", "Seven.", "Sure?"]
+    # Who goes back to an earlier answer does not see the later one.
+    back = [prompt("u2", "a1", "Sure?"), answer("a2", "u2", text("Yes.")), program("c", "a1", "local_command")]
+    (*_, last), _ = taken(
+        lines(tmp_path / "back.jsonl", *records, *back, prompt("u3", "c", "So?"), answer("a3", "u3", text("No.")))
+    )
+    assert [message["content"] for message in last.messages] == ["What is it?", "Seven.", "So?"]

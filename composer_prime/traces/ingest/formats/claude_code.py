@@ -70,6 +70,8 @@ class SessionNode:
     """Whether it is not a prompt of its own: typed while the agent worked, or attached by its program."""
     cleared: tuple[str, ...] = ()
     """Calls above whose results the agent no longer sees from here on."""
+    latest: SessionNode | None = None
+    """The newest node below."""
     jump: tuple[SessionNode, SessionNode] | None = None
     """(first, summary): above `first` the walk goes on at the summary of a compaction that kept messages."""
 
@@ -184,6 +186,8 @@ class _Memory:
     held: int = 0
     """Bytes, about."""
     sessions: set[str] = field(default_factory=set)
+    retries: set[str] = field(default_factory=set)
+    """uuids of the endpoint's errors and of the program's records on them."""
 
 
 class _Session:
@@ -278,6 +282,10 @@ class _Session:
         """Return the node that the record follows; None when it starts a trace."""
         link = string(record.get("parentUuid"))
         node = None if link is None else self._nodes.get(link)
+        if link in self.memory.retries and record.get("type") == "user":
+            # The answer that came at last stands beside the errors.
+            while node is not None and node.latest is not None:
+                node = node.latest
         if node is None and (self._maker is None or record.get("sessionId") != self._session):
             return None
         if node is None:
@@ -304,6 +312,7 @@ class _Session:
         node = SessionNode(parent.maker, parent, self._line, before=parent.chars, chars=chars, **fields)
         if message is not None and not parent.maker.gathering:
             node.shown = shown(message)
+        parent.latest = node
         return node
 
     def _stands(self, record: dict[str, Any], node: SessionNode, read: bool = True) -> None:
@@ -428,6 +437,8 @@ class _Session:
 
     def _aside(self, record: dict[str, Any], reason: str, read: bool = True) -> None:
         """Skip a record without a message; what follows it takes its place."""
+        if record.get("subtype") == "api_error" or record.get("parentUuid") in self.memory.retries:
+            self.memory.retries.add(str(record.get("uuid")))
         parent = None if string(record.get("uuid")) is None else self._parent(record)
         if parent is not None:
             self._stands(record, parent, read)

@@ -22,14 +22,14 @@ from composer_prime.traces.ingest.trace_file import Call, FileStart, TraceFile, 
 from composer_prime.traces.records import TraceState
 
 NAME, VERSION = "codex", 1
-"""Written for rollouts of Codex CLI 0.2x to 0.9x."""
+"""Written for rollouts of Codex CLI 0.2x to 0.14x."""
 _LINES = {"session_meta", "response_item", "turn_context", "event_msg", "compacted", "world_state"}
 _OWN_PROMPT = re.compile(r"\s*(?:<[a-z_ ]+>|# AGENTS\.md)")
 """What Codex itself adds as the user: instructions, the environment, notices. No message that a person typed."""
 _FAILED = re.compile(
     r'"exit_code":\s*(?!0\b)-?\d|(?:Exit code|exited with code):? (?!0\b)-?\d'
     r"|\A(?:exec(?:ution)? (?:error|failed)|failed to |error[: ]|unsupported call|aborted by user|apply_patch "
-    r"verification failed|tool call error|err: )",
+    r"verification failed|tool call error|err: |Script (?:failed|terminated))",
 )
 _NOT_ARGUMENTS = {"type", "id", "call_id", "status", "name", "namespace", "result"}
 _COPIED = "copied by a compaction"
