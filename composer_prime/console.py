@@ -11,6 +11,7 @@ import difflib
 import logging
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -20,6 +21,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, TextIO
+
+_OPEN_FILES = 16384
 
 EXIT_USAGE = 2
 """Exit status of every wrong command line or configuration."""
@@ -120,7 +123,11 @@ def console_main(work: Callable[[], int], *, loads_engines: bool = False) -> int
     READER_LEFT when stdout was closed: `composer report RUN | head`. INTERRUPTED after Ctrl-C, without a traceback.
     With `loads_engines` the process ends at once where a daemon thread still loads a model or hangs: the interpreter
     may crash when it shuts down under it.
+    It may have _OPEN_FILES open, connections among them, or as many as the system lets it; so may what it starts.
     """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < _OPEN_FILES:  # -1: no limit.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES if hard < 0 else min(hard, _OPEN_FILES), hard))
     try:
         status = _until_the_reader_leaves(work)
     except KeyboardInterrupt:

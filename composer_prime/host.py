@@ -101,6 +101,14 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(existing_folder(path)).free
 
 
+def own_folder(variable: str, *below_home: str) -> Path:
+    """Return the folder that an environment variable names, else one below the user's home. Raises ConfigError."""
+    try:
+        return Path(os.environ.get(variable) or Path.home().joinpath(*below_home))
+    except RuntimeError:
+        raise ConfigError(f"user {os.geteuid()} has no home folder: set HOME or {variable} to a folder") from None
+
+
 def existing_folder(path: Path) -> Path:
     """Return `path`, or the nearest of its parents that exists."""
     existing = path.absolute()

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from composer_prime.console import install_command
 from composer_prime.errors import ComposerError, ConfigError, CorruptWeightsError, DeadlineError, ModelNotFoundError
-from composer_prime.host import free_bytes
+from composer_prime.host import free_bytes, own_folder
 
 _ID = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*)(?:@([A-Za-z0-9][A-Za-z0-9._/-]*))?")
 _DESCRIPTION = ["config.json", "tokenizer_config.json", "chat_template.jinja"]
@@ -203,8 +202,7 @@ def _folder(path: str) -> Path:
 
 def smollm2_folder() -> Path:
     """Return the folder of the converted SmolLM2, whether it is there or not."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "composer-prime" / "smollm2-135m-instruct"
+    return own_folder("XDG_CACHE_HOME", ".cache") / "composer-prime" / "smollm2-135m-instruct"
 
 
 def check_model_folder(folder: Path, configured: str) -> None:

@@ -37,7 +37,15 @@ from composer_prime.config.layers import Layer, merge_layers, read_with_bases
 from composer_prime.config.problems import COMMAND_LINE, wrong_config
 from composer_prime.console import EXIT_USAGE, GIB, console_script, duration_s, pluralize, start_log
 from composer_prime.errors import ComposerError, ConfigError, LostRunError, PullRefusedError
-from composer_prime.host import cuda_visible_devices, driver_cuda, free_bytes, gpu_name, module_file, this_machine
+from composer_prime.host import (
+    cuda_visible_devices,
+    driver_cuda,
+    free_bytes,
+    gpu_name,
+    module_file,
+    own_folder,
+    this_machine,
+)
 from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session, stop
 from composer_prime.run.retry import Restarts, backoff_s
 from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite
@@ -77,8 +85,8 @@ def join(options: argparse.Namespace, words: list[str]) -> int:
 
 def _invite(options: argparse.Namespace) -> tuple[Invite, NodeState]:
     invite = Invite.read(options.invite or os.environ.get(INVITE_VARIABLE, ""))
-    default = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "composer-prime"
-    folder = (options.state_dir or default).expanduser().absolute()
+    chosen = options.state_dir or own_folder("XDG_STATE_HOME", ".local", "state") / "composer-prime"
+    folder = chosen.expanduser().absolute()
     return invite, NodeState(folder, invite, options.slot or 0)
 
 

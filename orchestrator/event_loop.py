@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import resource
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -17,17 +16,10 @@ from typing import Any
 import numpy as np
 
 _MAX_SAMPLES = 1 << 14
-_OPEN_FILES = 16384
 
 
 async def until_signal(work: Coroutine[Any, Any, None]) -> int:
-    """Run `work` and return the exit status. SIGINT or SIGTERM cancels it, which closes everything it opened.
-
-    It may have `_OPEN_FILES` open, connections among them, or as many as the system lets it.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < _OPEN_FILES:  # -1: no limit.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES if hard < 0 else min(hard, _OPEN_FILES), hard))
+    """Run `work` and return the exit status. SIGINT or SIGTERM cancels it, which closes everything it opened."""
     task = asyncio.ensure_future(work)
     signals: list[int] = []
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def report(evaluations: dict[str, Evaluation], config: Config) -> list[str]:
     lines += _pass_lines(evaluations, settings.pass_k, settings.pass_threshold)
     lines += ["", "look at the rollouts of a task:"]
     for model, each in evaluations.items():
-        lines.append(f"  {COMPOSER} rollouts {each.folder} --eval --task TASK    ({model})")
+        lines.append(f"  {COMPOSER} rollouts {shlex.quote(str(each.folder))} --eval --task TASK    ({model})")
     return lines
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +41,7 @@ def main(words: list[str]) -> int:
     steps = sorted({entry["step"] for entry in chosen})
     of_step = f" of step {steps[0]}" if len(steps) == 1 else ""
     count = f"{len(shown)} of {pluralize(len(chosen), 'rollout')}{of_step}"
-    print(f"{count}; show one with: {COMPOSER} rollouts {options.run} ROLLOUT_ID")
+    print(f"{count}; show one with: {COMPOSER} rollouts {shlex.quote(options.run)} ROLLOUT_ID")
     return 0
 
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import jinja2
 
 from composer_prime.channels.policy import load_policy_loss
 from composer_prime.config import Config
@@ -28,6 +32,9 @@ from composer_prime.monitor.alerts import alerts
 from composer_prime.plan.check_run_dir import Starter, check_run_folder
 from composer_prime.plan.footprint import ModelShape
 from composer_prime.run.run_dir import RunDir
+
+_OPEN_FILES = 256
+"""Files that a process opens beside the connections of its rollouts."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +68,7 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
                     "that can be written to"
                 )
     findings.notes += setting_notes(config)
-    for check in (_model, _modules, _files, _weight_copies, _hints_key, _made_parts, _teachers):
+    for check in (_open_files, _model, _modules, _files, _weight_copies, _hints_key, _made_parts, _teachers):
         try:
             check(config, findings)
         except ComposerError as error:
@@ -72,6 +79,16 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
     except ConfigError as error:
         findings.problems.append(str(error))
     return findings
+
+
+def _open_files(config: Config, findings: Findings) -> None:
+    """Check that a process can hold the connections of the rollouts that run at once."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= most < (needed := _OPEN_FILES + 2 * config.orchestrator.max_concurrent):
+        findings.problems.append(
+            f"a process may open {most} files here, and the run needs up to {needed}: raise the limit with "
+            f"`ulimit -n {needed}`, or lower orchestrator.max_concurrent"
+        )
 
 
 def _model(config: Config, findings: Findings) -> None:
@@ -96,6 +113,11 @@ def _model(config: Config, findings: Findings) -> None:
             f"model.max_context is {config.model.max_context}, but the model {config.model.path!r} was made for "
             f"max_position_embeddings = {positions}: set model.max_context <= {positions}"
         )
+    if (quantized := text_settings(described).get("quantization_config")) is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        findings.problems.append(
+            f"the model {config.model.path!r} is quantized ({method}): train from the folder with its full weights"
+        )
     if template is None or template.is_file():
         check_chat_template(config, described)
         findings.notes += tool_notes(config, described)
@@ -113,6 +135,20 @@ def check_chat_template(config: Config, folder: Path) -> None:
             f"the model {config.model.path!r} has no chat template, which its conversations need: set "
             "model.chat_template to a Jinja file, choose a chat model, or name a renderer in model.renderer"
         )
+    if config.model.chat_template is not None and config.model.renderer is not None:
+        raise ConfigError(
+            f"model.renderer is {config.model.renderer!r}, which does not read model.chat_template "
+            f"({config.model.chat_template}): leave one of the two out"
+        )
+    try:
+        text = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", _template(config, folder) or "")
+        if not text.startswith(("[", '{"')):  # Several templates, as JSON.
+            jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the chat template of {config.model.chat_template or config.model.path} cannot be read: {error}, in line "
+            f"{error.lineno}: repair it, or set model.chat_template to another"
+        ) from None
 
 
 def tool_notes(config: Config, folder: Path) -> Iterator[str]:
@@ -136,7 +172,7 @@ def _template(config: Config, folder: Path) -> str | None:
             return file.read_text()
     settings = folder / "tokenizer_config.json"
     stored = json.loads(settings.read_text()).get("chat_template") if settings.is_file() else None
-    return json.dumps(stored) if stored else None
+    return stored if isinstance(stored, str) or not stored else json.dumps(stored)
 
 
 def setting_notes(config: Config) -> Iterator[str]:

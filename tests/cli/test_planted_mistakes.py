@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -66,3 +67,46 @@ def test_torn_weights_are_named(tmp_path):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert f"{weights} has" in said(tmp_path, "--model.path", str(folder))
+
+
+# A chat template that cannot be parsed, one beside a renderer that does not read it, and quantized weights.
+@pytest.mark.parametrize(
+    ("template", "config", "words", "expected"),
+    [
+        ("{% for m in messages %}{% endfr %}", {}, (), ["chat template", "endfr", "line 1"]),
+        (
+            "{% generation %}x{% endgeneration %}",
+            {},
+            ("--model.renderer", "qwen3"),
+            ["model.renderer is 'qwen3'", "leave"],
+        ),
+        ("x", {"quantization_config": {"quant_method": "gptq"}}, (), ["is quantized (gptq)", "full"]),
+    ],
+)
+def test_model_is_named(template, config, words, expected, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model("tiny"), folder)
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | config))
+    (file := tmp_path / "own.jinja").write_text(template)
+    text = said(tmp_path, "--model.path", str(folder), "--model.chat_template", str(file), *words)
+    assert all(part in text for part in expected)
+
+
+# Too few files may be open: the connections of the rollouts would fail one by one.
+def test_open_files_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (64, 64))
+    text = said(tmp_path)
+    assert "may open 64 files" in text and "ulimit -n" in text
+
+
+# A user without a home folder, as in some containers, is told what to set.
+def test_missing_home_is_named(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(ConfigError, match="set HOME or XDG_CACHE_HOME"):
+        resolve_model("smollm2")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 
 from composer_prime.config import Config
+from composer_prime.console import COMPOSER
 from composer_prime.monitor.progress import RunProgress
 from composer_prime.run.run_dir import RunDir
 from trainer.launcher.view import View, channels_text, eval_text, run_summary, step_line
@@ -168,3 +170,12 @@ def test_the_summary_offers_what_works(tmp_path):
     run_dir.rollouts(1).touch()
     run_dir.final.mkdir()
     assert offered(1) == ["view RUN", "report RUN", "rollouts RUN", "chat RUN"]
+
+
+def test_printed_commands_can_be_copied(tmp_path):
+    # A folder with blanks and signs of the shell is quoted.
+    config = Config.model_validate({**CONFIG, "run": {**CONFIG["run"], "output_dir": str(tmp_path / "a b&c")}})
+    run_dir = RunDir(config.run_directory)
+    text = run_summary(config, run_dir, 0, RunProgress(), 1, 0)
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith(f"  {COMPOSER} ")]
+    assert commands and all(str(config.run_directory) in words for words in commands)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -115,7 +116,8 @@ def _run(monitor: _RunMonitor, supervisor: Supervisor, signals: _Signals) -> str
     failure = None
     names = ", ".join(role.name for role in supervisor.roles) or "no role"
     monitor.view.event(f"starting {names}; their logs are in {supervisor.run_dir.root / 'logs'}")
-    monitor.view.event(f"to watch it in a browser: {COMPOSER} view {supervisor.config.run.output_dir}")
+    runs = shlex.quote(str(supervisor.config.run.output_dir))
+    monitor.view.event(f"to watch it in a browser: {COMPOSER} view {runs}")
     try:
         supervisor.start()
         monitor.start_trackers(supervisor.config)

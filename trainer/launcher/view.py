@@ -5,6 +5,7 @@ The state is RunProgress.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -164,8 +165,9 @@ def run_summary(
     return "\n".join([*lines, *(f"  {COMPOSER} {command}" for command in _looks(config.run_directory, run_dir))])
 
 
-def _looks(where: Path, run_dir: RunDir) -> list[str]:
-    """Return the commands that have something to show of the run in folder `where`."""
+def _looks(folder: Path, run_dir: RunDir) -> list[str]:
+    """Return the commands that have something to show of the run in `folder`."""
+    where = shlex.quote(str(folder))
     page = f"   (or open {run_dir.root / 'report.html'})" if (run_dir.root / "report.html").is_file() else ""
     flags = {"": "step_*", " --failed": "failed", " --eval": "eval_*"}
     listed = [flag for flag, name in flags.items() if any(run_dir.root.glob(f"rollouts/{name}.jsonl"))]

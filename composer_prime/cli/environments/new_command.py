@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import keyword
 import re
+import shlex
 from importlib import resources
 from pathlib import Path
 
@@ -48,8 +49,9 @@ def main(words: list[str]) -> int:
     print("\n".join(f"wrote {path}" for path in written))
     module, configuration = options.folder / f"{options.name}.py", options.folder / f"{options.name}.toml"
     tried = module if module.exists() else configuration
-    test = f"{UV_RUN and 'uv run --group dev '}pytest {written[-1]}"
-    print(f"next: {test}; {COMPOSER} try {tried}; {UV_RUN}trainer @ {configuration}")
+    test, tried, configuration = (shlex.quote(str(path)) for path in (written[-1], tried, configuration))
+    pytest = f"{UV_RUN and 'uv run --group dev '}pytest {test}"
+    print(f"next: {pytest}; {COMPOSER} try {tried}; {UV_RUN}trainer @ {configuration}")
     return 0
 
 

@@ -30,6 +30,7 @@ from packaging.utils import canonicalize_name
 
 from composer_prime.console import install_command
 from composer_prime.errors import SandboxError
+from composer_prime.host import own_folder
 
 PREFIX = "/opt/python" if sys.base_prefix == "/usr" else sys.base_prefix
 """Where IMAGE/python is inside a box."""
@@ -60,10 +61,8 @@ def _image_of(packages: tuple[str, ...]) -> tuple[Path, list[metadata.Distributi
     found = _with_dependencies(["pytest", *packages])
     parts = [sys.version, PREFIX, INIT_SOURCE.read_text(), Path(__file__).read_text()]
     parts += [f"{name}=={found[name].version}" for name in sorted(found)]
-    if os.geteuid() == 0:  # Readable by the user id that boxes have.
-        cache = Path("/var/cache")
-    else:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    # Root's is readable by the user id that boxes have.
+    cache = Path("/var/cache") if os.geteuid() == 0 else own_folder("XDG_CACHE_HOME", ".cache")
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     return cache / "composer-prime/sandbox" / digest, list(found.values())
 
