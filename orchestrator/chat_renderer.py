@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 _OURS = re.compile(r"orchestrator(\.\w+)+")
 _MOVED = "orchestrator.environments.tool_loop.renderer."
 """Where folders of earlier releases have the renderers of this module."""
-_VISIBLE_CALLS = {"qwen3": "orchestrator.chat_renderer.VisibleCallsQwen3Renderer"}
-"""Stock renderers, and our own that keep broken tool calls visible."""
 _RUNNABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
 """Calls to pass on. The tool loop answers an unknown name."""
 _PROBES: list[list[Message]] = [
@@ -76,15 +74,37 @@ def build_renderer(model_path: str, choice: str | dict[str, Any] | None) -> tupl
     4. a renderer for its architecture, if it renders like the folder's chat template, token for token;
     5. the folder's chat template itself (`ChatTemplateRenderer`).
 
-    Raises ModelNotFoundError for a folder without a tokenizer, ConfigError for an unknown renderer or a folder without
-    a chat template.
+    Raises ModelNotFoundError for a folder without a tokenizer, ConfigError for an unknown renderer, and for a folder
+    without a chat template or with one that cannot be rendered.
     """
     tokenizer = read_tokenizer(model_path)
     config = _choose(model_path, tokenizer, choice)
     try:
-        return config, create_renderer(tokenizer, config)
+        renderer = create_renderer(tokenizer, config)
+        renderer.render_ids(_PROBES[0], add_generation_prompt=True)
     except Exception as error:
-        raise ConfigError(f"renderer {config.name!r} does not fit the model folder {model_path}: {error}") from error
+        raise ConfigError(
+            f"renderer {config.name!r} does not fit the model folder {model_path}: {type(error).__name__}: {error}; "
+            "repair its chat template, set model.chat_template, or name another in model.renderer"
+        ) from error
+    if config.name != "custom":
+        stock = type(renderer)
+        renderer.__class__ = type(stock.__name__, (VisibleCalls, stock), {})
+    return config, renderer
+
+
+def unread_call(renderer: Renderer) -> str | None:
+    """Return a tool call as the folder's chat template writes it, where it could not be read; else None."""
+    if not isinstance(renderer, ChatTemplateRenderer):
+        return None  # The others read what they write.
+    name, tools = _PROBE_TOOL["function"]["name"], [_PROBE_TOOL]
+    call = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": {"a": 1}}}
+    answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    try:
+        written = renderer._text([*_PROBES[0], answer], tools)[len(renderer._text(_PROBES[0], tools)) :]
+    except jinja2.TemplateError:
+        return None  # A rollout with tools names what the template lacks.
+    return None if name not in written or any(map(_read_call, TOOL_CALL.findall(written))) else written
 
 
 def _choose(model_path: str, tokenizer: Any, choice: str | dict[str, Any] | None) -> RendererConfig:
@@ -99,11 +119,16 @@ def _choose(model_path: str, tokenizer: Any, choice: str | dict[str, Any] | None
             )
         if path is not None:
             folders_choice["import_path"] = path.replace(_MOVED, "orchestrator.chat_renderer.")
-        return _explicit(folders_choice)
+        config = _explicit(folders_choice)
+        if getattr(tokenizer, "chat_template", None) and not _agrees(tokenizer, config):
+            raise ConfigError(
+                f"{model_path}: its chat template renders otherwise than its renderer.json: remove renderer.json to "
+                "use the template, or restore the template"
+            )
+        return config
     name = MODEL_RENDERER_MAP.get(published_name(model_path) or "") or _by_architecture(model_path, tokenizer)
     if name is not None:
-        visible = _VISIBLE_CALLS.get(name)
-        return _explicit(name if visible is None else {"name": "custom", "import_path": visible})
+        return _explicit(name)
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             f"{model_path} has no chat template: add chat_template.jinja to the folder, set model.chat_template to a "
@@ -153,18 +178,22 @@ def _by_architecture(model_path: str, tokenizer: Any) -> str | None:
     name = "qwen3" if model_type in ("qwen3", "qwen3_moe") else None
     if name is None or not getattr(tokenizer, "chat_template", None):
         return None
+    return name if _agrees(tokenizer, _explicit(name)) else None
+
+
+def _agrees(tokenizer: Any, config: RendererConfig) -> bool:
+    """Tell whether a renderer and the chat template give equal tokens for every probe conversation."""
     try:
-        renderer = create_renderer(tokenizer, _explicit(name))
-        agrees = all(
+        renderer = create_renderer(tokenizer, config)
+        return all(
             renderer.render_ids(probe, tools=tools, add_generation_prompt=True)
             == list(tokenizer.apply_chat_template(probe, tools=tools, add_generation_prompt=True, return_dict=False))
             for probe in _PROBES
             for tools in (None, [_PROBE_TOOL])
         )
     except Exception as error:
-        logger.info("renderer %s does not fit %s: %s", name, model_path, error)
-        return None
-    return name if agrees else None
+        logger.info("renderer %s does not fit the chat template: %s", config.name, error)
+        return False
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -262,14 +291,15 @@ class ChatTemplateRenderer(DefaultRenderer):
         return self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
 
 
-class VisibleCallsQwen3Renderer(Qwen3Renderer):
-    """The Qwen3 renderer, for models with the official chat template, with broken tool calls kept visible.
+class VisibleCalls:
+    """Mixed into a renderer of the package renderers, it keeps broken tool calls visible.
 
     Verifiers drops every call without a name, and its text with it. Here a call that cannot be run stays in the content
     as the text that the model wrote. So the tool loop can answer it, and rendering it again gives the same tokens.
     """
 
-    config_class = Qwen3RendererConfig
+    _tokenizer: Any
+    get_stop_token_ids: Any
 
     def parse_response(self, token_ids: list[int], **options: Any) -> ParsedResponse:
         """Parse like the base class, but move each call that cannot be run into the content."""
@@ -285,13 +315,19 @@ class VisibleCallsQwen3Renderer(Qwen3Renderer):
             parsed.content = self._text(token_ids)
         for call in broken if runnable else ():
             start, end = call.token_span or (0, 0)
-            parsed.content += self._text(token_ids[start:end])
+            parsed.content += self._text(token_ids[start:end]) or call.raw
         parsed.tool_calls = runnable
         return parsed
 
     def _text(self, token_ids: list[int]) -> str:
         stops = set(self.get_stop_token_ids())
         return self._tokenizer.decode([i for i in token_ids if i not in stops], skip_special_tokens=False)
+
+
+class VisibleCallsQwen3Renderer(VisibleCalls, Qwen3Renderer):
+    """The Qwen3 renderer, for model folders whose renderer.json names it."""
+
+    config_class = Qwen3RendererConfig
 
 
 class ToolQwen3Renderer(VisibleCallsQwen3Renderer):

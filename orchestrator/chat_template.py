@@ -39,4 +39,8 @@ def chat_folder(model_dir: Path, template: Path | None, run_root: Path) -> Path:
     values.pop("chat_template", None)
     settings.write_text(json.dumps(values, indent=2))
     (folder / "chat_template.jinja").write_text(text)
+    # The template counts: neither the folder nor the model's published name may choose a renderer of its own.
+    (folder / "renderer.json").unlink(missing_ok=True)
+    model = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(model | {"_name_or_path": ""}))
     return folder

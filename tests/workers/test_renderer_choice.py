@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from tokenizers_made import CHATML, write_tokenizer
 
 from composer_prime.errors import ConfigError, ModelNotFoundError
-from orchestrator.chat_renderer import ChatTemplateRenderer, build_renderer, published_name, read_tokenizer
+from orchestrator.chat_renderer import (
+    ChatTemplateRenderer,
+    build_renderer,
+    published_name,
+    read_tokenizer,
+    unread_call,
+)
+from orchestrator.chat_template import chat_folder
 
 TINY = Path(__file__).parents[2] / "composer_prime" / "assets" / "tiny" / "policy"
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
@@ -145,3 +152,54 @@ def test_tokenizers_read_without_torch_agree_with_autotokenizer(model_path: str)
         text = "<|im_start|>user\nWas kostet 12 + 7? é漢\n<|im_end|>"
         assert ours.encode(text) == theirs.encode(text)
         assert (ours.eos_token_id, ours.chat_template) == (theirs.eos_token_id, theirs.chat_template)
+
+
+XML_CALL = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+WITH_CALLS = TOOL_TEMPLATE + "{% for m in messages %}{% for c in m.tool_calls or [] %}NOTATION{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_writes_other_calls_is_found_out(tmp_path: Path) -> None:
+    """A call in XML could not be read back; one in JSON is, and a template without calls has none to read."""
+    for name, notation in (
+        ("xml", XML_CALL),
+        ("json", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'),
+        ("none", ""),
+    ):
+        (folder := tmp_path / name).mkdir()
+        write_tokenizer(folder, WITH_CALLS.replace("NOTATION", notation))
+        written = unread_call(build_renderer(str(folder), None)[1])
+        assert (written is not None) == (name == "xml")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "default"])
+def test_a_named_renderer_keeps_broken_calls_visible(tmp_path: Path, name: str) -> None:
+    """What a stock renderer cannot read stays in the content, where the tool loop answers it."""
+    tokenizer = read_tokenizer(str(write_tokenizer(tmp_path, TOOL_TEMPLATE)))
+    marks = [f"<{slash}{mark}>" for mark in ("tool_call", "tool_response", "think") for slash in ("", "/")]
+    tokenizer.add_tokens([*marks, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"])
+    tokenizer.save_pretrained(tmp_path)
+    choice = {"name": "default", "tool_parser": "qwen3"} if name == "default" else name
+    _, renderer = build_renderer(str(tmp_path), choice)
+    text = 'I try. <tool_call>\n{"name": "bash", "arguments": {"command": "ls"\n</tool_call>'
+    parsed = renderer.parse_response(tokenizer.encode(text), tools=[TOOL])
+    assert parsed.tool_calls == [] and text in parsed.content
+
+
+def test_a_chosen_chat_template_counts(tmp_path: Path) -> None:
+    """model.chat_template decides over the renderer that the model's folder names."""
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ 'only: ' + messages[-1]['content'] }}")
+    _, renderer = build_renderer(str(chat_folder(TINY, template, tmp_path)), None)
+    ids = renderer.render_ids([{"role": "user", "content": "plus"}])
+    assert read_tokenizer(str(TINY)).decode(ids) == "only: plus"
+
+
+def test_a_template_that_disagrees_with_its_folder_is_refused(tmp_path: Path) -> None:
+    """Someone edited the template of a folder whose renderer.json renders otherwise, or one that cannot be rendered."""
+    model = shutil.copytree(TINY, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    (model / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    with pytest.raises(ConfigError, match=r"renderer\.json"):
+        build_renderer(str(model), None)
+    (model / "renderer.json").unlink()
+    with pytest.raises(ConfigError, match=r"model\.chat_template"):
+        build_renderer(str(model), None)
