@@ -137,11 +137,11 @@ class Evaluator:
                 *(failures[0].kind, failures[0].message),
             )
         figures = {"time/eval_s": time.monotonic() - start}
-        samples = self.run.settings.eval.samples
         for source in self.sources:
-            own = [rollout for name, rollout in rollouts if name == source.name]
-            tasks = [own[at : at + samples] for at in range(0, len(own), samples)]
-            figures |= eval_summary(source.name, tasks, self.run.settings.eval)
+            own: dict[str, TaskRollouts] = {}
+            for rollout in (rollout for name, rollout in rollouts if name == source.name):
+                own.setdefault(rollout.task_id, []).append(rollout)
+            figures |= eval_summary(source.name, [*own.values()], self.run.settings.eval)
         await asyncio.to_thread(self.run.metrics.log, step, figures)
         means = [f"{name} {value:.3f}" for name, value in figures.items() if name.endswith("/reward_mean")]
         about = event("evaluation", text=f"evaluation after step {step}: {', '.join(means) or 'no score'}")

@@ -57,11 +57,11 @@ async def play_episodes(
     return [task.result() for task in started]
 
 
-def trial_warnings(rollouts: Sequence[FinishedRollout], overlap: str | None = None) -> list[str]:
+def trial_warnings(rollouts: Sequence[FinishedRollout], notes: Sequence[str] = ()) -> list[str]:
     """Return one sentence for each reason why such episodes could teach nothing."""
     scored = [rollout for rollout in rollouts if rollout.reward is not None]
     rewards = {rollout.reward for rollout in scored}
-    warnings = [overlap] if overlap else []
+    warnings = [*notes]
     if len(scored) > 1 and len(rewards) == 1:
         warnings.append(
             f"all {len(scored)} rewards are {rewards.pop():g}: a group of equal rewards has no advantage and trains "

@@ -384,7 +384,8 @@ def _pool(
     spec = source_spec(source, config, model_dir)
     if make_pool is not None:
         return make_pool(source, spec)
-    return WorkerPool(spec, workers=source.workers, log_dir=run_dir.root / "logs")
+    logs = run_dir.root / "logs"
+    return WorkerPool(spec, workers=source.workers, hang_timeout_s=source.longest_stall_s, log_dir=logs)
 
 
 def root_cause(error: BaseException) -> BaseException:

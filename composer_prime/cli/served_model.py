@@ -102,7 +102,8 @@ def _pool(config: Config, source: SourceConfig, chat: Path, logs: Path) -> Worke
     from orchestrator.tasks import source_spec
     from orchestrator.workers.pool import WorkerPool
 
-    return WorkerPool(source_spec(source, config, chat), workers=max(1, source.workers), log_dir=logs)
+    spec, hang_s = source_spec(source, config, chat), source.longest_stall_s
+    return WorkerPool(spec, workers=max(1, source.workers), hang_timeout_s=hang_s, log_dir=logs)
 
 
 async def _run_node(

@@ -80,6 +80,8 @@ class SourceConfig(BaseConfig):
     """Worker processes for this source."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Wall-clock limit of one rollout."""
+    hang_timeout_s: float = Field(default=60.0, gt=0)
+    """A worker whose event loop stands still for this long, or for timeout_s, is restarted; what blocks it is named."""
 
     @field_validator("taskset", "eval_taskset", "harness")
     @classmethod
@@ -101,6 +103,11 @@ class SourceConfig(BaseConfig):
                 "one, or raise its weight"
             )
         return self
+
+    @property
+    def longest_stall_s(self) -> float:
+        """Seconds after which a worker that stands still is restarted: past timeout_s its rollouts are lost anyway."""
+        return min(self.hang_timeout_s, max(self.timeout_s, 10.0))
 
     @property
     def max_turns(self) -> int | None:

@@ -42,7 +42,7 @@ NOT_LOWER = ("orchestrator.max_staleness", "trainer.micro_batch_tokens")
 """Keys that a resume may not lower: batches that were formed before the crash are served again as they were."""
 
 _DIVISOR = "channels.policy.max_completion_length"
-_FREE_IN_SOURCES = ("workers", "timeout_s", "eval_taskset")
+_FREE_IN_SOURCES = ("workers", "timeout_s", "hang_timeout_s", "eval_taskset")
 _NOT_REPORTED = ("run.resume", "run.overwrite", "run.output_dir", "run.import_from")
 _COPIED = {"keys", "run_id"}
 """Entries that the user may have copied from a remote orchestrator's run before the first start."""

@@ -141,6 +141,10 @@ class TokenArrays(msgspec.Struct, frozen=True, kw_only=True):
     """float32 [T]: advantage of token t; 0 where mask is 0."""
 
 
+LARGEST_REWARD = 1e30
+"""A reward beyond it is a failure: what the loss makes of one must fit into float32."""
+
+
 class Sample(TokenArrays, frozen=True, kw_only=True):
     """One root-to-leaf token sequence of a rollout; the trainer trains on samples.
 

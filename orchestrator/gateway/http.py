@@ -482,6 +482,8 @@ class RolloutRecords:
         self._placing = placing
         self._audits = audits
         self._open: dict[str, _OpenRollout] = {}
+        self.on_record: Callable[[GenerationRecord], None] | None = None
+        """Gets each answer of an open rollout."""
 
     @property
     def num_bytes(self) -> int:
@@ -520,5 +522,7 @@ class RolloutRecords:
         rollout = self.find(record.session)
         if rollout is not None:
             rollout.append(record, order)
+            if self.on_record is not None:
+                self.on_record(record)
             if self._audits is not None:
                 self._audits.offer(rollout.rollout_id, record.prompt_ids, record.answer, record.sampling)

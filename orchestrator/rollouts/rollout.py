@@ -25,7 +25,6 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -36,7 +35,7 @@ from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import DeadlineError, RolloutError
 from composer_prime.run.retry import backoff_s
 from composer_prime.wire.node_messages import POLICY, joined
-from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, pack_flags, pack_floats, pack_ints
+from composer_prime.wire.types import LARGEST_REWARD, Sample, TurnSpan, VersionSpan, pack_flags, pack_floats, pack_ints
 from orchestrator.gateway import Gateway
 from orchestrator.gateway.http import GenerationRecord
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, GroupPlan, derive_seed
@@ -194,19 +193,23 @@ class RolloutRunner:
     ) -> CompiledRollout:
         """Return the first good try of a rollout, or its last failed one, and tell `failures` how it ended.
 
-        `play` gets the number of the try, from 0, and the failures of those before.
+        `play` gets the number of the try, from 0, and the failures of those before. A displaced one counts as none.
         """
         earlier: list[RolloutFailure] = []
-        while True:
-            rollout, samples = await play(len(earlier), earlier)
+        for number in itertools.count():
+            rollout, samples = await play(number, earlier)
             if rollout.failure is None:
-                return rollout, samples
+                break
+            if rollout.failure.kind == "displaced":
+                await asyncio.sleep(_RETRY_S)
+                continue
             failures.note_try(source, rollout.rollout_id, rollout.failure)
             if not rollout.failure.retryable or len(earlier) == self.config.max_retries:
                 await asyncio.to_thread(failures.note_end, step(), source, rollout, group)
-                return rollout, samples
+                break
             await asyncio.sleep(retry_pause_s(len(earlier)))
             earlier.append(rollout.failure)
+        return rollout, samples
 
     async def _within_deadline(self, source: str, request: RunRollout) -> RolloutReply:
         deadline_s, loop = request.timeout_s + self.grace_s, asyncio.get_running_loop()
@@ -227,10 +230,10 @@ def retry_pause_s(attempt: int) -> float:
 
 
 def checked(reply: RolloutReply) -> RolloutReply:
-    """Return the reply, as a failed one where its reward is no number."""
+    """Return the reply, as a failed one where its reward is no number that can be trained on."""
     failure = reply.failure
-    if failure is None and (reply.reward is None or not math.isfinite(reply.reward)):
-        message = f"the environment gave the reward {reply.reward}; a finite number is needed"
+    if failure is None and not (reply.reward is not None and abs(reply.reward) <= LARGEST_REWARD):
+        message = f"the environment gave the reward {reply.reward}; a number of at most {LARGEST_REWARD:g} is needed"
         failure = RolloutFailure(kind="no_reward", message=message, retryable=True)
     return reply if failure is None else msgspec.structs.replace(reply, failure=failure, reward=None)
 

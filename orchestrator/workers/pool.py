@@ -21,7 +21,9 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -53,6 +55,10 @@ TRAIN, EVAL = "train", "eval"
 """The usual names of a source's task sets (`SourceSpec.tasksets`)."""
 STALL_S = 5.0
 """A worker whose event loop stands still for this long writes its stack to its log."""
+BLOCKED_BY = "the event loop stands still in rollout "
+"""Begins a line of a worker's log."""
+_MAX_HANGS = 2
+"""A task that blocked its worker so often is played no more."""
 _STDLIB = sysconfig.get_paths()["stdlib"]
 
 
@@ -84,8 +90,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
     num_tasks: dict[str, int] = {}
     """By task set."""
-    overlap: str | None = None
-    """A sentence where held-out prompts are training prompts too."""
+    notes: list[str] = []
+    """A sentence for each weakness of the task sets."""
     error: str = ""
     """Class name in composer_prime.errors."""
     message: str = ""
@@ -189,7 +195,7 @@ class RolloutFailure(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     """provider | context_overflow | render | interception | harness | toolset | sandbox | task | env | no_reward |
-    quarantine | timeout | cancelled | worker | request | internal"""
+    quarantine | timeout | cancelled | worker | hang | displaced | request | internal"""
     message: str
     retryable: bool = True
     detail: str | None = None
@@ -266,6 +272,8 @@ class WorkerPool:
         self._failure: ComposerError | None = None
         self.ready: WorkerReady | None = None
         """The first worker's report; None until it has loaded."""
+        self._hangs: Counter[tuple[str, int]] = Counter()
+        """Workers that a task blocked, by task set and index."""
         self.restarts = 0
         """Workers started again since `start`."""
 
@@ -286,8 +294,8 @@ class WorkerPool:
             if self._failure is not None:
                 raise self._failure
             assert self.ready is not None
-            if self.ready.overlap is not None:
-                logger.warning("source %s: %s", self.spec.name, self.ready.overlap)
+            for note in self.ready.notes:
+                logger.warning("source %s: %s", self.spec.name, note)
         except BaseException:
             await self.close()
             raise
@@ -313,9 +321,15 @@ class WorkerPool:
         EnvironmentWorkerError once the workers have failed for good, and DeadlineError when none is ready for
         start_timeout_s.
         """
+        task = request.taskset, request.task_index
+        if self._hangs[task] >= _MAX_HANGS:
+            message = f"it blocked its worker {self._hangs[task]} times, for hang_timeout_s each, and is left out"
+            return request.failed("hang", message, retryable=False)
         player = await self._place()
         on_begin()
-        return await player.run(request)
+        reply = await player.run(request)
+        self._hangs[task] += reply.failure is not None and reply.failure.kind == "hang"
+        return reply
 
     async def close(self) -> None:
         """End every worker; rollouts in flight get an error reply."""
@@ -549,14 +563,31 @@ class WorkerProcess:
             if silent_s > hang_timeout_s:
                 place = self._blocked_at()
                 self._end_reason = (
-                    f"no heartbeat for {silent_s:.1f} s (at most {hang_timeout_s:g})"
+                    f"no heartbeat for {silent_s:.1f} s (hang_timeout_s of the source is {hang_timeout_s:g})"
                     f"{f'; it stood at {place}' if place else ''}"
                 )
                 signal_session(self._process.pid, signal.SIGKILL)
+                await self._process.wait()  # Else what is played again might come to this worker.
+                self._blame(place)
                 return  # _read sees the end of the stream.
 
     def _blocked_at(self) -> str | None:
-        return blocked_at(processes.last_words(*self._log, _STACK_LINES))
+        return blocked_at(self._output())
+
+    def _output(self) -> str:
+        return processes.last_words(*self._log, _STACK_LINES)
+
+    def _blame(self, place: str | None) -> None:
+        """Answer the rollout that blocked the worker, and the others as displaced, if it is known."""
+        named = re.findall(rf"^ *{BLOCKED_BY}(.+)$", self._output(), re.MULTILINE)
+        if not named or named[-1] not in self._rollouts:
+            return
+        for rollout_id, future in self._rollouts.items():
+            if not future.done():
+                kind = "hang" if rollout_id == named[-1] else "displaced"
+                message = f"rollout {named[-1]} blocked {self.label}: {self._end_reason}"
+                failure = RolloutFailure(kind=kind, message=message, where=place, detail=self._output())
+                future.set_result(RolloutReply(rollout_id=rollout_id, task_id="", failure=failure))
 
     async def _finish(self) -> None:
         await self._process.wait()
@@ -568,7 +599,7 @@ class WorkerProcess:
         self._cancel_tasks()
         if self.ended.done():
             return
-        status = exit_text(self._process.returncode)
+        status = f"{exit_text(self._process.returncode)}: {self.last_words.splitlines()[-1].strip()}"
         self.ended.set_result(f"{self.label} " + (f"ended: {self._end_reason}" if self._end_reason else status))
         for rollout_id, future in self._rollouts.items():
             if not future.done():
@@ -602,6 +633,6 @@ def is_own(file: str) -> bool:
 
 def frame_text(file: str, line: str, function: str) -> str:
     path = Path(file)
-    if path.is_relative_to(Path.cwd()):
+    with suppress(OSError, ValueError):  # An environment may delete the current folder.
         path = path.relative_to(Path.cwd())
     return f"{path}:{line}, in {function}"

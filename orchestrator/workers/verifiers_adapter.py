@@ -18,7 +18,6 @@ import inspect
 import itertools
 import json
 import logging
-import math
 import re
 import traceback
 from collections.abc import AsyncIterator, Callable
@@ -50,7 +49,9 @@ from verifiers.v1.utils import loaders
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.console import did_you_mean
 from composer_prime.errors import ConfigError
+from composer_prime.llm.reply import reply_text
 from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
+from composer_prime.wire.types import LARGEST_REWARD
 from orchestrator.coding.sandbox.runtime import make_images, runtime_settings
 from orchestrator.workers.pool import (
     MessageRecord,
@@ -117,17 +118,30 @@ class Environment:
         self._renderer = renderer
         self._env = load_env(spec, spec.tasksets[taskset])
         self._tasks = _make_tasks(self._env, spec, taskset)
-        refuse_plain_rewards(self._tasks[0])
+        refuse_wrong_rewards(self._tasks[0])
+        self._first = first_alike(self._tasks)
         self._clients: dict[str, vf.TrainClientConfig] = {}
 
     @property
     def num_tasks(self) -> int:
         return len(self._tasks)
 
+    @property
+    def has_tools(self) -> bool:
+        return hasattr(self._tasks[0].data, "tool_executor")
+
+    @property
+    def repeated(self) -> str | None:
+        """Say how many tasks are copies of others; None where none is."""
+        distinct = len(set(self._first))
+        if distinct == self.num_tasks:
+            return None
+        return f"taskset {self.name!r}: its {self.num_tasks} tasks are copies of {distinct}, which alone count as tasks"
+
     def describe(self, index: int) -> tuple[str, str]:
         """Return id and prompt of a task. Raises IndexError past the end."""
         task = self._tasks[index]
-        return task_id_of(task, index), task.data.prompt_text
+        return task_id_of(task, self._first[index]), task.data.prompt_text
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -159,7 +173,8 @@ class Environment:
         except TimeoutError:
             if not deadline.expired():
                 raise
-        return to_reply(request, task, episode, traces)
+        reply = to_reply(request, task, episode, traces)
+        return msgspec.structs.replace(reply, task_id=task_id_of(task, self._first[request.task_index]))
 
     def _context(self, request: RunRollout) -> vf.ModelContext:
         sampling = {
@@ -197,9 +212,9 @@ def _make_tasks(env: Env, spec: SourceSpec, taskset: str) -> list[vf.Task]:
         logger.warning("source %s: task set %r never ends: its first %d tasks are played", spec.name, taskset, _ENDLESS)
     try:
         tasks = list(env.taskset if env.taskset.bounded else itertools.islice(env.taskset, _ENDLESS))
-    except Exception as error:
-        message = f"task set {taskset!r} of source {spec.name!r} raised {describe_exception(error)}"
-        raise ConfigError(message) from error
+    except (Exception, SystemExit) as error:
+        made = f"task set {taskset!r} of source {spec.name!r} (load: {place_of(env.taskset.load)})"
+        raise ConfigError(f"{made} raised {describe_exception(error)}") from error
     if not tasks:
         raise ConfigError(
             f"source {spec.name!r}: its task set {taskset!r} ({spec.tasksets[taskset]}) has no task: check its settings"
@@ -289,7 +304,7 @@ def to_reply(request: RunRollout, task: vf.Task, episode: Episode | None, traces
     if episode is None:
         failure = RolloutFailure(kind="timeout", message=f"no end after timeout_s = {request.timeout_s:g} s")
     else:
-        failure = with_function(_failure(episode, traces, main), task, main)
+        failure = with_function(_failure(task, episode, traces, main), task, main)
     return RolloutReply(
         rollout_id=request.rollout_id,
         task_id=task_id_of(task, request.task_index),
@@ -312,6 +327,16 @@ def _verdict(main: vf.Trace | None) -> dict[str, Any]:
     return record() if callable(record) else {}
 
 
+def first_alike(tasks: list[vf.Task]) -> list[int]:
+    """Return for each task the index of the first one with the same data, of the first _ENDLESS tasks; else its own."""
+    known: dict[int, int] = {}
+    first = [*range(len(tasks))]
+    for index, task in enumerate(tasks[:_ENDLESS]):
+        content = hash(repr([field for field in task.data if field[0] not in ("idx", "id", "name")]))
+        first[index] = known.setdefault(content, index)
+    return first
+
+
 def task_id_of(task: vf.Task, index: int) -> str:
     """Return a task's own durable id if it has one, else its name, else its index."""
     if type(task).key is not vf.Task.key:
@@ -326,7 +351,7 @@ def tool_error(task_data: Any, text: str) -> str | None:
     return (text.strip().splitlines() or [""])[0][:500] if is_error else None
 
 
-def _failure(episode: Episode, traces: list[vf.Trace], main: vf.Trace | None) -> RolloutFailure | None:
+def _failure(task: vf.Task, episode: Episode, traces: list[vf.Trace], main: vf.Trace | None) -> RolloutFailure | None:
     for errors in (episode.errors, *(trace.errors for trace in traces if not trace.ok)):
         if errors:
             return _classify(errors[-1])
@@ -334,7 +359,7 @@ def _failure(episode: Episode, traces: list[vf.Trace], main: vf.Trace | None) ->
         return RolloutFailure(kind="env", message="the environment ran no agent", retryable=False)
     if reason := getattr(main.state, "quarantine", ""):
         return RolloutFailure(kind="quarantine", message=f"kept out of training: {reason}", retryable=False)
-    return _no_turn(traces, main) or _no_reward(main)
+    return _no_turn(traces, main) or _no_reward(task, main)
 
 
 def _no_turn(traces: list[vf.Trace], main: vf.Trace) -> RolloutFailure | None:
@@ -349,15 +374,21 @@ def _no_turn(traces: list[vf.Trace], main: vf.Trace) -> RolloutFailure | None:
     return RolloutFailure(kind="harness", message="the harness ended without a model turn")
 
 
-def _no_reward(main: vf.Trace) -> RolloutFailure | None:
+def _no_reward(task: vf.Task, main: vf.Trace) -> RolloutFailure | None:
     missing = [name for name, part in main.rewards.items() if part is None]
     if missing or not main.rewards:
         message = f"reward functions without a result: {missing}" if missing else "the task has no reward function"
         return RolloutFailure(kind="no_reward", message=message, retryable=bool(missing))
-    if not math.isfinite(main.reward):
-        message = f"reward {main.reward} from {[(name, part.score) for name, part in main.rewards.items() if part]}"
-        return RolloutFailure(kind="task", message=message, retryable=False)
-    return None
+    if abs(main.reward) <= LARGEST_REWARD:
+        return None
+    scores = {name: part.score for name, part in main.rewards.items() if part}
+    wrong = {name: score for name, score in scores.items() if not abs(score) <= LARGEST_REWARD} or scores
+    hook = next((each for each in task.hooks("reward") if each.__name__ in wrong), None)
+    message = (
+        f"reward {', '.join(f'{name} = {score:g}' for name, score in wrong.items())}: return a number between "
+        f"-{LARGEST_REWARD:g} and {LARGEST_REWARD:g} on every way"
+    )
+    return RolloutFailure(kind="task", message=message, retryable=False, where=hook and place_of(hook))
 
 
 def _classify(error: Error) -> RolloutFailure:
@@ -454,20 +485,32 @@ def read_traceback(text: str) -> tuple[str, str | None]:
     return parts[0].strip()[-_DETAIL_CHARS:], frame_text(*frames[-1]) if frames else None
 
 
-def refuse_plain_rewards(task: Any) -> None:
-    """Raise ConfigError for a reward or metric of a verifiers Task that returns a number but is not a coroutine.
+def place_of(function: Any) -> str:
+    """Return `file:line, in function` of where a function is written."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return frame_text(code.co_filename, code.co_firstlineno, code.co_name) if code is not None else repr(function)
 
-    verifiers awaits each, so every rollout would fail with an error of asyncio.
+
+def refuse_wrong_rewards(task: Any) -> None:
+    """Raise ConfigError for a reward or metric of a verifiers Task that cannot be called as such.
+
+    verifiers awaits each, so one that is not a coroutine would fail in every rollout; and one with the name of a member
+    of vf.Task takes its place.
     """
+    members = {*dir(vf.Task), "data", "config"}
+    written = [item for cls in type(task).__mro__ for item in vars(cls).items()]
     for kind in ("reward", "metric"):
+        for name, function in written:
+            if name in members and hasattr(function, kind):
+                raise ConfigError(f"{kind} `{name}` ({place_of(function)}) hides vf.Task.{name}: rename it")
         for function in task.hooks(kind):
             returned = inspect.signature(function).return_annotation
             is_number = getattr(returned, "__name__", returned) in ("float", "int", "bool")
             plain = inspect.unwrap(function)
             if is_number and not any(map(inspect.iscoroutinefunction, (function, plain))):
-                code = plain.__code__
-                place = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-                raise ConfigError(f"{kind} `{function.__name__}` ({place}) must be `async def` and return a number")
+                raise ConfigError(
+                    f"{kind} `{function.__name__}` ({place_of(plain)}) must be `async def` and return a number"
+                )
 
 
 def with_function(failure: RolloutFailure | None, task: Any, trace: Any) -> RolloutFailure | None:
@@ -477,9 +520,11 @@ def with_function(failure: RolloutFailure | None, task: Any, trace: Any) -> Roll
         return failure
     kind = match[1]
     values = trace.rewards if kind == "reward" else trace.metrics
-    names = [hook.__name__ for hook in task.hooks(kind) if values.get(hook.__name__) is None]
-    message = f"{kind} {' or '.join(names)} returned no number ({failure.message})"
-    return msgspec.structs.replace(failure, message=message, retryable=False)
+    hooks = [hook for hook in task.hooks(kind) if values.get(hook.__name__) is None]
+    names = " or ".join(hook.__name__ for hook in hooks)
+    message = f"{kind} {names} returned no number ({failure.message})"
+    where = place_of(hooks[0]) if hooks else failure.where
+    return msgspec.structs.replace(failure, message=message, retryable=False, where=where)
 
 
 # -- replacements for parts of verifiers and renderers, each for a measured reason -----------------------------------
@@ -527,8 +572,7 @@ class GatewayClient(TrainClient):
         return self
 
     async def get_response(self, dialect: Any, body: dict[str, Any], *args: Any, **kwargs: Any) -> Response:
-        texts = [message.get("content") for message in body.get("messages") or []]
-        chars = sum(len(text) for text in texts if isinstance(text, str))
+        chars = sum(len(reply_text(message.get("content"))) for message in body.get("messages") or [])
         if self._max_chars is not None and chars > self._max_chars:
             raise ProviderError(
                 f"the conversation has {chars} characters and exceeds the maximum context length, which holds "

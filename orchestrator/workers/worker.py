@@ -7,7 +7,7 @@ pool --RunRollout--> task per rollout --> Environment.run --> gateway (HTTP)
                           |                    ^ deadline: RunRollout.timeout_s
 pool <--RolloutReply------+       CancelRollout aborts the task, and with it the open request
 pool <--WorkerReady-- every HEARTBEAT_S; the pool kills a worker that stays silent. One whose event loop stands
-                      still for STALL_S writes its stack to its log
+                      still for STALL_S writes its stack and the rollout that blocks it to its log
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ import argparse
 import asyncio
 import faulthandler
 import logging
+import math
+import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +41,7 @@ from composer_prime.plan.sandboxes import probe
 from composer_prime.run.process import end_with_parent
 from composer_prime.wire.sockets import Frames
 from orchestrator.workers.pool import (
+    BLOCKED_BY,
     EVAL,
     STALL_S,
     TRAIN,
@@ -52,7 +58,8 @@ HEARTBEAT_S = 2.0
 """A worker says this often that its event loop runs."""
 _ABORT_S = 3.0
 """Time for aborted rollouts to end. The environments themselves close after that."""
-_DETAIL_CHARS = 2000
+_PLAYED: ContextVar[str] = ContextVar("played", default="")
+"""The rollout that a task, or one of the tasks above it, plays."""
 _COMPARED = 512
 """Held-out prompts that are looked for among the training prompts."""
 
@@ -62,7 +69,7 @@ class Worker:
 
     def __init__(self, spec: SourceSpec, frames: Frames, scratch: Path) -> None:
         """Import verifiers and load everything. `scratch`: for the rollouts' working folders. Raises ConfigError."""
-        from orchestrator.chat_renderer import build_renderer
+        from orchestrator.chat_renderer import build_renderer, unread_call
         from orchestrator.workers.verifiers_adapter import Environment, install_renderer, keep_folders_in
 
         sys.path += [folder for folder in spec.import_from if folder not in sys.path]
@@ -73,7 +80,14 @@ class Worker:
         self._environments = {name: Environment(spec, name, config) for name in spec.tasksets}
         for environment in self._environments.values():
             check_runtimes(environment)
+            if environment.has_tools and (call := unread_call(renderer)) is not None:
+                raise ConfigError(
+                    f"source {spec.name!r} has tools, but the chat template of {spec.model_path} writes a call as "
+                    f"{call!r}, which cannot be read back: name a renderer that knows the model in model.renderer"
+                )
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._beat_s = math.inf
+        """When the event loop was last seen to run; monotonic seconds."""
 
     async def serve(self) -> None:
         """Serve until the parent closes the connection, then abort every rollout."""
@@ -81,7 +95,11 @@ class Worker:
             for environment in self._environments.values():
                 await stack.enter_async_context(environment.serving())
             num_tasks = {name: environment.num_tasks for name, environment in self._environments.items()}
-            ready = WorkerReady(num_tasks=num_tasks, overlap=overlap(self._environments))
+            ready = WorkerReady(num_tasks=num_tasks, notes=task_notes(self._environments))
+            loop = asyncio.get_running_loop()
+            loop.set_task_factory(_named_task)
+            os.register_at_fork(after_in_child=partial(loop.call_soon, _end_child))
+            threading.Thread(target=self._name_blockers, args=(loop,), daemon=True).start()
             heartbeats = asyncio.create_task(self._heartbeats(ready))
             try:
                 while (message := await self._frames.receive()) is not None:
@@ -95,20 +113,25 @@ class Worker:
     def _handle(self, message: ToWorker) -> None:
         match message:
             case RunRollout():
-                self._running[message.rollout_id] = asyncio.create_task(self._rollout(message))
+                self._running[message.rollout_id] = asyncio.create_task(self._rollout(message), name=message.rollout_id)
             case CancelRollout():
                 if task := self._running.get(message.rollout_id):
                     task.cancel()
 
     async def _rollout(self, request: RunRollout) -> None:
+        from orchestrator.workers.verifiers_adapter import read_traceback
+
         started = time.monotonic()
+        _PLAYED.set(request.rollout_id)
         try:
             reply = await self._environments[request.taskset].run(request)
-        except asyncio.CancelledError:
-            reply = request.failed("cancelled", "cancelled by the orchestrator", retryable=False)
-        except Exception as error:
-            detail = traceback.format_exc()[-_DETAIL_CHARS:]
-            reply = request.failed("internal", f"{type(error).__name__}: {error}", detail=detail)
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                reply = request.failed("cancelled", "cancelled by the orchestrator", retryable=False)
+            else:
+                detail, where = read_traceback(traceback.format_exc())
+                reply = request.failed("internal", f"{type(error).__name__}: {error}", detail=detail, where=where)
         finally:
             self._running.pop(request.rollout_id, None)
         try:
@@ -122,10 +145,40 @@ class Worker:
         try:
             while True:
                 self._frames.send(ready)
+                self._beat_s = time.monotonic()
                 faulthandler.dump_traceback_later(STALL_S)
                 await asyncio.sleep(HEARTBEAT_S)
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+    def _name_blockers(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Write once for each standstill which rollout holds the loop. A thread of its own runs this."""
+        told_s = 0.0
+        while True:
+            time.sleep(1)
+            if (beat_s := self._beat_s) != told_s and time.monotonic() - beat_s > STALL_S:
+                task, told_s = asyncio.current_task(loop), beat_s
+                os.write(2, f"{BLOCKED_BY}{task.get_name() if task else ''}\n".encode())
+
+
+def _end_child() -> None:
+    """End a forked process that came back into the event loop, whose connections are its parent's."""
+    logger.warning("the environment forked its worker (os.fork): the child is ended; call subprocess instead")
+    os._exit(1)
+
+
+def _named_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+    """Make a task with the name of the rollout that it is a part of."""
+    task = asyncio.Task(work, loop=loop, **options)
+    if rollout_id := _PLAYED.get():
+        task.set_name(rollout_id)
+    return task
+
+
+def task_notes(environments: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each weakness of the task sets."""
+    notes = [environment.repeated for environment in environments.values()]
+    return [note for note in [*notes, overlap(environments)] if note is not None]
 
 
 def overlap(environments: Mapping[str, Any]) -> str | None:
@@ -178,9 +231,6 @@ async def serve_worker(connection: socket.socket, scratch: Path) -> None:
     await worker.serve()
 
 
-# -- where an environment's code stood ------------------------------------------------------------------------------
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="An environment worker; the orchestrator starts it.")
     parser.add_argument("--socket-fd", type=int, required=True)
@@ -190,7 +240,13 @@ def main() -> None:
     end_with_parent(signal.SIGKILL)
     start_log(logging.WARNING)
     join_events("environment")
-    asyncio.run(serve_worker(socket.socket(fileno=args.socket_fd), args.scratch))
+    try:
+        asyncio.run(serve_worker(socket.socket(fileno=args.socket_fd), args.scratch))
+    except SystemExit as error:
+        from orchestrator.workers.verifiers_adapter import describe_exception
+
+        print(f"the environment ended its worker: {describe_exception(error)}", file=sys.stderr, flush=True)
+        os._exit(error.code if isinstance(error.code, int) else 1)
 
 
 if __name__ == "__main__":

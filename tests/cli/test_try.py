@@ -168,7 +168,7 @@ def test_overlapping_splits_are_named():
     train = prompts("1 + 2", "2 + 2", "")
     sentence = overlap({"train": train, "eval": prompts("2 + 2", "1 + 2", "3 + 3", "")})
     assert sentence is not None and sentence.startswith("2 of 4 held-out tasks have the prompt of a training task")
-    assert trial_warnings([episode(1.0), episode(0.0)], sentence) == [sentence]
+    assert trial_warnings([episode(1.0), episode(0.0)], [sentence]) == [sentence]
     assert overlap({"train": train, "eval": prompts("3 + 3")}) is None
     assert overlap({"train": train}) is None
 
@@ -186,6 +186,7 @@ def test_toolsmith_is_played():
     assert "correct" in done.stdout and " sampled, " in done.stdout
     reading, loading, playing = [line for line in done.stderr.splitlines() if not line.endswith(" s)")][:3]
     assert reading == "reading the configuration of orchestrator.environments.toolsmith ..."
+    assert {"g000000-0", "g000001-0"} <= {line.strip().partition(":")[0] for line in done.stderr.splitlines()}
     assert loading == "loading toolsmith and tiny ..." and playing == "playing 2 episodes ..."
 
 

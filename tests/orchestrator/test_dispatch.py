@@ -20,7 +20,7 @@ from orchestrator.gateway.http import RolloutRecords
 from orchestrator.rollouts.groups import GroupOutcome
 from orchestrator.rollouts.rollout import Permits, RolloutRunner, checked
 from orchestrator.scheduler import DroppedGroups
-from orchestrator.workers.pool import RolloutFailure, RunRollout
+from orchestrator.workers.pool import RolloutFailure, RolloutReply, RunRollout
 
 BROKEN = RolloutFailure(kind="sandbox", message="the sandbox is gone", retryable=True)
 HOPELESS = RolloutFailure(kind="context_overflow", message="the prompt is too long", retryable=False)
@@ -210,6 +210,26 @@ async def test_a_rollout_past_its_deadline_is_a_failure_of_kind_timeout(tmp_path
     failure = checked(reply).failure
     assert failure is not None and failure.kind == "timeout" and failure.retryable
     assert records.find(reply.rollout_id) is None and not sampled
+
+
+async def test_a_displaced_rollout_is_played_again_and_counts_as_no_failure(open_run, run_dir, tmp_path):
+    """Its worker was blocked by another: with no retry allowed it is played twice more, and nothing is on record."""
+    displaced = RolloutFailure(kind="displaced", message="another rollout blocked the worker")
+    pool = ScriptedPool(lambda request: displaced if attempt(request) < 2 else mixed(request))
+    config = make_config(tmp_path, max_retries=0)
+    async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        await trainer.train(1)
+        lines = await run.rollouts(1)
+        assert {(line["status"], len(line["failed_attempts"])) for line in lines} == {("trained", 0)}
+        assert run.pipeline.watchdog.scheduler.dispatcher.failures.counts == {}
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), float("-inf"), 1e39])
+def test_a_reward_that_float32_cannot_hold_is_a_failure(reward):
+    """Its advantage would be infinite, and no step could be taken."""
+    reply = checked(RolloutReply(rollout_id="r", task_id="t", reward=reward))
+    assert reply.reward is None and reply.failure is not None and reply.failure.kind == "no_reward"
 
 
 async def test_synchronous_training_uses_only_the_newest_version(open_run, run_dir, tmp_path):

@@ -24,7 +24,7 @@ from orchestrator.workers.verifiers_adapter import (
     Environment,
     install_renderer,
     keep_folders_in,
-    refuse_plain_rewards,
+    refuse_wrong_rewards,
     tool_error,
 )
 
@@ -143,7 +143,8 @@ def test_a_gateway_that_breaks_the_contract_is_named(model_path: str) -> None:
 
 def test_a_template_that_cannot_render_is_not_retried(tmp_path: Path) -> None:
     """A chat template that fails on the conversation fails the rollout for good, with the template's words."""
-    write_tokenizer(tmp_path, CHATML + "{{ raise_exception('only poems, please') }}")
+    refusal = "{% if 'count' in messages[0]['content'] %}{{ raise_exception('only poems, please') }}{% endif %}"
+    write_tokenizer(tmp_path, CHATML + refusal)
     reply = play(environment(str(tmp_path)), Peer())
     assert (reply.reward, reply.failure.kind, reply.failure.retryable) == (None, "render", False)
     assert "only poems" in reply.failure.message
@@ -265,7 +266,7 @@ def test_the_documented_task_set_is_played_and_scored(tmp_path, monkeypatch, rep
 def test_plain_reward_is_refused(tmp_path, monkeypatch) -> None:
     (tmp_path / "plain_larger.py").write_text(block("python").replace("async def", "def"))
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"reward `correct` \(plain_larger.py:\d+\) must be `async def`"):
+    with pytest.raises(ConfigError, match=r"reward `correct` \(\S*plain_larger.py:\d+, in \w+\) must be `async def`"):
         environment(TINY, {"id": "plain_larger"}, harness=TOOL_LOOP)
 
 
@@ -289,6 +290,6 @@ def test_wrapped_rewards_are_taken() -> None:
             return [self.reward] if kind == "reward" else []
 
     for reward in (scores, hands_on):
-        refuse_plain_rewards(Task(reward))
+        refuse_wrong_rewards(Task(reward))
     with pytest.raises(ConfigError, match="reward `plain`"):
-        refuse_plain_rewards(Task(plain))
+        refuse_wrong_rewards(Task(plain))

@@ -204,13 +204,49 @@ def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str, caplog) 
         pool = WorkerPool(spec, start_timeout_s=START_S, hang_timeout_s=9, max_restarts=0)
         async with Peer() as peer, pool:
             reply = await pool.run(rollout(peer, "hang", 0))
-            assert reply.failure.kind == "worker"
+            assert reply.failure.kind == "hang"
             assert "no heartbeat" in reply.failure.message
             assert re.search(r"bench_env\.py:\d+, in setup", reply.failure.message)
             (event,) = [record for record in caplog.records if "bench_env.py" in record.event_where]
             assert event.levelname == "WARNING"
             with pytest.raises(EnvironmentWorkerError, match=r"'bench'.*no heartbeat.*max_restarts = 0"):
                 await pool.run(rollout(peer, "next", 1))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_an_environment_that_exits_or_forks_is_named(model_path: str, tmp_path: Path) -> None:
+    """A forked child that comes back into the loop ends, and its parent goes on; sys.exit is named with its line."""
+
+    async def scenario() -> None:
+        spec = source(model_path, {"exit_at": 3, "fork_at": 4})
+        async with Peer() as peer, WorkerPool(spec, start_timeout_s=START_S, log_dir=tmp_path) as pool:
+            assert (await pool.run(rollout(peer, "forks", 4))).reward == 2.0
+            await until(lambda: "os.fork" in (tmp_path / "worker_bench_0.log").read_text())
+            failure = (await pool.run(rollout(peer, "exits", 3))).failure
+            assert failure.kind == "worker" and "exit status 3" in failure.message
+            assert re.search(r"SystemExit: 3 \(\S*bench_env\.py:\d+, in setup\)", failure.message)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_only_the_task_that_blocks_is_blamed(model_path: str) -> None:
+    """Other rollouts of the worker are displaced; a task that blocked two workers is left out."""
+
+    async def scenario() -> None:
+        spec = source(model_path, {"hang_at": 0})
+        pool = WorkerPool(spec, start_timeout_s=START_S, hang_timeout_s=9, max_restarts=5)
+        async with Peer(delay_s=60) as peer, pool:
+            bystander = asyncio.create_task(pool.run(rollout(peer, "bystander", 1)))
+            await until(lambda: peer.running == 1, START_S)
+            for name in ("first", "second"):
+                hung = (await pool.run(rollout(peer, name, 0))).failure
+                assert hung.kind == "hang" and re.fullmatch(r"\S*bench_env\.py:\d+, in setup", hung.where)
+                assert (await bystander).failure.kind == "displaced"
+            left_out = (await pool.run(rollout(peer, "third", 0))).failure
+            assert left_out.kind == "hang" and not left_out.retryable
 
     asyncio.run(scenario())
 

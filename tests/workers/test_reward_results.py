@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from test_adapter import TINY, TOOL_LOOP, Scripted, block, environment, play
+
+from composer_prime.errors import ConfigError
+from orchestrator.workers.pool import frame_text
+from orchestrator.workers.worker import task_notes
 
 pytestmark = pytest.mark.process  # verifiers' subprocess runtime
 
@@ -18,14 +24,16 @@ OTHER = """
 """
 
 
-# Nothing, a coroutine that nobody awaited, a text, and a metric beside a right reward: the failure names the function
-# and is not tried again.
+# Nothing, a coroutine that nobody awaited, a text, NaN, a number beyond float32, a metric beside a right reward: the
+# failure names the function with its file and line, and is not tried again.
 @pytest.mark.parametrize(
     ("name", "body"),
     [
         ("correct", "pass"),
         ("correct", f"return self.other()\n{OTHER}"),
         ("correct", 'return "yes"'),
+        ("correct", 'return float("nan")'),
+        ("correct", "return 1e39"),
         ("longest", f"return 1.0\n{METRIC}"),
     ],
 )
@@ -38,3 +46,89 @@ def test_a_reward_that_returns_no_number(tmp_path, monkeypatch, name, body) -> N
     assert error is not None and not error.retryable
     kind = "metric" if name == "longest" else "reward"
     assert kind in error.message and name in error.message
+    assert re.fullmatch(rf"\S*{module}\.py:\d+, in {name}", error.where or "")
+
+
+# A reward with the name of a member of vf.Task would take its place: it is named before a task is played.
+@pytest.mark.parametrize("name", ["score", "key", "data", "hooks"])
+def test_a_reward_that_hides_a_member(tmp_path, monkeypatch, name) -> None:
+    module = f"hidden_{name}"
+    (tmp_path / f"{module}.py").write_text(block("python").replace("def correct", f"def {name}"))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=rf"reward `{name}` \(\S*{module}\.py:\d+, in {name}\) hides vf.Task.{name}"):
+        environment(TINY, {"id": module}, harness=TOOL_LOOP)
+
+
+TOOLS = """
+class Tools:
+    schemas = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+    async def call(self, name: str, arguments_json: str):
+        return RETURNED
+
+
+class LargerData(vf.TaskData):
+    def tool_executor(self):
+        return Tools()
+"""
+
+
+def played_with_tool(tmp_path, monkeypatch, module: str, returned: str):
+    text = block("python").replace("class LargerData(vf.TaskData):", TOOLS.replace("RETURNED", returned))
+    (tmp_path / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    return play(environment(TINY, {"id": module}, harness=TOOL_LOOP), Scripted(TINY, [call, "7"]))
+
+
+# What a tool returns is text. Anything else is named with the tool's place, and another try would not help.
+@pytest.mark.parametrize("returned", ["b'x'", "{'stdout': 'x'}", "7", "None"])
+def test_a_tool_that_returns_no_text(tmp_path, monkeypatch, returned) -> None:
+    module = f"odd_tool_{type(eval(returned)).__name__.lower()}"
+    error = played_with_tool(tmp_path, monkeypatch, module, returned).failure
+    assert error is not None and not error.retryable and error.kind == "toolset"
+    assert type(eval(returned)).__name__ in error.message and "'look'" in error.message
+    assert re.fullmatch(rf"\S*{module}\.py:\d+, in call", error.where or "")
+
+
+# Tools that are no OpenAI function definitions are named before the model is asked.
+@pytest.mark.parametrize("schemas", ["['look']", "[{'name': 'look'}]"])
+def test_schemas_that_are_none(tmp_path, monkeypatch, schemas) -> None:
+    module = f"odd_schemas_{len(schemas)}"
+    error = played_with_tool(tmp_path, monkeypatch, module, f"''\n\nTools.schemas = {schemas}").failure
+    assert error is not None and not error.retryable and "`schemas`" in error.message
+    assert re.fullmatch(rf"\S*{module}\.py:\d+, in call", error.where or "")
+
+
+# An environment that deletes its folder is named by its whole path.
+def test_the_folder_is_gone(tmp_path, monkeypatch) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert frame_text("/envs/words.py", 12, "load") == "/envs/words.py:12, in load"
+
+
+# Half a character becomes "?", and a coroutine that a tool hands on is awaited.
+@pytest.mark.parametrize(("returned", "seen"), [("'a\\ud83db'", "a?b"), ("asyncio.sleep(0, 'late')", "late")])
+def test_a_tool_s_text_can_be_sent(tmp_path, monkeypatch, returned, seen) -> None:
+    module = f"text_tool_{len(returned)}"
+    reply = played_with_tool(tmp_path, monkeypatch, module, returned.replace("asyncio.", "__import__('asyncio')."))
+    assert reply.failure is None
+    assert [turn.text for turn in reply.turns if turn.role == "tool"] == [seen]
+
+
+# Copies of a task are one task: they have one id, and how many there are is said.
+def test_copies_are_one_task(tmp_path, monkeypatch) -> None:
+    (tmp_path / "copies.py").write_text(block("python").replace("draw.sample(range(100), 2)", "(made % 3 * 4, 9)"))
+    monkeypatch.syspath_prepend(tmp_path)
+    env = environment(TINY, {"id": "copies", "split": "any", "num_tasks": 6}, harness=TOOL_LOOP)
+    assert [env.describe(index)[0] for index in range(6)] == [
+        "task-0",
+        "task-1",
+        "task-2",
+        "task-0",
+        "task-1",
+        "task-2",
+    ]
+    (note,) = task_notes({"train": env})
+    assert "its 6 tasks are copies of 3" in note

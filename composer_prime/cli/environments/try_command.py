@@ -34,6 +34,8 @@ _CONTEXT = 2048
 """Tokens of an episode where no configuration gives a number, unless the model takes fewer."""
 _SHOWN = 4
 """Transcripts that are printed; `--all` prints every one."""
+_TELL_S, _TURN_CHARS = 5.0, 120
+"""How often it is said that episodes still play, and the characters of each turn that are shown at once."""
 _OF_A_RUN = ("step", "status", "policy_versions")
 """Fields of a rollout that say nothing outside a run."""
 _USAGE = """\
@@ -181,6 +183,8 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
     source, began = config.orchestrator.source[0], time.monotonic()
     from composer_prime.cli.served_model import serve_with_workers
     from composer_prime.run.scratch import Scratch
+    from orchestrator.chat_renderer import read_tokenizer
+    from orchestrator.event_loop import end
     from orchestrator.outside_run import play_episodes, trial_warnings
     from orchestrator.rollouts.rollout_log import rollout_line
     from orchestrator.workers.pool import EVAL, TRAIN
@@ -192,14 +196,25 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
             pool = pools[source.name]
             loaded = time.monotonic()
             _report(f"playing {pluralize(options.episodes, 'episode')} ...")
-            rollouts = await play_episodes(
-                pool,
-                gateway,
-                config.orchestrator,
-                seed=config.run.seed,
-                tasks=_tasks(options, pool.num_tasks(taskset)),
-                taskset=taskset,
-            )
+            tokenizer = await asyncio.to_thread(read_tokenizer, pool.spec.model_path)
+
+            def tell(record: Any) -> None:
+                text = " ".join(tokenizer.decode(record.answer.ids).split())
+                _report(f"  {record.session}: {printable(text[:_TURN_CHARS])}")
+
+            gateway.records.on_record = tell
+            heartbeat = asyncio.create_task(_tell_waits(pool))
+            try:
+                rollouts = await play_episodes(
+                    pool,
+                    gateway,
+                    config.orchestrator,
+                    seed=config.run.seed,
+                    tasks=_tasks(options, pool.num_tasks(taskset)),
+                    taskset=taskset,
+                )
+            finally:
+                await end([heartbeat])
             ended = time.monotonic()
     finally:
         scratch.close()
@@ -209,9 +224,18 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
     if left_out := len(lines) - len(shown):
         print(f"{pluralize(left_out, 'transcript')} not shown; --all prints every one")
     print(f"loaded in {loaded - began:.1f} s, played in {ended - loaded:.1f} s")
-    for warning in trial_warnings(rollouts, pool.ready.overlap if pool.ready else None):
+    for warning in trial_warnings(rollouts, pool.ready.notes if pool.ready else []):
         print(f"warning: {printable(warning)}")
     return 0 if any(line["reward"] is not None for line in lines) else FAILED
+
+
+async def _tell_waits(pool: Any) -> None:
+    """Say every few seconds that episodes still play, until cancelled."""
+    began = time.monotonic()
+    while True:
+        await asyncio.sleep(_TELL_S)
+        running = sum(player.running for player in pool.players)
+        _report(f"{pluralize(running, 'episode')} still playing after {time.monotonic() - began:.0f} s")
 
 
 def _tasks(options: argparse.Namespace, count: int) -> list[int]:

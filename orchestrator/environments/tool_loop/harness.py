@@ -12,6 +12,7 @@ A rollout has an HTTP session of its own, of aiohttp: making an httpx client cos
 """
 
 import asyncio
+import inspect
 import json
 import logging
 import re
@@ -21,7 +22,7 @@ import aiohttp
 import verifiers.v1 as vf
 from pydantic import Field
 from verifiers.v1.dialects.chat import message_to_wire
-from verifiers.v1.errors import MODEL_TRANSPORT_ERROR_EXIT_CODE, HarnessError
+from verifiers.v1.errors import MODEL_TRANSPORT_ERROR_EXIT_CODE, HarnessError, ToolsetError
 from verifiers.v1.runtimes import ProgramResult
 
 from composer_prime.llm.reply import TOOL_CALL_OR_REST
@@ -48,6 +49,25 @@ def bounded(text: str, limit: int, origin: str) -> str:
     half = limit // 2
     note = f"[{len(text) - 2 * half} of {len(text)} characters were cut here]"
     return f"{text[:half]}\n{note}\n{text[-half:]}"
+
+
+async def reply_of(executor: Any, name: str, arguments: str) -> str:
+    """Return the text of a tool's reply. Raises ToolsetError for anything else."""
+    reply = executor.call(name, arguments)
+    while inspect.isawaitable(reply):
+        reply = await reply
+    if isinstance(reply, str):
+        return reply
+    raise wrong_tool(executor, f"tool {name!r} returned {type(reply).__name__}: it must return text")
+
+
+def wrong_tool(executor: Any, message: str) -> ToolsetError:
+    """Return an error whose traceback ends where the executor's `call` is written."""
+    code = inspect.unwrap(executor.call).__code__
+    error = ToolsetError(message)
+    error.status_code = 400  # pyright: ignore[reportAttributeAccessIssue]  # Another try would not help.
+    error.add_note(f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}')
+    return error
 
 
 class ToolLoopConfig(vf.HarnessConfig):
@@ -114,6 +134,8 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
         body: dict[str, Any] = {"model": model, "messages": messages}
         if executor is not None and executor.schemas:
             body["tools"] = executor.schemas
+            if not all(isinstance(tool, dict) and "name" in (tool.get("function") or ()) for tool in body["tools"]):
+                raise wrong_tool(executor, "`schemas` must be [{'type': 'function', 'function': {'name': ...}}]")
         try:
             connector, no_limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
             async with aiohttp.ClientSession(connector=connector, timeout=no_limit, trust_env=False) as session:
@@ -140,8 +162,8 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
             function = call["function"]
             name, reply = function["name"], f"Tool not found: {function['name']}"
             if executor is not None:
-                reply = await executor.call(name, function["arguments"])
-            reply = bounded(str(reply), self.config.max_reply_chars, f"tool {name!r}")
+                reply = await reply_of(executor, name, function["arguments"])
+            reply = bounded(reply, self.config.max_reply_chars, f"tool {name!r}").encode("utf-8", "replace").decode()
             answers.append({"role": "tool", "tool_call_id": call["id"], "content": reply, "name": name})
         broken = TOOL_CALL_OR_REST.findall(message.get("content") or "")
         answers += [

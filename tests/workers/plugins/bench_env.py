@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +20,10 @@ class BenchConfig(vf.TasksetConfig):
     prompt: str = "count"
     crash_at: int | None = None
     """This task's setup ends the worker process at once."""
+    exit_at: int | None = None
+    """This task's setup calls sys.exit."""
+    fork_at: int | None = None
+    """This task's setup goes on in two processes."""
     hang_at: int | None = None
     """This task's setup blocks the worker's event loop for ever."""
     fail_at: int | None = None
@@ -33,6 +38,8 @@ class BenchConfig(vf.TasksetConfig):
 
 class BenchData(vf.TaskData):
     crash: bool = False
+    exits: bool = False
+    forks: bool = False
     hang: bool = False
     fail: bool = False
     sleep_s: float = 0.0
@@ -44,6 +51,10 @@ class BenchTask(vf.Task[BenchData]):
         if self.data.crash:
             os.write(2, b"the engine room is on fire\n")
             os._exit(41)
+        if self.data.exits:
+            sys.exit(3)
+        if self.data.forks:
+            os.fork()
         while self.data.hang:
             pass
         self._mark("waiting")
@@ -77,6 +88,8 @@ class BenchTaskset(vf.Taskset[BenchTask, BenchConfig]):
                 sleep_s=c.sleep_s if c.sleep_at in (None, i) else 0.0,
                 mark=c.mark,
                 crash=i == c.crash_at,
+                exits=i == c.exit_at,
+                forks=i == c.fork_at,
                 hang=i == c.hang_at,
                 fail=i == c.fail_at,
             )
