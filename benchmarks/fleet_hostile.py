@@ -52,7 +52,7 @@ from benchmarks._verdicts import conclude
 from composer_prime.config import Config
 from composer_prime.console import console_script
 from composer_prime.model_source import resolve_model
-from composer_prime.run.keys import RunKeys
+from composer_prime.run.keys import RunKeys, write_secret
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import CHUNK_BYTES, WeightStore
 from composer_prime.wire.enrollment import INVITE_VARIABLE
@@ -196,7 +196,7 @@ def process(folder: Path, name: str, words: list[str], invitation: str = "") -> 
 def auditor(folder: Path, keys: RunKeys, address: str) -> list[str]:
     """What `inference audit` starts, for an auditor elsewhere."""
     token = folder / "trainer.token"
-    token.write_text(keys.client("trainer").token())
+    write_secret(token, keys.client("trainer").token().encode())
     words = ["--model", "tiny", "--device", "cpu", "--token-file", str(token), "--max-context", str(CONTEXT)]
     return [*console_script("inference"), "audit", address, *words]
 

@@ -20,7 +20,7 @@ from composer_prime.config.inference import InferenceConfig
 from composer_prime.console import EXIT_USAGE, console_main, did_you_mean, exit_on_version_flag, fail, pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import model_ready
-from composer_prime.run.keys import ClientKeys, RunKeys
+from composer_prime.run.keys import ClientKeys, RunKeys, read_secret
 from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir
 from inference.joining import join, join_parser
@@ -139,7 +139,7 @@ def _auditor_elsewhere(words: list[str]) -> tuple[Assignment, bool]:
     options = parser.parse_args(words)
     address = f"tcp://{tcp_address(options.address.rstrip('/'), 'the audit address')}"
     try:
-        keys = ClientKeys.from_token(options.token_file.read_text())
+        keys = ClientKeys.from_token(read_secret(options.token_file).decode(errors="replace"))
     except OSError as error:
         raise ConfigError(f"--token-file {options.token_file}: {error.strerror}") from None
     assignment = Assignment(

@@ -27,7 +27,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -131,24 +131,26 @@ class Journal:
         return cls(folder, [], segment_bytes)
 
     @classmethod
-    def resume(
-        cls, folder: Path, segment_bytes: int = SEGMENT_BYTES, *, min_seq: int = 0
-    ) -> tuple[Journal, list[Entry]]:
-        """Return the journal and all its entries in order. Cuts off a torn tail of the newest segment.
+    def resume(cls, folder: Path, segment_bytes: int = SEGMENT_BYTES, *, min_seq: int = 0) -> Journal:
+        """Return the journal. Cuts off a torn tail of the newest segment.
 
         Entry numbers continue after the checkpoint's `min_seq`: compaction may have emptied the journal, and new
         entries must not count as old ones. Raises CheckpointError when an older segment is damaged.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        entries, segments = [], []
-        paths = _segment_paths(folder)
-        for path in paths:
-            segment = _Segment(path)
-            for entry in _read(path, newest=path == paths[-1]):
+        segments = [_Segment(path) for path in _segment_paths(folder)]
+        for segment in segments:
+            for entry in _read(segment.path, newest=segment is segments[-1]):
                 segment.note(entry)
-                entries.append(entry)
-            segments.append(segment)
-        return cls(folder, segments, segment_bytes, min_seq), entries
+        return cls(folder, segments, segment_bytes, min_seq)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Yield the entries of all closed segments in order, with one segment in memory at a time.
+
+        Raises CheckpointError when a segment is damaged.
+        """
+        for segment in self._closed:
+            yield from _read(segment.path, newest=False)
 
     def next_seq(self) -> int:
         self.seq += 1
@@ -161,9 +163,9 @@ class Journal:
         """
         return asyncio.get_running_loop().run_in_executor(self._writer, self._append, entry)
 
-    async def read(self) -> list[Entry]:
-        """Return all entries on disk, in order. Raises CheckpointError when a segment is damaged."""
-        return await asyncio.get_running_loop().run_in_executor(self._writer, self._read_all)
+    async def formed_batches(self, after: int, left_out: Set[str] = frozenset()) -> list[Batch]:
+        """Return `formed_batches` of all entries, the last one's too."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, self._formed_batches, after, left_out)
 
     async def compact(self, *, oldest_seq: int, groups: set[int], steps: set[int]) -> int:
         """Delete segments without an entry newer than `oldest_seq`, one of `groups` or a batch of `steps`."""
@@ -198,9 +200,9 @@ class Journal:
         if self._file.tell() >= self._segment_bytes:
             self._rotate()
 
-    def _read_all(self) -> list[Entry]:
+    def _formed_batches(self, after: int, left_out: Set[str]) -> list[Batch]:
         self._rotate()
-        return [entry for segment in self._closed for entry in _read(segment.path, newest=False)]
+        return formed_batches(self, after, left_out)
 
     def _rotate(self) -> None:
         if self._file is None or self._current is None:
@@ -377,10 +379,11 @@ class ResumedRun:
 
 
 def resume(
-    state: OrchestratorState, entries: list[Entry], sources: Sources, left_out: Set[str] = frozenset()
+    state: OrchestratorState, entries: Iterable[Entry], sources: Sources, left_out: Set[str] = frozenset()
 ) -> ResumedRun:
     """Replay the journal's `entries` on top of `state`; brings the curricula of `sources` up to date as well.
 
+    `entries` are read twice. Of their groups only those are kept that are still named in the end.
     `left_out`: samples and pairs (`pair ID`) that no batch serves again.
     Raises CheckpointError when the journal lacks a group that the checkpoint or a formed batch names.
     """
@@ -389,36 +392,44 @@ def resume(
     for entry in entries:
         if entry.seq > state.journal_seq:
             progress.note(entry, sources)
-    groups = {entry.group.plan.group: entry.group for entry in entries if isinstance(entry, Finished | Dropped)}
-    finished = _finished_groups(entries)
+    named = {*progress.ready, *progress.dropped}.union(*progress.batches.values())
+    finished, dropped, formed = _kept(entries, named, progress.batches.keys())
     _check_complete(progress, finished)
     return ResumedRun(
         next_group=progress.next_group,
         in_flight=[sources.within(plan) for plan in sorted(progress.in_flight, key=lambda plan: plan.group)],
         ready=[finished[number] for number in sorted(progress.ready)],
-        batches=_batches(progress.batches, finished, entries, left_out),
-        dropped=[groups[number] for number in progress.dropped if number in groups],
+        batches=_batches(progress.batches, finished, formed, left_out),
+        dropped=[dropped[number] for number in progress.dropped if number in dropped],
         pairs=progress.pairs,
     )
 
 
-def formed_batches(entries: list[Entry], after: int, left_out: Set[str] = frozenset()) -> list[Batch]:
-    """Return the batches of steps > `after` whose groups `entries` hold, by step."""
-    finished = _finished_groups(entries)
-    formed = [entry for entry in entries if isinstance(entry, Formed) and entry.step > after]
-    whole = {entry.step: entry.groups for entry in formed if finished.keys() >= set(entry.groups)}
-    return _batches(whole, finished, entries, left_out)
+def formed_batches(entries: Iterable[Entry], after: int, left_out: Set[str] = frozenset()) -> list[Batch]:
+    """Return the batches of steps > `after` whose groups `entries` hold, by step. `entries` are read twice."""
+    numbers = {entry.step: entry.groups for entry in entries if isinstance(entry, Formed) and entry.step > after}
+    finished, _, formed = _kept(entries, set().union(*numbers.values()), numbers.keys())
+    whole = {step: groups for step, groups in numbers.items() if finished.keys() >= set(groups)}
+    return _batches(whole, finished, formed, left_out)
 
 
-def _finished_groups(entries: list[Entry]) -> dict[int, FinishedGroup]:
-    return {entry.group.plan.group: entry.group for entry in entries if isinstance(entry, Finished)}
+def _kept(
+    entries: Iterable[Entry], groups: Set[int], steps: Set[int]
+) -> tuple[dict[int, FinishedGroup], dict[int, FinishedGroup], dict[int, Formed]]:
+    """Return which of `groups` finished and which were dropped, by number, and the batches of `steps`."""
+    finished, dropped, formed = {}, {}, {}
+    for entry in entries:
+        if isinstance(entry, Formed) and entry.step in steps:
+            formed[entry.step] = entry
+        elif isinstance(entry, Finished | Dropped) and (number := entry.group.plan.group) in groups:
+            (finished if isinstance(entry, Finished) else dropped)[number] = entry.group
+    return finished, dropped, formed
 
 
 def _batches(
-    numbers: dict[int, list[int]], finished: dict[int, FinishedGroup], entries: list[Entry], left_out: Set[str]
+    numbers: dict[int, list[int]], finished: dict[int, FinishedGroup], formed: dict[int, Formed], left_out: Set[str]
 ) -> list[Batch]:
     """Return the batches of `numbers`, groups by step, as they were formed."""
-    formed = {entry.step: entry for entry in entries if isinstance(entry, Formed)}
     batches = []
     for step in sorted(numbers):
         batch = Batch(step=step, groups=[finished[number] for number in numbers[step]], metrics={})

@@ -43,7 +43,7 @@ from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.types import StepDone
 from orchestrator.batching.batches import Batches, OpenRun, StepServer, flop_cost
 from orchestrator.chat_template import chat_folder
-from orchestrator.durability import Entry, Journal, load_state, resume
+from orchestrator.durability import Journal, load_state, resume
 from orchestrator.evals import Evaluator
 from orchestrator.event_loop import Notifier, end, watched
 from orchestrator.file_rows import DemonstrationRows, build_demonstrations, build_mixer
@@ -74,12 +74,7 @@ FAREWELL_S = 2.0
 
 class Pipeline:
     def __init__(
-        self,
-        config: Config,
-        run_dir: RunDir,
-        run_id: str,
-        model_dir: Path,
-        make_pool: MakePool | None = None,
+        self, config: Config, run_dir: RunDir, run_id: str, model_dir: Path, make_pool: MakePool | None = None
     ) -> None:
         """`make_pool` builds a source's workers; None gives worker processes. Needs a running event loop.
 
@@ -194,7 +189,7 @@ class Pipeline:
             num_tasks={name: pool.num_tasks() for name, pool in run.pools.items()},
             shard=(config.diloco and config.diloco.task_shard) or WHOLE,
         )
-        journal, entries = await self._open_journal()
+        journal = await self._open_journal()
         stack.push_async_callback(journal.close)
         runner = RolloutRunner(
             config=config.orchestrator,
@@ -214,7 +209,7 @@ class Pipeline:
             pairs=await asyncio.to_thread(build_mixer, config, run.model_dir, run.run_dir.root),
         )
         if self.state is not None:
-            resumed = resume(self.state, entries, sources, left_out(run.run_dir.ledger))
+            resumed = await asyncio.to_thread(resume, self.state, journal, sources, left_out(run.run_dir.ledger))
             scheduler.restore(self.state, resumed)
             evaluator.forget_after(self.state.step)
             logger.info(
@@ -222,19 +217,13 @@ class Pipeline:
                 self.state.step, len(resumed.batches), len(resumed.ready), len(resumed.in_flight),
             )  # fmt: skip
         return RunWatchdog(
-            run=run,
-            scheduler=scheduler,
-            evaluator=evaluator,
-            permits=runner.permits,
-            server=server,
-            replay=self.replay,
+            run=run, scheduler=scheduler, evaluator=evaluator, permits=runner.permits, server=server, replay=self.replay
         )
 
-    async def _open_journal(self) -> tuple[Journal, list[Entry]]:
-        """Return the journal, and its entries since the checkpoint."""
+    async def _open_journal(self) -> Journal:
         folder = self.opened.run_dir.journal
         if self.state is None:
-            return await asyncio.to_thread(Journal.create, folder), []
+            return await asyncio.to_thread(Journal.create, folder)
         return await asyncio.to_thread(Journal.resume, folder, min_seq=self.state.journal_seq)
 
     async def _build_dispatcher(self, stack: AsyncExitStack, runner: RolloutRunner, failures: FailureLog) -> Dispatcher:

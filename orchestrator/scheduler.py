@@ -39,7 +39,6 @@ from orchestrator.durability import (
     OrchestratorState,
     ResumedRun,
     Started,
-    formed_batches,
     load_state,
     save_state,
     state_path,
@@ -447,8 +446,7 @@ class BatchScheduler:
         self.batches.demonstrations().leave_out(blamed)
         if step < self.batches.trained:
             async with self._disk:
-                entries = await self.journal.read()
-                batches = await asyncio.to_thread(formed_batches, entries, step, blamed)
+                batches = await self.journal.formed_batches(step, blamed)
             if [batch.step for batch in batches] != list(range(step + 1, self.batches.formed + 1)):
                 raise RunMismatchError(
                     f"the trainer starts again after step {step}, the orchestrator stands after step "

@@ -45,12 +45,7 @@ class Sources:
     """The weighted sources of training tasks."""
 
     def __init__(
-        self,
-        config: OrchestratorConfig,
-        *,
-        seed: int,
-        num_tasks: dict[str, int],
-        shard: tuple[int, int] = WHOLE,
+        self, config: OrchestratorConfig, *, seed: int, num_tasks: dict[str, int], shard: tuple[int, int] = WHOLE
     ) -> None:
         """`num_tasks`: training tasks by source name. `shard`: diloco.task_shard.
 

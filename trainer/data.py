@@ -61,6 +61,7 @@ from composer_prime.wire.types import (
     RunFinished,
     StepDone,
     StepNoted,
+    StepPart,
     StepRefused,
     StepReply,
     StepRequest,
@@ -79,6 +80,7 @@ ATTACH_S = 3600.0
 While steps are taken, the requests for a batch find out that it is gone."""
 LOG_EVERY_S = 30.0
 """How often the log repeats what a wait is for."""
+_DECODER = msgspec.msgpack.Decoder(ToTrainer)
 _READY, _STOPPED, _FAILED, _WAITING = range(4)
 _DENOMINATORS = {
     "samples": "samples with trained tokens",
@@ -255,8 +257,9 @@ class StepClient:
         self._should_stop = should_stop
         self._context = zmq.Context()
         self._socket = dealer(self._context, endpoint, keys, identity=f"{name}-{rank.rank}".encode())
-        self._decoder = msgspec.msgpack.Decoder(ToTrainer)
         self._session = secrets.token_hex(8)
+        self._parts = bytearray()
+        """Of a reply that is on its way."""
         self._unacknowledged: list[StepDone] = []
         self._announcer: StepClient | None = None
         """For the publication's thread."""
@@ -362,7 +365,9 @@ class StepClient:
         for message in self._hear(request, awaited, should_stop, silence_s):
             if isinstance(message, StepRefused):
                 raise RunMismatchError(f"the orchestrator refused the request for {awaited}: {message.error}")
-            if message is None or accept(message):
+            if message is None or isinstance(message, StepPart):
+                yield None
+            elif accept(message):
                 yield message
             if not isinstance(message, BatchNotReady) or not isinstance(request, StepRequest):
                 continue
@@ -415,9 +420,11 @@ class StepClient:
         """Return the next message; None after a fraction of a second without one."""
         if not self._socket.poll(POLL_S * 1000):
             return None
-        raw = self._socket.recv()
+        raw, *data = self._socket.recv_multipart()
         try:
-            message = self._decoder.decode(raw)
+            message = _DECODER.decode(raw)
+            if isinstance(message, StepPart):
+                message = self._with_part(message, b"".join(data))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(
                 f"{len(raw)} bytes from the orchestrator at {self._endpoint} are not a protocol message: {error}; "
@@ -426,6 +433,14 @@ class StepClient:
         if isinstance(message, StepNoted):
             self._unacknowledged = [done for done in self._unacknowledged if done.step > message.step]
         return message
+
+    def _with_part(self, part: StepPart, data: bytes) -> ToTrainer:
+        """Return the reply that `part` ends; `part` itself while more has to come."""
+        if part.at == 0:
+            self._parts = bytearray()
+        if part.at == len(self._parts):  # Else a part was lost, and the reply is asked for again.
+            self._parts += data
+        return part if len(self._parts) < part.size else _DECODER.decode(self._parts)
 
 
 def _is_batch(message: ToTrainer, step: int) -> bool:
@@ -489,12 +504,7 @@ class PackedRow(Reading):
 
 
 def unpack(
-    row: Row,
-    terms: Sequence[Term],
-    device: torch.device,
-    *,
-    share: bool = False,
-    max_tokens: int | None = None,
+    row: Row, terms: Sequence[Term], device: torch.device, *, share: bool = False, max_tokens: int | None = None
 ) -> PackedRow:
     """Make the tensors of a checked micro-batch for `terms`. Documents of other terms are not read.
 

@@ -62,16 +62,7 @@ from composer_prime.run.run_dir import RunDir, read_run_id
 from composer_prime.wire.types import RunFinished, StepReply, StepRequest, StepTotals
 from diloco.streaming import StreamingDiLoCo
 from trainer import world as worlds
-from trainer.data import (
-    PackedRow,
-    StepClient,
-    Stopped,
-    checked_row,
-    find_endpoint,
-    next_batch,
-    unpack,
-    wait_together,
-)
+from trainer.data import PackedRow, StepClient, Stopped, checked_row, find_endpoint, next_batch, unpack, wait_together
 from trainer.head import TokenStatistics
 from trainer.model.build import build_policy
 from trainer.model.policy_model import AuxiliaryLogprobs, Policy, SelfTeacher
@@ -510,8 +501,7 @@ def _blame(
         names = dict.fromkeys(name for row in rows for name in row.names if name != "none")
         samples = samples or _gather_lines(list(names))
     return NonFiniteStepError(
-        f"NaN or infinity in the {culprits} (gradient norm {grad_norm}). The parameters are unchanged",
-        samples,
+        f"NaN or infinity in the {culprits} (gradient norm {grad_norm}). The parameters are unchanged", samples
     )
 
 

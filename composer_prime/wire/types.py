@@ -283,6 +283,16 @@ class StepReply(msgspec.Struct, frozen=True, kw_only=True, tag="step_reply"):
     """Demonstrations to score, where an evaluation is due; equal in number on all ranks."""
 
 
+class StepPart(msgspec.Struct, frozen=True, kw_only=True, tag="step_part"):
+    """Bytes of an encoded StepReply, in a frame of their own. They come in order, and each shows that more is on its
+    way: a reply may be larger than a message, or take longer than a rank waits for a word."""
+
+    step: int
+    at: int
+    size: int
+    """Of the whole reply."""
+
+
 class BatchNotReady(msgspec.Struct, frozen=True, kw_only=True, tag="not_ready"):
     """The batch is not complete yet: ask again. The server waits a little before it sends this, so asking is cheap."""
 
@@ -340,7 +350,7 @@ class StepRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 FromTrainer = StepRequest | StepDone | CheckpointRequest
-ToTrainer = StepReply | BatchNotReady | RunFinished | StepNoted | CheckpointSaved | StepRefused
+ToTrainer = StepReply | StepPart | BatchNotReady | RunFinished | StepNoted | CheckpointSaved | StepRefused
 
 
 _ENCODER = msgspec.msgpack.Encoder(order="deterministic")

@@ -49,6 +49,7 @@ from composer_prime.wire.types import (
     Sample,
     StepDone,
     StepNoted,
+    StepPart,
     StepRefused,
     StepReply,
     StepRequest,
@@ -63,6 +64,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 1.5
 """How long a request waits here for its batch before BatchNotReady; the protocol allows 2 s."""
+PART_BYTES = 4 << 20
+"""Of a StepReply that is sent in parts."""
 _CLOSE_S = 10.0
 _PAST_S = 20.0
 """How long a rank waits for rank 0 to announce a restart."""
@@ -336,12 +339,7 @@ class Batches:
         if self.config.channels.sft.weight_at(self._run_step(step)) > 0:
             units, metrics = units + rows.of_step(step), metrics | rows.metrics(step)
         packed = partial(
-            pack,
-            run_id=self.run_id,
-            step=step,
-            world_size=world_size,
-            max_tokens=max_tokens,
-            cost=self.cost,
+            pack, run_id=self.run_id, step=step, world_size=world_size, max_tokens=max_tokens, cost=self.cost
         )
         rows_by_rank = packed(samples, units)
         if rows.held_out and (step == 1 or self.config.orchestrator.eval.due(step, self.last_step)):
@@ -405,16 +403,18 @@ class _Rank:
     """The task that answers its newest StepRequest."""
     past_since: float | None = None
     """Since when it asks for trained steps, monotonic seconds."""
+    reply: tuple[int, zmq.MessageTracker] | None = None
+    """The step of its newest StepReply, and whether all of that left."""
 
 
 class StepServer:
     """Serves batches to the trainer: one ROUTER socket (CURVE) with the protocol of composer_prime/wire/types.py.
 
-        rank --StepRequest--> poll task: batch there?  yes -> StepReply (packed once, in a thread)
+        rank --StepRequest--> poll task: batch there?  yes -> StepReply in parts (packed once, in a thread)
                                                        no  -> waits at most POLL_S -> BatchNotReady{waiting_for}
         rank 0 --StepDone / CheckpointRequest--> handled one after another, in order of arrival; a repeated one once
 
-    A rank's newer request replaces its older one.
+    A rank's newer request replaces its older one. While the reply to one leaves, its repetitions are ignored.
     """
 
     def __init__(
@@ -496,6 +496,8 @@ class StepServer:
 
     def _poll(self, identity: bytes, request: StepRequest) -> None:
         rank = self._ranks[identity]
+        if rank.reply is not None and rank.reply[0] == request.step and not rank.reply[1].done:
+            return
         if rank.poll is not None:
             rank.poll.cancel()
         rank.poll = self._spawn(self._answer(identity, request))
@@ -525,7 +527,7 @@ class StepServer:
             except ComposerError as error:
                 await self._refuse(identity, str(error))
                 return
-            await self._send_bytes(identity, payload)
+            await self._send_reply(identity, request.step, memoryview(payload))
 
     async def _is_past(self, identity: bytes, step: int) -> bool:
         """Tell whether `step` is trained already, and answer: rank 0 may restart."""
@@ -576,11 +578,22 @@ class StepServer:
         logger.warning("step server: refused a request: %s", reason)
         await self._send(identity, StepRefused(error=reason))
 
-    async def _send(self, identity: bytes, message: msgspec.Struct) -> None:
-        await self._send_bytes(identity, msgspec.msgpack.encode(message))
+    async def _send_reply(self, identity: bytes, step: int, payload: memoryview) -> None:
+        for at in range(0, len(payload), PART_BYTES):
+            frames = [payload]
+            if len(payload) > PART_BYTES:
+                part = StepPart(step=step, at=at, size=len(payload))
+                frames = [msgspec.msgpack.encode(part), payload[at : at + PART_BYTES]]
+            if (sent := await self._send_frames(identity, *frames)) is not None:
+                self._ranks[identity].reply = step, sent
 
-    async def _send_bytes(self, identity: bytes, payload: bytes) -> None:
+    async def _send(self, identity: bytes, message: msgspec.Struct) -> None:
+        await self._send_frames(identity, msgspec.msgpack.encode(message))
+
+    async def _send_frames(self, identity: bytes, *frames: bytes | memoryview) -> zmq.MessageTracker | None:
+        """Queue a message. Return a tracker that is done once it left, None when the rank is gone."""
         try:
-            await self._server.socket.send_multipart([identity, payload], copy=False)
+            return await self._server.socket.send_multipart([identity, *frames], copy=False, track=True)
         except zmq.ZMQError as error:
             logger.warning("step server: a rank is gone, its answer is dropped: %s", error)
+            return None

@@ -365,12 +365,7 @@ def cut(text: str, limit: int) -> str:
 
 class ChatEndpoint:
     def __init__(
-        self,
-        config: EndpointConfig,
-        *,
-        name: str,
-        cache: Path | None = None,
-        ledger: Path | None = None,
+        self, config: EndpointConfig, *, name: str, cache: Path | None = None, ledger: Path | None = None
     ) -> None:
         """`name`: the configuration key that messages name. `cache`: where answers are kept (SQLite); None keeps
         them in memory. `ledger`: where calls that cost something are written down; what it holds counts as spent.

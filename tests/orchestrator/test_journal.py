@@ -41,12 +41,13 @@ async def test_entries_come_back_in_order_and_numbers_go_on(tmp_path):
     """What was appended is read back whole, in order; the next sequence number follows the last one."""
     made = [*entries(4), Dropped(seq=11, group=ended(9, GroupOutcome.STALE, 1.0))]
     await (await written(tmp_path, made)).close()
-    journal, found = Journal.resume(tmp_path)
+    journal = Journal.resume(tmp_path)
+    found = list(journal)
     assert found == made
     assert journal.next_seq() == 12
     await journal.append(Started(seq=12, plan=plan(4)))
     await journal.close()
-    assert [entry.seq for entry in Journal.resume(tmp_path)[1]] == list(range(1, 13))
+    assert [entry.seq for entry in Journal.resume(tmp_path)] == list(range(1, 13))
 
 
 async def test_a_tail_torn_at_any_byte_costs_only_the_torn_entry(tmp_path):
@@ -61,13 +62,14 @@ async def test_a_tail_torn_at_any_byte_costs_only_the_torn_entry(tmp_path):
         for path in folder.iterdir():
             path.unlink()
         (folder / "000001.log").write_bytes(raw[:cut])
-        journal, found = Journal.resume(folder)
+        journal = Journal.resume(folder)
+        found = list(journal)
         assert found == made[: len(found)]
         seq = journal.next_seq()
         assert seq == len(found) + 1
         await journal.append(Started(seq=seq, plan=plan(77)))
         await journal.close()
-        assert Journal.resume(folder)[1] == [*found, Started(seq=seq, plan=plan(77))]
+        assert list(Journal.resume(folder)) == [*found, Started(seq=seq, plan=plan(77))]
         sizes.append(len(found))
     assert sizes == sorted(sizes)
     assert sizes[-1] == len(made) - 1
@@ -90,7 +92,7 @@ async def test_compaction_deletes_whole_segments_that_nothing_needs(tmp_path):
     journal = await written(tmp_path, entries(8), segment_bytes=1)
     before = len(list(tmp_path.iterdir()))
     deleted = await journal.compact(oldest_seq=15, groups={1}, steps={2})
-    kept = Journal.resume(tmp_path)[1]
+    kept = list(Journal.resume(tmp_path))
     assert deleted == before - len(list(tmp_path.iterdir())) > 0
     assert [entry.seq for entry in kept if entry.seq <= 15] == [4, 10]
     assert [entry.seq for entry in kept if entry.seq > 15] == [16, 17, 18, 19, 20]
@@ -101,7 +103,7 @@ async def test_a_new_run_starts_with_an_empty_journal(tmp_path):
     """What an earlier run left in the folder is not this run's."""
     await (await written(tmp_path, entries(2))).close()
     journal = Journal.create(tmp_path)
-    assert await journal.read() == []
+    assert list(journal) == []
     await journal.close()
 
 
@@ -124,14 +126,14 @@ async def test_many_writers_keep_the_order_of_their_calls(tmp_path):
     made = entries(20)
     await asyncio.gather(*(journal.append(entry) for entry in made))
     await journal.close()
-    assert Journal.resume(tmp_path)[1] == made
+    assert list(Journal.resume(tmp_path)) == made
 
 
 async def test_numbers_go_on_from_the_checkpoint_when_compaction_emptied_the_journal(tmp_path):
     # Entries of the new life must not carry numbers that the checkpoint has already accounted for.
     Journal.create(tmp_path)
-    journal, entries = Journal.resume(tmp_path, min_seq=41)
-    assert entries == []
+    journal = Journal.resume(tmp_path, min_seq=41)
+    assert list(journal) == []
     assert journal.next_seq() == 42
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from orchestrator.durability import (
     Entry,
     Finished,
     Formed,
+    Journal,
     OrchestratorState,
     Started,
     load_state,
@@ -141,6 +143,22 @@ def test_samples_that_made_a_step_not_finite_are_left_out():
     assert first not in {sample.sample_id for sample in batch.samples} and batch.preferences == pairs[1:]
     assert batch.samples == [*ready(0).samples[1:], *second] and batch.metrics == FORMED_2.metrics
     assert [group.rollouts for group in batch.groups] == [ready(0).rollouts, ready(1).rollouts]
+
+
+async def test_a_resume_holds_what_is_named_and_no_more(tmp_path):
+    """Of a journal of 64 MiB, one segment and the groups that are still needed are in memory."""
+    journal = Journal.create(tmp_path, segment_bytes=1 << 20)
+    for number in range(64):
+        large = msgspec.structs.replace(ready(number).samples[0], input_ids=bytes(1 << 20))
+        await journal.append(Finished(seq=number + 1, group=msgspec.structs.replace(ready(number), samples=[large])))
+    await journal.close()
+    tracemalloc.start()
+    try:
+        found = resume(state(journal_seq=64, dropped=[], batches={}), Journal.resume(tmp_path), sources())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [group.plan.group for group in found.ready] == [2] and peak < 16 << 20
 
 
 def test_a_missing_group_is_named():

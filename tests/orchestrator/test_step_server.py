@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from composer_prime.wire.types import (
 )
 from orchestrator.batching.batches import POLL_S, Batch, Batches, StepServer, Versions
 from orchestrator.event_loop import Notifier
+from trainer.data import StepClient
 
 
 def bound(address: str, keys: RunKeys) -> SecureServer:
@@ -243,6 +245,50 @@ async def test_the_end_waits_for_the_step_before_it(serve):
         served.form(9)
         await trainer.send(request(step=9))
         assert isinstance(await trainer.receive(0), StepReply)
+
+
+async def test_a_reply_comes_in_parts(serve, run_dir, monkeypatch):
+    """However large a reply is, no message is; a rank puts the parts together."""
+    monkeypatch.setattr("orchestrator.batching.batches.PART_BYTES", 100)
+    async with serve() as (served, _):
+        served.form(1)
+        keys = RunKeys(run_dir.keys).client("trainer")
+        client = StepClient(served.endpoint, keys, request(world_size=1), lambda: False, silence_timeout_s=100)
+        for _ in range(2):
+            reply = await asyncio.to_thread(client.batch, 1, (0, 1))
+            assert reply.totals.samples == 4 and len(msgspec.msgpack.encode(reply)) > 300
+        client.close()
+
+
+async def test_a_reply_that_leaves_is_not_sent_again(serve, run_dir, monkeypatch):
+    """A rank behind a slow link asks again while the reply is under way: it gets it once."""
+    keys, size = RunKeys(run_dir.keys).client("trainer"), 32 << 20
+
+    async def large(*_) -> bytes:
+        return bytes(size)
+
+    monkeypatch.setattr(Batches, "of_rank", large)
+    async with serve() as (served, _):
+        served.form(1)
+        context = zmq.asyncio.Context()
+        slow = context.socket(zmq.DEALER)
+        slow.setsockopt(zmq.RCVHWM, 1)  # What it does not read stays with the server, but for the buffers of TCP.
+        slow.curve_serverkey, slow.curve_publickey, slow.curve_secretkey = keys.server_public, *astuple(keys.own)
+        slow.connect(served.endpoint)
+        async with asyncio.timeout(100):
+            await slow.send(msgspec.msgpack.encode(request(world_size=1)))
+            while not any(rank.reply for rank in served.server._ranks.values()):
+                await asyncio.sleep(0.01)
+            for message in (request(world_size=1), request(world_size=1), CheckpointRequest(run_id=RUN_ID, step=1)):
+                await slow.send(msgspec.msgpack.encode(message))
+            while not served.orders:
+                await asyncio.sleep(0.01)
+        received = 0
+        while await slow.poll(2000):
+            _, *data = await slow.recv_multipart()
+            received += len(b"".join(data))
+        context.destroy(linger=0)
+        assert received == size
 
 
 async def test_the_next_batch_is_packed_before_it_is_asked_for(serve):

@@ -144,11 +144,7 @@ class Publisher:
         wait_together("the next publication", "the one before", self.background.is_idle)
 
     def _finish(
-        self,
-        version: int,
-        written: dict[str, Tensor],
-        canary: Canary | None,
-        announce: Callable[[int], None],
+        self, version: int, written: dict[str, Tensor], canary: Canary | None, announce: Callable[[int], None]
     ) -> None:
         """Score, write and announce a version. Runs on the thread.
 

@@ -380,11 +380,7 @@ def _decode(
     grouped = query.reshape(kv_heads, heads // kv_heads, count, size).transpose(1, 2)
     mask = step.decode_mask(window, query)[group.row : group.row + count, :columns]
     part = F.scaled_dot_product_attention(
-        grouped,
-        keys[:, slots, :columns],
-        values[:, slots, :columns],
-        attn_mask=mask[None, :, None],
-        scale=scale,
+        grouped, keys[:, slots, :columns], values[:, slots, :columns], attn_mask=mask[None, :, None], scale=scale
     )
     return part.transpose(0, 1).reshape(count, heads, -1)
 

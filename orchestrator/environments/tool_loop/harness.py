@@ -123,13 +123,7 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
             await executor.finish(trace)
 
     async def _play(
-        self,
-        model: str,
-        trace: vf.Trace,
-        endpoint: str,
-        secret: str,
-        executor: Any,
-        messages: list[dict[str, Any]],
+        self, model: str, trace: vf.Trace, endpoint: str, secret: str, executor: Any, messages: list[dict[str, Any]]
     ) -> ProgramResult:
         body: dict[str, Any] = {"model": model, "messages": messages}
         if executor is not None and executor.schemas:

@@ -1,0 +1,181 @@
+"""Measure what grows with a run, at a size and at ten times that: what must not grow is named with its bound.
+
+    uv run python -m benchmarks.growth
+
+placing      CPU of one look for a node while requests wait that no free node may take: 500 and 5,000
+resume       peak memory of the orchestrator's resume from a journal: 16 and 160 MiB; one group is still needed
+publication  CPU of telling a version to all nodes, each: 100 and 1,000 nodes on real connections
+asked again  bytes that a rank gets which asks 1 and 10 times while its reply is under way, over those of the reply
+reply        largest frame of a step's reply: 8 and 80 MiB
+
+The exit status is 1 when one of them grew by more than half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import resource
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Awaitable, Callable
+from dataclasses import astuple
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from benchmarks._verdicts import conclude
+from composer_prime.run.keys import RunKeys
+from composer_prime.wire.node_messages import Goodbye, NodeHello, NodeWelcome, Sampling
+from composer_prime.wire.sockets import NodeSocket, bind_router, dealer
+from composer_prime.wire.types import CheckpointRequest, Sample, StepRequest, VersionSpan, pack_ints
+from orchestrator.batching.batches import StepServer
+from orchestrator.durability import Finished, Journal, formed_batches
+from orchestrator.event_loop import Notifier
+from orchestrator.gateway.nodes import ServedPolicy
+from orchestrator.gateway.routing import Router
+from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan
+
+MOST_GROWTH, LOOKS, GROUP_BYTES, MANIFEST_BYTES = 1.5, 200, 256 << 10, 128 << 10
+SIZES = {"placing": 500, "resume": 64, "publication": 100, "asked again": 1, "reply": 8}
+UNITS = {"placing": "us", "resume": "MiB", "publication": "us a node", "asked again": "times", "reply": "MiB"}
+
+
+async def placing(waiting: int) -> float:
+    """Microseconds of one call of `place`; the requests have three kinds of needs."""
+    router = Router(lambda *_: True, policy=ServedPolicy(256), suspend_s=1.0, request_timeout_s=600.0)
+    router.policy.newest = 3
+    for index in range(8):
+        hello = NodeHello(node_id=f"n{index}", engine="", run_id=None, version=0, max_concurrent=64, instance="")
+        router.attach(hello.node_id.encode(), hello)
+    prompt, sampling = pack_ints([1]), Sampling(max_tokens=8)
+    calls = [
+        asyncio.ensure_future(router.generate(f"g{index}", "s", prompt, sampling, oldest_version=1 + index % 3))
+        for index in range(waiting)
+    ]
+    await asyncio.sleep(0)
+    cpu_s = time.process_time()
+    for _ in range(LOOKS):
+        router.place()
+    cpu_s = time.process_time() - cpu_s
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    return 1e6 * cpu_s / LOOKS
+
+
+async def resume(groups: int) -> float:
+    """Peak MiB beyond what the process has."""
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal.create(Path(folder), segment_bytes=4 << 20)
+        for number in range(groups):
+            plan = GroupPlan(group=number, source="s", task_index=0, seed=0, size=1)
+            group = FinishedGroup(plan=plan, outcome=GroupOutcome.READY, rollouts=[], samples=[_sample(number)])
+            await journal.append(Finished(seq=number + 1, group=group))
+        await journal.close()
+        tracemalloc.start()
+        formed_batches(Journal.resume(Path(folder)), after=0)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peak / (1 << 20)
+
+
+def _sample(number: int) -> Sample:
+    return Sample(
+        sample_id=str(number), group_id="g", source="s", task_id="t", input_ids=bytes(GROUP_BYTES), loss_mask=b"",
+        logprobs=b"", advantages=b"", reward=0.0, temperature=1.0, version_spans=[VersionSpan(0, 1, 0)], turns=[],
+    )  # fmt: skip
+
+
+async def publication(nodes: int) -> float:
+    """Microseconds a node."""
+    with tempfile.TemporaryDirectory() as folder, zmq.Context() as context:
+        context.set(zmq.MAX_SOCKETS, 4 * nodes)
+        keys = RunKeys.create(Path(folder) / "keys")
+        socket = NodeSocket(keys, 512)
+        socket.bind("tcp://127.0.0.1:0")
+        peers = [dealer(context, socket.endpoint, keys.client("node")) for _ in range(nodes)]
+        for peer in peers:
+            peer.send(msgspec.msgpack.encode(Goodbye(reason="")))
+        identities = [(await socket.receive()).identity for _ in peers]
+        message = NodeWelcome(run_id="r", manifest=bytes(MANIFEST_BYTES), verify_key=b"", heartbeat_s=1.0, sources=[])
+        socket.send_all(identities[:1], message)
+        cpu_s = time.thread_time()
+        socket.send_all(identities, message)
+        cpu_s = time.thread_time() - cpu_s
+        await socket.close()
+        for peer in peers:
+            peer.close(0)
+    return 1e6 * cpu_s / nodes
+
+
+async def asked_again(times: int) -> float:
+    return (await _reply(64 << 20, times))[0] / (64 << 20)
+
+
+async def reply(mib: int) -> float:
+    return (await _reply(mib << 20, 1))[1] / (1 << 20)
+
+
+async def _reply(size: int, times: int) -> tuple[int, int]:
+    """Bytes that a slow rank gets which asks so often, and the largest frame."""
+
+    async def of_rank(*_: object) -> bytes:
+        return bytes(size)
+
+    async def saved(_: object) -> None:
+        asked.set()
+
+    with tempfile.TemporaryDirectory() as folder, zmq.asyncio.Context() as context:
+        keys, asked = RunKeys.create(Path(folder) / "keys"), asyncio.Event()
+        batches = SimpleNamespace(run_id="r", trained=0, last_step=9, get=lambda step: step, of_rank=of_rank)
+        run = SimpleNamespace(batches=batches, changed=Notifier(), fail=print)
+        bound = bind_router("tcp://127.0.0.1:0", keys.curve("server"), [keys.curve("trainer").public])
+        server = StepServer(run, bound, on_step_done=saved, on_checkpoint=saved, waiting_for=str)
+        with context.socket(zmq.DEALER) as rank:
+            client = keys.client("trainer")
+            rank.setsockopt(zmq.RCVHWM, 1)
+            rank.curve_serverkey = client.server_public
+            rank.curve_publickey, rank.curve_secretkey = astuple(client.own)
+            rank.connect(server.endpoint)
+            for _ in range(times):
+                request = StepRequest(run_id="r", step=1, rank=0, world_size=1, max_tokens=64)
+                await rank.send(msgspec.msgpack.encode(request))
+                await asyncio.sleep(0.2)
+            await rank.send(msgspec.msgpack.encode(CheckpointRequest(run_id="r", step=1)))
+            await asked.wait()
+            sizes = []
+            while await rank.poll(1000):
+                sizes += map(len, await rank.recv_multipart())
+        await server.close()
+    return sum(sizes), max(sizes)
+
+
+LAWS: dict[str, Callable[[int], Awaitable[float]]] = {
+    "placing": placing, "resume": resume, "publication": publication, "asked again": asked_again, "reply": reply,
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--laws", nargs="+", choices=LAWS, default=list(LAWS))
+    parser.add_argument("--quick", action="store_true", help="a tenth of each size: whether it works")
+    args = parser.parse_args()
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files[1], files[1]))
+    answers = []
+    for name in args.laws:
+        size = max(1, SIZES[name] // (10 if args.quick else 1))
+        small, large = (asyncio.run(LAWS[name](each)) for each in (size, 10 * size))
+        figures = f"{name:<12} {small:10.2f} at {size}, {large:10.2f} at {10 * size} ({UNITS[name]})"
+        answers.append((figures, large <= MOST_GROWTH * small))
+    return conclude(answers, is_quick=args.quick)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
