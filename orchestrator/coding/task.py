@@ -3,6 +3,7 @@
     tasks/
       tasks.jsonl        one CodeTask a line
       trees/NAME/        pristine source trees, tests included; many tasks share one
+      trees/NAME.json    what the tests of that tree do (`Suite`); trees of published files have none
 
 The agent starts in the tree without `removed` and with `start` written over it. Grading never runs there. It puts the
 editable files of the agent's tree into the pristine one (see `grading.py`).
@@ -67,6 +68,17 @@ class CodeTask(msgspec.Struct, frozen=True, kw_only=True):
     """Where the tree comes from."""
 
 
+class Suite(msgspec.Struct, frozen=True, kw_only=True):
+    """What all tests of a pristine tree do. The factory measures it once for all tasks of the tree."""
+
+    tests: dict[str, list[str]]
+    """Test file -> node ids that passed in all runs."""
+    seconds: dict[str, float]
+    """Test file -> seconds of its tests."""
+    reach: dict[str, list[str]]
+    """Source file -> test files that run code of it."""
+
+
 _DECODER = msgspec.json.Decoder(CodeTask)
 
 
@@ -115,6 +127,17 @@ def tree_of(task: CodeTask, trees: Path) -> Path | None:
     if not folder.is_dir():
         raise ConfigError(f"task {task.id}: its tree {folder} is missing; copy trees/ together with {TASKS_FILE}")
     return folder
+
+
+def suite_of(task: CodeTask, trees: Path) -> Suite | None:
+    """Return what is known of the tree's tests; None for a tree that the factory did not measure."""
+    path = trees / f"{task.tree}.json"
+    return msgspec.json.decode(path.read_bytes(), type=Suite) if task.tree and path.is_file() else None
+
+
+def write_suite(folder: Path, suite: Suite) -> None:
+    """Write a suite beside the tree's folder."""
+    write_atomic(folder.with_name(f"{folder.name}.json"), msgspec.json.encode(suite))
 
 
 def write_tree(folder: Path, files: Mapping[str, bytes]) -> None:

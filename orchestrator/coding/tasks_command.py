@@ -77,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument(
         "--overlay", type=_paths, default=(), metavar="FILES", help="files that git leaves out, from SOURCE, by comma"
     )
+    make.add_argument("--first-tests", type=_at_least(1), default=60, help="reaching tests that prove a task (60)")
+    make.add_argument("--first-seconds", type=_at_least(0.1), default=8.0, help="seconds of their files (8)")
     published = commands.add_parser("import", description=_IMPORT, help="make tasks from a published task file")
     published.set_defaults(work=import_file)
     published.add_argument("file", type=Path, help="a .jsonl, .jsonl.gz, .json or .parquet file")
@@ -117,6 +119,8 @@ def make_tasks(options: argparse.Namespace) -> int:
         hide_tests=options.hide_tests,
         suite_timeout_s=options.suite_timeout,
         overlay=options.overlay,
+        first_tests=options.first_tests,
+        first_s=options.first_seconds,
         packages=options.packages,
     )
     factory = TaskFactory(options.output, settings, factory_runtime(options.runtime, options.packages), options.jobs)

@@ -17,6 +17,7 @@ from composer_prime.plan.sandboxes import probe
 from orchestrator.coding.code import grading
 from orchestrator.coding.code.grading import Grade, allowed_files, grade
 from orchestrator.coding.sandbox.box import CommandResult
+from orchestrator.coding.task import Suite
 
 process = pytest.mark.process
 FILE = "demo/numbers.py"
@@ -80,6 +81,22 @@ def test_a_patch_has_a_size_limit() -> None:
 def test_removed_sources_stay_removed() -> None:
     task = make_task(removed=["demo/numbers.py", "tests", "tests/data.json", "dist/demo.whl", "demo/words.py"])
     assert grading._removed(task, {"demo/words.py": b""}) == ["demo/numbers.py", "dist/demo.whl"]
+
+
+# All test files that reach a touched file run, and of the others as many as their seconds allow, which depends on the
+# task alone. The task's own files ran before.
+def test_the_rest_of_the_suite_is_drawn_by_the_task() -> None:
+    files = [f"tests/test_{number}.py" for number in range(20)]
+    tests, seconds = {file: [f"{file}::test"] for file in files}, dict.fromkeys(files, 3.0)
+    suite = Suite(tests=tests, seconds=seconds, reach={"demo/a.py": files[:5]})
+
+    def chosen(limit_s: float, **changes: Any) -> list[str]:
+        return grading.regression_files(make_task(tests=files[4:6], **changes), suite, ["demo/a.py"], limit_s)
+
+    assert chosen(1000.0) == sorted({*files} - {*files[4:6]})
+    assert {*chosen(0.1)} == {*files[:4]}
+    assert len(chosen(10.0)) == 7 and {*files[:4]} < {*chosen(10.0)}
+    assert chosen(10.0) == chosen(10.0) != chosen(10.0, id="another task")
 
 
 # -- the records

@@ -89,6 +89,30 @@ def pytest_runtest_makereport(item, call):
     return patch | {"conftest.py": lie, "tests/conftest.py": lie}
 
 
+MORE = "def join(words):\n    text = ''\n    for word in words:\n        text += word\n    return text\n"
+TESTS_OF_MORE = "from shapes_made import more, shapes\n\n\ndef test_join():\n    assert more.join(['a', 'b']) == 'ab'\n"
+
+
+# A solution that breaks another module earns nothing, in full or in part: the rest of the suite runs as well, and the
+# grade says for how long. With a bound of 0, or for tasks of earlier releases, the task's own tests alone decide.
+def test_a_patch_that_breaks_another_module_earns_nothing(tmp_path: Path) -> None:
+    source = write_package(tmp_path / "shapes_made", shapes_made__more=MORE, tests__test_more=TESTS_OF_MORE)
+    assert make(source, tmp_path / "out", "--kinds", "delete") == 0
+    (task,) = [each for each in read_tasks(tmp_path / "out") if each.id.endswith("shapes.area")]
+    assert task.tests == ["tests/test_shapes.py"]
+    solution = {path: text.encode() for path, text in task.solution.items()}
+    wreck = {**solution, "shapes_made/more.py": b"def join(words):\n    return None\n"}
+    right, wrong = (graded(task, tmp_path / "out", patch) for patch in (solution, wreck))
+    assert right.solved and 0 < right.regression_s <= right.wall_s
+    assert not wrong.solved and wrong.fraction == 0 and wrong.failed == {"tests/test_more.py::test_join"}
+    assert "test_join" in wrong.report
+    runtime = RuntimeConfig(type="subprocess")
+    unbound = asyncio.run(grade(task, tmp_path / "out/trees", wreck, runtime, regression_s=0.0))
+    (tmp_path / "out/trees/shapes_made.json").unlink()
+    for result in (unbound, graded(task, tmp_path / "out", wreck)):
+        assert result.solved and result.regression_s == 0
+
+
 # A task that does not hold is found by a check, with exit status 1.
 def test_check_finds_a_bad_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert make(write_package(tmp_path / "shapes_made"), tmp_path / "out", "--limit", "2", "--kinds", "delete") == 0

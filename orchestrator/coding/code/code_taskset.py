@@ -29,7 +29,7 @@ from verifiers.v1 import errors as vf_errors
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding import monitor as code_monitor
-from orchestrator.coding.code.grading import Grade, allowed_files, grade
+from orchestrator.coding.code.grading import REGRESSION_S, Grade, allowed_files, grade
 from orchestrator.coding.code.tools import TOOL_NAMES, CodeTools, is_tool_error
 from orchestrator.coding.sandbox.box import WORK, Box, box_class, open_box
 from orchestrator.coding.sandbox.runtime import box_of
@@ -67,6 +67,9 @@ class CodeSettings(BaseModel):
     """Longest run of one command that the agent starts."""
     monitor: code_monitor.HackMonitorConfig = Field(default_factory=code_monitor.HackMonitorConfig)
     """What counts as a hack, and what follows from one."""
+    regression_s: float = Field(default=REGRESSION_S, ge=0)
+    """Seconds of the repository's other tests that a patch which would earn runs, besides all that reach the files
+    that it touches; with 0 the task's own tests alone decide."""
     partial_credit: bool = False
     """Reward the share of repaired tests, as long as no other test breaks. Otherwise only a full solution earns."""
 
@@ -255,9 +258,10 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
                 state.files = await read_files(box, state.seal.agent_files())
         if state.uses is None:
             state.uses = _tool_uses(trace)
-        changed, monitor = state.seal.changed_files(state.files), self.data.settings.monitor
+        settings, changed = self.data.settings, state.seal.changed_files(state.files)
+        monitor, bound = settings.monitor, settings.regression_s
         with sandbox_failures():
-            state.grade = await grade(task, self.data.settings.trees, changed, self.data.settings.runtime)
+            state.grade = await grade(task, settings.trees, changed, settings.runtime, regression_s=bound)
         inspect = code_monitor.inspect
         verdict = await asyncio.to_thread(inspect, task, state.seal, state.files, state.uses, monitor)
         state.verdict = await code_monitor.second_opinion(monitor, task, verdict, changed)
@@ -285,6 +289,7 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
             "patch_files": float(len(taken)),
             "patch_lines": float(sum(content.count(b"\n") + 1 for content in taken.values())),
             "grading_s": result.wall_s,
+            "regression_s": result.regression_s,
             "tool_errors": float(errors),
             "turns_used": float(trace.num_turns),
             **{f"calls/{name}": float(calls[name]) for name in self.data.settings.tools},

@@ -3,6 +3,9 @@
     pristine tree -> minus `removed` sources, plus `start`, plus the editable files of the patch, plus `test_files`
         -> open_box -> python -I -c reporter.py -> signed records -> Grade
 
+A patch that would earn by the task's own tests also runs the other tests of the repository: those that reach a file
+that it touches, and of the rest as many as `regression_s` allows, drawn by the task.
+
 What graded code can not do: change a test, a conftest.py or a setting of pytest (such files are never taken); end the
 run early and pass (a test without a record has not passed, and exit codes are not read); print a forged report (each
 record has an HMAC under a key that only the reporter got); rewrite test files in mid-run (they are pinned in memory).
@@ -22,8 +25,8 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -31,12 +34,17 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from orchestrator.coding.monitor.before import PYTEST_FILES, STARTUP_FILES
 from orchestrator.coding.sandbox.box import CommandResult, open_box
-from orchestrator.coding.task import CodeTask, check_path, matches, tree_of
+from orchestrator.coding.task import CodeTask, Suite, check_path, matches, suite_of, tree_of
 
 MAX_FILE_BYTES = 2**20
 """A larger file of a patch is refused."""
 MAX_PATCH_BYTES = 2**24
 """Further files of a patch are refused from this sum on."""
+REGRESSION_S = 20.0
+"""Seconds of tests that do not reach a touched file, and run all the same."""
+SLOWDOWN = 20.0
+"""A run of tests gets this many times the time that the factory measured: it recompiles, and may share a machine."""
+MIN_TIMEOUT_S = 60.0
 TWINS = 3
 """Probes under the ids of expected tests."""
 ISOLATED = ("-I", "-B")
@@ -68,6 +76,8 @@ class Grade:
     ended_by: str
     """The limit that ended the tests; empty where they ended by themselves."""
     wall_s: float
+    regression_s: float = 0.0
+    """Part of `wall_s` that the repository's other tests took; 0 where none ran."""
     report: str
     """The failures in words, at most 4,000 characters."""
 
@@ -85,18 +95,66 @@ class _Results:
     """None until the reporter came to its end."""
 
 
-async def grade(task: CodeTask, trees: Path, patch: Mapping[str, bytes], runtime: RuntimeConfig) -> Grade:
-    """Run the task's tests on a patch. `patch`: path -> content of files in the agent's tree, editable or not.
+async def grade(
+    task: CodeTask,
+    trees: Path,
+    patch: Mapping[str, bytes],
+    runtime: RuntimeConfig,
+    *,
+    regression_s: float = REGRESSION_S,
+) -> Grade:
+    """Run the task's tests on a patch, and those of the repository that it can break.
 
-    A run that something killed is tried once more. Raises SandboxError where the box or the reporter failed, and
-    ConfigError where the task's tree is missing.
+    `patch`: path -> content of files in the agent's tree, editable or not. `regression_s`: seconds of tests that do not
+    reach it; with 0 the task's own tests alone run. A run that something killed is tried once more. Raises SandboxError
+    where the box or the reporter failed, and ConfigError where the task's tree is missing.
     """
     taken, refused = allowed_files(task, patch)
-    files = _overlay(task, taken)
-    results, finished = await _run_tests(task, trees, files, runtime)
+    files, flaky = _overlay(task, taken), set(task.flaky)
+    wanted, kept = set(task.fail_to_pass) - flaky, set(task.pass_to_pass) - flaky
+    expected = [*task.fail_to_pass, *task.pass_to_pass]
+    spec = {"tests": task.tests, "expected": expected, "repaired": task.fail_to_pass}
+    result = _judge(wanted, kept, *await _run_tests(task, trees, files, runtime, spec, task.timeout_s), refused)
+    suite = suite_of(task, trees) if result.fraction and regression_s else None
+    others = regression_files(task, suite, taken, regression_s) if suite else []
+    if suite and others:
+        nodes = {node for file in others for node in suite.tests[file]} - flaky
+        timeout_s = max(MIN_TIMEOUT_S, SLOWDOWN * sum(suite.seconds[file] for file in others))
+        spec = {"tests": others, "expected": sorted(nodes), "repaired": []}
+        rest = _judge(nodes, set(), *await _run_tests(task, trees, files, runtime, spec, timeout_s), {})
+        result = _joined(result, rest)
+    return result
+
+
+def regression_files(task: CodeTask, suite: Suite, touched: Collection[str], limit_s: float) -> list[str]:
+    """Return the test files to run beside the task's own.
+
+    All that reach a touched file are among them, and of the others as many as take `limit_s` seconds together. Their
+    order depends on the task alone.
+    """
+    near = {file for path in touched for file in suite.reach.get(path, ())}
+    others = suite.tests.keys() - {*task.tests, *task.test_files, *task.removed}
+    chosen, seconds = [*(others & near)], 0.0
+    for file in sorted(others - near, key=lambda file: hashlib.sha256(f"{task.id} {file}".encode()).digest()):
+        if seconds + suite.seconds[file] <= limit_s:
+            chosen.append(file)
+            seconds += suite.seconds[file]
+    return sorted(chosen)
+
+
+async def _run_tests(
+    task: CodeTask,
+    trees: Path,
+    files: Mapping[str, bytes],
+    runtime: RuntimeConfig,
+    spec: Mapping[str, Any],
+    timeout_s: float,
+) -> tuple[_Results, CommandResult]:
+    """Run tests in a fresh box; once more where something killed them. Raises SandboxError where they say nothing."""
+    results, finished = await _run_once(task, trees, files, runtime, spec, timeout_s)
     if was_killed(finished):
         first = finished
-        results, finished = await _run_tests(task, trees, files, runtime)
+        results, finished = await _run_once(task, trees, files, runtime, spec, timeout_s)
         if no_fault_of_the_patch(first, finished):
             raise SandboxError(
                 f"task {task.id}: the sandbox ended in mid-test, and both runs of the tests were killed; look at the "
@@ -108,7 +166,7 @@ async def grade(task: CodeTask, trees: Path, patch: Mapping[str, bytes], runtime
             f"{finished.ended_by or 'itself'}); the box's Python needs pytest: "
             f"{finished.stderr[-_STDERR_CHARS:].decode(errors='replace')}"
         )
-    return _judge(task, results, finished, refused)
+    return results, finished
 
 
 def was_killed(finished: CommandResult) -> bool:
@@ -178,16 +236,19 @@ def _removed(task: CodeTask, files: Mapping[str, bytes]) -> list[str]:
     ]
 
 
-async def _run_tests(
-    task: CodeTask, trees: Path, files: Mapping[str, bytes], runtime: RuntimeConfig
+async def _run_once(
+    task: CodeTask,
+    trees: Path,
+    files: Mapping[str, bytes],
+    runtime: RuntimeConfig,
+    spec: Mapping[str, Any],
+    timeout_s: float,
 ) -> tuple[_Results, CommandResult]:
     key = secrets.token_bytes(32)
     spec = {
+        **spec,
         "key": key.hex(),
         "seed": secrets.randbits(64),
-        "tests": task.tests,
-        "expected": [*task.fail_to_pass, *task.pass_to_pass],
-        "repaired": task.fail_to_pass,
         "twins": TWINS,
         "removed": _removed(task, files),
         "python_path": task.python_path,
@@ -197,7 +258,12 @@ async def _run_tests(
     tree = tree_of(task, trees)
     async with await open_box(runtime, tree=tree, files=files, python_path=task.python_path) as box:
         finished = await box.run(
-            argv, env=env, stdin=json.dumps(spec).encode(), timeout_s=task.timeout_s, output_bytes=_CHANNEL_BYTES
+            argv,
+            env=env,
+            stdin=json.dumps(spec).encode(),
+            timeout_s=timeout_s,
+            output_bytes=_CHANNEL_BYTES,
+            cpu_s=max(runtime.limits.cpu_s, timeout_s),
         )
     return _read(finished.stdout, key), finished
 
@@ -239,24 +305,46 @@ def _records(channel: bytes, key: bytes) -> Iterator[list[Any]]:
                 yield fields
 
 
-def _judge(task: CodeTask, results: _Results, finished: CommandResult, refused: dict[str, str]) -> Grade:
-    flaky = set(task.flaky)
-    wanted, kept = set(task.fail_to_pass) - flaky, set(task.pass_to_pass) - flaky
+def _judge(
+    wanted: Collection[str],
+    kept: Collection[str],
+    results: _Results,
+    finished: CommandResult,
+    refused: Mapping[str, str],
+) -> Grade:
+    """Return what one run of tests says. `wanted`: node ids that must pass. `kept`: those without which none counts."""
     passed = frozenset(name for name, outcome in results.outcomes.items() if outcome == "passed")
     failed = frozenset(name for name, outcome in results.outcomes.items() if outcome == "failed")
     tampered = _tampering(results)
     was_probed = bool(results.probes) or results.num_probes == 0
-    credible = was_probed and not tampered and kept <= passed and bool(wanted)
+    credible = was_probed and not tampered and passed.issuperset(kept) and bool(wanted)
     return Grade(
-        solved=credible and wanted <= passed and results.changed is not None,
+        solved=credible and passed.issuperset(wanted) and results.changed is not None,
         passed=passed,
         failed=failed,
-        missing=frozenset((wanted | kept) - passed - failed),
-        fraction=len(wanted & passed) / len(wanted) if credible else 0.0,
+        missing=frozenset((*wanted, *kept)) - passed - failed,
+        fraction=len(passed.intersection(wanted)) / len(wanted) if credible else 0.0,
         tampered=tampered,
         ended_by=finished.ended_by,
         wall_s=finished.wall_s,
         report=_report(results, finished, refused, tampered),
+    )
+
+
+def _joined(first: Grade, rest: Grade) -> Grade:
+    """Return the grade of a patch by the task's own tests and by the repository's others, all of which must pass."""
+    return replace(
+        first,
+        solved=first.solved and rest.solved,
+        fraction=first.fraction if rest.solved else 0.0,
+        passed=first.passed | rest.passed,
+        failed=first.failed | rest.failed,
+        missing=first.missing | rest.missing,
+        tampered=rest.tampered,
+        ended_by=first.ended_by or rest.ended_by,
+        wall_s=first.wall_s + rest.wall_s,
+        regression_s=rest.wall_s,
+        report=f"{first.report}\n{rest.report}".strip()[:_REPORT_CHARS],
     )
 
 
@@ -270,7 +358,7 @@ def _tampering(results: _Results) -> str:
     return ""
 
 
-def _report(results: _Results, finished: CommandResult, refused: dict[str, str], tampered: str) -> str:
+def _report(results: _Results, finished: CommandResult, refused: Mapping[str, str], tampered: str) -> str:
     lines = [f"No credit: {tampered}."] if tampered else []
     if finished.ended_by:
         lines.append(f"The tests were ended by the limit {finished.ended_by} after {finished.wall_s:.1f} s.")

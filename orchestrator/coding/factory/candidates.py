@@ -42,6 +42,10 @@ class FactorySettings:
     suite_timeout_s: float = 180.0
     overlay: tuple[str, ...] = ()
     """Files of a git repository's folder that its commits lack."""
+    first_tests: int = 60
+    """Test files run first, and prove a task, until they hold this many tests that reach the change."""
+    first_s: float = 8.0
+    """Seconds that these files take at most; one is always among them."""
     packages: tuple[str, ...] = ()
     """Installed packages that tests need beside pytest."""
 

@@ -29,6 +29,7 @@ from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.console import ProgressLines, pluralize
 from composer_prime.errors import ConfigError, SandboxError
 from composer_prime.run.run_dir import write_atomic
+from orchestrator.coding.code.grading import MIN_TIMEOUT_S, SLOWDOWN
 from orchestrator.coding.factory.candidates import (
     FactorySettings,
     TaskCandidate,
@@ -60,7 +61,7 @@ from orchestrator.coding.factory.suite import (
 from orchestrator.coding.formats.conversion import in_order
 from orchestrator.coding.git_command import git
 from orchestrator.coding.sandbox.box import open_box
-from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, matches, write_tree
+from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, matches, write_suite, write_tree
 
 REPORT_FILE = "report.json"
 BATCH = 12
@@ -68,15 +69,6 @@ BATCH = 12
 _HISTORY_TEST_FILES = 4
 """Test files that a commit did not change and that run beside those it changed."""
 GRADINGS = 3
-MAX_REACHING = 60
-"""Test files are added until they hold this many tests that reach the change."""
-MAX_SECONDS = 8.0
-"""Test files of one task take at most this long; the first one is always taken."""
-MAX_EXPECTED = 200
-"""Tests of each list of a task. Of more, the seed draws."""
-MIN_TIMEOUT_S = 60.0
-_TIMEOUT_PER_SECOND = 20.0
-"""Grading recompiles everything and may share a machine, so it gets this many times the measured duration."""
 _LINES_BESIDE = 2
 """A mistake's own line may stand anywhere; with these around it, it is a copy."""
 MAX_SYMPTOMS = 3
@@ -173,6 +165,7 @@ class TaskFactory:
 
     async def _make_tree(self, tree: SourceTree) -> None:
         baseline = await measure_baseline(tree, self.runtime, self.settings.suite_timeout_s)
+        write_suite(tree.folder, baseline.suite())
         candidates, left_out = find_candidates(baseline, self.settings)
         figures = self.figures[tree.name] = {
             "tests": len(baseline.stable),
@@ -225,15 +218,13 @@ class TaskFactory:
         return is_task
 
     async def _prove_commit(self, repository: Path, candidate: TaskCandidate) -> list[Outcome]:
-        """Prove one commit. It has a tree of its own, and a baseline over its tests and a few others."""
+        """Prove one commit. It has a tree and a baseline of its own."""
         if candidate.refusal:
             return [(candidate, (candidate.refusal, candidate.message[:80]))]
         try:
             tree = await asyncio.to_thread(self._copy, repository, candidate.commit)
-            others = [path for path in tree.tests if path not in candidate.tests]
-            others = sorted(others, key=lambda path: shuffled(self.settings.seed, path))[:_HISTORY_TEST_FILES]
-            tree = dataclasses.replace(tree, tests=(*candidate.tests, *others))
             baseline = await measure_baseline(tree, self.runtime, self.settings.suite_timeout_s)
+            write_suite(tree.folder, baseline.suite())
             return await self._prove_batch(baseline, [candidate])
         except (ConfigError, SandboxError) as error:
             if isinstance(error, SandboxError):
@@ -259,15 +250,20 @@ class TaskFactory:
 # Proofs: what tests of a candidate fail before and pass after.
 
 
-def choose_test_files(candidate: TaskCandidate, baseline: Baseline) -> list[str]:
-    """Return the test files to run: those with most tests that reach the change, and one more that others pass in."""
+def choose_test_files(candidate: TaskCandidate, baseline: Baseline, settings: FactorySettings) -> list[str]:
+    """Return the test files that prove a change: those with most tests that reach it, and one that others pass in.
+
+    A patch that passes them also runs the other files (`grading.py`).
+    """
     if candidate.commit:
-        return sorted(baseline.files)
+        own = baseline.files.keys() & {*candidate.tests}
+        others = sorted(baseline.files.keys() - own, key=lambda path: shuffled(settings.seed, path))
+        return sorted([*own, *others[:_HISTORY_TEST_FILES]])
     nodes = frozenset[str]().union(*(baseline.reach.get(place, frozenset()) for place, _ in candidate.edits))
     reaching = Counter(test_file(node) for node in sorted(nodes))
     files, seconds, count = [], 0.0, 0
     for file, tests in reaching.most_common():
-        if files and (count >= MAX_REACHING or seconds + baseline.seconds[file] > MAX_SECONDS):
+        if files and (count >= settings.first_tests or seconds + baseline.seconds[file] > settings.first_s):
             break
         files.append(file)
         seconds += baseline.seconds[file]
@@ -282,7 +278,7 @@ async def prove(
     batch: Sequence[TaskCandidate], baseline: Baseline, runtime: RuntimeConfig, settings: FactorySettings
 ) -> list[Outcome]:
     """Return the task of each candidate, or why there is none, in the batch's order."""
-    found = {candidate.id: _prepare(candidate, baseline) for candidate in batch}
+    found = {candidate.id: _prepare(candidate, baseline, settings) for candidate in batch}
     seen: dict[str, list[Grading]] = {name: [] for name in found}
     for hash_seed in range(GRADINGS):
         cases = {name: run for name, run in found.items() if isinstance(run, SuiteRun)}
@@ -312,12 +308,12 @@ async def _graded(
     return {name: (results[name], results[own_keys[name]]) for name in cases}
 
 
-def _prepare(candidate: TaskCandidate, baseline: Baseline) -> SuiteRun | Refusal:
+def _prepare(candidate: TaskCandidate, baseline: Baseline, settings: FactorySettings) -> SuiteRun | Refusal:
     """Return the run of a candidate's start, and refuse what needs no run."""
     start = changed_files(candidate, baseline)
     if all(baseline.tree.texts.get(path) == text for path, text in start.items()):
         return "the change changes nothing", ""
-    tests = choose_test_files(candidate, baseline)
+    tests = choose_test_files(candidate, baseline, settings)
     if not tests:
         return "no quick test file reaches it", ""
     if copy := _copy_of_the_original(candidate, baseline.tree, start):
@@ -386,11 +382,11 @@ def build_task(
         solution={path: tree.texts[path] for path in run.files if path in tree.texts},
         editable=_editable(tree, run.files),
         tests=run.tests,
-        fail_to_pass=_draw(failing, settings.seed),
-        pass_to_pass=_draw(passing, settings.seed),
+        fail_to_pass=failing,
+        pass_to_pass=passing,
         flaky=sorted({node for before, _ in seen for node in before.tests} - {*failing, *passing}),
         python_path=list(tree.python_path),
-        timeout_s=max(MIN_TIMEOUT_S, round(_TIMEOUT_PER_SECOND * seconds)),
+        timeout_s=max(MIN_TIMEOUT_S, round(SLOWDOWN * seconds)),
         symbols=[tree.functions[place].symbol for place, _ in candidate.edits],
         source=tree.origin,
     )
@@ -400,12 +396,6 @@ def _editable(tree: SourceTree, changed: Iterable[str]) -> list[str]:
     """Return the patterns of the sources, which do not tell where the change is, and what they do not match."""
     patterns = editable_patterns(tree)
     return sorted([*patterns, *(path for path in changed if not matches(path, patterns))])
-
-
-def _draw(nodes: list[str], seed: int) -> list[str]:
-    """Return the nodes in their order, at most MAX_EXPECTED of them."""
-    drawn = set(sorted(nodes, key=lambda node: shuffled(seed, node))[:MAX_EXPECTED])
-    return [node for node in nodes if node in drawn]
 
 
 def _prompt(candidate: TaskCandidate, tree: SourceTree, failures: Sequence[TestRecord], total: int) -> str:

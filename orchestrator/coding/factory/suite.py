@@ -19,6 +19,7 @@ from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.factory.source import SourceTree
 from orchestrator.coding.monitor.before import agents_files
 from orchestrator.coding.sandbox.box import open_box, read_tree
+from orchestrator.coding.task import Suite
 
 RUNS = 3
 SLOW_FILE_S = 8.0
@@ -128,6 +129,14 @@ class Baseline:
     """Test file -> seconds of all its tests."""
     collect_errors: dict[str, str]
     """Test file that cannot be imported -> message."""
+
+    def suite(self) -> Suite:
+        """Return what grading needs to know of all tests."""
+        reach: dict[str, set[str]] = defaultdict(set)
+        for place, nodes in self.reach.items():
+            reach[place.rpartition(":")[0]].update(map(test_file, nodes))
+        seconds = {file: round(self.seconds[file], 3) for file in self.files}
+        return Suite(tests=self.files, seconds=seconds, reach={path: sorted(reach[path]) for path in sorted(reach)})
 
 
 async def measure_baseline(tree: SourceTree, runtime: RuntimeConfig, suite_timeout_s: float) -> Baseline:
