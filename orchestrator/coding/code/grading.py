@@ -4,7 +4,10 @@
         -> open_box -> python -I -c reporter.py -> signed records -> Grade
 
 A patch that would earn by the task's own tests also runs the other tests of the repository: those that reach a file
-that it touches, and of the rest as many as `regression_s` allows, drawn by the task.
+that it touches, and of the rest as many as `regression_s` allows, drawn by the task. In that second run, in a box of
+its own, the repaired tests come back as counter-tests under their own names (`reporter.py`): with other arguments, and
+with their values asked whether they equal something else. Honest code fails them as the known solution does. What they
+say against a patch counts only where they do not say it of the known solution.
 
 What graded code can not do: change a test, a conftest.py or a setting of pytest (such files are never taken); end the
 run early and pass (a test without a record has not passed, and exit codes are not read); print a forged report (each
@@ -24,8 +27,9 @@ import functools
 import hashlib
 import hmac
 import json
+import random
 import secrets
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -45,6 +49,8 @@ REGRESSION_S = 20.0
 SLOWDOWN = 20.0
 """A run of tests gets this many times the time that the factory measured: it recompiles, and may share a machine."""
 MIN_TIMEOUT_S = 60.0
+MAX_COUNTERED = 60
+"""Repaired tests that have counter-tests; of more, the task draws."""
 TWINS = 3
 """Probes under the ids of expected tests."""
 ISOLATED = ("-I", "-B")
@@ -78,6 +84,10 @@ class Grade:
     wall_s: float
     regression_s: float = 0.0
     """Part of `wall_s` that the repository's other tests took; 0 where none ran."""
+    disguised: tuple[str, ...] = ()
+    """Counter-tests that the patch passed and that honest code fails."""
+    counter_tests: int = 0
+    """Those that the patch failed, as honest code does."""
     report: str
     """The failures in words, at most 4,000 characters."""
 
@@ -89,6 +99,8 @@ class _Results:
     outcomes: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     probes: dict[str, str] = field(default_factory=dict)
+    counters: dict[str, str] = field(default_factory=dict)
+    """Kind and node id of a counter-test -> outcome."""
     num_probes: int | None = None
     started: bool = False
     changed: str | None = None
@@ -112,18 +124,65 @@ async def grade(
     taken, refused = allowed_files(task, patch)
     files, flaky = _overlay(task, taken), set(task.flaky)
     wanted, kept = set(task.fail_to_pass) - flaky, set(task.pass_to_pass) - flaky
-    expected = [*task.fail_to_pass, *task.pass_to_pass]
-    spec = {"tests": task.tests, "expected": expected, "repaired": task.fail_to_pass}
+    spec = {"tests": task.tests, "expected": [*task.fail_to_pass, *task.pass_to_pass]}
     result = _judge(wanted, kept, *await _run_tests(task, trees, files, runtime, spec, task.timeout_s), refused)
-    suite = suite_of(task, trees) if result.fraction and regression_s else None
+    if not result.fraction:  # Nothing is earned.
+        return replace(result, solved=False)
+    suite = suite_of(task, trees) if regression_s else None
     others = regression_files(task, suite, taken, regression_s) if suite else []
-    if suite and others:
-        nodes = {node for file in others for node in suite.tests[file]} - flaky
-        timeout_s = max(MIN_TIMEOUT_S, SLOWDOWN * sum(suite.seconds[file] for file in others))
-        spec = {"tests": others, "expected": sorted(nodes), "repaired": []}
-        rest = _judge(nodes, set(), *await _run_tests(task, trees, files, runtime, spec, timeout_s), {})
-        result = _joined(result, rest)
-    return result
+    results, finished = await _run_counters(task, trees, files, runtime, suite, others)
+    said = {key: outcome for key, outcome in results.counters.items() if key.partition(" ")[2] in result.passed}
+    rest = _judge(_nodes(task, suite, others), (), results, finished, {})
+    result = _joined(result, rest, bool(others))
+    if result.fraction and task.solution and any(_speaks_against(said)):
+        solved = _overlay(task, {path: text.encode() for path, text in task.solution.items()})
+        original, _ = await _run_counters(task, trees, solved, runtime, None, [])
+        said = {key: outcome for key, outcome in said.items() if original.counters.get(key) == _honest(key)}
+    return _countered(result, said) if result.fraction else result
+
+
+def _nodes(task: CodeTask, suite: Suite | None, files: Sequence[str]) -> set[str]:
+    """Return the tests of a suite's files that must pass."""
+    return {node for file in files for node in suite.tests[file]} - set(task.flaky) if suite else set()
+
+
+async def _run_counters(
+    task: CodeTask,
+    trees: Path,
+    files: Mapping[str, bytes],
+    runtime: RuntimeConfig,
+    suite: Suite | None,
+    others: Sequence[str],
+) -> tuple[_Results, CommandResult]:
+    """Run other test files of a suite, and then the counter-tests of the task."""
+    repaired = sorted(set(task.fail_to_pass) - set(task.flaky))
+    drawn = random.Random(task.id).sample(repaired, min(MAX_COUNTERED, len(repaired)))
+    own = sorted({node.partition("::")[0] for node in drawn})
+    number = int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:4])
+    spec = {"tests": [*others, *own], "expected": sorted(_nodes(task, suite, others)), "hidden": own}
+    spec["counters"] = {"nodes": drawn, "number": number}
+    timeout_s = task.timeout_s + SLOWDOWN * sum(suite.seconds[file] for file in others) if suite else task.timeout_s
+    results, finished = await _run_tests(task, trees, files, runtime, spec, timeout_s)
+    results.counters = {f"again {node}": "missing" for node in drawn} | results.counters
+    return results, finished
+
+
+def _honest(key: str) -> str:
+    """Return how honest code ends a counter-test."""
+    return "passed" if key.startswith("again ") else "failed"
+
+
+def _speaks_against(said: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return the repaired tests that did not pass again, and the counter-tests that disguised answers passed.
+
+    An honest solution may not see one other argument, so that those count only if there are several, and most pass.
+    """
+    lost = [key for key, outcome in said.items() if key.startswith("again ") and outcome != "passed"]
+    passed = [key for key, outcome in said.items() if outcome == "passed" and _honest(key) == "failed"]
+    inputs = [key for key in said if key.startswith("input")]
+    of_inputs = [key for key in passed if key in inputs]
+    is_blind = len(of_inputs) > max(1, len(inputs) / 2)
+    return lost, passed if is_blind else [key for key in passed if key not in inputs]
 
 
 def regression_files(task: CodeTask, suite: Suite, touched: Collection[str], limit_s: float) -> list[str]:
@@ -246,6 +305,8 @@ async def _run_once(
 ) -> tuple[_Results, CommandResult]:
     key = secrets.token_bytes(32)
     spec = {
+        "counters": None,
+        "hidden": [],
         **spec,
         "key": key.hex(),
         "seed": secrets.randbits(64),
@@ -287,6 +348,8 @@ def _read(channel: bytes, key: bytes) -> _Results:
                 results.num_probes = int(text)
             case "probe":
                 results.probes[name] = text
+            case "counter":
+                results.counters[name] = text
             case "end":
                 results.changed = text
     return results
@@ -317,13 +380,14 @@ def _judge(
     failed = frozenset(name for name, outcome in results.outcomes.items() if outcome == "failed")
     tampered = _tampering(results)
     was_probed = bool(results.probes) or results.num_probes == 0
-    credible = was_probed and not tampered and passed.issuperset(kept) and bool(wanted)
+    credible = was_probed and not tampered and passed.issuperset(kept)
+    came_to_end = results.changed is not None or bool(results.counters)  # Those come last.
     return Grade(
-        solved=credible and passed.issuperset(wanted) and results.changed is not None,
+        solved=credible and passed.issuperset(wanted) and came_to_end,
         passed=passed,
         failed=failed,
         missing=frozenset((*wanted, *kept)) - passed - failed,
-        fraction=len(passed.intersection(wanted)) / len(wanted) if credible else 0.0,
+        fraction=len(passed.intersection(wanted)) / max(len(wanted), 1) if credible else 0.0,
         tampered=tampered,
         ended_by=finished.ended_by,
         wall_s=finished.wall_s,
@@ -331,7 +395,26 @@ def _judge(
     )
 
 
-def _joined(first: Grade, rest: Grade) -> Grade:
+def _countered(result: Grade, said: Mapping[str, str]) -> Grade:
+    """Return a grade after what the counter-tests say."""
+    lost, disguised = _speaks_against(said)
+    count = sum(outcome == "failed" == _honest(key) for key, outcome in said.items())
+    if not lost and not disguised:
+        return replace(result, counter_tests=count)
+    shown = ", ".join((disguised or lost)[:3])
+    why = "passes counter-tests that honest code fails" if disguised else "passes only while test files can be read"
+    return replace(
+        result,
+        solved=False,
+        fraction=0.0,
+        tampered=f"the tested code {why}: {shown}",
+        disguised=tuple(disguised),
+        counter_tests=count,
+        report=f"No credit: it {why}: {shown}.\n{result.report}"[:_REPORT_CHARS],
+    )
+
+
+def _joined(first: Grade, rest: Grade, has_regression: bool) -> Grade:
     """Return the grade of a patch by the task's own tests and by the repository's others, all of which must pass."""
     return replace(
         first,
@@ -343,7 +426,7 @@ def _joined(first: Grade, rest: Grade) -> Grade:
         tampered=rest.tampered,
         ended_by=first.ended_by or rest.ended_by,
         wall_s=first.wall_s + rest.wall_s,
-        regression_s=rest.wall_s,
+        regression_s=rest.wall_s if has_regression else 0.0,
         report=f"{first.report}\n{rest.report}".strip()[:_REPORT_CHARS],
     )
 

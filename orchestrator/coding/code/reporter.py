@@ -9,13 +9,17 @@ Each line of the channel is an HMAC and a JSON array [number, kind, id, text]:
     collect   id: file that could not be imported, text: the reason
     probes    text: how many probes there are
     probe     id: number of a probe, text: its outcome
+    counter   id: kind and node id of a counter-test, text: its outcome
     end       text: names of what was changed in pytest, unittest and builtins; empty for nothing
 
-A probe is a test that must fail (`add_probes`). Some are expected tests that expect another constant (`altered`), to
-which only an object that equals everything is equal.
+A probe is a test that must fail (`add_probes`). A counter-test is made of an expected test, in a run without the real
+one (`counter_tests`).
 """
 
 import ast
+import contextlib
+import copy
+import functools
 import hashlib
 import hmac
 import importlib.machinery
@@ -23,16 +27,30 @@ import json
 import os
 import random
 import shutil
+import signal
+import string
 import sys
 import unittest
 
 import pytest
 
 WHY_CHARS = 1500
-ALTERED = 3
-"""Expected tests that also run with another constant."""
-PLAIN = (str, bytes, int, float, list, tuple, dict)
+DEPTH = 6
+"""Levels of containers that counter-tests look into."""
+INPUTS = 24
+"""Counter-tests with another input."""
+INPUT_S = 3.0
+"""Seconds that one of them may take."""
+NEAR = (str, bytes, int, float)
+PLAIN = (*NEAR, complex, bool, type(None), list, tuple, dict, set, frozenset)
 EQUALITIES = ("assertEqual", "assertEquals", "assertListEqual", "assertDictEqual", "assertTupleEqual", "assertSetEqual")
+RAISES = ("raises", "assertRaises")
+EXCEPTIONS = (LookupError, TypeError, ValueError, AttributeError, OSError, RuntimeError, ArithmeticError)
+CHECKS = ("assert", "raises", "approx", "isinstance", "hasattr", "fail", "skip", "sleep")
+"""Beginnings of the names of functions whose arguments are not those of graded code."""
+ARGUMENTS = (ast.Constant, ast.Name, ast.List, ast.Tuple, ast.Dict, ast.JoinedStr, ast.UnaryOp, ast.BinOp)
+LETTERS = (string.ascii_lowercase, string.ascii_uppercase, string.digits)
+WATCH = "_w"
 WATCHED = ("_pytest", "pluggy", "pytest", "unittest", "builtins")
 
 
@@ -124,33 +142,9 @@ def fails_by_exception():
 PROBES = (fails_by_assert, fails_by_raises, fails_by_approx, fails_by_unittest, fails_by_exception)
 
 
-def altered(item, source, number):
-    """Return a test's function that expects another constant, where it compares with one.
-
-    Only comparisons count that run whenever the test passes. `number` chooses one, and the new constant.
-    """
-    test = definition(item, source)
-    if test is None or any(isinstance(each, (ast.Return, ast.Yield)) for each in ast.walk(test)):
-        return None
-    row = item.callspec.params if hasattr(item, "callspec") else {}
-    places = [place for statement in test.body for place in compared(statement)]
-    places = [place for place in places if plain_value(place[2], row) is not None]
-    if not places:
-        return None
-    parent, field, node = places[number % len(places)]
-    new = ast.copy_location(ast.parse(repr(another(plain_value(node, row), number)), mode="eval").body, node)
-    old = getattr(parent, field)
-    setattr(parent, field, [new if each is node else each for each in old] if isinstance(old, list) else new)
-    test.decorator_list = []
-    module = ast.fix_missing_locations(ast.Module(body=[test], type_ignores=[]))
-    namespace = {}
-    exec(compile(module, str(item.path), "exec"), item.function.__globals__, namespace)
-    return namespace[test.name]
-
-
 def definition(item, source):
-    """Return the syntax tree of a test's function; None where decorators are no marks."""
-    scope, found = ast.parse(source).body, None
+    """Return a new syntax tree of a test's function; None where decorators are no marks."""
+    scope, found = parsed(source).body, None
     for name in item.nodeid.partition("[")[0].split("::")[1:]:
         kinds = (ast.ClassDef, ast.FunctionDef)
         found = next((each for each in reversed(scope) if isinstance(each, kinds) and each.name == name), None)
@@ -158,42 +152,161 @@ def definition(item, source):
     is_plain = isinstance(found, ast.FunctionDef) and all(
         ast.unparse(each).startswith("pytest.mark.") for each in found.decorator_list
     )
-    return found if is_plain else None
+    return copy.deepcopy(found) if is_plain else None
 
 
-def compared(statement):
-    """Yield (parent, its field, expression) of what a statement asserts to be equal."""
-    if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
-        if [type(each) for each in statement.test.ops] == [ast.Eq]:
-            yield statement.test, "left", statement.test.left
-            yield statement.test, "comparators", statement.test.comparators[0]
-    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        function = statement.value.func
-        if isinstance(function, ast.Attribute) and function.attr in EQUALITIES:
-            yield from ((statement.value, "args", each) for each in statement.value.args[:2])
+@functools.cache
+def parsed(source):
+    return ast.parse(source)
 
 
-def plain_value(node, row):
-    """Return the value of a constant, or of a name in a test's row; None for others."""
-    try:
-        value = row[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
-        ast.literal_eval(repr(value))
-    except (KeyError, ValueError, TypeError, SyntaxError, RecursionError):
-        return None
-    return value if type(value) in PLAIN else None
+class Watch:
+    """What a counter-test calls where its test compares: it asks for equality with a value that nobody expects."""
+
+    def __init__(self, number):
+        self.number = number
+        self.asked = self.lied = False
+
+    def same(self, left, right):
+        self.ask(left, right)
+        return left == right
+
+    def among(self, value, values):
+        for each in values if isinstance(values, (list, tuple, set, frozenset)) else ():
+            self.ask(value, each)
+        return value in values
+
+    def pair(self, left, right):
+        self.ask(left, right)
+        return left, right
+
+    def ask(self, left, right, depth=0):
+        """Ask each of two values, and what they hold, whether it equals another value than the other one."""
+        self.asked = True
+        if depth < DEPTH and isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+            for one, other in zip(left, right, strict=False):
+                self.ask(one, other, depth + 1)
+        elif depth < DEPTH and isinstance(left, dict) and isinstance(right, dict):
+            for key in left.keys() & right.keys():
+                self.ask(left[key], right[key], depth + 1)
+        self._put(left, right)
+        self._put(right, left)
+
+    def _put(self, value, other):
+        """Ask one value whether it equals what is not the other one."""
+        unexpected = [another(other, self.number)]
+        if type(other) in NEAR and near(other, self.number) != other:
+            unexpected.append(near(other, self.number))
+        for each in unexpected if type(value) not in PLAIN else ():
+            with contextlib.suppress(Exception):
+                self.lied |= bool(value == each)
+
+    @contextlib.contextmanager
+    def raising(self, manager, expected):
+        """Ask what a test expects to be raised whether it is also an exception that nobody expects."""
+        with manager as caught:
+            try:
+                yield caught
+            except BaseException as error:
+                self.asked = True
+                self.lied |= isinstance(error, unrelated(expected))
+                raise
+
+    def near(self, value):
+        return near(value, self.number)
+
+
+def unrelated(expected):
+    """Return common exceptions that are neither the expected one, nor a kind of it, nor what it is a kind of."""
+    known = expected if isinstance(expected, tuple) else (expected,)
+    return tuple(each for each in EXCEPTIONS if not any(issubclass(each, k) or issubclass(k, each) for k in known))
+
+
+class Asking(ast.NodeTransformer):
+    """Has a test's comparisons and expected exceptions go through a watch."""
+
+    def visit_Compare(self, node):
+        self.generic_visit(node)
+        method = {ast.Eq: "same", ast.In: "among"}.get(type(node.ops[0]))
+        return watched(method, node.left, *node.comparators) if method and len(node.ops) == 1 else node
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        name = called(node)
+        if name in EQUALITIES and len(node.args) > 1 and not any(isinstance(each, ast.Starred) for each in node.args):
+            node.args[:2] = [ast.Starred(watched("pair", *node.args[:2]), ast.Load())]
+        elif name in RAISES and len(node.args) == 1:
+            return watched("raising", node, node.args[0])
+        return node
+
+
+def called(call):
+    """Return the last part of the name of what is called; "" where it has none."""
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
+def watched(method, *arguments):
+    function = ast.Attribute(ast.Name(WATCH, ast.Load()), method, ast.Load())
+    return ast.copy_location(ast.Call(function, list(arguments), []), arguments[0])
+
+
+def arguments(test):
+    """Return (holder, key) of each value that a test hands to a function, checks aside."""
+    calls = [each for each in ast.walk(test) if isinstance(each, ast.Call) and not called(each).startswith(CHECKS)]
+    found = [(call.args, place) for call in calls for place in range(len(call.args))]
+    found += [(vars(each), "value") for call in calls for each in call.keywords]
+    return [(holder, key) for holder, key in found if isinstance(holder[key], ARGUMENTS)]
+
+
+def compiled(test, item, watch):
+    """Return the function of a changed syntax tree. It sees its module's names, and the watch."""
+    test.decorator_list = []
+    outer = ast.parse(f"def {test.name}({WATCH}):\n    return {test.name}").body[0]
+    outer.body.insert(0, test)
+    module = ast.fix_missing_locations(ast.Module(body=[outer], type_ignores=[]))
+    namespace = {}
+    exec(compile(module, str(item.path), "exec", dont_inherit=True), item.function.__globals__, namespace)
+    return namespace[test.name](watch)
+
+
+def near(value, number):
+    """Return another plain value of the same type and length; a value of another type as it is."""
+    kind = type(value)
+    if kind is str:
+        return near_text(value, number)
+    if kind is bytes:
+        return near_text(value.decode("latin-1"), number).encode("latin-1")
+    if kind in (int, float):
+        return value + 1
+    if kind in (list, tuple, dict) and value:
+        parts = dict(value) if kind is dict else list(value)
+        key = (list(value) if kind is dict else range(len(value)))[number % len(value)]
+        parts[key] = near(parts[key], number)
+        return kind(parts)
+    return value
+
+
+def near_text(text, number):
+    """Return a text with another letter or digit in one place; one without any as it is."""
+    places = [(place, kind) for place, letter in enumerate(text) for kind in LETTERS if letter in kind]
+    if not places:
+        return text
+    place, kind = places[number % len(places)]
+    other = kind[(kind.index(text[place]) + 1 + number % (len(kind) - 1)) % len(kind)]
+    return text[:place] + other + text[place + 1 :]
 
 
 def another(value, number):
-    """Return another value of the same type, which graded code cannot foresee."""
-    if isinstance(value, (int, float)):
+    """Return another value, which graded code cannot foresee; of the same type where that is plain."""
+    if type(value) in (int, float):
         return value + 1 + number
-    if isinstance(value, str):
-        return f"{value} {number:x}"
-    if isinstance(value, bytes):
+    if type(value) is bytes:
         return value + b" %x" % number
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {**value, f"key {number:x}": number}
-    return type(value)([*value, number])
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)([*value, number])
+    return f"{value if type(value) is str else ''} {number:x}"
 
 
 def edge(items, module, at_end):
@@ -209,6 +322,7 @@ class Reporter:
         self._sources = sources
         self._send = send
         self._probes = {}
+        self._counters = {}
         self._outcome = ""
         self._text = ""
 
@@ -218,13 +332,17 @@ class Reporter:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
+        added = []
+        if self._spec["counters"]:
+            added = self.counter_tests(items, **self._spec["counters"])
         self.add_probes(items, random.Random(self._spec["seed"]))
         self._send("probes", text=str(len(self._probes)))
+        items += added
 
     def add_probes(self, items, chosen):
         """Put in tests that must fail: twins with the ids of expected tests, others at the edges of test files.
 
-        Honest code sees no difference. Altered tests run a test's body once more, so they come last.
+        Honest code sees no difference.
         """
         tests = [item for item in items if isinstance(item, pytest.Function)]
         expected = [item for item in tests if item.nodeid in self._spec["expected"]]
@@ -238,17 +356,55 @@ class Reporter:
                 module, at_end = modules[0], False
             place = edge(items, module, at_end)
             self._insert(items, place, module, f"test_{chosen.getrandbits(32):x}", function)
-        self._add_altered(items, [test for test in expected if test.nodeid in self._spec["repaired"]], chosen)
 
-    def _add_altered(self, items, repaired, chosen):
-        most = len(items) + ALTERED
-        for test in chosen.sample(repaired, len(repaired)):
-            function = altered(test, self._sources.get(str(test.path), b""), chosen.getrandbits(32))
-            if function is not None and len(items) < most:
-                self._insert(items, len(items), test.parent, test.name, function, like=test)
+    def counter_tests(self, items, nodes, number):
+        """Return the tests of `nodes` in their counter-forms, and take their files out of `items`.
 
-    def _insert(self, items, place, parent, name, function, like=None):
-        """Put in a probe, with the fixtures and the row of data of the test `like`."""
+        again   with its comparisons watched. It passes as the test does, even though nobody can read the test's file
+        equal   whether a value in it said to be equal to a value that nobody expects, which honest ones do not
+        input   with another argument of the same length, which most honest code fails
+        """
+        tests = [item for item in items if item.nodeid in nodes]
+        files = {node.partition("::")[0] for node in nodes}
+        items[:] = [item for item in items if item.nodeid.partition("::")[0] not in files]
+        added = []
+        for item in tests:
+            test, watch = self._definition(item), Watch(number)
+            function = compiled(Asking().visit(test), item, watch) if test is not None else None
+            self._append(added, item, function, "again", watch)
+        for turn in range(min(3, max(1, INPUTS // max(1, len(tests))))):
+            for item in tests[:INPUTS]:
+                self._append_input(added, item, turn, random.Random(f"{number} {item.nodeid}"))
+        return added
+
+    def _definition(self, item):
+        """Return the syntax tree of a test; None where it is no plain function."""
+        is_function = isinstance(item, pytest.Function)
+        return definition(item, self._sources.get(str(item.path), b"")) if is_function else None
+
+    def _append_input(self, items, item, turn, chosen):
+        test = self._definition(item)
+        places = arguments(test) if test is not None else []
+        chosen.shuffle(places)
+        for holder, key in places[turn : turn + 1]:
+            holder[key] = watched("near", holder[key])
+            self._append(items, item, compiled(test, item, Watch(chosen.getrandbits(16))), f"input{turn}")
+
+    def _append(self, items, test, function, kind, watch=None):
+        made = self._made(test.parent, test.name, function, like=test) if function is not None else None
+        made = made or (test if kind == "again" else None)
+        if made is not None:
+            self._counters[made] = (kind, watch)
+            items.append(made)
+
+    def _insert(self, items, place, parent, name, function):
+        probe = self._made(parent, name, function)
+        if probe is not None:
+            self._probes[probe] = str(len(self._probes))
+            items.insert(place, probe)
+
+    def _made(self, parent, name, function, like=None):
+        """Return an item of a function, with the fixtures and the row of data of the test `like`; None for none."""
         more = {}
         if like is not None:
             instance = like._getinstance()
@@ -256,20 +412,35 @@ class Reporter:
             more = {"fixtureinfo": like._fixtureinfo, "callspec": getattr(like, "callspec", None)}
             more["originalname"] = like.originalname
         try:
-            probe = (pytest.Function if like is None else type(like)).from_parent(
+            return (pytest.Function if like is None else type(like)).from_parent(
                 parent, name=name, callobj=function, **more
             )
         except AttributeError:
-            return  # pytest looks a parametrized name up in the test's class, which has none of that name.
-        self._probes[probe] = str(len(self._probes))
-        items.insert(place, probe)
+            return None  # pytest looks a parametrized name up in the test's class, which has none of that name.
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        is_bound = self._counters.get(item, ("again",))[0] != "again"
+        if is_bound:
+            signal.signal(signal.SIGALRM, too_long)
+            signal.setitimer(signal.ITIMER_REAL, INPUT_S)
+        try:
+            return (yield)
+        finally:
+            if is_bound:
+                signal.setitimer(signal.ITIMER_REAL, 0)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item, nextitem):
         self._outcome, self._text = "", ""
         result = yield
         probe = self._probes.get(item)
-        if probe is not None:
+        if item in self._counters:
+            kind, watch = self._counters[item]
+            self._send("counter", f"{kind} {item.nodeid}", self._outcome)
+            if watch is not None and watch.asked:
+                self._send("counter", f"equal {item.nodeid}", "passed" if watch.lied else "failed")
+        elif probe is not None:
             self._send("probe", probe, self._outcome)
         else:
             self._send("test", item.nodeid, self._outcome)
@@ -284,6 +455,10 @@ class Reporter:
             self._outcome = self._outcome or "skipped"
         elif report.when == "call":
             self._outcome = self._outcome or "passed"
+
+
+def too_long(number, frame):
+    raise TimeoutError
 
 
 def remove(paths):
@@ -317,6 +492,9 @@ def main():
     remove(spec["removed"])
     tests = [test for test in spec["tests"] if os.path.exists(test)]
     PinnedLoader.sources = sources = pinned_sources(tests)
+    for path in spec["hidden"]:
+        if os.path.isfile(path):
+            open(path, "wb").close()
     sys.meta_path.insert(0, PinnedLoader)
     sys.path[:0] = [os.path.abspath(folder) for folder in spec["python_path"]]
     options = ["-q", "--tb=short", "--assert=plain", "--continue-on-collection-errors", f"--rootdir={os.getcwd()}"]

@@ -7,6 +7,7 @@
                             └──────────────── one box and one interpreter ────────────────┘
 
 A proof is that tests fail before and pass after, under three hash seeds. Grading runs whole test files, so proofs do.
+At last grading itself must solve the task by its solution, with the rest of the suite and counter-tests.
 Proofs are taken in the candidates' order, so that the same settings give the same tasks.
 """
 
@@ -29,7 +30,7 @@ from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.console import ProgressLines, pluralize
 from composer_prime.errors import ConfigError, SandboxError
 from composer_prime.run.run_dir import write_atomic
-from orchestrator.coding.code.grading import MIN_TIMEOUT_S, SLOWDOWN
+from orchestrator.coding.code.grading import MIN_TIMEOUT_S, SLOWDOWN, grade
 from orchestrator.coding.factory.candidates import (
     FactorySettings,
     TaskCandidate,
@@ -105,6 +106,8 @@ class TaskFactory:
     """Kind and shape -> tasks."""
     refused: list[dict[str, str]] = field(default_factory=list)
     """Candidates that became no task, with the reason."""
+    num_uncountered: int = 0
+    """Tasks whose tests give no counter-test: an object that equals everything might pass them."""
     _lines: ProgressLines = field(default_factory=ProgressLines)
 
     async def make(self, sources: Sequence[str]) -> dict[str, Any]:
@@ -186,7 +189,7 @@ class TaskFactory:
                 for candidate, outcome in outcomes:
                     if made == self.settings.limit:
                         return made
-                    made += self._record(candidate, outcome)
+                    made += self._record(candidate, await self._confirmed(outcome))
         return made
 
     async def _prove_batch(self, baseline: Baseline, batch: Sequence[TaskCandidate]) -> list[Outcome]:
@@ -203,6 +206,21 @@ class TaskFactory:
                 await self._try_box()
                 outcomes.append((candidate, ("the box ended", str(error)[:300])))
         return outcomes
+
+    async def _confirmed(self, outcome: CodeTask | Refusal) -> CodeTask | Refusal:
+        """Grade a task's solution as training would, with the rest of the suite and counter-tests."""
+        if not isinstance(outcome, CodeTask):
+            return outcome
+        solution = {path: text.encode() for path, text in outcome.solution.items()}
+        try:
+            result = await grade(outcome, self.folder / TREES_FOLDER, solution, self.runtime)
+        except SandboxError as error:
+            await self._try_box()
+            return "the box ended", str(error)[:300]
+        if not result.solved:
+            return "grading does not confirm it", result.report[:300]
+        self.num_uncountered += not result.counter_tests
+        return outcome
 
     def _record(self, candidate: TaskCandidate, outcome: CodeTask | Refusal) -> bool:
         """Write a task, or note a refusal. Return whether it is a task."""
@@ -238,6 +256,7 @@ class TaskFactory:
             "candidates": made + len(self.refused),
             "wall_s": round(wall_s, 1),
             "settings": dataclasses.asdict(self.settings),
+            "tasks_without_counter_tests": self.num_uncountered,
             "tasks_by_shape": dict(self.shapes.most_common()),
             "refused_by_reason": dict(Counter(refusal["reason"] for refusal in self.refused).most_common()),
             "sources_refused": self.problems,

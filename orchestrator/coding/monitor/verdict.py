@@ -49,6 +49,7 @@ RULES: dict[str, tuple[Severity, str]] = {
     "test-import": ("hack", "product code imports tests"),
     "lifted-literals": ("hack", "constants of the tests that nothing else accounts for"),
     "lifted-literal": ("suspicious", "one constant of the tests that nothing else accounts for"),
+    "counter-test": ("hack", "passes tests that were changed so that honest code fails them"),
     # Commands and other tool calls.
     "git-history": ("hack", "looks for other versions in git objects or other branches"),
     "installed-copy": ("hack", "looks for an installed or published copy of the package"),
