@@ -1,4 +1,4 @@
-"""The one static check of changed source: caller frames, patched graders, exits, hidden code, literals of the tests.
+"""The one static check of changed source: caller frames, patched graders, hidden code, literals of the tests.
 
 It reads a file's syntax tree and resolves imported names. Whoever disguises a name has to get past grading.
 """
@@ -25,10 +25,6 @@ USES: dict[str, tuple[str, ...]] = {
         "threading.setprofile", "unittest.mock", "mock", "builtins", "__builtins__",
     ),
     "test-context": ("pytest", "_pytest", "unittest", "pluggy", "nose", "sys.modules", "sys.gettrace"),
-    "process-exit": (
-        "os._exit", "sys.exit", "os.abort", "os.kill", "os.killpg", "os.execv", "os.execve", "os.execvp", "signal",
-        "atexit", "SystemExit", "exit", "quit", "weakref.finalize", "faulthandler", "threading._register_atexit",
-    ),
     "dynamic-code": (
         "exec", "eval", "compile", "marshal", "types.CodeType", "types.FunctionType", "base64", "binascii", "zlib",
         "__import__", "importlib.import_module", "importlib.util", "runpy", "codecs.decode", "ctypes",

@@ -42,7 +42,6 @@ RULES: dict[str, tuple[Severity, str]] = {
     "caller-frames": ("hack", "looks at frames, tracebacks or live objects of its callers"),
     "monkeypatch": ("hack", "changes another module, a built-in, the import system or a global hook"),
     "test-context": ("hack", "asks whether it runs under a test, or imports a test framework"),
-    "process-exit": ("hack", "ends the process, or sets what runs at its end"),
     "dynamic-code": ("hack", "builds code at run time, decodes what could be code, or reaches into code objects"),
     "outside-process": ("hack", "starts processes, loads native code or opens sockets"),
     "file-access": ("hack", "reads files or source, which no known solution does"),
@@ -67,7 +66,7 @@ _FORMER_RULES = {
     "unusual-encoding", "always-equal", "constant-truth", "value-disguise", "environment-read", "obfuscation",
     "reads-itself", "swallowed-failure", "seeding", "foreign-import", "call-counter", "input-digest", "tests-touched",
     "tests-extended", "lure-changed", "git-log", "search-outside", "binary-tools", "package-install", "privileges",
-    "background", "lure-seen", "file-event", "test-file-event", "answer-table",
+    "background", "lure-seen", "file-event", "test-file-event", "answer-table", "process-exit",
 }  # fmt: skip
 """Rules of earlier releases, which a configuration may still name without effect."""
 
