@@ -437,7 +437,7 @@ class _Session:
 
     def _aside(self, record: dict[str, Any], reason: str, read: bool = True) -> None:
         """Skip a record without a message; what follows it takes its place."""
-        if record.get("subtype") == "api_error" or record.get("parentUuid") in self.memory.retries:
+        if record.get("subtype") == "api_error" or string(record.get("parentUuid")) in self.memory.retries:
             self.memory.retries.add(str(record.get("uuid")))
         parent = None if string(record.get("uuid")) is None else self._parent(record)
         if parent is not None:
