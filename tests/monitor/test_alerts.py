@@ -35,7 +35,7 @@ def test_a_healthy_run_has_no_alert():
         ({"optim/lr": 10.0}, "optim/lr", "trainer.optim.lr"),
         ({"optim/grad_norm": 11.0}, "optim/grad_norm", "trainer.optim.max_grad_norm"),
         ({"policy/mismatch_kl": 0.05}, "policy/mismatch_kl", "orchestrator.max_staleness"),
-        ({"policy/entropy": 0.0}, "policy/entropy", "orchestrator.sampling.temperature"),
+        ({"policy/entropy": 1e-4}, "policy/entropy", "orchestrator.sampling.temperature"),
         ({"rollout/truncated_share": 0.9}, "rollout/truncated_share", "orchestrator.sampling.max_tokens"),
     ],
 )
@@ -56,3 +56,26 @@ def test_no_reward_since_a_step():
 def test_jumps_need_a_usual_value():
     assert names(*[{}] * 9, {"optim/grad_norm": 11.0}) == {}
     assert names(*[{"policy/mismatch_kl": 1e-7}] * 12, {"policy/mismatch_kl": 1e-3}) == {}
+
+
+# A step that trained nothing has a gradient of 0, which is no usual value: where most are such, the others are no news.
+def test_steps_that_train_nothing_have_no_usual_value():
+    assert names(*[{"optim/grad_norm": 0.0}] * 20, *[{}] * 9, {}) == {}
+    assert list(names(*[{"optim/grad_norm": 0.0}] * 20, *[{}] * 10, {"optim/grad_norm": 11.0})) == ["optim/grad_norm"]
+
+
+class Counted(dict):
+    """Counts how often a line is read."""
+
+    read = 0
+
+    def __getitem__(self, step: int) -> dict:
+        self.read += 1
+        return super().__getitem__(step)
+
+
+# A step is judged by what was before it, and not in more time after more steps.
+def test_a_long_run_costs_no_more_a_step():
+    short, long = (Counted({step: {"step": step, **USUAL} for step in range(1, last + 1)}) for last in (200, 5000))
+    assert list(alerts(short, 200)) == list(alerts(long, 5000)) == []
+    assert short.read == long.read
