@@ -46,7 +46,7 @@ class Layer:
         """Return the origin of the value at `location`, in a TOML file with its line: `a1.toml:7`."""
         if not self.origin.endswith(".toml"):
             return self.origin
-        lines, begin = Path(self.origin).read_text().splitlines(), 1
+        lines, begin = Path(self.origin).read_text("utf-8").split("\n"), 1
         for end in range(1, len(lines) + 1):
             try:
                 values = tomllib.loads("\n".join(lines[:end]))

@@ -76,8 +76,9 @@ def test_messages_name_the_file_of_a_chain_that_set_a_value(base, tmp_path):
 
 
 def test_messages_name_the_line_of_a_value(base, tmp_path):
-    # The line where the statement begins: in a later element of a list, an inline table, or over several lines.
-    text = '[orchestrator.eval]\npass_k = [\n  1,\n  "two",\n]\n\n# note\n[trainer]\noptim = { lr = "fast" }\n'
+    # The line where the statement begins, as editors count: in a later element of a list, an inline table, or over
+    # several lines.
+    text = '[orchestrator.eval]\npass_k = [\n  1,\n  "two",\n]\n\n# note\u2028\n[trainer]\noptim = { lr = "fast" }\n'
     wrong = overlay(tmp_path, text)
     assert f"({wrong}:2)" in (said := refused("@", base, "@", wrong)) and f"({wrong}:9)" in said
     Path(base).write_text(BASE.replace('some.module" }', 'some.module" }\nwieght = 2'))
