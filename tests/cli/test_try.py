@@ -95,7 +95,7 @@ def test_held_out_tasks_of_a_module(tmp_path):
 
 # A configuration's source is played with the configuration's model and sampling.
 def test_configuration():
-    config = configured("configs/a1.toml", "--orchestrator.sampling.temperature", "0.5")
+    config = configured("a1", "--orchestrator.sampling.temperature", "0.5")
     assert config.model.max_context == 384
     assert config.orchestrator.sampling.temperature == 0.5
     assert [source.name for source in config.orchestrator.source] == ["toolsmith"]

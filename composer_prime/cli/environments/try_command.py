@@ -21,6 +21,7 @@ from typing import Any
 
 from composer_prime.cli.rollouts_command import show
 from composer_prime.config import Config
+from composer_prime.config.layers import shipped
 from composer_prime.config.load import read_config, resolve
 from composer_prime.config.removed import present_name
 from composer_prime.console import pluralize, printable
@@ -42,13 +43,13 @@ _USAGE = """\
 composer try ENV [-n 4] [--model MODEL] [--task I] [--section.key VALUE ...]
 
   ENV   a module that is installed (orchestrator.environments.toolsmith), a module's file (my_env.py) or folder,
-        a configuration (file.toml) or a run directory
+        a configuration (file.toml, or a shipped one: a1) or a run directory
 """
 _EXAMPLES = """\
 examples:
   composer try orchestrator.environments.toolsmith
   composer try my_env.py -n 8 --taskset.split eval       a setting of the task set
-  composer try configs/a1.toml --task 3 -n 8             a group: one task, eight episodes
+  composer try a1 --task 3 -n 8                          a group: one task, eight episodes
   composer try outputs/a1                                the run's environment, with the model that it trained
 Other flags are those of the trainer: --orchestrator.sampling.temperature 0.7."""
 
@@ -109,7 +110,7 @@ def trial_config(options: argparse.Namespace, rest: list[str]) -> Config:
 def _configuration(options: argparse.Namespace, folder: Path) -> list[str]:
     """Return the words that configure what ENV names."""
     path = Path(options.env)
-    if path.suffix == ".toml":
+    if path.suffix == ".toml" or shipped(options.env) != options.env:
         return ["@", options.env]
     if (path / "run_id").is_file():
         run = RunDir(path)
