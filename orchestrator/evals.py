@@ -22,7 +22,7 @@ from composer_prime.config.orchestrator import EvalConfig, OrchestratorConfig, S
 from composer_prime.console import pluralize
 from composer_prime.errors import DeadlineError
 from composer_prime.monitor.events import event
-from composer_prime.stats.intervals import bounded_interval, pass_at_k, scale_of
+from composer_prime.stats.intervals import PASSED, bounded_interval, pass_at_k, scale_of
 from orchestrator.batching.batches import OpenRun
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, turn_error_rate
@@ -210,7 +210,7 @@ def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> 
         **_estimate("reward_mean", [fmean(rewards) for rewards in scored]),
     }
     for k in config.pass_k:
-        figures |= _estimate(f"pass@{k}", _chances(scored, k, config.pass_threshold))
+        figures |= _estimate(f"pass@{k}", _chances(scored, k))
     rates = [turn_error_rate(task) for task in tasks]
     figures |= _estimate("turn_error_rate", [rate for rate in rates if rate is not None])
     if versions := [rollout.version_min for rollout in rollouts if rollout.version_min is not None]:
@@ -224,10 +224,10 @@ def _rewards_by_task(tasks: list[TaskRollouts]) -> list[list[float]]:
     return [rewards for rewards in by_task if rewards]
 
 
-def _chances(scored: list[list[float]], k: int, threshold: float) -> list[float]:
+def _chances(scored: list[list[float]], k: int) -> list[float]:
     """Return pass@k of each task with at least `k` rollouts."""
     enough = [rewards for rewards in scored if len(rewards) >= k]
-    return [pass_at_k(len(rewards), sum(reward >= threshold for reward in rewards), k) for rewards in enough]
+    return [pass_at_k(len(rewards), sum(reward >= PASSED for reward in rewards), k) for rewards in enough]
 
 
 def _estimate(name: str, values: list[float]) -> dict[str, float]:

@@ -26,7 +26,7 @@ from composer_prime.errors import ConfigError
 from composer_prime.model_source import model_folder, resolve_model
 from composer_prime.monitor.rollouts import Scores, failure_text, read_rollouts, scores, task_text
 from composer_prime.run.run_dir import RunDir, write_atomic
-from composer_prime.stats.intervals import mean_interval, pass_at_k
+from composer_prime.stats.intervals import PASSED, mean_interval, pass_at_k
 from composer_prime.view.rollout_index import RolloutIndex
 from composer_prime.view.rollout_payload import evaluation_difference
 from composer_prime.view.run_payload import evaluation_points
@@ -75,24 +75,23 @@ class Evaluation:
 
 def report(evaluations: dict[str, Evaluation], config: Config) -> list[str]:
     """Return the table, pass@k, flipped tasks, and the commands that show rollouts."""
-    settings = config.orchestrator.eval
     played = [row for each in evaluations.values() for row in RolloutIndex(RunDir(each.folder)).entries("eval")]
     asked = {f"{row['source']}/{row['task_id']}": task_text(row) for row in played}
-    lines = eval_table({model: each.scores for model, each in evaluations.items()}, settings.pass_threshold, asked)
-    lines += _pass_lines(evaluations, settings.pass_k, settings.pass_threshold)
+    lines = eval_table({model: each.scores for model, each in evaluations.items()}, asked)
+    lines += _pass_lines(evaluations, config.orchestrator.eval.pass_k)
     lines += ["", "look at the rollouts of a task:"]
     for model, each in evaluations.items():
         lines.append(f"  {COMPOSER} rollouts {shlex.quote(str(each.folder))} --eval --task TASK    ({model})")
     return lines
 
 
-def _pass_lines(evaluations: dict[str, Evaluation], ks: list[int], threshold: float) -> list[str]:
+def _pass_lines(evaluations: dict[str, Evaluation], ks: list[int]) -> list[str]:
     """Return pass@k of each model with its interval over tasks, for each k that its samples allow."""
     lines = []
     for model, each in evaluations.items():
         for k in ks:
             chances = {
-                task: [pass_at_k(len(rewards), sum(reward >= threshold for reward in rewards), k)]
+                task: [pass_at_k(len(rewards), sum(reward >= PASSED for reward in rewards), k)]
                 for task, rewards in each.scores.items()
                 if len(rewards) >= k
             }
@@ -210,13 +209,11 @@ def _scores_with_notice(path: Path) -> Scores:
     return scores(path)
 
 
-def eval_table(
-    scores_by_model: dict[str, Scores], threshold: float = 1.0, asked: Mapping[str, str] | None = None
-) -> list[str]:
+def eval_table(scores_by_model: dict[str, Scores], asked: Mapping[str, str] | None = None) -> list[str]:
     """Return means with intervals by source, each with its paired change from the first model.
 
-    Of two models also the tasks that flipped: a task is solved when its mean reward is at least `threshold`. `asked`:
-    by task, what to say of it besides its id.
+    Of two models also the tasks that flipped: solved are those with a mean reward of PASSED. `asked`: by task, what to
+    say of it besides its id.
     """
     models, by_number = list(scores_by_model), dict(enumerate(scores_by_model.values()))
     width = max(map(len, models))
@@ -226,7 +223,7 @@ def eval_table(
         cells = f"{models[point.step]:<{width}}  {point.source:<14} {point.level.text():<24} {point.level.count:>5}"
         lines.append(f"{cells}{change}")
     if len(models) == 2 and all(by_number.values()):
-        flips = evaluation_difference(by_number, 0, 1, threshold)
+        flips = evaluation_difference(by_number, 0, 1)
         lines += _flipped(flips["fixed"], models[1], models[0], asked or {})
         lines += _flipped(flips["broken"], models[0], models[1], asked or {})
     return lines

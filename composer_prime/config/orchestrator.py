@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
@@ -128,8 +128,6 @@ class EvalConfig(BaseConfig):
     """Rollouts per task."""
     pass_k: list[int] = [1]
     """k of the pass@k estimates; each at most `samples`."""
-    pass_threshold: ClassVar[float] = 1.0
-    """Minimum reward of a passed rollout."""
 
     def due(self, step: int, last_step: int) -> bool:
         """Tell whether to evaluate after `step`: before the first step, every every_steps, after the last."""

@@ -15,6 +15,9 @@ import numpy as np
 
 from composer_prime.errors import ConfigError
 
+PASSED = 1.0
+"""The reward from which a rollout passes, and the mean reward from which a task is solved."""
+
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
     """Estimate without bias the chance that at least one of k draws passes.

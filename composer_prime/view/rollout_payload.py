@@ -9,7 +9,7 @@ from typing import Any
 
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import Scores
-from composer_prime.stats.intervals import difference_interval, mean_interval
+from composer_prime.stats.intervals import PASSED, difference_interval, mean_interval
 from composer_prime.view.rollout_index import Entry, RolloutIndex
 
 _FACETS = {"steps": "step", "sources": "source", "statuses": "status", "verdicts": "verdict", "nodes": "node"}
@@ -100,7 +100,7 @@ def one_rollout(index: RolloutIndex, query: Query) -> dict[str, Any] | None:
 
 def spell_tokens(rollout: dict[str, Any], model: str) -> None:
     """Replace the ids of sampled tokens by their text; `model`: the setting model.path. Without it they stay ids."""
-    turns = [turn for turn in rollout["turns"] if turn.get("tokens")]
+    turns = [turn for turn in rollout.get("turns") or [] if turn.get("tokens")]
     if not turns:
         return
     from tokenizers import Tokenizer
@@ -124,22 +124,20 @@ def read_evaluations(index: RolloutIndex) -> dict[int, Scores]:
     return found
 
 
-def evaluation_difference(
-    evaluations: dict[int, Scores], before: int | None, after: int | None, threshold: float = 1.0
-) -> dict[str, Any]:
+def evaluation_difference(evaluations: dict[int, Scores], before: int | None, after: int | None) -> dict[str, Any]:
     """Return which held-out tasks training fixed and broke between two evaluations, the first and last by default.
 
-    A task is solved when its mean reward is at least `threshold`. Raises ConfigError for a step without evaluation.
+    A task is solved when its mean reward is at least PASSED. Raises ConfigError for a step without evaluation.
     """
     steps = sorted(step for step, scores in evaluations.items() if scores)
-    result: dict[str, Any] = {"steps": steps, "threshold": threshold}
+    result: dict[str, Any] = {"steps": steps, "threshold": PASSED}
     before, after = _chosen(before, steps, 0), _chosen(after, steps, -1)
     if before is None or after is None:
         return result
     first, second = evaluations[before], evaluations[after]
     shared = [task for task in first if task in second]
     tasks = [{"task": task, "before": fmean(first[task]), "after": fmean(second[task])} for task in sorted(shared)]
-    solved = [(row["before"] >= threshold, row["after"] >= threshold) for row in tasks]
+    solved = [(row["before"] >= PASSED, row["after"] >= PASSED) for row in tasks]
     groups = {"fixed": (False, True), "broken": (True, False), "solved": (True, True), "unsolved": (False, False)}
     result |= {"before": before, "after": after, "first": mean_interval(first), "second": mean_interval(second)}
     for name, flags in groups.items():

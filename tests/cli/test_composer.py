@@ -177,8 +177,8 @@ def test_eval_names_the_tasks_that_flipped():
         "  1 task solved by base, not by final",
         "    three",
     ]
-    lines = eval_command.eval_table({"base": first, "final": second}, 0.5, {"a/four": "Why? -> So."})
-    assert lines[-2:] == ["    four  Why? -> So.", "  0 tasks solved by base, not by final"]
+    lines = eval_command.eval_table({"base": first, "final": second}, {"a/one": "Why? -> So."})
+    assert lines[-3] == "    one  Why? -> So."
     many = {f"a/t{task}": [1.0] for task in range(20)}
     lines = eval_command.eval_table({"base": {task: [0.0] for task in many}, "final": many})
     assert lines[-2] == "    and 8 more"
