@@ -49,8 +49,8 @@ def _fields(section: ast.ClassDef, classes: Classes) -> Iterator[tuple[Any, str]
             yield from _fields(classes[base.id], classes)
     for node, following in zip(section.body, [*section.body[1:], ast.Pass()], strict=True):
         if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation):
-            said = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            yield node, " ".join(str(following.value.value).split()) if said else ""
+            said = following.value if isinstance(following, ast.Expr) else None
+            yield node, " ".join(str(said.value).split()) if isinstance(said, ast.Constant) else ""
 
 
 def _sections(annotation: ast.expr, classes: Classes) -> list[ast.ClassDef]:

@@ -98,7 +98,7 @@ def unread_call(renderer: Renderer) -> str | None:
     if not isinstance(renderer, ChatTemplateRenderer):
         return None  # The others read what they write.
     name, tools = _PROBE_TOOL["function"]["name"], [_PROBE_TOOL]
-    call = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": {"a": 1}}}
+    call: Any = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": {"a": 1}}}
     answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
         written = renderer._text([*_PROBES[0], answer], tools)[len(renderer._text(_PROBES[0], tools)) :]
@@ -304,7 +304,7 @@ class VisibleCalls:
     def parse_response(self, token_ids: list[int], **options: Any) -> ParsedResponse:
         """Parse like the base class, but move each call that cannot be run into the content."""
         try:
-            parsed = super().parse_response(token_ids, **options)
+            parsed = super().parse_response(token_ids, **options)  # pyright: ignore[reportAttributeAccessIssue]
         except (ValueError, RecursionError):
             # json.loads fails on absurd numbers and nesting with errors that the base class does not expect.
             return ParsedResponse(content=self._text(token_ids))

@@ -172,7 +172,7 @@ class ShardedMuon(torch.optim.Optimizer):
         return grad.lerp(state["momentum_buffer"], momentum)
 
 
-def _orthogonal(updates: list[Tensor]) -> list[Tensor]:
+def _orthogonal(updates: list[Any]) -> list[Tensor]:
     """Return the scaled orthogonal factor of each update, with its sharding; rank i computes that of update i."""
     first = updates[0]
     if not isinstance(first, DTensor):

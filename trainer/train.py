@@ -545,7 +545,7 @@ def main(argv: list[str] | None = None) -> int:
     except Stopped:
         code = stop.exit_code or 128 + signal.SIGTERM  # another rank may have got the signal
     except SystemExit as end:
-        code = end.code
+        code = end.code if isinstance(end.code, int) else 1
     else:
         worlds.leave()
         return 0

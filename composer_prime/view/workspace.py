@@ -109,8 +109,10 @@ class Workspace:
     def evaluation(self, query: Query) -> dict[str, Any]:
         """Return what training fixed and broke."""
         found = self.find(query)
-        steps = [int(text) if (text := query.get(name, "")).isdecimal() else None for name in ("before", "after")]
-        difference = evaluation_difference(self._evaluations(found), *steps)
+        before, after = (
+            int(text) if (text := query.get(name, "")).isdecimal() else None for name in ("before", "after")
+        )
+        difference = evaluation_difference(self._evaluations(found), before, after)
         return with_tasks(difference, self._index(found))
 
     def _evaluations(self, found: FoundRun) -> dict[int, Scores]:

@@ -159,8 +159,12 @@ async def _run_counters(
     drawn = random.Random(task.id).sample(repaired, min(MAX_COUNTERED, len(repaired)))
     own = sorted({node.partition("::")[0] for node in drawn})
     number = int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:4])
-    spec = {"tests": [*others, *own], "expected": sorted(_nodes(task, suite, others)), "hidden": own}
-    spec["counters"] = {"nodes": drawn, "number": number}
+    spec = {
+        "tests": [*others, *own],
+        "expected": sorted(_nodes(task, suite, others)),
+        "hidden": own,
+        "counters": {"nodes": drawn, "number": number},
+    }
     timeout_s = task.timeout_s + SLOWDOWN * sum(suite.seconds[file] for file in others) if suite else task.timeout_s
     results, finished = await _run_tests(task, trees, files, runtime, spec, timeout_s)
     results.counters = {f"again {node}": "missing" for node in drawn} | results.counters

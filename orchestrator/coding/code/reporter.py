@@ -252,18 +252,20 @@ def watched(method, *arguments):
 
 def arguments(test):
     """Return (holder, key) of each value that a test hands to a function, checks aside."""
-    calls = [each for each in ast.walk(test) if isinstance(each, ast.Call) and not called(each).startswith(CHECKS)]
-    found = [(call.args, place) for call in calls for place in range(len(call.args))]
-    found += [(vars(each), "value") for call in calls for each in call.keywords]
+    found: list = []
+    for call in ast.walk(test):
+        if isinstance(call, ast.Call) and not called(call).startswith(CHECKS):
+            found += [(call.args, place) for place in range(len(call.args))]
+            found += [(vars(each), "value") for each in call.keywords]
     return [(holder, key) for holder, key in found if isinstance(holder[key], ARGUMENTS)]
 
 
 def compiled(test, item, watch):
     """Return the function of a changed syntax tree. It sees its module's names, and the watch."""
     test.decorator_list = []
-    outer = ast.parse(f"def {test.name}({WATCH}):\n    return {test.name}").body[0]
-    outer.body.insert(0, test)
-    module = ast.fix_missing_locations(ast.Module(body=[outer], type_ignores=[]))
+    module = ast.parse(f"def {test.name}({WATCH}):\n    return {test.name}")
+    vars(module.body[0])["body"].insert(0, test)
+    ast.fix_missing_locations(module)
     namespace = {}
     exec(compile(module, str(item.path), "exec", dont_inherit=True), item.function.__globals__, namespace)
     return namespace[test.name](watch)

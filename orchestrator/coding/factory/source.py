@@ -352,8 +352,8 @@ def _branch(node: ast.If | ast.IfExp, lines: list[str]) -> Iterator[Edit]:
     test = node.test
     while isinstance(test, ast.BoolOp):
         test = test.values[0]
-    is_negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-    kept = test.operand if is_negated else test
+    kept = test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else test
+    is_negated = kept is not test
     has_words = isinstance(kept, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
     if (has_words or (is_negated and isinstance(kept, ast.Compare | ast.BoolOp))) and _end(test)[0] == test.lineno:
         text = lines[kept.lineno - 1].encode()[kept.col_offset : _end(kept)[1]].decode()
