@@ -260,11 +260,8 @@ class StepClient:
         self._session = secrets.token_hex(8)
         self._parts = bytearray()
         """Of a reply that is on its way."""
-        self._unacknowledged: list[StepDone] = []
         self._announcer: StepClient | None = None
         """For the publication's thread."""
-        self._last_done_sent = 0.0
-        """When `_unacknowledged` was last sent, monotonic seconds."""
 
     def close(self) -> None:
         if self._announcer is not None:
@@ -272,16 +269,12 @@ class StepClient:
         self._socket.close(linger=2000)
         self._context.term()
 
-    def batch(self, step: int, versions: tuple[int, int]) -> StepReply | RunFinished:
-        """Return this rank's verified micro-batches of `step`, or RunFinished when there are none.
+    def asking(self, step: int, versions: tuple[int, int]) -> Iterator[StepReply | RunFinished | None]:
+        """Yield this rank's verified micro-batches of `step`, or RunFinished; before, None each fraction of a second.
 
         `versions`: oldest and newest policy version that they may hold tokens of. Raises DeadlineError (silence),
         RunMismatchError, ChecksumError, WireError, or Stopped.
         """
-        return next(filter(None, self.asking(step, versions)))
-
-    def asking(self, step: int, versions: tuple[int, int]) -> Iterator[StepReply | RunFinished | None]:
-        """Yield None each fraction of a second until the batch of `step` has come, then that. Raises as `batch`."""
         request = msgspec.structs.replace(self._rank, step=step)
         for reply in self._ask(request, f"the batch of step {step}", lambda m: _is_batch(m, step), self._should_stop):
             assert reply is None or isinstance(reply, StepReply | RunFinished)
@@ -297,50 +290,39 @@ class StepClient:
                 if batch.index != index:
                     raise RunMismatchError(f"step {step}: micro-batch {index} says that it is number {batch.index}")
 
-    def done(self, step: int, version: int, sample_ids: list[str], last_step: int | None = None) -> None:
-        """Report that `version`, the newest after `step`, is in the weight store, and which step ends the run.
-
-        Returns at once; later calls repeat it until it is acknowledged.
-        """
-        self._unacknowledged.append(
-            StepDone(
-                run_id=self._rank.run_id,
-                step=step,
-                version=version,
-                sample_ids=sample_ids,
-                session=self._session,
-                last_step=last_step,
-            )
-        )
-        self._send_done()
-
     def announce(
         self, step: int, version: int, sample_ids: list[str], last_step: int | None, should_stop: Callable[[], bool]
     ) -> None:
-        """Report as `done` does, over a connection for another thread, and return when it is acknowledged.
+        """Report that `version`, the newest after `step`, is in the weight store, and which step ends the run.
 
-        Raises DeadlineError, or Stopped when `should_stop` turns true.
+        Uses a connection for another thread, and returns when it is acknowledged. Raises DeadlineError, or Stopped when
+        `should_stop` turns true.
         """
         if self._announcer is None:
             silence_s = self._silence_timeout_s
             self._announcer = StepClient(
                 self._endpoint, self._keys, self._rank, should_stop, silence_timeout_s=silence_s, name="versions"
             )
-        self._announcer.done(step, version, sample_ids, last_step)
-        self._announcer._wait_noted(should_stop, ATTACH_S)
+        done = StepDone(
+            run_id=self._rank.run_id,
+            step=step,
+            version=version,
+            sample_ids=sample_ids,
+            session=self._session,
+            last_step=last_step,
+        )
 
-    def _wait_noted(self, should_stop: Callable[[], bool], silence_s: float | None = None) -> None:
-        if self._unacknowledged:
-            awaited = f"the orchestrator to note step {self._unacknowledged[-1].step}"
-            asking = self._ask(None, awaited, lambda _: not self._unacknowledged, should_stop, silence_s)
-            next(filter(None, asking))
+        def notes(message: ToTrainer) -> bool:
+            return isinstance(message, StepNoted) and message.step >= step
+
+        awaited = f"the orchestrator to note step {step}"
+        next(filter(None, self._announcer._ask(done, awaited, notes, should_stop, ATTACH_S)))
 
     def checkpoint(self, step: int) -> CheckpointSaved:
-        """Have the orchestrator write its part of checkpoint `step`, once it knows of every step that was taken.
+        """Have the orchestrator write its part of checkpoint `step`. It must have noted every step that was taken.
 
-        Raises as `batch` does, but never Stopped: a checkpoint that was begun is finished, also during a stop.
+        Raises as `asking` does, but never Stopped: a checkpoint that was begun is finished, also during a stop.
         """
-        self._wait_noted(never)
         request = CheckpointRequest(run_id=self._rank.run_id, step=step)
         awaited = f"the orchestrator's part of checkpoint {step}"
         asking = self._ask(request, awaited, lambda m: isinstance(m, CheckpointSaved) and m.step == step)
@@ -350,13 +332,13 @@ class StepClient:
 
     def _ask(
         self,
-        request: FromTrainer | None,
+        request: FromTrainer,
         awaited: str,
         accept: Callable[[ToTrainer], bool],
         should_stop: Callable[[], bool] = never,
         silence_s: float | None = None,
     ) -> Iterator[ToTrainer | None]:
-        """Send `request`, if any, and yield the message that `accept` takes, and None each fraction of a second before.
+        """Send `request`, and yield the message that `accept` takes, and None each fraction of a second before.
 
         Drops older or repeated answers. Raises as `_hear` does.
         """
@@ -378,7 +360,7 @@ class StepClient:
                 self._send(request)
 
     def _hear(
-        self, request: FromTrainer | None, awaited: str, should_stop: Callable[[], bool], silence_s: float | None
+        self, request: FromTrainer, awaited: str, should_stop: Callable[[], bool], silence_s: float | None
     ) -> Iterator[ToTrainer | None]:
         """Yield each message, and None each fraction of a second without one; repeat `request` meanwhile.
 
@@ -390,8 +372,6 @@ class StepClient:
         patience_s, repeat_at = REPEAT_S, heard + REPEAT_S
         while not should_stop():
             message, now = self._receive(), time.monotonic()
-            if self._unacknowledged and now - self._last_done_sent > REPEAT_S:
-                self._send_done()
             if message is not None:
                 heard, patience_s, repeat_at = now, REPEAT_S, now + REPEAT_S
             elif now - heard > silence_s:
@@ -406,15 +386,8 @@ class StepClient:
             yield message
         raise Stopped
 
-    def _send(self, message: FromTrainer | None) -> None:
-        if message is not None:
-            self._socket.send(check_request(msgspec.msgpack.encode(message), type(message).__name__))
-
-    def _send_done(self) -> None:
-        """Send all of them, in order: the orchestrator refuses a step whose predecessor it does not know."""
-        self._last_done_sent = time.monotonic()
-        for message in self._unacknowledged:
-            self._send(message)
+    def _send(self, message: FromTrainer) -> None:
+        self._socket.send(check_request(msgspec.msgpack.encode(message), type(message).__name__))
 
     def _receive(self) -> ToTrainer | None:
         """Return the next message; None after a fraction of a second without one."""
@@ -430,8 +403,6 @@ class StepClient:
                 f"{len(raw)} bytes from the orchestrator at {self._endpoint} are not a protocol message: {error}; "
                 "run one release on both sides"
             ) from None
-        if isinstance(message, StepNoted):
-            self._unacknowledged = [done for done in self._unacknowledged if done.step > message.step]
         return message
 
     def _with_part(self, part: StepPart, data: bytes) -> ToTrainer:

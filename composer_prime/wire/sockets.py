@@ -256,15 +256,12 @@ def _cannot_bind(address: str, error: zmq.ZMQError) -> ConfigError:
             return ConfigError(f"cannot listen at {address}: {reason}; give this role another address")
 
 
-def dealer(
-    context: zmq.Context, address: str, keys: ClientKeys, identity: bytes | None = None, *, immediate: bool = False
-):
+def dealer(context: zmq.Context, address: str, keys: ClientKeys, identity: bytes | None = None):
     """Return a DEALER, plain or asyncio as `context`, that connects to a server made by `bind_router`.
 
-    Connecting is asynchronous. A wrong key or address shows as silence, so callers wait with a deadline. With
-    `immediate`, sending without a connection raises zmq.Again or waits; else messages queue until there is one. A host
-    name is looked up as IPv4, because ZMQ tries only one address family. Raises ConfigError unless `address` is
-    tcp://HOST:PORT.
+    Connecting is asynchronous, and messages queue until there is a connection. A wrong key or address shows as
+    silence, so callers wait with a deadline. A host name is looked up as IPv4, because ZMQ tries only one address
+    family. Raises ConfigError unless `address` is tcp://HOST:PORT.
     """
     is_ipv6 = tcp_address(address, "the address to connect to").is_ipv6
     socket = context.socket(zmq.DEALER)
@@ -273,7 +270,6 @@ def dealer(
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 500)
-    socket.setsockopt(zmq.IMMEDIATE, immediate)
     socket.setsockopt(zmq.IPV6, is_ipv6)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)

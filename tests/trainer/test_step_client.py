@@ -14,7 +14,7 @@ from composer_prime.errors import ComposerError, DeadlineError
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.types import StepRefused, StepRequest
 from trainer import data
-from trainer.data import StepClient, find_endpoint, next_batch
+from trainer.data import StepClient, find_endpoint, never, next_batch
 
 VERSIONS = (-1, 0)
 
@@ -106,7 +106,7 @@ def test_silence_has_a_deadline(make_run):
     with StepPeer(run.dir, make_samples, max_steps=3) as peer, connected(run, peer, 0.5) as client:
         peer.quiet_from = 1
         with pytest.raises(DeadlineError, match=r"batch of step 1.*the limit is 0\.5"):
-            client.batch(1, VERSIONS)
+            list(client.asking(1, VERSIONS))
     run.dir.endpoints.unlink()
     with pytest.raises(DeadlineError, match=r"to write its address to .*endpoints\.json"):
         find_endpoint(run.dir.endpoints, 0.1, lambda: False)
@@ -119,7 +119,7 @@ def test_a_request_is_repeated_ever_more_rarely(make_run, monkeypatch):
     with StepPeer(run.dir, make_samples, max_steps=3) as peer, connected(run, peer, 3.5) as client:
         peer.quiet_from = 1
         with pytest.raises(DeadlineError):
-            client.batch(1, VERSIONS)
+            list(client.asking(1, VERSIONS))
     assert 2 <= len(peer.requests) <= 6
 
 
@@ -129,10 +129,10 @@ def test_a_lost_step_done_is_repeated(make_run, monkeypatch):
     run = make_run()
     with StepPeer(run.dir, make_samples, max_steps=3) as peer, connected(run, peer) as client:
         peer.lost_first = {1, 3}
-        client.done(0, 0, [])
+        client.announce(0, 0, [], None, never)
         for step in (1, 2, 3):
-            client.batch(step, (0, step - 1))
-            client.done(step, step, [f"s{step}"])
+            next(filter(None, client.asking(step, (0, step - 1))))
+            client.announce(step, step, [f"s{step}"], None, never)
         client.checkpoint(3)
         assert peer.checkpoints == [3]
     assert list(dict.fromkeys(message.step for message in peer.done)) == [0, 1, 2, 3]
