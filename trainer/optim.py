@@ -183,11 +183,11 @@ def _orthogonal(updates: list[Any]) -> list[Tensor]:
         own = gathered if index == rank else own
     if rank < len(updates):
         own = _whole(own)
-    wholes = [own if index == rank else own.new_empty(update.shape) for index, update in enumerate(updates)]
-    return [
-        distribute_tensor(whole, mesh, update.placements, src_data_rank=index)
-        for index, (whole, update) in enumerate(zip(wholes, updates, strict=True))
-    ]
+    results = []
+    for index, update in enumerate(updates):  # Another rank's matrix is whole here for this long only.
+        whole = own if index == rank else own.new_empty(update.shape)
+        results.append(distribute_tensor(whole, mesh, update.placements, src_data_rank=index))
+    return results
 
 
 def _whole(matrix: Tensor) -> Tensor:
