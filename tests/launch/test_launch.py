@@ -20,7 +20,7 @@ from composer_prime.run.costs import spent
 from composer_prime.run.process import OrphanGuard
 from composer_prime.run.run_dir import RunDir
 from trainer.launcher.launch import _RunMonitor, prepare
-from trainer.launcher.supervise import Supervisor, role_commands
+from trainer.launcher.supervise import RoleCommand, Supervisor, role_commands
 from trainer.launcher.view import View
 
 pytestmark = pytest.mark.process
@@ -174,6 +174,20 @@ def test_nobody_waits_once_the_roles_have_ended(tmp_path, capsys, monkeypatch):
         prepared.run_dir.metrics.write_text(2 * (json.dumps(wait) + "\n"))
         monitor.tick(supervisor)
         assert "orchestrator has waited 9 s for evaluation of step 3" in capsys.readouterr().out
+    prepared.lock.close()
+
+
+def test_a_stop_asks_nothing_of_the_model(tmp_path, monkeypatch):
+    # Its size says how long ranks may save. A model that is gone, or on the Hub, must not hold up a stop, or fail it.
+    config = resolve(["@", str(config_file(tmp_path)), "--run.output_dir", str(tmp_path)])
+    prepared = prepare(config)
+    rank = RoleCommand(name="trainer-0", kind="rank", argv=[sys.executable, "-c", "import time; time.sleep(300)"])
+    with OrphanGuard(1.0) as guard:
+        run = Supervisor(run_dir=prepared.run_dir, roles=[rank], guard=guard, config=config, on_event=print)
+        run.start()
+        monkeypatch.delattr("trainer.launcher.supervise.stop_timeout_s")
+        run.stop()
+    assert not run.children[0].running
     prepared.lock.close()
 
 

@@ -44,7 +44,6 @@ from composer_prime.monitor.metrics_file import (
 from composer_prime.monitor.progress import RunProgress
 from composer_prime.monitor.rollouts import read_rollouts, rollout_files, rollout_text
 from composer_prime.plan.check_run_dir import check_run_folder, is_run_directory, with_length_divisor
-from composer_prime.plan.footprint import stop_timeout_s
 from composer_prime.run.costs import write_cost
 from composer_prime.run.environment import record_environment
 from composer_prime.run.keys import RunKeys
@@ -139,8 +138,7 @@ def _run(monitor: _RunMonitor, supervisor: Supervisor, signals: _Signals) -> str
 
 def _stopping_text(supervisor: Supervisor) -> str:
     ranks = any(child.role.kind == "rank" and child.running for child in supervisor.children)
-    save_s = stop_timeout_s(supervisor.config)
-    save = f"finishing the step and writing a checkpoint, at most {save_s:.0f} s" if ranks else ""
+    save = f"finishing the step and writing a checkpoint, at most {supervisor.save_s:.0f} s" if ranks else ""
     waits = "; then ".join(filter(None, [save, _answers_text(supervisor)]))
     return f"stopping{waits and ': '}{waits} (press Ctrl-C again to kill{', without a checkpoint' if ranks else ''})"
 

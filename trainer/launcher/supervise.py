@@ -185,9 +185,12 @@ class Supervisor:
     _failed: list[RoleProcess] = field(default_factory=list)
     """Roles that ended with an error, the cause first."""
     _failed_at: float = 0.0
+    save_s: float = 0.0
+    """How long the ranks may take for a last checkpoint: read at the start, since a stop must not fail."""
 
     def start(self) -> None:
         """Start every role. Raises RoleFailedError when a command cannot be run."""
+        self.save_s = stop_timeout_s(self.config)
         for role in self.roles:
             process, log_offset = self._spawn(role)
             started = time.monotonic()
@@ -237,7 +240,7 @@ class Supervisor:
         for child in group:
             signal_session(child.process.pid, number)
         more_s = {
-            "rank": stop_timeout_s(self.config),
+            "rank": self.save_s,
             "orchestrator": self.config.teachers.end_timeout_s,
         }
         grace_s = STOP_GRACE_S + more_s.get(kind, 0)
