@@ -129,7 +129,7 @@ class Background:
         self._closing = threading.Event()
 
     def start(self, what: str, work: Callable[[], None]) -> None:
-        """Begin `work` once nothing else is under way; `what` names it in an error."""
+        """Begin `work` once nothing else is under way; `what` names it in an error: "it failed"."""
 
         def run() -> None:
             try:

@@ -58,7 +58,7 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
     for name, buffer in policy.named_buffers():
         buffer.copy_(buffers[name])
     load = functools.partial(_whole_state, config, folder, attention, policy)
-    state, unreached = first_alone(world, "training", "rank 0 to load the model", load) or ({}, [])
+    state, unreached = first_alone(world, "training", "the model that rank 0 loads", load) or ({}, [])
     _scatter(policy, state, world)
     frozen = set(gather_texts("\n".join(unreached))[0].splitlines())
     for name, parameter in policy.named_parameters():

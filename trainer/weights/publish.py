@@ -307,7 +307,7 @@ def export(policy: Policy, config: Config, folder: Path, target: Path, world: Wo
     wholes = whole_parameters(policy, world, dtype)
     tensors = {name: whole.to("cpu", dtype).contiguous() for name, whole in wholes if world.first}
     write = partial(_write_model, config, folder, target, tensors, dtype)
-    first_alone(world, "what follows", f"rank 0 to write {target}", write)
+    first_alone(world, "what follows", f"the model that rank 0 writes to {target}", write)
 
 
 def _write_model(config: Config, folder: Path, target: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
