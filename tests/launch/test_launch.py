@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from composer_prime.run.costs import spent
 from composer_prime.run.process import OrphanGuard
 from composer_prime.run.run_dir import RunDir
 from trainer.launcher.launch import _RunMonitor, prepare
-from trainer.launcher.supervise import RoleCommand, Supervisor, role_commands
+from trainer.launcher.supervise import RoleCommand, RoleProcess, Supervisor, role_commands
 from trainer.launcher.view import View
 
 pytestmark = pytest.mark.process
@@ -189,6 +190,21 @@ def test_a_stop_asks_nothing_of_the_model(tmp_path, monkeypatch):
         run.stop()
     assert not run.children[0].running
     prepared.lock.close()
+
+
+def test_only_the_cause_shows_its_traceback(tmp_path):
+    # A rank that lost another one has a traceback of its own. It would be the last that a user sees.
+    config, no_guard, no_process = resolve(["@", str(config_file(tmp_path))]), cast("Any", None), cast("Any", None)
+    run = Supervisor(run_dir=RunDir(tmp_path), roles=[], guard=no_guard, config=config, on_event=print)
+    failed = []
+    for name, text in (("trainer-1", "planted"), ("trainer-0", "lost")):
+        run.run_dir.log(name).parent.mkdir(exist_ok=True)
+        run.run_dir.log(name).write_text(f"Traceback:\n  File {text}.py\nRuntimeError: {text}\n")
+        role = RoleCommand(name=name, kind="rank", argv=[])
+        failed.append(RoleProcess(role=role, process=no_process, log_offset=0, started=0.0, code=1))
+    report = run._report(failed)
+    assert report.startswith("trainer-1 ended") and "File planted.py" in report
+    assert "File lost.py" not in report and report.endswith("RuntimeError: lost")
 
 
 def test_orchestrator_is_named_before_the_rank_it_took_down(stand):

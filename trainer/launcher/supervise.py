@@ -307,7 +307,7 @@ class Supervisor:
         )
 
     def _report(self, failed: list[RoleProcess]) -> str:
-        """Return how roles ended, each with its last message; with more of its log where that ends in a traceback."""
+        """Return how roles ended, each with its last message; of the first, the cause, with its traceback, if any."""
         parts = []
         for child in failed[:3]:
             log = self.run_dir.log(child.role.name)
@@ -318,7 +318,7 @@ class Supervisor:
             how = f"{child.role.name} {exit_text(child.code)}"
             if (child.code or 0) < 0:
                 parts.append(f"{how}; the end of {log}:\n{words}")
-            elif lines[max(start - 1, 0)].startswith(" "):
+            elif child is failed[0] and lines[max(start - 1, 0)].startswith(" "):
                 parts.append(f"{how}: {cause}\nthe end of {log}:\n{words}")
             else:
                 parts.append(f"{how} (log: {log}): {cause}")
