@@ -245,11 +245,11 @@ class Trainer:
         if not self.optimizer.skipped:
             self.teacher.follow()
         trained_at = time.monotonic()
+        self.stop.patience_s = max(self.stop.save_s, LEAVE_S)  # on all ranks before the ledger's line
         sample_ids = _gather_lines([sample_id for row in rows for sample_id in row.sample_ids])
         if self.world.first:
             append_step(self.run_dir.ledger, step, [] if left_out else sample_ids, left_out)
         bytes_published = self._publish(client, step, sample_ids)
-        self.stop.patience_s = max(self.stop.save_s, LEAVE_S)
         published_at = time.monotonic()
         if config.orchestrator.eval.due(step, self._last_step(step)):
             metrics |= self._score(reply)

@@ -10,10 +10,12 @@ import time
 
 import psutil
 import pytest
+from rank_process import start_ranks
 from small_runs import make_samples
 from step_peer import StepPeer
 
 from composer_prime.run.ledger import check_ledger, effective
+from trainer import train
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -53,6 +55,32 @@ def test_a_signal_to_one_rank_alone_stops_all_with_a_checkpoint(make_run):
         os.kill(ranks[1].pid, signal.SIGTERM)
         codes = [rank.wait(50) for rank in ranks]
     assert codes == [143, 143] and run.dir.complete_checkpoints() == [1], ranks[0].output
+
+
+def slow_to_publish(run_dir: str) -> None:
+    """A rank that takes longer to publish step 1 than one with nothing to save takes to leave."""
+    publish = train.Trainer._publish
+
+    def slow(trainer, client, step, sample_ids):
+        time.sleep(train.LEAVE_S + 1 if step == 1 else 0)
+        return publish(trainer, client, step, sample_ids)
+
+    train.Trainer._publish = slow
+    sys.exit(train.main(["--run-dir", run_dir]))
+
+
+def test_a_signal_between_the_ledger_and_the_publication_saves_the_step(make_run):
+    # A step counts from its line in the ledger on: a stop writes its checkpoint, however long its copy takes.
+    run = make_run(trainer={"checkpoint": {"every_steps": 0}})
+    with StepPeer(run.dir, make_samples, max_steps=3):
+        (rank,) = start_ranks([run.dir.root], work=slow_to_publish)
+        deadline = time.monotonic() + 200
+        while not run.dir.ledger.exists():
+            assert time.monotonic() < deadline, rank.output
+            time.sleep(0.05)
+        os.kill(rank.pid, signal.SIGTERM)
+        assert rank.wait(200) == 143
+    assert list(effective(run.dir.ledger)) == [1] == run.dir.complete_checkpoints(), rank.output
 
 
 def test_a_rank_with_several_threads_stops_with_a_checkpoint(make_run, tmp_path):
