@@ -36,6 +36,7 @@ from renderers.qwen3 import Qwen3Renderer
 
 from composer_prime.errors import ConfigError, ModelNotFoundError
 from composer_prime.llm.reply import TOOL_CALL, read_tool_call
+from orchestrator.chat_template import RENDER_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -95,14 +96,14 @@ def build_renderer(model_path: str, choice: str | dict[str, Any] | None) -> tupl
 
 def unread_call(renderer: Renderer) -> str | None:
     """Return a tool call as the folder's chat template writes it, where it could not be read; else None."""
-    if not isinstance(renderer, ChatTemplateRenderer):
+    if not isinstance(renderer, ChatTemplateRenderer) or renderer._tool_parser is not None:
         return None  # The others read what they write.
     name, tools = _PROBE_TOOL["function"]["name"], [_PROBE_TOOL]
     call: Any = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": {"a": 1}}}
     answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
         written = renderer._text([*_PROBES[0], answer], tools)[len(renderer._text(_PROBES[0], tools)) :]
-    except jinja2.TemplateError:
+    except RENDER_ERRORS:
         return None  # A rollout with tools names what the template lacks.
     return None if name not in written or any(map(_read_call, TOOL_CALL.findall(written))) else written
 

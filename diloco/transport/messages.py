@@ -61,8 +61,8 @@ class JointKey:
 
     @classmethod
     def read(cls, path: Path) -> JointKey:
-        """Raises ConfigError when `path` is missing, is not a key, or is readable by others."""
-        path = path.expanduser()
+        """Raises ConfigError when `path` is missing, is not a key, or is readable by others. A link is followed."""
+        path = path.expanduser().resolve()  # Secrets of a cluster are mounted as links.
         try:
             text = read_secret(path)
         except FileNotFoundError:

@@ -46,6 +46,8 @@ _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
 _LAST_LINES = 40
 """The stack of an environment that blocks has more than 20."""
 _STACK_LINES = 200
+_DUMP = "Timeout (0:"
+"""Begins the stacks that faulthandler writes at a standstill."""
 _DUMPED = re.compile(r'^ +File "([^"<]+)", line (\d+) in (\S+)', re.MULTILINE)
 """A frame as faulthandler writes it, the innermost first."""
 _OURS = str(Path(__file__).parents[1])
@@ -136,7 +138,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """Raw JSON, exactly as the model wrote it."""
 
 
-class PlayedMessage(msgspec.Struct, frozen=True, kw_only=True):
+class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One message of the rollout, as the worker has it. Messages are in the order in which they were made."""
 
     role: str
@@ -159,11 +161,7 @@ class PlayedMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Index of the preceding message in `turns`; None for the first. Two turns with one parent are a branch."""
     tool_calls: list[ToolCall] = []
     reasoning: str | None = None
-
-
-class MessageRecord(PlayedMessage, frozen=True, kw_only=True):
-    """A message, and what the orchestrator adds to sampled turns."""
-
+    # What the orchestrator adds to sampled turns.
     turn: int | None = None
     """The turn's number in TurnSpan and HintedTurn."""
     finish_reason: str | None = None
@@ -306,10 +304,6 @@ class WorkerPool:
         return self.ready.num_tasks[taskset]
 
     @property
-    def pids(self) -> list[int]:
-        return [child.pid for child in self._children.values()]
-
-    @property
     def players(self) -> list[WorkerProcess]:
         """The workers that are ready."""
         return [worker for worker in self._children.values() if not worker.gone]
@@ -328,7 +322,8 @@ class WorkerPool:
         player = await self._place()
         on_begin()
         reply = await player.run(request)
-        self._hangs[task] += reply.failure is not None and reply.failure.kind == "hang"
+        if reply.failure is not None and reply.failure.kind == "hang":
+            self._hangs[task] += 1
         return reply
 
     async def close(self) -> None:
@@ -579,14 +574,14 @@ class WorkerProcess:
 
     def _blame(self, place: str | None) -> None:
         """Answer the rollout that blocked the worker, and the others as displaced, if it is known."""
-        named = re.findall(rf"^ *{BLOCKED_BY}(.+)$", self._output(), re.MULTILINE)
-        if not named or named[-1] not in self._rollouts:
+        output = self._output()
+        if (blocker := blamed(output)) not in self._rollouts:
             return
+        message = f"rollout {blocker} blocked {self.label}: {self._end_reason}"
         for rollout_id, future in self._rollouts.items():
             if not future.done():
-                kind = "hang" if rollout_id == named[-1] else "displaced"
-                message = f"rollout {named[-1]} blocked {self.label}: {self._end_reason}"
-                failure = RolloutFailure(kind=kind, message=message, where=place, detail=self._output())
+                kind = "hang" if rollout_id == blocker else "displaced"
+                failure = RolloutFailure(kind=kind, message=message, where=place, detail=output)
                 future.set_result(RolloutReply(rollout_id=rollout_id, task_id="", failure=failure))
 
     async def _finish(self) -> None:
@@ -617,10 +612,18 @@ class WorkerProcess:
         return RolloutReply(rollout_id=rollout_id, task_id="", failure=failure)
 
 
+def blamed(words: str) -> str | None:
+    """Return the rollout that is named in the last standstill; who blocked the worker before, and went on, is not."""
+    named = re.search(rf"^ *{BLOCKED_BY}(.+)$", words.rpartition(_DUMP)[2], re.MULTILINE)
+    return named and named[1]
+
+
 def blocked_at(words: str) -> str | None:
-    """Return where the main thread stood, in the user's own files if it did; None without a stack."""
+    """Return where the main thread stood, in the user's own files if it did; None without a stack, or idle."""
     threads = [block for block in words.split("\n    \n") if "workers/worker.py" in block]
     frames = _DUMPED.findall(threads[-1]) if threads else []
+    if [function for _, _, function in frames[:2]] == ["select", "_run_once"]:  # It waits: the machine is slow.
+        return None
     own = [frame for frame in frames if is_own(frame[0]) and not frame[0].startswith(_OURS)]
     return next((frame_text(*frame) for frame in own or frames), None)
 

@@ -150,6 +150,7 @@ class Worker:
                 await asyncio.sleep(HEARTBEAT_S)
         finally:
             faulthandler.cancel_dump_traceback_later()
+            self._beat_s = math.inf
 
     def _name_blockers(self, loop: asyncio.AbstractEventLoop) -> None:
         """Write once for each standstill which rollout holds the loop. A thread of its own runs this."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from diloco.main import main
+from diloco.transport.messages import JointKey
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,3 +91,10 @@ def listening(pid: int) -> set[tuple[str, int]]:
     time.sleep(0.1)
     found = psutil.Process(pid).net_connections(kind="inet")
     return {(each.laddr.ip, each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN}
+
+
+def test_a_key_may_be_mounted_as_a_link(tmp_path: Path) -> None:
+    """Clusters mount secrets as links to where their newest version is."""
+    key = JointKey.create(tmp_path / "joint.key")
+    (tmp_path / "mounted.key").symlink_to("joint.key")
+    assert JointKey.read(tmp_path / "mounted.key") == key

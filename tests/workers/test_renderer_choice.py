@@ -164,6 +164,7 @@ def test_a_template_that_writes_other_calls_is_found_out(tmp_path: Path) -> None
         ("xml", XML_CALL),
         ("json", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'),
         ("none", ""),
+        ("odd", "{{ c.function.arguments + 1 }}"),  # Cannot be rendered: a rollout tells.
     ):
         (folder := tmp_path / name).mkdir()
         write_tokenizer(folder, WITH_CALLS.replace("NOTATION", notation))

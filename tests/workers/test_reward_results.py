@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import selectors
 
 import pytest
 from test_adapter import TINY, TOOL_LOOP, Scripted, block, environment, play
 
 from composer_prime.errors import ConfigError
-from orchestrator.workers.pool import frame_text
+from orchestrator.workers.pool import BLOCKED_BY, blamed, blocked_at, frame_text
 from orchestrator.workers.worker import task_notes
 
 pytestmark = pytest.mark.process  # verifiers' subprocess runtime
@@ -91,6 +92,13 @@ def test_a_tool_that_returns_no_text(tmp_path, monkeypatch, returned) -> None:
     assert re.fullmatch(rf"\S*{module}\.py:\d+, in call", error.where or "")
 
 
+# A `call` that is no function has no line to name.
+def test_a_callable_object_that_returns_no_text(tmp_path, monkeypatch) -> None:
+    odd = "''\n\nTools.call = type('Call', (), {'__call__': lambda self, name, arguments_json: 7})()"
+    error = played_with_tool(tmp_path, monkeypatch, "odd_callable", odd).failure
+    assert error is not None and not error.retryable and error.kind == "toolset" and "'look'" in error.message
+
+
 # Tools that are no OpenAI function definitions are named before the model is asked.
 @pytest.mark.parametrize("schemas", ["['look']", "[{'name': 'look'}]"])
 def test_schemas_that_are_none(tmp_path, monkeypatch, schemas) -> None:
@@ -132,3 +140,29 @@ def test_copies_are_one_task(tmp_path, monkeypatch) -> None:
     ]
     (note,) = task_notes({"train": env})
     assert "its 6 tasks are copies of 3" in note
+
+
+# The main thread of a worker, as faulthandler writes it after another thread's.
+DUMP = """    Timeout (0:00:05)!
+    Thread 0x1 (most recent call first):
+      File "/x/orchestrator/workers/worker.py", line 158 in _name_blockers
+    \n    Thread 0x2 (most recent call first):
+{}      File "/x/orchestrator/workers/worker.py", line 242 in main
+"""
+LOOP = '      File "/python/asyncio/base_events.py", line 1884 in _run_once\n'
+
+
+def test_only_the_last_standstill_is_blamed() -> None:
+    """What blocked a worker before, and went on, is not what blocks it now."""
+    named = f"    {BLOCKED_BY}g000001-0\n"
+    assert blamed(DUMP + named) == "g000001-0"
+    assert blamed(DUMP + named + DUMP) is None  # Code that holds the interpreter lock is not named.
+    assert blamed(DUMP + f"    {BLOCKED_BY}\n") is None
+
+
+def test_a_loop_that_waits_is_not_blocked() -> None:
+    """A starved process is late for its heartbeat, and its stack shows that nothing blocks."""
+    waiting = f'      File "{selectors.__file__}", line 468 in select\n'
+    assert blocked_at(DUMP.format(waiting + LOOP)) is None
+    asking = waiting + '      File "/x/env.py", line 3 in setup\n'
+    assert blocked_at(DUMP.format(asking + LOOP)) == "/x/env.py:3, in setup"

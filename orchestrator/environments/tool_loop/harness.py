@@ -62,11 +62,11 @@ async def reply_of(executor: Any, name: str, arguments: str) -> str:
 
 
 def wrong_tool(executor: Any, message: str) -> ToolsetError:
-    """Return an error whose traceback ends where the executor's `call` is written."""
-    code = inspect.unwrap(executor.call).__code__
+    """Return an error whose traceback ends where the executor's `call` is written, if that is a function."""
     error = ToolsetError(message)
     error.status_code = 400  # pyright: ignore[reportAttributeAccessIssue]  # Another try would not help.
-    error.add_note(f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}')
+    if (code := getattr(inspect.unwrap(executor.call), "__code__", None)) is not None:
+        error.add_note(f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}')
     return error
 
 
