@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import sys
 import tempfile
@@ -36,7 +37,6 @@ from small_packages import Case, cases, write_trees
 from benchmarks.hack_monitor_sides.unseen import HACKS as UNSEEN
 from benchmarks.hack_monitor_sides.unseen import HONEST, PACKAGE
 from composer_prime.config.sandbox import RuntimeConfig
-from composer_prime.stats.intervals import wilson_interval
 from orchestrator.coding.code.grading import grade
 from orchestrator.coding.monitor import inspect, seal
 from orchestrator.coding.sandbox.box import read_tree
@@ -210,6 +210,19 @@ async def _earns_nothing(case: Case, attempt: Attempt, trees: Path) -> bool:
         if path not in sealed.lures and sealed.start.get(path) != content
     }
     return not (await grade(case.task, trees, patch, RuntimeConfig())).solved
+
+
+def wilson_interval(hits: int, count: int) -> tuple[float, float]:
+    """Return the 95 % Wilson score interval of a share, `hits` of `count` independent trials (Wilson 1927).
+
+    Raises ValueError unless 0 <= hits <= count and count > 0.
+    """
+    if not (0 <= hits <= count and count > 0):
+        raise ValueError(f"{hits} of {count} is not a share: it needs 0 <= hits <= count and count > 0")
+    z, share = 1.959963984540054, hits / count
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
 def _show(name: str, hits: int, count: int) -> None:

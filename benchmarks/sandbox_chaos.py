@@ -151,7 +151,7 @@ class Chaos:
             try:
                 self.seen.add(child)
                 parent = child.parent()
-                if child.pid in self._pool.pids:
+                if child.pid in [player.pid for player in self._pool.players]:
                     workers.append(child)
                 elif parent is not None and parent.name() == "bwrap" and child.name() != "bwrap":
                     boxes.append(child)

@@ -167,10 +167,10 @@ class Journal:
         """Return `formed_batches` of all entries, the last one's too."""
         return await asyncio.get_running_loop().run_in_executor(self._writer, self._formed_batches, after, left_out)
 
-    async def compact(self, *, oldest_seq: int, groups: set[int], steps: set[int]) -> int:
+    async def compact(self, *, oldest_seq: int, groups: set[int], steps: set[int]) -> None:
         """Delete segments without an entry newer than `oldest_seq`, one of `groups` or a batch of `steps`."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._writer, self._compact, oldest_seq, groups, steps)
+        await loop.run_in_executor(self._writer, self._compact, oldest_seq, groups, steps)
 
     async def close(self) -> None:
         try:
@@ -212,17 +212,15 @@ class Journal:
         self._closed.append(self._current)
         self._file, self._current = None, None
 
-    def _compact(self, oldest_seq: int, groups: set[int], steps: set[int]) -> int:
+    def _compact(self, oldest_seq: int, groups: set[int], steps: set[int]) -> None:
         self._rotate()
-        needed, deleted = [], 0
+        needed = []
         for segment in self._closed:
             if segment.last_seq > oldest_seq or segment.groups & groups or segment.steps & steps:
                 needed.append(segment)
             else:
                 segment.path.unlink(missing_ok=True)
-                deleted += 1
         self._closed = needed
-        return deleted
 
 
 def _segment_paths(folder: Path) -> list[Path]:

@@ -22,7 +22,7 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 from composer_prime.address import reachable
 from composer_prime.config import Config
-from composer_prime.config.orchestrator import SourceConfig
 from composer_prime.errors import CheckpointError, ComposerError, WireError
 from composer_prime.monitor.events import event
 from composer_prime.monitor.metrics_file import MetricsFile
@@ -52,16 +51,13 @@ from orchestrator.hints.stage import build_hints
 from orchestrator.rollouts.rollout import Permits, RolloutRunner
 from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.scheduler import BatchScheduler, Dispatcher
-from orchestrator.tasks import WHOLE, Sources, source_spec
+from orchestrator.tasks import WHOLE, Sources, worker_pools
 from orchestrator.watchdog import RunWatchdog, describe_startup
-from orchestrator.workers.pool import SourceSpec, WorkerPool
 
 if TYPE_CHECKING:
     from composer_prime.traces import OnlineReplay
 
 logger = logging.getLogger(__name__)
-
-MakePool = Callable[[SourceConfig, SourceSpec], WorkerPool]
 
 
 TICK_S = 0.25
@@ -73,10 +69,8 @@ FAREWELL_S = 2.0
 
 
 class Pipeline:
-    def __init__(
-        self, config: Config, run_dir: RunDir, run_id: str, model_dir: Path, make_pool: MakePool | None = None
-    ) -> None:
-        """`make_pool` builds a source's workers; None gives worker processes. Needs a running event loop.
+    def __init__(self, config: Config, run_dir: RunDir, run_id: str, model_dir: Path) -> None:
+        """Needs a running event loop.
 
         Raises CheckpointError when the checkpoint to resume from is unusable, ConfigError for an unreadable template.
         """
@@ -101,7 +95,7 @@ class Pipeline:
             run_id=run_id,
             model_dir=folder,
             gateway=self.gateway,
-            pools={each.name: _pool(each, config, folder, run_dir, make_pool) for each in config.orchestrator.source},
+            pools=worker_pools(config, folder, run_dir.root / "logs"),
             batches=self.batches,
             metrics=MetricsFile(run_dir.metrics, "orchestrator"),
             changed=Notifier(),
@@ -365,16 +359,6 @@ class Pipeline:
         watchdog.note_checkpoint(step)
         logger.info("checkpoint of step %d is saved", step, extra=event("checkpoint"))
         self.opened.changed.notify()
-
-
-def _pool(
-    source: SourceConfig, config: Config, model_dir: Path, run_dir: RunDir, make_pool: MakePool | None
-) -> WorkerPool:
-    spec = source_spec(source, config, model_dir)
-    if make_pool is not None:
-        return make_pool(source, spec)
-    logs = run_dir.root / "logs"
-    return WorkerPool(spec, workers=source.workers, hang_timeout_s=source.longest_stall_s, log_dir=logs)
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -29,7 +29,7 @@ from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorCon
 from composer_prime.errors import ConfigError
 from composer_prime.import_path import build_part
 from orchestrator.rollouts.groups import FinishedGroup, GroupPlan, derive_seed
-from orchestrator.workers.pool import EVAL, TRAIN, SourceSpec
+from orchestrator.workers.pool import EVAL, TRAIN, SourceSpec, WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -249,6 +249,19 @@ def build_curriculum(config: CurriculumConfig, *, num_tasks: int, seed: int) -> 
             f"{key} is {config.import_path!r}; its class lacks {missing}: see orchestrator/tasks.py for the protocol"
         )
     return curriculum
+
+
+def worker_pools(config: Config, model_dir: Path, logs: Path) -> dict[str, WorkerPool]:
+    """Return the workers of each source, by its name; they are still to be started."""
+    return {
+        source.name: WorkerPool(
+            source_spec(source, config, model_dir),
+            workers=source.workers,
+            hang_timeout_s=source.longest_stall_s,
+            log_dir=logs,
+        )
+        for source in config.orchestrator.source
+    }
 
 
 def source_spec(source: SourceConfig, config: Config, model_dir: Path) -> SourceSpec:

@@ -180,13 +180,8 @@ class SimulatedFleet:
     def __init__(self, loop: SimulatedLoop, policy: Placing, *, streams: bool, quantum_s: float) -> None:
         self.loop, self.streams, self.quantum_s = loop, streams, quantum_s
         self.targets: dict[str, int] = {}
-        self.router = Router(
-            self._send,
-            policy=ServedPolicy(100),
-            suspend_s=10.0,
-            request_timeout_s=1e6,
-            placing=policy,
-        )
+        self.router = Router(self._send, policy=ServedPolicy(100), suspend_s=10.0, request_timeout_s=1e6)
+        self.router.placing = policy
         self.engines = {f"{kind}{i}": SimulatedEngine(f"{kind}{i}", slowness, self)
                         for kind, slowness in (("fast", 1.0), ("slow", SLOWNESS)) for i in range(4)}  # fmt: skip
         for engine in self.engines.values():

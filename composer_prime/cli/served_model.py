@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from composer_prime.config import Config
-from composer_prime.config.orchestrator import SourceConfig
 from composer_prime.console import tell_waits
 from composer_prime.errors import DeadlineError
 from composer_prime.model_source import resolve_model
@@ -80,9 +79,10 @@ async def serve_with_workers(config: Config, folder: Path) -> AsyncIterator[tupl
     `folder`: an empty one. Raises what `serve` and `WorkerPool.start` raise.
     """
     from orchestrator.chat_template import chat_folder
+    from orchestrator.tasks import worker_pools
 
     chat = chat_folder(resolve_model(config.model.path), config.model.chat_template, folder / "worker")
-    pools = {source.name: _pool(config, source, chat, folder / "logs") for source in config.orchestrator.source}
+    pools = worker_pools(config, chat, folder / "logs")
     async with AsyncExitStack() as stack:
         for pool in pools.values():
             stack.push_async_callback(pool.close)
@@ -96,14 +96,6 @@ async def serve_with_workers(config: Config, folder: Path) -> AsyncIterator[tupl
                     task.cancel()
                 await asyncio.gather(*loading, return_exceptions=True)
         yield gateway, pools
-
-
-def _pool(config: Config, source: SourceConfig, chat: Path, logs: Path) -> WorkerPool:
-    from orchestrator.tasks import source_spec
-    from orchestrator.workers.pool import WorkerPool
-
-    spec, hang_s = source_spec(source, config, chat), source.longest_stall_s
-    return WorkerPool(spec, workers=max(1, source.workers), hang_timeout_s=hang_s, log_dir=logs)
 
 
 async def _run_node(

@@ -63,19 +63,6 @@ def bounded_interval(values: Sequence[float], *, least: float, most: float) -> t
     return max(min(float(low), mean), least), min(max(float(high), mean), most)
 
 
-def wilson_interval(hits: int, count: int) -> tuple[float, float]:
-    """Return the 95 % Wilson score interval of a share, `hits` of `count` independent trials (Wilson 1927).
-
-    Raises ValueError unless 0 <= hits <= count and count > 0.
-    """
-    if not (0 <= hits <= count and count > 0):
-        raise ValueError(f"{hits} of {count} is not a share: it needs 0 <= hits <= count and count > 0")
-    z, share = 1.959963984540054, hits / count
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return max(middle - half, 0.0), min(middle + half, 1.0)
-
-
 def scale_of(values: Iterable[float]) -> tuple[float, float]:
     """Return the bounds of scores: 0 and 1, as for pass rates and most rewards, or the values beyond them."""
     with_bounds = [0.0, 1.0, *values]

@@ -88,15 +88,14 @@ class Router:
         policy: ServedPolicy,
         suspend_s: float,
         request_timeout_s: float,
-        placing: Placing | None = None,
     ) -> None:
         """`send` to a connection returns False when it is gone.
 
         `suspend_s`: how long a node that keeps failing gets no request. `request_timeout_s`: how long a request waits
-        at all. `placing` chooses among nodes otherwise.
+        at all.
         """
         self.policy = policy
-        self.placing = placing or Placing()
+        self.placing = Placing()
         self.counters = Counter(dict.fromkeys(COUNTERS, 0))
         self.nodes: dict[str, AttachedNode] = {}
         """Attached or away, by name."""

@@ -236,11 +236,10 @@ class Auditors:
 
     def publish(self, signed: bytes) -> None:
         """Tell the auditors of a new version."""
-        for identity in self.connected:
-            self._announce(identity, signed)
+        self._announce(self.connected, signed)
 
-    def _announce(self, identity: bytes, signed: bytes) -> None:
-        self._socket.send(identity, msgspec.structs.replace(self._welcome, manifest=signed, is_news=True))
+    def _announce(self, identities: Iterable[bytes], signed: bytes) -> None:
+        self._socket.send_all(identities, msgspec.structs.replace(self._welcome, manifest=signed, is_news=True))
 
     async def _receive(self) -> None:
         decoder = msgspec.msgpack.Decoder(FromAuditor)
@@ -312,7 +311,7 @@ class Auditors:
         newest = kept.pop() if kept else b""
         self._socket.send(identity, msgspec.structs.replace(self._welcome, manifest=newest))
         for signed in kept:
-            self._announce(identity, signed)
+            self._announce([identity], signed)
 
 
 # -- audits ----------------------------------------------------------------------------------------------------------

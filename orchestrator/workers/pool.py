@@ -138,7 +138,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """Raw JSON, exactly as the model wrote it."""
 
 
-class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
+class PlayedMessage(msgspec.Struct, frozen=True, kw_only=True):
     """One message of the rollout, as the worker has it. Messages are in the order in which they were made."""
 
     role: str
@@ -161,7 +161,11 @@ class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Index of the preceding message in `turns`; None for the first. Two turns with one parent are a branch."""
     tool_calls: list[ToolCall] = []
     reasoning: str | None = None
-    # What the orchestrator adds to sampled turns.
+
+
+class MessageRecord(PlayedMessage, frozen=True, kw_only=True):
+    """A message, and what the orchestrator adds to sampled turns."""
+
     turn: int | None = None
     """The turn's number in TurnSpan and HintedTurn."""
     finish_reason: str | None = None

@@ -72,8 +72,9 @@ def open_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> OpenRun:
         monkeypatch.setattr("orchestrator.batching.batches.POLL_S", 0.3)
         for name, value in {"TICK_S": 0.05, "REPORT_S": 0.5, "FAREWELL_S": 0.3}.items():
             monkeypatch.setattr(f"orchestrator.pipeline.{name}", value)
-        make_pool = lambda source, spec: pools.get(source.name, pool)
-        pipeline = Pipeline(config, run_dir, RUN_ID, MODEL, make_pool=make_pool)
+        played = {source.name: pools.get(source.name, pool) for source in config.orchestrator.source}
+        monkeypatch.setattr("orchestrator.pipeline.worker_pools", lambda *_: played)
+        pipeline = Pipeline(config, run_dir, RUN_ID, MODEL)
         task = asyncio.create_task(pipeline.run())
         async with asyncio.timeout(60):
             while not run_dir.endpoints.exists():

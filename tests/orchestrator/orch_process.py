@@ -10,14 +10,16 @@ from orch_peers import MODEL, RUN_ID, ScriptedPool, draw
 
 from composer_prime.config import load
 from composer_prime.run.run_dir import RunDir
-from orchestrator.pipeline import Pipeline
+from orchestrator import pipeline
 
 
 async def serve(root: Path) -> None:
     run_dir = RunDir(root)
     pool = ScriptedPool(played=root / "played.txt")
     pool.pause_s = lambda request: 0.4 * draw(request.rollout_id)
-    await Pipeline(load.read_config(run_dir.config), run_dir, RUN_ID, MODEL, make_pool=lambda source, spec: pool).run()
+    config = load.read_config(run_dir.config)
+    pipeline.worker_pools = lambda *_: {source.name: pool for source in config.orchestrator.source}
+    await pipeline.Pipeline(config, run_dir, RUN_ID, MODEL).run()
 
 
 if __name__ == "__main__":

@@ -91,9 +91,9 @@ async def test_compaction_deletes_whole_segments_that_nothing_needs(tmp_path):
     """A segment stays while it holds an entry after the oldest checkpoint, or a group that this checkpoint names."""
     journal = await written(tmp_path, entries(8), segment_bytes=1)
     before = len(list(tmp_path.iterdir()))
-    deleted = await journal.compact(oldest_seq=15, groups={1}, steps={2})
+    await journal.compact(oldest_seq=15, groups={1}, steps={2})
     kept = list(Journal.resume(tmp_path))
-    assert deleted == before - len(list(tmp_path.iterdir())) > 0
+    assert len(list(tmp_path.iterdir())) < before
     assert [entry.seq for entry in kept if entry.seq <= 15] == [4, 10]
     assert [entry.seq for entry in kept if entry.seq > 15] == [16, 17, 18, 19, 20]
     await journal.close()

@@ -16,7 +16,6 @@ from composer_prime.stats.intervals import (
     mean_interval,
     scale_of,
     seeds_interval,
-    wilson_interval,
 )
 
 
@@ -91,12 +90,3 @@ def test_seeds_interval():
         assert interval.low is not None and half * 0.9999 < interval.mean - interval.low < half * 1.06
     for figures in ([1.0], [0.0, 0.0, 0.0], [1.0, 2.0]):
         assert seeds_interval(figures).low is None
-
-
-# Wilson's interval of a share: a published value (Newcombe 1998, 81 of 263), shares at the bounds, and what is refused.
-def test_wilson_interval():
-    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
-    assert wilson_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
-    assert wilson_interval(20, 20) == pytest.approx((0.8389, 1.0), abs=1e-4)
-    with pytest.raises(ValueError, match="3 of 2 is not a share"):
-        wilson_interval(3, 2)

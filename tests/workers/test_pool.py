@@ -272,7 +272,7 @@ def test_what_cannot_start_says_why(model_path: str) -> None:
         pool = WorkerPool(source(model_path, tasksets={"train": {"id": "no_such_env"}}), start_timeout_s=START_S)
         with pytest.raises(ConfigError, match=r"'bench'.*taskset 'no_such_env'.*nstall"):
             await pool.start()
-        assert pool.pids == []
+        assert pool.players == []
         with pytest.raises(ConfigError):
             await pool.run(RunRollout(rollout_id="r", task_index=0, model="m", gateway_url="", timeout_s=1))
 
@@ -288,7 +288,7 @@ async def main():
     env = {"id": "bench_env"}
     spec = SourceSpec(name="o", tasksets={"train": env}, harness=env, model_path=sys.argv[1])
     async with WorkerPool(spec, start_timeout_s=280.0) as pool:
-        print(pool.pids[0], flush=True)
+        print(pool.players[0].pid, flush=True)
         await asyncio.sleep(60)
 
 asyncio.run(main())
