@@ -180,7 +180,7 @@ class Dispatcher:
         self, plan: GroupPlan, sibling: int, attempt: int, earlier: list[RolloutFailure]
     ) -> CompiledRollout:
         request = self.runner.training_request(plan, sibling, attempt)
-        self.retries += attempt > 0
+        self.retries += bool(earlier)
         has_begun = False
 
         def on_begin() -> None:

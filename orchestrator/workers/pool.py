@@ -552,7 +552,7 @@ class WorkerProcess:
             if time.monotonic() - before > 2 * step_s:
                 continue  # This loop itself stood still: look again before judging the worker.
             silent_s = time.monotonic() - self._heard_at
-            if silent_s > STALL_S and blamed != self._heard_at and (place := self._blocked_at()) is not None:
+            if silent_s > STALL_S and blamed != self._heard_at and (place := blocked_at(self._output())) is not None:
                 blamed = self._heard_at
                 logger.warning(
                     "%s: the environment blocks its event loop, for %.0f s now, at %s: no rollout of this worker goes "
@@ -560,7 +560,7 @@ class WorkerProcess:
                     self.label, silent_s, place, extra=event("warning", where=place, same_as=f"blocked at {place}"),
                 )  # fmt: skip
             if silent_s > hang_timeout_s:
-                place = self._blocked_at()
+                place = blocked_at(self._output())
                 self._end_reason = (
                     f"no heartbeat for {silent_s:.1f} s (hang_timeout_s of the source is {hang_timeout_s:g})"
                     f"{f'; it stood at {place}' if place else ''}"
@@ -569,9 +569,6 @@ class WorkerProcess:
                 await self._process.wait()  # Else what is played again might come to this worker.
                 self._blame(place)
                 return  # _read sees the end of the stream.
-
-    def _blocked_at(self) -> str | None:
-        return blocked_at(self._output())
 
     def _output(self) -> str:
         return processes.last_words(*self._log, _STACK_LINES)

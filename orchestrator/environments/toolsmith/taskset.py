@@ -37,8 +37,6 @@ class Operation:
     """Tool names to draw from. The first is the operation's key."""
     description: str
     """The description in the tool's schema."""
-    arity: int
-    """Number of arguments, 1 or 2."""
     apply: Callable[..., int]
     """The result, an integer >= 0 for the operands that episodes draw."""
     opening: str
@@ -55,7 +53,6 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         names=("add", "plus", "sum_two", "total", "increase"),
         description="Adds two numbers.",
-        arity=2,
         apply=lambda a, b: a + b,
         opening="add {0} and {1}",
         following="add {1}",
@@ -63,7 +60,6 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         names=("subtract", "minus", "take_away", "difference", "decrease"),
         description="Subtracts the second number from the first.",
-        arity=2,
         apply=lambda a, b: a - b,
         opening="subtract {1} from {0}",
         following="subtract {1}",
@@ -71,7 +67,6 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         names=("multiply", "times", "product", "mul", "scale"),
         description="Multiplies two numbers.",
-        arity=2,
         apply=lambda a, b: a * b,
         opening="multiply {0} by {1}",
         following="multiply by {1}",
@@ -79,7 +74,6 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         names=("maximum", "larger", "biggest", "max_of", "greatest"),
         description="Returns the larger of two numbers.",
-        arity=2,
         apply=max,
         opening="take the larger of {0} and {1}",
         following="take the larger of that and {1}",
@@ -87,7 +81,6 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         names=("join", "concat", "glue", "append", "merge"),
         description="Writes two numbers one after the other.",
-        arity=2,
         apply=lambda a, b: int(f"{a}{b}"),
         opening="join {0} and {1}",
         following="join {1}",
@@ -95,7 +88,6 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         names=("reverse", "flip", "backwards", "mirror", "turn_round"),
         description="Reverses the digits of a number.",
-        arity=1,
         apply=lambda a: int(str(a)[::-1]),
         opening="reverse {0}",
         following="reverse it",
@@ -235,7 +227,7 @@ def _draw_steps(rng: random.Random, count: int) -> tuple[EpisodeStep, ...]:
 
 def _draw_operands(rng: random.Random, operation: Operation, previous: int | None) -> tuple[int, ...]:
     first = rng.randint(11, 99) if previous is None else previous
-    if operation.arity == 1:
+    if "{1}" not in operation.opening:
         return (first,)
     if operation.key == "subtract":
         return first, rng.randint(0, min(first, 99))
@@ -255,7 +247,7 @@ def _draw_tool(rng: random.Random, operation: Operation) -> Tool:
     return Tool(
         operation=operation.key,
         name=rng.choice(operation.names),
-        arguments=rng.choice(ARGUMENT_NAMES[operation.arity]),
+        arguments=rng.choice(ARGUMENT_NAMES[2 if "{1}" in operation.opening else 1]),
         argument_type=rng.choice(ARGUMENT_TYPES),
     )
 
