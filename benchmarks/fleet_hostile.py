@@ -35,7 +35,6 @@ import logging
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -48,7 +47,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-from benchmarks._verdicts import conclude
+from benchmarks._shared import conclude, running
 from composer_prime.config import Config
 from composer_prime.console import console_script
 from composer_prime.model_source import resolve_model
@@ -182,15 +181,11 @@ def invite(gateway: Gateway, run_dir: RunDir, nodes: int) -> str:
 @contextlib.contextmanager
 def process(folder: Path, name: str, words: list[str], invitation: str = "") -> Iterator[None]:
     """Run a side until the block ends. What it says goes to `folder`/NAME.log."""
-    with (folder / f"{name}.log").open("wb") as log:
-        running = subprocess.Popen(words, cwd=ROOT, env=os.environ | {INVITE_VARIABLE: invitation}, stderr=log)
-    try:
+    path, variables = folder / f"{name}.log", os.environ | {INVITE_VARIABLE: invitation}
+    with path.open("wb") as log, running(words, cwd=ROOT, env=variables, stderr=log) as side:
         yield
-        if running.poll() is not None:
-            raise SystemExit(f"{name} ended by itself:\n{(folder / f'{name}.log').read_text()[-3000:]}")
-    finally:
-        running.kill()
-        running.wait()
+        if side.poll() is not None:
+            raise SystemExit(f"{name} ended by itself:\n{path.read_text()[-3000:]}")
 
 
 def auditor(folder: Path, keys: RunKeys, address: str) -> list[str]:

@@ -44,7 +44,7 @@ from statistics import fmean
 
 import numpy as np
 
-from benchmarks._verdicts import conclude
+from benchmarks._shared import conclude
 from benchmarks.fleet_routing_sides.engines import SimulatedFleet, SimulatedLoop
 from benchmarks.fleet_routing_sides.traces import SIBLINGS, Group, Turn, describe, drawn, make_groups, recorded_groups
 from composer_prime.errors import ConfigError

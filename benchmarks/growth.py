@@ -3,10 +3,12 @@
     uv run python -m benchmarks.growth
 
 placing      CPU of one look for a node while requests wait that no free node may take: 500 and 5,000
+answer       CPU from a request's arrival at the router to its answer, without a network, for each of 30 and 300 nodes
 resume       peak memory of the orchestrator's resume from a journal: 16 and 160 MiB; one group is still needed
-publication  CPU of telling a version to all nodes, each: 100 and 1,000 nodes on real connections
+publication  CPU of telling a version to all nodes, each: 30 and 300 nodes on real connections
 asked again  bytes that a rank gets which asks 1 and 10 times while its reply is under way, over those of the reply
 reply        largest frame of a step's reply: 8 and 80 MiB
+passes       CPU of cutting 30 teacher documents of one session into passes, for each of 10,000 and 100,000 tokens
 
 The exit status is 1 when one of them grew by more than half.
 """
@@ -20,30 +22,37 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import zmq
 import zmq.asyncio
 
-from benchmarks._verdicts import conclude
+from benchmarks._shared import conclude
 from composer_prime.run.keys import RunKeys
-from composer_prime.wire.node_messages import Goodbye, NodeHello, NodeWelcome, Sampling
+from composer_prime.wire.node_messages import Generate, Goodbye, NodeHello, NodeWelcome, Sampled, Sampling, ToNode
 from composer_prime.wire.sockets import NodeSocket, bind_router, dealer
-from composer_prime.wire.types import CheckpointRequest, Sample, StepRequest, VersionSpan, pack_ints
+from composer_prime.wire.types import CheckpointRequest, Sample, StepRequest, VersionSpan, pack_floats, pack_ints
 from orchestrator.batching.batches import StepServer
 from orchestrator.durability import Finished, Journal, formed_batches
 from orchestrator.event_loop import Notifier
-from orchestrator.gateway.nodes import ServedPolicy
+from orchestrator.gateway.nodes import AttachedNode, ServedPolicy
 from orchestrator.gateway.routing import Router
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan
 
 MOST_GROWTH, LOOKS, GROUP_BYTES, MANIFEST_BYTES = 1.5, 200, 256 << 10, 128 << 10
-SIZES = {"placing": 500, "resume": 64, "publication": 100, "asked again": 1, "reply": 8}
-UNITS = {"placing": "us", "resume": "MiB", "publication": "us a node", "asked again": "times", "reply": "MiB"}
+AT_ONCE, ANSWERS, ANSWER_TOKENS = 64, 640, 16
+TAUGHT = 30
+
+
+def _attach(router: Router, name: str) -> AttachedNode:
+    hello = NodeHello(node_id=name, engine="", run_id=None, version=0, max_concurrent=64, instance="")
+    return router.attach(name.encode(), hello)
 
 
 async def placing(waiting: int) -> float:
@@ -51,8 +60,7 @@ async def placing(waiting: int) -> float:
     router = Router(lambda *_: True, policy=ServedPolicy(256), suspend_s=1.0, request_timeout_s=600.0)
     router.policy.newest = 3
     for index in range(8):
-        hello = NodeHello(node_id=f"n{index}", engine="", run_id=None, version=0, max_concurrent=64, instance="")
-        router.attach(hello.node_id.encode(), hello)
+        _attach(router, f"n{index}")
     prompt, sampling = pack_ints([1]), Sampling(max_tokens=8)
     calls = [
         asyncio.ensure_future(router.generate(f"g{index}", "s", prompt, sampling, oldest_version=1 + index % 3))
@@ -67,6 +75,35 @@ async def placing(waiting: int) -> float:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
     return 1e6 * cpu_s / LOOKS
+
+
+async def answer(num_nodes: int) -> float:
+    """Microseconds of a request, for each node."""
+    placed: list[tuple[AttachedNode, Generate]] = []
+
+    def send(identity: bytes, message: ToNode) -> bool:
+        if isinstance(message, Generate):
+            placed.append((nodes[identity], message))
+        return True
+
+    router = Router(send, policy=ServedPolicy(32_000), suspend_s=1.0, request_timeout_s=60.0)
+    nodes = {name.encode(): _attach(router, name) for name in map(str, range(num_nodes))}
+    prompt, sampling, cpu_s = pack_ints(range(205)), Sampling(max_tokens=256), time.process_time()
+    ids, logprobs = pack_ints(range(ANSWER_TOKENS)), pack_floats([-0.5] * ANSWER_TOKENS)
+    spans = [VersionSpan(0, ANSWER_TOKENS, 0)]
+    for first in range(0, ANSWERS, AT_ONCE):
+        calls = [
+            asyncio.ensure_future(router.generate(f"g{number}", f"s{number % 512}", prompt, sampling))
+            for number in range(first, first + AT_ONCE)
+        ]
+        await asyncio.sleep(0)
+        for node, message in placed:
+            sampled = Sampled(request_id=message.request_id, lease=message.lease, token_ids=ids, logprobs=logprobs,
+                              version_spans=spans, finish_reason="stop")  # fmt: skip
+            router.on_sampled(node, sampled)
+        await asyncio.gather(*calls)
+        placed.clear()
+    return 1e6 * (time.process_time() - cpu_s) / ANSWERS / num_nodes
 
 
 async def resume(groups: int) -> float:
@@ -156,25 +193,49 @@ async def _reply(size: int, times: int) -> tuple[int, int]:
     return sum(sizes), max(sizes)
 
 
-LAWS: dict[str, Callable[[int], Awaitable[float]]] = {
-    "placing": placing, "resume": resume, "publication": publication, "asked again": asked_again, "reply": reply,
-}  # fmt: skip
+async def passes(thousands: int) -> float:
+    """Nanoseconds of a token."""
+    from trainer.data import _teacher_passes
+
+    tokens = 1000 * thousands
+    ids = np.random.default_rng(0).integers(0, 50_000, tokens).astype(np.int32)
+    cuts = np.linspace(64, tokens - 64, TAUGHT).astype(int)
+    taught = [np.r_[ids[:cut], np.full(32, number, np.int32), ids[cut : cut + 64]] for number, cut in enumerate(cuts)]
+    row = SimpleNamespace(first_teacher=0, tokens=taught.__getitem__, teachers=partial(range, TAUGHT))
+    cpu_s = time.process_time()
+    _teacher_passes(row, share=True, max_tokens=tokens)
+    return 1e9 * (time.process_time() - cpu_s) / tokens
+
+
+LAWS: dict[str, tuple[Callable[[int], Awaitable[float]], str, int, int]] = {
+    "placing": (placing, "us", 500, 50),
+    "answer": (answer, "us a node", 30, 6),
+    "resume": (resume, "MiB", 64, 16),
+    "publication": (publication, "us a node", 30, 20),
+    "asked again": (asked_again, "times", 1, 1),
+    "reply": (reply, "MiB", 8, 4),
+    "passes": (passes, "ns a token", 10, 10),
+}
+"""What is measured, its unit, its smaller size, and that of a quick run."""
+
+
+def measured(names: list[str], *, is_quick: bool) -> Iterator[tuple[str, bool]]:
+    for name in names:
+        law, unit, full, quick = LAWS[name]
+        size = quick if is_quick else full
+        small, large = (asyncio.run(law(each)) for each in (size, 10 * size))
+        figures = f"{name:<12} {small:10.2f} at {size}, {large:10.2f} at {10 * size} ({unit})"
+        yield figures, large <= MOST_GROWTH * small
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--laws", nargs="+", choices=LAWS, default=list(LAWS))
-    parser.add_argument("--quick", action="store_true", help="a tenth of each size: whether it works")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes: whether it works")
     args = parser.parse_args()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files[1], files[1]))
-    answers = []
-    for name in args.laws:
-        size = max(1, SIZES[name] // (10 if args.quick else 1))
-        small, large = (asyncio.run(LAWS[name](each)) for each in (size, 10 * size))
-        figures = f"{name:<12} {small:10.2f} at {size}, {large:10.2f} at {10 * size} ({UNITS[name]})"
-        answers.append((figures, large <= MOST_GROWTH * small))
-    return conclude(answers, is_quick=args.quick)
+    return conclude(measured(args.laws, is_quick=args.quick), is_quick=args.quick)
 
 
 if __name__ == "__main__":

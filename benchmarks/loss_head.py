@@ -19,14 +19,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
 import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from benchmarks._shared import peak_bytes, reset_peak
 
 HIDDEN = {49152: 576, 151936: 1024}
 """Hidden sizes of SmolLM2-135M and Qwen3-0.6B."""
@@ -111,7 +111,7 @@ def measure(task: str, name: str, rows: int, vocabulary: int, repeats: int) -> d
     compute(hidden[:2], weight, targets[:2], teacher[:2]).sum().backward()  # imports and thread pools
     times, values = [], torch.zeros(0)
     hidden.grad = weight.grad = None
-    _reset_peak()
+    reset_peak()
     before = psutil.Process().memory_info().rss
     for _ in range(repeats):
         hidden.grad = weight.grad = None
@@ -119,7 +119,7 @@ def measure(task: str, name: str, rows: int, vocabulary: int, repeats: int) -> d
         values = compute(hidden, weight, targets, teacher)
         values.backward(coming)
         times.append(time.process_time() - started)
-    peak = _peak() - before
+    peak = peak_bytes() - before
     checked = slice(0, CHECKED)
     wide = [tensor.detach()[checked].double() for tensor in (hidden, targets, teacher, coming)]
     exact_hidden = wide[0].requires_grad_()
@@ -131,15 +131,6 @@ def measure(task: str, name: str, rows: int, vocabulary: int, repeats: int) -> d
         "error": (values.detach()[checked] - exact).abs().max().item(),
         "grad_error": (hidden.grad[checked] - exact_hidden.grad).abs().max().item(),
     }
-
-
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 def run(task: str, name: str, rows: int, vocabulary: int, options: argparse.Namespace) -> dict[str, float] | str:
@@ -200,10 +191,9 @@ def main() -> None:
     if options.one:
         print(json.dumps(measure(options.task, options.one, options.rows[0], options.vocabulary[0], options.repeats)))
         return
-    every = partial(table, options.task, options=options)
     for vocabulary in options.vocabulary:
         for rows in options.rows:
-            every(rows, vocabulary)
+            table(options.task, rows, vocabulary, options)
 
 
 if __name__ == "__main__":

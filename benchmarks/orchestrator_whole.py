@@ -22,13 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from benchmarks._shared import running
 from composer_prime.model_source import resolve_model
 from composer_prime.run.run_dir import RunDir
 
@@ -86,38 +86,25 @@ timeout_s = 600
 """
 
 
-@contextmanager
-def running(argv: list[str], log: Path, **environment: str) -> Iterator[psutil.Process]:
-    """A child process that is gone afterwards."""
-    with log.open("wb") as file:
-        process = psutil.Popen(argv, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment)
-        try:
-            yield process
-        finally:
-            process.terminate()
-            with suppress(psutil.TimeoutExpired):
-                process.wait(20)
-            if process.is_running():
-                process.kill()
-
-
 def measure(folder: Path, level: int, reply: list[int], args: argparse.Namespace) -> Level:
     file = folder / f"level-{level}.toml"
     file.write_text(configuration(folder, level, args))
     run_dir = RunDir(folder / f"level-{level}")
     script = str(Path(sys.executable).with_name("orchestrator"))
-    with running([script, "@", str(file)], folder / f"{level}.log", HF_HUB_OFFLINE="1") as orchestrator:
-        endpoint = _endpoint(run_dir, orchestrator, folder / f"{level}.log")
+    log, variables = folder / f"{level}.log", os.environ | {"HF_HUB_OFFLINE": "1"}
+    with log.open("wb") as said, running([script, "@", str(file)], stdout=said, stderr=said, env=variables) as process:
+        orchestrator = psutil.Process(process.pid)
+        endpoint = _endpoint(run_dir, process, log)
         node = [sys.executable, str(PEERS), "node", f"--endpoint={endpoint}", f"--delay-s={args.delay_s}",
                 "--reply", *map(str, reply)]  # fmt: skip
-        token = (run_dir.keys / "node.token").read_text().strip()
-        with running(node, folder / f"{level}-node.log", COMPOSER_NODE_TOKEN=token):
+        variables["COMPOSER_NODE_TOKEN"] = (run_dir.keys / "node.token").read_text().strip()
+        with running(node, env=variables):
             return _watch(run_dir, orchestrator, level, args)
 
 
-def _endpoint(run_dir: RunDir, orchestrator: psutil.Process, log: Path) -> str:
+def _endpoint(run_dir: RunDir, orchestrator: subprocess.Popen, log: Path) -> str:
     deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and orchestrator.is_running():
+    while time.monotonic() < deadline and orchestrator.poll() is None:
         with suppress(FileNotFoundError, json.JSONDecodeError):
             return json.loads(run_dir.endpoints.read_text())["node"]
         time.sleep(0.1)

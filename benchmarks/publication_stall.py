@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks._verdicts import conclude
+from benchmarks._shared import conclude
 from composer_prime.config import Config
 from composer_prime.packing.pack import pack, totals
 from composer_prime.run.keys import RunKeys

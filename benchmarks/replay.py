@@ -1,7 +1,7 @@
 """Measure replay: calls a second against an endpoint on loopback that answers after a fixed delay.
 
-    python benchmarks/replay.py             # 1, 8 and 64 states at once
-    python benchmarks/replay.py --quick     # a smoke test
+    python -m benchmarks.replay             # 1, 8 and 64 states at once
+    python -m benchmarks.replay --quick     # a smoke test
 
 Beside it stands the rate that the delay alone allows (states at once / delay). Each state is voted on by two teachers
 that agree, one after the other.
@@ -15,8 +15,6 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 from aiohttp import web
@@ -25,13 +23,12 @@ from composer_prime.config.teachers import TeachersConfig
 from composer_prime.traces.records import ReplayRecords, TraceState
 from composer_prime.traces.replay.replay import Replay
 from composer_prime.traces.replay.teacher_pool import TeacherPool, teacher_budget
+from tests.chat_server import Handler, chat_server
 
 ROOMY = {"usd_per_run": 1e6}
 
 
-@asynccontextmanager
-async def delayed(delay_s: float) -> AsyncIterator[str]:
-    """An endpoint that answers every question after `delay_s`."""
+def answering(delay_s: float) -> Handler:
     message = {"role": "assistant", "content": "yes"}
     usage = {"prompt_tokens": 10, "completion_tokens": 2}
     body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}).encode()
@@ -41,15 +38,7 @@ async def delayed(delay_s: float) -> AsyncIterator[str]:
         await asyncio.sleep(delay_s)
         return web.Response(body=body, content_type="application/json")
 
-    app = web.Application()
-    app.add_routes([web.post("/v1/chat/completions", answer)])
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
+    return answer
 
 
 def state(number: int) -> TraceState:
@@ -95,7 +84,7 @@ async def main() -> None:
     states, sizes = (40, (8,)) if options.quick else (options.states, (1, 8, 64))
     os.environ["LOOPBACK_KEY"] = "made-up"
     print(f"{'at once':>9} {'calls/s':>9} {'bound':>9} {'share':>6}")
-    async with delayed(options.delay_s) as url:
+    async with chat_server(answering(options.delay_s)) as url:
         for at_once in sizes:
             with tempfile.TemporaryDirectory() as folder:
                 rate, bound = await measure(Path(folder), url, states, at_once), at_once / options.delay_s

@@ -23,6 +23,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from statistics import median
 
+import psutil
+
 from composer_prime.config.sandbox import RuntimeConfig
 from orchestrator.coding.code.grading import ISOLATED
 from orchestrator.coding.sandbox.box import open_box
@@ -127,7 +129,7 @@ async def many(work: Callable[[], Awaitable[object]], count: int) -> None:
 
 
 async def memory(runtime: RuntimeConfig, count: int) -> None:
-    before = meminfo_bytes("MemAvailable")
+    before = psutil.virtual_memory().available
     boxes = []
     started = time.perf_counter()
     for _ in range(count):
@@ -137,7 +139,7 @@ async def memory(runtime: RuntimeConfig, count: int) -> None:
     opened_s = time.perf_counter() - started
     pids = [pid for box in boxes for pid in (*processes_of(box.init_pid), box.process.pid)]
     pss = sum(pss_bytes(pid) for pid in pids)
-    used = before - meminfo_bytes("MemAvailable")
+    used = before - psutil.virtual_memory().available
     print(
         f"{count} open boxes   PSS {pss / 2**20:8.0f} MiB ({pss / count / 2**20:.1f} MiB each)   "
         f"memory used {used / 2**20:.0f} MiB   opened in {opened_s:.1f} s",
@@ -149,11 +151,6 @@ async def memory(runtime: RuntimeConfig, count: int) -> None:
 def pss_bytes(pid: int) -> int:
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-
-
-def meminfo_bytes(name: str) -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 async def main(boxes: int, repeat: int) -> None:

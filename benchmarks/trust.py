@@ -39,7 +39,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from benchmarks._verdicts import conclude
+from benchmarks._shared import conclude
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.wire.node_messages import AuditRequest, PartVerdict, Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints

@@ -15,11 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from benchmarks._shared import running
 
 GROUP = 8
 SEED = 7
@@ -150,27 +153,20 @@ def measure_view(outputs: Path) -> dict[str, str]:
 
 def described(port: int, path: str) -> str:
     """Return how long an answer took, and how many rollouts matched."""
-    took, body = timed(lambda: get(port, path))
-    answer = json.loads(body)
+    began = time.monotonic()
+    body = get(port, path)
+    took, answer = time.monotonic() - began, json.loads(body)
     more = f"  {answer['total']:,} match" if "total" in answer else ""
     return f"{took:.3f} s{more}"
 
 
-class started:
-    """`composer view` as a process; ends with the block."""
-
-    def __init__(self, outputs: Path) -> None:
-        words = [sys.executable, "-m", "composer_prime.cli.main", "view", str(outputs), "--port", "0"]
-        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-
-    def __enter__(self) -> tuple[subprocess.Popen[str], int]:
-        assert self.process.stdout is not None
-        address = next(word for word in self.process.stdout.readline().split() if word.startswith("http"))
-        return self.process, int(address.split(":")[2].partition("/")[0])
-
-    def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        self.process.wait(30)
+@contextmanager
+def started(outputs: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Run `composer view`."""
+    words = [sys.executable, "-m", "composer_prime.cli.main", "view", str(outputs), "--port", "0"]
+    with running(words, stdout=subprocess.PIPE, text=True) as process:
+        address = next(word for word in process.stdout.readline().split() if word.startswith("http"))
+        yield process, int(address.split(":")[2].partition("/")[0])
 
 
 def get(port: int, path: str) -> bytes:
@@ -182,12 +178,6 @@ def get(port: int, path: str) -> bytes:
     if response.status != 200:
         raise RuntimeError(f"{path}: {response.status} {body[:200]!r}")
     return body
-
-
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    began = time.monotonic()
-    result = work()
-    return time.monotonic() - began, result
 
 
 if __name__ == "__main__":

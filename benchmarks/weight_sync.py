@@ -41,7 +41,7 @@ import torch
 import zstandard
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks._verdicts import conclude
+from benchmarks._shared import conclude, peak_bytes, reset_peak
 from composer_prime.errors import DeadlineError
 from composer_prime.model_source import resolve_model
 from composer_prime.run.weights import Canary, Manifest, WeightStore
@@ -212,24 +212,19 @@ def _node_memory(folder: Path, last: int) -> int:
     return json.loads(done.stdout)
 
 
-def _resident(field: str) -> int:
-    status = Path(f"/proc/{os.getpid()}/status").read_text()
-    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith(field)))
-
-
 def take_last_version(folder: Path, last: int) -> None:
     store = WeightStore(folder / "weights")
     node = VersionFolder(FolderSource(store), folder)
     for version in (last - 1, last):
         manifest = msgspec.msgpack.decode(store.manifest(version), type=Manifest)
         if version == last:
-            Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-            before = _resident("VmRSS")
+            reset_peak()
+            before = peak_bytes()
         for name in (snapshot := asyncio.run(node.fetch(manifest))):
             for _ in snapshot.blocks(name):
                 pass
         node.settle(manifest)
-    print(_resident("VmHWM") - before)
+    print(peak_bytes() - before)
     node.close()
 
 

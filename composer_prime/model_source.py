@@ -135,18 +135,19 @@ def _cache() -> Path:
 
 TINY = ("policy", "teacher_a", "teacher_b", "teacher_c")
 _ASSETS = Path(__file__).parent / "assets"
+_CONVERSION_S = 900.0
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def resolve_model(path: str, *, timeout_s: float = 900.0) -> Path:
+def resolve_model(path: str) -> Path:
     """Return the folder of `path`, checked.
 
-    Converts SmolLM2 on first use (under a minute, 270 MB, in the user's cache), and downloads a model of the Hub.
-    `timeout_s` bounds the conversion; a download waits 10 s for the next bytes (HF_HUB_DOWNLOAD_TIMEOUT). Raises
-    ModelNotFoundError, CorruptWeightsError (a weight file that is cut short) or DeadlineError.
+    Converts SmolLM2 on first use (under a minute, 270 MB, in the user's cache), and downloads a model of the Hub, which
+    waits 10 s for the next bytes (HF_HUB_DOWNLOAD_TIMEOUT). Raises ModelNotFoundError, CorruptWeightsError (a weight
+    file that is cut short) or DeadlineError.
     """
     if path == "smollm2" and present_model(path) is None:
-        _convert_smollm2(timeout_s)
+        _convert_smollm2()
     hub = HubModel.named(path)
     folder = _folder(path) if hub is None else present_model(path) or hub.download()
     check_model_folder(folder, path)
@@ -291,14 +292,14 @@ def _check_smollm2_package() -> None:
         )
 
 
-def _convert_smollm2(timeout_s: float) -> None:
+def _convert_smollm2() -> None:
     """Convert in a process of its own, so that this one never imports torch."""
     _check_smollm2_package()
     command = [sys.executable, "-m", "composer_prime.integrations.smollm2", str(smollm2_folder())]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=timeout_s, check=False)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_CONVERSION_S, check=False)
     except subprocess.TimeoutExpired:
-        raise DeadlineError(f"converting SmolLM2 took longer than {timeout_s:.0f} s") from None
+        raise DeadlineError(f"converting SmolLM2 took longer than {_CONVERSION_S:.0f} s") from None
     if done.returncode != 0:
         raise ModelNotFoundError(
             f"converting SmolLM2 failed with status {done.returncode} (its message is above): check the free space in "

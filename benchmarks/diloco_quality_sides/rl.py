@@ -29,14 +29,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.rl_throughput_sides.processes import ROOT, SideFailedError, end, environment, start, watch
+from benchmarks._shared import running
+from benchmarks.rl_throughput_sides.processes import ROOT, SideFailedError, environment, start, watch
 from composer_prime.model_source import resolve_model
 from composer_prime.plan.footprint import ModelShape
 from diloco.transport.messages import JointKey
@@ -136,8 +137,8 @@ def finished(path: Path) -> dict[Cell, Outcome]:
 def play(cell: Cell, folder: Path, timeout_s: float) -> Outcome:
     """Run one cell in `folder`. Raises SideFailedError."""
     began, names, cores = time.monotonic(), _names(cell), sorted(os.sched_getaffinity(0))
-    with closing(Rendezvous(cell, folder)) as rendezvous:
-        argv = {name: _trainer(cell, name, folder, rendezvous.address) for name in names}
+    with rendezvous(cell, folder) as address:
+        argv = {name: _trainer(cell, name, folder, address) for name in names}
         logs = [folder / f"{name}.log" for name in names]
         started = [start(argv[name], cores, log, environment()) for name, log in zip(names, logs, strict=True)]
         watch(started, logs, timeout_s=timeout_s)
@@ -149,29 +150,21 @@ def _names(cell: Cell) -> Sequence[str]:
     return ("",) if cell.scheme == DATA_PARALLEL else ("a", "b")
 
 
-class Rendezvous:
-    """`diloco rendezvous` of one cell; data-parallel has none."""
-
-    def __init__(self, cell: Cell, folder: Path) -> None:
-        """Raises SideFailedError when it does not come up."""
-        self.address, self._process = "", None
-        if cell.scheme == DATA_PARALLEL:
-            return
-        JointKey.create(folder / "joint.key")
-        argv = [sys.executable, "-m", "diloco.main", "rendezvous", "--run", "quality", "--start-peers", "2",
-                "--min-peers", "2", "--bind", "tcp://127.0.0.1:0", "--key-file", str(folder / "joint.key")]  # fmt: skip
-        with (folder / "rendezvous.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                argv, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=log, text=True
-            )
-        line = self._process.stdout.readline()
-        self.address = line.rpartition(" at ")[2].strip()
-        if not self.address:
-            raise SideFailedError((folder / "rendezvous.log").read_text())
-
-    def close(self) -> None:
-        if self._process is not None:
-            end([self._process])
+@contextmanager
+def rendezvous(cell: Cell, folder: Path) -> Iterator[str]:
+    """Run `diloco rendezvous` and yield its address; data-parallel has none. Raises SideFailedError."""
+    if cell.scheme == DATA_PARALLEL:
+        yield ""
+        return
+    JointKey.create(folder / "joint.key")
+    argv = [sys.executable, "-m", "diloco.main", "rendezvous", "--run", "quality", "--start-peers", "2",
+            "--min-peers", "2", "--bind", "tcp://127.0.0.1:0", "--key-file", str(folder / "joint.key")]  # fmt: skip
+    path, pipe = folder / "rendezvous.log", subprocess.PIPE
+    with path.open("wb") as log, running(argv, cwd=ROOT, env=environment(), stdout=pipe, stderr=log, text=True) as side:
+        address = side.stdout.readline().rpartition(" at ")[2].strip()
+        if not address:
+            raise SideFailedError(path.read_text())
+        yield address
 
 
 def _trainer(cell: Cell, name: str, folder: Path, rendezvous: str) -> list[str]:

@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks._shared import running
 from composer_prime.config import Config
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
@@ -27,8 +28,14 @@ class Load:
     """Rollouts that run at a time."""
 
     concurrent: int
-    rollouts_per_slot: int
+    rollouts_per_slot: int = 1
     turns: int
+    prompt: int = 200
+    """Tokens of a rollout's first prompt."""
+    tool: int = 30
+    """Tokens that each turn adds after the answer."""
+    tool_s: float = 0.0
+    """Time between an answer and the next turn."""
     spread_s: float
     """The first rollouts begin evenly over this time; 0 begins all at once."""
 
@@ -37,20 +44,14 @@ class Load:
         return self.concurrent * self.rollouts_per_slot * self.turns
 
 
-async def play(gateway: Gateway, load: Load, *client_options: str) -> None:
+async def play(gateway: Gateway, load: Load) -> None:
     """Play rollouts in a client process that posts token ids, as environment workers do."""
     names = [f"c-{slot}-{number}" for slot in range(load.concurrent) for number in range(load.rollouts_per_slot)]
     for name in names:
         gateway.records.open(name)
-    numbers = {
-        "slots": load.concurrent,
-        "rollouts": load.rollouts_per_slot,
-        "turns": load.turns,
-        "spread-s": load.spread_s,
-    }
-    words = [f"--{name}={value}" for name, value in numbers.items()]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(load).items()]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(PEERS), "clients", f"--url={gateway.http_url}", *words, *client_options
+        sys.executable, str(PEERS), "clients", f"--url={gateway.http_url}", *words
     )
     if status := await process.wait():
         raise RuntimeError(f"the client process ended with status {status}")
@@ -72,29 +73,23 @@ class Measured:
     """Seconds; see LoopLag.window."""
 
 
-async def measure(gateway: Gateway, load: Load, *client_options: str) -> Measured:
+async def measure(gateway: Gateway, load: Load) -> Measured:
     """Measure one load, after the loop has been idle for a moment."""
     await asyncio.sleep(1.0)
     lag = LoopLag(interval_s=0.01)
     measuring = asyncio.create_task(lag.measure())
     cpu_s, wall_s = time.process_time(), time.monotonic()
-    await play(gateway, load, *client_options)
+    await play(gateway, load)
     cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - wall_s
     measuring.cancel()
     turns = load.turns_in_all
     return Measured(turns_per_s=turns / wall_s, cpu_ms=1000 * cpu_s / turns, cpu_share=cpu_s / wall_s, lag=lag.window())
 
 
-@contextmanager
-def node_process(gateway: Gateway, keys: RunKeys, role: str, *options: str) -> Iterator[None]:
+def node_process(gateway: Gateway, keys: RunKeys, role: str, *options: str) -> AbstractContextManager[subprocess.Popen]:
     """Run a role of peers.py at the node port until the block ends."""
     command = [sys.executable, str(PEERS), role, f"--endpoint={gateway.node_endpoint}", *options]
-    process = subprocess.Popen(command, env=os.environ | {"COMPOSER_NODE_TOKEN": keys.client("node").token()})
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(10)
+    return running(command, env=os.environ | {"COMPOSER_NODE_TOKEN": keys.client("node").token()})
 
 
 @asynccontextmanager

@@ -2,7 +2,7 @@
 
 COMPOSER_NODE_TOKEN=cp1... python peers.py node --endpoint tcp://... --delay-s 2 --reply 5 6 7
 COMPOSER_NODE_TOKEN=cp1... python peers.py flood --endpoint tcp://...
-python peers.py clients --url http://... --slots 256 --rollouts 2 --turns 3 --spread-s 2
+python peers.py clients --url http://..., and the fields of load.Load
 """
 
 from __future__ import annotations
@@ -145,12 +145,10 @@ def main() -> None:
     roles.add_parser("flood").add_argument("--endpoint", required=True)
     clients = roles.add_parser("clients")
     clients.add_argument("--url", required=True)
-    for number in ("slots", "rollouts", "turns"):
+    for number in ("concurrent", "rollouts-per-slot", "turns", "prompt", "tool"):
         clients.add_argument(f"--{number}", type=int, required=True)
-    clients.add_argument("--prompt", type=int, default=200, help="tokens of a rollout's first prompt")
-    clients.add_argument("--tool", type=int, default=30, help="tokens that each turn adds after the answer")
-    clients.add_argument("--tool-s", type=float, default=0.0, help="time between an answer and the next turn")
-    clients.add_argument("--spread-s", type=float, required=True)
+    for seconds in ("tool-s", "spread-s"):
+        clients.add_argument(f"--{seconds}", type=float, required=True)
     args = parser.parse_args()
     if args.role == "node":
         run_node(args.endpoint, os.environ["COMPOSER_NODE_TOKEN"], args.delay_s, args.reply)
@@ -158,7 +156,7 @@ def main() -> None:
         run_flood(args.endpoint, os.environ["COMPOSER_NODE_TOKEN"])
     else:
         talk = Conversation(prompt=args.prompt, tool=args.tool, tool_s=args.tool_s, turns=args.turns)
-        asyncio.run(run_clients(args.url, args.slots, args.rollouts, args.spread_s, talk))
+        asyncio.run(run_clients(args.url, args.concurrent, args.rollouts_per_slot, args.spread_s, talk))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import re
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -143,7 +144,9 @@ def split_models(words: list[str]) -> tuple[list[str], list[str]]:
 
 def evaluation_config(words: list[str]) -> Config:
     """Return the configuration of an evaluation-only run. Raises ConfigError when no source has held-out tasks."""
-    config = resolve([*words, *_evaluation_only(words)])
+    has_interval = any(word.startswith("--orchestrator.eval.every") for word in words)
+    once = [] if has_interval else ["--orchestrator.eval.every_steps", "1"]
+    config = resolve([*words, "--run.max_steps", "0", *once])
     if not any(source.eval_taskset for source in config.orchestrator.source):
         names = ", ".join(repr(source.name) for source in config.orchestrator.source)
         raise ConfigError(
@@ -181,11 +184,8 @@ def evaluate_here(models: list[str], config: Config) -> dict[str, Evaluation]:
     async def all_of_them(scratch: Path) -> dict[str, Evaluation]:
         return {model: await one(model, scratch) for model in models}
 
-    scratch = Scratch("eval")
-    try:
+    with closing(Scratch("eval")) as scratch:
         return asyncio.run(all_of_them(scratch.path))
-    finally:
-        scratch.close()
 
 
 def _evaluation_folder(model: str, config: Config) -> RunDir:
@@ -236,11 +236,6 @@ def _flipped(rows: list[dict[str, Any]], winner: str, loser: str, asked: Mapping
         yield f"    {row['task'].partition('/')[2]}  {asked.get(row['task'], '')}".rstrip()
     if len(rows) > _NAMED:
         yield f"    and {len(rows) - _NAMED} more"
-
-
-def _evaluation_only(words: list[str]) -> list[str]:
-    has_interval = any(word.startswith("--orchestrator.eval.every") for word in words)
-    return ["--run.max_steps", "0", *([] if has_interval else ["--orchestrator.eval.every_steps", "1"])]
 
 
 def _as_name(model: str) -> str:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,14 +207,13 @@ async def open_endpoint(config: Config, port: int) -> AsyncIterator[tuple[str, s
     from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
     from orchestrator.gateway.chat import ChatFormat
 
-    scratch = Scratch("serve")
     front: Front | None = None
 
     def take(session: str, token: int, logprob: float) -> None:
         if front is not None:
             front.take(session, token, logprob)
 
-    try:
+    with closing(Scratch("serve")) as scratch:
         async with (
             serve(config, scratch.path / "served", take) as (gateway, folder),
             ClientSession(timeout=ClientTimeout(total=None)) as client,
@@ -236,8 +235,6 @@ async def open_endpoint(config: Config, port: int) -> AsyncIterator[tuple[str, s
             finally:
                 await runner.cleanup()
                 chat.close()
-    finally:
-        scratch.close()
 
 
 def main(words: list[str]) -> int:

@@ -91,8 +91,8 @@ def read_with_bases(name: str, *, readers: tuple[str, ...] = ()) -> list[Layer]:
         return [own]
     if not isinstance(base, str):
         raise ConfigError(f"{name}: base is {base!r}; expected the path of a TOML file, relative to this one")
-    is_shipped = shipped(base) != base
-    path, chain = Path(shipped(base)) if is_shipped else Path(name).parent / base, (*readers, name)
+    found, chain = shipped(base), (*readers, name)
+    path = Path(name).parent / base if found == base else Path(found)
     if not path.is_file():
         raise ConfigError(f"{name}: base is {base!r}, but there is no file {path}{_files_near(path)}")
     if path.resolve() in {Path(reader).resolve() for reader in chain}:

@@ -129,15 +129,20 @@ def ends(values: list[float]) -> tuple[list[float], list[float]]:
     return values[:head], values[max(head, len(values) - 10) :]
 
 
+def averaged(values: list[float], most: int) -> list[float]:
+    """Return the means of at most `most` parts of about equal length, in order."""
+    count = min(most, len(values))
+    edges = [round(index * len(values) / count) for index in range(count + 1)] if count else []
+    return [fmean(values[start:end]) for start, end in pairwise(edges)]
+
+
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
     """Return `values` as a line of at most `width` blocks, averaged, on a scale from the least to the most."""
-    if not values:
+    means = averaged(values, width)
+    if not means:
         return ""
-    count = min(width, len(values))
-    edges = [round(index * len(values) / count) for index in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, span = min(means), max(means) - min(means)
     return "".join(BLOCKS[min(7, int(8 * (mean - low) / span)) if span else 3] for mean in means)

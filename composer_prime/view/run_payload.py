@@ -18,9 +18,9 @@ from composer_prime.errors import LedgerError
 from composer_prime.monitor.events import read_events
 from composer_prime.monitor.metrics_file import Line, numeric_field, read_history
 from composer_prime.monitor.node_table import recorded_rows
-from composer_prime.monitor.progress import RunProgress
+from composer_prime.monitor.progress import TREND_STEPS, RunProgress
 from composer_prime.monitor.rollouts import Scores, only_evaluated, without_sources
-from composer_prime.run.costs import NodeTotals, Spent, read_costs, spent
+from composer_prime.run.costs import Spent, read_costs, spent
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import Interval, difference_interval, mean_interval
 from composer_prime.view.catalog import FoundRun, flatten, max_steps, read_settings, run_state
@@ -28,8 +28,6 @@ from composer_prime.view.catalog import FoundRun, flatten, max_steps, read_setti
 _NOTHING = "nothing trained or evaluated yet"
 _LOG_FOLLOWS = "\nthe end of "
 """Between the cause of a failed run and the end of the log that shows it."""
-MEAN_STEPS = 10
-"""Steps of a mean; with fewer steps no trend is claimed."""
 
 
 def verdict(evaluations: Mapping[int, Scores], rewards: list[float]) -> dict[str, Any]:
@@ -61,11 +59,11 @@ def _without_comparison(scored: Mapping[int, Scores], rewards: list[float]) -> s
         return f"{text}: no second evaluation of these tasks to compare with"
     if not rewards:
         return _NOTHING
-    if len(rewards) < 2 * MEAN_STEPS:
+    if len(rewards) < 2 * TREND_STEPS:
         few = f"mean training reward {fmean(rewards):.3f} of {pluralize(len(rewards), 'step')}"
         return f"no held-out evaluation; {few}: too few for a trend"
-    ends = f"{fmean(rewards[:MEAN_STEPS]):.3f} in the first, {fmean(rewards[-MEAN_STEPS:]):.3f} in the last"
-    return f"no held-out evaluation; training reward {ends} {MEAN_STEPS} steps, on other tasks: no verdict"
+    ends = f"{fmean(rewards[:TREND_STEPS]):.3f} in the first, {fmean(rewards[-TREND_STEPS:]):.3f} in the last"
+    return f"no held-out evaluation; training reward {ends} {TREND_STEPS} steps, on other tasks: no verdict"
 
 
 def mean_of(scores: Scores) -> float:
@@ -106,7 +104,7 @@ def run_payload(found: FoundRun, evaluations: dict[int, Scores]) -> dict[str, An
         "evaluations": evaluation_points(evaluations),
         "waiting": {role: wait.what for role, wait in progress.waiting.items()},
         "events": events(run_dir, lines),
-        "nodes": node_rows(lines, paid.nodes),
+        "nodes": [row.with_rates() for row in recorded_rows(lines, paid.nodes)],
         "span": _span(lines),
         "costs": {"problem": problem} if problem else costs(run_dir, paid),
         "joint_rounds": joint_rounds(lines),
@@ -198,12 +196,6 @@ def _event(line: dict[str, Any], kind: str, text: str) -> dict[str, Any]:
         "kind": kind,
         "text": text[:2000],
     }
-
-
-def node_rows(lines: list[Line], totals: Mapping[str, NodeTotals]) -> list[dict[str, Any]]:
-    """Return the table of the run's inference nodes."""
-    rows = recorded_rows(lines, totals)
-    return [row.with_rates() for row in rows]
 
 
 def _span(lines: list[Line]) -> list[float] | None:

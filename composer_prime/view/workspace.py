@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.metrics_file import Line, numeric_field, read_history
-from composer_prime.monitor.progress import RunProgress
+from composer_prime.monitor.progress import TREND_STEPS, RunProgress, averaged
 from composer_prime.monitor.rollouts import Scores
 from composer_prime.view.catalog import (
     FoundRun,
@@ -32,7 +31,7 @@ from composer_prime.view.rollout_payload import (
     spell_tokens,
     with_tasks,
 )
-from composer_prime.view.run_payload import MEAN_STEPS, ended, run_payload
+from composer_prime.view.run_payload import ended, run_payload
 
 _SEARCH_EVERY_S = 2.0
 _SPARK_POINTS = 48
@@ -138,13 +137,11 @@ def list_figures(lines: list[Line]) -> dict[str, Any]:
     progress = RunProgress()
     progress.update(lines)
     rewards = progress.rewards()
-    count = min(_SPARK_POINTS, len(rewards))
-    edges = [round(index * len(rewards) / count) for index in range(count + 1)] if count else []
     held_out = [point for step in sorted(progress.evals) if (point := _held_out(step, progress.evals[step]))]
     return {
         "step": progress.last_step or 0,
-        "reward": fmean(rewards[-MEAN_STEPS:]) if rewards else None,
-        "spark": [round(fmean(rewards[start:end]), 4) for start, end in pairwise(edges)],
+        "reward": fmean(rewards[-TREND_STEPS:]) if rewards else None,
+        "spark": [round(mean, 4) for mean in averaged(rewards, _SPARK_POINTS)],
         "held_out": [held_out[0], held_out[-1]] if len(held_out) > 1 else held_out,
         "updated": numeric_field(lines[-1], "time") if lines else None,
         "ended": ended(lines),

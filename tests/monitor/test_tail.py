@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_prime.monitor.metrics_file import Feeder, MetricsFile, Tail, numbers_of, numeric_field, read_history
+from composer_prime.monitor.metrics_file import MetricsFile, Tail, numeric_field, read_history
 from composer_prime.monitor.progress import RunProgress, ends, sparkline
+from trainer.launcher.trackers import Feeder, numbers_of
 
 CONFIG = {
     "run": {"name": "one", "max_steps": 4},
@@ -169,7 +170,7 @@ TRACK_THREE_STEPS = """
 import sys
 from pathlib import Path
 from composer_prime.config import Config
-from composer_prime.monitor.metrics_file import start_trackers
+from trainer.launcher.trackers import start_trackers
 warnings = []
 (feeder,) = start_trackers(Config.model_validate_json(sys.argv[1]), Path.cwd(), warnings.append)
 for step in range(3):

@@ -32,25 +32,18 @@ from composer_prime.errors import ConfigError, RoleFailedError
 from composer_prime.host import visible_gpus
 from composer_prime.monitor.alerts import alerts
 from composer_prime.monitor.events import EventFile, parse_event
-from composer_prime.monitor.metrics_file import (
-    Feeder,
-    Line,
-    MetricsFile,
-    Tail,
-    numbers_of,
-    numeric_field,
-    start_trackers,
-)
+from composer_prime.monitor.metrics_file import Line, MetricsFile, Tail, numeric_field
 from composer_prime.monitor.progress import RunProgress
 from composer_prime.monitor.rollouts import read_rollouts, rollout_files, rollout_text
 from composer_prime.plan.check_run_dir import check_run_folder, is_run_directory, with_length_divisor
 from composer_prime.run.costs import write_cost
-from composer_prime.run.environment import record_environment
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.process import OrphanGuard
 from composer_prime.run.run_dir import PAID_ENTRIES, RunDir, create_run_id, write_atomic
 from trainer.launcher import supervise
+from trainer.launcher.environment import record_environment
 from trainer.launcher.supervise import RoleCommand, RoleProcess, Supervisor, role_commands
+from trainer.launcher.trackers import Feeder, numbers_of, start_trackers
 from trainer.launcher.view import View, run_summary
 
 FAILED = 1

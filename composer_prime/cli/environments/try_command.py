@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -191,8 +192,7 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
     from orchestrator.workers.pool import EVAL, TRAIN
 
     taskset = EVAL if options.eval else TRAIN
-    scratch = Scratch("try")
-    try:
+    with closing(Scratch("try")) as scratch:
         async with serve_with_workers(config, scratch.path) as (gateway, pools):
             pool = pools[source.name]
             loaded = time.monotonic()
@@ -217,8 +217,6 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
             finally:
                 await end([heartbeat])
             ended = time.monotonic()
-    finally:
-        scratch.close()
     lines = [rollout_line(0, source.name, rollout, "played") for rollout in rollouts]
     shown = lines if options.all else chosen(lines)
     print(printable("\n".join([*_transcripts(shown), *_summary(lines)])))
