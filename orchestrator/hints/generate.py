@@ -236,10 +236,6 @@ def _fields(error: ErrorTurn) -> dict[str, str]:
 # -- detection -----------------------------------------------------------------------------------------------------
 
 
-async def find_by_rules(templates: Templates, detect: Set[str], rollout: FinishedRollout) -> list[ErrorTurn]:
-    return await asyncio.to_thread(find_errors, templates, detect, rollout)
-
-
 def find_errors(templates: Templates, detect: Set[str], rollout: FinishedRollout) -> list[ErrorTurn]:
     """Return the first error of each turn, in the order of the turns. `detect`: as orchestrator.hints.detect."""
     turns = rollout.turns

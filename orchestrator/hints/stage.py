@@ -44,7 +44,7 @@ from orchestrator.hints.generate import (
     HintRequest,
     Templates,
     cut,
-    find_by_rules,
+    find_errors,
     model_hint,
     raw_error,
     sibling_demonstration,
@@ -243,7 +243,8 @@ class HintPlacer:
         self._lock = threading.Lock()
         """Renderers are not thread-safe."""
         self._tokenizer = tokenizer
-        self._reserved = _special_texts(tokenizer)
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        self._reserved = sorted({token.content for token in added if token.special and len(token.content) > 1})
         opening = self._opening()
         self._closings = {role: self._closing(role, opening) for role in _CONVERSATIONS}
         """By role: the text after a message's content, up to where the assistant's turn begins; None: not found."""
@@ -342,11 +343,6 @@ class HintPlacer:
         return hint
 
 
-def _special_texts(tokenizer: Any) -> list[str]:
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return sorted({token.content for token in added.values() if token.special and len(token.content) > 1})
-
-
 def _inserted(ids: np.ndarray, at: int, new: list[int]) -> np.ndarray:
     return np.concatenate([ids[:at], np.asarray(new, np.int32), ids[at:]]).astype(np.int32)
 
@@ -374,7 +370,7 @@ def build_hints(config: Config, *, chat_folder: Path, run_root: Path, distil: bo
     placer = HintPlacer(renderer, read_tokenizer(str(chat_folder)))
     endpoint = _endpoint(hints, run_root)
     rules = {part.name for part in as_parts(hints.detect) if not part.is_own}
-    detectors: dict[str, Detector] = {"rules": functools.partial(find_by_rules, templates, rules)}
+    detectors: dict[str, Detector] = {"rules": functools.partial(asyncio.to_thread, find_errors, templates, rules)}
     detectors |= own_parts(hints.detect, "orchestrator.hints.detect")
     layers: dict[str, HintLayer] = {
         "template": templates.hint,

@@ -19,7 +19,7 @@ from examples.wrong_hints import WrongHints
 from orchestrator.hints.generate import (
     ChatEndpoint,
     Templates,
-    find_by_rules,
+    find_errors,
     model_hint,
     raw_error,
     sibling_demonstration,
@@ -42,7 +42,7 @@ ARGUMENT_HINT = "Reminder: The arguments of add are: a (integer), b (integer)"
 
 def stage(config: HintsConfig | None = None, *, limits: dict[str, int] | None = None, **parts: Any) -> HintStage:
     config = config or HintsConfig()
-    rules = partial(find_by_rules, TEMPLATES, set(config.detect))
+    rules = partial(asyncio.to_thread, find_errors, TEMPLATES, set(config.detect))
     values = {
         "detectors": {"rules": rules},
         "layers": {"template": TEMPLATES.hint},
