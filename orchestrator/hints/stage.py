@@ -370,7 +370,9 @@ def build_hints(config: Config, *, chat_folder: Path, run_root: Path, distil: bo
     placer = HintPlacer(renderer, read_tokenizer(str(chat_folder)))
     endpoint = _endpoint(hints, run_root)
     rules = {part.name for part in as_parts(hints.detect) if not part.is_own}
-    detectors: dict[str, Detector] = {"rules": functools.partial(asyncio.to_thread, find_errors, templates, rules)}
+    detectors: dict[str, Detector] = {
+        "rules": lambda rollout: asyncio.to_thread(find_errors, templates, rules, rollout)
+    }
     detectors |= own_parts(hints.detect, "orchestrator.hints.detect")
     layers: dict[str, HintLayer] = {
         "template": templates.hint,
