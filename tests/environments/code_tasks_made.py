@@ -1,57 +1,19 @@
-"""A small package with tests, and tasks on it."""
+"""The small package of demo.toml, and tasks on it."""
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from orchestrator.coding.task import CodeTask, write_tasks
+from orchestrator.coding.task import CodeTask, write_tasks, write_tree
 
-TOTAL = '''"""Numbers."""
-
-
-def total(values):
-    """Return the sum of the values, 0 for none."""
-    result = 0
-    for value in values:
-        result += value
-    return result
-
-
-def twice(value):
-    return 2 * value
-'''
+FILES = tomllib.loads(Path(__file__).with_name("demo.toml").read_text())
+TOTAL, MORE_TESTS = FILES["demo/numbers.py"], FILES["tests/test_more.py"]
 BODY = TOTAL[TOTAL.index("    result = 0") : TOTAL.index("\n\n\ndef twice")]
 STUB = "    raise NotImplementedError"
-TESTS = """import unittest
-
-import pytest
-
-from demo.numbers import total, twice
-
-
-def test_total():
-    assert total([1, 2, 3]) == 6
-
-
-@pytest.mark.parametrize("size", [0, 4])
-def test_total_of_ones(size):
-    assert total([1] * size) == size
-
-
-class TestNumbers(unittest.TestCase):
-    def test_twice(self):
-        self.assertEqual(twice(4), 8)
-"""
-MORE_TESTS = """from demo.numbers import twice
-
-
-class TestTwice:
-    def test_of_text(self):
-        assert twice("ab") == "abab"
-"""
 FAIL_TO_PASS = ["tests/test_numbers.py::test_total"] + [
     f"tests/test_numbers.py::test_total_of_ones[{size}]" for size in (0, 4)
 ]
@@ -59,16 +21,7 @@ PASS_TO_PASS = ["tests/test_numbers.py::TestNumbers::test_twice", "tests/test_mo
 
 
 def make_tree(trees: Path, name: str = "demo-1.0") -> Path:
-    files = {
-        "demo/__init__.py": "",
-        "demo/numbers.py": TOTAL,
-        "tests/test_numbers.py": TESTS,
-        "tests/test_more.py": MORE_TESTS,
-        "pyproject.toml": '[tool.pytest.ini_options]\naddopts = "--cov=demo"\n',
-    }
-    for path, text in files.items():
-        (trees / name / path).parent.mkdir(parents=True, exist_ok=True)
-        (trees / name / path).write_text(text)
+    write_tree(trees / name, {path: text.encode() for path, text in FILES.items()})
     return trees / name
 
 

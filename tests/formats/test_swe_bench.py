@@ -5,21 +5,88 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from instances_made import LENGTHS, REPAIRED, TEST_FILE, breaking_patch, instance, make_clone, smith_instance
 
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.code.grading import Grade, grade
 from orchestrator.coding.formats.conversion import Refusal, apply_patch, import_tasks
-from orchestrator.coding.task import CodeTask, matches, read_tasks
+from orchestrator.coding.task import CodeTask, matches, read_tasks, write_tree
+from tests.factory.package_made import git
 
 pytestmark = pytest.mark.process  # git and graded tests
 
 RUNTIME = RuntimeConfig(type="subprocess")
+FILES = tomllib.loads(Path(__file__).with_name("measures.toml").read_text())
+TEST_FILE = "tests/test_lengths.py"
+LENGTHS, TESTS = FILES["src/measures/lengths.py"], FILES[TEST_FILE]
+REPAIRED = LENGTHS.replace('"km": 1000.0', '"km": 1000.0, "cm": 0.01')
+MORE_TESTS = TESTS + '\n\ndef test_centimetres():\n    assert to_metres(250, "cm") == 2.5\n'
+BROKEN = LENGTHS.replace("value * factors", "value / factors")
+
+
+def make_clone(clones: Path) -> tuple[str, str, str]:
+    """Make clones/acme__measures. Return its commit, the repair as a diff, and the tests of the repair as a diff."""
+    clone = clones / "acme__measures"
+    write_tree(clone, {path: text.encode() for path, text in FILES.items()})
+    git(clone, "init", "-q", "-b", "main")
+    git(clone, "add", "-A")
+    git(clone, "commit", "-q", "-m", "first")
+    return (
+        git(clone, "rev-parse", "HEAD").strip(),
+        patch_of(clone, "src/measures/lengths.py", REPAIRED),
+        patch_of(clone, TEST_FILE, MORE_TESTS),
+    )
+
+
+def patch_of(clone: Path, path: str, text: str) -> str:
+    """Return the diff that gives a file another text, which it does not keep."""
+    (clone / path).write_text(text)
+    patch = git(clone, "diff")
+    git(clone, "checkout", "-q", ".")
+    return patch
+
+
+def breaking_patch(clones: Path) -> str:
+    return patch_of(clones / "acme__measures", "src/measures/lengths.py", BROKEN)
+
+
+def instance(commit: str, patch: str, test_patch: str, **changes: Any) -> dict[str, Any]:
+    """The fields of SWE-bench; FAIL_TO_PASS is a JSON string there."""
+    return {
+        "repo": "acme/measures",
+        "instance_id": "acme__measures-7",
+        "base_commit": commit,
+        "patch": patch,
+        "test_patch": test_patch,
+        "problem_statement": "to_metres does not know centimetres\n\n`to_metres(250, 'cm')` raises KeyError.",
+        "hints_text": "",
+        "created_at": "2024-01-01T00:00:00Z",
+        "version": "1.0",
+        "FAIL_TO_PASS": json.dumps([f"{TEST_FILE}::test_centimetres"]),
+        "PASS_TO_PASS": json.dumps([f"{TEST_FILE}::test_kilometres", f"{TEST_FILE}::test_total"]),
+        "environment_setup_commit": commit,
+        **changes,
+    }
+
+
+def smith_instance(patch: str, **changes: Any) -> dict[str, Any]:
+    """The fields of SWE-smith: the patch makes the bug, there is no test patch, lists are lists."""
+    return {
+        "instance_id": "acme__measures.1a2b3c4d.func_pm_op_change__x1",
+        "repo": "swesmith/acme__measures.1a2b3c4d",
+        "patch": patch,
+        "FAIL_TO_PASS": [f"{TEST_FILE}::test_kilometres", f"{TEST_FILE}::test_total"],
+        "PASS_TO_PASS": [],
+        "created_at": "2024-01-01",
+        "image_name": "swebench/swesmith.x86_64.acme_1776_measures.1a2b3c4d",
+        "problem_statement": "",
+        **changes,
+    }
 
 
 def imported(tmp_path: Path, records: list[dict[str, Any]], **settings: Any) -> tuple[list[CodeTask], list[Refusal]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ingest_traces import lines, roles, taken, text
+from ingest_traces import SESSIONS, lines, roles, taken
 
 from composer_prime.traces.records import TraceState
 
@@ -48,42 +48,7 @@ CODEX = [
     said("assistant", "Done."),
 ]
 
-ATIF = {
-    "schema_version": "ATIF-v1.6",
-    "session_id": "trial-1",
-    "agent": {"name": "claude-code", "version": "2.0", "model_name": "claude-sonnet-4"},
-    "steps": [
-        {"step_id": 1, "source": "system", "message": "Be brief."},
-        {
-            "step_id": 2,
-            "source": "user",
-            "message": [text("Count the files."), {"type": "image", "source": {"path": "a"}}],
-        },
-        {"step_id": 3, "source": "agent", "message": "I look.", "reasoning_content": "hm"},
-        {
-            "step_id": 4,
-            "source": "agent",
-            "message": "Executed Bash toolu_1",
-            "tool_calls": [{"tool_call_id": "toolu_1", "function_name": "Bash", "arguments": {"command": "ls x"}}],
-            "observation": {
-                "results": [{"source_call_id": "toolu_1", "content": "no x\n\n[error] tool reported failure"}]
-            },
-        },
-        {
-            "step_id": 5,
-            "source": "agent",
-            "message": "",
-            "model_name": "claude-opus-4",
-            "tool_calls": [
-                {"tool_call_id": "k1", "function_name": "keys", "arguments": {"keystrokes": "ls\n"}},
-                {"tool_call_id": "k2", "function_name": "keys", "arguments": {"keystrokes": "pwd\n"}},
-            ],
-            "observation": {"results": [{"content": "a.py\n/x"}]},
-        },
-        {"step_id": 6, "source": "agent", "message": "One.", "llm_call_count": 1, "extra": {"is_sidechain": False}},
-    ],
-    "final_metrics": {"total_steps": 6},
-}
+ATIF = SESSIONS["atif"]
 
 
 def calls(state: TraceState) -> list[tuple[str, Any]]:
