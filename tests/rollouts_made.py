@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from composer_prime.wire.types import Sample
 from orchestrator.gateway.http import GenerationRecord
@@ -12,20 +14,7 @@ from orchestrator.workers.pool import MessageRecord, RolloutReply, SessionRecord
 from tests.chat_models import chat
 from tests.records_made import record_of
 
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-            "required": ["a", "b"],
-        },
-    },
-}
-MINUS = {"type": "function", "function": {"name": "minus", "description": "", "parameters": {"type": "object"}}}
-TOOLS = [ADD, MINUS]
+TOOLS = json.loads(Path(__file__).with_name("tools.json").read_text())
 PLAN = GroupPlan(group=3, source="s", task_index=1, seed=5, size=4)
 
 

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from orchestrator.chat_renderer import build_renderer
 from orchestrator.workers.pool import RolloutReply, RunRollout, SourceSpec
+from tests.workers.peer import Peer, generated
 
 POLICY = str(Path(__file__).parents[1] / "composer_prime/assets/tiny/policy")
 RENDERER = {
@@ -22,6 +23,7 @@ RENDERER = {
     "thinking_retention": "all",
 }
 TOOL_LOOP = "orchestrator.environments.tool_loop"
+ONE_TURN = {"id": TOOL_LOOP, "max_turns": 1}
 FULL = "the context is full"
 """A script's entry for a node that refuses the prompt as too long."""
 
@@ -30,36 +32,23 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-class ScriptedNode:
+class ScriptedNode(Peer):
     """Answers the n-th request with the n-th text. `prompts` holds what it saw."""
 
     def __init__(self, texts: Sequence[str], model: str = POLICY) -> None:
+        super().__init__()
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
         self._texts = texts
         self.prompts: list[list[int]] = []
 
-    async def __aenter__(self) -> ScriptedNode:
-        app = web.Application()
-        app.router.add_post("/inference/v1/generate", self._generate)
-        self._runner = web.AppRunner(app)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
-
-    async def _generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.Response:
         self.prompts.append((await request.json())["token_ids"])
         text = self._texts[len(self.prompts) - 1]
         if text == FULL:
             message = "Prompt length (400) exceeds maximum context length (384)"
             return web.json_response({"error": {"message": message, "code": "context_length_exceeded"}}, status=400)
         ids = self._tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
-        content = [{"token": f"token_id:{i}", "logprob": -0.5} for i in ids]
-        choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": content}}
-        return web.json_response({"request_id": "", "choices": [choice]})
+        return generated("", ids)
 
     def seen(self) -> str:
         """The last prompt as text."""
@@ -112,3 +101,14 @@ def roll_out(
         return result.traces[0], task.data, node
 
     return asyncio.run(asyncio.wait_for(play(), timeout=200))
+
+
+def source_spec_of(taskset: dict[str, Any], harness: dict[str, Any] = ONE_TURN, **more: Any) -> SourceSpec:
+    return SourceSpec(
+        name="tasks", tasksets={"train": taskset}, harness=harness, model_path=POLICY, renderer=RENDERER, **more
+    )
+
+
+async def play(spec: SourceSpec, script: Callable[[str], Sequence[str]], *, task_index: int = 0) -> RolloutReply:
+    """Play one task. `script` makes the policy's replies from the task's id."""
+    return (await played(spec, script, task_index=task_index))[0]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trl_oracle import trl_pair_loss
+from torch import Tensor
+from trl_oracle import Accelerator
 
 from composer_prime.channels.replay_dpo import PairTokens, replay_dpo_loss, replay_dpo_metrics
 from composer_prime.config.channels import ReplayDpoConfig
@@ -66,6 +68,58 @@ class Pairs:
         loss = torch.stack(each).mean()
         loss.backward()
         return loss.detach(), [leaf.grad for leaf in leaves]
+
+
+def trl_pair_loss(
+    chosen_T: Tensor,
+    rejected_T: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    *,
+    losses: dict[str, float],
+    beta: float,
+    epsilon: float = 0.0,
+) -> Tensor:
+    """DPOTrainer's loss of one pair from its answers' token log-probabilities [T_c], [T_r] (with gradient).
+
+    `losses` maps TRL's loss types to their weights. The prompt is one token; TRL divides by the unshifted mask, which
+    then counts the answer's tokens.
+    """
+    from trl import DPOTrainer
+
+    length = max(len(chosen_T), len(rejected_T))
+    rows = [torch.cat([side, side.new_zeros(length - len(side))]) for side in (chosen_T, rejected_T)]
+    mask = torch.zeros(2, 1 + length, dtype=torch.long)
+    mask[0, 1 : 1 + len(chosen_T)] = 1
+    mask[1, 1 : 1 + len(rejected_T)] = 1
+    zeros = torch.zeros(2, length, dtype=torch.float64)
+    outputs = SimpleNamespace(
+        log_probs=torch.stack(rows), entropy=zeros, mean_logits=zeros, is_top1=zeros.bool(), log_sum_sq_probs=zeros
+    )
+    trainer = SimpleNamespace(
+        accelerator=Accelerator(),
+        model=SimpleNamespace(training=False),
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=list(losses),
+        loss_weights=list(losses.values()),
+        beta=beta,
+        label_smoothing=epsilon,
+        use_weighting=False,
+        _total_train_tokens=0,
+        _tp_size=1,
+        _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
+    )
+    inputs = {
+        "input_ids": torch.zeros(2, 1 + length, dtype=torch.long),
+        "attention_mask": torch.ones(2, 1 + length, dtype=torch.long),
+        "completion_mask": mask,
+        "ref_chosen_logps": reference_chosen[None],
+        "ref_rejected_logps": reference_rejected[None],
+    }
+    return DPOTrainer._compute_loss(trainer, lambda **kwargs: outputs, inputs, False)
 
 
 def same(ours, theirs) -> None:

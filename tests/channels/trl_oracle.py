@@ -18,10 +18,10 @@ with warnings.catch_warnings():  # TRL warns that its experimental part may chan
     warnings.simplefilter("ignore")
     from trl.experimental.sdpo import loss_utils
 
-__all__ = ["loss_utils", "trl_loss", "trl_pair_loss"]
+__all__ = ["Accelerator", "loss_utils", "trl_loss"]
 
 
-class _Accelerator:
+class Accelerator:
     num_processes = 1
     sync_gradients = False
     device = torch.device("cpu")
@@ -65,7 +65,7 @@ class Grpo:
         entropy_BT = torch.zeros_like(logprobs_BT) if self.entropy_BT is None else self.entropy_BT
         corrects = self.importance_BT is not None
         trainer = SimpleNamespace(
-            accelerator=_Accelerator(),
+            accelerator=Accelerator(),
             _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logprobs_BT, entropy_BT, None),
             get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
             aux_loss_enabled=False,
@@ -116,55 +116,3 @@ def trl_loss(
     if grpo.importance_BT is not None:
         inputs["importance_sampling_ratio"] = grpo.importance_BT
     return GRPOTrainer._compute_loss(grpo.trainer(logprobs_BT), None, inputs)
-
-
-def trl_pair_loss(
-    chosen_T: Tensor,
-    rejected_T: Tensor,
-    reference_chosen: Tensor,
-    reference_rejected: Tensor,
-    *,
-    losses: dict[str, float],
-    beta: float,
-    epsilon: float = 0.0,
-) -> Tensor:
-    """DPOTrainer's loss of one pair from its answers' token log-probabilities [T_c], [T_r] (with gradient).
-
-    `losses` maps TRL's loss types to their weights. The prompt is one token; TRL divides by the unshifted mask, which
-    then counts the answer's tokens.
-    """
-    from trl import DPOTrainer
-
-    length = max(len(chosen_T), len(rejected_T))
-    rows = [torch.cat([side, side.new_zeros(length - len(side))]) for side in (chosen_T, rejected_T)]
-    mask = torch.zeros(2, 1 + length, dtype=torch.long)
-    mask[0, 1 : 1 + len(chosen_T)] = 1
-    mask[1, 1 : 1 + len(rejected_T)] = 1
-    zeros = torch.zeros(2, length, dtype=torch.float64)
-    outputs = SimpleNamespace(
-        log_probs=torch.stack(rows), entropy=zeros, mean_logits=zeros, is_top1=zeros.bool(), log_sum_sq_probs=zeros
-    )
-    trainer = SimpleNamespace(
-        accelerator=_Accelerator(),
-        model=SimpleNamespace(training=False),
-        aux_loss_enabled=False,
-        ld_alpha=None,
-        precompute_ref_logps=True,
-        f_divergence_type="reverse_kl",
-        loss_types=list(losses),
-        loss_weights=list(losses.values()),
-        beta=beta,
-        label_smoothing=epsilon,
-        use_weighting=False,
-        _total_train_tokens=0,
-        _tp_size=1,
-        _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
-    )
-    inputs = {
-        "input_ids": torch.zeros(2, 1 + length, dtype=torch.long),
-        "attention_mask": torch.ones(2, 1 + length, dtype=torch.long),
-        "completion_mask": mask,
-        "ref_chosen_logps": reference_chosen[None],
-        "ref_rejected_logps": reference_rejected[None],
-    }
-    return DPOTrainer._compute_loss(trainer, lambda **kwargs: outputs, inputs, False)

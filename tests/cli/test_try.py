@@ -16,33 +16,7 @@ from orchestrator.outside_run import trial_warnings
 from orchestrator.rollouts.groups import FinishedRollout
 from orchestrator.workers.worker import overlap
 
-BROKEN = """
-from collections.abc import Iterator
-
-import verifiers.v1 as vf
-
-__all__ = ["EchoTaskset"]
-
-
-class EchoData(vf.TaskData):
-    answer: str
-
-
-class EchoTask(vf.Task[EchoData]):
-    @vf.reward(weight=1.0)
-    async def exact(self, trace: vf.Trace) -> float:
-        raise LookupError("no word list")
-
-
-class EchoConfig(vf.TasksetConfig):
-    split: str = "train"
-
-
-class EchoTaskset(vf.Taskset[EchoTask, EchoConfig]):
-    def load(self) -> Iterator[EchoTask]:
-        for number in range(8):
-            yield EchoTask(EchoData(prompt=f"Say {number}{number}.", answer=f"{number}{number}"), self.config.task)
-"""
+BROKEN = Path(__file__).with_name("broken_env.py.txt").read_text()
 
 
 def configured(*words: str):

@@ -13,22 +13,7 @@ from composer_prime.config.load import dump, make_importable, parse_command_line
 from composer_prime.errors import ConfigError
 from composer_prime.host import module_file
 
-BASE = """
-[run]
-name = "one"
-max_steps = 10
-[model]
-path = "tiny"
-max_context = 512
-[[orchestrator.source]]
-name = "first"
-taskset = { id = "some.module", num_tasks = 5 }
-[[orchestrator.source]]
-name = "second"
-taskset = { id = "some.module" }
-[orchestrator.sampling]
-max_tokens = 64
-"""
+BASE = Path(__file__).with_name("base.toml").read_text()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -57,19 +58,18 @@ def start_peer(
     folder: Path,
     name: str,
     peer: int,
-    steps: int,
     values: dict[str, Any],
     *,
-    pace_s: float = 0.03,
     failure: tuple[int, int] | None = None,
     until: int | None = None,
+    world: tuple[int, int, int] | None = None,
 ) -> PeerProcess:
     """`values`: rendezvous, key_file and overrides. `failure`: (inner step, signal) that the process sends itself.
 
-    `until`: end when this outer step is reached, however many inner steps it took.
+    `until`: end when this outer step is reached, however many inner steps it took. `world`: see `start_ranks`.
     """
-    lines = folder / f"{name}-{time.monotonic_ns()}.jsonl"
-    process = CONTEXT.Process(target=_main, args=(str(lines), name, peer, steps, values, pace_s, failure, until))
+    lines = folder / f"{name}{world[0] if world else ''}-{time.monotonic_ns()}.jsonl"
+    process = CONTEXT.Process(target=_main, args=(str(lines), name, peer, values, failure, until, world))
     process.start()
     return PeerProcess(process, lines)
 
@@ -86,15 +86,11 @@ def start_ranks(
 ) -> list[PeerProcess]:
     """A peer of several FSDP2 ranks on gloo. `failure`: (rank, inner step, signal) that a rank sends itself."""
     port = free_port()
-    started = []
-    for rank in range(ranks):
-        lines = folder / f"{name}{rank}-{time.monotonic_ns()}.jsonl"
-        own = failure[1:] if failure is not None and failure[0] == rank else None
-        args = (str(lines), name, peer, 10_000, values, 0.03, own, until, (rank, ranks, port))
-        process = CONTEXT.Process(target=_main, args=args)
-        process.start()
-        started.append(PeerProcess(process, lines))
-    return started
+    own = [failure[1:] if failure is not None and failure[0] == rank else None for rank in range(ranks)]
+    return [
+        start_peer(folder, name, peer, values, failure=own[rank], until=until, world=(rank, ranks, port))
+        for rank in range(ranks)
+    ]
 
 
 def shard(model: Any, rank: int, ranks: int, port: int) -> None:
@@ -111,8 +107,8 @@ def shard(model: Any, rank: int, ranks: int, port: int) -> None:
 
 
 def _main(
-    lines: str, name: str, peer: int, steps: int, values: dict[str, Any], pace_s: float,
-    failure: tuple[int, int] | None, until: int | None, world: tuple[int, int, int] | None = None,
+    lines: str, name: str, peer: int, values: dict[str, Any],
+    failure: tuple[int, int] | None, until: int | None, world: tuple[int, int, int] | None,
 ) -> None:  # fmt: skip
     import logging
 
@@ -133,10 +129,10 @@ def _main(
     optimizer = adamw(model)
     with StreamingDiLoCo(model.named_parameters(), optimizer, config) as engine, open(lines, "a", buffering=1) as file:
         last = None
-        for step in range(steps):
+        for step in itertools.count():
             if failure is not None and failure[0] == step:
                 os.kill(os.getpid(), failure[1])
-            time.sleep(pace_s)
+            time.sleep(0.03)
             engine.count(tokens=1)
             inner_step(model, optimizer, peer, step)
             if engine.outer_step != last:

@@ -33,7 +33,7 @@ def test_git_ignores_the_key():
     ("words", "message"),
     [
         (["rendezvous", "--run", "r", "--key-file", "none", "--gather-s", "nan"], "--gather-s is nan; expected"),
-        (["rendezvous", "--run", "r", "--key-file", "none"], "key file none is missing"),
+        (["rendezvous", "--run", "r", "--key-file", "none"], "is missing: make it once with `diloco keygen"),
         (["keygen", __file__], "exists and a joint run keeps its key"),
         (["rendezvous", "--run", "r", "--key-file", "none", "--min-peers", "0"], "--min-peers is 0"),
         (

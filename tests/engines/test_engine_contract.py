@@ -26,8 +26,7 @@ from inference.engines.sampling import SamplingRows, draw_misses, rule_of
 from inference.engines.vllm.vllm_engine import VllmEngine
 from inference.snapshot import word_sum
 from tests.engines.models import EOS, MAX_CONTEXT, make_model
-from tests.engines.reference import Reference
-from tests.engines.subject import DEADLINE_S, TOLERANCE, Subject, sampling
+from tests.engines.reference import DEADLINE_S, TOLERANCE, Reference, Subject, sampling
 
 PAUSES_S = (0.05, 0.02, 0.01, 0.005, 0.0)
 """How long a request runs before it is cancelled: shorter until it is caught running. Fast engines finish the longest

@@ -33,8 +33,7 @@ from inference.engines.local import local_engine
 from inference.engines.local.local_engine import Computer, LocalEngine
 from inference.engines.local.model import LoadedModel, check_supported
 from tests.engines.models import MAX_CONTEXT, make_model
-from tests.engines.reference import Reference
-from tests.engines.subject import Subject, sampling
+from tests.engines.reference import Reference, Subject, sampling
 
 SMALL = dict(
     vocab_size=320,
@@ -64,34 +63,27 @@ async def start(folder, context: int = MAX_CONTEXT, prefill_tokens: int = 4096, 
     return Subject(engine=engine, reference=Reference(folder))
 
 
-def run(scenario) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 120))
-
-
-def test_siblings_share_their_prompt(folder):
+async def test_siblings_share_their_prompt(folder):
     # Groups of siblings compute each prompt once and get the reference's logprobs,
     # also across a swap and beside requests that share nothing.
-    async def scenario():
-        subject = await start(folder)
-        groups = [subject.prompt(g, 150) for g in range(3)]
-        wanted = [(groups[k % 3], sampling(20 + 3 * (k // 3), seed=k)) for k in range(27)]
-        wanted += [(subject.prompt(90 + k, 40 + k), sampling(40, seed=k)) for k in range(4)]
-        tasks = [asyncio.ensure_future(subject.generate(*pair)) for pair in wanted]
-        while subject.engine.stats().running < 20:
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.05)
-        await subject.load(1)
-        done = await asyncio.gather(*tasks)
-        for (prompt, options), completion in zip(wanted, done, strict=True):
-            subject.verify(prompt, options, completion)
-        # The first of each group and the four strangers compute their prompts, everybody else copies.
-        assert sorted(one.prompt_cached for one in done)[7] == 149
-        await subject.engine.close()
-
-    run(scenario())
+    subject = await start(folder)
+    groups = [subject.prompt(g, 150) for g in range(3)]
+    wanted = [(groups[k % 3], sampling(20 + 3 * (k // 3), seed=k)) for k in range(27)]
+    wanted += [(subject.prompt(90 + k, 40 + k), sampling(40, seed=k)) for k in range(4)]
+    tasks = [asyncio.ensure_future(subject.generate(*pair)) for pair in wanted]
+    while subject.engine.stats().running < 20:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.05)
+    await subject.load(1)
+    done = await asyncio.gather(*tasks)
+    for (prompt, options), completion in zip(wanted, done, strict=True):
+        subject.verify(prompt, options, completion)
+    # The first of each group and the four strangers compute their prompts, everybody else copies.
+    assert sorted(one.prompt_cached for one in done)[7] == 149
+    await subject.engine.close()
 
 
-def test_a_sequence_that_does_not_fit_one_pass(folder, monkeypatch):
+async def test_a_sequence_that_does_not_fit_one_pass(folder, monkeypatch):
     # With room for 16 rows of logits no pass makes more, and the scores stay the same.
     made, forward = [], LoadedModel.forward
 
@@ -100,58 +92,49 @@ def test_a_sequence_that_does_not_fit_one_pass(folder, monkeypatch):
         made.append(len(logits))
         return logits
 
-    async def scenario():
-        engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT)
-        await engine.start()
-        subject = Subject(engine=engine, reference=Reference(folder))
-        longest = subject.prompt(9, MAX_CONTEXT)
-        monkeypatch.setattr(LoadedModel, "forward", watch)
-        whole = await engine.score(longest)
-        assert made == [MAX_CONTEXT - 1]
-        monkeypatch.setattr(local_engine, "_SCORED_BYTES", 4 * subject.reference.vocab * 16)
-        made.clear()
-        split = await engine.score(longest)
-        assert max(made) == 16 and split == pytest.approx(whole, abs=1e-5)
-        await engine.close()
-
-    run(scenario())
+    engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT)
+    await engine.start()
+    subject = Subject(engine=engine, reference=Reference(folder))
+    longest = subject.prompt(9, MAX_CONTEXT)
+    monkeypatch.setattr(LoadedModel, "forward", watch)
+    whole = await engine.score(longest)
+    assert made == [MAX_CONTEXT - 1]
+    monkeypatch.setattr(local_engine, "_SCORED_BYTES", 4 * subject.reference.vocab * 16)
+    made.clear()
+    split = await engine.score(longest)
+    assert max(made) == 16 and split == pytest.approx(whole, abs=1e-5)
+    await engine.close()
 
 
-def test_conversations_outnumber_the_slots(folder):
+async def test_conversations_outnumber_the_slots(folder):
     # More conversations than slots take turns: caches are evicted, never mixed up.
-    async def scenario():
-        subject = await start(folder, max_batch=3)
+    subject = await start(folder, max_batch=3)
 
-        async def talk(k: int) -> None:
-            prompt = subject.prompt(7, 40) + subject.prompt(k, 5 + k)
-            for turn in range(4):
-                options = sampling(5 + k % 7, seed=100 * k + turn, temperature=1.1)
-                done = await subject.generate(prompt, options, f"talk-{k}")
-                subject.verify(prompt, options, done)
-                prompt = prompt + done.ids.tolist() + subject.prompt(1000 * k + turn, 6)
+    async def talk(k: int) -> None:
+        prompt = subject.prompt(7, 40) + subject.prompt(k, 5 + k)
+        for turn in range(4):
+            options = sampling(5 + k % 7, seed=100 * k + turn, temperature=1.1)
+            done = await subject.generate(prompt, options, f"talk-{k}")
+            subject.verify(prompt, options, done)
+            prompt = prompt + done.ids.tolist() + subject.prompt(1000 * k + turn, 6)
 
-        await asyncio.gather(*(talk(k) for k in range(14)))
-        await subject.engine.close()
-
-    run(scenario())
+    await asyncio.gather(*(talk(k) for k in range(14)))
+    await subject.engine.close()
 
 
-def test_a_prompt_that_a_swap_interrupts_is_computed_again(folder):
+async def test_a_prompt_that_a_swap_interrupts_is_computed_again(folder):
     # 16 prompt tokens a step: the swaps fall between pieces of the prompts. An answer that claims one version is that
     # version's, prompt included, as the auditor computes it.
-    async def scenario():
-        subject = await start(folder, prefill_tokens=16, max_batch=4)
-        for version in range(1, 5):
-            wanted = [(subject.prompt(60 + k, 230), sampling(2, seed=k)) for k in range(4)]
-            tasks = [asyncio.ensure_future(subject.generate(*pair)) for pair in wanted]
-            while not (subject.engine.stats().kv_used or any(task.done() for task in tasks)):
-                await asyncio.sleep(0)
-            await subject.load(version)
-            for (prompt, options), completion in zip(wanted, await asyncio.gather(*tasks), strict=True):
-                subject.verify(prompt, options, completion)
-        await subject.engine.close()
-
-    run(scenario())
+    subject = await start(folder, prefill_tokens=16, max_batch=4)
+    for version in range(1, 5):
+        wanted = [(subject.prompt(60 + k, 230), sampling(2, seed=k)) for k in range(4)]
+        tasks = [asyncio.ensure_future(subject.generate(*pair)) for pair in wanted]
+        while not (subject.engine.stats().kv_used or any(task.done() for task in tasks)):
+            await asyncio.sleep(0)
+        await subject.load(version)
+        for (prompt, options), completion in zip(wanted, await asyncio.gather(*tasks), strict=True):
+            subject.verify(prompt, options, completion)
+    await subject.engine.close()
 
 
 @pytest.mark.parametrize(
@@ -168,26 +151,22 @@ def test_a_prompt_that_a_swap_interrupts_is_computed_again(folder):
     ],
     ids=["sliding window", "windowed and full layers", "mixture of experts", "learned positions"],
 )
-def test_other_architectures(make, tmp_path):
+async def test_other_architectures(make, tmp_path):
     # Any causal model that goes through transformers' attention interface is served exactly.
     torch.manual_seed(0)
     make().save_pretrained(tmp_path)
     folder = make_model(tmp_path / "tokenizer", tied=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
-
-    async def scenario():
-        subject = await start(tmp_path, prefill_tokens=48)
-        wanted = [(subject.prompt(k, 3 + 21 * k), sampling(30, seed=k)) for k in range(8)]
-        wanted += [(subject.prompt(0, 60), sampling(12 + k, seed=k)) for k in range(8)]
-        done = await asyncio.gather(*(subject.generate(*pair) for pair in wanted))
-        for (prompt, _), completion in zip(wanted, done, strict=True):
-            assert completion.version_spans == [VersionSpan(0, len(completion), 0)]
-            scores = subject.reference.score(prompt + completion.ids.tolist(), 0)[len(prompt) - 1 :]
-            assert (scores - torch.tensor(completion.token_logprobs.tolist())).abs().max() < 1e-4
-        await subject.engine.close()
-
-    run(scenario())
+    subject = await start(tmp_path, prefill_tokens=48)
+    wanted = [(subject.prompt(k, 3 + 21 * k), sampling(30, seed=k)) for k in range(8)]
+    wanted += [(subject.prompt(0, 60), sampling(12 + k, seed=k)) for k in range(8)]
+    done = await asyncio.gather(*(subject.generate(*pair) for pair in wanted))
+    for (prompt, _), completion in zip(wanted, done, strict=True):
+        assert completion.version_spans == [VersionSpan(0, len(completion), 0)]
+        scores = subject.reference.score(prompt + completion.ids.tolist(), 0)[len(prompt) - 1 :]
+        assert (scores - torch.tensor(completion.token_logprobs.tolist())).abs().max() < 1e-4
+    await subject.engine.close()
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -209,28 +188,28 @@ def test_a_model_that_no_publication_fits_is_named_at_the_start(fused, caplog):
     ],
     ids=["soft-capped logits", "attention sinks", "own attention code"],
 )
-def test_models_beyond_it_are_refused(make, tmp_path):
+async def test_models_beyond_it_are_refused(make, tmp_path):
     # A model whose attention it cannot reproduce is refused at the start, with the way out, instead of served wrongly.
     make().save_pretrained(tmp_path)
     with pytest.raises(EngineError, match="vllm"):
-        run(start(tmp_path))
+        await start(tmp_path)
 
 
-def test_wrong_settings_are_named(folder, tmp_path):
+async def test_wrong_settings_are_named(folder, tmp_path):
     # A context beyond the model's, a cache too small for one sequence, a missing folder and a missing GPU.
     with pytest.raises(ConfigError, match=f"{MAX_CONTEXT + 1}.*{MAX_CONTEXT}"):
-        run(start(folder, MAX_CONTEXT + 1))
+        await start(folder, MAX_CONTEXT + 1)
     with pytest.raises(ConfigError, match="kv_cache_gib"):
-        run(start(folder, kv_cache_gib=1e-5))
+        await start(folder, kv_cache_gib=1e-5)
     with pytest.raises(ModelNotFoundError, match=str(tmp_path)):
-        run(start(tmp_path))
+        await start(tmp_path)
     if not torch.cuda.is_available():
         engine = LocalEngine(folder, InferenceConfig(device="cuda"), MAX_CONTEXT)
         with pytest.raises(ConfigError, match="cuda"):
-            run(engine.start())
+            await engine.start()
 
 
-def test_close_does_not_wait_for_a_thread_that_hangs(folder, monkeypatch):
+async def test_close_does_not_wait_for_a_thread_that_hangs(folder, monkeypatch):
     # A step that never returns, as of a device that hangs: close returns, and what waits gets an EngineError.
     monkeypatch.setattr(local_engine, "_CLOSE_S", 0.2)
     hangs, over = threading.Event(), threading.Event()
@@ -241,33 +220,27 @@ def test_close_does_not_wait_for_a_thread_that_hangs(folder, monkeypatch):
             over.wait()
             super()._compute(step)
 
-    async def scenario():
-        engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT, computer=Hanging)
-        await engine.start()
-        work = asyncio.ensure_future(engine.generate("r", [5, 6], sampling(50), "s"))
-        await asyncio.to_thread(hangs.wait, 60)
-        await engine.close()
-        with pytest.raises(EngineError, match="hangs"):
-            await work
-        over.set()
-
-    run(scenario())
+    engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT, computer=Hanging)
+    await engine.start()
+    work = asyncio.ensure_future(engine.generate("r", [5, 6], sampling(50), "s"))
+    await asyncio.to_thread(hangs.wait, 60)
+    await engine.close()
+    with pytest.raises(EngineError, match="hangs"):
+        await work
+    over.set()
 
 
-def test_engines_that_load_at_the_same_moment(folder):
+async def test_engines_that_load_at_the_same_moment(folder):
     # transformers changes its classes while it loads; neither these engines nor a later one misses its tied tensors.
-    async def scenario():
-        engines = [LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT) for _ in range(5)]
-        await asyncio.gather(*(engine.start() for engine in engines[1:]))
-        await engines[0].start()
-        first, *others = [await engine.score([5, 6, 7]) for engine in engines]
-        assert all(scores == pytest.approx(first, abs=1e-6) for scores in others)
-        await asyncio.gather(*(engine.close() for engine in engines))
-
-    run(scenario())
+    engines = [LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT) for _ in range(5)]
+    await asyncio.gather(*(engine.start() for engine in engines[1:]))
+    await engines[0].start()
+    first, *others = [await engine.score([5, 6, 7]) for engine in engines]
+    assert all(scores == pytest.approx(first, abs=1e-6) for scores in others)
+    await asyncio.gather(*(engine.close() for engine in engines))
 
 
-def test_close_does_not_wait_for_a_model_that_loads(folder, caplog):
+async def test_close_does_not_wait_for_a_model_that_loads(folder, caplog):
     # Large models load for minutes; the thread ends by itself once it is through.
     loads, over = threading.Event(), threading.Event()
 
@@ -277,20 +250,17 @@ def test_close_does_not_wait_for_a_model_that_loads(folder, caplog):
             over.wait()
             super()._load()
 
-    async def scenario():
-        engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT, computer=Loading)
-        starting = asyncio.ensure_future(engine.start())
-        await asyncio.to_thread(loads.wait, 60)
-        starting.cancel()
-        await asyncio.wait_for(engine.close(), 100)
-        over.set()
-        await asyncio.wait_for(engine._computer.mail.ended, 60)
-
-    run(scenario())
+    engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT, computer=Loading)
+    starting = asyncio.ensure_future(engine.start())
+    await asyncio.to_thread(loads.wait, 60)
+    starting.cancel()
+    await asyncio.wait_for(engine.close(), 100)
+    over.set()
+    await asyncio.wait_for(engine._computer.mail.ended, 60)
     assert "left behind" not in caplog.text
 
 
-def test_a_failed_compute_thread_fails_every_request(folder):
+async def test_a_failed_compute_thread_fails_every_request(folder):
     # When the thread dies, what waits and what comes later gets an EngineError that says why; nothing hangs.
     class Breaking(Computer):
         def _compute(self, step) -> None:
@@ -298,24 +268,21 @@ def test_a_failed_compute_thread_fails_every_request(folder):
                 raise RuntimeError("the device is on fire")
             super()._compute(step)
 
-    async def scenario():
-        engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT, computer=Breaking)
-        await engine.start()
-        works = [engine.generate(str(k), [5, 6], sampling(50), "s") for k in range(5)]
-        ends = await asyncio.gather(*works, return_exceptions=True)
-        assert all(isinstance(end, EngineError) and "on fire" in str(end) for end in ends)
-        with pytest.raises(EngineError, match="on fire"):
-            await engine.score([5, 6])
-        await engine.close()
-
-    run(scenario())
+    engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT, computer=Breaking)
+    await engine.start()
+    works = [engine.generate(str(k), [5, 6], sampling(50), "s") for k in range(5)]
+    ends = await asyncio.gather(*works, return_exceptions=True)
+    assert all(isinstance(end, EngineError) and "on fire" in str(end) for end in ends)
+    with pytest.raises(EngineError, match="on fire"):
+        await engine.score([5, 6])
+    await engine.close()
 
 
 @pytest.mark.parametrize(
     ("step_fails", "allocate", "reason"),
     [(False, torch.empty, ".*bytes.*"), (True, torch.empty, ".*bytes.*"), (False, bytearray, "MemoryError")],
 )
-def test_memory_that_runs_out_is_told_with_the_remedy(folder, monkeypatch, step_fails, allocate, reason):
+async def test_memory_that_runs_out_is_told_with_the_remedy(folder, monkeypatch, step_fails, allocate, reason):
     # A command that finds no memory ends with the reason, and the engine goes on; a step ends the engine with it.
     # Python's own error has no text, so its name is the reason.
     forward = LoadedModel.forward
@@ -326,20 +293,16 @@ def test_memory_that_runs_out_is_told_with_the_remedy(folder, monkeypatch, step_
         return forward(self, step)
 
     monkeypatch.setattr(LoadedModel, "forward", starve)
-
-    async def scenario():
-        engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT)
-        await engine.start()
-        many, remedy = [5] * 100, rf"ran out of memory \({reason}\): lower inference.local.kv_cache_gib"
-        if step_fails:
-            with pytest.raises(EngineError, match=remedy):
-                await engine.generate("r", many, sampling(5), "s")
-            with pytest.raises(EngineError, match=remedy):
-                await engine.score([5, 6])
-        else:
-            with pytest.raises(EngineError, match=remedy):
-                await engine.score(many)
-            assert len((await engine.generate("r", many, sampling(5), "s")).ids.tolist()) == 5
-        await engine.close()
-
-    run(scenario())
+    engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT)
+    await engine.start()
+    many, remedy = [5] * 100, rf"ran out of memory \({reason}\): lower inference.local.kv_cache_gib"
+    if step_fails:
+        with pytest.raises(EngineError, match=remedy):
+            await engine.generate("r", many, sampling(5), "s")
+        with pytest.raises(EngineError, match=remedy):
+            await engine.score([5, 6])
+    else:
+        with pytest.raises(EngineError, match=remedy):
+            await engine.score(many)
+        assert len((await engine.generate("r", many, sampling(5), "s")).ids.tolist()) == 5
+    await engine.close()

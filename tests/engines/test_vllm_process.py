@@ -130,26 +130,22 @@ def test_a_start_has_a_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_vllm
-def test_a_killed_child_fails_what_waits(folder: Path) -> None:
+async def test_a_killed_child_fails_what_waits(folder: Path) -> None:
     """When the child dies, running requests get an EngineError with its status, and so do later ones."""
-
-    async def scenario() -> None:
-        engine = VllmEngine(folder, InferenceConfig(engine="vllm"), MAX_CONTEXT)
-        await engine.start()
-        try:
-            sampling = Sampling(max_tokens=MAX_CONTEXT, ignore_eos=True)
-            requests = [asyncio.ensure_future(engine.generate(f"r{k}", [5, 6], sampling, "s")) for k in range(4)]
-            await asyncio.sleep(0.01)
-            (child,) = children_of(psutil.Process())
-            child.kill()
-            ends = await asyncio.gather(*requests, return_exceptions=True)
-            assert any(isinstance(end, EngineError) and "SIGKILL" in str(end) for end in ends)
-            with pytest.raises(EngineError, match="SIGKILL"):
-                await engine.generate("later", [5], sampling, "s")
-        finally:
-            await engine.close()
-
-    asyncio.run(scenario())
+    engine = VllmEngine(folder, InferenceConfig(engine="vllm"), MAX_CONTEXT)
+    await engine.start()
+    try:
+        sampling = Sampling(max_tokens=MAX_CONTEXT, ignore_eos=True)
+        requests = [asyncio.ensure_future(engine.generate(f"r{k}", [5, 6], sampling, "s")) for k in range(4)]
+        await asyncio.sleep(0.01)
+        (child,) = children_of(psutil.Process())
+        child.kill()
+        ends = await asyncio.gather(*requests, return_exceptions=True)
+        assert any(isinstance(end, EngineError) and "SIGKILL" in str(end) for end in ends)
+        with pytest.raises(EngineError, match="SIGKILL"):
+            await engine.generate("later", [5], sampling, "s")
+    finally:
+        await engine.close()
 
 
 NODE = """

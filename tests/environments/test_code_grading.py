@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -188,41 +189,11 @@ async def test_test_files_replace_tests(trees: Path) -> None:
     assert result.failed == {PASS_TO_PASS[1]}
 
 
+CODES = tomllib.loads(Path(__file__).with_name("grading_hacks.toml").read_text())
 HACKS = {
-    "exit at import": "import os\nos._exit(0)\n",
-    "exit in the test": STUBBED.replace(STUB, "    import os\n    os._exit(0)"),
-    "sys.exit": STUBBED.replace(STUB, "    raise SystemExit(0)"),
-    "exit handler": STUBBED + "\nimport atexit, os\natexit.register(os._exit, 0)\n",
-    "skip": STUBBED.replace(STUB, "    import pytest\n    pytest.skip()"),
-    "expected failure": STUBBED.replace(STUB, "    import pytest\n    pytest.xfail()"),
-    "kill": STUBBED.replace(STUB, "    import os\n    os.kill(os.getpid(), 9)"),
-    "outcome of every report": STUBBED
-    + "\nimport _pytest.reports as r\nr.TestReport.from_item_and_call = classmethod("
-    + "lambda c, i, k: r.TestReport(i.nodeid, i.location, {}, 'passed', None, k.when))\n",
-    "no call phase": STUBBED + "\nimport _pytest.python as p\np.Function.runtest = lambda self: None\n",
-    "assertions of unittest": STUBBED + "\nimport unittest\nunittest.TestCase.assertEqual = lambda *a: None\n",
-    "spared probes": STUBBED
-    + "\nimport _pytest.python as p\nold = p.Function.runtest\n"
-    + "p.Function.runtest = lambda self: None if 'test_total' in self.nodeid else old(self)\n",
-    "undone in time": STUBBED
-    + "\nimport _pytest.python as p\nold = p.Function.runtest\ndef new(self):\n    if 'test_more' in self.nodeid:\n"
-    + "        p.Function.runtest = old\n    elif 'test_total' not in self.nodeid:\n        old(self)\n"
-    + "p.Function.runtest = new\n",
-    "tests rewritten on disk": STUBBED
-    + "\nimport glob\nfor path in glob.glob('tests/*.py'):\n    open(path, 'w').write('def test_total(): pass')\n",
-    "state of the interpreter": STUBBED
-    + "\nimport sys\nframe = sys._getframe()\nwhile frame:\n    for name, value in list(frame.f_globals.items()):\n"
-    + "        if name in ('fingerprint', 'changed', 'marks_of', 'run_python', 'prepare_interpreter', 'kill_others'):\n"
-    + "            frame.f_globals[name] = lambda *a: {}\n    frame = frame.f_back\n",
-    "equal to everything": STUBBED.replace(
-        STUB, "    return type('Any', (), {'__eq__': lambda *a: True, '__ne__': lambda *a: False, '__hash__': id})()"
-    ),
-    "forged lines": STUBBED.replace(
-        STUB,
-        "    import os\n    for fd in range(3, 30):\n        try:\n"
-        '            os.write(fd, b\'[0, "test", "tests/test_numbers.py::test_total", "passed"]\\n\')\n'
-        "        except OSError:\n            pass\n    raise ValueError",
-    ),
+    **CODES["module"],
+    **{name: STUBBED.replace(STUB, code) for name, code in CODES["body"].items()},
+    **{name: STUBBED + code for name, code in CODES["after"].items()},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,59 +14,26 @@ from orchestrator.coding.factory.suite import SuiteRun, play
 
 pytestmark = pytest.mark.process
 
-TESTS = """
-import os
-import tempfile
-from pathlib import Path
-
-import package
-
-
-def test_data():
-    assert Path("data/table.txt").read_text() == "1"
-    assert Path("data/other.txt").read_text() == "2"
-
-
-def test_nothing_is_left():
-    assert sorted(os.listdir()) == ["__pycache__", "data", "package.py", "test_package.py"]
-    assert not Path(tempfile.gettempdir(), "left").exists()
-
-
-def test_value():
-    assert package.VALUE == 1
-"""
-SPOILING = """
-import os, shutil, tempfile
-from pathlib import Path
-
-VALUE = 2
-shutil.rmtree("data")
-Path("data").write_text("a file where a folder was")
-Path("new").mkdir()
-Path("new/deep.txt").touch()
-Path("left.txt").touch()
-os.symlink("/etc", "link")
-Path(tempfile.gettempdir(), "left").mkdir()
-"""
-TOUCHING = """
-import os
-from pathlib import Path
-
-VALUE = 3
-before = os.stat("data/table.txt")
-Path("data/table.txt").write_text("7")
-os.utime("data/table.txt", ns=(before.st_atime_ns, before.st_mtime_ns))
-os.rename("data/other.txt", "data/moved.txt")
-"""
+PARTS = tomllib.loads(Path(__file__).with_name("parts.toml").read_text())
 
 
 # Code that removes, replaces, moves or leaves files fails its own run only: the tree itself passes before and after.
 def test_a_run_does_not_see_what_another_one_left(tmp_path: Path) -> None:
-    files = {"package.py": "VALUE = 1\n", "test_package.py": TESTS, "data/table.txt": "1", "data/other.txt": "2"}
+    files = {
+        "package.py": "VALUE = 1\n",
+        "test_package.py": PARTS["data_tests"],
+        "data/table.txt": "1",
+        "data/other.txt": "2",
+    }
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
-    changes = {"before": {}, "spoils": {"package.py": SPOILING}, "between": {}, "touches": {"package.py": TOUCHING}}
+    changes = {
+        "before": {},
+        "spoils": {"package.py": PARTS["spoiling"]},
+        "between": {},
+        "touches": {"package.py": PARTS["touching"]},
+    }
     changes |= {"gone": {"package.py": None}, "after": {}}
     runs = [SuiteRun(key=key, tests=["test_package.py"], files=files) for key, files in changes.items()]
     nothing = {"texts": {}, "sources": (), "functions": {}, "tests": ()}

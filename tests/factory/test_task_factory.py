@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import tomllib
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from tests.factory.package_made import SHAPES, TESTS, git, write_package
 
 pytestmark = pytest.mark.process
 
+PARTS = tomllib.loads(Path(__file__).with_name("parts.toml").read_text())
 RUNTIME = ["--runtime", "subprocess"]
 
 
@@ -77,15 +79,7 @@ def test_make_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def patch_of_tests(task: CodeTask) -> dict[str, bytes]:
     """Return a patch that makes every test pass by changing tests alone: emptied tests, and a conftest that lies."""
-    lie = b"""
-import pytest
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    report.outcome = "passed"
-    return report
-"""
+    lie = PARTS["lying_conftest"].encode()
     patch = dict.fromkeys(task.tests, b"def test_nothing():\n    pass\n")
     return patch | {"conftest.py": lie, "tests/conftest.py": lie}
 
@@ -123,47 +117,9 @@ def test_check_finds_a_bad_task(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert bad.id in capsys.readouterr().err
 
 
-BAD_TESTS = """
-import os
-
-
-def test_fails():
-    assert 1 == 2
-
-
-def test_depends_on_the_order_of_a_set():
-    assert os.environ["PYTHONHASHSEED"] == "1"
-"""
-SLOW_TESTS = """
-import time
-
-
-def test_slow():
-    time.sleep(9)
-
-
-def test_beside_a_slow_one():
-    pass
-"""
-BLIND_TESTS = """
-from shapes_made import shapes
-
-
-def test_area():
-    try:
-        shapes.area(1)
-    except Exception:
-        pass
-
-
-def test_nothing():
-    assert shapes.__name__ == "shapes_made.shapes"
-"""
-
-
 # Tests that fail, change their outcome or are slow are counted and left out; the others still make tasks.
 def test_make_leaves_bad_tests_out(tmp_path: Path) -> None:
-    bad = {"tests__test_bad": BAD_TESTS, "tests__test_slow": SLOW_TESTS}
+    bad = {"tests__test_bad": PARTS["bad_tests"], "tests__test_slow": PARTS["slow_tests"]}
     source = write_package(tmp_path / "shapes_made", **bad)
     assert make(source, tmp_path / "out", "--limit", "2") == 0
     left_out = report_of(tmp_path / "out")["baselines"]["shapes_made"]["tests_left_out"]
@@ -268,7 +224,7 @@ def test_make_refuses_a_hanging_import(tmp_path: Path) -> None:
 
 # Tests that see no behavior give no task: exit status 1, and the report has a reason for each candidate.
 def test_make_of_nothing_says_why(tmp_path: Path) -> None:
-    source = write_package(tmp_path / "shapes_made", tests__test_shapes=BLIND_TESTS)
+    source = write_package(tmp_path / "shapes_made", tests__test_shapes=PARTS["blind_tests"])
     assert make(source, tmp_path / "out") == 1
     report = report_of(tmp_path / "out")
     assert report["tasks"] == 0 and report["refused_by_reason"] == {"no test fails": report["candidates"]}

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_policy import play, source_spec_of
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.sandbox.box import open_box
-from tests.scripted_node import call
+from tests.scripted_node import call, play, source_spec_of
 
 pytestmark = pytest.mark.process
 

@@ -23,11 +23,11 @@ from unittest.mock import Mock
 
 import pytest
 from aiohttp import web
-from scripted_policy import play, source_spec_of
 
 from composer_prime.address import free_port
 from composer_prime.errors import ConfigError
-from tests.scripted_node import call
+from tests.chat_server import http_server
+from tests.scripted_node import call, play, source_spec_of
 
 ID = "orchestrator.coding.formats.openenv"
 HARNESS = {"id": "orchestrator.environments.tool_loop", "max_turns": 8}
@@ -141,15 +141,8 @@ async def answering(answer: Any, silent: asyncio.Event | None = None) -> AsyncIt
     async def schema(request: web.Request) -> web.Response:
         return web.json_response({"action": {"title": "Guess", "properties": {}}})
 
-    app = web.Application()
-    app.add_routes([web.get("/ws", socket_of), web.get("/schema", schema)] if answer else [])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with http_server(*([web.get("/ws", socket_of), web.get("/schema", schema)] if answer else [])) as url:
+        yield url
 
 
 @pytest.mark.process

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_policy import play, source_spec_of
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
 from orchestrator.coding.code.grading import Grade, grade
 from orchestrator.coding.formats.conversion import Record, human_eval_task, import_tasks, read_records
 from orchestrator.coding.task import CodeTask
+from tests.scripted_node import play, source_spec_of
 
 pytestmark = pytest.mark.process
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_policy import play, source_spec_of
 
 from composer_prime.errors import ConfigError
 from orchestrator.coding.formats.conversion import read_records
 from orchestrator.environments.answers import find_answer, same_answer
+from tests.scripted_node import play, source_spec_of
 
 ID = "orchestrator.coding.formats.questions"
 # In the form of GSM8K: worked steps with calculator marks, and the answer after ####.

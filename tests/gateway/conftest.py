@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_config import MODEL, config_with
+from gateway_made import MODEL, config_with
 
 from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.run.weights import WeightStore

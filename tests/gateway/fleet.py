@@ -23,12 +23,7 @@ class Fleet:
         """Leases."""
         self.told: list[tuple[str, ToNode]] = []
         """All other messages, by node."""
-        self.router = Router(
-            self._send,
-            policy=ServedPolicy(256),
-            suspend_s=1.0,
-            request_timeout_s=60.0,
-        )
+        self.router = Router(self._send, policy=ServedPolicy(256), suspend_s=1.0, request_timeout_s=60.0)
         self.waits = Waits(self.router, 60.0, "")
         for name, changes in hellos.items():
             hello = NodeHello(node_id=name, engine="test", run_id=None, version=0, max_concurrent=64, instance=name)
@@ -50,14 +45,9 @@ class Fleet:
         return self.router.nodes[name]
 
     async def ask(
-        self,
-        count: int = 1,
-        prompt: int = 1,
-        session: str | None = None,
-        max_tokens: int = 8,
-        oldest_version: int = 0,
-        **sampling,
-    ) -> None:
+        self, count: int = 1, prompt: int = 1, session: str | None = None, max_tokens: int = 8,
+        oldest_version: int = 0, **sampling,
+    ) -> None:  # fmt: skip
         """Send requests and let them be placed."""
         for _ in range(count):
             name, settings = f"g{len(self.calls)}", Sampling(max_tokens=max_tokens, **sampling)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +34,7 @@ from composer_prime.wire.node_messages import (
 )
 from composer_prime.wire.sockets import dealer
 from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
+from tests.waiting import until
 
 Answer = Callable[[Generate], FromNode | None]
 
@@ -103,10 +103,7 @@ class PeerNode:
         self._context.destroy(linger=0)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 100.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"{self.node_id} waited {timeout_s} s in vain"
-            await asyncio.sleep(0.005)
+        await until(condition, f"what {self.node_id} expects", timeout_s)
 
     def say_hello(self, **changes: Any) -> None:
         hello = NodeHello(

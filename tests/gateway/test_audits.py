@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from gateway_config import MODEL
-from http_calls import generate_body, post
+from gateway_made import MODEL, generate_body, post
 from node_peer import PeerNode
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
@@ -19,6 +18,7 @@ from inference.audit import Auditor
 from inference.engines.local.local_engine import Computer, LocalEngine
 from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
+from tests.waiting import until
 
 CONTEXT = 512
 SETTINGS = InferenceConfig(
@@ -76,14 +76,6 @@ async def fleet(gateway, keys, **engines: type[LocalEngine]) -> AsyncIterator[No
             await stack.enter_async_context(node)
         await until(lambda: len(gateway.versions()) == len(engines), "the nodes")
         yield
-
-
-async def until(condition, what: str) -> None:
-    for _ in range(5000):
-        if condition():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"waited 100 s for {what}")
 
 
 async def play(gateway, name: str, prompt: list[int]) -> tuple[str, str | None]:

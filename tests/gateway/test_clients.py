@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gateway_config import MODEL
+from gateway_made import MODEL
 from node_peer import PeerNode
 
 from composer_prime.wire.node_messages import Generate

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from fleet import Fleet, status
-from gateway_config import MODEL
-from http_calls import generate_body, post
+from gateway_made import MODEL, generate_body, post
 from node_peer import failed
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig

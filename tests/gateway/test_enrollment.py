@@ -12,8 +12,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from gateway_config import MODEL
-from invites import MACHINE, invite_for
+from gateway_made import MACHINE, MODEL, invite_for
 from node_peer import PeerNode
 from zmq.utils.monitor import recv_monitor_message
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import zmq
 import zmq.asyncio
-from http_calls import generate_body, post
+from gateway_made import generate_body, post
 from node_peer import PeerNode
 from test_weight_chunks import own_node
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from http_calls import generate_body, post
+from gateway_made import generate_body, post
 from node_peer import PeerNode, failed, tokens_for
 
 from composer_prime.wire.node_messages import Generate

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from http_calls import generate_body, get, post
+from gateway_made import generate_body, get, post
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from node_peer import PeerNode

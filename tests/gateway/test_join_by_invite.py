@@ -7,32 +7,39 @@ import contextlib
 import os
 import signal
 import sys
-import time
+from collections.abc import AsyncIterator
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import zmq
-from gateway_config import MODEL
-from http_calls import generate_body, post
-from invites import MACHINE, invite_for, joining
+from gateway_made import MACHINE, MODEL, generate_body, invite_for, post
 
 from composer_prime.errors import ConfigError, InviteError, LostRunError
 from composer_prime.host import module_file
 from composer_prime.run.keys import CurvePair
+from composer_prime.wire.enrollment import Invite
 from inference.enrolling import NodeState, enroll
 from inference.joining import _Machine, join_parser
 from tests.engines.reference import Reference
 from tests.inference.publisher import Publisher
+from tests.waiting import until
 
 PATIENT = {"heartbeat_s": 0.2, "lost_after_s": 5.0}
 
 
-async def until(condition, what: str, timeout_s: float = 150.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
-        await asyncio.sleep(0.05)
+@contextlib.asynccontextmanager
+async def joining(invite: Invite, state: Path, *words: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`inference join` on a CPU, with its standard error in a pipe; killed at the end."""
+    command = ["-m", "inference.main", "join", invite.text(), "--state-dir", str(state), "--threads", "1", *words]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, "--device", "cpu", stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
 
 
 def machine_of(keys, folder: Path, *words: str) -> _Machine:

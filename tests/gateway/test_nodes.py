@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
-from gateway_config import MODEL, config_with
-from http_calls import generate_body, get, post
+from gateway_made import MODEL, config_with, generate_body, get, post
 from node_peer import PeerNode, failed, tokens_for
 
 from composer_prime.errors import DeadlineError, PortInUseError, SignatureError

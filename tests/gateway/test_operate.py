@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import zmq
-from gateway_config import MODEL, config_with
-from http_calls import generate_body, get, post
+from gateway_made import MODEL, config_with, generate_body, get, post
 from node_peer import PeerNode
 
 from composer_prime.cli.report_command import report_run
@@ -26,6 +24,7 @@ from inference.engines.base import build_engine
 from orchestrator.gateway import Gateway
 from orchestrator.swarm import node_commands as commands
 from orchestrator.swarm.node_commands import live_rows
+from tests.waiting import until
 
 WAIT_S = 150.0
 PATIENT = {"heartbeat_s": 0.5, "lost_after_s": 100.0}
@@ -48,13 +47,6 @@ async def live_run(root: Path):
         yield gateway, run_dir
     finally:
         await gateway.close()
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.05)
-    assert condition(), what
 
 
 async def command(*words: str) -> int:
@@ -131,34 +123,27 @@ def test_drain_and_ban_real_nodes(tmp_path, capsys):
 
 
 # Only who has the operator's token may look or act: not the gateway's clients, and not with a wrong one.
-def test_control_needs_the_operators_token(tmp_path, monkeypatch):
+async def test_control_needs_the_operators_token(tmp_path, monkeypatch):
     monkeypatch.setenv("COMPOSER_GATEWAY_TOKEN", "of-a-worker")
-
-    async def run() -> None:
-        async with live_run(tmp_path) as (gateway, _):
-            url = gateway.http_url
-            assert (await get(f"{url}/control/nodes"))[0] == 401
-            status, _ = await post(url, {}, "/control/nodes/drain?node=a", Authorization="Bearer of-a-worker")
-            assert status == 401
-            assert (tmp_path / "keys" / "operator.token").stat().st_mode & 0o777 == 0o600
-
-    asyncio.run(run())
+    async with live_run(tmp_path) as (gateway, _):
+        url = gateway.http_url
+        assert (await get(f"{url}/control/nodes"))[0] == 401
+        status, _ = await post(url, {}, "/control/nodes/drain?node=a", Authorization="Bearer of-a-worker")
+        assert status == 401
+        assert (tmp_path / "keys" / "operator.token").stat().st_mode & 0o777 == 0o600
 
 
 # An unknown node is named with the known ones, and a run that is over says so; `nodes` then shows what was recorded.
-def test_errors_of_commands(tmp_path, capsys):
-    async def run() -> None:
-        keys = RunKeys.create(tmp_path / "keys").client("node")
-        async with live_run(tmp_path) as (gateway, _), PeerNode(gateway.node_endpoint, keys, "peer-1"):
-            with pytest.raises(RequestError, match="no node 'x': the known ones are peer-1"):
-                await command("drain", str(tmp_path), "x")
-            await command("nodes", str(tmp_path), "--json")
-            (row,) = json.loads(capsys.readouterr().out)
-            assert (row["name"], row["state"], row["usd_per_million"]) == ("peer-1", "serving", None)
-            await command("drain", str(tmp_path), "peer-1", "--now")
-            assert "node peer-1 leaves within seconds" in capsys.readouterr().out
-
-    asyncio.run(run())
+async def test_errors_of_commands(tmp_path, capsys):
+    keys = RunKeys.create(tmp_path / "keys").client("node")
+    async with live_run(tmp_path) as (gateway, _), PeerNode(gateway.node_endpoint, keys, "peer-1"):
+        with pytest.raises(RequestError, match="no node 'x': the known ones are peer-1"):
+            await command("drain", str(tmp_path), "x")
+        await command("nodes", str(tmp_path), "--json")
+        (row,) = json.loads(capsys.readouterr().out)
+        assert (row["name"], row["state"], row["usd_per_million"]) == ("peer-1", "serving", None)
+        await command("drain", str(tmp_path), "peer-1", "--now")
+        assert "node peer-1 leaves within seconds" in capsys.readouterr().out
     with pytest.raises(NotLiveError, match="is not live on this machine: nothing of it answers at http://127"):
         commands.drain([str(tmp_path), "peer-1"])
     assert commands.nodes([str(tmp_path)]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from http_calls import generate_body, post
+from gateway_made import generate_body, post
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from node_peer import PeerNode

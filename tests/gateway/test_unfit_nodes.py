@@ -7,7 +7,7 @@ import time
 
 import pytest
 from fleet import Fleet, status
-from http_calls import generate_body, post
+from gateway_made import generate_body, post
 from node_peer import PeerNode, failed
 
 from composer_prime.errors import RequestError

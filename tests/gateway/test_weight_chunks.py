@@ -16,6 +16,7 @@ from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.run.weights import CHUNK_BYTES, Canary, ChunkRef, Manifest
 from composer_prime.wire.node_messages import ChunkRequest, WeightPiece
 from orchestrator.gateway.link import MAX_ACCOUNTS, PIECE_BYTES, ChunkServer
+from tests.waiting import until
 
 
 async def test_weight_chunks_are_served_in_pieces_from_any_offset(open_gateway, node_keys, store):
@@ -64,11 +65,6 @@ async def test_a_slow_reader_costs_a_few_pieces_of_memory_not_the_model(open_gat
 
             async def ask(offset: int) -> None:
                 await slow.send(msgspec.msgpack.encode(ChunkRequest(sha256=sha256, offset=offset)))
-
-            async def until(condition) -> None:
-                async with asyncio.timeout(20):
-                    while not condition():
-                        await asyncio.sleep(0.01)
 
             for piece in range(count):
                 await ask(piece * PIECE_BYTES)

@@ -22,52 +22,43 @@ def asking(number: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"no {number}"}]
 
 
-def test_one_question_is_asked_once(tmp_path):
+async def test_one_question_is_asked_once(tmp_path):
     # Also by the next process, which reads the file.
-    async def run():
-        async with chat_peer() as peer:
-            cache = tmp_path / "judge.sqlite"
-            ledger = tmp_path / "costs.jsonl"
-            first = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache, ledger=ledger)
-            assert [await first.ask(ASK), await first.ask(ASK)] == ["use add"] * 2
-            assert len(peer.bodies) == 1
-            assert first.cost_usd == pytest.approx(0.2)
-            paid = spent(ledger)
-            assert (paid.hint_calls, paid.usd, paid.calls) == (1, 0, 0) and paid.hint_usd == pytest.approx(0.2)
-            await first.close()
-            second = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache, ledger=ledger)
-            assert await second.ask(ASK) == "use add"
-            assert len(peer.bodies) == 1 and second.cost_usd == pytest.approx(0.2)
-            await second.close()
-
-    asyncio.run(run())
+    async with chat_peer() as peer:
+        cache = tmp_path / "judge.sqlite"
+        ledger = tmp_path / "costs.jsonl"
+        first = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache, ledger=ledger)
+        assert [await first.ask(ASK), await first.ask(ASK)] == ["use add"] * 2
+        assert len(peer.bodies) == 1
+        assert first.cost_usd == pytest.approx(0.2)
+        paid = spent(ledger)
+        assert (paid.hint_calls, paid.usd, paid.calls) == (1, 0, 0) and paid.hint_usd == pytest.approx(0.2)
+        await first.close()
+        second = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache, ledger=ledger)
+        assert await second.ask(ASK) == "use add"
+        assert len(peer.bodies) == 1 and second.cost_usd == pytest.approx(0.2)
+        await second.close()
 
 
-def test_the_budget_is_reserved_before_the_call():
+async def test_the_budget_is_reserved_before_the_call():
     # Three parallel calls of 0.21 USD at worst fit a budget of 0.45 only twice: the third is never sent.
-    async def run():
-        async with chat_peer() as peer:
-            endpoint = ChatEndpoint(peer.config(**PRICES, budget_usd=0.45), name="orchestrator.hints.llm")
-            asked = [endpoint.ask(asking(number)) for number in range(3)]
-            ends = await asyncio.gather(*asked, return_exceptions=True)
-            refused = [end for end in ends if isinstance(end, BudgetError)]
-            assert len(refused) == 1 and "raise orchestrator.hints.llm.budget_usd" in str(refused[0])
-            assert len(peer.bodies) == 2 and endpoint.cost_usd <= 0.45
-            await endpoint.close()
-
-    asyncio.run(run())
+    async with chat_peer() as peer:
+        endpoint = ChatEndpoint(peer.config(**PRICES, budget_usd=0.45), name="orchestrator.hints.llm")
+        asked = [endpoint.ask(asking(number)) for number in range(3)]
+        ends = await asyncio.gather(*asked, return_exceptions=True)
+        refused = [end for end in ends if isinstance(end, BudgetError)]
+        assert len(refused) == 1 and "raise orchestrator.hints.llm.budget_usd" in str(refused[0])
+        assert len(peer.bodies) == 2 and endpoint.cost_usd <= 0.45
+        await endpoint.close()
 
 
 @pytest.mark.parametrize("mode", ["no_usage", "bad_usage"])
-def test_an_answer_without_a_count_costs_the_worst_case(mode):
-    async def run():
-        async with chat_peer(mode) as peer:
-            endpoint = ChatEndpoint(peer.config(**PRICES), name="judge")
-            await endpoint.ask(ASK)
-            assert endpoint.cost_usd == pytest.approx(0.21)
-            await endpoint.close()
-
-    asyncio.run(run())
+async def test_an_answer_without_a_count_costs_the_worst_case(mode):
+    async with chat_peer(mode) as peer:
+        endpoint = ChatEndpoint(peer.config(**PRICES), name="judge")
+        await endpoint.ask(ASK)
+        assert endpoint.cost_usd == pytest.approx(0.21)
+        await endpoint.close()
 
 
 @pytest.mark.parametrize(
@@ -79,73 +70,61 @@ def test_an_answer_without_a_count_costs_the_worst_case(mode):
         ("429", "status 429", 0.0),
     ],
 )
-def test_a_bad_endpoint_is_an_error_in_time(mode, said, cost_usd, tmp_path):
+async def test_a_bad_endpoint_is_an_error_in_time(mode, said, cost_usd, tmp_path):
     # Silence, here of a minute, ends at the deadline. Failures are not cached. Where a model may have answered they
     # cost the worst case, which the next process counts too. An error status is free.
-    async def run():
-        async with chat_peer(mode) as peer:
-            cache, ledger = tmp_path / "judge.sqlite", tmp_path / "costs.jsonl"
-            timeout_s = 0.2 if mode == "silent" else 30.0
-            config = peer.config(timeout_s=timeout_s, **PRICES)
-            endpoint = ChatEndpoint(config, name="judge", cache=cache, ledger=ledger)
-            with pytest.raises(EndpointError, match=said):
-                await endpoint.ask(ASK)
-            assert endpoint.cost_usd == pytest.approx(cost_usd)
-            await endpoint.close()
-            again = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache, ledger=ledger)
-            assert again.cost_usd == endpoint.cost_usd
-            peer.mode = "answer"
-            assert await again.ask(ASK) == "use add"
-            await again.close()
-
-    asyncio.run(run())
+    async with chat_peer(mode) as peer:
+        cache, ledger = tmp_path / "judge.sqlite", tmp_path / "costs.jsonl"
+        timeout_s = 0.2 if mode == "silent" else 30.0
+        config = peer.config(timeout_s=timeout_s, **PRICES)
+        endpoint = ChatEndpoint(config, name="judge", cache=cache, ledger=ledger)
+        with pytest.raises(EndpointError, match=said):
+            await endpoint.ask(ASK)
+        assert endpoint.cost_usd == pytest.approx(cost_usd)
+        await endpoint.close()
+        again = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache, ledger=ledger)
+        assert again.cost_usd == endpoint.cost_usd
+        peer.mode = "answer"
+        assert await again.ask(ASK) == "use add"
+        await again.close()
 
 
 @pytest.mark.parametrize(
     "said", ["<think>\nplus? add!\n</think>\n\nuse add", "plus? add!\n</think>\n\nuse add", " use add\n"]
 )
-def test_thinking_is_no_part_of_the_answer(said):
+async def test_thinking_is_no_part_of_the_answer(said):
     # Servers without a reasoning parser leave it in the content; the template may have put its opening tag into the
     # prompt. A hint would hold the thinking alone, as it is cut after max_hint_chars.
-    async def run():
-        async with chat_peer(answer=lambda body: said) as peer:
-            endpoint = ChatEndpoint(peer.config(), name="orchestrator.hints.llm")
-            assert await endpoint.ask(ASK) == "use add"
-            await endpoint.close()
-
-    asyncio.run(run())
+    async with chat_peer(answer=lambda body: said) as peer:
+        endpoint = ChatEndpoint(peer.config(), name="orchestrator.hints.llm")
+        assert await endpoint.ask(ASK) == "use add"
+        await endpoint.close()
 
 
 CUT_THOUGHTS = ["<think>\nFirst, let me see what", "<think>a</think><think>b", "<think>a</think>\n<thinking>b"]
 
 
 @pytest.mark.parametrize("said", [*CUT_THOUGHTS, "<think>why?</think>", "", None])
-def test_an_answer_of_thinking_alone_is_an_error_that_names_the_limit(said, tmp_path):
+async def test_an_answer_of_thinking_alone_is_an_error_that_names_the_limit(said, tmp_path):
     # The limit cut the model before it said anything: paid for by its count of tokens, and not kept as an answer.
-    async def run():
-        async with chat_peer(answer=lambda body: said) as peer:
-            cache = tmp_path / "llm.sqlite"
-            endpoint = ChatEndpoint(peer.config(**PRICES), name="orchestrator.hints.llm", cache=cache)
-            with pytest.raises(EndpointError, match=r"hints\.llm: the answer holds no text .* 20 tokens: raise"):
-                await endpoint.ask(ASK)
-            assert endpoint.cost_usd == pytest.approx(0.2)
-            peer.answer = lambda body: "use add"
-            assert await endpoint.ask(ASK) == "use add" and len(peer.bodies) == 2
-            await endpoint.close()
-
-    asyncio.run(run())
-
-
-def test_an_endpoint_that_is_not_there_is_an_error():
-    async def run():
-        async with chat_peer() as peer:
-            url = peer.url
-        endpoint = ChatEndpoint(peer.config(base_url=url), name="judge")
-        with pytest.raises(EndpointError, match=r"judge \(m at http://127.* no connection"):
+    async with chat_peer(answer=lambda body: said) as peer:
+        cache = tmp_path / "llm.sqlite"
+        endpoint = ChatEndpoint(peer.config(**PRICES), name="orchestrator.hints.llm", cache=cache)
+        with pytest.raises(EndpointError, match=r"hints\.llm: the answer holds no text .* 20 tokens: raise"):
             await endpoint.ask(ASK)
+        assert endpoint.cost_usd == pytest.approx(0.2)
+        peer.answer = lambda body: "use add"
+        assert await endpoint.ask(ASK) == "use add" and len(peer.bodies) == 2
         await endpoint.close()
 
-    asyncio.run(run())
+
+async def test_an_endpoint_that_is_not_there_is_an_error():
+    async with chat_peer() as peer:
+        url = peer.url
+    endpoint = ChatEndpoint(peer.config(base_url=url), name="judge")
+    with pytest.raises(EndpointError, match=r"judge \(m at http://127.* no connection"):
+        await endpoint.ask(ASK)
+    await endpoint.close()
 
 
 def test_a_missing_key_opens_no_cache(tmp_path, monkeypatch):
@@ -156,17 +135,14 @@ def test_a_missing_key_opens_no_cache(tmp_path, monkeypatch):
     assert not (tmp_path / "judge.sqlite").exists()
 
 
-def test_after_failures_in_a_row_an_endpoint_is_left_alone():
-    async def run():
-        async with chat_peer("500") as peer:
-            endpoint = ChatEndpoint(peer.config(), name="judge")
-            for number in range(8):
-                with pytest.raises(EndpointError, match="status 500" if number < 5 else r"5 calls in a row failed"):
-                    await endpoint.ask(asking(number))
-            assert len(peer.bodies) == 5
-            await endpoint.close()
-
-    asyncio.run(run())
+async def test_after_failures_in_a_row_an_endpoint_is_left_alone():
+    async with chat_peer("500") as peer:
+        endpoint = ChatEndpoint(peer.config(), name="judge")
+        for number in range(8):
+            with pytest.raises(EndpointError, match="status 500" if number < 5 else r"5 calls in a row failed"):
+                await endpoint.ask(asking(number))
+        assert len(peer.bodies) == 5
+        await endpoint.close()
 
 
 def test_the_key_comes_from_the_environment(monkeypatch):
@@ -182,19 +158,16 @@ def test_the_key_comes_from_the_environment(monkeypatch):
     asyncio.run(run())
 
 
-def test_a_call_that_nobody_waits_for_is_not_made():
+async def test_a_call_that_nobody_waits_for_is_not_made():
     # Eight calls are in flight; the one that waits for a place is the first whose caller leaves.
-    async def run():
-        async with chat_peer("silent") as peer:
-            endpoint = ChatEndpoint(peer.config(timeout_s=60), name="judge")
-            asked = [asyncio.ensure_future(endpoint.ask(asking(number))) for number in range(9)]
-            while len(peer.bodies) < 8:
-                await asyncio.sleep(0.01)
-            sent = {body["messages"][0]["content"] for body in peer.bodies}
-            for leaving in sorted(asked, key=lambda call: f"no {asked.index(call)}" in sent):
-                leaving.cancel()
-                await asyncio.gather(leaving, return_exceptions=True)
-            assert len(peer.bodies) == 8
-            await endpoint.close()
-
-    asyncio.run(run())
+    async with chat_peer("silent") as peer:
+        endpoint = ChatEndpoint(peer.config(timeout_s=60), name="judge")
+        asked = [asyncio.ensure_future(endpoint.ask(asking(number))) for number in range(9)]
+        while len(peer.bodies) < 8:
+            await asyncio.sleep(0.01)
+        sent = {body["messages"][0]["content"] for body in peer.bodies}
+        for leaving in sorted(asked, key=lambda call: f"no {asked.index(call)}" in sent):
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+        assert len(peer.bodies) == 8
+        await endpoint.close()

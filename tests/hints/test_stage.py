@@ -18,14 +18,17 @@ from composer_prime.wire.types import flags, floats, ints
 from examples.wrong_hints import WrongHints
 from orchestrator.hints.generate import (
     ChatEndpoint,
+    ErrorTurn,
+    HintRequest,
     Templates,
+    error_turn,
     find_errors,
     model_hint,
     raw_error,
     sibling_demonstration,
 )
 from orchestrator.hints.stage import HintPlacer, HintStage, check_kinds, own_parts
-from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, score_group
+from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOutcome, score_group
 from orchestrator.rollouts.rollout_log import rollout_line
 from orchestrator.workers.pool import SessionRecord
 from tests.chat_models import chat
@@ -250,10 +253,30 @@ def test_a_group_waits_for_its_hints_so_long_and_no_longer(monkeypatch):
     assert rollout.turns[1].error == "tool_not_found" and rollout.turns[1].hint is None
 
 
+class LongTurns:
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    async def __call__(self, rollout: FinishedRollout) -> list[ErrorTurn]:
+        return [
+            error_turn(rollout, index, "too_long", "The turn was too long.")
+            for index, turn in enumerate(rollout.turns)
+            if turn.turn is not None and len(turn.text) > self._most
+        ]
+
+
+class Reminder:
+    def __init__(self, text: str = "Be brief.") -> None:
+        self._text = text
+
+    async def __call__(self, request: HintRequest) -> str | None:
+        return self._text if request.error.kind == "too_long" else None
+
+
 # A detector and a writer from outside are named by import path, with settings.
 def test_own_parts():
-    detect = [{"name": "tests.hints.own_parts:LongTurns", "settings": {"most": 0}}]
-    layers = ["tests.hints.own_parts:Reminder"]
+    detect = [{"name": "test_stage:LongTurns", "settings": {"most": 0}}]
+    layers = ["test_stage:Reminder"]
     config = HintsConfig.model_validate({"detect": detect, "layers": layers})
     made = stage(
         HintsConfig(),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import torch
 
@@ -44,13 +42,8 @@ def patient_drain(monkeypatch):
 
 @pytest.fixture
 def config():
-    return InferenceConfig(
-        device="cpu",
-        local=LocalEngineConfig(max_batch=8),
-        heartbeat_s=0.1,
-        lost_after_s=1.0,
-        connect_timeout_s=4.0,
-    )
+    local = LocalEngineConfig(max_batch=8)
+    return InferenceConfig(device="cpu", local=local, heartbeat_s=0.1, lost_after_s=1.0, connect_timeout_s=4.0)
 
 
 @pytest.fixture(autouse=True)
@@ -62,14 +55,8 @@ def no_thread_failed(caplog):
 
 
 @pytest.fixture
-def loop():
-    with asyncio.Runner() as runner:
-        yield runner
-
-
-@pytest.fixture
-def engine(loop, folder, config):
+async def engine(folder, config):
     engine = LocalEngine(folder, config, MAX_CONTEXT)
-    loop.run(engine.start())
+    await engine.start()
     yield engine
-    loop.run(engine.close())
+    await engine.close()

@@ -23,6 +23,7 @@ from composer_prime.wire.node_messages import (
 from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.types import pack_ints
 from tests.inference.publisher import RUN_ID
+from tests.waiting import until
 
 DEADLINE_S = 20.0
 
@@ -103,15 +104,7 @@ class GatewayPeer:
     def send_raw(self, *frames: bytes) -> None:
         self._server.socket.send_multipart([self.node, *frames])
 
-    def generate(
-        self,
-        name: str,
-        prompt: list[int],
-        *,
-        lease: int = 1,
-        session: str = "s",
-        **options,
-    ) -> None:
+    def generate(self, name: str, prompt: list[int], *, lease: int = 1, session: str = "s", **options) -> None:
         sampling = Sampling(**{"max_tokens": 8, "ignore_eos": True, **options})
         self.send(
             Generate(request_id=name, lease=lease, prompt_ids=pack_ints(prompt), sampling=sampling, session=session)
@@ -122,11 +115,7 @@ class GatewayPeer:
         return await asyncio.wait_for(self.inbox.get(), DEADLINE_S)
 
     async def until(self, condition, what: str) -> None:
-        for _ in range(int(DEADLINE_S / 0.02)):
-            if condition():
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError(f"waited {DEADLINE_S:.0f} s for {what}")
+        await until(condition, what, DEADLINE_S)
 
     async def close(self) -> None:
         self._task.cancel()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import safetensors.torch
@@ -31,15 +33,7 @@ class Publisher:
         chunks: list[ChunkRef] = []
         for start in range(0, len(data), 400_000):
             chunks += self.store.put_chunks(data[start : start + 400_000])
-        return Manifest(
-            run_id=RUN_ID,
-            version=version,
-            kind="anchor",
-            dtype="float32",
-            chunks=chunks,
-            tensors=dict.fromkeys(tensors, ""),
-            canary=Canary(token_ids=CANARY, logprobs=self.reference.score(CANARY, version).tolist()),
-        )
+        return self._described(version, tensors, chunks, self.reference.score(CANARY, version))
 
     def adapters(self, version: int, rank: int = 2) -> Manifest:
         """Store factors of every attention projection, and describe the version that they make of the model folder."""
@@ -50,16 +44,20 @@ class Publisher:
             a = factors[f"{name}.lora_A"] = 0.1 * torch.randn(rank, width, generator=generator)
             b = factors[f"{name}.lora_B"] = 0.1 * torch.randn(height, rank, generator=generator)
             merged[name] = (base[name].double() + 2.0 * (b.double() @ a.double())).float()
-        scores = self.reference.score_of(merged, CANARY)
+        chunks, scores = self.store.put_chunks(safetensors.torch.save(factors)), self.reference.score_of(merged, CANARY)
+        return self._described(version, base, chunks, scores, kind="adapters", adapter_scale=2.0)
+
+    def _described(
+        self, version: int, names: Iterable[str], chunks: list[ChunkRef], scores: torch.Tensor, **more: Any
+    ) -> Manifest:
         return Manifest(
             run_id=RUN_ID,
             version=version,
-            kind="adapters",
             dtype="float32",
-            chunks=self.store.put_chunks(safetensors.torch.save(factors)),
-            tensors=dict.fromkeys(base, ""),
+            chunks=chunks,
+            tensors=dict.fromkeys(names, ""),
             canary=Canary(token_ids=CANARY, logprobs=scores.tolist()),
-            adapter_scale=2.0,
+            **{"kind": "anchor", **more},
         )
 
     def publish(self, version: int, **changes) -> bytes:

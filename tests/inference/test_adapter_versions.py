@@ -20,33 +20,33 @@ def receiver(engine, publisher, folder):
     made.close()
 
 
-def install(loop, receiver, publisher, manifest) -> None:
+async def install(receiver, publisher, manifest) -> None:
     signed = sign(manifest, publisher.keys.signer())
-    loop.run(receiver.install(signed, publisher.verify_key, RUN_ID))
+    await receiver.install(signed, publisher.verify_key, RUN_ID)
 
 
-def scores(loop, engine) -> torch.Tensor:
-    return torch.tensor(loop.run(engine.score(CANARY)))
+async def scores(engine) -> torch.Tensor:
+    return torch.tensor(await engine.score(CANARY))
 
 
 # Adapters are added to the model folder's tensors: the engine then scores as the merged model, and the next version,
 # whole or adapters again, replaces them instead of adding to them.
-def test_adapters_are_added_to_the_base(loop, engine, receiver, publisher, reference):
+async def test_adapters_are_added_to_the_base(engine, receiver, publisher, reference):
     for version in (1, 2):
         manifest = publisher.adapters(version)
-        install(loop, receiver, publisher, manifest)
-        loaded = scores(loop, engine)
+        await install(receiver, publisher, manifest)
+        loaded = await scores(engine)
         assert (loaded - torch.tensor(manifest.canary.logprobs)).abs().max() < 1e-4
         assert (loaded - reference.score(CANARY, 0)).abs().max() > 1e-2 and receiver.version == version
-    install(loop, receiver, publisher, publisher.manifest(3))
-    assert (scores(loop, engine) - reference.score(CANARY, 3)).abs().max() < 1e-4
+    await install(receiver, publisher, publisher.manifest(3))
+    assert (await scores(engine) - reference.score(CANARY, 3)).abs().max() < 1e-4
 
 
 # Adapters of another model, or of a kind that this release does not know, are refused; the old weights stay in use.
 @pytest.mark.parametrize(
     ("change", "error"), [("name", MisfitError), ("shape", MisfitError), ("kind", CorruptWeightsError)]
 )
-def test_adapters_of_another_model(loop, engine, receiver, publisher, reference, change, error):
+async def test_adapters_of_another_model(engine, receiver, publisher, reference, change, error):
     manifest = publisher.adapters(1)
     if change == "name":
         manifest = msgspec.structs.replace(manifest, tensors=manifest.tensors | {"model.extra": ""})
@@ -58,5 +58,5 @@ def test_adapters_of_another_model(loop, engine, receiver, publisher, reference,
     if change == "kind":
         manifest = msgspec.structs.replace(manifest, kind="unknown")
     with pytest.raises(error, match=r"use the same model\.path|use one release"):
-        install(loop, receiver, publisher, manifest)
-    assert receiver.version == 0 and (scores(loop, engine) - reference.score(CANARY, 0)).abs().max() < 1e-4
+        await install(receiver, publisher, manifest)
+    assert receiver.version == 0 and (await scores(engine) - reference.score(CANARY, 0)).abs().max() < 1e-4

@@ -6,27 +6,20 @@ import re
 
 import pytest
 
-from composer_prime.config import Config, load
+from composer_prime.config import load
 from composer_prime.errors import ConfigError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, write_atomic
 from inference.main import _as_auditor, _main
+from tests.configs_made import config_of
 
 
 @pytest.fixture
 def run_dir(tmp_path):
     run = RunDir(tmp_path / "run")
     RunKeys.create(run.keys)
-    config = Config.model_validate(
-        {
-            "run": {"name": "audited"},
-            "model": {"path": "tiny"},
-            "inference": {"engine": "vllm", "device": "cuda", "dtype": "bfloat16"},
-            "orchestrator": {
-                "source": [{"name": "s", "taskset": {"id": "orchestrator.environments.toolsmith"}}],
-                "audit": {"enabled": True},
-            },
-        }
+    config = config_of(
+        inference={"engine": "vllm", "device": "cuda", "dtype": "bfloat16"}, orchestrator={"audit": {"enabled": True}}
     )
     write_atomic(run.config, load.dump(config).encode())
     return run

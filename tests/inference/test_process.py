@@ -12,11 +12,12 @@ import time
 
 import pytest
 
-from composer_prime.config import Config, load
+from composer_prime.config import load
 from composer_prime.run.run_dir import RunDir
 from inference.main import _main
 from inference.serving import Assignment, _serve
 from inference.weight_sources import WeightSources
+from tests.configs_made import config_of
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer
 from tests.inference.publisher import RUN_ID
@@ -35,17 +36,10 @@ def start(*words: str, **env: str) -> subprocess.Popen:
 @pytest.fixture
 def run_dir(tmp_path, folder, keys):
     run_dir = RunDir(tmp_path)
-    config = Config.model_validate(
-        {
-            "run": {"name": "r"},
-            "model": {"path": str(folder), "max_context": MAX_CONTEXT},
-            "orchestrator": {
-                "source": [{"name": "s", "taskset": {"id": "t"}}],
-                "sampling": {"max_tokens": 32},
-                "max_concurrent": 8,
-            },
-            "inference": {"device": "cpu", "heartbeat_s": 0.2, "lost_after_s": 1.0, "connect_timeout_s": 2.0},
-        }
+    config = config_of(
+        model={"path": str(folder), "max_context": MAX_CONTEXT},
+        orchestrator={"max_concurrent": 8},
+        inference={"device": "cpu", "heartbeat_s": 0.2, "lost_after_s": 1.0, "connect_timeout_s": 2.0},
     )
     run_dir.config.write_text(load.dump(config))
     return run_dir
@@ -143,25 +137,22 @@ def test_a_node_that_is_stopped_while_it_installs_ends_at_once(publisher, folder
 
 
 @pytest.mark.process
-def test_a_launched_node_reads_the_run_directory(loop, keys, publisher, run_dir):
+async def test_a_launched_node_reads_the_run_directory(keys, publisher, run_dir):
     # With --run-dir the node waits for endpoints.json, takes weights from the folder, and goes when the gateway goes.
-    async def scenario():
-        gateway = GatewayPeer(keys, publisher.store)
-        gateway.manifest = publisher.publish(1)
-        process = start("--run-dir", str(run_dir.root), "--node-name", "node-7")
-        try:
-            await asyncio.sleep(0.5)
-            run_dir.endpoints.write_text(json.dumps({"step": "", "node": gateway.endpoint}))
-            until = time.monotonic() + 240
-            while not (gateway.statuses and gateway.statuses[-1].version == 1):
-                assert process.poll() is None and time.monotonic() < until
-                await asyncio.sleep(0.05)
-            await gateway.close()
-            text, _ = await asyncio.to_thread(process.communicate, timeout=120)
-            return gateway, process.returncode, text
-        finally:
-            process.kill()
-
-    gateway, status, text = loop.run(scenario())
+    gateway = GatewayPeer(keys, publisher.store)
+    gateway.manifest = publisher.publish(1)
+    process = start("--run-dir", str(run_dir.root), "--node-name", "node-7")
+    try:
+        await asyncio.sleep(0.5)
+        run_dir.endpoints.write_text(json.dumps({"step": "", "node": gateway.endpoint}))
+        until = time.monotonic() + 240
+        while not (gateway.statuses and gateway.statuses[-1].version == 1):
+            assert process.poll() is None and time.monotonic() < until
+            await asyncio.sleep(0.05)
+        await gateway.close()
+        text, _ = await asyncio.to_thread(process.communicate, timeout=120)
+        status = process.returncode
+    finally:
+        process.kill()
     assert gateway.hellos[0].node_id == "node-7" and not gateway.chunk_requests
     assert status == 1 and "connect_timeout_s" in text and "Traceback" not in text

@@ -45,70 +45,70 @@ def receiver(engine, receive):
     return receive(engine)
 
 
-def in_use(loop, engine, reference) -> int:
+async def in_use(engine, reference) -> int:
     """The version whose scores the engine gives."""
-    scores = torch.tensor(loop.run(engine.score(CANARY)))
+    scores = torch.tensor(await engine.score(CANARY))
     errors = {version: (scores - reference.score(CANARY, version)).abs().max().item() for version in range(5)}
     return min(errors, key=errors.__getitem__)
 
 
-def install(loop, receiver, publisher, signed):
-    loop.run(receiver.install(signed, publisher.verify_key, RUN_ID))
+async def install(receiver, publisher, signed):
+    await receiver.install(signed, publisher.verify_key, RUN_ID)
 
 
-def test_a_published_version_comes_into_use(loop, engine, receiver, publisher, reference):
+async def test_a_published_version_comes_into_use(engine, receiver, publisher, reference):
     # Chunks are pulled, verified, swapped in and proven by the canary.
-    install(loop, receiver, publisher, publisher.publish(1))
-    assert (receiver.version, engine.version, in_use(loop, engine, reference)) == (1, 1, 1)
+    await install(receiver, publisher, publisher.publish(1))
+    assert (receiver.version, engine.version, await in_use(engine, reference)) == (1, 1, 1)
     assert receiver.canary_error < 1e-4
-    install(loop, receiver, publisher, publisher.publish(3))
-    assert (receiver.version, in_use(loop, engine, reference)) == (3, 3)
+    await install(receiver, publisher, publisher.publish(3))
+    assert (receiver.version, await in_use(engine, reference)) == (3, 3)
 
 
-def test_the_start_version_is_proven_not_pulled(loop, engine, receiver, publisher, reference):
+async def test_the_start_version_is_proven_not_pulled(engine, receiver, publisher, reference):
     # Version 0 is the model folder: its canary is scored, its chunks need not even exist.
     manifest = publisher.manifest(0)
     for ref in manifest.chunks:
         (publisher.store.root / "chunks" / ref.sha256).unlink()
-    install(loop, receiver, publisher, sign(manifest, publisher.keys.signer()))
+    await install(receiver, publisher, sign(manifest, publisher.keys.signer()))
     assert receiver.version == 0 and receiver.canary_error < 1e-4
 
 
-def test_a_start_folder_of_other_weights_is_replaced(loop, engine, receiver, publisher, reference):
+async def test_a_start_folder_of_other_weights_is_replaced(engine, receiver, publisher, reference):
     # A node whose folder is not the run's version 0 notices by the canary and loads the published one.
     manifest = msgspec.structs.replace(publisher.manifest(2), version=0)
-    install(loop, receiver, publisher, sign(manifest, publisher.keys.signer()))
-    assert receiver.version == 0 and in_use(loop, engine, reference) == 2
+    await install(receiver, publisher, sign(manifest, publisher.keys.signer()))
+    assert receiver.version == 0 and await in_use(engine, reference) == 2
 
 
-def test_another_signature_is_refused(loop, engine, receiver, publisher, reference):
+async def test_another_signature_is_refused(engine, receiver, publisher, reference):
     # A manifest that another key signed, of another run, or that is no manifest, changes nothing.
-    install(loop, receiver, publisher, publisher.publish(1))
+    await install(receiver, publisher, publisher.publish(1))
     with pytest.raises(SignatureError, match="signature"):
-        install(loop, receiver, publisher, publisher.forge(2))
+        await install(receiver, publisher, publisher.forge(2))
     with pytest.raises(SignatureError, match="run-2"):
-        install(loop, receiver, publisher, publisher.publish(2, run_id="run-2"))
+        await install(receiver, publisher, publisher.publish(2, run_id="run-2"))
     for garbage in (b"", b"\x00" * 100, publisher.publish(2)[:-9]):
         with pytest.raises(WireError):
-            install(loop, receiver, publisher, garbage)
-    assert (receiver.version, in_use(loop, engine, reference)) == (1, 1)
+            await install(receiver, publisher, garbage)
+    assert (receiver.version, await in_use(engine, reference)) == (1, 1)
 
 
 @pytest.mark.parametrize("keep", [None, 1000], ids=["altered", "truncated"])
-def test_a_damaged_chunk_is_refused_then_mended(loop, engine, receiver, publisher, reference, keep):
+async def test_a_damaged_chunk_is_refused_then_mended(engine, receiver, publisher, reference, keep):
     # A chunk that is altered or cut short is found before anything is loaded; once mended, the same version installs.
     manifest = publisher.manifest(2)
     publisher.damage(manifest, 1, keep=keep)
     with pytest.raises(CorruptWeightsError, match="chunk"):
-        install(loop, receiver, publisher, sign(manifest, publisher.keys.signer()))
-    assert (receiver.version, in_use(loop, engine, reference)) == (0, 0)
+        await install(receiver, publisher, sign(manifest, publisher.keys.signer()))
+    assert (receiver.version, await in_use(engine, reference)) == (0, 0)
     path = publisher.store.root / "chunks" / manifest.chunks[1].sha256
     path.unlink()
-    install(loop, receiver, publisher, publisher.publish(2))
-    assert in_use(loop, engine, reference) == 2
+    await install(receiver, publisher, publisher.publish(2))
+    assert await in_use(engine, reference) == 2
 
 
-def test_the_file_s_header_is_checked(loop, engine, receiver, publisher, reference):
+async def test_the_file_s_header_is_checked(engine, receiver, publisher, reference):
     # Chunks of no safetensors file are refused.
     header = b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'
     for noise in (
@@ -119,27 +119,27 @@ def test_the_file_s_header_is_checked(loop, engine, receiver, publisher, referen
         (2).to_bytes(8, "little") + b"[]",
     ):
         with pytest.raises(CorruptWeightsError, match="safetensors"):
-            install(loop, receiver, publisher, publisher.publish(1, chunks=publisher.store.put_chunks(noise)))
-    assert in_use(loop, engine, reference) == 0
+            await install(receiver, publisher, publisher.publish(1, chunks=publisher.store.put_chunks(noise)))
+    assert await in_use(engine, reference) == 0
 
 
 @pytest.mark.parametrize("name", ["../escaped", "{folder}/escaped", "a" * 63, "A" * 64, "a" * 64 + "\n", "."])
-def test_a_chunk_name_that_leads_out_of_the_folder_is_refused(loop, receiver, publisher, tmp_path, name):
+async def test_a_chunk_name_that_leads_out_of_the_folder_is_refused(receiver, publisher, tmp_path, name):
     """A signed manifest writes no file elsewhere: a chunk's name is a hash, and nothing is pulled."""
     ref = ChunkRef(name.format(folder=tmp_path), 8)
     with pytest.raises(WireError, match="expected a sha256"):
-        install(loop, receiver, publisher, publisher.publish(1, chunks=[ref]))
+        await install(receiver, publisher, publisher.publish(1, chunks=[ref]))
     assert not list(receiver.versions.path.iterdir()) and not list(tmp_path.glob("**/escaped"))
 
 
 @pytest.mark.parametrize("size", [-1, CHUNK_BYTES + 1])
-def test_a_chunk_size_that_no_release_writes_is_refused(loop, receiver, publisher, size):
+async def test_a_chunk_size_that_no_release_writes_is_refused(receiver, publisher, size):
     """The size that a manifest claims for a chunk cannot fill the disk."""
     with pytest.raises(WireError, match=f"{size} bytes"):
-        install(loop, receiver, publisher, publisher.publish(1, chunks=[ChunkRef("a" * 64, size)]))
+        await install(receiver, publisher, publisher.publish(1, chunks=[ChunkRef("a" * 64, size)]))
 
 
-def test_another_model_is_refused(loop, engine, receiver, publisher, reference):
+async def test_another_model_is_refused(engine, receiver, publisher, reference):
     # Tensors that do not fit the engine's model are refused, and the version before goes on.
     manifest = publisher.manifest(1)
     name = next(iter(manifest.tensors))
@@ -147,25 +147,25 @@ def test_another_model_is_refused(loop, engine, receiver, publisher, reference):
     chunks = publisher.store.put_chunks(safetensors.torch.save(tensors))
     names = {key: value for key, value in manifest.tensors.items() if key != name}
     with pytest.raises(MisfitError, match=name):
-        install(loop, receiver, publisher, publisher.publish(1, chunks=chunks, tensors=names))
-    assert (receiver.version, engine.version, in_use(loop, engine, reference)) == (0, 0, 0)
+        await install(receiver, publisher, publisher.publish(1, chunks=chunks, tensors=names))
+    assert (receiver.version, engine.version, await in_use(engine, reference)) == (0, 0, 0)
     # Nothing had changed, so nothing is taken back and no running answer is thrown away.
     assert receiver.rollbacks == 0 and receiver.settled.is_set()
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_a_failed_canary_brings_the_old_weights_back(loop, engine, receiver, publisher, reference, before):
+async def test_a_failed_canary_brings_the_old_weights_back(engine, receiver, publisher, reference, before):
     # Weights that do not give the published logprobs are taken out again for the version before, or the folder's.
     if before:
-        install(loop, receiver, publisher, publisher.publish(before))
+        await install(receiver, publisher, publisher.publish(before))
     for logprobs in ([-1.0] * (len(CANARY) - 1), [float("nan")] * (len(CANARY) - 1), [-1.0]):
         canary = Canary(token_ids=CANARY, logprobs=logprobs)
         with pytest.raises(CanaryError, match="canary"):
-            install(loop, receiver, publisher, publisher.publish(2, canary=canary))
-        assert (receiver.version, engine.version, in_use(loop, engine, reference)) == (before, before, before)
+            await install(receiver, publisher, publisher.publish(2, canary=canary))
+        assert (receiver.version, engine.version, await in_use(engine, reference)) == (before, before, before)
     assert receiver.rollbacks == 3 and receiver.settled.is_set()
-    install(loop, receiver, publisher, publisher.publish(2))
-    assert in_use(loop, engine, reference) == 2
+    await install(receiver, publisher, publisher.publish(2))
+    assert await in_use(engine, reference) == 2
 
 
 class Altered:
@@ -191,19 +191,19 @@ def no_score_once(inner: LocalEngine):
     return score
 
 
-def test_weights_that_could_not_be_proven_are_taken_out(loop, engine, receive, publisher, reference):
+async def test_weights_that_could_not_be_proven_are_taken_out(engine, receive, publisher, reference):
     # A canary without an answer is no proof: the version before goes on, and what was sampled meanwhile is not used.
     receiver = receive(Altered(engine, score=no_score_once(engine)))
     signed = publisher.publish(2)
     with pytest.raises(DeadlineError):
-        install(loop, receiver, publisher, signed)
-    assert (receiver.version, engine.version, in_use(loop, engine, reference)) == (0, 0, 0)
+        await install(receiver, publisher, signed)
+    assert (receiver.version, engine.version, await in_use(engine, reference)) == (0, 0, 0)
     assert receiver.rollbacks == 1 and receiver.settled.is_set()
-    install(loop, receiver, publisher, signed)
-    assert (receiver.version, in_use(loop, engine, reference)) == (2, 2)
+    await install(receiver, publisher, signed)
+    assert (receiver.version, await in_use(engine, reference)) == (2, 2)
 
 
-def test_requests_count_as_refused_until_the_old_weights_are_in_use(loop, engine, receive, publisher):
+async def test_requests_count_as_refused_until_the_old_weights_are_in_use(engine, receive, publisher):
     """A request that starts while the old weights are loaded again has sampled with the refused ones."""
     seen = []
 
@@ -213,23 +213,23 @@ def test_requests_count_as_refused_until_the_old_weights_are_in_use(loop, engine
 
     receiver = receive(Altered(engine, load_weights=load))
     with pytest.raises(CanaryError):
-        install(loop, receiver, publisher, publisher.publish(1, canary=Canary(token_ids=CANARY, logprobs=[-1.0] * 7)))
+        await install(receiver, publisher, publisher.publish(1, canary=Canary(token_ids=CANARY, logprobs=[-1.0] * 7)))
     started_during_the_reload = dict(seen)[0]
     assert receiver.rollbacks > started_during_the_reload and receiver.settled.is_set()
 
 
-def test_a_chunk_that_the_node_s_disk_lost_is_pulled_again(loop, engine, receive, publisher, reference):
+async def test_a_chunk_that_the_node_s_disk_lost_is_pulled_again(engine, receive, publisher, reference):
     """A damaged file that old and new versions share fails the swap, the reload pulls it, and the next try passes."""
     receiver = receive(engine)
-    install(loop, receiver, publisher, publisher.publish(1))
+    await install(receiver, publisher, publisher.publish(1))
     signed = sign(msgspec.structs.replace(publisher.manifest(1), version=2), publisher.keys.signer())
     shared = publisher.manifest(1).chunks[3].sha256
     (receiver.versions.path / shared).write_bytes(b"")
     with pytest.raises(CorruptWeightsError, match=shared):
-        install(loop, receiver, publisher, signed)
-    assert (receiver.version, engine.version, in_use(loop, engine, reference)) == (1, 1, 1)
+        await install(receiver, publisher, signed)
+    assert (receiver.version, engine.version, await in_use(engine, reference)) == (1, 1, 1)
     assert receiver.rollbacks == 1 and receiver.settled.is_set()
-    install(loop, receiver, publisher, signed)
+    await install(receiver, publisher, signed)
     assert (receiver.version, engine.version) == (2, 2)
 
 
@@ -239,7 +239,7 @@ def close_versions(publisher, folder):
     return Publisher(publisher.store.root, publisher.keys, Reference(folder, scale=1e-6))
 
 
-def test_answers_leave_until_the_first_weight_changes(loop, engine, receive, publisher):
+async def test_answers_leave_until_the_first_weight_changes(engine, receive, publisher):
     """What an engine prepares for a swap, such as a file of the weights, holds back no answer."""
     seen = []
 
@@ -250,11 +250,11 @@ def test_answers_leave_until_the_first_weight_changes(loop, engine, receive, pub
         await engine.load_weights(version, tensors)
 
     receiver = receive(Altered(engine, load_weights=load))
-    install(loop, receiver, publisher, publisher.publish(1))
+    await install(receiver, publisher, publisher.publish(1))
     assert seen == [True, False] and receiver.settled.is_set()
 
 
-def test_one_tensor_that_was_not_loaded_is_found(loop, engine, receive, publisher):
+async def test_one_tensor_that_was_not_loaded_is_found(engine, receive, publisher):
     # All but one tensor are swapped: it is named, although the canary hardly shows it.
     name = "model.layers.1.mlp.up_proj.weight"
 
@@ -264,19 +264,19 @@ def test_one_tensor_that_was_not_loaded_is_found(loop, engine, receive, publishe
 
     receiver = receive(Altered(engine, load_weights=load), tolerance=50)
     with pytest.raises(CanaryError, match=rf"other values in {name} \(1 of "):
-        install(loop, receiver, publisher, publisher.publish(1))
+        await install(receiver, publisher, publisher.publish(1))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_small_steps_are_proven(loop, folder, config, receive, close_versions, dtype):
+async def test_small_steps_are_proven(folder, config, receive, close_versions, dtype):
     # Three versions at a learning rate of 1e-6 pass, also where the engine's rounding is more than they differ by.
     engine = LocalEngine(folder, config.model_copy(update={"dtype": dtype}), MAX_CONTEXT)
-    loop.run(engine.start())
+    await engine.start()
     receiver = receive(engine, tolerance=0.5)
     for version in range(3):
-        install(loop, receiver, close_versions, close_versions.publish(version))
+        await install(receiver, close_versions, close_versions.publish(version))
     assert receiver.version == 2 and receiver.rollbacks == 0
-    loop.run(engine.close())
+    await engine.close()
 
 
 class Watched(Snapshot):
@@ -296,7 +296,7 @@ class Watched(Snapshot):
             yield start, values
 
 
-def test_a_swap_holds_a_block_at_a_time(loop, engine, receive, publisher):
+async def test_a_swap_holds_a_block_at_a_time(engine, receive, publisher):
     # While a second version comes in, no more than two blocks of it are in memory at any moment, and none afterwards.
     seen: list[Watched] = []
 
@@ -306,7 +306,7 @@ def test_a_swap_holds_a_block_at_a_time(loop, engine, receive, publisher):
 
     receiver = receive(Altered(engine, load_weights=load))
     for version in (1, 2):
-        install(loop, receiver, publisher, publisher.publish(version))
+        await install(receiver, publisher, publisher.publish(version))
     for watched in seen:
         assert watched.most <= 2 and not watched.alive
         assert watched.read == sum(tensor.nbytes for tensor in publisher.reference.weights(2).values())

@@ -343,9 +343,9 @@ def test_any_history_is_bit_exact(actions, cut_after):
 # number, and a file on the node's disk that changed after its hash was checked, are refused; the old version serves on.
 # So it is where the engine computes in another type than the published one.
 @pytest.mark.parametrize(("fault", "dtype"), [("old weights", "float32"), ("disk", "float32"), ("disk", "bfloat16")])
-def test_the_engine_must_hold_the_signed_sums(loop, publisher, folder, config, reference, fault, dtype):
+async def test_the_engine_must_hold_the_signed_sums(publisher, folder, config, reference, fault, dtype):
     engine = LocalEngine(folder, config.model_copy(update={"dtype": dtype}), MAX_CONTEXT)
-    loop.run(engine.start())
+    await engine.start()
     receiver = Receiver(engine, FolderSource(publisher.store), folder, canary_tolerance=100.0)
 
     def signed(version: int) -> bytes:
@@ -360,26 +360,26 @@ def test_the_engine_must_hold_the_signed_sums(loop, publisher, folder, config, r
             path.write_bytes(path.read_bytes()[:-1] + b"\x00")
         await plain_load(version, tensors, begin)
 
-    loop.run(receiver.install(signed(1), publisher.verify_key, RUN_ID))
+    await receiver.install(signed(1), publisher.verify_key, RUN_ID)
     plain_load, engine.load_weights = engine.load_weights, load
     with pytest.raises(CanaryError, match="holds other values"):
-        loop.run(receiver.install(signed(2), publisher.verify_key, RUN_ID))
+        await receiver.install(signed(2), publisher.verify_key, RUN_ID)
     assert (receiver.version, engine.version) == (1, 1) and receiver.settled.is_set()
     engine.load_weights = plain_load
-    loop.run(receiver.install(signed(2), publisher.verify_key, RUN_ID))
+    await receiver.install(signed(2), publisher.verify_key, RUN_ID)
     assert (receiver.version, engine.version) == (2, 2)
     receiver.close()
-    loop.run(engine.close())
+    await engine.close()
 
 
 # Going back is proven too: old weights that changed on the disk are pulled again, and an engine that does not take them
 # ends the node.
 @pytest.mark.parametrize("fault", ["disk", "engine"])
-def test_going_back_is_proven(loop, engine, publisher, folder, reference, fault):
+async def test_going_back_is_proven(engine, publisher, folder, reference, fault):
     receiver = Receiver(engine, FolderSource(publisher.store), folder, canary_tolerance=100.0)
     sums = {name: word_sum(tensor) for name, tensor in reference.weights(1).items()}
     first = publisher.publish(1, tensors={name: f"{value:x}" for name, value in sums.items()})
-    loop.run(receiver.install(first, publisher.verify_key, RUN_ID))
+    await receiver.install(first, publisher.verify_key, RUN_ID)
     path = receiver.versions.path / publisher.manifest(1).chunks[-1].sha256
     whole, plain_load = path.read_bytes(), engine.load_weights
     if fault == "disk":
@@ -391,9 +391,9 @@ def test_going_back_is_proven(loop, engine, publisher, folder, reference, fault)
     engine.load_weights = load
     refused = publisher.publish(2, canary=Canary(token_ids=CANARY, logprobs=[math.nan] * (len(CANARY) - 1)))
     with pytest.raises(CanaryError if fault == "disk" else LostWeightsError, match="v2"):
-        loop.run(receiver.install(refused, publisher.verify_key, RUN_ID))
+        await receiver.install(refused, publisher.verify_key, RUN_ID)
     if fault == "disk":
-        held = loop.run(engine.read_back(list(sums)))
+        held = await engine.read_back(list(sums))
         assert sum(part.checksum for part in held) % 2**64 == sum(sums.values()) % 2**64
         assert path.read_bytes() == whole and receiver.version == 1
     assert receiver.rollbacks == 1 and receiver.settled.is_set() == (fault == "disk")

@@ -10,7 +10,7 @@ import os
 import random
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -26,6 +26,7 @@ from inference.joining import join_config, join_parser
 from inference.node import GatewayLink, InferenceNode
 from inference.receiver import PIECE_BYTES, ChunkSource, FolderSource, Receiver, VersionFolder
 from inference.weight_sources import HttpSource, WeightSources
+from tests.chat_server import http_server
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer
 from tests.inference.test_versions import Training, size_of
@@ -90,16 +91,13 @@ async def check(node: VersionFolder, training: Training, version: int) -> None:
 
 
 # A copy gives a snapshot and what differs from it, bit for bit, and the gateway is not asked.
-def test_a_copy_gives_versions(training, tmp_path):
-    async def scenario() -> None:
-        training.train(range(3))
-        async with (
-            served(training.store.root) as url,
-            pulling(tmp_path, Untouchable(), [url]) as (node, _),
-        ):
-            await check(node, training, 2)
-
-    asyncio.run(scenario())
+async def test_a_copy_gives_versions(training, tmp_path):
+    training.train(range(3))
+    async with (
+        served(training.store.root) as url,
+        pulling(tmp_path, Untouchable(), [url]) as (node, _),
+    ):
+        await check(node, training, 2)
 
 
 HOSTILE = ["flipped", "cut", "endless", "older"]
@@ -127,31 +125,26 @@ def spoil(training: Training, how: str) -> None:
 # A source that alters a chunk, cuts it, never ends it or gives that of an older version is refused: little
 # is kept of it, and the version before is still there, whole.
 @pytest.mark.parametrize("how", HOSTILE)
-def test_a_hostile_source_is_refused(training, tmp_path, how):
-    async def scenario() -> None:
-        training.train(range(2))
-        async with pulling(tmp_path, FolderSource(training.store), []) as (node, _):
-            await check(node, training, 1)
-            training.train(range(2, 3))
-            spoil(training, how)
-            manifest, before = training.written[1][0], node.bytes_pulled
-            async with served(training.store.root) as url:
-                hostile = sources_of(Lacking(), [url])
-                node.source = hostile
-                with pytest.raises(CorruptWeightsError, match="chunk"):
-                    await node.fetch(training.written[2][0])
-                await hostile.close()
-            assert node.bytes_pulled - before <= 2 * (PIECE_BYTES + CHUNK_BYTES)
-            kept = sum(path.stat().st_size for path in node.path.iterdir())
-            begun = size_of(
-                {ref.sha256: ref for ref in training.written[2][0].refs if ref not in manifest.refs}.values()
-            )
-            assert kept < size_of(manifest.refs) + begun
-            pulled = node.bytes_pulled
-            await check(node, training, 1)
-            assert node.bytes_pulled == pulled
-
-    asyncio.run(scenario())
+async def test_a_hostile_source_is_refused(training, tmp_path, how):
+    training.train(range(2))
+    async with pulling(tmp_path, FolderSource(training.store), []) as (node, _):
+        await check(node, training, 1)
+        training.train(range(2, 3))
+        spoil(training, how)
+        manifest, before = training.written[1][0], node.bytes_pulled
+        async with served(training.store.root) as url:
+            hostile = sources_of(Lacking(), [url])
+            node.source = hostile
+            with pytest.raises(CorruptWeightsError, match="chunk"):
+                await node.fetch(training.written[2][0])
+            await hostile.close()
+        assert node.bytes_pulled - before <= 2 * (PIECE_BYTES + CHUNK_BYTES)
+        kept = sum(path.stat().st_size for path in node.path.iterdir())
+        begun = size_of({ref.sha256: ref for ref in training.written[2][0].refs if ref not in manifest.refs}.values())
+        assert kept < size_of(manifest.refs) + begun
+        pulled = node.bytes_pulled
+        await check(node, training, 1)
+        assert node.bytes_pulled == pulled
 
 
 # With an honest gateway behind it the version comes all the same. Who gave wrong chunks is named and asked no more.
@@ -177,17 +170,8 @@ def test_a_liar_is_named_and_put_aside(training, tmp_path, how, caplog):
 # -- hosts that do not keep to HTTP ------------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def scripted(handler) -> AsyncIterator[str]:
-    app = web.Application()
-    app.add_routes([web.get("/{path:.*}", handler)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+def scripted(handler) -> AbstractAsyncContextManager[str]:
+    return http_server(web.get("/{path:.*}", handler))
 
 
 async def endless(request: web.Request) -> web.StreamResponse:
@@ -244,14 +228,11 @@ async def read_one(url: str, timeout_s: float) -> bytes | None:
 
 # Whatever a host answers that cannot be a chunk's bytes is an error that names it; it leads nowhere else.
 @pytest.mark.parametrize(("handler", "error", "message"), FAULTS)
-def test_a_wrong_answer_is_an_error(handler, error, message):
-    async def scenario() -> None:
-        async with scripted(handler) as url:
-            with pytest.raises(error, match=f"(?i){message}") as raised:
-                await read_one(url, 0.2 if handler is dripping else TIMEOUT_S)
-            assert url in str(raised.value)
-
-    asyncio.run(scenario())
+async def test_a_wrong_answer_is_an_error(handler, error, message):
+    async with scripted(handler) as url:
+        with pytest.raises(error, match=f"(?i){message}") as raised:
+            await read_one(url, 0.2 if handler is dripping else TIMEOUT_S)
+        assert url in str(raised.value)
 
 
 # Messages name a host without its password, whatever is in that.
@@ -306,115 +287,97 @@ async def pull_one_by_one(sources: WeightSources, refs: list) -> None:
 
 
 # Chunks come from all copies, the pieces of one from one copy.
-def test_copies_share_the_chunks(tmp_path):
-    async def scenario() -> None:
-        store, given = WeightStore(tmp_path), ([], [])
-        refs = [ref for seed in range(16) for ref in store.put_chunks(random.Random(seed).randbytes(PIECE_BYTES + 1))]
-        async with scripted(hosting(store, given[0])) as one, scripted(hosting(store, given[1])) as two:
-            sources = sources_of(Untouchable(), [one, two], clock=Clock())
-            await pull_one_by_one(sources, refs)
-            assert all(given) and not set(given[0]) & set(given[1])
-            await sources.close()
-
-    asyncio.run(scenario())
+async def test_copies_share_the_chunks(tmp_path):
+    store, given = WeightStore(tmp_path), ([], [])
+    refs = [ref for seed in range(16) for ref in store.put_chunks(random.Random(seed).randbytes(PIECE_BYTES + 1))]
+    async with scripted(hosting(store, given[0])) as one, scripted(hosting(store, given[1])) as two:
+        sources = sources_of(Untouchable(), [one, two], clock=Clock())
+        await pull_one_by_one(sources, refs)
+        assert all(given) and not set(given[0]) & set(given[1])
+        await sources.close()
 
 
 # A source that fails is left alone for a minute; one that was wrong for ten.
-def test_a_failing_source_is_put_aside_for_a_while(tmp_path):
-    async def scenario() -> None:
-        store, clock, asked = WeightStore(tmp_path), Clock(), []
-        (ref,) = store.put_chunks(b"x" * 100)
+async def test_a_failing_source_is_put_aside_for_a_while(tmp_path):
+    store, clock, asked = WeightStore(tmp_path), Clock(), []
+    (ref,) = store.put_chunks(b"x" * 100)
 
-        async def handler(request: web.Request) -> web.Response:
-            asked.append(clock.now)
-            return web.Response(status=500)
+    async def handler(request: web.Request) -> web.Response:
+        asked.append(clock.now)
+        return web.Response(status=500)
 
-        async with scripted(handler) as url:
-            sources = sources_of(FolderSource(store), [url], clock=clock)
-            for pause_s in (0, 59, 2, 59):
-                clock.now += pause_s
-                await pull_one_by_one(sources, [ref])
-            assert asked == [1000, 1061]
-            sources._chunks[ref.sha256].givers[url] = None
-            assert sources.refuse(ref.sha256) and not sources.refuse(ref.sha256)
-            assert sources._aside_until[url] == clock.now + 600
-            await sources.close()
-
-    asyncio.run(scenario())
+    async with scripted(handler) as url:
+        sources = sources_of(FolderSource(store), [url], clock=clock)
+        for pause_s in (0, 59, 2, 59):
+            clock.now += pause_s
+            await pull_one_by_one(sources, [ref])
+        assert asked == [1000, 1061]
+        sources._chunks[ref.sha256].givers[url] = None
+        assert sources.refuse(ref.sha256) and not sources.refuse(ref.sha256)
+        assert sources._aside_until[url] == clock.now + 600
+        await sources.close()
 
 
 # Whoever gives a byte at a time, each as the chunk's last, or takes long for a piece, is left alone after the first.
 @pytest.mark.parametrize(("piece", "seconds"), [(1, 0), (PIECE_BYTES, 11)])
-def test_a_source_cannot_hold_a_node(tmp_path, piece, seconds):
-    async def scenario() -> None:
-        store, clock, asked = WeightStore(tmp_path), Clock(), []
-        (ref,) = store.put_chunks(b"x" * (PIECE_BYTES + 100))
+async def test_a_source_cannot_hold_a_node(tmp_path, piece, seconds):
+    store, clock, asked = WeightStore(tmp_path), Clock(), []
+    (ref,) = store.put_chunks(b"x" * (PIECE_BYTES + 100))
 
-        async def handler(request: web.Request) -> web.Response:
-            first = request.http_range.start or 0
-            asked.append(first)
-            clock.now += seconds
-            span = f"bytes {first}-{first + piece - 1}/{ref.size if piece > 1 else first + 1}"
-            return web.Response(body=b"x" * piece, status=206, headers={"Content-Range": span})
+    async def handler(request: web.Request) -> web.Response:
+        first = request.http_range.start or 0
+        asked.append(first)
+        clock.now += seconds
+        span = f"bytes {first}-{first + piece - 1}/{ref.size if piece > 1 else first + 1}"
+        return web.Response(body=b"x" * piece, status=206, headers={"Content-Range": span})
 
-        async with scripted(handler) as url:
-            sources = sources_of(FolderSource(store), [url], clock=clock)
-            await pull_one_by_one(sources, [ref])
-            assert asked == [0] and url in sources._aside_until
-            await sources.close()
-
-    asyncio.run(scenario())
+    async with scripted(handler) as url:
+        sources = sources_of(FolderSource(store), [url], clock=clock)
+        await pull_one_by_one(sources, [ref])
+        assert asked == [0] and url in sources._aside_until
+        await sources.close()
 
 
 # A version that has not reached the copy yet is waited for there, not pulled through the gateway.
-def test_a_copy_may_lag(tmp_path):
-    async def scenario() -> None:
-        store, copy = WeightStore(tmp_path / "weights"), tmp_path / "copy"
-        (ref,) = store.put_chunks(b"x" * 100)
-        copy.mkdir()
-        async with served(copy) as url:
-            sources = sources_of(Untouchable(), [url], clock=Clock())
-            pull = asyncio.ensure_future(pull_one_by_one(sources, [ref]))
-            await asyncio.sleep(0.05)
-            assert not pull.done()
-            shutil.copytree(store.root, copy, dirs_exist_ok=True)
-            await asyncio.wait_for(pull, TIMEOUT_S)
-            await sources.close()
-
-    asyncio.run(scenario())
+async def test_a_copy_may_lag(tmp_path):
+    store, copy = WeightStore(tmp_path / "weights"), tmp_path / "copy"
+    (ref,) = store.put_chunks(b"x" * 100)
+    copy.mkdir()
+    async with served(copy) as url:
+        sources = sources_of(Untouchable(), [url], clock=Clock())
+        pull = asyncio.ensure_future(pull_one_by_one(sources, [ref]))
+        await asyncio.sleep(0.05)
+        assert not pull.done()
+        shutil.copytree(store.root, copy, dirs_exist_ok=True)
+        await asyncio.wait_for(pull, TIMEOUT_S)
+        await sources.close()
 
 
 # After its patience a node asks the gateway, also when newer versions come all the time; then it waits no more.
-def test_the_gateway_is_asked_last(tmp_path):
-    async def scenario() -> None:
-        store, clock = WeightStore(tmp_path / "weights"), Clock()
-        (ref,), (other,) = store.put_chunks(b"x" * 100), store.put_chunks(b"y" * 100)
-        async with scripted(hosting(WeightStore(tmp_path / "empty"), [])) as url:
-            sources = WeightSources(FolderSource(store), TIMEOUT_S, clock=clock)
-            sources.learn([url], "127.0.0.1")
-            pull = asyncio.ensure_future(pull_one_by_one(sources, [ref]))
-            await asyncio.sleep(0.05)
-            assert not pull.done()
-            clock.now += 10
-            sources.learn([url], "127.0.0.1")
-            await pull
-            await pull_one_by_one(sources, [other])
-            await sources.close()
-
-    asyncio.run(scenario())
+async def test_the_gateway_is_asked_last(tmp_path):
+    store, clock = WeightStore(tmp_path / "weights"), Clock()
+    (ref,), (other,) = store.put_chunks(b"x" * 100), store.put_chunks(b"y" * 100)
+    async with scripted(hosting(WeightStore(tmp_path / "empty"), [])) as url:
+        sources = WeightSources(FolderSource(store), TIMEOUT_S, clock=clock)
+        sources.learn([url], "127.0.0.1")
+        pull = asyncio.ensure_future(pull_one_by_one(sources, [ref]))
+        await asyncio.sleep(0.05)
+        assert not pull.done()
+        clock.now += 10
+        sources.learn([url], "127.0.0.1")
+        await pull
+        await pull_one_by_one(sources, [other])
+        await sources.close()
 
 
 # The gateway names: `*` is its own host, and what is named no more is dropped.
-def test_sources_are_learned():
-    async def scenario() -> None:
-        sources = WeightSources(Lacking(), TIMEOUT_S)
-        sources.learn(["http://*:5700"], "gate.example")
-        assert list(sources._copies) == ["http://gate.example:5700"]
-        sources.learn([], "gate.example")
-        assert not sources._copies
-        await sources.close()
-
-    asyncio.run(scenario())
+async def test_sources_are_learned():
+    sources = WeightSources(Lacking(), TIMEOUT_S)
+    sources.learn(["http://*:5700"], "gate.example")
+    assert list(sources._copies) == ["http://gate.example:5700"]
+    sources.learn([], "gate.example")
+    assert not sources._copies
+    await sources.close()
 
 
 # The run chooses no code of this machine; its operator may.
@@ -432,7 +395,7 @@ def test_a_joining_nodes_settings_name_its_engine(tmp_path):
 
 
 # The whole node: it learns from the welcome where the weights are, and pulls none through the gateway.
-def test_a_node_pulls_beside_the_gateway(loop, folder, config, keys, publisher):
+async def test_a_node_pulls_beside_the_gateway(folder, config, keys, publisher):
     async def scenario() -> list:
         gateway = GatewayPeer(keys, publisher.store)
         gateway.manifest = publisher.publish(1)
@@ -455,4 +418,4 @@ def test_a_node_pulls_beside_the_gateway(loop, folder, config, keys, publisher):
         await gateway.close()
         return gateway.chunk_requests
 
-    assert loop.run(scenario()) == []
+    assert await scenario() == []

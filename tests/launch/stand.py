@@ -16,22 +16,7 @@ from trainer.launcher import supervise
 from trainer.launcher.launch import launch
 from trainer.launcher.supervise import RoleCommand
 
-CONFIG = """
-[run]
-name = "stand"
-max_steps = 3
-[model]
-path = "tiny"
-max_context = 512
-[[orchestrator.source]]
-name = "toolsmith"
-taskset = { id = "orchestrator.environments.toolsmith" }
-eval_taskset = { split = "eval" }
-[orchestrator.sampling]
-max_tokens = 64
-[trainer.checkpoint]
-stop_timeout_s = 1.0
-"""
+CONFIG = Path(__file__).with_suffix(".toml")
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
 def log(role, step, **values):
@@ -45,17 +30,11 @@ def kind_of(name: str) -> str:
     return next((kind for start, kind in kinds.items() if name.startswith(start)), "orchestrator")
 
 
-def config_file(folder: Path) -> Path:
-    path = folder / "stand.toml"
-    path.write_text(CONFIG)
-    return path
-
-
 def main(folder: Path, scenario: dict[str, str], extra: list[str]) -> int:
     supervise.STOP_GRACE_S = 2.0
     if extra[:1] == ["--grace"]:
         supervise.STOP_GRACE_S, extra = float(extra[1]), extra[2:]
-    words = ["@", str(config_file(folder)), "--run.output_dir", str(folder / "outputs"), *extra]
+    words = ["@", str(CONFIG), "--run.output_dir", str(folder / "outputs"), *extra]
 
     def commands(config, run_dir):
         return [

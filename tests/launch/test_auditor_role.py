@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from stand import config_file
+from stand import CONFIG
 
 from composer_prime.config.load import resolve
 from composer_prime.errors import RoleFailedError
@@ -17,7 +17,7 @@ from trainer.launcher.supervise import RoleProcess, Supervisor, role_commands
 @pytest.mark.parametrize(("words", "names"), [([], []), (["--orchestrator.audit.enabled"], ["auditor-0"])])
 def test_the_launcher_starts_auditors_off_the_gpus(tmp_path, words, names):
     # Only where answers are audited. The GPUs are dealt to nodes and ranks.
-    config = resolve(["@", str(config_file(tmp_path)), *words])
+    config = resolve(["@", str(CONFIG), *words])
     roles = {role.name: role for role in role_commands(config, RunDir(tmp_path / "run"), gpus=0)}
     assert [name for name in roles if name.startswith("auditor")] == names
     for name in names:
@@ -39,7 +39,7 @@ class Role:
 @pytest.mark.parametrize("failed", ["node-0", "auditor-0"])
 def test_an_auditor_is_no_node_that_is_left(tmp_path, failed):
     words = ["--orchestrator.audit.enabled", "--inference.max_restarts", "0"]
-    config = resolve(["@", str(config_file(tmp_path)), *words])
+    config = resolve(["@", str(CONFIG), *words])
     run_dir, events = RunDir(tmp_path / "run"), []
     run_dir.log(failed).parent.mkdir(parents=True)
     run_dir.log(failed).write_text("the last words")

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import psutil
 import pytest
-from stand import config_file
+from stand import CONFIG
 
 from composer_prime.config.load import resolve
 from composer_prime.config.teachers import MODELS_VARIABLE
@@ -162,7 +162,7 @@ def test_a_problem_is_shown_and_the_cause_is_the_last_word(stand):
 def test_nobody_waits_once_the_roles_have_ended(tmp_path, capsys, monkeypatch):
     # The orchestrator's last line may name a wait. It ends with its process.
     monkeypatch.setattr("trainer.launcher.view.FIRST_WAIT_S", 0.0)
-    config = resolve(["@", str(config_file(tmp_path)), "--run.output_dir", str(tmp_path)])
+    config = resolve(["@", str(CONFIG), "--run.output_dir", str(tmp_path)])
     prepared = prepare(config)
     wait = {"step": 3, "time": time.time() - 9, "role": "orchestrator", "waiting_for": "evaluation of step 3: 1 of 8"}
     with OrphanGuard(1.0) as guard:
@@ -180,7 +180,7 @@ def test_nobody_waits_once_the_roles_have_ended(tmp_path, capsys, monkeypatch):
 
 def test_a_stop_asks_nothing_of_the_model(tmp_path, monkeypatch):
     # Its size says how long ranks may save. A model that is gone, or on the Hub, must not hold up a stop, or fail it.
-    config = resolve(["@", str(config_file(tmp_path)), "--run.output_dir", str(tmp_path)])
+    config = resolve(["@", str(CONFIG), "--run.output_dir", str(tmp_path)])
     prepared = prepare(config)
     rank = RoleCommand(name="trainer-0", kind="rank", argv=[sys.executable, "-c", "import time; time.sleep(300)"])
     with OrphanGuard(1.0) as guard:
@@ -194,7 +194,7 @@ def test_a_stop_asks_nothing_of_the_model(tmp_path, monkeypatch):
 
 def test_only_the_cause_shows_its_traceback(tmp_path):
     # A rank that lost another one has a traceback of its own. It would be the last that a user sees.
-    config, no_guard, no_process = resolve(["@", str(config_file(tmp_path))]), cast("Any", None), cast("Any", None)
+    config, no_guard, no_process = resolve(["@", str(CONFIG)]), cast("Any", None), cast("Any", None)
     run = Supervisor(run_dir=RunDir(tmp_path), roles=[], guard=no_guard, config=config, on_event=print)
     failed = []
     for name, text in (("trainer-1", "planted"), ("trainer-0", "lost")):
@@ -266,7 +266,7 @@ def test_a_run_goes_on_without_teachers(stand):
 def test_the_launcher_serves_local_teachers(tmp_path, online):
     # Only a run that replays online has them, at an address that the orchestrator gets.
     pool = Path(__file__).parents[2] / "configs" / "teachers" / "tiny.toml"
-    words = ["@", str(config_file(tmp_path)), "@", str(pool), "--teachers.online", str(online).lower()]
+    words = ["@", str(CONFIG), "@", str(pool), "--teachers.online", str(online).lower()]
     roles = {role.name: role for role in role_commands(resolve(words), RunDir(tmp_path / "run"), gpus=0)}
     url = roles["orchestrator"].env.get(MODELS_VARIABLE)
     assert ("teachers" in roles) == (url is not None) == online

@@ -12,20 +12,12 @@ from composer_prime.config.load import dump, read_config
 from composer_prime.errors import ConfigError
 from composer_prime.plan.check_run_dir import folder_state
 from composer_prime.run.run_dir import RunDir
+from tests.configs_made import config_of
 from trainer.launcher.launch import prepare
 
 
 def config(folder: Path, **run) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "one", "output_dir": str(folder), "max_steps": 4, **run},
-            "model": {"path": "tiny", "max_context": 512},
-            "orchestrator": {
-                "source": [{"name": "a", "taskset": {"id": "x"}}],
-                "sampling": {"max_tokens": 64},
-            },
-        }
-    )
+    return config_of(run={"output_dir": str(folder), **run})
 
 
 def start(settings: Config):

@@ -6,17 +6,11 @@ import json
 import shlex
 import time
 
-from composer_prime.config import Config
 from composer_prime.console import COMPOSER
 from composer_prime.monitor.progress import RunProgress
 from composer_prime.run.run_dir import RunDir
+from tests.configs_made import config_of
 from trainer.launcher.view import View, channels_text, eval_text, run_summary, step_line
-
-CONFIG = {
-    "run": {"name": "one", "max_steps": 4},
-    "model": {"path": "tiny", "max_context": 512},
-    "orchestrator": {"source": [{"name": "a", "taskset": {"id": "x"}}], "sampling": {"max_tokens": 64}},
-}
 
 
 def line(step: int, **more) -> dict:
@@ -34,7 +28,7 @@ def test_step_line_leaves_out_what_is_missing():
 
 def test_text_of_a_model_cannot_steer_the_terminal(capsys):
     # Escape sequences are shown as symbols; lines and tabs stay what they are.
-    View(Config.model_validate(CONFIG)).event("\x1b]0;title\x07 one\n\ttwo\x9b2J \x7f é")
+    View(config_of()).event("\x1b]0;title\x07 one\n\ttwo\x9b2J \x7f é")
     assert capsys.readouterr().out.endswith("␛]0;title␇ one\n\ttwo\ufffd2J ␡ é\n")
 
 
@@ -54,12 +48,12 @@ def test_channels_say_their_figures_only_where_they_are_on():
 def test_a_joint_run_tells_of_each_round_once(capsys):
     # Steps between two rounds repeat the last one's figures; the panel keeps them, lines say them when they are new.
     joint = {"diloco/participants": 2, "diloco/bytes_sent": 3_140_000, "diloco/sync_s": 0.42}
-    progress, view = RunProgress(), View(Config.model_validate(CONFIG))
+    progress, view = RunProgress(), View(config_of())
     fresh = progress.update([line(step, **joint, **{"diloco/outer_step": (step + 1) // 2}) for step in (1, 2, 3, 4)])
     view.refresh(progress, fresh)
     said = [text.partition("] ")[2] for text in capsys.readouterr().out.splitlines() if "joint run" in text]
     assert said == [f"  joint run: round {n}, 2 peers, 3.1 MB sent, waited 0.4 s for it" for n in (1, 2)]
-    resumed = View(Config.model_validate(CONFIG))
+    resumed = View(config_of())
     resumed.begin(progress)
     resumed.refresh(progress, fresh[-1:])
     assert "joint run" not in capsys.readouterr().out
@@ -71,7 +65,7 @@ def test_the_summary_names_the_joint_model_of_a_run_that_finished(tmp_path):
     progress.update(
         [line(4), {"step": 4, "role": "trainer", "diloco/final_outer_step": 2, "diloco/final_hash": "0badcafe"}]
     )
-    config, run_dir = Config.model_validate(CONFIG), RunDir(tmp_path)
+    config, run_dir = config_of(), RunDir(tmp_path)
     finished, interrupted = (run_summary(config, run_dir, 4, progress, status, 0) for status in (0, 130))
     assert "  joint model outer step 2, hash 0badcafe, equal on every peer that" in finished
     assert "joint model" not in interrupted
@@ -82,7 +76,7 @@ def test_a_stop_after_the_last_step_leaves_only_the_model(tmp_path):
     run_dir = RunDir(tmp_path)
     run_dir.checkpoint(4).mkdir(parents=True)
     (run_dir.checkpoint(4) / "COMPLETE").touch()
-    config = Config.model_validate(CONFIG)
+    config = config_of()
     only_final = run_summary(config, run_dir, 4, RunProgress(), 143, 0)
     (tmp_path / "rollouts").mkdir()
     run_dir.eval_rollouts(0).touch()
@@ -103,7 +97,7 @@ def test_the_summary_leads_with_the_held_out_figures(tmp_path):
         run_dir.eval_rollouts(step).write_text("".join(json.dumps(row) + "\n" for row in rows))
     progress = RunProgress()
     progress.update([line(step, **{"reward/mean": reward}) for step, reward in ((1, 0.438), (2, 0.3), (3, 0.202))])
-    config = Config.model_validate(CONFIG)
+    config = config_of()
     lines = run_summary(config, run_dir, 0, progress, 0, 0).splitlines()[2:]
     assert lines[0].startswith("  held-out    0.000 [") and lines[0].endswith("after step 0, over 40 tasks")
     assert lines[1].startswith("              0.500 [") and lines[2].startswith("              change +0.500 [+0.")
@@ -115,7 +109,7 @@ def test_the_summary_leads_with_the_held_out_figures(tmp_path):
 
 def test_a_resumed_run_shows_only_what_is_new(capsys):
     # Evaluations of earlier starts were shown then; the next one is news.
-    view, progress = View(Config.model_validate(CONFIG)), RunProgress()
+    view, progress = View(config_of()), RunProgress()
     progress.update([{"step": 0, "time": 1.0, "role": "orchestrator", "eval/a/reward_mean": 0.25}])
     view.begin(progress)
     view.refresh(progress, [])
@@ -128,7 +122,7 @@ def test_a_resumed_run_shows_only_what_is_new(capsys):
 def test_a_wait_that_follows_the_one_told_of_is_said_too(capsys, monkeypatch):
     # A new subject is said at once; how far the same one has come only after a pause.
     monkeypatch.setattr("trainer.launcher.view.FIRST_WAIT_S", 0.0)
-    view, progress = View(Config.model_validate(CONFIG)), RunProgress()
+    view, progress = View(config_of()), RunProgress()
     for what in ("the environments: loading", "evaluation of step 0: 1 of 8", "evaluation of step 0: 2 of 8"):
         progress.update([{"step": 0, "time": time.time() - 7, "role": "orchestrator", "waiting_for": what}])
         view.refresh(progress, [])
@@ -145,7 +139,7 @@ def test_eval_text_names_failures_only_when_there_are_some():
 
 def test_ten_steps_have_a_mean_and_fewer_claim_no_trend(capsys):
     # Each step's line has the time left; the mean of ten steps stands beside every tenth.
-    config = Config.model_validate({**CONFIG, "run": {"name": "one", "max_steps": 20}})
+    config = config_of(run={"max_steps": 20})
     progress, view = RunProgress(), View(config)
     for step in range(1, 11):
         view.refresh(progress, progress.update([line(step, **{"reward/mean": step / 10})]))
@@ -157,7 +151,7 @@ def test_ten_steps_have_a_mean_and_fewer_claim_no_trend(capsys):
 
 # What comes next are commands that have something to show: no chat without a model, no list without rollouts.
 def test_the_summary_offers_what_works(tmp_path):
-    config, run_dir = Config.model_validate(CONFIG), RunDir(tmp_path)
+    config, run_dir = config_of(), RunDir(tmp_path)
 
     def offered(status: int) -> list[str]:
         lines = run_summary(config, run_dir, 0, RunProgress(), status, 0).partition("next:")[2].splitlines()
@@ -174,7 +168,7 @@ def test_the_summary_offers_what_works(tmp_path):
 
 def test_printed_commands_can_be_copied(tmp_path):
     # A folder with blanks and signs of the shell is quoted.
-    config = Config.model_validate({**CONFIG, "run": {**CONFIG["run"], "output_dir": str(tmp_path / "a b&c")}})
+    config = config_of(run={"output_dir": str(tmp_path / "a b&c")})
     run_dir = RunDir(config.run_directory)
     text = run_summary(config, run_dir, 0, RunProgress(), 1, 0)
     commands = [shlex.split(line) for line in text.splitlines() if line.startswith(f"  {COMPOSER} ")]

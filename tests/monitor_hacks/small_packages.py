@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.coding.factory.source import edited, find_functions
 from orchestrator.coding.task import CodeTask, write_tree
 
 DATA = Path(__file__).with_name("data")
@@ -87,15 +88,6 @@ def function_of(text: str, name: str) -> ast.FunctionDef:
     return next(each for each in ast.walk(ast.parse(text)) if isinstance(each, ast.FunctionDef) and each.name == name)
 
 
-def without(text: str, name: str) -> str:
-    """Return a module in which one function only raises NotImplementedError."""
-    node = function_of(text, name)
-    first = node.body[1] if ast.get_docstring(node) else node.body[0]
-    lines = text.splitlines(keepends=True)
-    stub = " " * first.col_offset + "raise NotImplementedError\n"
-    return "".join([*lines[: first.lineno - 1], stub, *lines[node.end_lineno :]])
-
-
 def cases() -> list[Case]:
     """Return all tasks of the packages."""
     packages = {name: tomllib.loads((DATA / f"{name}.toml").read_text()) for name in PACKAGES}
@@ -106,6 +98,7 @@ def _case(repository: str, package: dict[str, Any], function: str) -> Case:
     tests, module = package["tests"], package["module"]
     original = package["files"][module]
     dotted = f"{module.removesuffix('.py').replace('/', '.')}.{function}"
+    [removal] = [each.removal for each in find_functions(module, original) if each.qualname == function]
     failing = [test for test in tests if f"test_{function}" in test]
     task = CodeTask(
         id=f"{repository}/delete/{dotted}",
@@ -113,7 +106,7 @@ def _case(repository: str, package: dict[str, Any], function: str) -> Case:
         repository=repository,
         tree=repository,
         prompt=f"The body of `{function}` in {module} is missing. Write it so that the tests pass.",
-        start={module: without(original, function)},
+        start={module: edited(original, [removal])},
         solution={module: original},
         editable=["*/*.py"],
         tests=[tests[0].partition("::")[0]],

@@ -11,13 +11,11 @@ import msgspec
 import pytest
 from orch_peers import PeerAuditor
 
-from composer_prime.config import Config
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.node_messages import (
     AuditRequest,
     AuditVerdict,
-    Heard,
     NodeWelcome,
     PartVerdict,
     Sampling,
@@ -27,6 +25,7 @@ from orchestrator.gateway.http import GenerationRecord
 from orchestrator.gateway.link import ChunkServer
 from orchestrator.swarm.audits import Auditors, Audits
 from orchestrator.swarm.trust import NodeTrust
+from tests.configs_made import config_of
 from tests.records_made import record_of
 
 STATUS = Status(version=0, running=1, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None)
@@ -46,17 +45,9 @@ async def serve_audits(
     store = WeightStore(folder / "weights")
     trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
     left = list(chances or [])
-    config = Config.model_validate(
-        {
-            "run": {"name": "r"},
-            "model": {"path": "tiny", "max_context": 512},
-            "orchestrator": {
-                "source": [{"name": "s", "taskset": {"id": "t"}}],
-                "sampling": {"max_tokens": 64},
-                "audit": {"enabled": True, **settings},
-            },
-            "inference": {"heartbeat_s": heartbeat_s, "lost_after_s": lost_after_s},
-        }
+    config = config_of(
+        orchestrator={"audit": {"enabled": True, **settings}},
+        inference={"heartbeat_s": heartbeat_s, "lost_after_s": lost_after_s},
     )
     welcome = NodeWelcome(
         run_id="run-1", manifest=b"", verify_key=keys.verifier().public_bytes_raw(), heartbeat_s=heartbeat_s
@@ -94,14 +85,9 @@ async def serve_audits(
 
 
 def record(node: str, *parts: tuple[str, int], tokens: int = 8, version: int = 0, prompt: int = 6) -> GenerationRecord:
+    sampling, by = Sampling(max_tokens=tokens, seed=3), parts or [(node, tokens)]
     return record_of(
-        "s",
-        [5, prompt],
-        range(tokens),
-        version=version,
-        finish="length",
-        sampled_by=parts or [(node, tokens)],
-        sampling=Sampling(max_tokens=tokens, seed=3),
+        "s", [5, prompt], range(tokens), version=version, finish="length", sampled_by=by, sampling=sampling
     )
 
 
@@ -114,31 +100,3 @@ def verdict(request: AuditRequest, wrong: tuple[int, ...] = ()) -> AuditVerdict:
     parts = [PartVerdict(tokens=count, wrong=[]) for _, count in request.sampled_by]
     parts[0] = msgspec.structs.replace(parts[0], wrong=list(wrong))
     return AuditVerdict(audit=request.audit, parts=parts, seconds=0.01)
-
-
-async def asked_beside_another(audits, connect):
-    """Return two auditors, and the answer of n0 for r1 that the first one got before the second came."""
-    first, second = connect(), connect()
-    first.hello("a")
-    offer(audits, record("n0"), "r1")
-    request = await first.next(AuditRequest)
-    second.hello("b")
-    await second.next(NodeWelcome)
-    return first, second, request
-
-
-async def requests_until_now(auditor: PeerAuditor) -> list[AuditRequest]:
-    """Return what an auditor was asked and did not read, once all that it sent is handled."""
-    auditor.send(STATUS)
-    found: list[AuditRequest] = []
-    while not isinstance(message := await auditor.next((AuditRequest, Heard)), Heard):
-        found.append(message)
-    return found
-
-
-async def vanish(audits: Audits, auditor: PeerAuditor, name: str) -> None:
-    """End an auditor's connection without a word. The audits have yet to notice."""
-    [identity] = [identity for identity, one in audits.auditors.connected.items() if one.name == name]
-    auditor.close()
-    while audits.auditors._socket.send(identity, Heard()):
-        await asyncio.sleep(0.01)

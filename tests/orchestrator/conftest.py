@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -82,11 +82,8 @@ def open_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> OpenRun:
                 await asyncio.sleep(0.01)
         peer = RunNode(pipeline.gateway.node_endpoint, RunKeys(run_dir.keys), **node_options) if node else None
         try:
-            if peer is None:
-                yield Running(pipeline=pipeline, task=task, run_dir=run_dir, node=None)
-            else:
-                async with peer:
-                    yield Running(pipeline=pipeline, task=task, run_dir=run_dir, node=peer)
+            async with peer or nullcontext():
+                yield Running(pipeline=pipeline, task=task, run_dir=run_dir, node=peer)
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

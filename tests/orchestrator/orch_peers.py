@@ -45,12 +45,12 @@ from composer_prime.wire.types import (
     StepRequest,
     ToTrainer,
     VersionSpan,
-    ints,
     pack_floats,
     pack_ints,
     verify_batch,
 )
 from orchestrator.workers.pool import EVAL, MessageRecord, RolloutFailure, RolloutReply, RunRollout
+from tests.configs_made import config_of
 from tests.gateway.node_peer import PeerNode
 
 MODEL = Path(__file__).parents[2] / "composer_prime" / "assets" / "tiny" / "policy"
@@ -68,13 +68,11 @@ def make_config(root: Path, *, max_steps: int = 4, resume: bool = False, **orche
         "no_node_timeout_s": 20.0,
         "batch_timeout_s": 20.0,
     }
-    return Config.model_validate(
-        {
-            "run": {"name": "orch-test", "output_dir": str(root), "max_steps": max_steps, "resume": resume, "seed": 7},
-            "model": {"path": str(MODEL), "max_context": 512},
-            "inference": {"heartbeat_s": 0.1, "lost_after_s": 1.0},
-            "orchestrator": values | orchestrator,
-        }
+    return config_of(
+        run={"name": "orch-test", "output_dir": str(root), "max_steps": max_steps, "resume": resume, "seed": 7},
+        model={"path": str(MODEL)},
+        inference={"heartbeat_s": 0.1, "lost_after_s": 1.0},
+        orchestrator=values | orchestrator,
     )
 
 
@@ -311,14 +309,3 @@ class PeerTrainer:
 
 def sample_ids(replies: list[StepReply]) -> list[str]:
     return [sample_id for reply in replies for batch in reply.micro_batches for sample_id in batch.sample_ids]
-
-
-def tokens_by_sample(replies: list[StepReply]) -> dict[str, list[int]]:
-    found = {}
-    for reply in replies:
-        for batch in reply.micro_batches:
-            start = 0
-            for sample_id, length in zip(batch.sample_ids, batch.lengths, strict=False):
-                found[sample_id] = ints(batch.input_ids)[start : start + length].tolist()
-                start += length
-    return found

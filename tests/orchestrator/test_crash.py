@@ -15,15 +15,36 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from orch_peers import PeerTrainer, RunNode, make_config, sample_ids, tokens_by_sample
+from orch_peers import MODEL, RUN_ID, PeerTrainer, RunNode, ScriptedPool, draw, make_config, sample_ids
 
 from composer_prime.config import load
 from composer_prime.run import ledger
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
+from composer_prime.wire.types import StepReply, ints
+from orchestrator import pipeline
 from orchestrator.durability import Finished, Journal
 
-PROCESS = Path(__file__).with_name("orch_process.py")
+
+async def serve(root: Path) -> None:
+    """Run an orchestrator in a process of its own, to be killed. It reads config.json."""
+    run_dir = RunDir(root)
+    pool = ScriptedPool(played=root / "played.txt")
+    pool.pause_s = lambda request: 0.4 * draw(request.rollout_id)
+    config = load.read_config(run_dir.config)
+    pipeline.worker_pools = lambda *_: {source.name: pool for source in config.orchestrator.source}
+    await pipeline.Pipeline(config, run_dir, RUN_ID, MODEL).run()
+
+
+def tokens_by_sample(replies: list[StepReply]) -> dict[str, list[int]]:
+    found = {}
+    for reply in replies:
+        for batch in reply.micro_batches:
+            start = 0
+            for sample_id, length in zip(batch.sample_ids, batch.lengths, strict=False):
+                found[sample_id] = ints(batch.input_ids)[start : start + length].tolist()
+                start += length
+    return found
 
 
 @asynccontextmanager
@@ -33,7 +54,7 @@ async def orchestrator(
     """Start an orchestrator, and a node beside it."""
     run_dir.endpoints.unlink(missing_ok=True)
     run_dir.config.write_text(load.dump(make_config(tmp_path, max_steps=max_steps, resume=resume, max_staleness=2)))
-    process = subprocess.Popen([sys.executable, str(PROCESS), str(run_dir.root)])
+    process = subprocess.Popen([sys.executable, __file__, str(run_dir.root)])
     try:
         async with asyncio.timeout(60):
             while not run_dir.endpoints.exists():
@@ -207,3 +228,7 @@ async def test_any_number_of_crashes_at_any_moment_leaves_a_clean_ledger(run_dir
     assert ledger.check_ledger(run_dir.ledger) == []
     assert sorted(ledger.effective(run_dir.ledger)) == list(range(1, 61))
     assert len(list(run_dir.journal.iterdir())) <= 6
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Path(sys.argv[1])))

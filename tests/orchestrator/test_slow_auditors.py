@@ -2,9 +2,41 @@
 
 from __future__ import annotations
 
-from audit_peers import asked_beside_another, offer, record, requests_until_now, vanish, verdict
+import asyncio
 
-from composer_prime.wire.node_messages import AuditRequest, AuditVerdict, Goodbye, NodeWelcome
+from audit_peers import STATUS, offer, record, verdict
+from orch_peers import PeerAuditor
+
+from composer_prime.wire.node_messages import AuditRequest, AuditVerdict, Goodbye, Heard, NodeWelcome
+from orchestrator.swarm.audits import Audits
+
+
+async def asked_beside_another(audits, connect):
+    """Return two auditors, and the answer of n0 for r1 that the first one got before the second came."""
+    first, second = connect(), connect()
+    first.hello("a")
+    offer(audits, record("n0"), "r1")
+    request = await first.next(AuditRequest)
+    second.hello("b")
+    await second.next(NodeWelcome)
+    return first, second, request
+
+
+async def vanish(audits: Audits, auditor: PeerAuditor, name: str) -> None:
+    """End an auditor's connection without a word. The audits have yet to notice."""
+    [identity] = [identity for identity, one in audits.auditors.connected.items() if one.name == name]
+    auditor.close()
+    while audits.auditors._socket.send(identity, Heard()):
+        await asyncio.sleep(0.01)
+
+
+async def requests_until_now(auditor: PeerAuditor) -> list[AuditRequest]:
+    """Return what an auditor was asked and did not read, once all that it sent is handled."""
+    auditor.send(STATUS)
+    found: list[AuditRequest] = []
+    while not isinstance(message := await auditor.next((AuditRequest, Heard)), Heard):
+        found.append(message)
+    return found
 
 
 async def test_what_an_auditor_is_lost_with_is_not_audited(audited):

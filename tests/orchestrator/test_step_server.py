@@ -255,7 +255,7 @@ async def test_a_reply_comes_in_parts(serve, run_dir, monkeypatch):
         keys = RunKeys(run_dir.keys).client("trainer")
         client = StepClient(served.endpoint, keys, request(world_size=1), lambda: False, silence_timeout_s=100)
         for _ in range(2):
-            reply = await asyncio.to_thread(client.batch, 1, (0, 1))
+            reply = await asyncio.to_thread(lambda: next(filter(None, client.asking(1, (0, 1)))))
             assert reply.totals.samples == 4 and len(msgspec.msgpack.encode(reply)) > 300
         client.close()
 

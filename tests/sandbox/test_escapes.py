@@ -9,7 +9,7 @@ import platform
 import re
 import socket
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from orchestrator.coding.sandbox import isolation
 from orchestrator.coding.sandbox.box import NO_FILES, Box, CommandResult, open_box
 from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
 from orchestrator.coding.sandbox.host_view import processes_of
-from tests.sandbox.boxes import SMALL, need_bubblewrap, start_times, still_there
+from tests.sandbox.boxes import SMALL, need_bubblewrap
 
 pytestmark = pytest.mark.process
 
@@ -66,6 +66,23 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
         yield Host(secret, listening, abstract)
 
 
+def start_times(pids: Iterable[int]) -> dict[int, str]:
+    """Return when each process began, as the kernel's clock says. Those that have ended are left out."""
+    return {pid: began for pid in pids if (began := _start_time(pid))}
+
+
+def still_there(started: dict[int, str]) -> list[int]:
+    """Return which of these processes exist. Another one that got the same pid since is none of them."""
+    return [pid for pid, began in started.items() if _start_time(pid) == began]
+
+
+def _start_time(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
 async def works(box: Box) -> bool:
     finished = await box.run(["sh", "-c", "ls -d /proc/[0-9]*; rm -rf /work/* /tmp/* 2>/dev/null; echo works"])
     # The first process, the shell, and ls.
@@ -99,72 +116,57 @@ def test_an_attempt_is_contained(script: str, ends: set[str], host: Host) -> Non
 
 # Claim: whatever lies in the place of a file, the host neither follows it nor waits for it, reading or writing.
 @pytest.mark.parametrize("script", SCRIPTS["link"].values(), ids=SCRIPTS["link"])
-def test_the_host_follows_no_link_of_a_box(script: str, host: Host) -> None:
-    async def read() -> None:
-        async with await open_box(SMALL) as box:
-            finished = await box.run(["python", "-c", host.fill(script)])
-            assert finished.exit_code == 0, finished
-            name = host.secret.name
-            for path in ("leak", f"folder/{name}", f"folder{host.secret}", "leak/x", "/etc/shadow"):
-                with contextlib.suppress(FileNotFoundError, ValueError):
-                    assert b"secret" not in await box.read_file(path, 1 << 20)
-            sizes = await box.list_files()
-            assert not any(name in path for path in sizes)
-            with contextlib.suppress(OSError):
-                await box.write_files({"leak": b"new", f"folder/{name}": b"new"})
-            assert host.secret.read_text() == "secret of the host"
-
-    asyncio.run(read())
+async def test_the_host_follows_no_link_of_a_box(script: str, host: Host) -> None:
+    async with await open_box(SMALL) as box:
+        finished = await box.run(["python", "-c", host.fill(script)])
+        assert finished.exit_code == 0, finished
+        name = host.secret.name
+        for path in ("leak", f"folder/{name}", f"folder{host.secret}", "leak/x", "/etc/shadow"):
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                assert b"secret" not in await box.read_file(path, 1 << 20)
+        sizes = await box.list_files()
+        assert not any(name in path for path in sizes)
+        with contextlib.suppress(OSError):
+            await box.write_files({"leak": b"new", f"folder/{name}": b"new"})
+        assert host.secret.read_text() == "secret of the host"
 
 
 # Claim: a path given by an agent cannot name what is above the root folder, and a NUL is refused.
 @pytest.mark.parametrize("path", ["../../etc/passwd", "/work/../../etc/passwd", "a\0b"])
-def test_a_path_with_dots_or_a_nul_is_refused(path: str) -> None:
+async def test_a_path_with_dots_or_a_nul_is_refused(path: str) -> None:
     need_bubblewrap()
-
-    async def read() -> None:
-        async with await open_box(SMALL) as box:
-            with pytest.raises(ValueError, match="path inside a sandbox"):
-                await box.read_file(path, 100)
-            with pytest.raises(ValueError, match="path inside a sandbox"):
-                await box.write_files({path: b""})
-
-    asyncio.run(read())
+    async with await open_box(SMALL) as box:
+        with pytest.raises(ValueError, match="path inside a sandbox"):
+            await box.read_file(path, 100)
+        with pytest.raises(ValueError, match="path inside a sandbox"):
+            await box.write_files({path: b""})
 
 
 # Claim: words that no command can have are an error of the caller or of the command, and the box lives.
-def test_huge_and_impossible_arguments() -> None:
+async def test_huge_and_impossible_arguments() -> None:
     need_bubblewrap()
-
-    async def run() -> None:
-        async with await open_box(SMALL) as box:
-            huge = await box.run(["echo", "x" * 3_000_000], env={"HUGE": "y" * 3_000_000})
-            assert huge.exit_code == 126 and b"too long" in huge.stderr
-            with pytest.raises(ValueError, match="NUL"):
-                await box.run(["echo", "a\0b"])
-            with pytest.raises(ValueError, match="words"):
-                await box.run([])
-            odd = await box.run(["printf", "%s", "\udcff\n\x1b"])
-            assert odd.stdout == b"\xff\n\x1b"
-            assert (await box.run(["/etc/passwd"])).exit_code == 126
-            assert (await box.run(["true"], cwd="nowhere")).exit_code == 127
-
-    asyncio.run(run())
+    async with await open_box(SMALL) as box:
+        huge = await box.run(["echo", "x" * 3_000_000], env={"HUGE": "y" * 3_000_000})
+        assert huge.exit_code == 126 and b"too long" in huge.stderr
+        with pytest.raises(ValueError, match="NUL"):
+            await box.run(["echo", "a\0b"])
+        with pytest.raises(ValueError, match="words"):
+            await box.run([])
+        odd = await box.run(["printf", "%s", "\udcff\n\x1b"])
+        assert odd.stdout == b"\xff\n\x1b"
+        assert (await box.run(["/etc/passwd"])).exit_code == 126
+        assert (await box.run(["true"], cwd="nowhere")).exit_code == 127
 
 
 # Claim: ending the first process from the host ends its box only; the next command says so, and another box works.
-def test_the_end_of_the_first_process_is_data() -> None:
+async def test_the_end_of_the_first_process_is_data() -> None:
     need_bubblewrap()
-
-    async def run() -> None:
-        box = await open_box(SMALL)
-        assert isinstance(box, BubblewrapBox)
-        running = asyncio.ensure_future(box.run(["sleep", "1000"]))
-        await asyncio.sleep(0.3)
-        os.kill(box.init_pid, 9)
-        assert (await running).ended_by == "box"
-        async with await open_box(SMALL) as other:
-            assert await works(other)
-        await box.close()
-
-    asyncio.run(run())
+    box = await open_box(SMALL)
+    assert isinstance(box, BubblewrapBox)
+    running = asyncio.ensure_future(box.run(["sleep", "1000"]))
+    await asyncio.sleep(0.3)
+    os.kill(box.init_pid, 9)
+    assert (await running).ended_by == "box"
+    async with await open_box(SMALL) as other:
+        assert await works(other)
+    await box.close()

@@ -82,19 +82,15 @@ def test_old_images_are_removed(tmp_path: Path) -> None:
 
 # Claim: named packages are in the box with their dependencies, and the site-packages of this environment are not.
 @pytest.mark.process
-def test_a_box_has_what_the_table_names() -> None:
+async def test_a_box_has_what_the_table_names() -> None:
     need_bubblewrap()
     runtime = SMALL.model_copy(update={"packages": ["jinja2"]})
-
-    async def run() -> None:
-        async with await open_box(runtime) as box:
-            code = "import importlib.util as u, sys; print(*[bool(u.find_spec(name)) for name in sys.argv[1:]])"
-            assert (
-                await box.run(["python", "-c", code, "jinja2", "markupsafe", "yaml", "pydantic"])
-            ).stdout == b"True True False False\n"
-            assert (await box.run(["env"])).stdout.count(b"\n") == 6
-
-    asyncio.run(run())
+    async with await open_box(runtime) as box:
+        code = "import importlib.util as u, sys; print(*[bool(u.find_spec(name)) for name in sys.argv[1:]])"
+        assert (
+            await box.run(["python", "-c", code, "jinja2", "markupsafe", "yaml", "pydantic"])
+        ).stdout == b"True True False False\n"
+        assert (await box.run(["env"])).stdout.count(b"\n") == 6
 
 
 # Claim: the filter is made for both architectures, and no box opens on another one.

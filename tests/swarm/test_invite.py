@@ -7,13 +7,14 @@ import json
 
 import pytest
 
-from composer_prime.config import Config, load
+from composer_prime.config import load
 from composer_prime.console import duration_s
 from composer_prime.errors import ConfigError, InviteError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, create_run_id
 from composer_prime.wire.enrollment import INVITE_PREFIX, Invite, package_of, release, release_package
 from orchestrator.swarm.invite import create_invite, main, node_addresses
+from tests.configs_made import config_of
 
 
 @pytest.fixture
@@ -22,17 +23,7 @@ def started(tmp_path):
 
     def make(node_address: str = "tcp://192.0.2.7:5500", bound: str | None = None) -> RunDir:
         run_dir = RunDir(tmp_path)
-        config = Config.model_validate(
-            {
-                "run": {"name": "r"},
-                "model": {"path": "tiny", "max_context": 512},
-                "orchestrator": {
-                    "source": [{"name": "s", "taskset": {"id": "t"}}],
-                    "sampling": {"max_tokens": 32},
-                    "node_address": node_address,
-                },
-            }
-        )
+        config = config_of(orchestrator={"node_address": node_address})
         run_dir.config.write_text(load.dump(config))
         create_run_id(run_dir, "r")
         RunKeys.create(run_dir.keys)

@@ -11,16 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 from aiohttp import web
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import TeachersConfig
-from composer_prime.run.costs import read_costs, spent
 from composer_prime.traces.records import ReplayRecords, TraceState, votes_beside
 from composer_prime.traces.replay.replay import Replay, ReplayProgress
 from composer_prime.traces.replay.teacher_pool import TeacherPool, teacher_budget
 from tests.chat_server import chat_server
+from tests.configs_made import config_of
 
 FAULTS = ("429", "500", "504", "522", "half", "nothing", "wrong_json", "late", "not_found")
 PROMPT_TOKENS, ANSWER_TOKENS = 100, 10
@@ -184,13 +183,11 @@ def configured(tmp_path: Path, url: str, models: tuple[str, ...] = ("gpt-a", "qw
 def run_config(tmp_path: Path, url: str, path: str = "tiny", **teachers: Any) -> Config:
     """A run of toolsmith on the model `path` with `configured` teachers."""
     source = {"name": "t", "taskset": {"id": "orchestrator.environments.toolsmith"}}
-    return Config.model_validate(
-        {
-            "run": {"name": "x", "max_steps": 2, "output_dir": str(tmp_path)},
-            "model": {"path": path, "max_context": 384},
-            "orchestrator": {"source": [source], "sampling": {"max_tokens": 64}},
-            "teachers": configured(tmp_path, url, **teachers).model_dump(),
-        }
+    return config_of(
+        run={"name": "x", "max_steps": 2, "output_dir": str(tmp_path)},
+        model={"path": path, "max_context": 384},
+        orchestrator={"source": [source]},
+        teachers=configured(tmp_path, url, **teachers).model_dump(),
     )
 
 
@@ -227,13 +224,3 @@ def kept_answers(cache_dir: Path) -> dict[str, bytes]:
     """What the cache holds, by key."""
     with closing(sqlite3.connect(cache_dir / "answers.sqlite")) as database:
         return dict(database.execute("SELECT key, answer FROM answers"))
-
-
-def settled_calls(tmp_path: Path) -> list[tuple[dict, dict]]:
-    """(reservation, settlement) of every call: each has been settled, and once."""
-    written = list(read_costs(tmp_path / "costs.jsonl"))
-    reserved = {line["call"]: line for line in written if line["kind"] == "reserved"}
-    settled = [line for line in written if line["kind"] == "settled"]
-    assert sorted(line["call"] for line in settled) == sorted(reserved)
-    assert spent(tmp_path / "costs.jsonl").usd == pytest.approx(sum(line["usd"] for line in settled))
-    return [(reserved[line["call"]], line) for line in settled]

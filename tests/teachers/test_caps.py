@@ -114,18 +114,15 @@ def test_no_cap_is_passed(most: float) -> None:
 
 
 # What fits to the last cent is granted at once: with nothing in flight there is nothing to wait for.
-def test_no_rest_of_rounding_stays_reserved(tmp_path: Path) -> None:
-    async def run() -> None:
-        budget = teacher_budget(BudgetConfig(usd_per_run=0.1), tmp_path / "costs.jsonl")
-        budget.settle(await budget.reserve(state="s", teacher="x", usd=0.001), 0.0, status="ok")
-        # In doubles, 0.01 + 0.007 + 0.02 - 0.01 - 0.007 - 0.02 > 0.
-        held = [await budget.reserve(state="s", teacher="x", usd=usd) for usd in (0.01, 0.007, 0.02)]
-        for reservation, usd in zip(held, (0.0, 0.0, 0.08), strict=True):
-            budget.settle(reservation, usd, status="ok")
-        async with asyncio.timeout(2):
-            await budget.reserve(state="s", teacher="y", usd=0.02)
-
-    asyncio.run(run())
+async def test_no_rest_of_rounding_stays_reserved(tmp_path: Path) -> None:
+    budget = teacher_budget(BudgetConfig(usd_per_run=0.1), tmp_path / "costs.jsonl")
+    budget.settle(await budget.reserve(state="s", teacher="x", usd=0.001), 0.0, status="ok")
+    # In doubles, 0.01 + 0.007 + 0.02 - 0.01 - 0.007 - 0.02 > 0.
+    held = [await budget.reserve(state="s", teacher="x", usd=usd) for usd in (0.01, 0.007, 0.02)]
+    for reservation, usd in zip(held, (0.0, 0.0, 0.08), strict=True):
+        budget.settle(reservation, usd, status="ok")
+    async with asyncio.timeout(2):
+        await budget.reserve(state="s", teacher="y", usd=0.02)
 
 
 # No order of replies passes a cap: what is held for calls in flight counts.
@@ -165,15 +162,13 @@ def test_an_endpoint_that_overcharges(tmp_path: Path, charges: dict) -> None:
 
 
 # OpenRouter is told with each request which price is held, so that it asks no dearer provider; other endpoints are not.
-def test_openrouter_is_told_the_price(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with serving(Endpoint(answers=overrule)) as endpoint:
-            config = configured(tmp_path, OPENROUTER)
-            addresses = {name: endpoint.url for name in ("gpt-a", "qwen-b", "glm-c")}
-            assert (await replayed(tmp_path, config, [state(0)], addresses=addresses)).pairs == 1
-            most = {"prompt": 1010.0, "completion": 1010.0}
-            assert [body["provider"] for body in endpoint.seen] == [{"max_price": most}] * 2
-
-    asyncio.run(run())
-    _, endpoint = play(tmp_path / "elsewhere", [state(0)])
-    assert not any("provider" in body for body in endpoint.seen)
+async def test_openrouter_is_told_the_price(tmp_path: Path) -> None:
+    async with serving(Endpoint(answers=overrule)) as endpoint:
+        config = configured(tmp_path, OPENROUTER)
+        addresses = {name: endpoint.url for name in ("gpt-a", "qwen-b", "glm-c")}
+        assert (await replayed(tmp_path, config, [state(0)], addresses=addresses)).pairs == 1
+        most = {"prompt": 1010.0, "completion": 1010.0}
+        assert [body["provider"] for body in endpoint.seen] == [{"max_price": most}] * 2
+    async with serving(Endpoint(answers=overrule)) as endpoint:
+        await replayed(tmp_path / "elsewhere", configured(tmp_path / "elsewhere", endpoint.url), [state(0)])
+        assert endpoint.seen and not any("provider" in body for body in endpoint.seen)

@@ -21,18 +21,27 @@ from loopback import (
     replayed,
     run_config,
     serving,
-    settled_calls,
     state,
 )
 
 from composer_prime.errors import CapError, ConfigError
 from composer_prime.monitor.metrics_file import MetricsFile
-from composer_prime.run.costs import read_costs
+from composer_prime.run.costs import read_costs, spent
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.records import TraceState, read_pairs, read_records, read_states, votes_beside, write_state
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.replay import FEWEST_CALLS
 from composer_prime.traces.replay.teacher_pool import TeacherPool, teacher_budget
+
+
+def settled_calls(tmp_path: Path) -> list[tuple[dict, dict]]:
+    """(reservation, settlement) of every call: each has been settled, and once."""
+    written = list(read_costs(tmp_path / "costs.jsonl"))
+    reserved = {line["call"]: line for line in written if line["kind"] == "reserved"}
+    settled = [line for line in written if line["kind"] == "settled"]
+    assert sorted(line["call"] for line in settled) == sorted(reserved)
+    assert spent(tmp_path / "costs.jsonl").usd == pytest.approx(sum(line["usd"] for line in settled))
+    return [(reserved[line["call"]], line) for line in settled]
 
 
 # Each fault is met by a retry; the state gets its pair, and every answer was given once.
@@ -87,25 +96,22 @@ def test_a_connection_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 # A call that fails after the replay was stopped says nothing about its teacher: its state stays open, to be asked anew.
-def test_a_fault_after_the_stop(tmp_path: Path) -> None:
-    async def run() -> None:
-        endpoint = Endpoint(answers=overrule, script={"gpt-a": ["half"]})
-        async with serving(endpoint):
-            config = configured(tmp_path, endpoint.url)
-            budget = teacher_budget(config.budget, tmp_path / "costs.jsonl")
-            pool = TeacherPool(config, budget)
+async def test_a_fault_after_the_stop(tmp_path: Path) -> None:
+    endpoint = Endpoint(answers=overrule, script={"gpt-a": ["half"]})
+    async with serving(endpoint):
+        config = configured(tmp_path, endpoint.url)
+        budget = teacher_budget(config.budget, tmp_path / "costs.jsonl")
+        pool = TeacherPool(config, budget)
 
-            def stopping(model: str, messages: list[dict]) -> tuple[str, dict]:
-                budget.close("interrupted")
-                return overrule(model, messages)
+        def stopping(model: str, messages: list[dict]) -> tuple[str, dict]:
+            budget.close("interrupted")
+            return overrule(model, messages)
 
-            endpoint.answers = stopping
-            with pytest.raises(CapError, match="interrupted"):
-                await next(each for each in pool.teachers if each.name == "gpt-a").ask(state(0))
-            await pool.close()
-        assert len(endpoint.asked) == 1
-
-    asyncio.run(run())
+        endpoint.answers = stopping
+        with pytest.raises(CapError, match="interrupted"):
+            await next(each for each in pool.teachers if each.name == "gpt-a").ask(state(0))
+        await pool.close()
+    assert len(endpoint.asked) == 1
 
 
 # A proxy that the environment names is not asked for what is on this machine.
@@ -190,15 +196,12 @@ def test_objects_and_parts(tmp_path: Path) -> None:
 
 
 # An answer that the endpoint filtered is no vote, whatever is left of it; it is kept, so that it is not paid again.
-def test_a_filtered_answer_is_no_vote(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with serving(Endpoint(answers=overrule, finish_reason="content_filter")) as endpoint:
-            config = configured(tmp_path, endpoint.url)
-            progress = await replayed(tmp_path, config, [state(0)])
-            assert progress.outcomes == {"failed": 1} and "content_filter" in next(iter(progress.votes.without_vote))
-            assert (await replayed(tmp_path, config, [state(0)])).votes.failed == 0 and len(endpoint.asked) == 3
-
-    asyncio.run(run())
+async def test_a_filtered_answer_is_no_vote(tmp_path: Path) -> None:
+    async with serving(Endpoint(answers=overrule, finish_reason="content_filter")) as endpoint:
+        config = configured(tmp_path, endpoint.url)
+        progress = await replayed(tmp_path, config, [state(0)])
+        assert progress.outcomes == {"failed": 1} and "content_filter" in next(iter(progress.votes.without_vote))
+        assert (await replayed(tmp_path, config, [state(0)])).votes.failed == 0 and len(endpoint.asked) == 3
 
 
 def settled(folder: Path) -> list[str]:
@@ -208,16 +211,13 @@ def settled(folder: Path) -> list[str]:
 # Half a character, which JSON can escape and UTF-8 cannot hold: in arguments and in text it is replaced, the answer is
 # kept, and a second replay takes it from the cache.
 @pytest.mark.parametrize("said", [("bash", {"command": "echo \ud83d"}), "Done \ud83d"])
-def test_half_a_character_in_an_answer(tmp_path: Path, said: str | tuple[str, dict]) -> None:
-    async def run() -> None:
-        async with serving(Endpoint(answers=lambda model, messages: said)) as endpoint:
-            config = configured(tmp_path, endpoint.url)
-            asked = state(0, tools=[{"function": {"name": "bash"}}])
-            first = await replayed(tmp_path, config, [asked])
-            again = await replayed(tmp_path / "again", config, [asked])
-            assert (first.pairs, first.votes.calls, again.pairs, again.votes.calls) == (1, 2, 1, 0)
-
-    asyncio.run(run())
+async def test_half_a_character_in_an_answer(tmp_path: Path, said: str | tuple[str, dict]) -> None:
+    async with serving(Endpoint(answers=lambda model, messages: said)) as endpoint:
+        config = configured(tmp_path, endpoint.url)
+        asked = state(0, tools=[{"function": {"name": "bash"}}])
+        first = await replayed(tmp_path, config, [asked])
+        again = await replayed(tmp_path / "again", config, [asked])
+        assert (first.pairs, first.votes.calls, again.pairs, again.votes.calls) == (1, 2, 1, 0)
     (pair,) = read_pairs(tmp_path / "pairs.jsonl")
     assert pair.chosen.get("content") == "Done ?" or json.loads(
         pair.chosen["tool_calls"][0]["function"]["arguments"]
@@ -257,21 +257,18 @@ def test_a_state_that_breaks_fails_alone(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 # States that end in an error while calls are in flight: these end first, and are kept.
-def test_an_error_of_the_source_waits_for_the_calls_in_flight(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with serving(Endpoint(answers=overrule, delay_s=0.1)) as endpoint:
+async def test_an_error_of_the_source_waits_for_the_calls_in_flight(tmp_path: Path) -> None:
+    async with serving(Endpoint(answers=overrule, delay_s=0.1)) as endpoint:
 
-            async def states() -> AsyncIterator[TraceState]:
-                yield state(0)
-                while endpoint.in_flight < 1:
-                    await asyncio.sleep(0.01)
-                raise ConfigError("states.jsonl:3 is not a state")
+        async def states() -> AsyncIterator[TraceState]:
+            yield state(0)
+            while endpoint.in_flight < 1:
+                await asyncio.sleep(0.01)
+            raise ConfigError("states.jsonl:3 is not a state")
 
-            with pytest.raises(ConfigError, match=":3 is not a state"):
-                await replayed(tmp_path, configured(tmp_path, endpoint.url), states())
-            assert len(endpoint.answered) == 1
-
-    asyncio.run(run())
+        with pytest.raises(ConfigError, match=":3 is not a state"):
+            await replayed(tmp_path, configured(tmp_path, endpoint.url), states())
+        assert len(endpoint.answered) == 1
     assert settled(tmp_path) == ["ok"]
 
 

@@ -22,6 +22,8 @@ from composer_prime.traces.replay import teacher_pool
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.replay import open_replay
 from composer_prime.traces.replay.teacher_pool import models_at
+from tests.chat_server import http_server
+from tests.waiting import until
 
 
 def rollout(number: int) -> bytes:
@@ -34,29 +36,25 @@ def rollout(number: int) -> bytes:
 
 
 # Rollouts that appear while it runs are replayed, each once; training reads the pairs from the run directory.
-def test_rollouts_are_replayed_as_they_appear(tmp_path: Path) -> None:
+async def test_rollouts_are_replayed_as_they_appear(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "x")
     run_dir.rollouts(1).parent.mkdir(parents=True)
-
-    async def run() -> None:
-        async with serving(Endpoint(answers=overrule)) as endpoint:
-            online = OnlineReplay(
-                run_config(tmp_path, endpoint.url, online=True),
-                run_dir,
-                MetricsFile(run_dir.metrics, "test"),
-                lambda: 1,
-            )
-            run_dir.rollouts(1).write_bytes(rollout(0) + rollout(1))
-            task = asyncio.create_task(online.run())
-            await until(lambda: len(list(read_pairs(run_dir.root / "pairs.jsonl"))) == 2)
-            run_dir.rollouts(2).write_bytes(rollout(1) + rollout(2))
-            await until(lambda: len(list(read_pairs(run_dir.root / "pairs.jsonl"))) == 3)
-            await asyncio.sleep(0.5)  # the file is ahead of the count
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            assert len(endpoint.asked) == 6
-
-    asyncio.run(run())
+    async with serving(Endpoint(answers=overrule)) as endpoint:
+        online = OnlineReplay(
+            run_config(tmp_path, endpoint.url, online=True),
+            run_dir,
+            MetricsFile(run_dir.metrics, "test"),
+            lambda: 1,
+        )
+        run_dir.rollouts(1).write_bytes(rollout(0) + rollout(1))
+        task = asyncio.create_task(online.run())
+        await until(lambda: len(list(read_pairs(run_dir.root / "pairs.jsonl"))) == 2)
+        run_dir.rollouts(2).write_bytes(rollout(1) + rollout(2))
+        await until(lambda: len(list(read_pairs(run_dir.root / "pairs.jsonl"))) == 3)
+        await asyncio.sleep(0.5)  # the file is ahead of the count
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert len(endpoint.asked) == 6
     logged = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
     assert logged[-1]["replay/pairs"] == 3 and logged[-1]["replay/usd"] > 0
 
@@ -117,7 +115,7 @@ async def one_state(self: OnlineReplay) -> AsyncIterator[TraceState]:
 
 # The end of the run does not wait for ever: a call that is given up counts at what was held for it, and a resume makes
 # it again.
-def test_the_end_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+async def test_the_end_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
     run_dir = RunDir(tmp_path / "x")
     run_dir.root.mkdir(parents=True)
     monkeypatch.setattr(OnlineReplay, "_states", one_state)
@@ -126,23 +124,20 @@ def test_the_end_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptur
         values = run_config(tmp_path, url, online=True)
         return OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
 
-    async def run() -> None:
-        async with serving(Endpoint(answers=overrule, hold=asyncio.Event())) as endpoint:
-            first = online(endpoint.url)
-            task = asyncio.create_task(first.run())
-            await until(lambda: endpoint.in_flight == 1)
-            first._config.teachers.timeout_s = 0.2
-            first.stop()
-            assert (first.waiting_for() or "").startswith("answers of teachers that may charge: 1 call in flight")
-            await asyncio.wait_for(first.end(), 100)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            assert endpoint.answered == []
-            endpoint.hold = None
-            await asyncio.wait_for(online(endpoint.url).run(), 60)
-            assert len(endpoint.answered) == 2
-
-    asyncio.run(run())
+    async with serving(Endpoint(answers=overrule, hold=asyncio.Event())) as endpoint:
+        first = online(endpoint.url)
+        task = asyncio.create_task(first.run())
+        await until(lambda: endpoint.in_flight == 1)
+        first._config.teachers.timeout_s = 0.2
+        first.stop()
+        assert (first.waiting_for() or "").startswith("answers of teachers that may charge: 1 call in flight")
+        await asyncio.wait_for(first.end(), 100)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert endpoint.answered == []
+        endpoint.hold = None
+        await asyncio.wait_for(online(endpoint.url).run(), 60)
+        assert len(endpoint.answered) == 2
     assert "1 call in flight, counted at their reservation" in caplog.text
     settled = [line for line in read_costs(run_dir.root / "costs.jsonl") if line["kind"] == "settled"]
     assert [line["status"] for line in settled] == ["cancelled", "ok", "ok"] and settled[0]["usd"] > 0.02
@@ -150,36 +145,27 @@ def test_the_end_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 # Two replays of one file would each count its own money: the second is refused while the first runs, and not after it.
-def test_one_replay_of_a_file_at_a_time(tmp_path: Path) -> None:
+async def test_one_replay_of_a_file_at_a_time(tmp_path: Path) -> None:
     pairs, values = tmp_path / "pairs.jsonl", run_config(tmp_path, "http://127.0.0.1:9/v1")
-
-    async def run() -> None:
-        places = {"pairs": pairs, "votes": votes_beside(pairs), "costs": tmp_path / "costs.jsonl"}
-        async with open_replay(values, **places):
-            with pytest.raises(ConfigError, match="another replay writes"):
-                async with open_replay(values, **places):
-                    pass
-        async with open_replay(values, **places):
-            pass
-
-    asyncio.run(run())
+    places = {"pairs": pairs, "votes": votes_beside(pairs), "costs": tmp_path / "costs.jsonl"}
+    async with open_replay(values, **places):
+        with pytest.raises(ConfigError, match="another replay writes"):
+            async with open_replay(values, **places):
+                pass
+    async with open_replay(values, **places):
+        pass
 
 
 # Where the launcher serves the models, replay waits for all of them, and says what it waited for and what was there.
-def test_models_that_the_launcher_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_models_that_the_launcher_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["tiny"]
 
     async def models(request: web.Request) -> web.Response:
         names.append("tiny/teacher_a")
         return web.json_response({"data": [{"id": name} for name in names[:-1]]})
 
-    async def run() -> None:
-        app = web.Application()
-        app.add_routes([web.get("/v1/models", models)])
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    async with http_server(web.get("/v1/models", models)) as root:
+        url = f"{root}/v1"
         monkeypatch.setenv(MODELS_VARIABLE, url)
         async with models_at(["tiny", "tiny/teacher_a"], ()) as found:
             assert found == url and len(names) > 2
@@ -187,9 +173,6 @@ def test_models_that_the_launcher_serves(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(DeadlineError, match=r"tiny/teacher_b at .*, and it serves tiny"):
             async with models_at(["tiny/teacher_b"], ()):
                 pass
-        await runner.cleanup()
-
-    asyncio.run(run())
 
 
 # A policy whose family nobody knows cannot be judged: the configuration is refused before anything starts.
@@ -197,9 +180,3 @@ def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"set teachers\.assume_family"):
         run_config(tmp_path, "http://x/v1", path=str(tmp_path / "mine"), online=True)
     assert run_config(tmp_path, "http://x/v1", path=str(tmp_path / "mine"), online=True, assume_family="qwen")
-
-
-async def until(condition, timeout_s: float = 200) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.05)

@@ -42,17 +42,14 @@ def test_each_teacher_has_its_keys(tmp_path: Path) -> None:
 
 
 # Another name of the limit asks nothing else, so answers that are kept stay valid; another temperature does.
-def test_the_name_of_the_limit_is_no_part_of_the_question(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with serving(Endpoint(answers=differ)) as endpoint:
-            config = configured(tmp_path, endpoint.url)
-            await replayed(tmp_path, config, [state(0)])
-            renamed = await replayed(tmp_path / "renamed", reasoning(config, temperature=None), [state(0)])
-            assert (renamed.votes.calls, renamed.votes.cached) == (0, 3)
-            omitted = await replayed(tmp_path / "omitted", reasoning(config), [state(0)])
-            assert (omitted.votes.calls, omitted.votes.cached) == (1, 2)
-
-    asyncio.run(run())
+async def test_the_name_of_the_limit_is_no_part_of_the_question(tmp_path: Path) -> None:
+    async with serving(Endpoint(answers=differ)) as endpoint:
+        config = configured(tmp_path, endpoint.url)
+        await replayed(tmp_path, config, [state(0)])
+        renamed = await replayed(tmp_path / "renamed", reasoning(config, temperature=None), [state(0)])
+        assert (renamed.votes.calls, renamed.votes.cached) == (0, 3)
+        omitted = await replayed(tmp_path / "omitted", reasoning(config), [state(0)])
+        assert (omitted.votes.calls, omitted.votes.cached) == (1, 2)
 
 
 # The key of a question as releases before wrote it: what was paid for then is found.

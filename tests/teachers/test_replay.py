@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -108,22 +107,18 @@ def test_pairs_can_be_traced_to_their_votes(tmp_path: Path) -> None:
 
 # The second replay skips what is done; a third into new files pays nothing, and writes the same pairs. An answer from
 # the cache keeps the price of when it was asked for, beside what is paid now.
-def test_nothing_is_paid_twice(tmp_path: Path) -> None:
+async def test_nothing_is_paid_twice(tmp_path: Path) -> None:
     states = [state(number) for number in range(5)]
-
-    async def run() -> None:
-        async with serving(Endpoint(answers=overrule)) as endpoint:
-            config = configured(tmp_path, endpoint.url)
-            first = await replayed(tmp_path, config, states[:3])
-            second = await replayed(tmp_path, config, states)
-            assert (first.votes.calls, second.votes.calls, second.resumed) == (6, 4, 3)
-            again = tmp_path / "again"
-            third = await replayed(again, config, states)
-            assert third.votes.calls == 0 and third.votes.cached == 10
-            assert third.usd == 0 and third.price_usd == pytest.approx(1.1)
-            assert len(endpoint.asked) == 10
-
-    asyncio.run(run())
+    async with serving(Endpoint(answers=overrule)) as endpoint:
+        config = configured(tmp_path, endpoint.url)
+        first = await replayed(tmp_path, config, states[:3])
+        second = await replayed(tmp_path, config, states)
+        assert (first.votes.calls, second.votes.calls, second.resumed) == (6, 4, 3)
+        again = tmp_path / "again"
+        third = await replayed(again, config, states)
+        assert third.votes.calls == 0 and third.votes.cached == 10
+        assert third.usd == 0 and third.price_usd == pytest.approx(1.1)
+        assert len(endpoint.asked) == 10
     folders = (tmp_path, tmp_path / "again")
     once, twice = (list(read_pairs(folder / "pairs.jsonl")) for folder in folders)
     assert {pair.pair_id for pair in once} == {pair.pair_id for pair in twice}
@@ -136,17 +131,14 @@ def test_nothing_is_paid_twice(tmp_path: Path) -> None:
 
 
 # An answer that was cut gives no vote: where it was called for that is a failed call, where it is cached it is no call.
-def test_a_cut_answer_in_the_cache_is_no_failed_call(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with serving(Endpoint(answers=overrule, finish_reason="length")) as endpoint:
-            config = configured(tmp_path, endpoint.url)
-            first = await replayed(tmp_path, config, [state(0)])
-            again = await replayed(tmp_path / "again", config, [state(0)])
-            assert (first.votes.calls, first.votes.failed) == (3, 3)
-            assert (again.votes.calls, again.votes.failed) == (0, 0)
-            assert first.outcomes == again.outcomes == {"failed": 1}
-
-    asyncio.run(run())
+async def test_a_cut_answer_in_the_cache_is_no_failed_call(tmp_path: Path) -> None:
+    async with serving(Endpoint(answers=overrule, finish_reason="length")) as endpoint:
+        config = configured(tmp_path, endpoint.url)
+        first = await replayed(tmp_path, config, [state(0)])
+        again = await replayed(tmp_path / "again", config, [state(0)])
+        assert (first.votes.calls, first.votes.failed) == (3, 3)
+        assert (again.votes.calls, again.votes.failed) == (0, 0)
+        assert first.outcomes == again.outcomes == {"failed": 1}
 
 
 # A crash between a state's pairs and its votes, or within a line, loses nothing and doubles nothing.
@@ -185,18 +177,14 @@ def said(model: str, messages: list[dict]) -> str:
 
 # A crash before the votes were written, and a teacher that is back since: the pair of the state stays the one it is,
 # and the new votes name it.
-def test_a_state_has_one_pair_against_a_rejected_form(tmp_path: Path) -> None:
+async def test_a_state_has_one_pair_against_a_rejected_form(tmp_path: Path) -> None:
     votes = votes_beside(tmp_path / "pairs.jsonl")
-
-    async def run() -> None:
-        async with serving(Endpoint(answers=said, script={"gpt-a": ["401"]})) as endpoint:
-            config = configured(tmp_path, endpoint.url)
-            await replayed(tmp_path, config, [state(0)])
-            votes.write_bytes(b"")
-            progress = await replayed(tmp_path, config, [state(0)])
-            assert (progress.votes.calls, progress.votes.cached) == (1, 1)
-
-    asyncio.run(run())
+    async with serving(Endpoint(answers=said, script={"gpt-a": ["401"]})) as endpoint:
+        config = configured(tmp_path, endpoint.url)
+        await replayed(tmp_path, config, [state(0)])
+        votes.write_bytes(b"")
+        progress = await replayed(tmp_path, config, [state(0)])
+        assert (progress.votes.calls, progress.votes.cached) == (1, 1)
     (pair,), (record,) = read_pairs(tmp_path / "pairs.jsonl"), read_records(votes)
     assert pair.chosen["content"] == "All done, says qwen-b." and len(record.votes) == 2
     assert record.pairs == [pair.pair_id]
@@ -207,39 +195,30 @@ def split(model: str, messages: list[dict]) -> tuple[str, dict]:
 
 
 # A state whose votes a cap cut off has no pair yet: the next replay decides it.
-def test_votes_that_a_cap_cut_off_decide_nothing(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with serving(Endpoint(answers=split)) as endpoint:
-            capped = {"usd_per_run": 0.5}
-            config = configured(tmp_path, endpoint.url, system_prompt="")
-            for teacher in config.teacher[2:]:
-                teacher.output_usd_per_mtok = 10_000.0
-            first = await replayed(
-                tmp_path, config.model_copy(update={"budget": type(config.budget)(**capped)}), [state(0)]
-            )
-            assert first.stopped and (first.states, first.pairs) == (0, 0) and len(endpoint.asked) == 2
-            assert (await replayed(tmp_path, config, [state(0)])).pairs == 1
-
-    asyncio.run(run())
+async def test_votes_that_a_cap_cut_off_decide_nothing(tmp_path: Path) -> None:
+    async with serving(Endpoint(answers=split)) as endpoint:
+        capped = {"usd_per_run": 0.5}
+        config = configured(tmp_path, endpoint.url, system_prompt="")
+        for teacher in config.teacher[2:]:
+            teacher.output_usd_per_mtok = 10_000.0
+        first = await replayed(
+            tmp_path, config.model_copy(update={"budget": type(config.budget)(**capped)}), [state(0)]
+        )
+        assert first.stopped and (first.states, first.pairs) == (0, 0) and len(endpoint.asked) == 2
+        assert (await replayed(tmp_path, config, [state(0)])).pairs == 1
 
 
 # Two states of one id: the second is left out, and the summary says which; the very same state again is done already.
 @pytest.mark.parametrize("at_once", [1, 8])
-def test_two_states_of_one_id(tmp_path: Path, at_once: int) -> None:
+async def test_two_states_of_one_id(tmp_path: Path, at_once: int) -> None:
     other = state(0, messages=[{"role": "user", "content": "Quite another task."}])
-
-    async def run() -> None:
-        async with serving(Endpoint(answers=said)) as endpoint:
-            config = configured(tmp_path, endpoint.url, concurrent_states=at_once)
-            progress = await replayed(tmp_path, config, [state(0), other, state(0)])
-            assert (progress.states, progress.left_out, progress.resumed) == (1, 1, 1)
-            assert "trace 't' has another state 't/0000'" in "\n".join(
-                replay_summary(progress, tmp_path / "pairs.jsonl")
-            )
-            later = await replayed(tmp_path, config, [other, state(0)])
-            assert (later.states, later.left_out, later.resumed) == (0, 1, 1)
-
-    asyncio.run(run())
+    async with serving(Endpoint(answers=said)) as endpoint:
+        config = configured(tmp_path, endpoint.url, concurrent_states=at_once)
+        progress = await replayed(tmp_path, config, [state(0), other, state(0)])
+        assert (progress.states, progress.left_out, progress.resumed) == (1, 1, 1)
+        assert "trace 't' has another state 't/0000'" in "\n".join(replay_summary(progress, tmp_path / "pairs.jsonl"))
+        later = await replayed(tmp_path, config, [other, state(0)])
+        assert (later.states, later.left_out, later.resumed) == (0, 1, 1)
 
 
 def voted(tmp_path: Path, endpoint: Endpoint, asked: TraceState) -> tuple[StateRecord, list[Pair]]:

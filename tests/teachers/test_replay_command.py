@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from pathlib import Path
@@ -24,27 +23,7 @@ from composer_prime.traces.replay.replay import (
     training_limits,
 )
 
-POOL = """
-[run]
-name = "x"
-max_steps = 1
-[model]
-path = "tiny"
-max_context = 384
-[orchestrator.sampling]
-max_tokens = 64
-[[orchestrator.source]]
-name = "t"
-taskset = { id = "orchestrator.environments.toolsmith" }
-[[teachers.teacher]]
-name = "one"
-model = "openai/gpt-4o-mini"
-api_key_var = "NO_SUCH_KEY"
-[[teachers.teacher]]
-name = "two"
-model = "google/gemini-2.5-flash"
-api_key_var = "NO_SUCH_KEY"
-"""
+POOL = Path(__file__).with_name("pool.toml").read_text()
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
@@ -98,7 +77,7 @@ def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 # The first Ctrl-C: the call in flight ends and its answer is kept, no other is made; the next replay pays for the rest.
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_pays_nothing_twice(tmp_path: Path, number: int) -> None:
+async def test_an_interruption_pays_nothing_twice(tmp_path: Path, number: int) -> None:
     states, pairs = tmp_path / "s.jsonl", tmp_path / "p.jsonl"
     states.write_bytes(b"".join(write_state(state(number)) for number in range(3)))
     endpoint = Endpoint(answers=overrule)
@@ -108,16 +87,13 @@ def test_an_interruption_pays_nothing_twice(tmp_path: Path, number: int) -> None
         os.kill(os.getpid(), number)
         return overrule(model, messages)
 
-    async def run() -> None:
-        endpoint.answers = interrupting
-        async with serving(endpoint):
-            config = run_config(tmp_path, endpoint.url, concurrent_states=1)
-            first = await replay(states, pairs, config)
-            assert first.stopped == INTERRUPTION and len(endpoint.asked) == 1 and first.usd > 0
-            second = await replay(states, pairs, config)
-            assert second.stopped is None and second.pairs == 3
-
-    asyncio.run(run())
+    endpoint.answers = interrupting
+    async with serving(endpoint):
+        config = run_config(tmp_path, endpoint.url, concurrent_states=1)
+        first = await replay(states, pairs, config)
+        assert first.stopped == INTERRUPTION and len(endpoint.asked) == 1 and first.usd > 0
+        second = await replay(states, pairs, config)
+        assert second.stopped is None and second.pairs == 3
     assert len(endpoint.asked) == len(set(endpoint.answered)) == 6
     settled = [line for line in read_costs(tmp_path / "p.costs.jsonl") if line["kind"] == "settled"]
     assert len(settled) == 6 and {line["status"] for line in settled} == {"ok"}
@@ -126,16 +102,12 @@ def test_an_interruption_pays_nothing_twice(tmp_path: Path, number: int) -> None
 
 # Teachers that give no vote: the summary says why, and the command does not call that a success. Nor does it where the
 # other states are refused.
-def test_why_there_was_no_vote(tmp_path: Path) -> None:
+async def test_why_there_was_no_vote(tmp_path: Path) -> None:
     states, pairs = tmp_path / "s.jsonl", tmp_path / "p.jsonl"
     states.write_bytes(write_state(state(0, family="unknown")) + write_state(state(1)))
-
-    async def run():
-        script = {model: ["401"] for model in ("gpt-a", "qwen-b", "glm-c")}
-        async with serving(Endpoint(answers=overrule, script=script)) as endpoint:
-            return await replay(states, pairs, run_config(tmp_path, endpoint.url))
-
-    progress = asyncio.run(run())
+    script = {model: ["401"] for model in ("gpt-a", "qwen-b", "glm-c")}
+    async with serving(Endpoint(answers=overrule, script=script)) as endpoint:
+        progress = await replay(states, pairs, run_config(tmp_path, endpoint.url))
     assert progress.outcomes == {"refused": 1, "failed": 1}
     assert "no state was decided" in (progress.stopped or "")
     shown = "\n".join(replay_summary(progress, pairs))
@@ -155,20 +127,16 @@ def test_a_missing_key_is_found_before_a_run(tmp_path: Path, monkeypatch: pytest
 
 # A state that no step of the run can hold is refused, and nobody is paid for it.
 @pytest.mark.parametrize(("letters", "row_tokens"), [(400, 8192), (150, 384)])
-def test_states_beyond_a_training_step_are_not_paid_for(tmp_path: Path, letters: int, row_tokens: int) -> None:
+async def test_states_beyond_a_training_step_are_not_paid_for(tmp_path: Path, letters: int, row_tokens: int) -> None:
     states, pairs = tmp_path / "s.jsonl", tmp_path / "p.jsonl"
     long = [{"role": "user", "content": "0 " * letters}]
     states.write_bytes(write_state(state(0)) + write_state(state(1, messages=long)))
     endpoint = Endpoint(answers=overrule)
-
-    async def run():
-        async with serving(endpoint):
-            config = run_config(tmp_path, endpoint.url)
-            trainer = config.trainer.model_copy(update={"micro_batch_tokens": row_tokens})
-            config = config.model_copy(update={"trainer": trainer})
-            return await replay(states, pairs, config)
-
-    progress = asyncio.run(run())
+    async with serving(endpoint):
+        config = run_config(tmp_path, endpoint.url)
+        trainer = config.trainer.model_copy(update={"micro_batch_tokens": row_tokens})
+        config = config.model_copy(update={"trainer": trainer})
+        progress = await replay(states, pairs, config)
     assert progress.outcomes == {"overruled": 1, "refused": 1}
     assert not any("0 0 0" in question for _, question in endpoint.answered)
     (reason,) = progress.refusals
@@ -176,19 +144,15 @@ def test_states_beyond_a_training_step_are_not_paid_for(tmp_path: Path, letters:
 
 
 # A replay that is finished can be repeated, although some of its states can never be judged.
-def test_repeating_a_finished_replay(tmp_path: Path) -> None:
+async def test_repeating_a_finished_replay(tmp_path: Path) -> None:
     states, pairs = tmp_path / "s.jsonl", tmp_path / "p.jsonl"
     states.write_bytes(write_state(state(0)) + write_state(state(1, family="unknown")))
     only = tmp_path / "only.jsonl"
     only.write_bytes(write_state(state(1, family="unknown")))
-
-    async def run() -> None:
-        async with serving(Endpoint(answers=overrule)) as endpoint:
-            config = run_config(tmp_path, endpoint.url)
-            assert (await replay(states, pairs, config)).outcomes == {"overruled": 1, "refused": 1}
-            again = await replay(states, pairs, config)
-            assert (again.resumed, again.stopped, again.outcomes) == (1, None, {"refused": 1})
-            with pytest.raises(ConfigError, match="all 1 states were refused"):
-                await replay(only, tmp_path / "q.jsonl", config)
-
-    asyncio.run(run())
+    async with serving(Endpoint(answers=overrule)) as endpoint:
+        config = run_config(tmp_path, endpoint.url)
+        assert (await replay(states, pairs, config)).outcomes == {"overruled": 1, "refused": 1}
+        again = await replay(states, pairs, config)
+        assert (again.resumed, again.stopped, again.outcomes) == (1, None, {"refused": 1})
+        with pytest.raises(ConfigError, match="all 1 states were refused"):
+            await replay(only, tmp_path / "q.jsonl", config)

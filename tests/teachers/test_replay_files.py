@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import tracemalloc
 from pathlib import Path
@@ -48,21 +47,17 @@ def test_a_torn_first_line_is_replayed(tmp_path: Path, torn: bytes) -> None:
 
 # Pairs that are gone while their votes are there, all of them or some, are made again: from the cache, for nothing.
 @pytest.mark.parametrize("left", [None, 0, 1])
-def test_lost_pairs_are_made_again(tmp_path: Path, left: int | None) -> None:
+async def test_lost_pairs_are_made_again(tmp_path: Path, left: int | None) -> None:
     pairs = tmp_path / "pairs.jsonl"
-
-    async def run() -> None:
-        async with serving(Endpoint(answers=overrule)) as endpoint:
-            config = configured(tmp_path, endpoint.url)
-            await replayed(tmp_path, config, STATES)
-            if left is None:
-                pairs.unlink()
-            else:
-                pairs.write_bytes(b"".join(pairs.read_bytes().splitlines(keepends=True)[:left]))
-            again = await replayed(tmp_path, config, STATES)
-            assert (again.pairs, again.resumed, again.votes.calls) == (3 - (left or 0), left or 0, 0)
-
-    asyncio.run(run())
+    async with serving(Endpoint(answers=overrule)) as endpoint:
+        config = configured(tmp_path, endpoint.url)
+        await replayed(tmp_path, config, STATES)
+        if left is None:
+            pairs.unlink()
+        else:
+            pairs.write_bytes(b"".join(pairs.read_bytes().splitlines(keepends=True)[:left]))
+        again = await replayed(tmp_path, config, STATES)
+        assert (again.pairs, again.resumed, again.votes.calls) == (3 - (left or 0), left or 0, 0)
     assert len({pair.pair_id for pair in read_pairs(pairs)}) == len(list(read_pairs(pairs))) == 3
 
 

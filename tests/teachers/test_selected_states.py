@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -43,15 +42,11 @@ def test_which_states_are_taken(tmp_path: Path, select: dict, taken: list[str]) 
 
 
 # A replay pays for the selected states alone. A wider one goes on from there.
-def test_a_replay_of_some_states(tmp_path: Path) -> None:
+async def test_a_replay_of_some_states(tmp_path: Path) -> None:
     path, pairs = states_file(tmp_path), tmp_path / "p.jsonl"
-
-    async def run() -> None:
-        async with serving(Endpoint(answers=overrule)) as endpoint:
-            config = run_config(tmp_path, endpoint.url, select={"states": 2})
-            assert (await replay(path, pairs, config)).states == 2
-            wider = run_config(tmp_path, endpoint.url, select={"states": 5})
-            progress = await replay(path, pairs, wider)
-            assert (progress.resumed, progress.states) == (2, 3)
-
-    asyncio.run(run())
+    async with serving(Endpoint(answers=overrule)) as endpoint:
+        config = run_config(tmp_path, endpoint.url, select={"states": 2})
+        assert (await replay(path, pairs, config)).states == 2
+        wider = run_config(tmp_path, endpoint.url, select={"states": 5})
+        progress = await replay(path, pairs, wider)
+        assert (progress.resumed, progress.states) == (2, 3)

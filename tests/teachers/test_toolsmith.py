@@ -49,46 +49,7 @@ def test_the_client_is_imported_before_the_first_call(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-TOML = """
-[run]
-name = "t"
-max_steps = 10
-output_dir = "OUT"
-[model]
-path = "tiny"
-max_context = 384
-[orchestrator]
-groups_per_step = 4
-group_size = 4
-max_concurrent = 32
-[orchestrator.sampling]
-max_tokens = 64
-[[orchestrator.source]]
-name = "toolsmith"
-taskset = { id = "orchestrator.environments.toolsmith", split = "train", num_tasks = 64 }
-[orchestrator.preferences]
-pairs_per_step = 4
-[channels.replay_dpo]
-weight = 0.1
-[monitor]
-[teachers]
-max_tokens = 64
-system_prompt = ""
-cache_dir = "OUT/cache"
-online = true
-[[teachers.teacher]]
-name = "a"
-model = "tiny/teacher_a"
-local = true
-[[teachers.teacher]]
-name = "b"
-model = "tiny/teacher_b"
-local = true
-[[teachers.teacher]]
-name = "c"
-model = "tiny/teacher_c"
-local = true
-"""
+TOML = Path(__file__).with_name("toolsmith.toml").read_text()
 
 
 def run(*words: str | Path, status: int = 0) -> str:

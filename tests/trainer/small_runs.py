@@ -18,6 +18,7 @@ from composer_prime.config import Config, load
 from composer_prime.packing.pack import pack
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.wire.types import MicroBatch, Sample, VersionSpan, pack_flags, pack_floats, pack_ints
+from tests.configs_made import config_of
 from trainer.data import PackedRow, checked_row, unpack
 
 VOCABULARY = 96
@@ -75,18 +76,14 @@ def make_config(folder: Path, output: Path, **sections: dict[str, Any]) -> Confi
     values: dict[str, Any] = {
         "run": {"name": "run", "output_dir": str(output), "max_steps": 3},
         "model": {"path": str(folder), "max_context": 64},
-        "orchestrator": {
-            "source": [{"name": "test", "taskset": {"id": "none"}}],
-            "sampling": {"max_tokens": 32},
-            "hints": {},
-        },
+        "orchestrator": {"sampling": {"max_tokens": 32}, "hints": {}},
         "trainer": {"device": "cpu", "micro_batch_tokens": 128, "optim": {"lr": 1e-3}},
     }
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
     if values.get("channels", {}).get("replay_dpo", {}).get("weight"):
         values["orchestrator"]["preferences"] = {"pairs_per_step": 1}
-    return Config.model_validate(values)
+    return config_of(**values)
 
 
 @dataclass(frozen=True, slots=True)

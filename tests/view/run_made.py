@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,50 +12,31 @@ from composer_prime.run.costs import write_cost
 from composer_prime.run.run_dir import RunDir
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds two numbers.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-    },
-}
+ROLLOUT = json.loads(Path(__file__).with_name("rollout.json").read_text())
 
 
 def rollout(step: int, group: int | None, number: int, reward: float | None, **more: Any) -> dict[str, Any]:
     """Return a rollout's line. `more` replaces fields."""
-    rollout_id = f"g{group:06d}-{number}" if group is not None else f"eval{step}-s-{number}"
-    failed = reward is None
-    failure = {"kind": "env", "message": "the box broke", "where": "env.py:3", "detail": "Traceback"}
+    line = copy.deepcopy(ROLLOUT["line"])
+    user, call, reply, _ = line["turns"]
+    user["text"] = HOSTILE
+    if number == 1:
+        call["hint"], reply["error"] = "Use a.", reply["text"]
+    if reward is None:
+        line |= {"status": "failed", "error": ROLLOUT["failure"]}
     return {
+        **line,
         "step": step,
-        "status": "failed" if failed else "trained",
-        "source": "s",
         "task_id": f"task-{group if group is not None else number}",
         "group": group,
-        "rollout_id": rollout_id,
-        "seed": 1,
+        "rollout_id": f"g{group:06d}-{number}" if group is not None else f"eval{step}-s-{number}",
         "reward": reward,
-        "advantage": None if failed else reward - 0.5,
+        "advantage": None if reward is None else reward - 0.5,
         "parts": {"correct": reward},
-        "metrics": {},
         "policy_versions": [step - 1, step],
-        "stop_reason": "agent_completed",
-        "truncated": False,
-        "error": failure if failed else None,
-        "failed_attempts": [],
-        "tools": [TOOL],
-        "turns": [
-            {"role": "user", "text": HOSTILE, "parent": None, "token_count": 9},
-            {"role": "assistant", "text": "", "parent": 0, "tool_calls": [{"name": "add", "arguments": '{"a": 1}'}],
-             "surprisal": 0.2, "token_count": 5, "hint": "Use a." if number == 1 else None},
-            {"role": "tool", "text": "Unknown argument", "error": "Unknown argument" if number == 1 else None,
-             "parent": 1, "token_count": 3},
-            {"role": "assistant", "text": "3", "parent": 2, "tool_calls": [], "surprisal": 0.1, "token_count": 1},
-        ],
         "cost": {"prompt_tokens": 20, "sampled_tokens": 6 + number, "cpu_s": 0.1, "wall_s": 0.5},
         **more,
-    }  # fmt: skip
+    }
 
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any, Self
 
 from aiohttp import web
+
+from tests.chat_server import http_server
+
+
+def generated(request_id: str, ids: list[int]) -> web.Response:
+    content = [{"token": f"token_id:{i}", "logprob": -0.5} for i in ids]
+    choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": content}}
+    return web.json_response({"request_id": request_id, "choices": [choice]})
 
 
 class Peer:
@@ -15,12 +24,7 @@ class Peer:
     """
 
     def __init__(
-        self,
-        *,
-        delay_s: float = 0.0,
-        max_model_len: int = 4096,
-        fail_status: int = 0,
-        hang_after: int | None = None,
+        self, *, delay_s: float = 0.0, max_model_len: int = 4096, fail_status: int = 0, hang_after: int | None = None
     ) -> None:
         self.delay_s, self.max_model_len, self.fail_status = delay_s, max_model_len, fail_status
         self.hang_after = hang_after
@@ -30,27 +34,17 @@ class Peer:
         """Of each session's last request."""
         self.running = 0
         self.cancelled = 0
-        self.port = 0
-        self._runner: web.AppRunner | None = None
+        self.url = ""
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
-
-    async def __aenter__(self) -> Peer:
-        app = web.Application()
-        app.router.add_post("/inference/v1/generate", self.generate)
-        app.router.add_get("/v1/models", self.models)
-        self._runner = web.AppRunner(app, handler_cancellation=True, keepalive_timeout=75)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=2048)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+    async def __aenter__(self) -> Self:
+        self._server = http_server(
+            web.post("/inference/v1/generate", self.generate), web.get("/v1/models", self.models)
+        )
+        self.url = await self._server.__aenter__() + "/v1"
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+    async def __aexit__(self, *error: Any) -> None:
+        await self._server.__aexit__(*error)
 
     async def models(self, request: web.Request) -> web.Response:
         card = {"id": "policy", "object": "model", "max_model_len": self.max_model_len}
@@ -75,6 +69,4 @@ class Peer:
         draw = random.Random(f"{body['sampling_params'].get('seed')}/{len(turns)}")
         ids = [draw.randint(10, 200) for _ in range(11)] + [2]
         turns.append((body["token_ids"], ids))
-        content = [{"token": f"token_id:{i}", "logprob": -0.5} for i in ids]
-        choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": content}}
-        return web.json_response({"request_id": session, "choices": [choice]})
+        return generated(session, ids)

@@ -17,7 +17,7 @@ from peer import Peer
 from tokenizers_made import CHATML, write_tokenizer
 
 from composer_prime.errors import ConfigError
-from orchestrator.chat_renderer import build_renderer, read_tokenizer
+from orchestrator.chat_renderer import build_renderer
 from orchestrator.environments.toolsmith.taskset import ToolsmithConfig, ToolsmithTaskset
 from orchestrator.workers.pool import RolloutReply, RunRollout, SourceSpec
 from orchestrator.workers.verifiers_adapter import (
@@ -27,6 +27,7 @@ from orchestrator.workers.verifiers_adapter import (
     refuse_wrong_rewards,
     tool_error,
 )
+from tests.scripted_node import ScriptedNode
 
 pytestmark = pytest.mark.process  # verifiers' subprocess runtime
 
@@ -62,21 +63,6 @@ def play(env: Environment, peer: Peer, **request: Any) -> RolloutReply:
     return asyncio.run(scenario())
 
 
-class Scripted(Peer):
-    """A peer whose replies are given texts, in order."""
-
-    def __init__(self, model_path: str, texts: list[str], **options: Any) -> None:
-        super().__init__(**options)
-        self._tokenizer = read_tokenizer(model_path)
-        self._texts = iter(texts)
-
-    async def generate(self, request: web.Request) -> web.Response:
-        ids = [*self._tokenizer.encode(next(self._texts), add_special_tokens=False), self._tokenizer.eos_token_id]
-        content = [{"token": f"token_id:{i}", "logprob": -0.5} for i in ids]
-        choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": content}}
-        return web.json_response({"request_id": "", "choices": [choice]})
-
-
 def test_tool_errors_are_marked_on_their_turns() -> None:
     """In toolsmith a call of an unknown tool and a broken call give error turns; the calls are on the turn before."""
     taskset = {"id": "orchestrator.environments.toolsmith", "num_tasks": 4}
@@ -86,7 +72,7 @@ def test_tool_errors_are_marked_on_their_turns() -> None:
         "<tool_call>\n{oops\n</tool_call>",
         "7",
     ]
-    reply = play(env, Scripted(TINY, texts))
+    reply = play(env, ScriptedNode(texts, TINY))
     assert reply.failure is None
     by_role = [(turn.role, turn.error) for turn in reply.turns if turn.role in ("assistant", "tool")]
     assert by_role == [
@@ -258,7 +244,7 @@ def test_the_documented_task_set_is_played_and_scored(tmp_path, monkeypatch, rep
     env = environment(TINY, tasksets=tasksets, harness=TOOL_LOOP)
     assert env.num_tasks == 512
     first, second = map(int, re.findall(r"\d+", env.describe(0)[1]))
-    played = play(env, Scripted(TINY, [reply.format(max(first, second))]))
+    played = play(env, ScriptedNode([reply.format(max(first, second))], TINY))
     assert played.failure is None and played.reward == reward and played.parts == {"correct": reward}
 
 

@@ -48,27 +48,20 @@ def test_garbage_frames_are_dropped(garbage: list[bytes]) -> None:
         logging.disable(logging.NOTSET)
 
 
-def test_an_impossible_length_ends_the_stream() -> None:
+async def test_an_impossible_length_ends_the_stream() -> None:
     """A length beyond the limit is refused before anything is allocated."""
-
-    async def scenario() -> None:
-        ours, frames = await pair()
-        ours.sendall(b"\xff\xff\xff\xff and more")
-        with pytest.raises(WireError, match="4294967295 bytes"):
-            await frames.receive()
-        ours.close()
-        frames.close()
-
-    asyncio.run(scenario())
+    ours, frames = await pair()
+    ours.sendall(b"\xff\xff\xff\xff and more")
+    with pytest.raises(WireError, match="4294967295 bytes"):
+        await frames.receive()
+    ours.close()
+    frames.close()
 
 
-def test_garbage_ends_a_strict_stream() -> None:
-    async def scenario() -> None:
-        ours, frames = await pair(strict=True)
-        ours.sendall(struct.pack("<I", 4) + b"junk")
-        with pytest.raises(WireError, match="4 bytes does not decode"):
-            await frames.receive()
-        ours.close()
-        frames.close()
-
-    asyncio.run(scenario())
+async def test_garbage_ends_a_strict_stream() -> None:
+    ours, frames = await pair(strict=True)
+    ours.sendall(struct.pack("<I", 4) + b"junk")
+    with pytest.raises(WireError, match="4 bytes does not decode"):
+        await frames.receive()
+    ours.close()
+    frames.close()

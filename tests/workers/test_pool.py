@@ -20,6 +20,7 @@ from peer import Peer
 from composer_prime.errors import ConfigError, EnvironmentWorkerError
 from composer_prime.run.scratch import Scratch
 from orchestrator.workers.pool import RolloutFailure, RunRollout, SourceSpec, WorkerPool
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("worker pool")]
 
@@ -45,12 +46,6 @@ def alive(pid: int) -> bool:
         return False
     with open(f"/proc/{pid}/stat") as stat:
         return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-
-
-async def until(condition: Any, timeout_s: float = 200) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +150,7 @@ def test_failures_never_become_a_zero_reward(played: Played) -> None:
 
 
 @pytest.mark.slow
-def test_a_crash_fails_the_rollouts_and_the_worker_comes_back(
+async def test_a_crash_fails_the_rollouts_and_the_worker_comes_back(
     model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rollouts of a crashed worker get a retryable error with its last words. The next one runs on its successor.
@@ -166,89 +161,73 @@ def test_a_crash_fails_the_rollouts_and_the_worker_comes_back(
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setattr("orchestrator.workers.pool._STOP_GRACE_S", 60.0)
-
-    async def scenario() -> None:
-        spec = source(model_path, {"crash_at": 3, "sleep_at": 5, "sleep_s": 600, "mark": str(mark)})
-        async with (
-            Peer(delay_s=1) as peer,
-            WorkerPool(spec, start_timeout_s=START_S, log_dir=logs) as pool,
-        ):
-            bystander = asyncio.create_task(pool.run(rollout(peer, "bystander")))
-            await until(lambda: peer.running == 1)
-            crashed = await pool.run(rollout(peer, "crash", 3))
-            for reply in (crashed, await bystander):
-                assert reply.reward is None
-                assert (reply.failure.kind, reply.failure.retryable) == ("worker", True)
-                assert "exit status 41" in reply.failure.message
-                assert "the engine room is on fire" in reply.failure.detail
-            again = await pool.run(rollout(peer, "again"))
-            assert again.reward == 2.0
-            assert pool.restarts == 1
-            playing = asyncio.create_task(pool.run(rollout(peer, "cut short", 5)))
-            await until(lambda: mark.exists() and mark.read_text() == "waiting", START_S)
-            assert len(list(temporary.iterdir())) == 1
-        assert (await playing).failure.kind == "worker"
-
-    asyncio.run(scenario())
+    spec = source(model_path, {"crash_at": 3, "sleep_at": 5, "sleep_s": 600, "mark": str(mark)})
+    async with (
+        Peer(delay_s=1) as peer,
+        WorkerPool(spec, start_timeout_s=START_S, log_dir=logs) as pool,
+    ):
+        bystander = asyncio.create_task(pool.run(rollout(peer, "bystander")))
+        await until(lambda: peer.running == 1)
+        crashed = await pool.run(rollout(peer, "crash", 3))
+        for reply in (crashed, await bystander):
+            assert reply.reward is None
+            assert (reply.failure.kind, reply.failure.retryable) == ("worker", True)
+            assert "exit status 41" in reply.failure.message
+            assert "the engine room is on fire" in reply.failure.detail
+        again = await pool.run(rollout(peer, "again"))
+        assert again.reward == 2.0
+        assert pool.restarts == 1
+        playing = asyncio.create_task(pool.run(rollout(peer, "cut short", 5)))
+        await until(lambda: mark.exists() and mark.read_text() == "waiting", timeout_s=START_S)
+        assert len(list(temporary.iterdir())) == 1
+    assert (await playing).failure.kind == "worker"
     assert "the engine room is on fire" in (logs / "worker_bench_0.log").read_text()
     assert mark.read_text() == "cleaned up"
     assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str, caplog) -> None:
+async def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str, caplog) -> None:
     """A blocked event loop is named by the line, and killed after hang_timeout_s. Then every `run` raises why."""
-
-    async def scenario() -> None:
-        spec = source(model_path, {"hang_at": 0})
-        pool = WorkerPool(spec, start_timeout_s=START_S, hang_timeout_s=9, max_restarts=0)
-        async with Peer() as peer, pool:
-            reply = await pool.run(rollout(peer, "hang", 0))
-            assert reply.failure.kind == "hang"
-            assert "no heartbeat" in reply.failure.message
-            assert re.search(r"bench_env\.py:\d+, in setup", reply.failure.message)
-            (event,) = [record for record in caplog.records if "bench_env.py" in record.event_where]
-            assert event.levelname == "WARNING"
-            with pytest.raises(EnvironmentWorkerError, match=r"'bench'.*no heartbeat.*max_restarts = 0"):
-                await pool.run(rollout(peer, "next", 1))
-
-    asyncio.run(scenario())
+    spec = source(model_path, {"hang_at": 0})
+    pool = WorkerPool(spec, start_timeout_s=START_S, hang_timeout_s=9, max_restarts=0)
+    async with Peer() as peer, pool:
+        reply = await pool.run(rollout(peer, "hang", 0))
+        assert reply.failure.kind == "hang"
+        assert "no heartbeat" in reply.failure.message
+        assert re.search(r"bench_env\.py:\d+, in setup", reply.failure.message)
+        (event,) = [record for record in caplog.records if "bench_env.py" in record.event_where]
+        assert event.levelname == "WARNING"
+        with pytest.raises(EnvironmentWorkerError, match=r"'bench'.*no heartbeat.*max_restarts = 0"):
+            await pool.run(rollout(peer, "next", 1))
 
 
 @pytest.mark.slow
-def test_an_environment_that_exits_or_forks_is_named(model_path: str, tmp_path: Path) -> None:
+async def test_an_environment_that_exits_or_forks_is_named(model_path: str, tmp_path: Path) -> None:
     """A forked child that comes back into the loop ends, and its parent goes on; sys.exit is named with its line."""
-
-    async def scenario() -> None:
-        spec = source(model_path, {"exit_at": 3, "fork_at": 4})
-        async with Peer() as peer, WorkerPool(spec, start_timeout_s=START_S, log_dir=tmp_path) as pool:
-            assert (await pool.run(rollout(peer, "forks", 4))).reward == 2.0
-            await until(lambda: "os.fork" in (tmp_path / "worker_bench_0.log").read_text())
-            failure = (await pool.run(rollout(peer, "exits", 3))).failure
-            assert failure.kind == "worker" and "exit status 3" in failure.message
-            assert re.search(r"SystemExit: 3 \(\S*bench_env\.py:\d+, in setup\)", failure.message)
-
-    asyncio.run(scenario())
+    spec = source(model_path, {"exit_at": 3, "fork_at": 4})
+    async with Peer() as peer, WorkerPool(spec, start_timeout_s=START_S, log_dir=tmp_path) as pool:
+        assert (await pool.run(rollout(peer, "forks", 4))).reward == 2.0
+        await until(lambda: "os.fork" in (tmp_path / "worker_bench_0.log").read_text())
+        failure = (await pool.run(rollout(peer, "exits", 3))).failure
+        assert failure.kind == "worker" and "exit status 3" in failure.message
+        assert re.search(r"SystemExit: 3 \(\S*bench_env\.py:\d+, in setup\)", failure.message)
 
 
 @pytest.mark.slow
-def test_only_the_task_that_blocks_is_blamed(model_path: str) -> None:
+async def test_only_the_task_that_blocks_is_blamed(model_path: str) -> None:
     """Other rollouts of the worker are displaced; a task that blocked two workers is left out."""
-
-    async def scenario() -> None:
-        spec = source(model_path, {"hang_at": 0})
-        pool = WorkerPool(spec, start_timeout_s=START_S, hang_timeout_s=9, max_restarts=5)
-        async with Peer(delay_s=60) as peer, pool:
-            bystander = asyncio.create_task(pool.run(rollout(peer, "bystander", 1)))
-            await until(lambda: peer.running == 1, START_S)
-            for name in ("first", "second"):
-                hung = (await pool.run(rollout(peer, name, 0))).failure
-                assert hung.kind == "hang" and re.fullmatch(r"\S*bench_env\.py:\d+, in setup", hung.where)
-                assert (await bystander).failure.kind == "displaced"
-            left_out = (await pool.run(rollout(peer, "third", 0))).failure
-            assert left_out.kind == "hang" and not left_out.retryable
-
-    asyncio.run(scenario())
+    spec = source(model_path, {"hang_at": 0})
+    pool = WorkerPool(spec, start_timeout_s=START_S, hang_timeout_s=9, max_restarts=5)
+    async with Peer(delay_s=60) as peer, pool:
+        bystander = asyncio.create_task(pool.run(rollout(peer, "bystander", 1)))
+        await until(lambda: peer.running == 1, timeout_s=START_S)
+        for name in ("first", "second"):
+            hung = (await pool.run(rollout(peer, name, 0))).failure
+            assert hung.kind == "hang" and re.fullmatch(r"\S*bench_env\.py:\d+, in setup", hung.where)
+            assert (await bystander).failure.kind == "displaced"
+        left_out = (await pool.run(rollout(peer, "third", 0))).failure
+        assert left_out.kind == "hang" and not left_out.retryable
 
 
 @pytest.mark.slow
@@ -265,18 +244,14 @@ def test_a_worker_finds_modules_beside_the_configuration(model_path: str, tmp_pa
 
 
 @pytest.mark.slow
-def test_what_cannot_start_says_why(model_path: str) -> None:
+async def test_what_cannot_start_says_why(model_path: str) -> None:
     """A source that cannot load fails `start` at once with its own error, and leaves no process."""
-
-    async def scenario() -> None:
-        pool = WorkerPool(source(model_path, tasksets={"train": {"id": "no_such_env"}}), start_timeout_s=START_S)
-        with pytest.raises(ConfigError, match=r"'bench'.*taskset 'no_such_env'.*nstall"):
-            await pool.start()
-        assert pool.players == []
-        with pytest.raises(ConfigError):
-            await pool.run(RunRollout(rollout_id="r", task_index=0, model="m", gateway_url="", timeout_s=1))
-
-    asyncio.run(scenario())
+    pool = WorkerPool(source(model_path, tasksets={"train": {"id": "no_such_env"}}), start_timeout_s=START_S)
+    with pytest.raises(ConfigError, match=r"'bench'.*taskset 'no_such_env'.*nstall"):
+        await pool.start()
+    assert pool.players == []
+    with pytest.raises(ConfigError):
+        await pool.run(RunRollout(rollout_id="r", task_index=0, model="m", gateway_url="", timeout_s=1))
 
 
 ORPHANAGE = """

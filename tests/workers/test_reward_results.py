@@ -6,11 +6,12 @@ import re
 import selectors
 
 import pytest
-from test_adapter import TINY, TOOL_LOOP, Scripted, block, environment, play
+from test_adapter import TINY, TOOL_LOOP, block, environment, play
 
 from composer_prime.errors import ConfigError
 from orchestrator.workers.pool import BLOCKED_BY, blamed, blocked_at, frame_text
 from orchestrator.workers.worker import task_notes
+from tests.scripted_node import ScriptedNode
 
 pytestmark = pytest.mark.process  # verifiers' subprocess runtime
 
@@ -43,7 +44,7 @@ def test_a_reward_that_returns_no_number(tmp_path, monkeypatch, name, body) -> N
     text = block("python").replace("return float(trace.last_reply.split() == [self.data.larger])", body)
     (tmp_path / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    error = play(environment(TINY, {"id": module}, harness=TOOL_LOOP), Scripted(TINY, ["7"])).failure
+    error = play(environment(TINY, {"id": module}, harness=TOOL_LOOP), ScriptedNode(["7"], TINY)).failure
     assert error is not None and not error.retryable
     kind = "metric" if name == "longest" else "reward"
     assert kind in error.message and name in error.message
@@ -79,7 +80,7 @@ def played_with_tool(tmp_path, monkeypatch, module: str, returned: str):
     (tmp_path / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-    return play(environment(TINY, {"id": module}, harness=TOOL_LOOP), Scripted(TINY, [call, "7"]))
+    return play(environment(TINY, {"id": module}, harness=TOOL_LOOP), ScriptedNode([call, "7"], TINY))
 
 
 # What a tool returns is text. Anything else is named with the tool's place, and another try would not help.

@@ -50,13 +50,13 @@ def test_peer_fails(make_rendezvous, key_file, tmp_path, kind, moment):
     step = {"before prepare": 21, "between prepare and commit": 23, "after commit": 20}[moment]
     values = {"rendezvous": make_rendezvous(start_peers=2, beat_timeout_s=4).endpoint, "key_file": str(key_file)}
     values |= {"sync_every": 8, "fragments": 2, "delay": 2, "outer": {"lr": 0.7, "momentum": 0.9}}
-    first = start_peer(tmp_path, "a", 0, 10_000, values, until=60)
-    second = start_peer(tmp_path, "b", 1, 10_000, values, failure=(step, getattr(signal, kind)), until=55)
+    first = start_peer(tmp_path, "a", 0, values, until=60)
+    second = start_peer(tmp_path, "b", 1, values, failure=(step, getattr(signal, kind)), until=55)
     if kind == "SIGKILL":
         assert second.end() == -signal.SIGKILL
         at = max(first.seen, default=0)
         first.wait_until(at + 3)
-        again = start_peer(tmp_path, "b", 1, 10_000, values, until=55)
+        again = start_peer(tmp_path, "b", 1, values, until=55)
     else:
         second.wait_stopped()
         at = max(first.seen, default=0)
@@ -74,10 +74,10 @@ def test_peer_fails(make_rendezvous, key_file, tmp_path, kind, moment):
 def test_thawed_predecessor_ends(make_rendezvous, key_file, tmp_path):
     values = {"rendezvous": make_rendezvous(start_peers=2, beat_timeout_s=4).endpoint, "key_file": str(key_file)}
     values |= {"sync_every": 8, "fragments": 2, "delay": 2, "outer": {"lr": 0.7, "momentum": 0.9}}
-    first = start_peer(tmp_path, "a", 0, 10_000, values, until=60)
-    frozen = start_peer(tmp_path, "b", 1, 10_000, values, failure=(23, signal.SIGSTOP))
+    first = start_peer(tmp_path, "a", 0, values, until=60)
+    frozen = start_peer(tmp_path, "b", 1, values, failure=(23, signal.SIGSTOP))
     frozen.wait_stopped()
-    successor = start_peer(tmp_path, "b", 1, 10_000, values, until=55)
+    successor = start_peer(tmp_path, "b", 1, values, until=55)
     successor.wait_until(max(first.seen, default=0) + 3)
     frozen.signal(signal.SIGCONT)
     assert [frozen.end(), successor.end(), first.end()] == [1, 0, 0]
@@ -91,7 +91,7 @@ def test_thawed_predecessor_ends(make_rendezvous, key_file, tmp_path):
 def test_rendezvous_restarts(make_rendezvous, key_file, tmp_path):
     server = make_rendezvous(start_peers=2, beat_timeout_s=4)
     values = {"rendezvous": server.endpoint, "key_file": str(key_file), "sync_every": 4, "fragments": 2, "delay": 1}
-    peers = [start_peer(tmp_path, name, index, 10_000, values, until=60) for index, name in enumerate("ab")]
+    peers = [start_peer(tmp_path, name, index, values, until=60) for index, name in enumerate("ab")]
     peers[0].wait_until(10)
     server.stop()
     time.sleep(1)
@@ -136,10 +136,10 @@ def test_newcomer_at_a_restarted_rendezvous(make_rendezvous, key_file):
 def test_state_source_dies(make_rendezvous, key_file, tmp_path):
     server = make_rendezvous(start_peers=2, beat_timeout_s=4, keep_rounds=4)
     values = {"rendezvous": server.endpoint, "key_file": str(key_file), "sync_every": 2}
-    slow = start_peer(tmp_path, "a", 0, 10_000, values | {"rate_limit_mbit": 0.02})
-    steady = start_peer(tmp_path, "b", 1, 10_000, values, until=150)
+    slow = start_peer(tmp_path, "a", 0, values | {"rate_limit_mbit": 0.02})
+    steady = start_peer(tmp_path, "b", 1, values, until=150)
     steady.wait_until(10)
-    late = start_peer(tmp_path, "c", 2, 10_000, values, until=140)
+    late = start_peer(tmp_path, "c", 2, values, until=140)
     for source in "ab":
         deadline = time.monotonic() + 200
         while (current := server.server.handler.joins.current) is None or current.source != source or not current.blobs:
@@ -362,41 +362,33 @@ def test_garbage_and_replays_are_refused(make_rendezvous, key_file):
 
 
 # The rendezvous' log names the peers that are there, that ended in good order, and that fell silent in training.
-def test_log_of_who_is_there(make_rendezvous, key_file, caplog):
+async def test_log_of_who_is_there(make_rendezvous, key_file, caplog):
     caplog.set_level(logging.INFO, "diloco.rendezvous")
     server = make_rendezvous()
     train(settings(server.endpoint, key_file, "a", sync_every=2), 0, 2)
     until(lambda: "peer a has left" in caplog.text, "peer a is still there")
-
-    async def fall_silent():
-        connection = Connection(server.endpoint, JointKey.read(key_file).client(), "b/0", None)
-        stands = {"peer": "b", "rank": 0, "instance": 1, "outer_step": 0, "base_hash": "", "training": True}
-        facts = {"protocol": PROTOCOL, "run": "joint", "ranks": 1, "layout": [], "settings": {}, "round_deadline_s": 1}
-        await connection.call(PeerHello(**facts, **stands), 5)
-        assert (await connection.call(Beat(**stands), 5)).beat_s
-        await connection.close()
-
-    asyncio.run(fall_silent())
+    connection = Connection(server.endpoint, JointKey.read(key_file).client(), "b/0", None)
+    stands = {"peer": "b", "rank": 0, "instance": 1, "outer_step": 0, "base_hash": "", "training": True}
+    facts = {"protocol": PROTOCOL, "run": "joint", "ranks": 1, "layout": [], "settings": {}, "round_deadline_s": 1}
+    await connection.call(PeerHello(**facts, **stands), 5)
+    assert (await connection.call(Beat(**stands), 5)).beat_s
+    await connection.close()
     until(lambda: "peer b is gone, silent for 1 s" in caplog.text, "peer b is still there")
     assert "peer a is here: a" in caplog.text and "peer b is here: b" in caplog.text
 
 
 # A peer with another key gets no answer at all. Its error names what to check.
-def test_wrong_key_gets_no_answer(make_rendezvous, tmp_path):
+async def test_wrong_key_gets_no_answer(make_rendezvous, tmp_path):
     address = make_rendezvous().endpoint
     other = JointKey.create(tmp_path / "other.key")
-
-    async def knock():
-        connection = Connection(address, other.client(), "a/0", None)
-        hello = PeerHello(
-            protocol=PROTOCOL, run="joint", peer="a", rank=0, ranks=1, instance=1, outer_step=0, base_hash="",
-            training=False, layout=[], settings={}, round_deadline_s=1,
-        )  # fmt: skip
-        with pytest.raises(DeadlineError, match=r"has not answered for 0.5 s .*same key file"):
-            await connection.call(hello, 0.5)
-        await connection.close()
-
-    asyncio.run(knock())
+    connection = Connection(address, other.client(), "a/0", None)
+    hello = PeerHello(
+        protocol=PROTOCOL, run="joint", peer="a", rank=0, ranks=1, instance=1, outer_step=0, base_hash="",
+        training=False, layout=[], settings={}, round_deadline_s=1,
+    )  # fmt: skip
+    with pytest.raises(DeadlineError, match=r"has not answered for 0.5 s .*same key file"):
+        await connection.call(hello, 0.5)
+    await connection.close()
 
 
 # The key file: made once, private, checked when read.

@@ -41,14 +41,7 @@ class RendezvousState:
             self.now += settings.listen_s
 
     def hello(
-        self,
-        peer: str,
-        outer_step: int = 0,
-        *,
-        ranks: int = 1,
-        instance: int = 1,
-        run: str = "",
-        **facts: Any,
+        self, peer: str, outer_step: int = 0, *, ranks: int = 1, instance: int = 1, run: str = "", **facts: Any
     ) -> list[ToPeer]:
         """From all ranks, as a process that was started a moment ago."""
         return [
