@@ -57,7 +57,6 @@ def test_config_json(tmp_path: Path, caplog):
         ("orchestrator.coding.code", "runtime", {"allow": ["example.org"], "limits": {"file_mb": 1}}),
         ("orchestrator.coding.formats.harbor", "output_chars", 900),
         ("orchestrator.coding.formats.programs", "shown_tests", 3),
-        ("orchestrator.coding.formats.openenv", "task", {"reward": "last"}),
     ],
 )
 def test_settings_of_task_sets(taskset: str, setting: str, value):
