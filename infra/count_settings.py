@@ -8,10 +8,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from composer_prime.config.problems import leaf_keys
+from composer_prime.config.problems import key_types, section_of
 
 MOST = 220
 """A setting that nobody would turn is a constant beside its use."""
+
+
+def leaf_keys() -> list[str]:
+    """Return every key that holds a value, with those of elements of lists once."""
+    return [key for key, kind in key_types().items() if section_of(kind) is None]
 
 
 def main() -> int:

@@ -103,11 +103,6 @@ def key_defaults() -> dict[str, Any]:
     }
 
 
-def leaf_keys() -> list[str]:
-    """Return every key that holds a value, with those of elements of lists once."""
-    return [key for key, kind in key_types().items() if section_of(kind) is None]
-
-
 def is_kind(annotation: Any, *kinds: type) -> bool:
     """Return whether a value of the key may be a list, a table or the like."""
     return any(get_origin(member) in kinds for member in _members(annotation))

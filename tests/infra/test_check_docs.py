@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from composer_prime.config.problems import leaf_keys
 from infra import check_docs, settings_page
+from infra.count_settings import leaf_keys
 
 
 # Every file, link and setting that a page or a configuration names exists.
