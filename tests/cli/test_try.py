@@ -170,5 +170,5 @@ def test_broken_reward_is_named(tmp_path):
     (tmp_path / "echo_env.py").write_text(BROKEN)
     done = composer("try", "echo_env.py", "-n", "2", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
-    assert "2 x task EchoTask scoring: LookupError: no word list (echo_env.py:16, in exact)" in done.stdout
+    assert "2 x task EchoTask scoring: LookupError: no word list (echo_env.py:15, in exact)" in done.stdout
     assert 'raise LookupError("no word list")' in done.stdout
