@@ -36,15 +36,12 @@ def checks(output_dir: Path) -> Iterator[Check]:
     """Yield the result of every check. None loads torch, which takes longer than all of them."""
     machine = this_machine()
     yield "ok", "python", f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}"
-    small = machine.memory_bytes < 6 * GIB
     text = f"{machine.memory_bytes / GIB:.1f} GiB, {machine.cores} usable cores; the quickstart needs about 6 GiB"
-    yield "note" if small else "ok", "memory", text
+    yield _check(machine.memory_bytes >= 6 * GIB, "memory", text)
     sizes = ", ".join(f"{size / GIB:.0f} GiB" for size in machine.gpus)
-    yield "ok" if sizes else "note", "GPUs", sizes or "none visible to the CUDA driver; everything runs on the CPU"
+    yield _check(sizes != "", "GPUs", sizes or "none visible to the CUDA driver; everything runs on the CPU")
     yield _packages()
-    missing = [extra for module, extra in _EXTRAS.items() if module_file(module) is None]
-    text = f"missing: {', '.join(missing)}; for one of them: {install_command('EXTRA')}" if missing else "installed"
-    yield "note" if missing else "ok", "extras", text
+    yield _extras()
     for name in ("tiny", "smollm2"):
         try:
             first_step = model_ready(name)
@@ -55,7 +52,17 @@ def checks(output_dir: Path) -> Iterator[Check]:
     free = f"{existing_folder(output_dir)} is writable, {free_bytes(output_dir) / GIB:.1f} GiB free"
     yield ("bad", "disk", f"{reason}; set run.output_dir") if reason else ("ok", "disk", free)
     for found in probe_all():
-        yield "ok" if found.works else "note", found.type, f"sandbox: {found.text}"
+        yield _check(found.works, found.type, f"sandbox: {found.text}")
+
+
+def _check(good: bool, name: str, text: str) -> Check:
+    return "ok" if good else "note", name, text
+
+
+def _extras() -> Check:
+    missing = [extra for module, extra in _EXTRAS.items() if module_file(module) is None]
+    text = f"missing: {', '.join(missing)}; for one of them: {install_command('EXTRA')}" if missing else "installed"
+    return _check(not missing, "extras", text)
 
 
 def _packages() -> Check:

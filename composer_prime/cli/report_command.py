@@ -149,12 +149,17 @@ def pair_lines(trained: list[Line], lines: list[Line]) -> list[str]:
         text.append(f"  pairs        {trained_pairs}; {held:,.0f} in the file, {refused:,.0f} of them refused")
         text += _counts("refused", [last], "pairs/refused/")
         text += _moved("accuracy", trained, "dpo/accuracy", ".3f", "of the pairs agree with the teachers")
-    if last := next((line for line in reversed(lines) if "replay/states" in line or "replay/failed" in line), None):
-        pairs, states, calls = (numeric_field(last, f"replay/{name}") or 0 for name in ("pairs", "states", "calls"))
-        early = last.get("replay/stopped") or last.get("replay/failed")
-        stopped = "; stopped early, see logs/orchestrator.log" if early else ""
-        text.append(f"  replay       {pairs:,.0f} pairs of {states:,.0f} states; {calls:,.0f} calls{stopped}")
-    return text
+    return text + _replay_lines(lines)
+
+
+def _replay_lines(lines: list[Line]) -> list[str]:
+    last = next((line for line in reversed(lines) if "replay/states" in line or "replay/failed" in line), None)
+    if last is None:
+        return []
+    pairs, states, calls = (numeric_field(last, f"replay/{name}") or 0 for name in ("pairs", "states", "calls"))
+    early = last.get("replay/stopped") or last.get("replay/failed")
+    stopped = "; stopped early, see logs/orchestrator.log" if early else ""
+    return [f"  replay       {pairs:,.0f} pairs of {states:,.0f} states; {calls:,.0f} calls{stopped}"]
 
 
 def joint_lines(lines: list[Line], progress: RunProgress) -> list[str]:

@@ -354,11 +354,8 @@ class ObservedTools:
         """Note the calls of a turn, with the names and types of their arguments."""
         for call in turn.calls:
             if call.name in self._arguments or len(self._arguments) < MAX_TOOLS:
-                types = self._arguments.setdefault(call.name, {})
                 arguments = call.arguments if isinstance(call.arguments, dict) else {}
-                for argument in [each for each in arguments if each not in types][: MAX_ARGUMENTS - len(types)]:
-                    value = arguments[argument]
-                    types[argument] = next((name for kind, name in _TYPES if isinstance(value, kind)), "")
+                _note_types(self._arguments.setdefault(call.name, {}), arguments)
 
     def schemas(self, mask: Callable[[str], str]) -> list[dict[str, Any]]:
         """Return the tools sorted by name. The order must not reveal when they were called.
@@ -369,6 +366,12 @@ class ObservedTools:
         for name, arguments in self._arguments.items():
             masked.setdefault(mask(name), {}).update({mask(key): kind for key, kind in arguments.items()})
         return [_schema(name, masked[name]) for name in sorted(masked)]
+
+
+def _note_types(types: dict[str, str], arguments: dict[str, Any]) -> None:
+    for name in [each for each in arguments if each not in types][: MAX_ARGUMENTS - len(types)]:
+        value = arguments[name]
+        types[name] = next((json_type for kind, json_type in _TYPES if isinstance(value, kind)), "")
 
 
 @dataclass(slots=True, kw_only=True)

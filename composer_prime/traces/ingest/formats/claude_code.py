@@ -468,11 +468,16 @@ def assistant_parts(message: dict[str, Any]) -> tuple[str, list[Call], str]:
             text.append(text_of(block))
         elif kind == "thinking":
             thinking.append(string(block.get("thinking")) or "")
-        elif kind in _USES and isinstance(block.get("name"), str) and isinstance(block.get("id"), str):
-            written = block.get("input")
-            arguments = written if isinstance(written, dict) else str(written or "")
-            calls.append(Call(call_id=block["id"], name=block["name"], arguments=arguments))
+        elif kind in _USES:
+            calls += _call(block)
     return "\n\n".join(text), calls, "\n\n".join(thinking)
+
+
+def _call(block: dict[str, Any]) -> list[Call]:
+    name, call_id, written = block.get("name"), block.get("id"), block.get("input")
+    if not isinstance(name, str) or not isinstance(call_id, str):
+        return []
+    return [Call(call_id=call_id, name=name, arguments=written if isinstance(written, dict) else str(written or ""))]
 
 
 def _attached(attachment: dict[str, Any]) -> str:
