@@ -36,8 +36,10 @@ from diloco.transport.messages import DeltaHeader
 REMEMBERED_NORMS = 16
 MAX_NORM_RATIO = 10.0
 """A delta is rejected whose norm exceeds this many times the usual one."""
-MAX_WEIGHT_RATIO = 8.0
-"""A delta's weight counts at most this many times the round's (low) median."""
+MAX_SHARE = 1.5
+"""The weights of one peer, of n that bring any, count at most as this over n of a round."""
+LONG_NORM_RATIO = 3.0
+"""A delta that is longer than this many times the usual norm is shortened to it. A late one covers more steps."""
 LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
 """The squares of larger values are infinite in float32."""
 MAX_WEIGHT = 1e15
@@ -198,6 +200,8 @@ class AcceptedDeltas:
     counted: list[tuple[DeltaHeader, memoryview]]
     """What was accepted, encoded, in order of the peers' names."""
     weights: list[float]
+    scales: list[float]
+    """What each counted delta is multiplied by: 1 or, of one that is too long, less."""
     norms: dict[str, float]
     """L2 norm over all ranks, by peer."""
     remembered: list[float]
@@ -207,7 +211,9 @@ class AcceptedDeltas:
 
     def deltas(self) -> Iterator[Tensor]:
         """Decode float32 [n] one by one, to bound the peak of host memory."""
-        return (codec_of(header.codec).decode(shared_bytes(body), self.n) for header, body in self.counted)
+        for (header, body), scale in zip(self.counted, self.scales, strict=True):
+            delta_n = codec_of(header.codec).decode(shared_bytes(body), self.n)
+            yield delta_n if scale == 1.0 else delta_n * scale
 
 
 def accept(
@@ -243,6 +249,7 @@ def accept(
         n=n,
         counted=counted,
         weights=_capped([header.weight for header, _ in counted]),
+        scales=[_scale(norms[header.peer], usual) for header, _ in counted],
         norms=norms,
         remembered=[min(norm, bound) for norm in norms.values() if math.isfinite(norm)],
         rejections=rejections,
@@ -286,12 +293,21 @@ def _median(norms: Sequence[float]) -> float:
 
 
 def _capped(weights: Sequence[float]) -> list[float]:
-    """Return the weights, each at most MAX_WEIGHT_RATIO times the low median of those above 0.
+    """Return the weights, none more than MAX_SHARE / n of their sum, for the n above 0.
 
     One that claims 4e14 tokens must not own the model, and of two nobody can say that it is wrong.
     """
-    positive = [weight for weight in weights if weight > 0]
-    return [min(weight, MAX_WEIGHT_RATIO * median_low(positive)) for weight in weights] if positive else list(weights)
+    largest = sorted((weight for weight in weights if weight > 0), reverse=True)
+    for count, weight in enumerate(largest if len(largest) > 1 else []):
+        cap = MAX_SHARE * sum(largest[count:]) / (len(largest) - MAX_SHARE * count)  # if `count` of them get the cap
+        if weight <= cap:
+            return [min(weight, cap) for weight in weights]
+    return list(weights)
+
+
+def _scale(norm: float, usual: float | None) -> float:
+    longest = LONG_NORM_RATIO * usual if usual else math.inf
+    return min(1.0, longest / norm) if norm > 0 else 1.0
 
 
 def squared_norm(delta_n: Tensor) -> float:

@@ -43,7 +43,7 @@ from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import CheckpointError, ChecksumError, DeadlineError
 from diloco.codec import codec_of
 from diloco.fragments import POLL_S, NamedParameter, Ranks, frozen_digest, parameter_layout, partition
-from diloco.global_model import MAX_WEIGHT_RATIO, AcceptedDeltas, GlobalModel, accept
+from diloco.global_model import AcceptedDeltas, GlobalModel, accept
 from diloco.state import DeltaStatus, LocalWork, PendingDelta, Replica, delta_status, unpack_state
 from diloco.transport.messages import PROTOCOL, Gone, JointKey, PeerHello, RoundOutcome, StartingState, StateHeader
 from diloco.transport.peer_link import Exchange, PeerLink, RoundResult
@@ -292,13 +292,10 @@ class StreamingDiLoCo:
         )  # fmt: skip
         for peer, reason in accepted.rejections.items():
             logger.warning("outer step %d: the delta of peer %s is rejected: %s", model.outer_step, peer, reason)
-        for (header, _), weight in zip(accepted.counted, accepted.weights, strict=True):
-            if weight < header.weight:
-                logger.warning(
-                    "outer step %d: the delta of peer %s claims the weight %g and counts %g, %g times the round's "
-                    "median", model.outer_step, header.peer, header.weight, weight,
-                    MAX_WEIGHT_RATIO,
-                )  # fmt: skip
+        for (header, _), weight, scale in zip(accepted.counted, accepted.weights, accepted.scales, strict=True):
+            if weight < header.weight or scale < 1.0:
+                text = "outer step %d: the delta of peer %s counts with %g of %g tokens, and at %.3g of its length"
+                logger.info(text, model.outer_step, header.peer, weight, header.weight, scale)
         return accepted
 
     def _settle_residual(self, fragment: int, status: DeltaStatus, pending: PendingDelta | None) -> None:

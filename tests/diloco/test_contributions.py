@@ -10,7 +10,7 @@ import torch
 
 from diloco.codec import codec_of
 from diloco.fragments import Ranks
-from diloco.global_model import accept
+from diloco.global_model import accept, weighted_mean
 from diloco.transport.messages import DeltaHeader, body_checksum
 
 
@@ -44,8 +44,8 @@ def test_wrong_contributions(wrong, reason):
     assert found.norms["a"] == pytest.approx(float(values.norm()), rel=0.01)
 
 
-# A peer that claims an impossible part of the work gets at most max_weight_ratio times the round's median: before, the
-# global model became this peer's own. Honest peers of unequal size count in full, and zeros do not lower the median.
+# A peer that claims an impossible part of the work gets at most 1.5/n of the round: before, the global model became
+# this peer's own. Honest peers of unequal size count in full up to there, and peers that bring nothing are not counted.
 def test_weights_are_capped():
     def weights(*claimed: float) -> list[float]:
         values = torch.linspace(-1, 1, 300)
@@ -53,10 +53,10 @@ def test_weights_are_capped():
         headers, bodies = zip(*pairs, strict=True)
         return accept(headers, bodies, fragment=1, n=300, ranks=Ranks()).weights
 
-    assert weights(100.0, 4e14, 120.0) == [100.0, 960.0, 120.0]
-    assert weights(100.0, 4e14) == [100.0, 800.0]
-    assert weights(100.0, 700.0) == [100.0, 700.0]
-    assert weights(0.0, 100.0, 400.0) == [0.0, 100.0, 400.0] and weights(0.0, 0.0) == [0.0, 0.0]
+    assert weights(100.0, 4e14, 120.0) == [100.0, 220.0, 120.0]
+    assert weights(100.0, 4e14) == weights(100.0, 700.0) == [100.0, 300.0]
+    assert weights(100.0, 200.0, 140.0) == [100.0, 200.0, 140.0]
+    assert weights(0.0, 100.0, 400.0) == [0.0, 100.0, 300.0] and weights(0.0, 0.0) == [0.0, 0.0]
 
 
 class Rounds:
@@ -103,3 +103,16 @@ def test_a_lasting_change_is_accepted():
     changed = [rounds.rejects(a=1.0, b=12.0) for _ in range(9)]
     assert changed[0] == {"b"} and changed[-1] == set()
     assert not rounds.rejects(a=3000.0, b=9000.0)
+
+
+# A delta that turns against the others and is as long as is accepted counts as three times the usual length. Beside
+# seven others the step still goes their way. Deltas up to three times the usual are as they were.
+@pytest.mark.parametrize(("against", "counts"), [(9.9, 3.0), (2.9, 2.9)])
+def test_long_deltas_are_shortened(against, counts):
+    values = torch.linspace(-1, 1, 300)
+    pairs = [contribution(name, values * (-against if name == "h" else 1.0)) for name in "abcdefgh"]
+    headers, bodies = zip(*pairs, strict=True)
+    found = accept(headers, bodies, fragment=1, n=300, ranks=Ranks(), history=[float(values.norm())])
+    step = weighted_mean(found.deltas(), found.weights)
+    assert not found.rejections
+    assert float(step @ values / (values @ values)) == pytest.approx((7 - counts) / 8, abs=0.02)

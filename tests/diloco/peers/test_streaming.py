@@ -94,7 +94,7 @@ def test_tokens_weigh(make_rendezvous, key_file, P, tau, alpha):
     values = {"sync_every": 4, "fragments": P, "delay": tau, "mixing": alpha}
 
     def tokens(peer: int, step: int) -> int:
-        return 1 + 5 * peer + (step * (peer + 1)) % 7
+        return 9 + 5 * peer + (step * (peer + 1)) % 7
 
     def run(name: str, peer: int):
         def count(step: int, engine: Any) -> None:
