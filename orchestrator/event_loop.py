@@ -18,17 +18,21 @@ import numpy as np
 _MAX_SAMPLES = 1 << 14
 
 
-async def until_signal(work: Coroutine[Any, Any, None]) -> int:
-    """Run `work` and return the exit status. SIGINT or SIGTERM cancels it, which closes everything it opened."""
+async def until_signal(work: Coroutine[Any, Any, None], ends: tuple[signal.Signals, ...]) -> int:
+    """Run `work` and return the exit status. A signal of `ends` cancels it, which closes everything it opened.
+
+    SIGINT and SIGTERM do nothing where they are not among them.
+    """
     task = asyncio.ensure_future(work)
     signals: list[int] = []
 
-    def stop(number: int) -> None:
-        signals.append(number)
-        task.cancel()
+    def stop(number: signal.Signals) -> None:
+        if number in ends:
+            signals.append(number)
+            task.cancel()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in {signal.SIGINT, signal.SIGTERM, *ends}:
         loop.add_signal_handler(number, stop, number)
     try:
         await task

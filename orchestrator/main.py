@@ -15,6 +15,7 @@ import importlib
 import os
 import secrets
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.monitor.events import record_events
 from composer_prime.plan.check_run_dir import check_run_folder, earlier_output, with_length_divisor
 from composer_prime.run.keys import RunKeys
-from composer_prime.run.process import end_with_parent
+from composer_prime.run.process import ORCHESTRATOR_END, PARENT_VARIABLE, end_with_parent
 from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write_atomic
 
 FAILED = 1
@@ -54,6 +55,7 @@ def main() -> int:
 def _main() -> int:
     words = sys.argv[1:]
     exit_on_version_flag(words)
+    ends = (signal.SIGINT, signal.SIGTERM)
     try:
         if words and words[0] in _COMMANDS:
             return _command(words[0], words[1:])
@@ -67,14 +69,16 @@ def _main() -> int:
             run_dir = RunDir(Path(words[1]).absolute())
             config = load.read_config(run_dir.config)
             load.make_importable(config)
-            end_with_parent(always=True)
+            if PARENT_VARIABLE in os.environ:
+                ends = (ORCHESTRATOR_END,)
+            end_with_parent(ends[-1], always=True)
         else:
             config, dry_run = load.parse_command_line(words)
             run_dir = RunDir(config.run_directory.absolute())
             if dry_run:
                 return _dry_run(config)
             _prepare(config, run_dir)
-        return _run(config, run_dir)
+        return _run(config, run_dir, ends)
     except ConfigError as error:
         fail(error)
 
@@ -115,7 +119,8 @@ def _prepare(config: Config, run_dir: RunDir) -> None:
     RunKeys.create(run_dir.keys)
 
 
-def _run(config: Config, run_dir: RunDir) -> int:
+def _run(config: Config, run_dir: RunDir, ends: tuple[signal.Signals, ...]) -> int:
+    """Serve until the run is done or one of the signals `ends` comes."""
     from composer_prime.model_source import resolve_model
     from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
     from orchestrator.event_loop import freeze_startup, until_signal
@@ -131,7 +136,7 @@ def _run(config: Config, run_dir: RunDir) -> int:
     async def serve() -> int:
         pipeline = Pipeline(config, run_dir, run_id, model_dir)
         freeze_startup()
-        return await until_signal(pipeline.run())
+        return await until_signal(pipeline.run(), ends)
 
     try:
         return asyncio.run(serve())

@@ -34,6 +34,9 @@ MARK_VARIABLE = "COMPOSER_LAUNCH"
 """Environment variable that marks every process of a guarded run."""
 PARENT_VARIABLE = "COMPOSER_PARENT"
 """Environment variable with the process id of a child's parent."""
+ORCHESTRATOR_END = signal.SIGHUP
+"""Ends the launcher's own orchestrator, which outlives a SIGTERM or SIGINT to all processes of a run: the ranks still
+need it for their last checkpoint."""
 WORKER_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "TOKENIZERS_PARALLELISM": "false",

@@ -17,12 +17,12 @@ from composer_prime.run.ledger import check_ledger, effective
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 KINDS = (
-    *("KILL node", "full disk", "INT launcher", "KILL launcher", "TERM launcher", "KILL orchestrator", "TERM rank 0"),
-    *("KILL rank 0", "TERM rank 1", "full disk", "KILL rank 1", "INT launcher", "KILL worker", "TERM launcher"),
-    *("full disk", "TERM rank 0", "KILL launcher", "TERM launcher", "full disk", "INT launcher"),
+    *("KILL node", "full disk", "TERM everyone", "KILL launcher", "INT launcher", "KILL orchestrator", "TERM rank 0"),
+    *("KILL rank 0", "TERM rank 1", "full disk", "KILL rank 1", "INT everyone", "KILL worker", "TERM launcher"),
+    *("full disk", "TERM rank 0", "KILL launcher", "TERM launcher", "TERM everyone", "INT launcher"),
 )
 COMMANDS = {"launcher": "trainer.main", "rank": "trainer.train", "worker": "workers.worker", "node": "bin/inference"}
-COMMANDS["orchestrator"] = "bin/orchestrator"
+COMMANDS |= {"orchestrator": "bin/orchestrator", "everyone": ""}
 
 
 @pytest.fixture

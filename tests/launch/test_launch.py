@@ -299,13 +299,14 @@ for step in (1, 2):
 TOLD = """
 def told(*_):
     open(f'told-{os.getpid()}', 'w').close(); sys.exit(143)
-signal.signal(signal.SIGTERM, told)
+signal.signal(ENDS, told)
 """
 
 
 def test_ranks_save_before_anything_else_is_stopped(stand):
     # The rank's checkpoint is written while orchestrator and node still work; the summary says where --resume goes on.
-    run = stand({"orchestrator": TOLD + STEADY, "node-0": TOLD + STEADY, "trainer-0": SAVES + STEADY})
+    ends = {role: f"ENDS = signal.{name}" for role, name in (("orchestrator", "SIGHUP"), ("node-0", "SIGTERM"))}
+    run = stand({**{role: number + TOLD + STEADY for role, number in ends.items()}, "trainer-0": SAVES + STEADY})
     run.wait_for_roles(3)
     run.process.send_signal(signal.SIGTERM)
     status, output = run.finish()
@@ -339,7 +340,7 @@ def test_the_orchestrator_may_wait_for_teachers(stand):
     kind = '{"name": "NAME", "model": "MODEL"}'
     pool = [kind.replace("NAME", name).replace("MODEL", model) for name, model in (("a", "gpt-5"), ("b", "glm-5"))]
     words = ("--grace", "0.2", "--teachers.timeout_s", "250", "--teachers.online", "true")
-    answered = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.5), open('answered', 'w').close(), sys.exit(0)))"
+    answered = "signal.signal(signal.SIGHUP, lambda *_: (time.sleep(1.5), open('answered', 'w').close(), sys.exit(0)))"
     run = stand({"orchestrator": f"{answered}\n{STEADY}"}, *words, "--teachers.teacher", f"[{', '.join(pool)}]")
     run.wait_for_roles(1)
     run.process.send_signal(signal.SIGINT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from orch_peers import RUN_ID, PeerTrainer, RunNode, make_config
 
 from composer_prime.config import load
 from composer_prime.run.keys import RunKeys
+from composer_prime.run.process import ORCHESTRATOR_END, PARENT_VARIABLE
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
 from orchestrator.main import main
@@ -133,14 +135,19 @@ def test_a_wrong_run_directory_is_a_configuration_error(tmp_path, call):
 
 
 @pytest.mark.process
-def test_sigterm_ends_it_and_its_workers(prepared):
-    """Stopped while its workers load: 143 within seconds, and no process is left behind."""
-    run_dir = prepared()
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_signal_ends_it_and_its_workers(prepared, monkeypatch, launched):
+    """Stopped while its workers load: no process is left. With a launcher, what all processes get ends nothing."""
+    run_dir, number = prepared(), ORCHESTRATOR_END if launched else signal.SIGTERM
+    if launched:
+        monkeypatch.setenv(PARENT_VARIABLE, str(os.getpid()))
     with started(run_dir) as process:
         parent = psutil.Process(process.pid)
         children = until(lambda: parent.children(recursive=True))
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(100) == 143
+        for each in [signal.SIGTERM, signal.SIGINT, number] if launched else [number]:
+            process.send_signal(each)
+            time.sleep(0.2)
+        assert process.wait(100) == 128 + number
         assert not psutil.wait_procs(children, timeout=60)[1]
 
 

@@ -37,6 +37,7 @@ from composer_prime.host import cuda_visible_devices, place_processes
 from composer_prime.plan.footprint import stop_timeout_s
 from composer_prime.run.process import (
     MARK_VARIABLE,
+    ORCHESTRATOR_END,
     OrphanGuard,
     child_options,
     exit_text,
@@ -131,6 +132,8 @@ CAUSE_WAIT_S = 3.0
 STOP_GRACE_S = 15.0
 """Time between SIGTERM and SIGKILL when a role must stop."""
 _STOP_ORDER: tuple[Kind, ...] = ("rank", "node", "auditor", "orchestrator", "teachers")
+_STOP_SIGNALS = {"orchestrator": ORCHESTRATOR_END}
+"""Instead of SIGTERM."""
 _RESTARTED = ("node", "auditor", "teachers")
 
 
@@ -236,7 +239,7 @@ class Supervisor:
     def _stop_kind(self, kind: Kind, hurry: Callable[[], bool]) -> None:
         group = [child for child in self.children if child.role.kind == kind and child.running]
         at_once = kind == "rank" and not self._can_save()
-        number = signal.SIGKILL if at_once or hurry() else signal.SIGTERM
+        number = signal.SIGKILL if at_once or hurry() else _STOP_SIGNALS.get(kind, signal.SIGTERM)
         for child in group:
             signal_session(child.process.pid, number)
         more_s = {
