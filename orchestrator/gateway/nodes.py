@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Set
@@ -450,17 +451,24 @@ class Placing:
         self._sizes: Counter[str] = Counter()
         """Tokens that conversations take, without what is being sampled, by node id."""
         self._answers = 0
+        # Starts at random: an answer to a lease of an earlier orchestrator must not match one of ours.
+        self._leases = itertools.count(secrets.randbits(48))
 
     @property
     def warm_share(self) -> float:
         """Share of prompt tokens that were cached where their requests went."""
         return self.warm_tokens / max(1, self.prompt_tokens)
 
+    def node_of(self, request: GatewayRequest) -> str | None:
+        """Return the id of the node that had the last turn of the request's conversation."""
+        known = self._sessions.get(request.asked.session)
+        return None if known is None else known.node_id
+
     def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
         """Return the best node of `free`, or the conversation's own."""
         best = min(free, key=lambda node: self._rank(request, node))
-        known = self._sessions.get(request.asked.session)
-        warm = next((node for node in free if known is not None and node.node_id == known.node_id), best)
+        own = self.node_of(request)
+        warm = next((node for node in free if node.node_id == own), best)
         if warm is best or warm.node_id == request.avoid:
             return best
         here, there = self.crowding(request, warm), self.crowding(request, best)
@@ -524,7 +532,7 @@ class Placing:
 
     # -- what happens --------------------------------------------------------------------------------------------
 
-    def note_placed(self, request: GatewayRequest, node: AttachedNode, lease: int) -> Running:
+    def note_placed(self, request: GatewayRequest, node: AttachedNode) -> Running:
         """Remember where the conversation is now. Call it before the request is counted there."""
         cold, size, now = self.cold(request, node), request.num_prompt, time.monotonic()
         self.prompt_tokens += size
@@ -533,7 +541,7 @@ class Placing:
         if warm is None or warm.node_id != node.node_id:
             warm = WarmPrefix(node.node_id, 0, size, node.version, now)
         self._remember(request.asked.session, replace(warm, size=max(warm.size, size), since=now))
-        return Running(node, lease, now, load=len(node.leases) + 1, cold=cold)
+        return Running(node, next(self._leases), now, load=len(node.leases) + 1, cold=cold)
 
     def note_answer(
         self, request: GatewayRequest, running: Running, sampled: int, nodes: Iterable[AttachedNode]

@@ -19,11 +19,9 @@ tokens behind the swap would not be compared with suspect weights (inference/aud
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import secrets
 import time
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Container, Hashable
 from typing import Literal
 
@@ -59,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 3
 """Bad answers and errors after which a request ends. Nodes that vanish or drain do not count."""
+_COMPARED = 16
+"""Free nodes that are compared for a request, at most."""
 _MAX_REFUSALS = 16
 """Nodes that may refuse a request before it ends."""
 _HELD_SHARE = 0.25
@@ -103,10 +103,10 @@ class Router:
         self.queue = RequestQueue()
         self.request_timeout_s = request_timeout_s
         self.connections: dict[bytes, AttachedNode] = {}
+        self._roomy: OrderedDict[bytes, AttachedNode] = OrderedDict()
+        """The attached nodes but those that were full at the last look, and are since."""
         self.send = send
         self._suspend_s = suspend_s
-        # Starts at random: an answer to a lease of an earlier orchestrator must not match one of ours.
-        self._leases = itertools.count(secrets.randbits(48))
         self._closed: RequestError | None = None
 
     @property
@@ -158,6 +158,8 @@ class Router:
         if former is not None:
             streamed = former.streamed
             del former.node.leases[former.lease]
+            if former.node.attached:
+                self._roomy[former.node.identity] = former.node
             if cancel and former.node.attached:
                 stop = CancelGenerate(request_id=request.asked.request_id, lease=former.lease)
                 self.send(former.node.identity, stop)
@@ -172,7 +174,7 @@ class Router:
         """Send `request` to `node`, which continues after the tokens that others have sampled."""
         if request.kept and request.asked.sampling.stop and not node.continues:
             self._start_over(request)
-        running = self.placing.note_placed(request, node, next(self._leases))
+        running = self.placing.note_placed(request, node)
         self._transition(request, running)
         if not self.send(node.identity, request.message(running.lease)):
             self._take_away(node, "unreachable")
@@ -228,30 +230,41 @@ class Router:
         Requests that need a node that is not free, or that is away for a while, keep their position. Nodes only fill
         up meanwhile, so what has the same needs as one of them is passed over.
         """
-        serving, unmet = self.serving() if self.queue else [], set[Hashable]()
-        while self._closed is None and (roomy := [node for node in serving if node.has_room]):
-            if (head := self.queue.first(unmet)) is None:
-                return
+        unmet = set[Hashable]()
+        while self._closed is None and self._roomy and (head := self.queue.first(unmet)) is not None:
             needs, request = head
-            node = self._node_for(request, serving, roomy)
+            node = self._node_for(request)
             if node is None:
                 unmet.add(needs)
                 continue
             self.assign(request, node)
             if not node.attached:  # What it held came back, and may need another node now.
-                serving, unmet = self.serving(), set()
+                unmet = set()
 
     def serving(self) -> list[AttachedNode]:
         """Return the nodes that may get requests now, full or not."""
         return [node for node in self.attached() if node.cannot_serve(self.policy) is None]
 
-    def _node_for(
-        self, request: GatewayRequest, serving: list[AttachedNode], roomy: list[AttachedNode]
-    ) -> AttachedNode | None:
-        """Return the best of the `roomy` nodes. A request that no node can continue starts over."""
-        if request.kept and not any(map(request.may_run_on, serving)):
+    def _node_for(self, request: GatewayRequest) -> AttachedNode | None:
+        """Return the best free node. A request that no node can continue starts over.
+
+        Compared are its conversation's own node and those looked at longest ago, so that a large fleet costs no more.
+        """
+        if request.kept and not any(map(request.may_run_on, self.serving())):
             self._start_over(request)
-        free = [node for node in roomy if request.may_run_on(node)]
+        own = self.nodes.get(self.placing.node_of(request) or "")
+        if own is not None and own.identity in self._roomy:
+            self._roomy.move_to_end(own.identity, last=False)
+        free: list[AttachedNode] = []
+        for _ in range(len(self._roomy)):
+            identity, node = self._roomy.popitem(last=False)
+            if not node.has_room:
+                continue
+            self._roomy[identity] = node
+            if request.may_run_on(node) and node.cannot_serve(self.policy) is None:
+                free.append(node)
+            if len(free) == _COMPARED:
+                break
         return self.placing.choose(request, free) if free else None
 
     # -- answers -------------------------------------------------------------------------------------------------
@@ -283,6 +296,7 @@ class Router:
         speed.streams = True
         speed.tokens += len(part)
         if speed.pace is None:  # With each token it may get more requests.
+            self._roomy[running.node.identity] = running.node
             self.place()
 
     def _take_answer(self, request: GatewayRequest, running: Running, answer: Answer) -> None:
@@ -378,7 +392,7 @@ class Router:
         record = former.record if former is not None else NodeRecord(trust=self.trust[hello.node_id])
         node = AttachedNode(hello=hello, identity=identity, key=key, record=record, speed=speed)
         record.note_version(min(node.version, self.policy.newest))
-        self.nodes[hello.node_id] = self.connections[identity] = node
+        self.nodes[hello.node_id] = self.connections[identity] = self._roomy[identity] = node
         logger.info(
             "node %s attached: engine %s, %d places, version %d",
             node.node_id,
@@ -405,6 +419,7 @@ class Router:
         if not node.attached:
             return
         del self.connections[node.identity]
+        self._roomy.pop(node.identity, None)
         node.attached = False
         held = len(node.leases)
         logger.warning("node %s is gone (%s); it held %d requests", node.node_id, reason, held, extra=event("node"))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.wire.node_messages import NodeHello
-from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode, NodeSpeed, Pace, Placing
+from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode, GatewayRequest, NodeSpeed, Pace, Placing
 
 
 def measured(prompt_s: float, token_s: float, answers: int = 40) -> NodeSpeed:
@@ -221,6 +221,33 @@ async def test_a_node_gets_few_requests_until_its_pace_is_measured():
         assert len(new.leases) <= 7
         fleet.answer("new", request)
     assert len(new.leases) == 61
+
+
+class Counting(Placing):
+    """How many nodes each choice compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compared: list[int] = []
+
+    def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
+        self.compared.append(len(free))
+        return super().choose(request, free)
+
+
+async def test_a_large_fleet_costs_no_more_than_a_small_one():
+    """Of 100 nodes 16 are compared for a request, its conversation's own among them; each gets its share."""
+    fleet = Fleet(**{f"n{number}": {"max_concurrent": 2} for number in range(100)})
+    placing = fleet.router.placing = Counting()
+    await fleet.ask(session="s")
+    own = next(name for name, sent in fleet.sent.items() if sent)
+    fleet.answer(own, fleet.sent[own][0])
+    await fleet.ask(100)
+    await fleet.ask(session="s")
+    assert fleet.sent[own][-1].session == "s"
+    await fleet.ask(100)
+    assert max(placing.compared) == 16 and len(fleet.router.queue) == 1
+    assert all(len(fleet.node(name).leases) == 2 for name in fleet.sent)
 
 
 async def test_requests_that_no_free_node_may_take_are_not_looked_at_one_by_one(monkeypatch):
