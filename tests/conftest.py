@@ -31,7 +31,14 @@ settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the modules that tests/contract.txt names."""
+    """Mark the tests of the modules that tests/contract.txt names.
+
+    A file says the marks of its tests in full, or its folder's conftest.py does: .ci/run finds it by them.
+    """
+    for path, mark in {(item.path, mark.name) for item in items for mark in item.iter_markers()}:
+        texts = [file.read_text() for file in (path, path.with_name("conftest.py")) if file.exists()]
+        if mark in _MAY_START_PROCESSES and f"pytest.mark.{mark}" not in "".join(texts):
+            raise pytest.UsageError(f"{path} has tests of the mark {mark}: write pytest.mark.{mark} in it")
     for item in items:
         if item.path.stem in _CONTRACT:
             item.add_marker(pytest.mark.contract)
@@ -42,7 +49,7 @@ def _refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
         return
     # torch's import starts ldconfig.
     if "ldconfig" not in str(arguments[0]):
-        raise AssertionError(f"{_unit_test} starts a process ({event}): mark it with @pytest.mark.process")
+        raise AssertionError(f"{_unit_test} starts a process ({event}): it needs the mark `process`")
 
 
 sys.addaudithook(_refuse_processes)
