@@ -141,13 +141,13 @@ def test_a_step_in_bfloat16_has_the_gradient_of_float32(place, tmp_path):
     assert gradient.norm().item() == pytest.approx(exact.norm().item(), rel=0.05)
 
 
-def spawn_ranks(device: str, count: int, folder: Path) -> dict[str, float]:
+def spawn_ranks(count: int, folder: Path) -> dict[str, float]:
     """Return what rank 0 of `count` equal processes prints, once all have ended. One that fails ends the others."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     group = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-m", "tests.gpu.test_device_training", device, str(folder)]
+    words = [sys.executable, "-m", "tests.gpu.test_device_training", "cuda", str(folder)]
     processes = []
     try:
         for rank in range(count):
@@ -162,11 +162,13 @@ def spawn_ranks(device: str, count: int, folder: Path) -> dict[str, float]:
     return json.loads(processes[0].communicate()[0].strip().splitlines()[-1])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.timeout(900)
-def test_ranks_of_fsdp2_take_the_step_of_one_rank(place, tmp_path):
-    # Gradient norm and weights after the step. With one GPU, NCCL runs in a group of one.
-    ranks = 2 if place.device == "cpu" else min(2, torch.cuda.device_count())
-    one, many = spawn_ranks(place.device, 1, tmp_path), spawn_ranks(place.device, ranks, tmp_path)
+def test_ranks_of_fsdp2_take_the_step_of_one_rank(tmp_path):
+    # Gradient norm and weights after the step. With one GPU, NCCL runs in a group of one. For gloo: tests/trainer.
+    ranks = min(2, torch.cuda.device_count())
+    one, many = spawn_ranks(1, tmp_path), spawn_ranks(ranks, tmp_path)
     assert many == pytest.approx(one, rel=1e-3)
 
 
