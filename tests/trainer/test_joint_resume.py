@@ -129,21 +129,21 @@ def assert_equal_ends(joint: JointRun, whole: JointRun) -> None:
 
 # Both clusters are stopped after step 5, with a delta under way, and after step 8, at a full sweep; or one of them is
 # after step 5, while the other waits for it. Resumed, they end as the run that was never stopped.
-@pytest.mark.parametrize(("leaving", "cuts"), [((0, 1), (5, 8)), ((1,), (5,))])
-def test_stopped_and_resumed(joint, leaving, cuts):
+def test_stopped_and_resumed(joint):
     both = "--start-peers", "2", "--min-peers", "2"
     whole = joint("whole", *both)
     ranks = [whole.start(peer) for peer in range(2)]
     assert [rank.wait(200) for rank in ranks] == [0, 0], [rank.output for rank in ranks]
-    again = joint("again", *both)
-    ranks = [again.start(peer, cuts[0] if peer in leaving else STEPS) for peer in range(2)]
-    for cut, until in zip(cuts, (*cuts[1:], STEPS), strict=True):
-        for peer in leaving:
-            stopped(ranks[peer], cut)
-        for peer in leaving:
-            ranks[peer] = again.start(peer, until, resume=True)
-    assert [rank.wait(200) for rank in ranks] == [0, 0], [rank.output for rank in ranks]
-    assert_equal_ends(again, whole)
+    for leaving, cuts in ((0, 1), (5, 8)), ((1,), (5,)):
+        again = joint(f"again{len(leaving)}", *both)
+        ranks = [again.start(peer, cuts[0] if peer in leaving else STEPS) for peer in range(2)]
+        for cut, until in zip(cuts, (*cuts[1:], STEPS), strict=True):
+            for peer in leaving:
+                stopped(ranks[peer], cut)
+            for peer in leaving:
+                ranks[peer] = again.start(peer, until, resume=True)
+        assert [rank.wait(200) for rank in ranks] == [0, 0], [rank.output for rank in ranks]
+        assert_equal_ends(again, whole)
 
 
 # Cluster b joins after a has taken eight steps alone, and receives a's state. Its teacher and its reference begin
