@@ -5,8 +5,8 @@ called with each finished rollout: `async def __call__(self, rollout) -> list[Er
 
 templates.toml documents the format of templates: patterns that name an error, and hints with fields.
 
-A model is asked through a `ChatEndpoint`, and so is the judge of rollouts: text in, text out, within one budget for the
-run. Only usable answers are cached. The cost of all is in costs.jsonl.
+A model is asked through a `ChatEndpoint`: text in, text out, within one budget for the run. Only usable answers are
+cached. The cost of all is in costs.jsonl.
 """
 
 from __future__ import annotations

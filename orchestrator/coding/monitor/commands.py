@@ -104,7 +104,6 @@ _PROGRAM_RULES = (
     ("network", r"curl|wget|nc|ncat|netcat|ssh|scp|sftp|ftp|telnet|rsync|dig|nslookup|ping|socat|lynx|gh", ""),
     ("network", "git", r"(fetch|pull|clone|ls-remote|submodule|push)\b"),
     ("network", r"pip[\d.]*|uv", r".*(https?:|git\+)"),
-    ("bytecode-read", r"uncompyle6|decompyle3|pycdc|pycdas|decompyle\+\+|unpyc|pylingual|xdis", ""),
     (
         "git-history",
         "git",

@@ -54,8 +54,6 @@ _TEST_MODULE = re.compile(r"(^|\.)(tests?|conftest|test_\w+|\w+_test)(\.|$)")
 _TEXT = re.compile(r"'[^']*'|\"[^\"]*\"")
 MIN_BITS = 5.0
 """Information from which a constant counts at all."""
-SUSPICIOUS_BITS = 16.0
-"""Information from which one lifted constant is suspicious."""
 LOOKUP_BITS = 28.0
 """Information of a lookup: of three or more constants; a single one needs twice as much."""
 _MOST_ITEMS = 64
@@ -224,7 +222,7 @@ def lifted_constants(source: bytes, tested: frozenset[str], known: Iterable[str]
     for key, node in _constants(tree) if tree is not None else ():
         bits = information(key) if key in tested and key not in accounted else 0.0
         if bits >= MIN_BITS and key.strip("'\"b") not in prose:
-            lifted.setdefault(key, Trait(rule="lifted-literal", key=key, line=node.lineno, bits=bits))
+            lifted.setdefault(key, Trait(rule="lifted-literals", key=key, line=node.lineno, bits=bits))
     inner = {key for text in lifted for key, node in _constants(ast.parse(text)) if key != text}
     return [each for key, each in lifted.items() if key not in inner]
 
