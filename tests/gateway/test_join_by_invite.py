@@ -69,7 +69,7 @@ async def test_a_string_is_enough(open_gateway, keys, store, tmp_path):
     ("part", "method", "refusal", "words", "told"),
     [
         ("link", "_refusal", "this node is slow", (), "turned this node away: this node is slow"),
-        ("link.chunks", "refusal", "it pulled 9 MB", ("--wait", "20s"), "within 20 s (--wait): it pulled 9 MB"),
+        ("link.chunks", "refusal", "it pulled 9 MB", ("--wait", "10s"), "within 10 s (--wait): it pulled 9 MB"),
     ],
 )
 async def test_a_node_that_is_turned_away_is_not_started_again(

@@ -89,12 +89,12 @@ async def works(box: Box) -> bool:
     return finished.exit_code == 0 and finished.stdout.endswith(b"works\n") and finished.stdout.count(b"/proc/") <= 3
 
 
-async def attempt(script: str, files: Mapping[str, bytes] = NO_FILES) -> CommandResult:
-    """Run a script in a box, check that the box still works, and close it. Nothing may be left of it then."""
+async def attempt(script: str, files: Mapping[str, bytes] = NO_FILES, **limits: float) -> CommandResult:
+    """Run a script in a box under limits of its own, check that the box works, and close it: nothing may be left."""
     box = await open_box(SMALL, files=files)
     assert isinstance(box, BubblewrapBox)
     async with box:
-        finished = await box.run(["python", "-c", f"files = {sorted(files)}\n{script}"])
+        finished = await box.run(["python", "-c", f"files = {sorted(files)}\n{script}"], **limits)
         if finished.ended_by != "box":
             assert await works(box), await box.run(["ps", "axf"])
         started = start_times(processes_of(box.init_pid))
@@ -111,7 +111,8 @@ def check_contained(finished: CommandResult, ends: set[str]) -> None:
 # Claim: no attempt reaches the host, each ends as data, the next command works, and nothing is left of the box.
 @pytest.mark.parametrize(("script", "ends"), ATTEMPTS)
 def test_an_attempt_is_contained(script: str, ends: set[str], host: Host) -> None:
-    check_contained(asyncio.run(attempt(host.fill(script))), ends)
+    sooner = {"timeout_s": 10, "cpu_s": 3} if "wall_s" in ends else {}
+    check_contained(asyncio.run(attempt(host.fill(script), **sooner)), ends)
 
 
 # Claim: whatever lies in the place of a file, the host neither follows it nor waits for it, reading or writing.
