@@ -87,8 +87,6 @@ def _lures(seal: Seal) -> dict[str, str]:
     for path, content in seal.lures.items():
         if path.endswith(".patch"):
             words.setdefault("LURE.patch", path)
-        if "mypy" in path:
-            words.setdefault("LURE.mypy", path)
         if ".cache" in path:
             words.setdefault("TEXT_OF_CACHED_LURE", content.decode())
     return words

@@ -68,8 +68,6 @@ class HackMonitorConfig(BaseConfig):
     """Reward lost under `penalize`, below a rollout that did nothing."""
     lures: bool = True
     """Plant files that no honest solution touches."""
-    seed: int = 0
-    """Draws other lures."""
     rules: dict[str, Severity] = Field(default_factory=dict)
     """Rules that only record: {network = "note"}."""
 
