@@ -110,7 +110,7 @@ def say(line: str) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--quick", action="store_true", help="two small steps of one case, one TRL variant")
+    parser.add_argument("--quick", action="store_true", help="two small steps of one case, one TRL variant, one core")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--groups", type=int, default=8, help="tasks a step")
     parser.add_argument("--group-size", type=int, default=8)
@@ -128,7 +128,7 @@ def arguments() -> argparse.Namespace:
         args.steps, args.points, args.heldout, args.trl = min(args.steps, 2), 1, 16, "1x1"
         args.groups, args.group_size, args.cases = min(args.groups, 2), min(args.group_size, 4), args.cases[:1]
     available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    args.cores = args.cores or list(available)[:2]
+    args.cores = args.cores or list(available)[: 1 if args.quick else 2]
     return args
 
 
