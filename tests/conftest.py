@@ -23,7 +23,6 @@ _CONTRACT = [
     line for line in (Path(__file__).parent / "contract.txt").read_text().split("\n") if line[:1] not in ("#", "")
 ]
 
-gc.disable()  # Imports make hundreds of thousands of objects that last: looking through them took a fifth of the time.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # No test asks a server that is not its own.
 
 # Every run draws the same examples, and no example has a time limit. `--hypothesis-profile random` draws anew.
@@ -46,10 +45,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.contract)
 
 
-def pytest_collection_finish() -> None:
-    """Collect garbage from here on, but not among what was imported."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Any:
+    """Look for garbage neither while modules are imported nor, later, among their many objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
