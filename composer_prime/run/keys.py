@@ -74,6 +74,8 @@ def write_secret(path: Path, data: bytes, *, replace: bool = False) -> None:
 
     Of several processes that write it at once the first one's stays, whole; with `replace` the last one's.
     """
+    if not replace and path.exists():  # Also on a disk that takes no more.
+        return
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     partial = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -61,3 +62,15 @@ def test_one_operator_token(tmp_path):
         keys = RunKeys(tmp_path / str(number))
         with ThreadPoolExecutor(8) as threads:
             assert len(set(threads.map(RunKeys.operator_token, [keys] * 8))) == 1
+
+
+# A key that exists is read on a full disk too: commands that steer a run must work there.
+def test_a_full_disk_keeps_its_keys(tmp_path):
+    keys, limit = RunKeys.create(tmp_path / "keys"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    token = keys.operator_token()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        assert keys.operator_token() == token
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not list(keys.folder.glob("*.partial"))
