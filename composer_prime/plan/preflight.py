@@ -83,7 +83,7 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
 
 def _open_files(config: Config, findings: Findings) -> None:
     """Check that a process can hold the connections of the rollouts that run at once."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= most < (needed := _OPEN_FILES + 2 * config.orchestrator.max_concurrent):
         findings.problems.append(
             f"a process may open {most} files here, and the run needs up to {needed}: raise the limit with "
@@ -142,7 +142,7 @@ def check_chat_template(config: Config, folder: Path) -> None:
         )
     try:
         text = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", _template(config, folder) or "")
-        if not text.startswith(("[", '{"')):  # Several templates, as JSON.
+        if not re.match(r'\[|\{\s*"', text):  # One or several templates, as JSON.
             jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(

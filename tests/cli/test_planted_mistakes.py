@@ -92,9 +92,19 @@ def test_model_is_named(template, config, words, expected, tmp_path):
     assert all(part in text for part in expected)
 
 
-# Too few files may be open: the connections of the rollouts would fail one by one.
+# Processors keep one template as JSON, in as many lines as they like: that is no Jinja, and no mistake.
+def test_template_of_a_processor_is_taken(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model("tiny"), folder)
+    template = {"chat_template": (folder / "chat_template.jinja").read_text()}
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps(template, indent=2))
+    assert "chat template" not in said(tmp_path, "--model.path", str(folder))
+
+
+# Too few files may be open: the connections of the rollouts would fail one by one. A limit that nobody raises counts.
 def test_open_files_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("resource.getrlimit", lambda _: (64, 64))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (64, 1 << 20))
     text = said(tmp_path)
     assert "may open 64 files" in text and "ulimit -n" in text
 
