@@ -139,7 +139,8 @@ def _auditor_elsewhere(words: list[str]) -> tuple[Assignment, bool]:
     options = parser.parse_args(words)
     address = f"tcp://{tcp_address(options.address.rstrip('/'), 'the audit address')}"
     try:
-        keys = ClientKeys.from_token(read_secret(options.token_file).decode(errors="replace"))
+        token = read_secret(options.token_file.resolve())  # Secrets of a cluster are mounted as links.
+        keys = ClientKeys.from_token(token.decode(errors="replace"))
     except OSError as error:
         raise ConfigError(f"--token-file {options.token_file}: {error.strerror}") from None
     assignment = Assignment(

@@ -41,6 +41,16 @@ def test_an_auditor_elsewhere(run_dir, monkeypatch, capsys):
     assert "auditor   checker: local engine" in out and "pulled over the link" in out
 
 
+def test_a_mounted_token_is_a_link(run_dir, tmp_path):
+    # As clusters mount their secrets: where it leads is what must be private.
+    (link := tmp_path / "token").symlink_to(run_dir.keys / "trainer.token")
+    words = ["tcp://127.0.0.1:5501", "--model", "tiny", "--token-file", str(link)]
+    assert _as_auditor(words)[0].keys() == RunKeys(run_dir.keys).client("trainer")
+    (run_dir.keys / "trainer.token").chmod(0o640)
+    with pytest.raises(ConfigError, match="others may read it"):
+        _as_auditor(words)
+
+
 def test_an_auditor_computes_in_float32(run_dir):
     # On any device, whatever the run's nodes compute in. One elsewhere may be told otherwise.
     joining = ["tcp://127.0.0.1:5501", "--model", "tiny", "--token-file", str(run_dir.keys / "trainer.token")]
