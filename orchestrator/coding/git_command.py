@@ -11,6 +11,8 @@ from pathlib import Path
 from composer_prime.errors import ConfigError
 
 GIT_TIMEOUT_S = 600.0
+_NO_PROGRAMS = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "log.showSignature=false")
+"""The settings of a repository that someone else packed must not start programs of its own."""
 
 
 def git(folder: Path, *words: str, stdin: bytes = b"") -> bytes:
@@ -19,7 +21,7 @@ def git(folder: Path, *words: str, stdin: bytes = b"") -> bytes:
     environment = {**os.environ, "LC_ALL": "C", "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
     if words[0] == "archive":  # A clone may belong to another user. This command runs no code of it.
         environment |= {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
-    command = ["git", "-C", str(folder), *words]
+    command = ["git", *_NO_PROGRAMS, "-C", str(folder), *words]
     try:
         done = subprocess.run(command, input=stdin, env=environment, capture_output=True, timeout=GIT_TIMEOUT_S)
     except FileNotFoundError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -12,11 +14,12 @@ import pytest
 
 from composer_prime.errors import ConfigError
 from orchestrator.coding.factory import source
-from orchestrator.coding.factory.candidates import FactorySettings, TaskCandidate, find_candidates
+from orchestrator.coding.factory.candidates import FactorySettings, TaskCandidate, commit_candidates, find_candidates
 from orchestrator.coding.factory.factory import symptoms
 from orchestrator.coding.factory.source import SourceFunction, SourceTree, edited, find_functions
 from orchestrator.coding.factory.suite import Baseline, TestRecord
-from tests.factory.package_made import PACKAGE, SHAPES, write_package
+from orchestrator.coding.git_command import git as read_by_git
+from tests.factory.package_made import PACKAGE, SHAPES, git, write_package
 
 PATH = "shapes_made/shapes.py"
 
@@ -184,3 +187,26 @@ def test_describe_tree_refuses(tmp_path: Path) -> None:
     (tmp_path / "tests/test_it.py").unlink()
     with pytest.raises(ConfigError, match="here: "):
         source.describe_tree(tmp_path, "a", "here")
+
+
+# Whoever packs a repository writes its settings: reading it starts no program that they name.
+@pytest.mark.process
+def test_settings_of_a_repository_start_no_program(tmp_path):
+    source, ran = write_package(tmp_path / "shapes"), tmp_path / "ran"
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\ntouch {ran}\n")
+    program.chmod(0o755)
+    git(source, "init", "-q")
+    git(source, "add", ".")
+    git(source, "commit", "-q", "-m", "First")
+    signed = git(source, "cat-file", "commit", "HEAD").replace("\n\n", "\ngpgsig -----BEGIN PGP SIGNATURE-----\n\n", 1)
+    (tmp_path / "commit").write_text(signed)
+    git(source, "update-ref", "HEAD", git(source, "hash-object", "-wt", "commit", str(tmp_path / "commit")).strip())
+    for name, value in (("core.fsmonitor", program), ("gpg.program", program), ("log.showSignature", "true")):
+        git(source, "config", name, str(value))
+    shutil.copy(program, source / ".git/hooks/post-index-change")
+    for path in source.rglob("*.py"):
+        os.utime(path, (0, 0))
+    read_by_git(source, "status", "--porcelain")
+    assert len(commit_candidates(source, 5)) == 1
+    assert not ran.exists()
