@@ -411,7 +411,10 @@ class StepClient:
             self._parts = bytearray()
         if part.at == len(self._parts):  # Else a part was lost, and the reply is asked for again.
             self._parts += data
-        return part if len(self._parts) < part.size else _DECODER.decode(self._parts)
+        if len(self._parts) < part.size:
+            return part
+        whole, self._parts = self._parts, bytearray()  # No second copy of the step's rows stays.
+        return _DECODER.decode(whole)
 
 
 def _is_batch(message: ToTrainer, step: int) -> bool:

@@ -248,7 +248,7 @@ async def test_the_end_waits_for_the_step_before_it(serve):
 
 
 async def test_a_reply_comes_in_parts(serve, run_dir, monkeypatch):
-    """However large a reply is, no message is; a rank puts the parts together."""
+    """However large a reply is, no message is; a rank puts the parts together, and keeps none."""
     monkeypatch.setattr("orchestrator.batching.batches.PART_BYTES", 100)
     async with serve() as (served, _):
         served.form(1)
@@ -257,6 +257,7 @@ async def test_a_reply_comes_in_parts(serve, run_dir, monkeypatch):
         for _ in range(2):
             reply = await asyncio.to_thread(lambda: next(filter(None, client.asking(1, (0, 1)))))
             assert reply.totals.samples == 4 and len(msgspec.msgpack.encode(reply)) > 300
+            assert not client._parts
         client.close()
 
 
