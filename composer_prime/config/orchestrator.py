@@ -80,7 +80,7 @@ class SourceConfig(BaseConfig):
     """Worker processes for this source."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Wall-clock limit of one rollout."""
-    hang_timeout_s: float = Field(default=60.0, gt=0)
+    hang_timeout_s: float = Field(default=60.0, ge=10)
     """A worker whose event loop stands still for this long, or for timeout_s, is restarted; what blocks it is named."""
 
     @field_validator("taskset", "eval_taskset", "harness")
