@@ -64,17 +64,13 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 class AnswerCache:
     """Safe to use from several threads and processes at once. A call may wait for another process that writes."""
 
-    def __init__(self, path: Path | None) -> None:
-        """`path` None keeps the answers in memory. Raises UnwritableError when the file cannot be opened or is not a
-        cache."""
+    def __init__(self, path: Path) -> None:
+        """Raises UnwritableError when the file cannot be opened or is not a cache."""
         self._path = path
         self._lock = threading.Lock()
         try:
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            self._database = sqlite3.connect(
-                path or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=False
-            )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
             self._database.execute(_SCHEMA)
         except (sqlite3.Error, OSError) as error:
             raise UnwritableError(

@@ -54,6 +54,7 @@ _WRITE = (
 _ERROR_CHARS = 400
 _BYTES_PER_TOKEN = 2
 """Prompts are reserved for with this few bytes a token; hardly any text has fewer."""
+_NAME = "orchestrator.hints.llm"
 _TEMPERATURE = 0.0
 _CALLS = 8
 """Calls in flight."""
@@ -360,29 +361,25 @@ def cut(text: str, limit: int) -> str:
 
 
 class ChatEndpoint:
-    def __init__(
-        self, config: EndpointConfig, *, name: str, cache: Path | None = None, ledger: Path | None = None
-    ) -> None:
-        """`name`: the configuration key that messages name. `cache`: where answers are kept (SQLite); None keeps
-        them in memory. `ledger`: where calls that cost something are written down; what it holds counts as spent.
-        """
+    """The model of orchestrator.hints.llm."""
+
+    def __init__(self, config: EndpointConfig, run_root: Path) -> None:
+        """`run_root`: keeps the answers and, in costs.jsonl, what they cost; what that holds counts as spent."""
         api_key = os.environ.get(config.api_key_var) if config.api_key_var else None
         if config.api_key_var and not api_key:
             raise ConfigError(
-                f"{name}.api_key_var is {config.api_key_var!r}, but the environment has no such variable: "
+                f"{_NAME}.api_key_var is {config.api_key_var!r}, but the environment has no such variable: "
                 "export it, or leave the setting out for an endpoint without a key"
             )
         self._config = config
-        self._name = name
-        self._ledger = ledger
-        self._cache = AnswerCache(cache)
+        self._ledger = run_root / "costs.jsonl"
+        self._cache = AnswerCache(run_root / "hints" / "llm.sqlite")
         self._price = Price(
             input_usd=config.input_usd_per_mtok * PER_MILLION, output_usd=config.output_usd_per_mtok * PER_MILLION
         )
-        spent_usd = 0.0 if ledger is None else spent(ledger).hint_usd
-        self._budget = Budget(config.budget_usd, self._record, spent_usd)
+        self._budget = Budget(config.budget_usd, self._record, spent(self._ledger).hint_usd)
         endpoint = Endpoint(
-            name=name,
+            name=_NAME,
             base_url=config.base_url,
             model=config.model,
             api_key=api_key,
@@ -419,33 +416,31 @@ class ChatEndpoint:
             temperature=_TEMPERATURE,
             max_tokens=config.max_tokens,
         )
-        request = ChatRequest(
-            question=question, key=question.key, bound_usd=bound_usd, state=self._name, check=self._text
-        )
+        request = ChatRequest(question=question, key=question.key, bound_usd=bound_usd, state=_NAME, check=self._text)
         try:
             answer, _ = await self.client.ask(request)
             return self._text(answer)
         except CapError:
             raise BudgetError(
                 self._budget.closed
-                or f"{self._name}: a call may cost {bound_usd:.6f} USD, but {self.cost_usd:.6f} USD of budget_usd = "
-                f"{config.budget_usd:g} are spent: raise {self._name}.budget_usd to continue"
+                or f"{_NAME}: a call may cost {bound_usd:.6f} USD, but {self.cost_usd:.6f} USD of budget_usd = "
+                f"{config.budget_usd:g} are spent: raise {_NAME}.budget_usd to continue"
             ) from None
 
     def _text(self, answer: CachedAnswer) -> str:
         text = answer.message.get("content") or ""
         if not text or text.startswith(_CUT_THOUGHT):
             raise EndpointError(
-                f"{self._name}: the answer holds no text beside the model's thinking; its limit is "
+                f"{_NAME}: the answer holds no text beside the model's thinking; its limit is "
                 f"{self._config.max_tokens} tokens: raise it, or have the endpoint not think"
             )
         return text
 
     def _record(self, kind: str, **values: Any) -> None:
         """Write down what a call cost. A disk that refuses costs the line only."""
-        if kind != "settled" or not values["usd"] or self._ledger is None:
+        if kind != "settled" or not values["usd"]:
             return
         try:
-            write_cost(self._ledger, "hint", endpoint=self._name, usd=values["usd"])
+            write_cost(self._ledger, "hint", endpoint=_NAME, usd=values["usd"])
         except OSError as error:
-            logger.warning("%s: a call's cost could not be kept in %s: %s", self._name, self._ledger, error)
+            logger.warning("%s: a call's cost could not be kept in %s: %s", _NAME, self._ledger, error)

@@ -357,8 +357,8 @@ def _no_place(reason: str) -> str:
 # -- the stage of a run --------------------------------------------------------------------------------------------
 
 
-def build_hints(config: Config, *, chat_folder: Path, run_root: Path, distil: bool) -> HintStage | None:
-    """Build the stage, or return None without [orchestrator.hints]. Loads the renderer. Raises ConfigError."""
+def build_hints(config: Config, chat_folder: Path, run_root: Path) -> HintStage | None:
+    """Build the stage; None without [orchestrator.hints]. Loads the renderer, in a thread then. Raises ConfigError."""
     hints = config.orchestrator.hints
     if hints is None:
         return None
@@ -368,7 +368,7 @@ def build_hints(config: Config, *, chat_folder: Path, run_root: Path, distil: bo
     check_kinds(hints, templates)
     _, renderer = build_renderer(str(chat_folder), config.model.renderer)
     placer = HintPlacer(renderer, read_tokenizer(str(chat_folder)))
-    endpoint = _endpoint(hints, run_root)
+    endpoint = ChatEndpoint(hints.llm, run_root) if hints.llm is not None and hints.asks_model else None
     rules = {part.name for part in as_parts(hints.detect) if not part.is_own}
     detectors: dict[str, Detector] = {
         "rules": lambda rollout: asyncio.to_thread(find_errors, templates, rules, rollout)
@@ -389,7 +389,7 @@ def build_hints(config: Config, *, chat_folder: Path, run_root: Path, distil: bo
         placer=placer,
         max_context=config.model.max_context,
         endpoint=endpoint,
-        distil=distil,
+        distil=config.channels.sdpo.weight > 0,
     )
 
 
@@ -409,10 +409,3 @@ def check_kinds(hints: HintsConfig, templates: Templates) -> None:
             f"orchestrator.hints.weights names {unknown}, which is not a kind of error; there are "
             f"{', '.join(sorted(kinds))}{did_you_mean(unknown[0], kinds)}"
         )
-
-
-def _endpoint(hints: HintsConfig, run_root: Path) -> ChatEndpoint | None:
-    if hints.llm is None or not hints.asks_model:
-        return None
-    cache, ledger = run_root / "hints" / "llm.sqlite", run_root / "costs.jsonl"
-    return ChatEndpoint(hints.llm, name="orchestrator.hints.llm", cache=cache, ledger=ledger)

@@ -1,4 +1,4 @@
-"""The chat endpoint behind judge and hint writer: cache, budget, deadlines, and what a bad endpoint does."""
+"""The chat endpoint behind the hint writer: cache, budget, deadlines, and what a bad endpoint does."""
 
 from __future__ import annotations
 
@@ -25,25 +25,23 @@ def asking(number: int) -> list[dict[str, str]]:
 async def test_one_question_is_asked_once(tmp_path):
     # Also by the next process, which reads the file.
     async with chat_peer() as peer:
-        cache = tmp_path / "judge.sqlite"
-        ledger = tmp_path / "costs.jsonl"
-        first = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache, ledger=ledger)
+        first = ChatEndpoint(peer.config(**PRICES), tmp_path)
         assert [await first.ask(ASK), await first.ask(ASK)] == ["use add"] * 2
         assert len(peer.bodies) == 1
         assert first.cost_usd == pytest.approx(0.2)
-        paid = spent(ledger)
+        paid = spent(tmp_path / "costs.jsonl")
         assert (paid.hint_calls, paid.usd, paid.calls) == (1, 0, 0) and paid.hint_usd == pytest.approx(0.2)
         await first.close()
-        second = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache, ledger=ledger)
+        second = ChatEndpoint(peer.config(**PRICES), tmp_path)
         assert await second.ask(ASK) == "use add"
         assert len(peer.bodies) == 1 and second.cost_usd == pytest.approx(0.2)
         await second.close()
 
 
-async def test_the_budget_is_reserved_before_the_call():
+async def test_the_budget_is_reserved_before_the_call(tmp_path):
     # Three parallel calls of 0.21 USD at worst fit a budget of 0.45 only twice: the third is never sent.
     async with chat_peer() as peer:
-        endpoint = ChatEndpoint(peer.config(**PRICES, budget_usd=0.45), name="orchestrator.hints.llm")
+        endpoint = ChatEndpoint(peer.config(**PRICES, budget_usd=0.45), tmp_path)
         asked = [endpoint.ask(asking(number)) for number in range(3)]
         ends = await asyncio.gather(*asked, return_exceptions=True)
         refused = [end for end in ends if isinstance(end, BudgetError)]
@@ -53,9 +51,9 @@ async def test_the_budget_is_reserved_before_the_call():
 
 
 @pytest.mark.parametrize("mode", ["no_usage", "bad_usage"])
-async def test_an_answer_without_a_count_costs_the_worst_case(mode):
+async def test_an_answer_without_a_count_costs_the_worst_case(mode, tmp_path):
     async with chat_peer(mode) as peer:
-        endpoint = ChatEndpoint(peer.config(**PRICES), name="judge")
+        endpoint = ChatEndpoint(peer.config(**PRICES), tmp_path)
         await endpoint.ask(ASK)
         assert endpoint.cost_usd == pytest.approx(0.21)
         await endpoint.close()
@@ -74,15 +72,14 @@ async def test_a_bad_endpoint_is_an_error_in_time(mode, said, cost_usd, tmp_path
     # Silence, here of a minute, ends at the deadline. Failures are not cached. Where a model may have answered they
     # cost the worst case, which the next process counts too. An error status is free.
     async with chat_peer(mode) as peer:
-        cache, ledger = tmp_path / "judge.sqlite", tmp_path / "costs.jsonl"
         timeout_s = 0.2 if mode == "silent" else 30.0
         config = peer.config(timeout_s=timeout_s, **PRICES)
-        endpoint = ChatEndpoint(config, name="judge", cache=cache, ledger=ledger)
+        endpoint = ChatEndpoint(config, tmp_path)
         with pytest.raises(EndpointError, match=said):
             await endpoint.ask(ASK)
         assert endpoint.cost_usd == pytest.approx(cost_usd)
         await endpoint.close()
-        again = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache, ledger=ledger)
+        again = ChatEndpoint(peer.config(**PRICES), tmp_path)
         assert again.cost_usd == endpoint.cost_usd
         peer.mode = "answer"
         assert await again.ask(ASK) == "use add"
@@ -92,11 +89,11 @@ async def test_a_bad_endpoint_is_an_error_in_time(mode, said, cost_usd, tmp_path
 @pytest.mark.parametrize(
     "said", ["<think>\nplus? add!\n</think>\n\nuse add", "plus? add!\n</think>\n\nuse add", " use add\n"]
 )
-async def test_thinking_is_no_part_of_the_answer(said):
+async def test_thinking_is_no_part_of_the_answer(said, tmp_path):
     # Servers without a reasoning parser leave it in the content; the template may have put its opening tag into the
     # prompt. A hint would hold the thinking alone, as it is cut after max_hint_chars.
     async with chat_peer(answer=lambda body: said) as peer:
-        endpoint = ChatEndpoint(peer.config(), name="orchestrator.hints.llm")
+        endpoint = ChatEndpoint(peer.config(), tmp_path)
         assert await endpoint.ask(ASK) == "use add"
         await endpoint.close()
 
@@ -108,8 +105,7 @@ CUT_THOUGHTS = ["<think>\nFirst, let me see what", "<think>a</think><think>b", "
 async def test_an_answer_of_thinking_alone_is_an_error_that_names_the_limit(said, tmp_path):
     # The limit cut the model before it said anything: paid for by its count of tokens, and not kept as an answer.
     async with chat_peer(answer=lambda body: said) as peer:
-        cache = tmp_path / "llm.sqlite"
-        endpoint = ChatEndpoint(peer.config(**PRICES), name="orchestrator.hints.llm", cache=cache)
+        endpoint = ChatEndpoint(peer.config(**PRICES), tmp_path)
         with pytest.raises(EndpointError, match=r"hints\.llm: the answer holds no text .* 20 tokens: raise"):
             await endpoint.ask(ASK)
         assert endpoint.cost_usd == pytest.approx(0.2)
@@ -118,11 +114,11 @@ async def test_an_answer_of_thinking_alone_is_an_error_that_names_the_limit(said
         await endpoint.close()
 
 
-async def test_an_endpoint_that_is_not_there_is_an_error():
+async def test_an_endpoint_that_is_not_there_is_an_error(tmp_path):
     async with chat_peer() as peer:
         url = peer.url
-    endpoint = ChatEndpoint(peer.config(base_url=url), name="judge")
-    with pytest.raises(EndpointError, match=r"judge \(m at http://127.* no connection"):
+    endpoint = ChatEndpoint(peer.config(base_url=url), tmp_path)
+    with pytest.raises(EndpointError, match=r"orchestrator\.hints\.llm \(m at http://127.* no connection"):
         await endpoint.ask(ASK)
     await endpoint.close()
 
@@ -130,14 +126,14 @@ async def test_an_endpoint_that_is_not_there_is_an_error():
 def test_a_missing_key_opens_no_cache(tmp_path, monkeypatch):
     monkeypatch.delenv("HINT_KEY", raising=False)
     config = EndpointConfig(base_url="http://127.0.0.1:9/v1", model="m", api_key_var="HINT_KEY")
-    with pytest.raises(ConfigError, match=r"judge\.api_key_var is 'HINT_KEY'"):
-        ChatEndpoint(config, name="judge", cache=tmp_path / "judge.sqlite")
-    assert not (tmp_path / "judge.sqlite").exists()
+    with pytest.raises(ConfigError, match=r"orchestrator\.hints\.llm\.api_key_var is 'HINT_KEY'"):
+        ChatEndpoint(config, tmp_path)
+    assert not (tmp_path / "hints").exists()
 
 
-async def test_after_failures_in_a_row_an_endpoint_is_left_alone():
+async def test_after_failures_in_a_row_an_endpoint_is_left_alone(tmp_path):
     async with chat_peer("500") as peer:
-        endpoint = ChatEndpoint(peer.config(), name="judge")
+        endpoint = ChatEndpoint(peer.config(), tmp_path)
         for number in range(8):
             with pytest.raises(EndpointError, match="status 500" if number < 5 else r"5 calls in a row failed"):
                 await endpoint.ask(asking(number))
@@ -145,10 +141,10 @@ async def test_after_failures_in_a_row_an_endpoint_is_left_alone():
         await endpoint.close()
 
 
-def test_the_key_comes_from_the_environment(monkeypatch):
+def test_the_key_comes_from_the_environment(monkeypatch, tmp_path):
     async def run():
         async with chat_peer() as peer:
-            endpoint = ChatEndpoint(peer.config(api_key_var="HINT_KEY"), name="judge")
+            endpoint = ChatEndpoint(peer.config(api_key_var="HINT_KEY"), tmp_path)
             await endpoint.ask(ASK)
             await endpoint.close()
             assert peer.keys == ["Bearer s3cret"]
@@ -158,10 +154,10 @@ def test_the_key_comes_from_the_environment(monkeypatch):
     asyncio.run(run())
 
 
-async def test_a_call_that_nobody_waits_for_is_not_made():
+async def test_a_call_that_nobody_waits_for_is_not_made(tmp_path):
     # Eight calls are in flight; the one that waits for a place is the first whose caller leaves.
     async with chat_peer("silent") as peer:
-        endpoint = ChatEndpoint(peer.config(timeout_s=60), name="judge")
+        endpoint = ChatEndpoint(peer.config(timeout_s=60), tmp_path)
         asked = [asyncio.ensure_future(endpoint.ask(asking(number))) for number in range(9)]
         while len(peer.bodies) < 8:
             await asyncio.sleep(0.01)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -207,12 +209,13 @@ def test_a_long_hint_is_cut_at_a_word():
 
 async def _with_peer(mode: str, build, answer=lambda body: "use add", **settings):
     async with chat_peer(mode, answer) as peer:
-        endpoint = ChatEndpoint(peer.config(**settings), name="orchestrator.hints.llm")
-        made = build(endpoint)
-        played = play("tiny", "Add 1 and 2.", [WRONG, LAST])
-        [(rollout, samples)] = await made.attach([(played.rollout, played.samples)])
-        await made.close()
-        return rollout, samples, peer
+        with tempfile.TemporaryDirectory() as folder:
+            endpoint = ChatEndpoint(peer.config(**settings), Path(folder))
+            made = build(endpoint)
+            played = play("tiny", "Add 1 and 2.", [WRONG, LAST])
+            [(rollout, samples)] = await made.attach([(played.rollout, played.samples)])
+            await made.close()
+            return rollout, samples, peer
 
 
 def test_a_model_writes_the_hint_from_conversation_turn_and_error():
