@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import psutil
@@ -26,8 +27,8 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 import composer_prime
+from composer_prime.run.retry import backoff_s
 from orchestrator.coding.task import CodeTask, write_tasks
-from orchestrator.rollouts.rollout import retry_pause_s
 from orchestrator.workers.pool import RunRollout, SourceSpec, WorkerPool
 
 POLICY = Path(composer_prime.__file__).parent / "assets/tiny/policy"
@@ -179,7 +180,7 @@ async def play(pool: WorkerPool, url: str, number: int, scores: dict[int, list[f
             return
         if not reply.failure.retryable:
             raise SystemExit(f"rollout {reply.rollout_id} failed for good: {reply.failure.text()}")
-        await asyncio.sleep(retry_pause_s(min(attempt, 2)))
+        await asyncio.sleep(backoff_s(min(attempt, 2), first_s=0.5, longest_s=30.0))
 
 
 async def survive(options: argparse.Namespace, folder: Path) -> list[str]:
@@ -196,7 +197,9 @@ async def survive(options: argparse.Namespace, folder: Path) -> list[str]:
     scores: dict[int, list[float | None]] = {}
     tries: Counter[str] = Counter()
     chaos = Chaos(pool, options.seed, options.box_kills, options.worker_kills)
-    async with ScriptedPolicy(options.seed, chaos.ended) as policy, pool:
+    async with ScriptedPolicy(options.seed, chaos.ended) as policy, AsyncExitStack() as stack:
+        stack.push_async_callback(pool.close)
+        await pool.start()
         began = time.perf_counter()
         killing = asyncio.create_task(chaos.run(options.kill_every_s))
         await asyncio.gather(*(play(pool, policy.url, number, scores, tries) for number in range(options.rollouts)))

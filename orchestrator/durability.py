@@ -430,10 +430,9 @@ def _batches(
     """Return the batches of `numbers`, groups by step, as they were formed."""
     batches = []
     for step in sorted(numbers):
-        batch = Batch(step=step, groups=[finished[number] for number in numbers[step]], metrics={})
-        if (entry := formed.get(step)) is not None:
-            groups = [group.without_stale_tokens(entry.oldest_version) for group in batch.groups]
-            batch = Batch(step=step, groups=groups, metrics=entry.metrics, preferences=entry.preferences)
+        entry = formed[step]
+        groups = [finished[number].without_stale_tokens(entry.oldest_version) for number in numbers[step]]
+        batch = Batch(step=step, groups=groups, metrics=entry.metrics, preferences=entry.preferences)
         batches.append(without_left_out(batch, left_out))
     return batches
 

@@ -26,7 +26,7 @@ from composer_prime.stats.intervals import PASSED, bounded_interval, pass_at_k, 
 from orchestrator.batching.batches import OpenRun
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, turn_error_rate
-from orchestrator.rollouts.rollout import EVAL_SHARE, RolloutRunner, checked, finished_rollout
+from orchestrator.rollouts.rollout import EVAL_SHARE, RolloutRunner, finished_rollout
 from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.workers.pool import EVAL, RolloutFailure, WorkerPool
 
@@ -189,7 +189,7 @@ async def play_held_out(
             request = runner.eval_request(source, step=step, task_index=task_index, sample=sample, attempt=number)
             reply, records = await runner.run(source, request, order=task_index, oldest_version=version)
             seed = request.seed or 0
-            return finished_rollout(checked(reply), records, sibling=sample, seed=seed, samples=[], earlier=earlier), []
+            return finished_rollout(reply, records, sibling=sample, seed=seed, samples=[], earlier=earlier), []
 
         rollout, _ = await runner.play_with_retries(attempt, source=source, failures=failures, step=lambda: step)
         await on_end(place, rollout)

@@ -7,6 +7,7 @@ thread's own work explains: only that can be fixed in code.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import signal
 import time
@@ -73,21 +74,20 @@ class Notifier:
     """Wakes all that wait for a change, within one event loop."""
 
     def __init__(self) -> None:
-        self._next: asyncio.Future[None] | None = None
-        """What the current waiters wait for; None without waiters."""
+        self._next = asyncio.Event()
+        """What the current waiters wait for."""
 
     def notify(self) -> None:
         """Wake every current waiter."""
-        if self._next is not None and not self._next.done():
-            self._next.set_result(None)
-        self._next = None
+        self._next.set()
+        self._next = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> bool:
         """Return True at the next notification, False after `timeout_s` seconds without one."""
-        if self._next is None:
-            self._next = asyncio.get_running_loop().create_future()
-        done, _ = await asyncio.wait({self._next}, timeout=timeout_s)
-        return bool(done)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                return await self._next.wait()
+        return False
 
     async def wait_for(self, condition: Callable[[], object], timeout_s: float) -> bool:
         """Return True once `condition()` holds, False when it does not hold within `timeout_s` seconds."""

@@ -88,7 +88,7 @@ class Pipeline:
             versions = replace(self.state.versions, period=self.batches.versions.period)
             self.batches.restore(versions=versions, formed=self.state.step, batches=[])
         folder = chat_folder(model_dir, config.model.chat_template, run_dir.root)
-        self.gateway = Gateway(config, self.keys, run_id, self.store, model_dir=folder, run_dir=run_dir)
+        self.gateway = Gateway(config, self.keys, run_id, self.store, model_dir=folder, fail=self.fail)
         self.opened = OpenRun(
             config=config,
             run_dir=run_dir,
@@ -153,7 +153,6 @@ class Pipeline:
             addresses["audit"] = reachable(audits.auditors.endpoint)
         write_atomic(run.run_dir.endpoints, json.dumps(addresses).encode() + b"\n")
         logger.info("run %s: %s", run.run_id, addresses)
-        self._spawn(self.gateway.watch())
         self._spawn(self._report(server))
         if self.state is not None:
             # Without a state the trainer publishes the first version when it attaches.
@@ -210,9 +209,7 @@ class Pipeline:
                 "resumed after step %d: %d batches formed, %d groups ready, %d dispatched again",
                 self.state.step, len(resumed.batches), len(resumed.ready), len(resumed.in_flight),
             )  # fmt: skip
-        return RunWatchdog(
-            run=run, scheduler=scheduler, evaluator=evaluator, permits=runner.permits, server=server, replay=self.replay
-        )
+        return RunWatchdog(run=run, scheduler=scheduler, evaluator=evaluator, server=server, replay=self.replay)
 
     async def _open_journal(self) -> Journal:
         folder = self.opened.run_dir.journal
@@ -222,13 +219,7 @@ class Pipeline:
 
     async def _build_dispatcher(self, stack: AsyncExitStack, runner: RolloutRunner, failures: FailureLog) -> Dispatcher:
         run = self.opened
-        hints = await asyncio.to_thread(  # Its tokenizer takes a while to load.
-            build_hints,
-            run.config,
-            chat_folder=run.model_dir,
-            run_root=run.run_dir.root,
-            distil=run.config.channels.sdpo.weight > 0,
-        )
+        hints = await asyncio.to_thread(build_hints, run.config, run.model_dir, run.run_dir.root)
         if hints is not None:
             stack.push_async_callback(hints.close)
         dispatcher = Dispatcher(run=run, runner=runner, failures=failures, hints=hints)
@@ -291,7 +282,7 @@ class Pipeline:
             "workers/restarts": sum(pool.restarts for pool in self.opened.pools.values()),
         }
         if self.watchdog is not None:
-            figures |= self.watchdog.metrics() | {"waiting_for": self.watchdog.waiting_for() or ""}
+            figures |= self.watchdog.scheduler.metrics() | {"waiting_for": self.watchdog.waiting_for() or ""}
         else:
             startup = describe_startup(self.opened.config, self.gateway, self.opened.pools)
             figures["waiting_for"] = f"the environments: {startup}"

@@ -61,7 +61,7 @@ from orchestrator.rollouts.groups import (
 from orchestrator.rollouts.rollout import RolloutRunner, finish_rollout
 from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.tasks import Sources
-from orchestrator.workers.pool import RolloutFailure
+from orchestrator.workers.pool import TRAIN, RolloutFailure
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,6 @@ class Dispatcher:
     hints: HintStage | None
     in_flight: dict[int, GroupPlan] = field(default_factory=dict, init=False)
     """By group number."""
-    running: int = field(default=0, init=False)
-    """Rollouts that hold a permit."""
     retries: int = field(default=0, init=False)
     _tasks: dict[int, tuple[float, asyncio.Task[None]]] = field(default_factory=dict, init=False)
     """By group number, in the order of their starts: monotonic seconds, and the task."""
@@ -148,14 +146,11 @@ class Dispatcher:
         """Return the step that rollouts are gathered for."""
         return self.run.batches.formed + 1
 
-    def _wants_hints(self) -> bool:
-        """Tell whether a hint made now may still be trained on."""
-        is_distilled = self.run.config.channels.sdpo.weight > 0  # Else hints are only logged.
-        return not is_distilled or self.run.batches.sdpo_ahead(self.run.settings.max_staleness)
-
     async def _finish(self, plan: GroupPlan, ended: list[CompiledRollout]) -> FinishedGroup:
         scored = sum(rollout.reward is not None for rollout, _ in ended)
-        if self.hints is not None and self._wants_hints() and scored >= MIN_GROUP:
+        # A hint that is made now must still be trained on, unless hints are only logged.
+        is_due = self.hints is not None and (not self.hints.distil or self.run.batches.sdpo_ahead())
+        if self.hints is not None and is_due and scored >= MIN_GROUP:
             ended = await self.hints.attach(ended)
         scaling = self.run.config.channels.policy.advantage_scaling
         loop = asyncio.get_running_loop()
@@ -181,17 +176,7 @@ class Dispatcher:
     ) -> CompiledRollout:
         request = self.runner.training_request(plan, sibling, attempt)
         self.retries += bool(earlier)
-        has_begun = False
-
-        def on_begin() -> None:
-            nonlocal has_begun
-            has_begun = True
-            self.running += 1
-
-        try:
-            reply, records = await self.runner.run(plan.source, request, order=plan.group, on_begin=on_begin)
-        finally:
-            self.running -= has_begun
+        reply, records = await self.runner.run(plan.source, request, order=plan.group)
         about = {"seed": request.seed or 0, "earlier": earlier, "with_tokens": self.runner.config.record_tokens}
         finish = partial(finish_rollout, plan, reply, records, sibling=sibling, **about)
         return await asyncio.get_running_loop().run_in_executor(self._threads, finish)
@@ -214,11 +199,6 @@ class DroppedGroups:
             rollouts = [msgspec.structs.replace(rollout, turns=[], sessions=[]) for rollout in group.rollouts]
             group = msgspec.structs.replace(group, rollouts=rollouts)
         self.since_batch.append(group)
-
-    def take(self) -> list[FinishedGroup]:
-        """Remove and return the groups since the last batch."""
-        taken, self.since_batch = self.since_batch, []
-        return taken
 
     def count_failures(self, group: FinishedGroup) -> None:
         """Raise RolloutError when too many groups of a source in a row have failed."""
@@ -333,7 +313,7 @@ class BatchScheduler:
             taken = self._choose(step)
             if taken is None:
                 return False
-            dropped = self.dropped.take()
+            dropped, self.dropped.since_batch = self.dropped.since_batch, []
             groups = await asyncio.to_thread(_without_stale_tokens, taken, oldest)
             metrics = await asyncio.to_thread(batch_metrics, self._newest_version, groups, dropped, taken)
             _warn_of_filtered(metrics["groups/filtered_share"], [*groups, *dropped])
@@ -517,22 +497,25 @@ class BatchScheduler:
             parts.append("no rollout under way")
         else:
             parts.append(
-                f"{pluralize(self.dispatcher.running, 'rollout')} of "
+                f"{pluralize(self.dispatcher.runner.permits.running[TRAIN], 'rollout')} of "
                 f"{pluralize(len(self.dispatcher.in_flight), 'group')} running, "
                 f"oldest {oldest_s:.0f} s"
             )
         parts += self.dropped.describe()
         return "; ".join(parts)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float | None]:
         """Return the queues' figures for the orchestrator's own line."""
+        permits = self.dispatcher.runner.permits
         return {
             "queue/groups_in_flight": len(self.dispatcher.in_flight),
-            "queue/rollouts_running": self.dispatcher.running,
+            "queue/rollouts_running": permits.running[TRAIN],
+            "queue/rollouts_waiting": permits.waiting(TRAIN),
             "queue/groups_ready": len(self.buffer),
             "queue/batches_ahead": self.batches.formed - self.batches.trained,
             **self.dispatcher.metrics(),
             **{f"groups/total/{name}": count for name, count in sorted(self.dropped.counters.items())},
+            "eval/skipped": self.evaluator.skipped or None,
         }
 
     # -- details -------------------------------------------------------------------------------------------------

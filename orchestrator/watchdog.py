@@ -17,9 +17,8 @@ from composer_prime.errors import DeadlineError
 from orchestrator.batching.batches import OpenRun, StepServer
 from orchestrator.evals import Evaluator
 from orchestrator.gateway import Gateway
-from orchestrator.rollouts.rollout import Permits
 from orchestrator.scheduler import BatchScheduler
-from orchestrator.workers.pool import TRAIN, WorkerPool
+from orchestrator.workers.pool import WorkerPool
 
 if TYPE_CHECKING:
     from composer_prime.traces import OnlineReplay
@@ -51,7 +50,6 @@ class RunWatchdog:
     run: OpenRun
     scheduler: BatchScheduler
     evaluator: Evaluator
-    permits: Permits
     server: StepServer
     replay: OnlineReplay | None
     _last_checkpoint: int = field(default=0, init=False)
@@ -99,14 +97,6 @@ class RunWatchdog:
         if not self.scheduler.dispatcher.in_flight and not self.trainer_is_done:
             return f"the trainer to {self.next_order()}"
         return None
-
-    def metrics(self) -> dict[str, float | None]:
-        """Return the figures that the orchestrator's own lines have once the environments are loaded."""
-        return {
-            **self.scheduler.metrics(),
-            "queue/rollouts_waiting": self.permits.waiting(TRAIN),
-            "eval/skipped": self.evaluator.skipped or None,
-        }
 
     async def watch(self) -> None:
         """Watch until cancelled. Raises DeadlineError when the run is stuck."""

@@ -101,16 +101,12 @@ class Versions:
         return (step - self.since) // self.period
 
 
-EVERY_STEP = Versions()
-"""A run without [diloco]: version v after step v."""
-
-
-def oldest_accepted(step: int, max_staleness: int, versions: Versions = EVERY_STEP) -> int:
+def oldest_accepted(step: int, max_staleness: int, versions: Versions) -> int:
     """Return the oldest policy version whose tokens batch `step` may train."""
     return max(0, versions.before(step) - max_staleness)
 
 
-def last_batch(version: int, max_staleness: int, max_steps: int, versions: Versions = EVERY_STEP) -> int:
+def last_batch(version: int, max_staleness: int, max_steps: int, versions: Versions) -> int:
     """Return the last batch that may use a rollout that began on `version`."""
     return min(versions.last_batch(version + max_staleness), max_steps)
 
@@ -123,7 +119,7 @@ def free_slots(
     groups_per_step: int,
     max_staleness: int,
     max_steps: int,
-    versions: Versions = EVERY_STEP,
+    versions: Versions,
 ) -> int:
     """Return how many more groups may start now, at least 0.
 
@@ -229,7 +225,7 @@ class Batches:
     last_step: int = field(init=False)
     """The step that ends the run, by the trainer's last word."""
     _batches: dict[int, Batch] = field(default_factory=dict, init=False)
-    _packed: dict[int, tuple[Layout, asyncio.Task[list[bytes]]]] = field(default_factory=dict, init=False)
+    _packed: dict[int, tuple[Layout, asyncio.Future[list[bytes]]]] = field(default_factory=dict, init=False)
     """By step: the messages of the ranks."""
     _layouts: dict[int, Layout] = field(default_factory=dict, init=False)
     """By step: the layout that its first request named."""
@@ -296,9 +292,10 @@ class Batches:
         """Return the step of the whole joint run; `step` itself elsewhere."""
         return step + self.config.run.max_steps - self.last_step
 
-    def sdpo_ahead(self, max_staleness: int) -> bool:
+    def sdpo_ahead(self) -> bool:
         """Tell whether SDPO has a weight at a step that a group ending now may be trained in."""
         first = self.formed + 1
+        max_staleness = self.config.orchestrator.max_staleness
         last = max(first, last_batch(self.versions.newest, max_staleness, self.last_step, self.versions))
         return any(self.distils(step) for step in range(first, last + 1))
 
@@ -322,14 +319,12 @@ class Batches:
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _pack(self, batch: Batch, layout: Layout) -> asyncio.Task[list[bytes]]:
-        task = asyncio.create_task(self._encoded(batch, layout), name=f"pack-{batch.step}")
+    def _pack(self, batch: Batch, layout: Layout) -> asyncio.Future[list[bytes]]:
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(loop.run_in_executor(self._threads, self._encode, batch, layout))
         task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
         self._packed[batch.step] = (layout, task)
         return task
-
-    async def _encoded(self, batch: Batch, layout: Layout) -> list[bytes]:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, batch, layout)
 
     def _encode(self, batch: Batch, layout: Layout) -> list[bytes]:
         step, (world_size, max_tokens) = batch.step, layout

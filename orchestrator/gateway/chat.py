@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from composer_prime.errors import ConfigError, RequestError
+from composer_prime.errors import RequestError
 from composer_prime.wire.node_messages import Answer
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ class ChatFormat:
 
         Raises RequestError when the renderer or the chat template does not take these messages.
         """
-        _check_text_only(messages)
+        for index, message in enumerate(messages):
+            if (problem := _message_problem(message)) is not None:
+                raise RequestError(f"messages[{index}] has {problem}", param="messages")
 
         def work(renderer: Any) -> tuple[list[int], list[int]]:
             try:
@@ -73,30 +75,15 @@ class ChatFormat:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(self._load()))
 
     def _load(self) -> Any:
-        if self._loaded is not None:
-            return self._loaded
-        from orchestrator.chat_renderer import build_renderer
+        if self._loaded is None:
+            from orchestrator.chat_renderer import build_renderer
 
-        try:
             _, self._loaded = build_renderer(str(self._model_dir), self._renderer)
-            return self._loaded
-        except ConfigError as error:
-            raise RequestError(
-                f"chat is not available: {error} (token ids at /inference/v1/generate need no chat template)",
-                status=501,
-                code="chat_unavailable",
-            ) from error
-
-
-def _check_text_only(messages: Messages) -> None:
-    """Raise RequestError for a message without a role or with anything but text."""
-    for index, message in enumerate(messages):
-        problem = _message_problem(message)
-        if problem is not None:
-            raise RequestError(f"messages[{index}] has {problem}", param="messages")
+        return self._loaded
 
 
 def _message_problem(message: dict[str, Any]) -> str | None:
+    """Say what a message lacks, or has beside text."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         return f"role {role!r}, expected a string"

@@ -16,23 +16,22 @@ import asyncio
 import logging
 import shlex
 import time
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
-from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from composer_prime.address import is_loopback
 from composer_prime.config import Config
 from composer_prime.model_source import vocabulary_size
 from composer_prime.run.keys import RunKeys
-from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.node_messages import Dismissed, Heard, NodeWelcome
 from composer_prime.wire.sockets import NodeSocket
 from orchestrator.event_loop import LoopLag, end, watched
-from orchestrator.gateway.http import HttpServer, RolloutRecords, json_reply
+from orchestrator.gateway.http import HttpServer, RolloutRecords
 from orchestrator.gateway.link import ChunkServer, NodeLink
 from orchestrator.gateway.node_control import NodeControl
 from orchestrator.gateway.nodes import ServedPolicy
@@ -59,12 +58,12 @@ class Gateway:
         weight_store: WeightStore,
         *,
         model_dir: Path,
-        run_dir: RunDir | None = None,
+        fail: Callable[[BaseException], None] | None = None,
     ) -> None:
         """Connect the parts; nothing is bound yet. Needs a running event loop.
 
         `model_dir`: the folder with config.json, tokenizer and chat template.
-        `run_dir`: where the nodes' figures are recorded.
+        `fail` is called when the gateway fails, as without a node. The nodes' figures go to the folder around `keys`.
         Raises ModelNotFoundError.
         """
         admission = Admission(config, keys, run_id, model_dir)
@@ -88,7 +87,7 @@ class Gateway:
         )
         chunks = ChunkServer(weight_store, admission.model)
         self.link = NodeLink(node_socket, self.router, chunks, admission, config, welcome)
-        self.control = NodeControl(self.router, keys, run_dir)
+        self.control = NodeControl(self.router, keys)
         self.audits: Audits | None = None
         if config.orchestrator.audit.enabled:
             welcome = msgspec.structs.replace(welcome, sources=[])
@@ -105,9 +104,9 @@ class Gateway:
             model_dir,
             run_id=run_id,
             operator_token=keys.operator_token(),
-            others=[web.get("/health", self._health), *self.control.routes(run_id)],
+            others=self.control.routes(run_id),
         )
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_failure = fail
         self._tasks: list[asyncio.Task[None]] = []
         self._counted_tokens = (0, time.monotonic())
 
@@ -136,17 +135,11 @@ class Gateway:
         if self.audits is not None:
             await self.audits.auditors.close(finished=finished)
         await self.link.close()
-        if not self._failure.cancel() and not self._failure.cancelled():
-            self._failure.exception()  # Retrieved here in case nobody watched.
-
-    async def watch(self) -> None:
-        """Run until the gateway fails. Raises DeadlineError when no node came."""
-        await asyncio.shield(self._failure)
 
     def _fail(self, error: BaseException) -> None:
         logger.error("the gateway failed: %s", error)
-        if not self._failure.done():
-            self._failure.set_exception(error)
+        if self._on_failure is not None:
+            self._on_failure(error)
 
     # -- addresses -----------------------------------------------------------------------------------------------
 
@@ -222,20 +215,12 @@ class Gateway:
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    async def _health(self, _: web.Request) -> web.Response:
-        if serving := len(self.router.serving()):
-            return json_reply({"status": "ok", "serving_nodes": serving, "version": self.version})
-        since = self.waits.no_node_since
-        since_s = None if since is None else time.monotonic() - since
-        return json_reply({"status": "waiting for a node", "since_s": since_s, "why": self.waits.why_no_node()}, 503)
-
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float | None]:
         """Return the numbers for metrics.jsonl; rates and lag are over the time since the last call."""
         counters, now = self.router.counters, time.monotonic()
         tokens, since = self._counted_tokens
         self._counted_tokens = (counters["tokens"], now)
         versions = list(self.versions().values())
-        oldest = {"gateway/version_min": min(versions)} if versions else {}
         return {
             "gateway/nodes": len(versions),
             "gateway/tokens_per_s": (counters["tokens"] - tokens) / max(now - since, 1e-9),
@@ -244,7 +229,7 @@ class Gateway:
             **{f"gateway/{name}": count for name, count in counters.items()},
             "gateway/warm_share": self.router.placing.warm_share,
             "gateway/records_bytes": self.records.num_bytes,
-            **oldest,
+            "gateway/version_min": min(versions, default=None),
             **(self.audits.metrics() if self.audits is not None else {}),
             **self.lag.metrics(),
         }

@@ -2,7 +2,7 @@
 
     POST /inference/v1/generate   token ids in, token ids and logprobs out (verifiers' training client)
     POST /v1/chat/completions     OpenAI, messages and tools
-    GET  /v1/models  /health
+    GET  /v1/models
     /control/...                  for the run's operator (node_control.py)
 
     request -> HttpServer: check, seed, route -> RolloutRecords -> reply
@@ -272,7 +272,7 @@ class HttpServer:
         is_operators = request.path.startswith("/control/")
         token = self._operator_token if is_operators else self._token
         header = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if request.path == "/health" or token is None or hmac.compare_digest(header, f"Bearer {token}".encode()):
+        if token is None or hmac.compare_digest(header, f"Bearer {token}".encode()):
             return
         message = (
             "the operator's token (keys/operator.token) is missing"
@@ -295,7 +295,7 @@ def _to_request_error(error: Exception, request: web.Request) -> RequestError:
         case web.HTTPNotFound() | web.HTTPMethodNotAllowed():
             return RequestError(
                 f"there is no {request.method} {request.path[:200]}: the routes are POST /inference/v1/generate, "
-                "/v1/chat/completions and GET /v1/models, /health",
+                "/v1/chat/completions and GET /v1/models",
                 status=404,
                 code="not_found",
             )

@@ -399,7 +399,8 @@ class NodeLink:
             case ChunkRequest():
                 self._serve_chunk(identity, key, node, message)
             case _ if node is None:
-                self._ask_for_hello(identity)
+                if self._is_due(identity, self._config.inference.heartbeat_s):  # Each Hello attaches it from scratch.
+                    self._socket.send(identity, Heard(known=False))
             case Sampled():
                 router.on_sampled(node, message)
             case GenerateFailed():
@@ -435,11 +436,6 @@ class NodeLink:
         replies = unsent(self._replies, key if is_node else identity)
         if len(replies) < _MAX_UNSENT_REPLIES and (sent := self._socket.send_large(identity, reply)) is not None:
             replies[sent] = sent
-
-    def _ask_for_hello(self, identity: bytes) -> None:
-        """Ask at most once a heartbeat: each Hello attaches the node from scratch."""
-        if self._is_due(identity, self._config.inference.heartbeat_s):
-            self._socket.send(identity, Heard(known=False))
 
     def _drop_garbage(self, received: FromConnection, node: AttachedNode | None, error: Exception) -> None:
         """Count garbage. Empty frames cost time too, so each frame counts as some bytes."""
@@ -492,7 +488,7 @@ class NodeLink:
 
     def _hello(self, identity: bytes, key: bytes, hello: NodeHello) -> None:
         refusal = self._refusal(hello) or self.admission.name_refusal(key, hello.node_id)
-        reason = refusal or self._served_another_run(hello) or self._name_refusal(identity, hello)
+        reason = refusal or self._refusal_for_now(identity, hello)
         if reason is not None:
             logger.warning("rejected a node: %s", reason)
             self._socket.send(identity, Dismissed(reason=reason, may_return=refusal is None))
@@ -501,11 +497,13 @@ class NodeLink:
         self._send_with_manifest(identity, key, self.welcome)
         self._router.place()
 
-    def _name_refusal(self, identity: bytes, hello: NodeHello) -> str | None:
-        """Return why the name in `hello` is not free.
+    def _refusal_for_now(self, identity: bytes, hello: NodeHello) -> str | None:
+        """Return why the node must restart first, or why its name is not free.
 
         A name belongs to its holder until that leaves, its connection closes (its process died) or it counts as lost.
         """
+        if hello.run_id not in (None, self.welcome.run_id):
+            return f"the node served run {hello.run_id!r}, this is run {self.welcome.run_id!r}: restart the node"
         holder = self._router.nodes.get(hello.node_id)
         if holder is None or not holder.attached or holder.identity == identity:
             return None
@@ -541,11 +539,6 @@ class NodeLink:
             f"a node named {holder.node_id!r} is attached and spoke {heard_s:.1f} s ago: give this one its own name "
             "(--name, or --node-name); the name of a node that vanished is free after inference.lost_after_s of silence"
         )
-
-    def _served_another_run(self, hello: NodeHello) -> str | None:
-        if hello.run_id in (None, self.welcome.run_id):
-            return None
-        return f"the node served run {hello.run_id!r}, this is run {self.welcome.run_id!r}: restart the node"
 
     def _refusal(self, hello: NodeHello) -> str | None:
         """Return why this node stays out, however often it is started."""

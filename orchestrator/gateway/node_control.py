@@ -16,18 +16,18 @@ ban     its key is revoked in keys/nodes.sqlite, and the invite by which it came
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 from aiohttp import web
 
-from composer_prime.console import pluralize
+from composer_prime.console import did_you_mean, pluralize
 from composer_prime.errors import ConfigError, LedgerError, RequestError
 from composer_prime.monitor.events import event
 from composer_prime.monitor.metrics_file import MetricsFile
@@ -43,7 +43,6 @@ from orchestrator.gateway.routing import Router
 logger = logging.getLogger(__name__)
 
 ACTIONS = ("drain", "drain_now", "ban", "unban")
-_NAMES_SHOWN = 12
 _SAMPLE_S = 5.0
 """Between two lines of a node of which only its requests or trust changed."""
 _LEDGER_S = 60.0
@@ -86,22 +85,18 @@ class NodeAccount:
 class NodeControl:
     """The nodes of a run, by name, as its operator sees them. Used on the gateway's event loop."""
 
-    def __init__(
-        self, router: Router, keys: RunKeys, run_dir: RunDir | None, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`run_dir`: where lines go; None writes none."""
+    def __init__(self, router: Router, keys: RunKeys, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Lines go to the run directory around `keys`."""
         self.step = 0
         """The last step that was trained; lines carry it."""
         self._router = router
         self._registry = keys.registry
         self._clock = clock
-        self._costs = None if run_dir is None else run_dir.root / "costs.jsonl"
-        self._metrics = None if run_dir is None else MetricsFile(run_dir.metrics, "orchestrator")
-        self._accounts = {name: NodeAccount(totals=t, written=t) for name, t in _earlier(run_dir).items()}
+        self._costs = keys.folder.parent / "costs.jsonl"
+        self._metrics = MetricsFile(RunDir(keys.folder.parent).metrics, "orchestrator")
+        self._accounts = {name: NodeAccount(totals=t, written=t) for name, t in _earlier(self._costs).items()}
         self._leaving: dict[str, float] = {}
         """Until when drained nodes may answer, monotonic seconds."""
-        if (old := keys.folder / "banned.json").exists():
-            logger.warning("%s is of an older release and bans nobody: ban its nodes again, then remove it", old)
 
     # -- the operator's words --------------------------------------------------------------------------------------
 
@@ -156,15 +151,10 @@ class NodeControl:
         """Let node `name` connect again. Raises RequestError when it is not banned."""
         node = self._registry.find(name)
         if node is None or node.revoked is None:
-            banned = self._banned()
-            known = f": banned are {_listed(banned)}" if banned else ": no node is"
-            raise RequestError(f"node {name} is not banned{known}", status=404)
+            raise RequestError(f"node {name} is not banned: `orchestrator nodes` shows which are", status=404)
         self._registry.admit(node.key, node.name, node.machine)
         logger.info("node %s may connect again", name, extra=event("node", text=f"node {name} may connect again"))
         return f"node {name} may connect again"
-
-    def _banned(self) -> set[str]:
-        return {node.name for node in self._registry.list() if node.revoked is not None}
 
     def _known(self, name: str) -> AttachedNode | None:
         """Return the node; None for one that only enrolled. Raises RequestError."""
@@ -172,10 +162,9 @@ class NodeControl:
         if node is not None or self._registry.find(name) is not None:
             return node
         known = {*self._router.nodes, *(node.name for node in self._registry.list())}
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        shown = f"the known ones are {_listed(known)}" if known else "none has connected yet"
-        raise RequestError(f"there is no node {name!r}: {shown}{hint}", status=404)
+        raise RequestError(
+            f"there is no node {name!r}, see `orchestrator nodes`{did_you_mean(name, known)}", status=404
+        )
 
     def _attached(self, name: str) -> AttachedNode:
         node = self._known(name)
@@ -223,7 +212,7 @@ class NodeControl:
         self._count()
         self._write_sums(self._accounts)
         for account in self._accounts.values():
-            if account.line and account.seen is not None and self._metrics is not None:
+            if account.line and account.seen is not None:
                 self._metrics.log(self.step, {**account.line, "node/state": AWAY, "node/in_flight": 0})
 
     def _log(self, node: AttachedNode, account: NodeAccount, now: float) -> None:
@@ -236,7 +225,7 @@ class NodeControl:
         }
         before = {name: account.line.get(name) for name in line}
         is_minor = all(before[name] == line[name] for name in ("node/state", "node/version"))
-        if self._metrics is None or before == line or (is_minor and now - account.line_at < _SAMPLE_S):
+        if before == line or (is_minor and now - account.line_at < _SAMPLE_S):
             return
         account.line, account.line_at = line, now
         if before["node/state"] in (None, AWAY):
@@ -252,7 +241,7 @@ class NodeControl:
     def _write_sums(self, names: Iterable[str]) -> None:
         for name in names:
             account = self._accounts[name]
-            if self._costs is None or account.totals == account.written:
+            if account.totals == account.written:
                 continue
             with suppress(OSError):  # On a full disk the next line has these amounts too.
                 write_cost(self._costs, "node", node=name, **account.totals.since(account.written))
@@ -271,7 +260,7 @@ class NodeControl:
         for name, account in self._accounts.items():
             rows.setdefault(name, NodeRow(name=name, state=AWAY, totals=account.totals))
         try:
-            banned = sorted(self._banned())
+            banned = sorted(node.name for node in self._registry.list() if node.revoked is not None)
         except ConfigError as error:
             logger.warning("who is banned is not shown: %s", error)
             banned = []
@@ -328,12 +317,6 @@ class NodeControl:
         return [web.get("/control/nodes", show), web.post("/control/nodes/{action}", act)]
 
 
-def _listed(names: set[str]) -> str:
-    shown = sorted(names)
-    more = f" and {len(shown) - _NAMES_SHOWN} more" if len(shown) > _NAMES_SHOWN else ""
-    return ", ".join(shown[:_NAMES_SHOWN]) + more
-
-
 def device_text(device: ComputeDevice | None) -> str:
     """Return a device in a few words: `2 x NVIDIA L4, 45 GiB`."""
     if device is None:
@@ -342,12 +325,10 @@ def device_text(device: ComputeDevice | None) -> str:
     return f"{device.count} x {device.name}{memory}" if device.count > 1 else f"{device.name}{memory}"
 
 
-def _earlier(run_dir: RunDir | None) -> dict[str, NodeTotals]:
+def _earlier(costs: Path) -> dict[str, NodeTotals]:
     """Return the sums of earlier starts; none where they cannot be added up."""
-    if run_dir is None:
-        return {}
     try:
-        return spent(run_dir.root / "costs.jsonl").nodes
+        return spent(costs).nodes
     except LedgerError as error:
         logger.warning("the sums of nodes begin at 0: %s", error)
         return {}

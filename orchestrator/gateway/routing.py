@@ -28,6 +28,7 @@ from typing import Literal
 from composer_prime.console import printable
 from composer_prime.errors import DeadlineError, EngineError, RequestError, WireError
 from composer_prime.monitor.events import event
+from composer_prime.run.retry import backoff_s
 from composer_prime.wire.node_messages import (
     NO_TOKENS,
     Answer,
@@ -63,9 +64,8 @@ _MAX_REFUSALS = 16
 """Nodes that may refuse a request before it ends."""
 _HELD_SHARE = 0.25
 """Share of request_timeout_s after which a node that has not answered is to blame, not the queue."""
-_MAX_DOUBLINGS = 2
 _MAX_SUSPENSION_S = 3600.0
-"""Bounds of a suspension: nothing but its end lets a node that works again show so."""
+"""Bounds a suspension: nothing but its end lets a node that works again show so."""
 _NO_EVIDENCE = -9999.0
 """vLLM's value for a missing logprob."""
 _ROUNDING = 1e-3
@@ -448,7 +448,8 @@ class Router:
             if stalled_s < stall_s or all(other is node for other in self.serving()):
                 continue
             reason = f"node {node.node_id} gave neither answer nor token for {stalled_s:.1f} s"
-            suspended_s = min(stall_s * 2 ** min(record.stalls_in_row, _MAX_DOUBLINGS), _MAX_SUSPENSION_S)
+            longest_s = min(4 * stall_s, _MAX_SUSPENSION_S)
+            suspended_s = backoff_s(record.stalls_in_row, first_s=stall_s, longest_s=longest_s)
             record.suspended_until = now + suspended_s
             record.stalls_in_row += 1
             logger.warning(
@@ -478,7 +479,7 @@ class Waits:
 
     def __init__(self, router: Router, no_node_timeout_s: float, join_hint: str) -> None:
         """`no_node_timeout_s`: how long requests wait while no node can serve."""
-        self.no_node_since: float | None = time.monotonic()
+        self._no_node_since: float | None = time.monotonic()
         """Since when no node has been able to serve; None while one is."""
         self._router = router
         self._no_node_timeout_s = no_node_timeout_s
@@ -488,14 +489,14 @@ class Waits:
         """End requests that waited too long. Return an error if no node came for some of them."""
         now, router = time.monotonic(), self._router
         if router.serving():
-            self.no_node_since = None
-        elif self.no_node_since is None:
-            self.no_node_since = now
+            self._no_node_since = None
+        elif self._no_node_since is None:
+            self._no_node_since = now
         for request in router.open:
             if now - request.since >= router.request_timeout_s:
                 router.blame_node_of(request)
                 router.finish(request, self._too_slow(request, now - request.since))
-        error = None if self.no_node_since is None else self._end_without_node(self.no_node_since, now)
+        error = None if self._no_node_since is None else self._end_without_node(self._no_node_since, now)
         router.place()
         return error
 

@@ -35,7 +35,7 @@ from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import DeadlineError, RolloutError
 from composer_prime.run.retry import backoff_s
 from composer_prime.wire.node_messages import POLICY, joined
-from composer_prime.wire.types import LARGEST_REWARD, Sample, TurnSpan, VersionSpan, pack_flags, pack_floats, pack_ints
+from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, pack_flags, pack_floats, pack_ints
 from orchestrator.gateway import Gateway
 from orchestrator.gateway.http import GenerationRecord
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, GroupPlan, derive_seed
@@ -154,22 +154,15 @@ class RolloutRunner:
         )
 
     async def run(
-        self,
-        source: str,
-        request: RunRollout,
-        *,
-        order: int,
-        oldest_version: int = 0,
-        on_begin: Callable[[], None] = lambda: None,
+        self, source: str, request: RunRollout, *, order: int, oldest_version: int = 0
     ) -> tuple[RolloutReply, Sequence[GenerationRecord]]:
         """Return how `request` ended on a worker of `source`. Past its deadline, that is a reply with a failure.
 
-        Only nodes with `oldest_version` or newer weights answer it. Calls `on_begin` once the rollout holds its permit.
-        A rollout whose audits fail is a failed one; it waits for them without its permit.
+        Only nodes with `oldest_version` or newer weights answer it. A rollout whose audits fail is a failed one; it
+        waits for them without its permit.
         """
         audits = self.gateway.audits
         async with self.permits.hold(request.taskset, order):
-            on_begin()
             self.gateway.records.open(request.rollout_id, oldest_version)
             try:
                 reply = await self._within_deadline(source, request)
@@ -207,7 +200,7 @@ class RolloutRunner:
             if not rollout.failure.retryable or len(earlier) == self.config.max_retries:
                 await asyncio.to_thread(failures.note_end, step(), source, rollout, group)
                 break
-            await asyncio.sleep(retry_pause_s(len(earlier)))
+            await asyncio.sleep(backoff_s(len(earlier), first_s=_RETRY_S, longest_s=_LONGEST_RETRY_S))
             earlier.append(rollout.failure)
         return rollout, samples
 
@@ -222,20 +215,6 @@ class RolloutRunner:
             return request.failed("worker", str(error))
         except TimeoutError:
             return request.failed("timeout", f"the worker gave no reply within {deadline_s:.0f} s")
-
-
-def retry_pause_s(attempt: int) -> float:
-    """Return the seconds from the end of failed try number `attempt` (from 0) to the next try."""
-    return backoff_s(attempt, first_s=_RETRY_S, longest_s=_LONGEST_RETRY_S)
-
-
-def checked(reply: RolloutReply) -> RolloutReply:
-    """Return the reply, as a failed one where its reward is no number that can be trained on."""
-    failure = reply.failure
-    if failure is None and not (reply.reward is not None and abs(reply.reward) <= LARGEST_REWARD):
-        message = f"the environment gave the reward {reply.reward}; a number of at most {LARGEST_REWARD:g} is needed"
-        failure = RolloutFailure(kind="no_reward", message=message, retryable=True)
-    return reply if failure is None else msgspec.structs.replace(reply, failure=failure, reward=None)
 
 
 def finished_rollout(
@@ -281,7 +260,6 @@ def finish_rollout(
     """Return a rollout that ended, with numbered turns, and its samples; none for a failed one."""
     samples: list[Sample] = []
     matched: list[GenerationRecord] = []
-    reply = checked(reply)
     try:
         if reply.failure is None:
             samples = compile_rollout(plan, reply, records)

@@ -24,7 +24,7 @@ from composer_prime.wire.types import Sample, VersionSpan, flags, floats, ints, 
 from orchestrator.coding.sandbox.box import open_box
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.groups import GroupPlan
-from orchestrator.rollouts.rollout import Permits, RolloutRunner, checked, compile_rollout
+from orchestrator.rollouts.rollout import Permits, RolloutRunner, compile_rollout
 from orchestrator.tasks import source_spec
 from orchestrator.workers.pool import RolloutReply, WorkerPool
 from tests.gateway.node_peer import PeerNode
@@ -127,7 +127,7 @@ async def test_its_tokens_are_those_that_the_node_sampled(
         await pool.close()
         await gateway.close()
 
-    assert checked(reply).failure is None and reply.reward == 1.0, reply
+    assert reply.failure is None and reply.reward == 1.0, reply
     prompts = [ints(request.prompt_ids).tolist() for request in node.generates]
     assert len(prompts) == 3 and len(samples) == 1
     seen = prompts[-1] + answers[-1]

@@ -35,8 +35,8 @@ def store(tmp_path: Path) -> WeightStore:
 @pytest.fixture
 def open_gateway(keys: RunKeys, store: WeightStore) -> OpenGateway:
     @asynccontextmanager
-    async def run(**sections: dict[str, Any]) -> AsyncIterator[Gateway]:
-        gateway = Gateway(config_with(**sections), keys, "run-1", store, model_dir=MODEL)
+    async def run(*, fail: Any = None, **sections: dict[str, Any]) -> AsyncIterator[Gateway]:
+        gateway = Gateway(config_with(**sections), keys, "run-1", store, model_dir=MODEL, fail=fail)
         await gateway.start()
         try:
             yield gateway

@@ -26,9 +26,8 @@ class Clock:
         return self.now
 
 
-def accounts_of(fleet: Fleet, clock: Clock, folder: Path | None) -> NodeControl:
-    run_dir = None if folder is None else RunDir(folder)
-    return NodeControl(fleet.router, RunKeys(Path("no keys")), run_dir, clock=clock)
+def accounts_of(fleet: Fleet, clock: Clock, folder: Path) -> NodeControl:
+    return NodeControl(fleet.router, RunKeys(RunDir(folder).keys), clock=clock)
 
 
 def pass_time(accounts: NodeControl, clock: Clock, seconds: float) -> None:
@@ -48,10 +47,10 @@ async def work_for(fleet: Fleet, name: str, count: int) -> None:
 
 # An hour at $2.40 with a million trained tokens is $2.40 a million; time away costs nothing, and neither does a node
 # without a price, whose dollars stay unknown.
-async def test_dollars_are_of_the_time_attached():
+async def test_dollars_are_of_the_time_attached(tmp_path):
     fleet = Fleet(a={"usd_per_hour": 2.4}, b={})
     clock = Clock()
-    accounts = accounts_of(fleet, clock, None)
+    accounts = accounts_of(fleet, clock, tmp_path)
     accounts.tick()
     pass_time(accounts, clock, 3600)
     accounts.note_trained(1, {"a": 1_000_000})
@@ -112,7 +111,7 @@ async def test_a_line_for_each_change(tmp_path):
 
 # The first tick after a Hello may come before the first report: what was pulled is not counted again, and a node that
 # outlives its orchestrator pulled nothing for the next one. A process that starts anew pulls anew.
-async def test_pulled_bytes_count_once():
+async def test_pulled_bytes_count_once(tmp_path):
     def pulled(fleet: Fleet, accounts: NodeControl, count: int) -> int:
         fleet.router.update_status(fleet.node("a"), status(weight_bytes=count))
         return accounts.rows()[0].totals.weight_bytes
@@ -123,13 +122,13 @@ async def test_pulled_bytes_count_once():
         accounts.tick()
 
     fleet = Fleet(a={})
-    accounts = accounts_of(fleet, Clock(), None)
+    accounts = accounts_of(fleet, Clock(), tmp_path / "before")
     accounts.tick()
     assert pulled(fleet, accounts, 5000) == 5000
     hello(fleet, accounts, "a", "run-1")
     assert pulled(fleet, accounts, 5000) == 5000 and pulled(fleet, accounts, 5100) == 5100
     hello(fleet, accounts, "new", None)
     assert pulled(fleet, accounts, 3000) == 8100
-    after_restart = accounts_of(fleet, Clock(), None)
+    after_restart = accounts_of(fleet, Clock(), tmp_path / "after")
     hello(fleet, after_restart, "new", "run-1")
     assert pulled(fleet, after_restart, 3000) == 0 and pulled(fleet, after_restart, 3500) == 500

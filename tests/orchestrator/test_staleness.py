@@ -16,6 +16,7 @@ def room(version: int, formed: int, under_way: int, max_staleness: int, groups: 
         groups_per_step=groups,
         max_staleness=max_staleness,
         max_steps=steps,
+        versions=Versions(),
     )
 
 
@@ -24,9 +25,9 @@ def test_batch_n_accepts_exactly_the_documented_versions():
     for step in range(1, 30):
         for max_staleness in range(5):
             for version in range(step):
-                accepted = version >= oldest_accepted(step, max_staleness)
+                accepted = version >= oldest_accepted(step, max_staleness, Versions())
                 assert accepted == (version >= step - 1 - max_staleness)
-                assert accepted == (step <= last_batch(version, max_staleness, 10**6))
+                assert accepted == (step <= last_batch(version, max_staleness, 10**6, Versions()))
 
 
 def test_staleness_zero_is_synchronous():
@@ -79,7 +80,7 @@ def test_groups_that_end_in_any_order_are_never_wasted_but_for_overtaking(max_st
         while len(ready) >= groups and formed < min(trained + 2, steps):
             taken, ready = ready[:groups], ready[groups:]
             formed += 1
-            assert all(oldest_accepted(formed, max_staleness) <= age < formed for age in taken)
+            assert all(oldest_accepted(formed, max_staleness, Versions()) <= age < formed for age in taken)
 
     def happen(event: str) -> None:
         nonlocal trained, version
