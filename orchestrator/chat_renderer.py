@@ -325,14 +325,10 @@ class VisibleCalls:
         return self._tokenizer.decode([i for i in token_ids if i not in stops], skip_special_tokens=False)
 
 
-class VisibleCallsQwen3Renderer(VisibleCalls, Qwen3Renderer):
-    """The Qwen3 renderer, for model folders whose renderer.json names it."""
+class ToolQwen3Renderer(VisibleCalls, Qwen3Renderer):
+    """For models that never think, such as the tiny ones that ship here: no turn gets an empty think block."""
 
     config_class = Qwen3RendererConfig
-
-
-class ToolQwen3Renderer(VisibleCallsQwen3Renderer):
-    """For models that never think, such as the tiny ones that ship here: no turn gets an empty think block."""
 
     @staticmethod
     def _last_query_index(messages: list[Any]) -> int:

@@ -22,7 +22,6 @@ from pathlib import Path
 from composer_prime.config import Config, load
 from composer_prime.console import (
     EXIT_USAGE,
-    INTERRUPTED,
     columns,
     console_main,
     did_you_mean,
@@ -55,47 +54,44 @@ def main() -> int:
 def _main() -> int:
     words = sys.argv[1:]
     exit_on_version_flag(words)
-    ends = (signal.SIGINT, signal.SIGTERM)
+    name = words[0] if words and words[0] in _COMMANDS else ""
     try:
-        if words and words[0] in _COMMANDS:
-            return _command(words[0], words[1:])
-        if words and words[0].isalpha():
-            raise ConfigError(f"unknown command {words[0]!r}{did_you_mean(words[0], _COMMANDS)}\n\n{_USAGE}")
-        if words in (["--help"], ["-h"]):
-            print(f"{_USAGE}\n")
-        if words[:1] == ["--run-dir"]:
-            if len(words) != 2:
-                raise ConfigError(_USAGE)
-            run_dir = RunDir(Path(words[1]).absolute())
-            config = load.read_config(run_dir.config)
-            load.make_importable(config)
-            if PARENT_VARIABLE in os.environ:
-                ends = (ORCHESTRATOR_END,)
-            end_with_parent(ends[-1], always=True)
-        else:
-            config, dry_run = load.parse_command_line(words)
-            run_dir = RunDir(config.run_directory.absolute())
-            if dry_run:
-                return _dry_run(config)
-            _prepare(config, run_dir)
-        return _run(config, run_dir, ends)
+        if not name:
+            return _serve(words)
+        module, _, function = _COMMANDS[name].partition(":")
+        return getattr(importlib.import_module(module), function or "main")(words[1:])
     except ConfigError as error:
         fail(error)
-
-
-def _command(name: str, words: list[str]) -> int:
-    """Run a command that is a process of its own: `main(words)` of its module returns the exit status."""
-    module, _, function = _COMMANDS[name].partition(":")
-    command = getattr(importlib.import_module(module), function or "main")
-    try:
-        return command(words)
-    except (ConfigError, BrokenPipeError):
+    except BrokenPipeError:
         raise
     except (ComposerError, OSError) as error:
-        print(f"orchestrator {name}: {error}", file=sys.stderr)
+        print(f"{f'orchestrator {name}'.rstrip()}: {error}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
+
+
+def _serve(words: list[str]) -> int:
+    """Run the role."""
+    ends = (signal.SIGINT, signal.SIGTERM)
+    if words and words[0].isalpha():
+        raise ConfigError(f"unknown command {words[0]!r}{did_you_mean(words[0], _COMMANDS)}\n\n{_USAGE}")
+    if words in (["--help"], ["-h"]):
+        print(f"{_USAGE}\n")
+    if words[:1] == ["--run-dir"]:
+        if len(words) != 2:
+            raise ConfigError(_USAGE)
+        run_dir = RunDir(Path(words[1]).absolute())
+        config = load.read_config(run_dir.config)
+        load.make_importable(config)
+        if PARENT_VARIABLE in os.environ:
+            ends = (ORCHESTRATOR_END,)
+        end_with_parent(ends[-1], always=True)
+    else:
+        config, dry_run = load.parse_command_line(words)
+        run_dir = RunDir(config.run_directory.absolute())
+        if dry_run:
+            return _dry_run(config)
+        _prepare(config, run_dir)
+    return _run(config, run_dir, ends)
 
 
 def _dry_run(config: Config) -> int:
@@ -138,13 +134,7 @@ def _run(config: Config, run_dir: RunDir, ends: tuple[signal.Signals, ...]) -> i
         freeze_startup()
         return await until_signal(pipeline.run(), ends)
 
-    try:
-        return asyncio.run(serve())
-    except ConfigError:
-        raise
-    except (ComposerError, OSError) as error:
-        print(f"orchestrator: {error}", file=sys.stderr)
-        return FAILED
+    return asyncio.run(serve())
 
 
 if __name__ == "__main__":

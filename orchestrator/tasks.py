@@ -28,6 +28,7 @@ from composer_prime.config import Config
 from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig, SourceConfig
 from composer_prime.errors import ConfigError
 from composer_prime.import_path import build_part
+from composer_prime.stats.intervals import PASSED
 from orchestrator.rollouts.groups import FinishedGroup, GroupPlan, derive_seed
 from orchestrator.workers.pool import EVAL, TRAIN, SourceSpec, WorkerPool
 
@@ -39,6 +40,8 @@ WHOLE = (0, 1)
 """The shard that holds all tasks."""
 _SHARD_KEY = "task_shard"
 _GOLDEN = 0.6180339887498949
+_WINDOW, _CANDIDATES, _EXPLORE = 4, 8, 0.05
+"""Of the frontier: pass rates of a task that count, tasks that are compared, and the share of draws that take any."""
 
 
 class Sources:
@@ -49,7 +52,7 @@ class Sources:
     ) -> None:
         """`num_tasks`: training tasks by source name. `shard`: diloco.task_shard.
 
-        Raises ConfigError for a source without a task here.
+        Raises ConfigError for a source without a task of this shard.
         """
         self._seed = seed
         self._group_size = config.group_size
@@ -68,10 +71,6 @@ class Sources:
         """By source; each knows this shard's tasks only."""
         for name in self._names:
             available = num_tasks[name]
-            if available == 0:
-                raise ConfigError(
-                    f"source {name!r} has an empty task set: check its taskset's settings in [[orchestrator.source]]"
-                )
             part = len(range(self._first, available, self._every))
             if part == 0:
                 raise ConfigError(
@@ -188,43 +187,31 @@ class Shuffled:
 class Frontier:
     """Prefers tasks with an intermediate pass rate: p(1-p) is largest where a group carries most signal.
 
-    A task's weight is 4 p (1 - p), with p the mean of its last `window` group pass rates; an unplayed task counts as
-    p = 1/2.
+    A task's weight is 4 p (1 - p), with p the mean of its last group pass rates; an unplayed task counts as p = 1/2.
 
-    Of `candidates` tasks drawn uniformly the heaviest is played (ties: the first drawn). So a draw costs the
-    same for ten tasks and ten million. With probability `explore` it is any task: what was hard may now be easy.
+    Of some tasks drawn uniformly the heaviest is played (ties: the first drawn). So a draw costs the same for ten tasks
+    and ten million. With probability _EXPLORE it is any task: what was hard may now be easy.
     """
 
     num_tasks: int
     seed: int
-    window: int = 4
-    candidates: int = 8
-    explore: float = 0.05
-    pass_threshold: float = 1.0
     _drawn: int = field(default=0, init=False)
     _rates: dict[int, deque[float]] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        if self.candidates < 1 or self.window < 1 or not 0 <= self.explore <= 1:
-            raise ConfigError(
-                f"orchestrator.curriculum.kwargs: candidates = {self.candidates}, window = {self.window}, "
-                f"explore = {self.explore}; candidates and window must be at least 1, explore between 0 and 1"
-            )
 
     def next_task(self) -> int:
         rng = random.Random(derive_seed(self.seed, "frontier", self._drawn))
         self._drawn += 1
-        candidates = [rng.randrange(self.num_tasks) for _ in range(self.candidates)]
-        if rng.random() < self.explore:
+        candidates = [rng.randrange(self.num_tasks) for _ in range(_CANDIDATES)]
+        if rng.random() < _EXPLORE:
             return candidates[0]
         return max(candidates, key=self._signal)
 
     def observe(self, group: FinishedGroup) -> None:
         rewards = group.rewards
         if rewards:
-            rate = sum(reward >= self.pass_threshold for reward in rewards) / len(rewards)
+            rate = sum(reward >= PASSED for reward in rewards) / len(rewards)
             task = group.plan.task_index
-            self._rates.setdefault(task, deque(maxlen=self.window)).append(rate)
+            self._rates.setdefault(task, deque(maxlen=_WINDOW)).append(rate)
 
     def _signal(self, task: int) -> float:
         rates = self._rates.get(task, ())
@@ -236,7 +223,7 @@ class Frontier:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._drawn = int(state["drawn"])
-        self._rates = {int(task): deque(rates, maxlen=self.window) for task, rates in state["rates"].items()}
+        self._rates = {int(task): deque(rates, maxlen=_WINDOW) for task, rates in state["rates"].items()}
 
 
 def build_curriculum(config: CurriculumConfig, *, num_tasks: int, seed: int) -> Curriculum:

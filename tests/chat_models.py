@@ -20,8 +20,7 @@ NAMES = ("tiny", "smollm2", "qwen3")
 @functools.cache
 def chat(name: str) -> tuple[Any, Any]:
     """Renderer and tokenizer."""
-    visible = {"name": "custom", "import_path": "orchestrator.chat_renderer.VisibleCallsQwen3Renderer"}
-    choice = visible if name == "qwen3" else None
+    choice = "qwen3" if name == "qwen3" else None
     if name == "tiny":
         return build_renderer(str(TINY), choice)[1], read_tokenizer(str(TINY))
     with tempfile.TemporaryDirectory() as folder:  # both are read whole

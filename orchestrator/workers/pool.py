@@ -1,7 +1,7 @@
 """A source's workers, as the orchestrator sees them, and the messages between the two.
 
 run         the ready worker with the fewest rollouts --> its reply; none ready: wait at most start_timeout_s
-_supervise  one task a process: start -> wait for its end -> back off -> start again
+_keep_alive one task a process: start -> wait for its end -> back off -> start again
             max_restarts ends in a row without a finished rollout: the pool fails, and every `run` raises why
 
 The messages between the two are msgpack over a private socket pair. A reply carries text and numbers only: token ids,
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -38,7 +38,7 @@ from composer_prime.run.process import WORKER_ENVIRONMENT, child_options, exit_t
 from composer_prime.run.retry import backoff_s
 from composer_prime.run.scratch import Scratch
 from composer_prime.wire.sockets import Frames
-from orchestrator.event_loop import Notifier, end
+from orchestrator.event_loop import Notifier, end, watched
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ FromWorker = WorkerReady | RolloutReply
 
 
 class WorkerPool:
-    """`async with WorkerPool(spec) as pool: reply = await pool.run(request)`."""
+    """The workers of one source, from `start` to `close`."""
 
     def __init__(
         self,
@@ -279,16 +279,9 @@ class WorkerPool:
         self.restarts = 0
         """Workers started again since `start`."""
 
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
     async def start(self) -> None:
         """Start every worker and wait until all have loaded. Raises what `WorkerProcess.start` raises."""
-        self._supervisors = [asyncio.create_task(self._supervise(number)) for number in range(self._workers)]
+        self._supervisors = [watched(self._keep_alive(number), self._fail) for number in range(self._workers)]
         loaded = lambda: self.ready is not None and len(self._children) == self._workers
         try:
             # A process that takes too long fails by itself.
@@ -352,16 +345,12 @@ class WorkerPool:
             )
         return min(self.players, key=lambda worker: worker.running)
 
-    async def _supervise(self, number: int) -> None:
-        """Keep worker `number` alive. Whatever ends this ends the pool."""
-        try:
-            await self._keep_alive(number)
-        except ComposerError as error:
-            self._failure = self._failure or error
-        except Exception as error:
-            logger.exception("worker %d of source %r cannot be supervised any more", number, self.spec.name)
-            reason = f"source {self.spec.name!r}, worker {number}: {type(error).__name__}: {error}"
-            self._failure = self._failure or EnvironmentWorkerError(reason)
+    def _fail(self, error: BaseException) -> None:
+        """End the pool: a worker cannot be kept alive."""
+        if not isinstance(error, ComposerError):
+            logger.error("a worker of source %r cannot be supervised any more", self.spec.name, exc_info=error)
+            error = EnvironmentWorkerError(f"source {self.spec.name!r}: {type(error).__name__}: {error}")
+        self._failure = self._failure or error
         self.changed.notify()
 
     async def _keep_alive(self, number: int) -> None:
@@ -498,8 +487,6 @@ class WorkerProcess:
 
     async def run(self, request: RunRollout) -> RolloutReply:
         """Run a rollout. A worker that ends answers with a retryable error."""
-        if request.rollout_id in self._rollouts:
-            raise ValueError(f"rollout id {request.rollout_id!r} is in flight already: every attempt needs its own")
         if self.ended.done():
             return self._lost(request.rollout_id)
         future = self._rollouts[request.rollout_id] = asyncio.get_running_loop().create_future()

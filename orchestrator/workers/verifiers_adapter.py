@@ -70,18 +70,8 @@ logger = logging.getLogger(__name__)
 _ANY_NUMBER = 1_000_000
 _ENDLESS = 4096
 """Tasks that are made of a set that never ends."""
-_KINDS = {
-    "ProviderError": "provider",
-    "RenderError": "render",
-    "InterceptionError": "interception",
-    "TunnelError": "interception",
-    "HarnessError": "harness",
-    "ToolsetError": "toolset",
-    "SandboxError": "sandbox",
-    "TaskError": "task",
-    "EnvError": "env",
-    "TimeoutError": "timeout",
-}
+_KINDS = ("provider", "render", "interception", "harness", "toolset", "sandbox", "task", "env", "timeout")
+"""The errors of verifiers, and RenderError: the names of their classes begin so."""
 _TEMPORARY_4XX = (408, 409, 425, 429)
 _CONTEXT = re.compile(r"maximum context length|context window|context length|max_model_len", re.IGNORECASE)
 _TOOL_ERROR = re.compile(
@@ -177,14 +167,9 @@ class Environment:
         return msgspec.structs.replace(reply, task_id=task_id_of(task, self._first[request.task_index]))
 
     def _context(self, request: RunRollout) -> vf.ModelContext:
-        sampling = {
-            "temperature": request.temperature,
-            "max_tokens": request.max_tokens,
-            "seed": request.seed,
-            "top_p": request.top_p if request.top_p < 1 else None,
-            "top_k": request.top_k if request.top_k > 0 else None,
-        }
-        config = vf.SamplingConfig(**{name: value for name, value in sampling.items() if value is not None})
+        names = ("temperature", "max_tokens", "seed", "top_p", "top_k")
+        settings = {name: getattr(request, name) for name in names}
+        config = vf.SamplingConfig(**{name: value for name, value in settings.items() if value is not None})
         return vf.ModelContext(model=request.model, client=self._client(request.gateway_url), sampling=config)
 
     def _client(self, gateway_url: str) -> vf.TrainClientConfig:
@@ -392,7 +377,8 @@ def _no_reward(task: vf.Task, main: vf.Trace) -> RolloutFailure | None:
 
 
 def _classify(error: Error) -> RolloutFailure:
-    kind = _KINDS.get(error.type, "internal")
+    kind = error.type.removesuffix("Error").lower()
+    kind = kind if kind in _KINDS else "internal"
     retryable = True
     if error.status_code is not None and 400 <= error.status_code < 500:
         retryable = error.status_code in _TEMPORARY_4XX

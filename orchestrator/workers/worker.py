@@ -95,7 +95,9 @@ class Worker:
             for environment in self._environments.values():
                 await stack.enter_async_context(environment.serving())
             num_tasks = {name: environment.num_tasks for name, environment in self._environments.items()}
-            ready = WorkerReady(num_tasks=num_tasks, notes=task_notes(self._environments))
+            notes = [environment.repeated for environment in self._environments.values()]
+            notes = [note for note in [*notes, overlap(self._environments)] if note is not None]
+            ready = WorkerReady(num_tasks=num_tasks, notes=notes)
             loop = asyncio.get_running_loop()
             loop.set_task_factory(_named_task)
             os.register_at_fork(after_in_child=partial(loop.call_soon, _end_child))
@@ -174,12 +176,6 @@ def _named_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> a
     if rollout_id := _PLAYED.get():
         task.set_name(rollout_id)
     return task
-
-
-def task_notes(environments: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each weakness of the task sets."""
-    notes = [environment.repeated for environment in environments.values()]
-    return [note for note in [*notes, overlap(environments)] if note is not None]
 
 
 def overlap(environments: Mapping[str, Any]) -> str | None:

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,15 @@ def source(model_path: str, taskset: dict[str, Any] | None = None, turns: int = 
 def rollout(peer: Peer, rollout_id: str, task_index: int = 0, timeout_s: float = 120.0, **more: Any) -> RunRollout:
     request = {"rollout_id": rollout_id, "task_index": task_index, "timeout_s": timeout_s, **more}
     return RunRollout(**{"model": "policy", "gateway_url": peer.url, "max_tokens": 16} | request)
+
+
+@asynccontextmanager
+async def started(pool: WorkerPool) -> AsyncIterator[WorkerPool]:
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
 
 
 def alive(pid: int) -> bool:
@@ -164,7 +174,7 @@ async def test_a_crash_fails_the_rollouts_and_the_worker_comes_back(
     spec = source(model_path, {"crash_at": 3, "sleep_at": 5, "sleep_s": 600, "mark": str(mark)})
     async with (
         Peer(delay_s=1) as peer,
-        WorkerPool(spec, start_timeout_s=START_S, log_dir=logs) as pool,
+        started(WorkerPool(spec, start_timeout_s=START_S, log_dir=logs)) as pool,
     ):
         bystander = asyncio.create_task(pool.run(rollout(peer, "bystander")))
         await until(lambda: peer.running == 1)
@@ -191,7 +201,7 @@ async def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str, ca
     """A blocked event loop is named by the line, and killed after hang_timeout_s. Then every `run` raises why."""
     spec = source(model_path, {"hang_at": 0})
     pool = WorkerPool(spec, start_timeout_s=START_S, hang_timeout_s=9, max_restarts=0)
-    async with Peer() as peer, pool:
+    async with Peer() as peer, started(pool):
         reply = await pool.run(rollout(peer, "hang", 0))
         assert reply.failure.kind == "hang"
         assert "no heartbeat" in reply.failure.message
@@ -206,7 +216,7 @@ async def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str, ca
 async def test_an_environment_that_exits_or_forks_is_named(model_path: str, tmp_path: Path) -> None:
     """A forked child that comes back into the loop ends, and its parent goes on; sys.exit is named with its line."""
     spec = source(model_path, {"exit_at": 3, "fork_at": 4})
-    async with Peer() as peer, WorkerPool(spec, start_timeout_s=START_S, log_dir=tmp_path) as pool:
+    async with Peer() as peer, started(WorkerPool(spec, start_timeout_s=START_S, log_dir=tmp_path)) as pool:
         assert (await pool.run(rollout(peer, "forks", 4))).reward == 2.0
         await until(lambda: "os.fork" in (tmp_path / "worker_bench_0.log").read_text())
         failure = (await pool.run(rollout(peer, "exits", 3))).failure
@@ -219,7 +229,7 @@ async def test_only_the_task_that_blocks_is_blamed(model_path: str) -> None:
     """Other rollouts of the worker are displaced; a task that blocked two workers is left out."""
     spec = source(model_path, {"hang_at": 0})
     pool = WorkerPool(spec, start_timeout_s=START_S, hang_timeout_s=9, max_restarts=5)
-    async with Peer(delay_s=60) as peer, pool:
+    async with Peer(delay_s=60) as peer, started(pool):
         bystander = asyncio.create_task(pool.run(rollout(peer, "bystander", 1)))
         await until(lambda: peer.running == 1, timeout_s=START_S)
         for name in ("first", "second"):
@@ -237,7 +247,7 @@ def test_a_worker_finds_modules_beside_the_configuration(model_path: str, tmp_pa
 
     async def scenario() -> int | None:
         spec = source(model_path, {"id": "module_beside"}, import_from=[str(tmp_path)])
-        async with WorkerPool(spec, start_timeout_s=START_S) as pool:
+        async with started(WorkerPool(spec, start_timeout_s=START_S)) as pool:
             return pool.num_tasks()
 
     assert asyncio.run(scenario()) == 2
@@ -262,7 +272,7 @@ from orchestrator.workers.pool import SourceSpec
 async def main():
     env = {"id": "bench_env"}
     spec = SourceSpec(name="o", tasksets={"train": env}, harness=env, model_path=sys.argv[1])
-    async with WorkerPool(spec, start_timeout_s=280.0) as pool:
+    async with started(WorkerPool(spec, start_timeout_s=280.0)) as pool:
         print(pool.players[0].pid, flush=True)
         await asyncio.sleep(60)
 

@@ -10,7 +10,6 @@ from test_adapter import TINY, TOOL_LOOP, block, environment, play
 
 from composer_prime.errors import ConfigError
 from orchestrator.workers.pool import BLOCKED_BY, blamed, blocked_at, frame_text
-from orchestrator.workers.worker import task_notes
 from tests.scripted_node import ScriptedNode
 
 pytestmark = pytest.mark.process  # verifiers' subprocess runtime
@@ -139,8 +138,8 @@ def test_copies_are_one_task(tmp_path, monkeypatch) -> None:
         "task-1",
         "task-2",
     ]
-    (note,) = task_notes({"train": env})
-    assert "its 6 tasks are copies of 3" in note
+    note = env.repeated
+    assert note is not None and "its 6 tasks are copies of 3" in note
 
 
 # The main thread of a worker, as faulthandler writes it after another thread's.

@@ -130,24 +130,31 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
             body["tools"] = executor.schemas
             if not all(isinstance(tool, dict) and "name" in (tool.get("function") or ()) for tool in body["tools"]):
                 raise wrong_tool(executor, "`schemas` must be [{'type': 'function', 'function': {'name': ...}}]")
+        connector, no_limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+        headers = {"Authorization": f"Bearer {secret}"}
         try:
-            connector, no_limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
-            async with aiohttp.ClientSession(connector=connector, timeout=no_limit, trust_env=False) as session:
+            async with aiohttp.ClientSession(connector=connector, timeout=no_limit, headers=headers) as session:
                 for _ in range(self.config.max_turns):
-                    choice = await self._complete(session, trace, endpoint, secret, body)
-                    if choice is None:
+                    if not await self._turn(session, trace, endpoint, executor, body):
                         return _DONE
-                    body["messages"].append(choice["message"])
-                    cut = choice["finish_reason"] == "length"
-                    answers = [] if cut else await self._answers(executor, choice["message"])
-                    if not answers or getattr(executor, "is_over", False):
-                        return _DONE
-                    body["messages"] += answers
         except aiohttp.ClientError as error:
             message = f"tool_loop: {endpoint}: {type(error).__name__}: {error}"
             return ProgramResult(exit_code=MODEL_TRANSPORT_ERROR_EXIT_CODE, stdout="", stderr=message)
         trace.stop("max_turns")
         return _DONE
+
+    async def _turn(
+        self, session: aiohttp.ClientSession, trace: vf.Trace, endpoint: str, executor: Any, body: dict[str, Any]
+    ) -> bool:
+        """Have a turn sampled, and its calls answered. Return whether the policy is asked again."""
+        choice = await self._complete(session, trace, endpoint, body)
+        if choice is None:
+            return False
+        body["messages"].append(choice["message"])
+        cut = choice["finish_reason"] == "length"
+        answers = [] if cut else await self._answers(executor, choice["message"])
+        body["messages"] += answers
+        return bool(answers) and not getattr(executor, "is_over", False)
 
     async def _answers(self, executor: Any, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Return tool messages: one for each call of an assistant message, then one for each broken call."""
@@ -174,14 +181,13 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
         return messages + [message_to_wire(message) for message in prompt or []]
 
     async def _complete(
-        self, session: aiohttp.ClientSession, trace: vf.Trace, endpoint: str, secret: str, body: dict[str, Any]
+        self, session: aiohttp.ClientSession, trace: vf.Trace, endpoint: str, body: dict[str, Any]
     ) -> dict[str, Any] | None:
         """Return the first choice of the reply; None where verifiers refused the turn."""
         timeout_s = self.config.request_timeout_s
-        headers = {"Authorization": f"Bearer {secret}"}
         url = f"{endpoint}/chat/completions"
         try:
-            async with asyncio.timeout(timeout_s), session.post(url, json=body, headers=headers) as response:
+            async with asyncio.timeout(timeout_s), session.post(url, json=body) as response:
                 content = await response.read()
         except TimeoutError as error:
             raise HarnessError(
