@@ -153,6 +153,8 @@ def _print_report(report: dict[str, Any], folder: Path) -> None:
     for name, figures in report["baselines"].items():
         counts = (f"{figures[what]} {what}" for what in ("tests", "functions", "candidates", "tasks"))
         print(f"{name}: {', '.join(counts)}")
+        if missing := ",".join(figures["packages_missing"]):
+            print(f"{name}: tests that lack {missing} guard nothing: `uv pip install` it, and add --packages {missing}")
         if not report["tasks"]:
             reasons += [(f"{reason} (a function)", count) for reason, count in figures["functions_left_out"].items()]
     for reason, count in reasons:

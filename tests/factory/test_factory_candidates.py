@@ -51,6 +51,7 @@ def found(**settings: Any) -> tuple[list[TaskCandidate], Counter[str]]:
         files={"tests/test_shapes.py": [node]},
         seconds={"tests/test_shapes.py": 0.01},
         collect_errors={},
+        missing=[],
     )
     return find_candidates(baseline, FactorySettings(**settings))
 

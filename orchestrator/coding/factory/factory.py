@@ -176,6 +176,7 @@ class TaskFactory:
             "functions": len(tree.functions),
             "functions_left_out": dict(left_out),
             "candidates": len(candidates),
+            "packages_missing": baseline.missing,
             "import_errors": {file: last_line(message) for file, message in baseline.collect_errors.items()},
         }
         batches = [candidates[start : start + BATCH] for start in range(0, len(candidates), BATCH)]

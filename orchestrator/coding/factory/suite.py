@@ -7,6 +7,7 @@ calls. All three have other hash seeds. A test counts when it passed three times
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import msgspec
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.factory.source import SourceTree
-from orchestrator.coding.monitor.before import agents_files
+from orchestrator.coding.monitor.before import agents_files, own_modules
 from orchestrator.coding.sandbox.box import open_box, read_tree
 from orchestrator.coding.task import Suite
 
@@ -129,6 +130,8 @@ class Baseline:
     """Test file -> seconds of all its tests."""
     collect_errors: dict[str, str]
     """Test file that cannot be imported -> message."""
+    missing: list[str]
+    """Packages that tests lack here."""
 
     def suite(self) -> Suite:
         """Return what grading needs to know of all tests."""
@@ -184,6 +187,8 @@ def _combine(tree: SourceTree, results: list[SuiteResult]) -> Baseline:
     excluded = Counter(verdict for verdict in verdicts.values() if verdict != "passed")
     errors = {file: message for result in results for file, message in result.collect_errors.items()}
     excluded["test files that cannot be imported"] += len(errors)
+    said = "\n".join([*errors.values(), *(record.message for record in first.tests.values())])
+    missing = {*re.findall(r"No module named '(\w+)", said)} - own_modules(tree.texts)
     files: dict[str, list[str]] = defaultdict(list)
     for node in sorted(stable):
         if seconds[test_file(node)] > SLOW_FILE_S:
@@ -199,6 +204,7 @@ def _combine(tree: SourceTree, results: list[SuiteResult]) -> Baseline:
         files=dict(files),
         seconds=dict(seconds),
         collect_errors=errors,
+        missing=sorted(missing),
     )
 
 

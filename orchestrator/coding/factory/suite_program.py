@@ -63,7 +63,7 @@ class SuiteReporter:
         return sorted({f"{code.co_filename[len(self.root) :]}:{code.co_firstlineno}" for code in inside})
 
     def pytest_collectreport(self, report) -> None:
-        if report.failed:
+        if report.failed or "No module named" in report.longreprtext:
             self.write(collect_errors={report.nodeid: report.longreprtext[-MESSAGE_CHARACTERS:]})
 
     def pytest_collection_finish(self, session) -> None:
