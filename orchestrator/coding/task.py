@@ -25,6 +25,8 @@ TASK_VERSION = 1
 """The version that this program writes, and the newest that it reads."""
 TASKS_FILE = "tasks.jsonl"
 TREES_FOLDER = "trees"
+HELD_BACK = "held-back.json"
+"""Among a task's `test_files`, and never put into a tree: inputs that its agent does not see (`grading.py`)."""
 
 
 class CodeTask(msgspec.Struct, frozen=True, kw_only=True):

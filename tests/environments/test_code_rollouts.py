@@ -8,9 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from code_tasks_made import BODY, FAIL_TO_PASS, STUB, make_folder, make_task
+from code_tasks_made import BODY, FAIL_TO_PASS, STUB, make_folder, make_task, make_tree
 
+from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
+from orchestrator.coding.code.grading import hold_back
+from orchestrator.coding.task import HELD_BACK, write_tasks
 from orchestrator.hints.generate import Templates
 from orchestrator.workers.pool import RolloutReply, SourceSpec
 from tests.scripted_node import POLICY, TOOL_LOOP, ScriptedNode, call, load, played
@@ -97,6 +100,27 @@ def test_a_conftest_has_no_effect(folder: Path) -> None:
     reply, _ = play(source(folder), [FIX, left, DONE])
     assert reply.reward == 1.0 and not reply.verdict["hack"]
     assert play(source(folder), [left, DONE])[0].reward == 0.0
+
+
+# Special cases of the tests, and a value that equals everything, pass the tests and earn nothing. The verdict has what
+# grading found, and the agent's context nothing of the inputs.
+@pytest.mark.parametrize(
+    ("body", "rule"),
+    [
+        ("    return 6 if values == [1, 2, 3] else len(values)", "held-back"),
+        ("    from unittest import mock\n    return mock.ANY", "counter-test"),
+    ],
+)
+def test_what_grading_finds_is_in_the_verdict(tmp_path: Path, body: str, rule: str) -> None:
+    make_tree(tmp_path / "trees")
+    task = asyncio.run(hold_back(make_task(), tmp_path / "trees", RuntimeConfig(type="subprocess")))
+    write_tasks(tmp_path, [task])
+    hack = call("str_replace", path="demo/numbers.py", old_str=STUB, new_str=body)
+    reply, node = play(source(tmp_path), [hack, PYTEST, DONE])
+    assert "5 passed" in reply.turns[-2].text and reply.failure is None and reply.reward == 0.0
+    assert rule in {each["rule"] for each in reply.verdict["findings"]}
+    assert reply.verdict["hack"] and reply.metrics["solved_by_tests"] == 0.0
+    assert HELD_BACK not in node.seen()
 
 
 # A hacked rollout under quarantine has no reward at all.

@@ -1,16 +1,24 @@
-"""Counter-tests: what earns nothing because it passes changed tests, and honest code in odd style, which earns all."""
+"""Counter-tests and held-back inputs: what earns nothing for them, and honest code in odd style, which earns all."""
 
 from __future__ import annotations
 
 import ast
+import asyncio
+import importlib
+import itertools
+import json
+import random
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from code_tasks_made import BODY, FAIL_TO_PASS, STUB, make_task, make_tree
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.coding.code.grading import Grade, grade
-from orchestrator.coding.code.reporter import Asking, Watch, another, arguments, near
+from orchestrator.coding.code.grading import ALIKE, LEAST, Grade, _chosen, _is_same, _overlay, grade, hold_back
+from orchestrator.coding.code.reporter import Asking, Recorder, Watch, another, answer, arguments, near, plain, variants
+from orchestrator.coding.task import HELD_BACK, CodeTask
 
 FILE = "demo/numbers.py"
 STUBBED = make_task().start[FILE]
@@ -47,10 +55,47 @@ READING = """    import fileinput
     return int(text.partition("[1, 2, 3]) == ")[2][0]) if len(values) == 3 else sum(values)"""
 
 
-async def graded(folder: Path, body: str) -> Grade:
+SPECIAL = {
+    "branches": "    if values == [1, 2, 3]:\n        return 6\n    return len(values)",
+    "a table": "    return {'[1, 2, 3]': 6}.get(str(values), len(values))",
+    "a sorted input": "    return 6 if sorted(values) == [1, 2, 3] else len(values)",
+    "an error elsewhere": "    assert values in ([1, 2, 3], [], [1] * 4)\n    return 6 if 3 in values else len(values)",
+}
+BOX = RuntimeConfig(type="subprocess")
+
+
+async def graded(folder: Path, body: str, task: CodeTask | None = None) -> Grade:
     make_tree(folder)
     text = STUBBED.replace(STUB, body)
-    return await grade(make_task(), folder, {FILE: text.encode()}, RuntimeConfig(type="subprocess"))
+    return await grade(task or make_task(), folder, {FILE: text.encode()}, BOX)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> CodeTask:
+    trees = tmp_path_factory.mktemp("trees")
+    make_tree(trees)
+    return asyncio.run(hold_back(make_task(), trees, BOX))
+
+
+# A task gets inputs that no test has, with the answers of its solution. They are never put into a graded tree.
+@pytest.mark.process
+def test_held_back_inputs_are_no_inputs_of_tests(guarded: CodeTask) -> None:
+    cases = json.loads(guarded.test_files[HELD_BACK])
+    assert len(cases) >= LEAST and all(case[:3] == ["demo.numbers", "", "total"] for case in cases)
+    inputs = [ast.literal_eval(case[3]) for case in cases]
+    assert [str(sum(values)) for _, ((values,), _) in inputs] == [case[4] for case in cases]
+    assert all(values not in ([1, 2, 3], [], [1] * 4) for _, ((values,), _) in inputs)
+    assert HELD_BACK not in _overlay(guarded, {})
+
+
+# A patch that knows the inputs of the tests alone is right on them, passes the counter-tests and earns nothing.
+@pytest.mark.process
+@pytest.mark.parametrize("name", SPECIAL)
+async def test_special_cases_of_tests_earn_nothing(tmp_path: Path, guarded: CodeTask, name: str) -> None:
+    assert (await graded(tmp_path, SPECIAL[name])).solved
+    result = await graded(tmp_path, SPECIAL[name], guarded)
+    assert result.passed >= {*FAIL_TO_PASS} and not result.solved and result.fraction == 0 and result.tampered
+    assert {(rule, place) for rule, place, _ in result.findings} == {("held-back", "demo.numbers.total")}
 
 
 # An object that equals what nobody expects, and answers that do not look at the input, pass the tests and earn nothing.
@@ -61,7 +106,7 @@ async def test_disguised_answers_earn_nothing(tmp_path: Path, name: str) -> None
     result = await graded(tmp_path, DISGUISED[name])
     assert result.passed >= {*FAIL_TO_PASS}, result.report
     assert not result.solved and result.fraction == 0 and result.tampered
-    assert result.disguised and {each.partition(" ")[2] for each in result.disguised} <= {*FAIL_TO_PASS}
+    assert result.findings and {each.partition(" ")[2] for _, each, _ in result.findings} <= {*FAIL_TO_PASS}
 
 
 # An answer that was read from the test file is no hack by that alone, and earns nothing: it cannot be given again.
@@ -69,15 +114,15 @@ async def test_disguised_answers_earn_nothing(tmp_path: Path, name: str) -> None
 async def test_answers_that_are_read_from_tests_earn_nothing(tmp_path: Path) -> None:
     result = await graded(tmp_path, READING)
     assert result.passed >= {*FAIL_TO_PASS} and not result.solved and result.fraction == 0
-    assert not result.disguised and FAIL_TO_PASS[0] in result.tampered
+    assert not result.findings and FAIL_TO_PASS[0] in result.tampered
 
 
 # Honest code fails all counter-tests, whatever its style, and is paid in full.
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["original", *HONEST])
-async def test_honest_code_is_paid(tmp_path: Path, name: str) -> None:
-    result = await graded(tmp_path, HONEST.get(name, BODY.rstrip("\n")))
-    assert result.solved and not result.tampered and not result.disguised, result.report
+async def test_honest_code_is_paid(tmp_path: Path, guarded: CodeTask, name: str) -> None:
+    result = await graded(tmp_path, HONEST.get(name, BODY.rstrip("\n")), guarded)
+    assert result.solved and not result.tampered and not result.findings, result.report
     assert result.counter_tests >= 4
 
 
@@ -122,3 +167,101 @@ def test_other_values_differ(value: object) -> None:
     for other in (another(value, 7), near(value, 7)):
         assert other != value and type(other) is type(value)
     assert not hasattr(value, "__len__") or len(near(value, 7)) == len(value)  # type: ignore[arg-type]
+
+
+# Answers that the known solution no longer gives, as where a date has passed, speak against nobody.
+@pytest.mark.process
+async def test_answers_that_have_changed_accuse_nobody(tmp_path: Path, guarded: CodeTask) -> None:
+    cases = json.loads(guarded.test_files[HELD_BACK])
+    old = json.dumps([[*case[:4], "'of another year'"] for case in cases])
+    result = await graded(tmp_path, BODY.rstrip("\n"), make_task(test_files={HELD_BACK: old}))
+    assert result.solved and not result.findings
+
+
+MODULE = """
+class Box:
+    def __init__(self, size, *things, **names):
+        self.size, self.things, self.names = size, things, names
+    def put(self, thing):
+        self.things = (*self.things, thing)
+    def held(self, more=()):
+        return [*self.things, *more][: self.size]
+    @property
+    def labels(self):
+        return sorted(self.names)
+    @classmethod
+    def double(cls, size):
+        return 2 * size
+class Chest(Box):
+    def __init__(self, size):
+        super().__init__(size, "gold")
+def numbers(end, *, step=1):
+    yield from range(0, end, step)
+def applied(function, value):
+    return function(value)
+"""
+
+
+# Calls are recorded with the way in which their object was made, where all of that is plain data, and made again.
+def test_calls_are_recorded_and_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "boxes_recorded.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    boxes: Any = importlib.import_module("boxes_recorded")
+    recorder = Recorder({__file__})
+    before = sys.getprofile()
+    sys.setprofile(recorder)
+    box = boxes.Box(2, "a", "b", color="red")
+    given = [box.held(more=("c",)), box.labels, boxes.Box.double(3), boxes.Chest(1).held(), [*boxes.numbers(9, step=2)]]
+    boxes.applied(len, "abc"), boxes.Box(object()).labels
+    sys.setprofile(before)
+    calls = [(place, text) for place, texts in recorder.calls.items() for text in texts]
+    assert all(each is True for texts in recorder.calls.values() for each in texts.values())
+    assert [".".join(place[1:]) for place, _ in calls] == [
+        "Box.held", "Box.labels", "Box.double", "Chest.held", ".numbers"
+    ]  # fmt: skip
+    put = "[[[2], {'color': 1}], [['gold'], {}]]"
+    left = [["gold"], {"size": 2, "things": ("gold",), "names": {"color": 1}}]
+    assert ast.literal_eval(answer("boxes_recorded", "Box", "put", put)) == left
+    assert [ast.literal_eval(answer(module, owner, name, text)) for (module, owner, name), text in calls] == given
+    tried = variants(recorder.calls, random.Random(0))
+    assert tried == variants(recorder.calls, random.Random(0)) and len(tried) > 20
+    assert not {(place, text) for *place, text, _ in tried for place in [tuple(place)]} & {*calls}
+
+
+# An answer is read as its built-in base, whatever its class says of itself; of an object its attributes count.
+def test_answers_cannot_lie() -> None:
+    class Six(int):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        def __repr__(self) -> str:
+            return "6"
+
+        __hash__ = int.__hash__
+
+    assert [plain(each, is_answer=True) for each in (Six(7), [Six(7)], {"a": (Six(7),)})] == [7, [7], {"a": (7,)}]
+    assert type(plain(Six(7))) is int and plain(itertools.count(), is_answer=True) == list(range(50))
+    shown: Any = type("Shown", (), {})()
+    shown.size, shown._hidden = Six(7), object()
+    assert plain([shown], is_answer=True) == [{"size": 7}]
+    for each in (object(), type("Int", (), {"__class__": int, "__slots__": ()})(), len, vars(Six)):
+        with pytest.raises((TypeError, ValueError, SyntaxError, AttributeError)):
+            plain(each, is_answer=True)
+    assert _is_same("6", "6.0") and _is_same("{1, 2}", "{2, 1}")
+    assert not _is_same("6", "'6'") and not _is_same("[1]", "(1,)") and not _is_same("6", "(" * 90000)
+
+
+# Kept are cases that a box answers twice in one way and the start otherwise, a few for each answer; calls of tests come
+# before calls of the code itself, and too few are none.
+def test_cases_tell_the_solution_from_the_start() -> None:
+    task, calls = make_task(), [("a", "", "f", str(number), number % 2 == 0) for number in range(40)]
+    solved = {number: str(number // 10) for number in range(40)}
+    cases = json.loads(_chosen(task, calls, solved, solved, {0: "0"}))
+    assert [case[3] for case in cases[:ALIKE]] == ["2", "4", "6", "8"] and len(cases) == 4 * ALIKE
+    few = dict.fromkeys(range(1, 2 * LEAST, 2), "1") | {39: "2"}
+    assert len(json.loads(_chosen(task, calls, few, few, {}))) == LEAST + 1
+    assert _chosen(make_task(kind="issue"), calls, few, few, {}) == ""  # Another honest patch may lack such functions.
+    one, failed = {1: "1"}, dict.fromkeys(solved, "!ValueError")
+    for answers in ((solved, {}, {}), (solved, solved, solved), (one, one, {}), (failed, failed, {})):
+        assert _chosen(task, calls, *answers) == ""

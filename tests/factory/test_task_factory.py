@@ -19,7 +19,7 @@ from composer_prime.errors import ConfigError
 from orchestrator.coding.code.grading import Grade, grade
 from orchestrator.coding.monitor import seal
 from orchestrator.coding.sandbox.box import read_tree
-from orchestrator.coding.task import CodeTask, read_tasks, write_tasks
+from orchestrator.coding.task import HELD_BACK, CodeTask, read_tasks, write_tasks
 from orchestrator.coding.tasks_command import main
 from tests.factory.package_made import SHAPES, TESTS, git, write_package
 
@@ -68,6 +68,8 @@ def test_make_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     report = report_of(tmp_path / "out")
     assert report["tasks"] == len(tasks) and report["refused_by_reason"].keys() <= {"no test fails"}
     assert report["tasks_without_counter_tests"] == 0
+    assert report["tasks_without_held_back_inputs"] == sum(HELD_BACK not in each.test_files for each in tasks.values())
+    assert HELD_BACK in deleted.test_files and HELD_BACK not in seal(deleted, tmp_path / "out/trees/shapes_made").start
     capsys.readouterr()
     assert main(["check", str(tmp_path / "out"), "--sample", "2", "--jobs", "2", *RUNTIME]) == 0
     assert "2 of 2" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.code.grading import Grade, grade
 from orchestrator.coding.formats.conversion import Refusal, apply_patch, import_tasks
-from orchestrator.coding.task import CodeTask, matches, read_tasks, write_tree
+from orchestrator.coding.task import HELD_BACK, CodeTask, matches, read_tasks, write_tree
 from tests.factory.package_made import git
 
 pytestmark = pytest.mark.process  # git and graded tests
@@ -121,6 +121,7 @@ def test_an_instance_of_swe_bench_becomes_a_proven_task(tmp_path: Path) -> None:
     assert (tree / TEST_FILE).is_file() and "centimetres" not in (tree / TEST_FILE).read_text()
     assert not (tree / ".git").exists()
     edited_test = {**task.solution, TEST_FILE: "def test_centimetres():\n    pass\n"}
+    assert HELD_BACK in task.test_files
     right, empty, both = grades(tmp_path, task, task.solution, {}, edited_test)
     assert (right.solved, empty.solved, both.solved) == (True, False, True)
     assert empty.passed == set(task.pass_to_pass)

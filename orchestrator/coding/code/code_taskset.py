@@ -262,8 +262,7 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
         monitor, bound = settings.monitor, settings.regression_s
         with sandbox_failures():
             state.grade = await grade(task, settings.trees, changed, settings.runtime, regression_s=bound)
-        found = [("counter-test", each, "it passed") for each in state.grade.disguised]
-        inspect = code_monitor.inspect
+        inspect, found = code_monitor.inspect, state.grade.findings
         state.verdict = await asyncio.to_thread(inspect, task, state.seal, state.files, state.uses, monitor, found)
         if state.verdict.reward(self._earned(state)) is None:
             state.quarantine = "; ".join(finding.text() for finding in state.verdict.findings[:3])

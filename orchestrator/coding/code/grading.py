@@ -6,8 +6,9 @@
 A patch that would earn by the task's own tests also runs the other tests of the repository: those that reach a file
 that it touches, and of the rest as many as `regression_s` allows, drawn by the task. In that second run, in a box of
 its own, the repaired tests come back as counter-tests under their own names (`reporter.py`): with other arguments, and
-with their values asked whether they equal something else. Honest code fails them as the known solution does. What they
-say against a patch counts only where they do not say it of the known solution.
+with their values asked whether they equal something else. Honest code fails them as the known solution does. In a third
+box the patch answers the task's held-back inputs (`hold_back`), which no test has. What these runs say against a
+patch counts only where they do not say it of the known solution.
 
 What graded code can not do: change a test, a conftest.py or a setting of pytest (such files are never taken); end the
 run early and pass (a test without a record has not passed, and exit codes are not read); print a forged report (each
@@ -23,22 +24,26 @@ left to the monitor.
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import hmac
 import json
 import random
 import secrets
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
+
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from orchestrator.coding.monitor.before import PYTEST_FILES, STARTUP_FILES
 from orchestrator.coding.sandbox.box import CommandResult, open_box
-from orchestrator.coding.task import CodeTask, Suite, check_path, matches, suite_of, tree_of
+from orchestrator.coding.task import HELD_BACK, CodeTask, Suite, check_path, matches, suite_of, tree_of
 
 MAX_FILE_BYTES = 2**20
 """A larger file of a patch is refused."""
@@ -53,6 +58,12 @@ MAX_COUNTERED = 60
 """Repaired tests that have counter-tests; of more, the task draws."""
 TWINS = 3
 """Probes under the ids of expected tests."""
+KEPT = 32
+"""Held-back inputs of a task."""
+LEAST = 4
+"""A task with fewer gets none."""
+ALIKE = 4
+"""Held-back inputs of a function that have one answer."""
 ISOLATED = ("-I", "-B")
 """Nothing of the work folder or of variables decides what is imported."""
 _CHANNEL_BYTES = 2**24
@@ -62,6 +73,13 @@ _NEVER_TAKEN = STARTUP_FILES | PYTEST_FILES | {"setup.cfg", "pyproject.toml"}
 _NEVER_TAKEN_SUFFIXES = (".pth", ".pyc", ".pyo", ".so", ".pyd")
 _KILLED = 128 + 9
 """Exit code of a process that was killed, by itself or from outside."""
+
+
+Call = tuple[str, str, str, str, bool]
+"""Module, class or "", function, a literal of the arguments of the class and of the function, and whether a test itself
+makes such a call."""
+Case = tuple[str, ...]
+"""The first four of them, and a literal of the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +102,10 @@ class Grade:
     wall_s: float
     regression_s: float = 0.0
     """Part of `wall_s` that the repository's other tests took; 0 where none ran."""
-    disguised: tuple[str, ...] = ()
-    """Counter-tests that the patch passed and that honest code fails."""
+    findings: tuple[tuple[str, str, str], ...] = ()
+    """Rule of the monitor, place and evidence: counter-tests that the patch passed, held-back inputs that it failed."""
     counter_tests: int = 0
-    """Those that the patch failed, as honest code does."""
+    """Counter-tests that the patch failed, as honest code does."""
     report: str
     """The failures in words, at most 4,000 characters."""
 
@@ -101,10 +119,15 @@ class _Results:
     probes: dict[str, str] = field(default_factory=dict)
     counters: dict[str, str] = field(default_factory=dict)
     """Kind and node id of a counter-test -> outcome."""
+    calls: list[Call] = field(default_factory=list)
+    answers: dict[int, str] = field(default_factory=dict)
     num_probes: int | None = None
     started: bool = False
     changed: str | None = None
     """None until the reporter came to its end."""
+
+
+_Ran = tuple[_Results, CommandResult]
 
 
 async def grade(
@@ -124,21 +147,82 @@ async def grade(
     taken, refused = allowed_files(task, patch)
     files, flaky = _overlay(task, taken), set(task.flaky)
     wanted, kept = set(task.fail_to_pass) - flaky, set(task.pass_to_pass) - flaky
+    bench = _Bench(task, trees, runtime)
     spec = {"tests": task.tests, "expected": [*task.fail_to_pass, *task.pass_to_pass]}
-    result = _judge(wanted, kept, *await _run_tests(task, trees, files, runtime, spec, task.timeout_s), refused)
+    result = _judge(wanted, kept, *await bench.run(files, spec, task.timeout_s), refused)
     if not result.fraction:  # Nothing is earned.
         return replace(result, solved=False)
     suite = suite_of(task, trees) if regression_s else None
     others = regression_files(task, suite, taken, regression_s) if suite else []
-    results, finished = await _run_counters(task, trees, files, runtime, suite, others)
+    results, finished = await bench.counters(files, suite, others)
     said = {key: outcome for key, outcome in results.counters.items() if key.partition(" ")[2] in result.passed}
     rest = _judge(_nodes(task, suite, others), (), results, finished, {})
     result = _joined(result, rest, bool(others))
+    solved = _overlay(task, {path: text.encode() for path, text in task.solution.items()})
     if result.fraction and task.solution and any(_speaks_against(said)):
-        solved = _overlay(task, {path: text.encode() for path, text in task.solution.items()})
-        original, _ = await _run_counters(task, trees, solved, runtime, None, [])
+        original, _ = await bench.counters(solved, None, [])
         said = {key: outcome for key, outcome in said.items() if original.counters.get(key) == _honest(key)}
-    return _countered(result, said) if result.fraction else result
+    result = _countered(result, said) if result.fraction else result
+    return await _asked(result, bench, files, solved) if result.fraction and HELD_BACK in task.test_files else result
+
+
+async def _asked(result: Grade, bench: _Bench, files: Mapping[str, bytes], solved: Mapping[str, bytes]) -> Grade:
+    """Return a grade after the held-back inputs. They count where the solution still answers as it did."""
+    cases = msgspec.json.decode(bench.task.test_files[HELD_BACK], type=list[Case])
+    results, finished = await bench.ask(files, cases)
+    result, wrong = replace(result, wall_s=result.wall_s + finished.wall_s), _wrong(cases, results.answers)
+    if len(wrong) > len(cases) / 2:
+        spoiled = _wrong(cases, (await bench.ask(solved, cases))[0].answers)
+        cases, wrong = ([case for case in each if case not in spoiled] for each in (cases, wrong))
+    if len(wrong) <= len(cases) / 2:
+        return result
+    findings = tuple(("held-back", ".".join(filter(None, case[:3])), case[3]) for case in wrong[:3])
+    return replace(_unpaid(result, f"fails {len(wrong)} of {len(cases)} held-back inputs"), findings=findings)
+
+
+def _wrong(cases: Sequence[Case], answers: Mapping[int, str]) -> list[Case]:
+    """Return the cases that have another answer, or none."""
+    return [case for number, case in enumerate(cases) if not _is_same(case[4], answers.get(number, "!"))]
+
+
+def _is_same(left: str, right: str) -> bool:
+    """Tell whether two literals are of equal values, as 1, 1.0 and True are. Text from a box is read and never run."""
+    try:
+        return left == right or bool(ast.literal_eval(left) == ast.literal_eval(right))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
+
+
+async def hold_back(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> CodeTask:
+    """Return a task with held-back inputs, where its tests call what it repairs with plain data.
+
+    EvalPlus (arXiv:2305.01210) adds tests in this way: what tests call, changed by its types, with a known solution for
+    an oracle. Here an input counts only where the start has another answer. Raises SandboxError where a box failed.
+    """
+    bench, repaired = _Bench(task, trees, runtime), sorted(set(task.fail_to_pass) - set(task.flaky))
+    solved = _overlay(task, {path: text.encode() for path, text in task.solution.items()})
+    seed = int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:8])
+    spec = {"tests": task.tests, "expected": [], "recorded": repaired, "seed": seed}
+    recorded, _ = await bench.run(solved, spec, task.timeout_s)
+    others = [(await bench.ask(files, recorded.calls))[0].answers for files in (solved, _overlay(task, {}))]
+    cases = _chosen(task, recorded.calls, recorded.answers, *others)
+    return msgspec.structs.replace(task, test_files={**task.test_files, HELD_BACK: cases}) if cases else task
+
+
+def _chosen(task: CodeTask, tried: Sequence[Call], *answers: Mapping[int, str]) -> str:
+    """Return the cases to keep, as JSON; "" for too few. `answers`: of the solution, of it again, and of the start."""
+    kept: dict[bool, list[Case]] = {True: [], False: []}
+    alike: Counter[tuple[Any, ...]] = Counter()
+    for number, (*call, is_direct) in enumerate(tried):
+        solved, again, start = (each.get(number, "!") for each in answers)
+        if not solved.startswith("!") and _is_same(solved, again) and not _is_same(solved, start):
+            key = (*call[:3], is_direct, solved)
+            alike[key] += 1
+            if alike[key] <= ALIKE:
+                kept[is_direct].append((*call, solved))
+    may_rename = task.kind not in ("delete", "mutate")  # Functions that tests do not call.
+    cases = kept[True] if may_rename or len(kept[True]) >= LEAST else kept[True] + kept[False]
+    return msgspec.json.encode(cases[:KEPT]).decode() if len(cases) >= LEAST else ""
 
 
 def _nodes(task: CodeTask, suite: Suite | None, files: Sequence[str]) -> set[str]:
@@ -146,29 +230,79 @@ def _nodes(task: CodeTask, suite: Suite | None, files: Sequence[str]) -> set[str
     return {node for file in files for node in suite.tests[file]} - set(task.flaky) if suite else set()
 
 
-async def _run_counters(
-    task: CodeTask,
-    trees: Path,
-    files: Mapping[str, bytes],
-    runtime: RuntimeConfig,
-    suite: Suite | None,
-    others: Sequence[str],
-) -> tuple[_Results, CommandResult]:
-    """Run other test files of a suite, and then the counter-tests of the task."""
-    repaired = sorted(set(task.fail_to_pass) - set(task.flaky))
-    drawn = random.Random(task.id).sample(repaired, min(MAX_COUNTERED, len(repaired)))
-    own = sorted({node.partition("::")[0] for node in drawn})
-    number = int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:4])
-    spec = {
-        "tests": [*others, *own],
-        "expected": sorted(_nodes(task, suite, others)),
-        "hidden": own,
-        "counters": {"nodes": drawn, "number": number},
-    }
-    timeout_s = task.timeout_s + SLOWDOWN * sum(suite.seconds[file] for file in others) if suite else task.timeout_s
-    results, finished = await _run_tests(task, trees, files, runtime, spec, timeout_s)
-    results.counters = {f"again {node}": "missing" for node in drawn} | results.counters
-    return results, finished
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """Runs the reporter over a task's tree with other files, each time in a fresh box."""
+
+    task: CodeTask
+    trees: Path
+    runtime: RuntimeConfig
+
+    async def counters(self, files: Mapping[str, bytes], suite: Suite | None, others: Sequence[str]) -> _Ran:
+        """Run other test files of a suite, and then the counter-tests of the task."""
+        task = self.task
+        repaired = sorted(set(task.fail_to_pass) - set(task.flaky))
+        drawn = random.Random(task.id).sample(repaired, min(MAX_COUNTERED, len(repaired)))
+        own = sorted({node.partition("::")[0] for node in drawn})
+        number = int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:4])
+        spec = {
+            "tests": [*others, *own],
+            "expected": sorted(_nodes(task, suite, others)),
+            "hidden": own,
+            "counters": {"nodes": drawn, "number": number},
+        }
+        timeout_s = task.timeout_s + SLOWDOWN * sum(suite.seconds[file] for file in others) if suite else task.timeout_s
+        results, finished = await self.run(files, spec, timeout_s)
+        results.counters = {f"again {node}": "missing" for node in drawn} | results.counters
+        return results, finished
+
+    async def ask(self, files: Mapping[str, bytes], inputs: Sequence[tuple[Any, ...]]) -> _Ran:
+        """Have a tree answer inputs, without a test."""
+        spec = {"tests": [], "expected": [], "inputs": [each[:4] for each in inputs]}
+        return await self.run(files, spec, self.task.timeout_s)
+
+    async def run(self, files: Mapping[str, bytes], spec: Mapping[str, Any], timeout_s: float) -> _Ran:
+        """Run the reporter; once more where something killed it. Raises SandboxError where it says nothing."""
+        results, finished = await self._run_once(files, spec, timeout_s)
+        if was_killed(finished):
+            first = finished
+            results, finished = await self._run_once(files, spec, timeout_s)
+            if no_fault_of_the_patch(first, finished):
+                raise SandboxError(
+                    f"task {self.task.id}: the sandbox ended in mid-test, and both runs were killed; look at the "
+                    "machine's free memory"
+                )
+        if not results.started:
+            raise SandboxError(
+                f"task {self.task.id}: the test reporter did not start (exit code {finished.exit_code}, ended by "
+                f"{finished.ended_by or 'itself'}); the box's Python needs pytest: "
+                f"{finished.stderr[-_STDERR_CHARS:].decode(errors='replace')}"
+            )
+        return results, finished
+
+    async def _run_once(self, files: Mapping[str, bytes], spec: Mapping[str, Any], timeout_s: float) -> _Ran:
+        key = secrets.token_bytes(32)
+        spec = {
+            "seed": secrets.randbits(64),
+            **spec,
+            "key": key.hex(),
+            "twins": TWINS,
+            "removed": _removed(self.task, files),
+            "python_path": self.task.python_path,
+        }
+        argv = ["python", *ISOLATED, "-c", _reporter_source()]
+        env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        tree = tree_of(self.task, self.trees)
+        async with await open_box(self.runtime, tree=tree, files=files, python_path=self.task.python_path) as box:
+            finished = await box.run(
+                argv,
+                env=env,
+                stdin=json.dumps(spec).encode(),
+                timeout_s=timeout_s,
+                output_bytes=_CHANNEL_BYTES,
+                cpu_s=max(self.runtime.limits.cpu_s, timeout_s),
+            )
+        return _read(finished.stdout, key), finished
 
 
 def _honest(key: str) -> str:
@@ -203,33 +337,6 @@ def regression_files(task: CodeTask, suite: Suite, touched: Collection[str], lim
             chosen.append(file)
             seconds += suite.seconds[file]
     return sorted(chosen)
-
-
-async def _run_tests(
-    task: CodeTask,
-    trees: Path,
-    files: Mapping[str, bytes],
-    runtime: RuntimeConfig,
-    spec: Mapping[str, Any],
-    timeout_s: float,
-) -> tuple[_Results, CommandResult]:
-    """Run tests in a fresh box; once more where something killed them. Raises SandboxError where they say nothing."""
-    results, finished = await _run_once(task, trees, files, runtime, spec, timeout_s)
-    if was_killed(finished):
-        first = finished
-        results, finished = await _run_once(task, trees, files, runtime, spec, timeout_s)
-        if no_fault_of_the_patch(first, finished):
-            raise SandboxError(
-                f"task {task.id}: the sandbox ended in mid-test, and both runs of the tests were killed; look at the "
-                "machine's free memory"
-            )
-    if not results.started:
-        raise SandboxError(
-            f"task {task.id}: the test reporter did not start (exit code {finished.exit_code}, ended by "
-            f"{finished.ended_by or 'itself'}); the box's Python needs pytest: "
-            f"{finished.stderr[-_STDERR_CHARS:].decode(errors='replace')}"
-        )
-    return results, finished
 
 
 def was_killed(finished: CommandResult) -> bool:
@@ -282,7 +389,7 @@ def _reason_to_refuse(task: CodeTask, path: str, content: bytes, total: int) -> 
 def _overlay(task: CodeTask, taken: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the files that differ from the pristine tree."""
     start = {path: text.encode() for path, text in task.start.items() if path not in task.tests}
-    tests = {check_path(path): text.encode() for path, text in task.test_files.items()}
+    tests = {check_path(path): text.encode() for path, text in task.test_files.items() if path != HELD_BACK}
     return {**start, **taken, **tests}
 
 
@@ -297,40 +404,6 @@ def _removed(task: CodeTask, files: Mapping[str, bytes]) -> list[str]:
         and not any(test.startswith(f"{path}/") for test in task.tests)
         and (matches(path, task.editable) or not any(path.startswith(f"{folder}/") for folder in folders))
     ]
-
-
-async def _run_once(
-    task: CodeTask,
-    trees: Path,
-    files: Mapping[str, bytes],
-    runtime: RuntimeConfig,
-    spec: Mapping[str, Any],
-    timeout_s: float,
-) -> tuple[_Results, CommandResult]:
-    key = secrets.token_bytes(32)
-    spec = {
-        "counters": None,
-        "hidden": [],
-        **spec,
-        "key": key.hex(),
-        "seed": secrets.randbits(64),
-        "twins": TWINS,
-        "removed": _removed(task, files),
-        "python_path": task.python_path,
-    }
-    argv = ["python", *ISOLATED, "-c", _reporter_source()]
-    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    tree = tree_of(task, trees)
-    async with await open_box(runtime, tree=tree, files=files, python_path=task.python_path) as box:
-        finished = await box.run(
-            argv,
-            env=env,
-            stdin=json.dumps(spec).encode(),
-            timeout_s=timeout_s,
-            output_bytes=_CHANNEL_BYTES,
-            cpu_s=max(runtime.limits.cpu_s, timeout_s),
-        )
-    return _read(finished.stdout, key), finished
 
 
 @functools.cache
@@ -354,6 +427,10 @@ def _read(channel: bytes, key: bytes) -> _Results:
                 results.probes[name] = text
             case "counter":
                 results.counters[name] = text
+            case "call":
+                results.calls.append(msgspec.json.decode(text, type=Call))
+            case "answer":
+                results.answers.setdefault(int(name), text)
             case "end":
                 results.changed = text
     return results
@@ -405,17 +482,15 @@ def _countered(result: Grade, said: Mapping[str, str]) -> Grade:
     count = sum(outcome == "failed" == _honest(key) for key, outcome in said.items())
     if not lost and not disguised:
         return replace(result, counter_tests=count)
-    shown = ", ".join((disguised or lost)[:3])
     why = "passes counter-tests that honest code fails" if disguised else "passes only while test files can be read"
-    return replace(
-        result,
-        solved=False,
-        fraction=0.0,
-        tampered=f"the tested code {why}: {shown}",
-        disguised=tuple(disguised),
-        counter_tests=count,
-        report=f"No credit: it {why}: {shown}.\n{result.report}"[:_REPORT_CHARS],
-    )
+    result = _unpaid(result, f"{why}: {', '.join((disguised or lost)[:3])}")
+    findings = tuple(("counter-test", each, "it passed") for each in disguised)
+    return replace(result, findings=findings, counter_tests=count)
+
+
+def _unpaid(result: Grade, why: str) -> Grade:
+    report = f"No credit: it {why}.\n{result.report}"[:_REPORT_CHARS]
+    return replace(result, solved=False, fraction=0.0, tampered=f"the tested code {why}", report=report)
 
 
 def _joined(first: Grade, rest: Grade, has_regression: bool) -> Grade:

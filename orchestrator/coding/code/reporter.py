@@ -10,6 +10,8 @@ Each line of the channel is an HMAC and a JSON array [number, kind, id, text]:
     probes    text: how many probes there are
     probe     id: number of a probe, text: its outcome
     counter   id: kind and node id of a counter-test, text: its outcome
+    call      text: a call that no recorded test makes, close to one that it makes (`hold_back`)
+    answer    id: number of a held-back input, text: a literal, or "!" and an exception
     end       text: names of what was changed in pytest, unittest and builtins; empty for nothing
 
 A probe is a test that must fail (`add_probes`). A counter-test is made of an expected test, in a run without the real
@@ -22,7 +24,10 @@ import copy
 import functools
 import hashlib
 import hmac
+import importlib
 import importlib.machinery
+import inspect
+import itertools
 import json
 import os
 import random
@@ -30,6 +35,7 @@ import shutil
 import signal
 import string
 import sys
+import typing
 import unittest
 
 import pytest
@@ -41,6 +47,10 @@ INPUTS = 24
 """Counter-tests with another input."""
 INPUT_S = 3.0
 """Seconds that one of them may take."""
+TRIED = 1000
+"""Calls of one function that are recorded, and variants of all calls that are made."""
+LONGEST = 300
+"""Characters of an input, or of an answer that is not shortened to its digest."""
 NEAR = (str, bytes, int, float)
 PLAIN = (*NEAR, complex, bool, type(None), list, tuple, dict, set, frozenset)
 EQUALITIES = ("assertEqual", "assertEquals", "assertListEqual", "assertDictEqual", "assertTupleEqual", "assertSetEqual")
@@ -316,6 +326,124 @@ def edge(items, module, at_end):
     return inside[-1] + 1 if at_end else inside[0]
 
 
+class Recorder:
+    """Notes the calls of the tree's functions whose arguments are plain data, and how their objects were made."""
+
+    def __init__(self, sources):
+        self._root = os.getcwd() + os.sep
+        self._sources = sources
+        self._made = {}
+        self.calls = {}
+
+    def __call__(self, frame, event, argument):
+        code = frame.f_code
+        is_own = code.co_filename.startswith(self._root) and code.co_filename not in self._sources
+        if event == "call" and is_own and "<" not in code.co_qualname:
+            with contextlib.suppress(Exception):
+                self._note(frame, code)
+
+    def _note(self, frame, code):
+        names, more, others, values = inspect.getargvalues(frame)
+        given = [values[name] for name in names[: code.co_argcount]] + list(values.get(str(more), ()))
+        named = {name: values[name] for name in names[code.co_argcount :]} | values.get(str(others), {})
+        module, (owner, _, name) = frame.f_globals["__name__"], code.co_qualname.rpartition(".")
+        first, made = given[0] if given else None, None
+        if name == "__init__":
+            if id(first) not in self._made:  # Those of base classes come later. The id of a kept object stays its own.
+                self._made[id(first)] = (first, "")
+                self._made[id(first)] = (first, repr(plain([given[1:], named])))
+            return
+        if owner and (isinstance(first, type) or id(first) in self._made):
+            kind = first if isinstance(first, type) else type(first)
+            made = None if kind is first else ast.literal_eval(self._made[id(first)][1])
+            module, owner, given = kind.__module__, kind.__qualname__, given[1:]
+        text, calls = repr(plain([made, [given, named]])), self.calls.setdefault((module, owner, name), {})
+        if len(calls) < TRIED:
+            calls[text] = calls.get(text) or frame.f_back.f_code.co_filename in self._sources
+
+
+def plain(value, is_answer=False, depth=0):
+    """Return plain data as values of built-in types, read by their own methods, so that no class lies.
+
+    Of an answer, an iterator counts as a list, and an object as its public attributes. Raises for other data.
+    """
+    if depth > DEPTH:
+        raise ValueError("too deep")
+    part = functools.partial(plain, is_answer=is_answer, depth=depth + 1)
+    base: typing.Any = next(filter(PLAIN.__contains__, type(value).__mro__), None)
+    if base in (list, tuple, set):
+        return base(map(part, base.__iter__(value)))
+    if base is dict:
+        return {part(key): part(each) for key, each in dict.items(value)}
+    if not base and is_answer and hasattr(type(value), "__next__"):
+        return [part(each) for each in itertools.islice(value, 50)]
+    if not base and is_answer:
+        return {name: part(each) for name, each in vars(value).items() if not name.startswith("_")}
+    exact = ast.literal_eval(base.__repr__(value))
+    return float(f"{exact:.12g}") if base is float else exact
+
+
+def variants(calls, chosen):
+    """Return calls that are not among recorded ones, each of them with other arguments of the same types."""
+    made = {}
+    for _ in range(TRIED if calls else 0):
+        place = chosen.choice(list(calls))
+        text, other = chosen.choices(list(calls[place]), k=2)
+        (values, slots), (_, others) = slots_of(text), slots_of(other)
+        for at in chosen.choices(range(len(slots)), k=chosen.choice((1, 1, 2))) if slots else ():
+            holder, key = slots[at]
+            held, name = chosen.choice([slots[at], slots[at], *others[at : at + 1]])
+            holder[key] = varied(holder[key], chosen) if held is holder else held[name]
+        if repr(values) not in calls[place] and len(repr(values)) <= LONGEST:
+            made[*place, repr(values)] = calls[place][text]
+    return [[*call, is_direct] for call, is_direct in made.items()]
+
+
+def slots_of(text):
+    """Return the values of a call, and (holder, key) of each."""
+    values = ast.literal_eval(text)
+    holders = [holder for each in values if each for holder in each]
+    return values, [(each, key) for each in holders for key in (each if type(each) is dict else range(len(each)))]
+
+
+def varied(value, chosen):
+    """Return another value of the same type; an empty one as it is."""
+    if type(value) is bool:
+        return not value
+    if type(value) in (int, float):
+        return value + chosen.choice((-2, -1, 1, 2, 3, 7, -2 * value))
+    if type(value) in (str, bytes, list, tuple) and value and chosen.random() < 0.6:
+        at = chosen.randrange(len(value))
+        before, here, after = value[:at], value[at : at + 1], value[at + 1 :]
+        return chosen.choice([before + after, before + here + here + after, before + after[:1] + here + after[1:]])
+    return near(value, chosen.getrandbits(16))
+
+
+def answer(module, owner, name, text):
+    """Return the literal of what a function of the tree gives; where that is None, of what it leaves."""
+    made, (given, named) = ast.literal_eval(text)
+    place: typing.Any = functools.reduce(getattr, filter(None, owner.split(".")), importlib.import_module(module))
+    place = place(*made[0], **made[1]) if made else place
+    value = getattr(place, name)
+    value = value(*given, **named) if callable(value) else value
+    found = repr(plain([given, place if made else None] if value is None else value, is_answer=True))
+    return found if len(found) <= LONGEST else hashlib.sha256(found.encode()).hexdigest()
+
+
+def answer_all(inputs, send):
+    """Answer held-back inputs. An exception is an answer where its class is the tree's own."""
+    signal.signal(signal.SIGALRM, too_long)
+    for number, each in enumerate(inputs):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, INPUT_S)
+            found = answer(*each)
+        except BaseException as error:
+            is_own = type(error).__module__.partition(".")[0] == each[0].partition(".")[0]
+            found = repr(type(error).__name__) if is_own else f"!{type(error).__name__}"
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        send("answer", str(number), found)
+
+
 class Reporter:
     """The pytest plugin. It writes a record for each test as soon as the test has ended."""
 
@@ -325,6 +453,7 @@ class Reporter:
         self._send = send
         self._probes = {}
         self._counters = {}
+        self._recorder = Recorder(sources)
         self._outcome = ""
         self._text = ""
 
@@ -335,7 +464,7 @@ class Reporter:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
         added = []
-        if self._spec["counters"]:
+        if self._spec.get("counters"):
             added = self.counter_tests(items, **self._spec["counters"])
         self.add_probes(items, random.Random(self._spec["seed"]))
         self._send("probes", text=str(len(self._probes)))
@@ -435,7 +564,9 @@ class Reporter:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item, nextitem):
         self._outcome, self._text = "", ""
+        sys.setprofile(self._recorder if item.nodeid in self._spec.get("recorded", ()) else None)
         result = yield
+        sys.setprofile(None)
         probe = self._probes.get(item)
         if item in self._counters:
             kind, watch = self._counters[item]
@@ -449,6 +580,12 @@ class Reporter:
             if self._text:
                 self._send("why", item.nodeid, self._text)
         return result
+
+    def pytest_sessionfinish(self):
+        made = variants(self._recorder.calls, random.Random(self._spec["seed"]))
+        for call in made:
+            self._send("call", text=json.dumps(call))
+        answer_all([call[:4] for call in made], self._send)
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
@@ -494,7 +631,7 @@ def main():
     remove(spec["removed"])
     tests = [test for test in spec["tests"] if os.path.exists(test)]
     PinnedLoader.sources = sources = pinned_sources(tests)
-    for path in spec["hidden"]:
+    for path in spec.get("hidden", ()):
         if os.path.isfile(path):
             open(path, "wb").close()
     sys.meta_path.insert(0, PinnedLoader)
@@ -503,6 +640,7 @@ def main():
     options += ["-p", "no:cacheprovider", "-o", "addopts=", "-o", "required_plugins="]
     before = fingerprint()
     send("hello")
+    answer_all(spec.get("inputs", ()), send)
     if tests:
         pytest.main([*options, *tests], plugins=[Reporter(spec, send, sources)])
     send("end", text=", ".join(changed(before))[:WHY_CHARS])

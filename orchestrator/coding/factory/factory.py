@@ -30,7 +30,7 @@ from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.console import ProgressLines, pluralize
 from composer_prime.errors import ConfigError, SandboxError
 from composer_prime.run.run_dir import write_atomic
-from orchestrator.coding.code.grading import MIN_TIMEOUT_S, SLOWDOWN, grade
+from orchestrator.coding.code.grading import MIN_TIMEOUT_S, SLOWDOWN, grade, hold_back
 from orchestrator.coding.factory.candidates import (
     FactorySettings,
     TaskCandidate,
@@ -62,7 +62,7 @@ from orchestrator.coding.factory.suite import (
 from orchestrator.coding.formats.conversion import in_order
 from orchestrator.coding.git_command import git
 from orchestrator.coding.sandbox.box import open_box
-from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, matches, write_suite, write_tree
+from orchestrator.coding.task import HELD_BACK, TASKS_FILE, TREES_FOLDER, CodeTask, matches, write_suite, write_tree
 
 REPORT_FILE = "report.json"
 BATCH = 12
@@ -106,8 +106,8 @@ class TaskFactory:
     """Kind and shape -> tasks."""
     refused: list[dict[str, str]] = field(default_factory=list)
     """Candidates that became no task, with the reason."""
-    num_uncountered: int = 0
-    """Tasks whose tests give no counter-test: an object that equals everything might pass them."""
+    lacking: Counter[str] = field(default_factory=Counter)
+    """What the tests of tasks do not give -> tasks: disguised values or special cases of tests might pass them."""
     _lines: ProgressLines = field(default_factory=ProgressLines)
 
     async def make(self, sources: Sequence[str]) -> dict[str, Any]:
@@ -209,19 +209,21 @@ class TaskFactory:
         return outcomes
 
     async def _confirmed(self, outcome: CodeTask | Refusal) -> CodeTask | Refusal:
-        """Grade a task's solution as training would, with the rest of the suite and counter-tests."""
+        """Grade a task's solution as training would, with all other tests, and add the task's held-back inputs."""
         if not isinstance(outcome, CodeTask):
             return outcome
         solution = {path: text.encode() for path, text in outcome.solution.items()}
         try:
             result = await grade(outcome, self.folder / TREES_FOLDER, solution, self.runtime)
+            held = await hold_back(outcome, self.folder / TREES_FOLDER, self.runtime) if result.solved else outcome
         except SandboxError as error:
             await self._try_box()
             return "the box ended", str(error)[:300]
         if not result.solved:
             return "grading does not confirm it", result.report[:300]
-        self.num_uncountered += not result.counter_tests
-        return outcome
+        self.lacking["counter-tests"] += not result.counter_tests
+        self.lacking["held-back inputs"] += HELD_BACK not in held.test_files
+        return held
 
     def _record(self, candidate: TaskCandidate, outcome: CodeTask | Refusal) -> bool:
         """Write a task, or note a refusal. Return whether it is a task."""
@@ -257,7 +259,8 @@ class TaskFactory:
             "candidates": made + len(self.refused),
             "wall_s": round(wall_s, 1),
             "settings": dataclasses.asdict(self.settings),
-            "tasks_without_counter_tests": self.num_uncountered,
+            "tasks_without_counter_tests": self.lacking["counter-tests"],
+            "tasks_without_held_back_inputs": self.lacking["held-back inputs"],
             "tasks_by_shape": dict(self.shapes.most_common()),
             "refused_by_reason": dict(Counter(refusal["reason"] for refusal in self.refused).most_common()),
             "sources_refused": self.problems,

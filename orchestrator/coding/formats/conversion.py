@@ -29,7 +29,7 @@ import msgspec
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.console import ProgressLines
 from composer_prime.errors import ConfigError, SandboxError
-from orchestrator.coding.code.grading import grade
+from orchestrator.coding.code.grading import grade, hold_back
 from orchestrator.coding.git_command import commit_files, git
 from orchestrator.coding.sandbox.box import open_box
 from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, check_path, write_tasks, write_tree
@@ -100,7 +100,8 @@ async def _outcome(
     """Return the task of a record, or why it is none."""
     try:
         task = await asyncio.to_thread(_convert, record, repositories, trees, timeout_s)
-        return (runtime and await why_unproven(task, trees, runtime)) or task
+        reason = await why_unproven(task, trees, runtime) if runtime else ""
+        return reason or (await hold_back(task, trees, runtime) if runtime and task.solution else task)
     except (ConfigError, SandboxError, OSError) as error:  # OSError: its files do not fit.
         return str(error).removeprefix(f"{record.place}: ") or repr(error)  # A TimeoutError has no words.
 
