@@ -252,16 +252,20 @@ def test_answers_cannot_lie() -> None:
     assert not _is_same("6", "'6'") and not _is_same("[1]", "(1,)") and not _is_same("6", "(" * 90000)
 
 
-# Kept are cases that a box answers twice in one way and the start otherwise, a few for each answer; calls of tests come
-# before calls of the code itself, and too few are none.
+# Kept are cases that a box answers twice in one way and the start otherwise, a few for each answer: calls of tests, and
+# at most as many of what the task names. Too few are none.
 def test_cases_tell_the_solution_from_the_start() -> None:
-    task, calls = make_task(), [("a", "", "f", str(number), number % 2 == 0) for number in range(40)]
-    solved = {number: str(number // 10) for number in range(40)}
+    task, calls = make_task(symbols=["src.a.C.f"]), [("b", "", "g", str(number), True) for number in range(40)]
+    solved = {number: str(number // 10) for number in range(60)}
     cases = json.loads(_chosen(task, calls, solved, solved, {0: "0"}))
-    assert [case[3] for case in cases[:ALIKE]] == ["2", "4", "6", "8"] and len(cases) == 4 * ALIKE
-    few = dict.fromkeys(range(1, 2 * LEAST, 2), "1") | {39: "2"}
-    assert len(json.loads(_chosen(task, calls, few, few, {}))) == LEAST + 1
-    assert _chosen(make_task(kind="issue"), calls, few, few, {}) == ""  # Another honest patch may lack such functions.
+    assert [case[3] for case in cases[:ALIKE]] == ["1", "2", "3", "4"] and len(cases) == 4 * ALIKE
+    own = [("a", "C", "f", str(number), False) for number in range(20)]
+    few = dict.fromkeys(range(LEAST), "1") | {number: str(number) for number in range(40, 60)}
+    cases = json.loads(_chosen(task, [*calls, *own], few, few, {}))
+    assert [case[0] for case in cases] == ["a"] * LEAST + ["b"] * LEAST
+    del few[0]
+    assert {case[0] for case in json.loads(_chosen(task, [*calls, *own], few, few, {}))} == {"a", "b"}
     one, failed = {1: "1"}, dict.fromkeys(solved, "!ValueError")
     for answers in ((solved, {}, {}), (solved, solved, solved), (one, one, {}), (failed, failed, {})):
         assert _chosen(task, calls, *answers) == ""
+    assert _chosen(task, [(*call[:4], False) for call in calls], solved, solved, {}) == ""

@@ -188,7 +188,7 @@ def _wrong(cases: Sequence[Case], answers: Mapping[int, str]) -> list[Case]:
 def _is_same(left: str, right: str) -> bool:
     """Tell whether two literals are of equal values, as 1, 1.0 and True are. Text from a box is read and never run."""
     try:
-        return left == right or bool(ast.literal_eval(left) == ast.literal_eval(right))
+        return bool(ast.literal_eval(left) == ast.literal_eval(right))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False
 
@@ -211,18 +211,18 @@ async def hold_back(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> Code
 
 def _chosen(task: CodeTask, tried: Sequence[Call], *answers: Mapping[int, str]) -> str:
     """Return the cases to keep, as JSON; "" for too few. `answers`: of the solution, of it again, and of the start."""
-    kept: dict[bool, list[Case]] = {True: [], False: []}
+    own, direct = list[Case](), list[Case]()
     alike: Counter[tuple[Any, ...]] = Counter()
     for number, (*call, is_direct) in enumerate(tried):
         solved, again, start = (each.get(number, "!") for each in answers)
-        if not solved.startswith("!") and _is_same(solved, again) and not _is_same(solved, start):
-            key = (*call[:3], is_direct, solved)
-            alike[key] += 1
-            if alike[key] <= ALIKE:
-                kept[is_direct].append((*call, solved))
-    may_rename = task.kind not in ("delete", "mutate")  # Functions that tests do not call.
-    cases = kept[True] if may_rename or len(kept[True]) >= LEAST else kept[True] + kept[False]
-    return msgspec.json.encode(cases[:KEPT]).decode() if len(cases) >= LEAST else ""
+        is_own = any(symbol.endswith(".".join(filter(None, call[:3]))) for symbol in task.symbols)
+        if (is_own or is_direct) and _is_same(solved, again) and not _is_same(solved, start):
+            alike[*call[:3], solved] += 1
+            if alike[*call[:3], solved] <= ALIKE:
+                (own if is_own else direct).append((*call, solved))
+    share = min(KEPT // 2, len(direct)) if len(direct) >= LEAST else KEPT  # A patch may repair a caller instead.
+    cases = [*own[:share], *direct][:KEPT]
+    return msgspec.json.encode(cases).decode() if len(cases) >= LEAST else ""
 
 
 def _nodes(task: CodeTask, suite: Suite | None, files: Sequence[str]) -> set[str]:

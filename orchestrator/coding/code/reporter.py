@@ -353,9 +353,9 @@ class Recorder:
                 self._made[id(first)] = (first, "")
                 self._made[id(first)] = (first, repr(plain([given[1:], named])))
             return
-        if owner and (isinstance(first, type) or id(first) in self._made):
+        if owner and type(first) not in PLAIN:
             kind = first if isinstance(first, type) else type(first)
-            made = None if kind is first else ast.literal_eval(self._made[id(first)][1])
+            made = None if kind is first else ast.literal_eval(self._made.get(id(first), (first, "[[], {}]"))[1])
             module, owner, given = kind.__module__, kind.__qualname__, given[1:]
         text, calls = repr(plain([made, [given, named]])), self.calls.setdefault((module, owner, name), {})
         if len(calls) < TRIED:
@@ -427,7 +427,7 @@ def answer(module, owner, name, text):
     value = getattr(place, name)
     value = value(*given, **named) if callable(value) else value
     found = repr(plain([given, place if made else None] if value is None else value, is_answer=True))
-    return found if len(found) <= LONGEST else hashlib.sha256(found.encode()).hexdigest()
+    return found if len(found) <= LONGEST else repr(hashlib.sha256(found.encode()).hexdigest())
 
 
 def answer_all(inputs, send):
