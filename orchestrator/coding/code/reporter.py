@@ -432,15 +432,15 @@ def answer(module, owner, name, text):
 
 def answer_all(inputs, send):
     """Answer held-back inputs. An exception is an answer where its class is the tree's own."""
-    signal.signal(signal.SIGALRM, too_long)
+    signal.signal(signal.SIGPROF, too_long)
     for number, each in enumerate(inputs):
         try:
-            signal.setitimer(signal.ITIMER_REAL, INPUT_S)
+            signal.setitimer(signal.ITIMER_PROF, INPUT_S)
             found = answer(*each)
         except BaseException as error:
             is_own = type(error).__module__.partition(".")[0] == each[0].partition(".")[0]
             found = repr(type(error).__name__) if is_own else f"!{type(error).__name__}"
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         send("answer", str(number), found)
 
 
