@@ -221,19 +221,25 @@ def _counts(batches: list[MicroBatch]) -> list[int]:
 
 
 def find_endpoint(path: Path, timeout_s: float, should_stop: Callable[[], bool]) -> str:
-    """Return the step server's address from endpoints.json, which the orchestrator writes once it listens.
+    """Return what rank 0 reads in endpoints.json, the step server's address, which is there once that listens.
 
-    Raises DeadlineError after `timeout_s` without one, Stopped when `should_stop` turns true.
+    A collective. Raises as `wait_together` does, DeadlineError after `timeout_s` without an address.
     """
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if should_stop():
-            raise Stopped
+    deadline, endpoint = time.monotonic() + timeout_s, ""
+
+    def is_found() -> bool:
+        nonlocal endpoint
         try:
-            return json.loads(path.read_bytes())["step"]
+            endpoint = endpoint or json.loads(path.read_bytes())["step"]
         except (FileNotFoundError, KeyError, json.JSONDecodeError):
             time.sleep(0.05)
-    raise DeadlineError(f"waited {timeout_s:.0f} s for the orchestrator to write its address to {path}: is it running?")
+        if not endpoint and time.monotonic() > deadline:
+            awaited = f"the orchestrator to write its address to {path}"
+            raise DeadlineError(f"waited {timeout_s:.0f} s for {awaited}: is it running?")
+        return bool(endpoint)
+
+    wait_together("training", "the orchestrator's address", is_found, should_stop)
+    return gather_texts(endpoint)[0]
 
 
 class StepClient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,7 +23,7 @@ VERSIONS = (-1, 0)
 @contextmanager
 def connected(run: Run, peer: StepPeer, silence_timeout_s: float = 20) -> Iterator[StepClient]:
     rank = StepRequest(run_id=peer.run_id, step=0, rank=0, world_size=1, max_tokens=128)
-    address = find_endpoint(run.dir.endpoints, 10, lambda: False)
+    address = json.loads(run.dir.endpoints.read_bytes())["step"]
     keys = RunKeys(run.dir.keys).client("trainer")
     client = StepClient(address, keys, rank, lambda: False, silence_timeout_s=silence_timeout_s)
     try:
@@ -100,6 +101,7 @@ def test_a_wrong_answer_is_refused_by_name(make_run, case):
     assert reason in f"{type(caught.value).__name__}: {caught.value}"
 
 
+@pytest.mark.usefixtures("world")
 def test_silence_has_a_deadline(make_run):
     # An orchestrator that never answers, and one that never wrote its address: DeadlineError says what was awaited.
     run = make_run()
@@ -109,7 +111,7 @@ def test_silence_has_a_deadline(make_run):
             list(client.asking(1, VERSIONS))
     run.dir.endpoints.unlink()
     with pytest.raises(DeadlineError, match=r"to write its address to .*endpoints\.json"):
-        find_endpoint(run.dir.endpoints, 0.1, lambda: False)
+        find_endpoint(run.dir.endpoints, 0.1, never)
 
 
 def test_a_request_is_repeated_ever_more_rarely(make_run, monkeypatch):

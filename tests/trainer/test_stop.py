@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -55,6 +56,30 @@ def test_a_signal_to_one_rank_alone_stops_all_with_a_checkpoint(make_run):
         os.kill(ranks[1].pid, signal.SIGTERM)
         codes = [rank.wait(50) for rank in ranks]
     assert codes == [143, 143] and run.dir.complete_checkpoints() == [1], ranks[0].output
+
+
+def looks_for_the_orchestrator(run_dir: str) -> None:
+    """A rank that says when it begins to look."""
+    find = train.find_endpoint
+
+    def look(*parts):
+        (Path(run_dir) / f"looks-{os.environ['RANK']}").touch()
+        return find(*parts)
+
+    train.find_endpoint = look
+    sys.exit(train.main(["--run-dir", run_dir]))
+
+
+def test_a_signal_to_one_rank_alone_stops_all_that_look_for_the_orchestrator(make_run):
+    # None is there yet: rank 0 hears of rank 1's signal.
+    run = make_run()
+    ranks = start_ranks([run.dir.root] * 2, work=looks_for_the_orchestrator)
+    deadline = time.monotonic() + 200
+    while len([*run.dir.root.glob("looks-*")]) < 2:
+        assert time.monotonic() < deadline, ranks[0].output
+        time.sleep(0.05)
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    assert [rank.wait(60) for rank in ranks] == [143, 143], ranks[0].output
 
 
 def slow_to_publish(run_dir: str) -> None:
