@@ -118,7 +118,7 @@ def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},  # norms and biases keep their scale
     ]
     filled = [group for group in groups if group["params"]]
-    if ":" in config.type:
+    if config.is_own:
         given = {"params": filled, "lr": config.lr}
         own = build_part(config.type, config.settings, {}, "trainer.optim.type", given)
         return Optimizer([own], config.max_grad_norm)

@@ -32,6 +32,11 @@ class OptimConfig(BaseConfig):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Clip the global gradient norm here; None never clips."""
 
+    @property
+    def is_own(self) -> bool:
+        """Return whether the optimizer is the user's: nothing is known of its usual rates."""
+        return ":" in self.type
+
     @field_validator("type")
     @classmethod
     def _is_known(cls, name: str) -> str:
@@ -41,7 +46,7 @@ class OptimConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _settings_are_its_own(self) -> OptimConfig:
-        if self.settings and ":" not in self.type:
+        if self.settings and not self.is_own:
             raise ValueError(
                 f"trainer.optim.settings is {self.settings}, but trainer.optim.type {self.type} has keys of its own: "
                 "remove settings, or name an optimizer of your own"

@@ -7,6 +7,7 @@ from itertools import takewhile
 from math import inf
 from statistics import median
 
+from composer_prime.config.trainer import OptimConfig
 from composer_prime.monitor.metrics_file import Line, numeric_field
 
 FEW_STEPS = 10
@@ -27,10 +28,10 @@ _STEADY = {
 """Figure that stays near its median -> up to where a jump is no news, and the remedy."""
 
 
-def alerts(lines: Mapping[int, Line], step: int) -> Iterator[tuple[str, str]]:
+def alerts(lines: Mapping[int, Line], step: int, optim: OptimConfig) -> Iterator[tuple[str, str]]:
     """Yield a name and a sentence for each thing that is wrong with `step`. `lines`: the trainer's, by step."""
     for name, (least, most, remedy) in _BOUNDS.items():
-        value = numeric_field(lines[step], name)
+        value = None if optim.is_own and name == "optim/lr" else numeric_field(lines[step], name)
         if value is not None and not least <= value <= most:
             yield name, f"{name} is {value:.3g}: {remedy}"
     yield from _jumps(lines[step], [lines[each] for each in range(step - _REMEMBERED, step) if each in lines])

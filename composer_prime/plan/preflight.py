@@ -184,7 +184,7 @@ def setting_notes(config: Config) -> Iterator[str]:
             f"learning rate ends at {steps / warmup:.0%} of its peak; for more set --trainer.schedule.warmup_steps 0"
         )
     if steps:
-        yield from (text for _, text in alerts({0: {"optim/lr": config.trainer.optim.lr}}, 0))
+        yield from (text for _, text in alerts({0: {"optim/lr": config.trainer.optim.lr}}, 0, config.trainer.optim))
     held_out = [source.name for source in config.orchestrator.source if source.eval_taskset]
     if held_out and not config.orchestrator.eval.every_steps:
         yield (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from composer_prime.config.trainer import OptimConfig
 from composer_prime.monitor.alerts import alerts
 
 USUAL = {
@@ -17,10 +18,10 @@ USUAL = {
 }
 
 
-def names(*lines: dict) -> dict[str, str]:
+def names(*lines: dict, optimizer: str = "adamw") -> dict[str, str]:
     """Return the alerts of the last of `lines`, each a step's figures."""
     steps = {number: {"step": number, **USUAL, **line} for number, line in enumerate(lines, 1)}
-    return dict(alerts(steps, len(lines)))
+    return dict(alerts(steps, len(lines), OptimConfig(type=optimizer)))
 
 
 # A run whose figures stay as they are says nothing, also in its first steps.
@@ -42,6 +43,12 @@ def test_a_healthy_run_has_no_alert():
 def test_each_alert_names_its_setting(figures, name, setting):
     found = names(*[{}] * 12, figures)
     assert list(found) == [name] and setting in found[name]
+
+
+# The usual rates are those of AdamW and Muon: of an optimizer of the user's none is known.
+def test_an_own_optimizer_has_its_own_rates():
+    assert names({"optim/lr": 0.1}, optimizer="torch.optim:SGD") == {}
+    assert list(names({"optim/lr": 0.1}, optimizer="muon")) == ["optim/lr"]
 
 
 # Ten steps in a row without reward are said with the first of them; nine, or a mean of 0 with a spread, are not.
@@ -77,5 +84,5 @@ class Counted(dict):
 # A step is judged by what was before it, and not in more time after more steps.
 def test_a_long_run_costs_no_more_a_step():
     short, long = (Counted({step: {"step": step, **USUAL} for step in range(1, last + 1)}) for last in (200, 5000))
-    assert list(alerts(short, 200)) == list(alerts(long, 5000)) == []
+    assert list(alerts(short, 200, OptimConfig())) == list(alerts(long, 5000, OptimConfig())) == []
     assert short.read == long.read

@@ -234,7 +234,7 @@ class _RunMonitor:
         self._measure(supervisor.children)
         if new_steps and self.memory_bytes:
             self._metrics.log(new_steps[-1]["step"], {"memory/total_bytes": self.memory_bytes})
-        self._note_alerts([line["step"] for line in new_steps])
+        self._note_alerts([line["step"] for line in new_steps], supervisor.config)
         self._show_events()
         if ended:
             self.progress.waiting.clear()
@@ -254,9 +254,10 @@ class _RunMonitor:
         self.view.event(text)
         self._events.write("process", text, level="warning")
 
-    def _note_alerts(self, steps: list[int]) -> None:
-        for name, text in (alert for step in steps for alert in alerts(self.progress.steps, step)):
-            self._events.write("alert", text, level="warning", same_as=name)
+    def _note_alerts(self, steps: list[int], config: Config) -> None:
+        for step in steps:
+            for name, text in alerts(self.progress.steps, step, config.trainer.optim):
+                self._events.write("alert", text, level="warning", same_as=name)
 
     def _show_events(self) -> None:
         for line in self._event_tail.read():
