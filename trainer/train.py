@@ -2,7 +2,7 @@
 
     orchestrator --batch N--> all ranks: forward, backward, update, ledger line, copy of the weights, next batch ...
     rank 0, in the background: a version into the weight store --StepDone N--> orchestrator
-    when one is due: a checkpoint with the orchestrator, once StepDone N is noted
+    when one is due: a checkpoint with the orchestrator, once StepDone N is noted; it is written beside the next step
     SIGTERM, SIGINT: the current step ends, a checkpoint of it is written (trainer.checkpoint.stop_timeout_s), exit
 
 Ranks wait for the orchestrator's batch and, in collectives, for one another. They never wait for inference nodes.
@@ -245,6 +245,8 @@ class Trainer:
         if not self.optimizer.skipped:
             self.teacher.follow()
         trained_at = time.monotonic()
+        failure = self.checkpoints.settle()  # a kill after this step leaves the checkpoint that was due before it
+        settled_at = time.monotonic()
         self.stop.patience_s = max(self.stop.save_s, LEAVE_S)  # on all ranks before the ledger's line
         sample_ids = _gather_lines([sample_id for row in rows for sample_id in row.sample_ids])
         if self.world.first:
@@ -255,15 +257,17 @@ class Trainer:
             metrics |= self._score(reply)
         every = config.trainer.checkpoint.every_steps
         due = every > 0 and step % every == 0 and step < self._last_step(step)
-        failed = due and not self._checkpoint(client, step)
+        if due:
+            self.publisher.settle()
+            self.checkpoints.begin(step, client)
         self._log(step, reply.metrics | metrics | {
             "time/wait_s": received_at - asked_at,
             "time/read_s": read_at - received_at,
-            "time/publish_s": published_at - trained_at,
-            "time/checkpoint_s": time.monotonic() - published_at,
+            "time/publish_s": published_at - settled_at,
+            "time/checkpoint_s": time.monotonic() - published_at + settled_at - trained_at,
             "time/step_s": time.monotonic() - asked_at,
             "weights/bytes": bytes_published,
-            "checkpoint/failed": failed,
+            "checkpoint/failed": failure is not None,
             "tokens/total": sum(row.packed_tokens for row in rows),
             "tokens/computed": sum(row.input_ids.numel() for row in rows),
         })  # fmt: skip
@@ -318,18 +322,21 @@ class Trainer:
         return self.publisher.publish(self.policy, step, announce)
 
     def _checkpoint(self, client: StepClient, step: int) -> bool:
-        """Write a checkpoint. Return False after a failure: training continues, and the previous checkpoint remains."""
+        """Write a checkpoint. Return False after a failure, which is logged: the previous checkpoint remains."""
         self.publisher.settle()
         try:
             self.checkpoints.save(step, client)
-        except CheckpointError as error:
-            logger.warning("continuing without checkpoint %d: %s", step, error)
+        except CheckpointError:
             return False
         self.stop.patience_s = LEAVE_S
         return True
 
     def _is_unsaved(self, step: int) -> bool:
-        """Return whether `step` was taken and has no checkpoint, as rank 0 sees the folder. A collective."""
+        """Return whether `step` was taken and has no checkpoint, as rank 0 sees the folder. A collective.
+
+        Waits for one that is under way.
+        """
+        self.checkpoints.settle()
         return bool(gather_words([step > 0 and step not in self.run_dir.complete_checkpoints()])[0][0])
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:

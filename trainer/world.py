@@ -81,22 +81,25 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def gather_words(words: list[int]) -> list[list[int]]:
-    """Return every rank's integers, [world][len(words)], over gloo on the CPU: no accelerator is synchronized."""
+def gather_words(words: list[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
+    """Return every rank's integers, [world][len(words)], over gloo on the CPU: no accelerator is synchronized.
+
+    `group`: of all ranks; None is that of the main threads.
+    """
     of_rank = torch.tensor(words, dtype=torch.int64)
     rows = [torch.empty_like(of_rank) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, of_rank)
+    dist.all_gather(rows, of_rank, group)
     return [row.tolist() for row in rows]
 
 
-def gather_texts(text: str) -> list[str]:
+def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
     """Return every rank's text, of any length, as plain bytes: nothing is unpickled."""
     raw = text.encode()
-    lengths = [row[0] for row in gather_words([len(raw)])]
+    lengths = [row[0] for row in gather_words([len(raw)], group)]
     padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
     padded[: len(raw)] = torch.from_numpy(np.frombuffer(raw, dtype=np.uint8).copy())
     rows = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(rows, padded)
+    dist.all_gather(rows, padded, group)
     return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
 

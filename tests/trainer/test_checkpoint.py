@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -9,6 +12,7 @@ import transformers
 from small_runs import make_samples, rows_of
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from composer_prime.errors import CheckpointError
 from composer_prime.packing.pack import totals
 from composer_prime.wire.types import CheckpointSaved
 from trainer.model.build import build_policy
@@ -19,9 +23,15 @@ from trainer.weights.checkpoint import Checkpoints
 
 
 class SavingOrchestrator:
-    """Answers each request for a checkpoint."""
+    """Answers each request for a checkpoint; `pipe`: what the trainer's part of it blocks on, if anything."""
+
+    def __init__(self, pipe: Path | None = None):
+        self.pipe = pipe
 
     def checkpoint(self, step: int) -> CheckpointSaved:
+        if self.pipe is not None:
+            self.pipe.parent.mkdir(parents=True)
+            os.mkfifo(self.pipe)
         return CheckpointSaved(step=step)
 
 
@@ -105,3 +115,30 @@ def test_an_older_checkpoint_with_the_frozen_base_is_loaded(make_run, model_fold
             parameter.add_(1.0 if parameter.requires_grad else 0.0)
     checkpoints.load(1)
     assert all(torch.equal(dict(policy.named_parameters())[name].full_tensor(), adapters[name]) for name in adapters)
+
+
+def test_a_checkpoint_is_written_beside_training(make_run, model_folder, world):
+    # While checkpoint 2 is written, the parameters change and 1 stays whole. A failed write is told, and only it goes.
+    # The next one has the parameters of its own moment, and is followed by no trace of the oldest.
+    run = make_run()
+    policy, _, checkpoints = trained(run, model_folder, world)
+    checkpoints.save(1, SavingOrchestrator())
+    pipe = run.dir.checkpoint(2) / "trainer" / "__0_0.distcp"
+    checkpoints.begin(2, SavingOrchestrator(pipe))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(1.0)
+    assert run.dir.complete_checkpoints() == [1] and run.dir.checkpoint(2).exists()
+    pipe.read_bytes()
+    failure = checkpoints.settle()
+    assert isinstance(failure, CheckpointError) and str(run.dir.checkpoint(2)) in str(failure)
+    assert run.dir.complete_checkpoints() == [1] and not run.dir.checkpoint(2).exists()
+    state = {name: parameter.full_tensor().clone() for name, parameter in policy.named_parameters()}
+    for step in (3, 4):
+        checkpoints.begin(step, SavingOrchestrator())
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(1.0)
+    assert checkpoints.settle() is None and run.dir.complete_checkpoints() == [3, 4]
+    checkpoints.load(3)
+    assert all(torch.equal(parameter.full_tensor(), state[name]) for name, parameter in policy.named_parameters())

@@ -182,13 +182,13 @@ def test_a_failed_checkpoint_does_not_stop_the_run(make_run):
     with StepPeer(run.dir, make_samples, max_steps=2) as peer:
         codes, outputs = run.train(2, file_limit_bytes=100_000)
     assert codes == [1, 1], "\n".join(outputs)
-    assert "continuing without checkpoint 1" in outputs[0] and "File too large" in outputs[0], "\n".join(outputs)
+    assert "no checkpoint of step 1" in outputs[0] and "File too large" in outputs[0], "\n".join(outputs)
     assert (
         "CheckpointError: checkpoint" in outputs[0] and "free some space or lower trainer.checkpoint.keep" in outputs[0]
     )
     assert [done.step for done in peer.done] == [0, 1, 2] and peer.checkpoints == [1, 2]
     assert list(run.dir.checkpoints.iterdir()) == [] and (run.dir.final / "model.safetensors").is_file()
-    assert [json.loads(line)["checkpoint/failed"] for line in run.dir.metrics.read_text().splitlines()] == [True, False]
+    assert [json.loads(line)["checkpoint/failed"] for line in run.dir.metrics.read_text().splitlines()] == [False, True]
 
 
 def test_an_orchestrator_that_cannot_save_is_reported(make_run):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,14 +51,16 @@ def test_a_full_disk_at_a_checkpoint(small_disk, make_run):
     def answer(peer, request):
         if request.step == 1 and not taken:
             taken.append(fill(small_disk, leave_bytes=160 << 10))  # room for the weights, not for the moments as well
-        elif request.step == 2:
+        elif request.step == 2:  # the checkpoint is written beside this step
+            while run.dir.checkpoint(1).exists():
+                time.sleep(0.02)
             taken[0].unlink(missing_ok=True)
 
     with StepPeer(run.dir, make_samples, max_steps=3, answer=answer) as peer:
         codes, outputs = run.train()
     assert codes == [0], "\n".join(outputs)
     output = outputs[0]
-    assert "continuing without checkpoint 1" in output and "No space left on device" in output, output
+    assert "no checkpoint of step 1" in output and "No space left on device" in output, output
     assert run.dir.complete_checkpoints() == [2, 3] and not run.dir.checkpoint(1).exists()
     assert [done.step for done in peer.done] == [0, 1, 2, 3] and list(effective(run.dir.ledger)) == [1, 2, 3]
 
@@ -68,7 +71,9 @@ def test_a_full_disk_at_publication_ends_the_run_and_resume_goes_on(small_disk, 
     taken: list[Path] = []
 
     def answer(peer, request):
-        if request.step == 2:
+        if request.step == 2 and not taken:
+            while not run.dir.complete_checkpoints():
+                time.sleep(0.02)
             taken.append(fill(small_disk, leave_bytes=8 << 10))
 
     with StepPeer(run.dir, make_samples, max_steps=3, answer=answer):

@@ -1,6 +1,8 @@
 """Checkpoints: model masters, optimizer moments, moving averages, random state; any number of ranks can load them.
 
     rank 0: CheckpointRequest ------> orchestrator writes orchestrator/ ... ------> CheckpointSaved
+    ranks:  copy the state to the host, where it has the room
+    ---- training continues; a thread of each rank does the rest, and the next step waits for it before it counts ----
     ranks:  torch.distributed.checkpoint writes trainer/, each rank its shards
     rank 0: when both are whole: COMPLETE (last), then older checkpoints are removed
 
@@ -10,15 +12,20 @@ checkpoint before it stays as it was. Training continues and the next one is tri
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -33,19 +40,21 @@ from composer_prime.model_source import resolve_model
 from composer_prime.run.run_dir import RunDir, write_atomic, write_remedy
 from diloco.streaming import StreamingDiLoCo
 from trainer import world as worlds
-from trainer.data import StepClient, first_alone
+from trainer.data import StepClient, first_alone, wait_together
 from trainer.model.build import build_policy
 from trainer.model.policy_model import Policy, SelfTeacher
 from trainer.optim import Optimizer
 from trainer.weights.publish import export
-from trainer.world import World, gather_texts
+from trainer.world import Background, World, gather_texts, gather_words
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 PARTIAL = StateDictOptions(strict=False)
 """The model folder has the frozen parameters. A parameter that never got a gradient has no moments in a checkpoint."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Checkpoints:
     """Writes and reads the checkpoints of one run, on all ranks together."""
 
@@ -58,24 +67,67 @@ class Checkpoints:
     """The loop across clusters; its state is a file of each rank."""
     keep: int
     """How many checkpoints stay."""
+    _failure: CheckpointError | None = None
+    _background: Background = field(default_factory=partial(Background, 1))
+    _group: Any = field(default_factory=partial(dist.new_group, backend="gloo"))
+    """In it the threads of all ranks agree, beside the collectives of training."""
 
     def save(self, step: int, client: StepClient) -> None:
         """Write checkpoint `step` with the orchestrator. A collective.
 
         Raises CheckpointError on every rank when any part fails. The folder is then gone, and older ones are intact.
         """
+        self._start(step, client, self._state(step))
+        if (failure := self.settle()) is not None:
+            raise failure
+
+    def begin(self, step: int, client: StepClient) -> None:
+        """Write checkpoint `step` as `save` does, from a copy and beside training: `settle` waits. A collective.
+
+        Where the memory of a machine has no room for the copy, training waits here.
+        """
+        state, has_room = self._state(step), self._has_room()
+        if has_room:
+            state = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
+        self._start(step, client, state)
+        if not has_room:
+            self.settle()
+
+    def settle(self) -> CheckpointError | None:
+        """Wait until no checkpoint is under way. Return what the last one failed of. A collective."""
+        wait_together("training", "the checkpoint that is under way", self._background.is_idle)
+        return self._failure
+
+    def _has_room(self) -> bool:
+        """Return whether each machine has twice the memory that a copy takes. A collective."""
+        trained = sum(parameter.nbytes for parameter in self.policy.parameters() if parameter.requires_grad)
+        needed = 2 * 3 * trained * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // self.world.size
+        return all(room for (room,) in gather_words([int(psutil.virtual_memory().available > needed)]))
+
+    def _start(self, step: int, client: StepClient, state: Any) -> None:
+        self.settle()
+        self._failure, what = None, f"checkpoint {step}"
+        work = partial(_prepare, self.run_dir.checkpoint(step), step, client)
+        prepared = first_alone(self.world, "training", f"rank 0's part of {what}", work) or ""
+        outer = None if self.outer is None else self.outer.state()
+        self._background.start(what, partial(self._write, step, state, outer, prepared))
+
+    def _write(self, step: int, state: dict[str, Any], outer: memoryview | None, failure: str) -> None:
+        """Write this rank's part, without a `failure` on any, and complete the checkpoint. Runs on the thread."""
         folder = self.run_dir.checkpoint(step)
-        state = self._state(step)
-        self._agree(folder, self._by_first(step, partial(_prepare, folder, step, client)))
-        failure = ""
         try:
-            dcp.save(state, checkpoint_id=folder / "trainer")
-            if self.outer is not None:
-                write_atomic(self._outer_file(folder / "trainer"), self.outer.state())
-        except (Exception, dcp.CheckpointException) as error:  # CheckpointException is a BaseException
-            failure = f"rank {self.world.rank}: {_root_cause(error)}"
-        self._agree(folder, failure)
-        self._agree(folder, self._by_first(step, partial(self._complete, folder)))
+            self._agree(folder, failure)
+            try:
+                dcp.save(state, checkpoint_id=folder / "trainer", process_group=self._group)
+                if outer is not None:
+                    write_atomic(self._outer_file(folder / "trainer"), outer)
+            except (Exception, dcp.CheckpointException) as error:  # CheckpointException is a BaseException
+                failure = f"rank {self.world.rank}: {_root_cause(error)}"
+            self._agree(folder, failure)
+            self._agree(folder, self._complete(folder) if self.world.first else "")
+        except CheckpointError as error:
+            logger.warning("no checkpoint of step %d: %s", step, error)
+            self._failure = error
 
     def load(self, step: int) -> None:
         """Restore checkpoint `step`, whatever number of ranks wrote it. A collective.
@@ -109,13 +161,9 @@ class Checkpoints:
                 torch.set_rng_state(value)
         self._load_outer(folder)
 
-    def _by_first(self, step: int, work: Callable[[], str]) -> str:
-        """Return the failure of rank 0's part on that rank, "" on others. A collective."""
-        return first_alone(self.world, "training", f"rank 0's part of checkpoint {step}", work) or ""
-
     def _agree(self, folder: Path, failure: str) -> None:
-        """Raise CheckpointError on every rank when `failure` is not empty on any. A collective."""
-        failures = [text for text in gather_texts(failure) if text]
+        """Raise CheckpointError on every rank when `failure` is not empty on any. A collective of the threads."""
+        failures = [text for text in gather_texts(failure, self._group) if text]
         if not failures:
             return
         if self.world.first:
