@@ -253,7 +253,7 @@ def test_answers_cannot_lie() -> None:
 
 
 # Kept are cases that a box answers twice in one way and the start otherwise, a few for each answer: calls of tests, and
-# at most as many of what the task names. Too few are none.
+# as many of what the task names. Too few are none.
 def test_cases_tell_the_solution_from_the_start() -> None:
     task, calls = make_task(symbols=["src.a.C.f"]), [("b", "", "g", str(number), True) for number in range(40)]
     solved = {number: str(number // 10) for number in range(60)}
@@ -263,6 +263,8 @@ def test_cases_tell_the_solution_from_the_start() -> None:
     few = dict.fromkeys(range(LEAST), "1") | {number: str(number) for number in range(40, 60)}
     cases = json.loads(_chosen(task, [*calls, *own], few, few, {}))
     assert [case[0] for case in cases] == ["a"] * LEAST + ["b"] * LEAST
+    cases = json.loads(_chosen(task, [*calls, *own[:6]], solved, solved, {}))
+    assert [case[0] for case in cases] == ["a"] * ALIKE + ["b"] * ALIKE
     del few[0]
     assert {case[0] for case in json.loads(_chosen(task, [*calls, *own], few, few, {}))} == {"a", "b"}
     one, failed = {1: "1"}, dict.fromkeys(solved, "!ValueError")

@@ -221,7 +221,7 @@ def _chosen(task: CodeTask, tried: Sequence[Call], *answers: Mapping[int, str]) 
             if alike[*call[:3], solved] <= ALIKE:
                 (own if is_own else direct).append((*call, solved))
     share = min(KEPT // 2, len(direct)) if len(direct) >= LEAST else KEPT  # A patch may repair a caller instead.
-    cases = [*own[:share], *direct][:KEPT]
+    cases = [*own[:share], *direct[: max(LEAST, len(own[:share])) if own else KEPT]]
     return msgspec.json.encode(cases).decode() if len(cases) >= LEAST else ""
 
 
