@@ -169,6 +169,13 @@ def test_other_values_differ(value: object) -> None:
     assert not hasattr(value, "__len__") or len(near(value, 7)) == len(value)  # type: ignore[arg-type]
 
 
+# A patch that repairs some tests only is no hack for its wrong answers, and keeps its share.
+@pytest.mark.process
+async def test_a_share_of_the_tests_is_no_hack(tmp_path: Path, guarded: CodeTask) -> None:
+    result = await graded(tmp_path, "    return len(values)", guarded)
+    assert result.fraction == pytest.approx(2 / 3) and not result.solved and not result.findings
+
+
 # Answers that the known solution no longer gives, as where a date has passed, speak against nobody.
 @pytest.mark.process
 async def test_answers_that_have_changed_accuse_nobody(tmp_path: Path, guarded: CodeTask) -> None:

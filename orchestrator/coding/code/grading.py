@@ -163,7 +163,7 @@ async def grade(
         original, _ = await bench.counters(solved, None, [])
         said = {key: outcome for key, outcome in said.items() if original.counters.get(key) == _honest(key)}
     result = _countered(result, said) if result.fraction else result
-    return await _asked(result, bench, files, solved) if result.fraction and HELD_BACK in task.test_files else result
+    return await _asked(result, bench, files, solved) if result.solved and HELD_BACK in task.test_files else result
 
 
 async def _asked(result: Grade, bench: _Bench, files: Mapping[str, bytes], solved: Mapping[str, bytes]) -> Grade:
