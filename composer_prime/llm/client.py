@@ -56,10 +56,11 @@ class Reservation:
 class Budget:
     """Used by one event loop."""
 
-    def __init__(self, cap_usd: float, record: Callable[..., None], spent_usd: float) -> None:
+    def __init__(self, cap_usd: float, record: Callable[..., None], spent_usd: float, setting: str) -> None:
         """`record(kind, **values)` writes down what is "reserved", "settled" and "stopped". `spent_usd`: by earlier
-        runs."""
+        runs. `setting`: where users set the cap."""
         self._cap_usd = cap_usd
+        self._setting = setting
         self._record = record
         self.spent_usd = spent_usd
         """By earlier runs too."""
@@ -124,7 +125,7 @@ class Budget:
         if usd and self.spent_usd + usd > self._cap_usd:
             raise CapError(
                 f"a call to {teacher} may cost ${usd:.4f}, but ${max(self._cap_usd - self.spent_usd, 0.0):.4f} of "
-                f"teachers.budget.usd_per_run = ${self._cap_usd:g} is left: raise the cap, or leave this teacher out"
+                f"{self._setting} = ${self._cap_usd:g} is left: raise {self._setting}, or leave this endpoint out"
             )
 
     def note_charge(self, held: Reservation, usd: float) -> None:

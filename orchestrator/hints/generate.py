@@ -27,7 +27,7 @@ import msgspec
 import regex
 
 from composer_prime.config.hints import EndpointConfig
-from composer_prime.errors import BudgetError, CapError, ConfigError, EndpointError
+from composer_prime.errors import ConfigError, EndpointError
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.client import Budget, ChatClient, ChatRequest, Endpoint
 from composer_prime.llm.prices import PER_MILLION, Price
@@ -377,7 +377,7 @@ class ChatEndpoint:
         self._price = Price(
             input_usd=config.input_usd_per_mtok * PER_MILLION, output_usd=config.output_usd_per_mtok * PER_MILLION
         )
-        self._budget = Budget(config.budget_usd, self._record, spent(self._ledger).hint_usd)
+        self._budget = Budget(config.budget_usd, self._record, spent(self._ledger).hint_usd, f"{_NAME}.budget_usd")
         endpoint = Endpoint(
             name=_NAME,
             base_url=config.base_url,
@@ -417,15 +417,8 @@ class ChatEndpoint:
             max_tokens=config.max_tokens,
         )
         request = ChatRequest(question=question, key=question.key, bound_usd=bound_usd, state=_NAME, check=self._text)
-        try:
-            answer, _ = await self.client.ask(request)
-            return self._text(answer)
-        except CapError:
-            raise BudgetError(
-                self._budget.closed
-                or f"{_NAME}: a call may cost {bound_usd:.6f} USD, but {self.cost_usd:.6f} USD of budget_usd = "
-                f"{config.budget_usd:g} are spent: raise {_NAME}.budget_usd to continue"
-            ) from None
+        answer, _ = await self.client.ask(request)
+        return self._text(answer)
 
     def _text(self, answer: CachedAnswer) -> str:
         text = answer.message.get("content") or ""

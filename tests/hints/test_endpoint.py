@@ -46,6 +46,7 @@ async def test_the_budget_is_reserved_before_the_call(tmp_path):
         ends = await asyncio.gather(*asked, return_exceptions=True)
         refused = [end for end in ends if isinstance(end, BudgetError)]
         assert len(refused) == 1 and "raise orchestrator.hints.llm.budget_usd" in str(refused[0])
+        assert "teachers" not in str(refused[0])
         assert len(peer.bodies) == 2 and endpoint.cost_usd <= 0.45
         await endpoint.close()
 

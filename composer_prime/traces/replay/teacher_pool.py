@@ -168,7 +168,7 @@ def teacher_budget(config: BudgetConfig, path: Path) -> Budget:
 
     Raises LedgerError where the file does not tell what was spent.
     """
-    return Budget(config.usd_per_run, partial(write_cost, path), spent(path).usd)
+    return Budget(config.usd_per_run, partial(write_cost, path), spent(path).usd, "teachers.budget.usd_per_run")
 
 
 def check_teachers(config: TeachersConfig) -> None:
