@@ -128,7 +128,7 @@ def read_table_file(name: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"configuration file {name} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"{name} is not valid {path.suffix[1:].upper()}: {error}") from None
+        raise ConfigError(f"{name} is not valid {path.suffix[1:].upper()} in UTF-8: {error}") from None
 
 
 def _files_near(path: Path) -> str:

@@ -145,7 +145,7 @@ class OrphanGuard:
         """Children carry it in MARK_VARIABLE."""
         self._sessions: set[int] = set()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "composer_prime.run.process", self.mark, str(grace_s)],
+            [sys.executable, "-P", "-m", "composer_prime.run.process", self.mark, str(grace_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

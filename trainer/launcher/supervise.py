@@ -85,7 +85,7 @@ def _orchestrator_commands(config: Config, where: list[str]) -> list[RoleCommand
     commands, env = [], _threads(1)
     if models := config.teachers.models_served() if config.teachers.online else []:
         port = free_port()  # the same after a restart
-        argv = [sys.executable, "-m", "inference.model_server", "--port", str(port)]
+        argv = [sys.executable, "-P", "-m", "inference.model_server", "--port", str(port)]
         argv += [word for model in models for word in ("--model", model)]
         commands.append(RoleCommand(name="teachers", kind="teachers", argv=argv, env=_threads(1)))
         env[MODELS_VARIABLE] = f"http://127.0.0.1:{port}/v1"
@@ -111,7 +111,7 @@ def _rank_commands(config: Config, where: list[str], devices: tuple[int, ...]) -
         **_threads(config.trainer.threads),
         **_devices(devices),
     }
-    argv, gpus = [sys.executable, "-m", "trainer.train", *where], 1 if devices else 0
+    argv, gpus = [sys.executable, "-P", "-m", "trainer.train", *where], 1 if devices else 0
     commands = []
     for rank in range(world):
         env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
