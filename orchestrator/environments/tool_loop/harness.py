@@ -61,6 +61,16 @@ async def reply_of(executor: Any, name: str, arguments: str) -> str:
     raise wrong_tool(executor, f"tool {name!r} returned {type(reply).__name__}: it must return text")
 
 
+def schemas_of(executor: Any) -> list[dict[str, Any]]:
+    """Return the tools on offer. Raises ToolsetError for anything but OpenAI function definitions."""
+    try:
+        json.dumps([executor.schemas, [tool["function"]["name"] for tool in executor.schemas]])
+    except (TypeError, ValueError, KeyError) as error:
+        form = "[{'type': 'function', 'function': {'name': ...}}]"
+        raise wrong_tool(executor, f"`schemas` must be {form}: {type(error).__name__}: {error}") from None
+    return executor.schemas
+
+
 def wrong_tool(executor: Any, message: str) -> ToolsetError:
     """Return an error whose traceback ends where the executor's `call` is written, if that is a function."""
     error = ToolsetError(message)
@@ -126,10 +136,8 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
         self, model: str, trace: vf.Trace, endpoint: str, secret: str, executor: Any, messages: list[dict[str, Any]]
     ) -> ProgramResult:
         body: dict[str, Any] = {"model": model, "messages": messages}
-        if executor is not None and executor.schemas:
-            body["tools"] = executor.schemas
-            if not all(isinstance(tool, dict) and "name" in (tool.get("function") or ()) for tool in body["tools"]):
-                raise wrong_tool(executor, "`schemas` must be [{'type': 'function', 'function': {'name': ...}}]")
+        if executor is not None and (tools := schemas_of(executor)):
+            body["tools"] = tools
         connector, no_limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
         headers = {"Authorization": f"Bearer {secret}"}
         try:
