@@ -32,7 +32,7 @@ import msgspec
 
 import composer_prime.errors
 from composer_prime.errors import ComposerError, ConfigError, DeadlineError, EnvironmentWorkerError, WireError
-from composer_prime.monitor.events import event
+from composer_prime.monitor.events import OURS, event
 from composer_prime.run import process as processes
 from composer_prime.run.process import WORKER_ENVIRONMENT, child_options, exit_text, signal_session
 from composer_prime.run.retry import backoff_s
@@ -46,22 +46,21 @@ _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
 _LAST_LINES = 40
 """The stack of an environment that blocks has more than 20."""
 _STACK_LINES = 200
-_DUMP = "Timeout (0:"
-"""Begins the stacks that faulthandler writes at a standstill."""
+DUMP = "Timeout (0:"
+"""Begins the stacks that faulthandler writes at a standstill, and those of the worker's own thread."""
 _DUMPED = re.compile(r'^ +File "([^"<]+)", line (\d+) in (\S+)', re.MULTILINE)
 """A frame as faulthandler writes it, the innermost first."""
-_OURS = str(Path(__file__).parents[1])
+_NOT_OWN = (sysconfig.get_paths()["stdlib"] + "/", *(f"{Path(__file__).parents[2] / package}/" for package in OURS))
 _STOP_GRACE_S = 5.0
 """Time for a worker to clean up when its pool is closed."""
 TRAIN, EVAL = "train", "eval"
 """The usual names of a source's task sets (`SourceSpec.tasksets`)."""
 STALL_S = 5.0
-"""A worker whose event loop stands still for this long writes its stack to its log."""
+"""A worker whose event loop stands still for this long writes its stack to its log; one that loads, for twice that."""
 BLOCKED_BY = "the event loop stands still in rollout "
 """Begins a line of a worker's log."""
 _MAX_HANGS = 2
 """A task that blocked its worker so often is played no more."""
-_STDLIB = sysconfig.get_paths()["stdlib"]
 
 
 # -- messages --------------------------------------------------------------------------------------------------------
@@ -420,6 +419,7 @@ class WorkerProcess:
         EnvironmentWorkerError when it ends first, DeadlineError when it takes longer than `start_timeout_s`.
         """
         worker = await cls._spawn(spec, number, log_dir)
+        naming = asyncio.create_task(worker._name_loading())
         try:
             async with asyncio.timeout(start_timeout_s):
                 first = await worker._frames.receive()
@@ -432,6 +432,8 @@ class WorkerProcess:
         except BaseException:
             await worker.kill("start was given up")
             raise
+        finally:
+            naming.cancel()
         if isinstance(first, WorkerReady) and not first.error:
             worker._heard_at = time.monotonic()
             worker._tasks = [asyncio.create_task(worker._read()), asyncio.create_task(worker._watch(hang_timeout_s))]
@@ -456,7 +458,7 @@ class WorkerProcess:
             with log.open("ab") as output:
                 log_offset = output.tell()
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "orchestrator.workers.worker", *arguments),
+                    *(sys.executable, "-P", "-m", "orchestrator.workers.worker", *arguments),
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     **child_options(WORKER_ENVIRONMENT, pass_fds=[theirs.fileno()]),
@@ -521,7 +523,7 @@ class WorkerProcess:
                     self._take(message)
         except WireError as error:
             self._end_reason = str(error)
-        signal_session(self._process.pid, signal.SIGKILL)
+        await processes.stop(self._process, _STOP_GRACE_S, request=False)  # It may yet write why it ends.
         await self._finish()
 
     def _take(self, reply: RolloutReply) -> None:
@@ -529,6 +531,14 @@ class WorkerProcess:
         future = self._rollouts.get(reply.rollout_id)
         if future is not None and not future.done():
             future.set_result(reply)
+
+    async def _name_loading(self) -> None:
+        """Say in which function the environment's code stands while it loads."""
+        while True:
+            await asyncio.sleep(2 * STALL_S + 1)
+            if place := blocked_at(self._output()):
+                told = event("warning", where=place, same_as=f"loads {place.rpartition(' ')[2]}")
+                logger.warning("%s loads and stands at %s", self.label, place, extra=told)
 
     async def _watch(self, hang_timeout_s: float) -> None:
         """Name the code that blocks a silent worker, and kill one that was silent for `hang_timeout_s`."""
@@ -539,7 +549,7 @@ class WorkerProcess:
             if time.monotonic() - before > 2 * step_s:
                 continue  # This loop itself stood still: look again before judging the worker.
             silent_s = time.monotonic() - self._heard_at
-            if silent_s > STALL_S and blamed != self._heard_at and (place := blocked_at(self._output())) is not None:
+            if silent_s > STALL_S and blamed != self._heard_at and (place := blocked_at(self._output(), silent_s)):
                 blamed = self._heard_at
                 logger.warning(
                     "%s: the environment blocks its event loop, for %.0f s now, at %s: no rollout of this worker goes "
@@ -547,7 +557,7 @@ class WorkerProcess:
                     self.label, silent_s, place, extra=event("warning", where=place, same_as=f"blocked at {place}"),
                 )  # fmt: skip
             if silent_s > hang_timeout_s:
-                place = blocked_at(self._output())
+                place = blocked_at(self._output(), silent_s)
                 self._end_reason = (
                     f"no heartbeat for {silent_s:.1f} s (hang_timeout_s of the source is {hang_timeout_s:g})"
                     f"{f'; it stood at {place}' if place else ''}"
@@ -582,7 +592,9 @@ class WorkerProcess:
         self._cancel_tasks()
         if self.ended.done():
             return
-        status = f"{exit_text(self._process.returncode)}: {self.last_words.splitlines()[-1].strip()}"
+        crash = self._output().partition("Fatal Python error")[2]
+        words = blocked_at(crash, math.inf) or self.last_words.splitlines()[-1].strip()
+        status = f"{exit_text(self._process.returncode)}: {words}"
         self.ended.set_result(f"{self.label} " + (f"ended: {self._end_reason}" if self._end_reason else status))
         for rollout_id, future in self._rollouts.items():
             if not future.done():
@@ -602,27 +614,27 @@ class WorkerProcess:
 
 def blamed(words: str) -> str | None:
     """Return the rollout that is named in the last standstill; who blocked the worker before, and went on, is not."""
-    named = re.search(rf"^ *{BLOCKED_BY}(.+)$", words.rpartition(_DUMP)[2], re.MULTILINE)
+    named = re.search(rf"^ *{BLOCKED_BY}(.+)$", words.rpartition(DUMP)[2], re.MULTILINE)
     return named and named[1]
 
 
-def blocked_at(words: str) -> str | None:
-    """Return where the main thread stood, in the user's own files if it did; None without a stack, or idle."""
+def blocked_at(words: str, silent_s: float = 0.0) -> str | None:
+    """Return where the main thread stood, in the user's files, or after long in any; None without a stack, or idle."""
     threads = [block for block in words.split("\n    \n") if "workers/worker.py" in block]
     frames = _DUMPED.findall(threads[-1]) if threads else []
     if [function for _, _, function in frames[:2]] == ["select", "_run_once"]:  # It waits: the machine is slow.
         return None
-    own = [frame for frame in frames if is_own(frame[0]) and not frame[0].startswith(_OURS)]
-    return next((frame_text(*frame) for frame in own or frames), None)
+    own = [frame for frame in frames if is_own(frame[0])]
+    return next((frame_text(*frame) for frame in own or frames * (silent_s > 2 * STALL_S)), None)
 
 
 def is_own(file: str) -> bool:
-    """Tell whether a file belongs neither to Python nor to an installed package."""
+    """Tell whether a file belongs neither to this product, to Python nor to an installed package."""
     path = Path(file)
-    return not {"site-packages", "dist-packages"} & set(path.parts) and not path.is_relative_to(_STDLIB)
+    return not {"site-packages", "dist-packages"} & set(path.parts) and not file.startswith(_NOT_OWN)
 
 
-def frame_text(file: str, line: str, function: str) -> str:
+def frame_text(file: str, line: str | int, function: str) -> str:
     path = Path(file)
     with suppress(OSError, ValueError):  # An environment may delete the current folder.
         path = path.relative_to(Path.cwd())

@@ -18,6 +18,7 @@ import inspect
 import itertools
 import json
 import logging
+import math
 import re
 import traceback
 from collections.abc import AsyncIterator, Callable
@@ -50,6 +51,7 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.console import did_you_mean
 from composer_prime.errors import ConfigError
 from composer_prime.llm.reply import reply_text
+from composer_prime.monitor.events import event
 from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
 from composer_prime.wire.types import LARGEST_REWARD
 from orchestrator.coding.sandbox.runtime import make_images, runtime_settings
@@ -199,7 +201,7 @@ def _make_tasks(env: Env, spec: SourceSpec, taskset: str) -> list[vf.Task]:
         tasks = list(env.taskset if env.taskset.bounded else itertools.islice(env.taskset, _ENDLESS))
     except (Exception, SystemExit) as error:
         made = f"task set {taskset!r} of source {spec.name!r} (load: {place_of(env.taskset.load)})"
-        raise ConfigError(f"{made} raised {describe_exception(error)}") from error
+        raise ConfigError(f"{made}, which must give tasks, raised {describe_exception(error)}") from error
     if not tasks:
         raise ConfigError(
             f"source {spec.name!r}: its task set {taskset!r} ({spec.tasksets[taskset]}) has no task: check its settings"
@@ -295,7 +297,7 @@ def to_reply(request: RunRollout, task: vf.Task, episode: Episode | None, traces
         task_id=task_id_of(task, request.task_index),
         reward=None if failure or main is None else main.reward,
         parts={name: part.score for name, part in main.rewards.items() if part is not None} if main else {},
-        metrics={name: value for name, value in main.metrics.items() if value is not None} if main else {},
+        metrics=finite_metrics(task, main.metrics) if main else {},
         turns=_turns(traces),
         sessions=_sessions(traces),
         stop_reason=main.stop_condition if main else None,
@@ -303,6 +305,15 @@ def to_reply(request: RunRollout, task: vf.Task, episode: Episode | None, traces
         failure=failure,
         verdict=_verdict(main),
     )
+
+
+def finite_metrics(task: vf.Task, metrics: dict[str, float | None]) -> dict[str, float]:
+    """Return the metrics that are numbers, and name the functions of the others: a mean with a NaN is NaN."""
+    for hook in task.hooks("metric"):
+        if not math.isfinite(value := metrics.get(hook.__name__) or 0.0):
+            message = f"metric {hook.__name__} = {value} is left out: return a finite number on every way"
+            logger.warning(message, extra=event("warning", where=place_of(hook)))
+    return {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
 
 def _verdict(main: vf.Trace | None) -> dict[str, Any]:

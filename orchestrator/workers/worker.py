@@ -36,12 +36,13 @@ import msgspec
 from composer_prime.config.sandbox import SANDBOX_TYPES
 from composer_prime.console import start_log
 from composer_prime.errors import ComposerError, ConfigError
-from composer_prime.monitor.events import join_events
+from composer_prime.monitor.events import event, join_events
 from composer_prime.plan.sandboxes import probe
 from composer_prime.run.process import end_with_parent
 from composer_prime.wire.sockets import Frames
 from orchestrator.workers.pool import (
     BLOCKED_BY,
+    DUMP,
     EVAL,
     STALL_S,
     TRAIN,
@@ -50,6 +51,8 @@ from orchestrator.workers.pool import (
     SourceSpec,
     ToWorker,
     WorkerReady,
+    frame_text,
+    is_own,
 )
 
 logger = logging.getLogger("orchestrator.worker")
@@ -75,6 +78,9 @@ class Worker:
         sys.path += [folder for folder in spec.import_from if folder not in sys.path]
         keep_folders_in(scratch)
         self._frames = frames
+        self._beat_s = time.monotonic() + STALL_S
+        """When the event loop was last seen to run, in monotonic seconds. Loading may take longer than a beat."""
+        threading.Thread(target=self._name_blockers, args=(asyncio.get_running_loop(),), daemon=True).start()
         config, renderer = build_renderer(spec.model_path, spec.renderer)
         install_renderer(spec.model_path, config, renderer)
         self._environments = {name: Environment(spec, name, config) for name in spec.tasksets}
@@ -86,8 +92,8 @@ class Worker:
                     f"{call!r}, which cannot be read back: name a renderer that knows the model in model.renderer"
                 )
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._beat_s = math.inf
-        """When the event loop was last seen to run; monotonic seconds."""
+        self._waits: dict[tuple[str, str], float] = {}
+        """Since when a rollout's own code waits at a place; infinite once that was said."""
 
     async def serve(self) -> None:
         """Serve until the parent closes the connection, then abort every rollout."""
@@ -101,7 +107,6 @@ class Worker:
             loop = asyncio.get_running_loop()
             loop.set_task_factory(_named_task)
             os.register_at_fork(after_in_child=partial(loop.call_soon, _end_child))
-            threading.Thread(target=self._name_blockers, args=(loop,), daemon=True).start()
             heartbeats = asyncio.create_task(self._heartbeats(ready))
             try:
                 while (message := await self._frames.receive()) is not None:
@@ -143,25 +148,42 @@ class Worker:
             self._frames.send(request.failed("internal", f"its reply cannot be encoded: {error}"))
 
     async def _heartbeats(self, ready: WorkerReady) -> None:
-        """Say that the loop runs. faulthandler's thread needs no GIL, so it also sees code that holds it."""
+        """Say that the loop runs."""
         try:
             while True:
                 self._frames.send(ready)
                 self._beat_s = time.monotonic()
-                faulthandler.dump_traceback_later(STALL_S)
+                self._name_waits()
                 await asyncio.sleep(HEARTBEAT_S)
         finally:
-            faulthandler.cancel_dump_traceback_later()
             self._beat_s = math.inf
 
+    def _name_waits(self) -> None:
+        """Say where a rollout's own code waits: its limit may be many minutes away."""
+        now = time.monotonic()
+        self._waits = {wait: self._waits.get(wait, now) for wait in waiting()}
+        for wait, since_s in self._waits.items():
+            if now - since_s > 2 * STALL_S:
+                self._waits[wait], place = math.inf, wait[1]
+                message = f"a rollout has waited for {now - since_s:.0f} s at {place}; timeout_s of the source ends it"
+                logger.warning(message, extra=event("warning", where=place, same_as=f"waits at {place}"))
+
     def _name_blockers(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Write once for each standstill which rollout holds the loop. A thread of its own runs this."""
+        """Write every STALL_S of a standstill where the loop is, and in which rollout. Runs in a thread of its own.
+
+        faulthandler's own thread needs no GIL, and can crash where it reads the frames of code that runs. So it writes
+        only when this thread gets no GIL.
+        """
         told_s = 0.0
-        while True:
+        while self._beat_s < math.inf:
+            faulthandler.dump_traceback_later(2 * STALL_S)
             time.sleep(1)
-            if (beat_s := self._beat_s) != told_s and time.monotonic() - beat_s > STALL_S:
-                task, told_s = asyncio.current_task(loop), beat_s
+            if time.monotonic() - max(self._beat_s, told_s) > STALL_S:
+                task, told_s = asyncio.current_task(loop), time.monotonic()
+                os.write(2, f"{DUMP} again)!\n".encode())
+                faulthandler.dump_traceback()
                 os.write(2, f"{BLOCKED_BY}{task.get_name() if task else ''}\n".encode())
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _end_child() -> None:
@@ -176,6 +198,18 @@ def _named_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> a
     if rollout_id := _PLAYED.get():
         task.set_name(rollout_id)
     return task
+
+
+def waiting() -> set[tuple[str, str]]:
+    """Return the names of tasks, and the places where code of the environment waits in them."""
+    waits = set()
+    for task in asyncio.all_tasks():
+        step: Any = task.get_coro()
+        while frame := getattr(step, "cr_frame", None):
+            if is_own(frame.f_code.co_filename):
+                waits.add((task.get_name(), frame_text(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)))
+            step = step.cr_await
+    return waits
 
 
 def overlap(environments: Mapping[str, Any]) -> str | None:
@@ -237,6 +271,7 @@ def main() -> None:
     end_with_parent(signal.SIGKILL)
     start_log(logging.WARNING)
     join_events("environment")
+    faulthandler.enable()
     try:
         asyncio.run(serve_worker(socket.socket(fileno=args.socket_fd), args.scratch))
     except SystemExit as error:

@@ -213,15 +213,39 @@ async def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str, ca
 
 
 @pytest.mark.slow
+async def test_an_environment_that_loads_for_long_is_named(model_path: str, tmp_path: Path, caplog) -> None:
+    """Where its code stands is said long before start_timeout_s."""
+    wait = "    while not Path(__file__).with_name('go').exists():\n        time.sleep(0.1)\n"
+    begin = f"import time\nfrom pathlib import Path\ndef waits():\n{wait}waits()\n"
+    (tmp_path / "long_load.py").write_text(begin + "from plain_env import PlainTaskset\n__all__ = ['PlainTaskset']\n")
+    spec = source(model_path, {"id": "long_load"}, import_from=[str(tmp_path)])
+    pool = WorkerPool(spec, start_timeout_s=START_S)
+    starting = asyncio.create_task(pool.start())
+    where = re.compile(r"\S*long_load\.py:\d, in waits")
+    named = lambda: any(where.match(getattr(record, "event_where", None) or "") for record in caplog.records)
+    await until(named, timeout_s=START_S)
+    (tmp_path / "go").touch()
+    await starting
+    await pool.close()
+
+
+@pytest.mark.slow
 async def test_an_environment_that_exits_or_forks_is_named(model_path: str, tmp_path: Path) -> None:
-    """A forked child that comes back into the loop ends, and its parent goes on; sys.exit is named with its line."""
-    spec = source(model_path, {"exit_at": 3, "fork_at": 4})
+    """A forked child that comes back into the loop ends, and its parent goes on; sys.exit is named with its line.
+
+    So is a crash. A worker that lost its connection has the time to write why.
+    """
+    spec = source(model_path, {"exit_at": 3, "fork_at": 4, "fault_at": 5, "close_at": 6})
     async with Peer() as peer, started(WorkerPool(spec, start_timeout_s=START_S, log_dir=tmp_path)) as pool:
         assert (await pool.run(rollout(peer, "forks", 4))).reward == 2.0
         await until(lambda: "os.fork" in (tmp_path / "worker_bench_0.log").read_text())
         failure = (await pool.run(rollout(peer, "exits", 3))).failure
         assert failure.kind == "worker" and "exit status 3" in failure.message
         assert re.search(r"SystemExit: 3 \(\S*bench_env\.py:\d+, in setup\)", failure.message)
+        failure = (await pool.run(rollout(peer, "crashes", 5))).failure
+        assert re.search(r"SIGSEGV: \S*bench_env\.py:\d+, in setup", failure.message)
+        failure = (await pool.run(rollout(peer, "closes", 6))).failure
+        assert "exit status 1" in failure.message and "Bad file descriptor" in failure.message
 
 
 @pytest.mark.slow

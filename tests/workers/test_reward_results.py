@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import selectors
 
@@ -9,7 +10,9 @@ import pytest
 from test_adapter import TINY, TOOL_LOOP, block, environment, play
 
 from composer_prime.errors import ConfigError
+from orchestrator.workers import worker
 from orchestrator.workers.pool import BLOCKED_BY, blamed, blocked_at, frame_text
+from orchestrator.workers.worker import waiting
 from tests.scripted_node import ScriptedNode
 
 pytestmark = pytest.mark.process  # verifiers' subprocess runtime
@@ -100,12 +103,38 @@ def test_a_callable_object_that_returns_no_text(tmp_path, monkeypatch) -> None:
 
 
 # Tools that are no OpenAI function definitions are named before the model is asked.
-@pytest.mark.parametrize("schemas", ["['look']", "[{'name': 'look'}]"])
+@pytest.mark.parametrize(
+    "schemas", ["['look']", "[{'name': 'look'}]", "None", "[{'function': {'name': 'look', 'parameters': int}}]"]
+)
 def test_schemas_that_are_none(tmp_path, monkeypatch, schemas) -> None:
     module = f"odd_schemas_{len(schemas)}"
     error = played_with_tool(tmp_path, monkeypatch, module, f"''\n\nTools.schemas = {schemas}").failure
     assert error is not None and not error.retryable and "`schemas`" in error.message
     assert re.fullmatch(rf"\S*{module}\.py:\d+, in call", error.where or "")
+
+
+# A metric that is no finite number would make every mean NaN: it is left out, and its function named.
+def test_a_metric_that_is_nan(tmp_path, monkeypatch, caplog) -> None:
+    body = "return 1.0\n" + METRIC.replace("pass", "return float('nan')")
+    text = block("python").replace("return float(trace.last_reply.split() == [self.data.larger])", body)
+    (tmp_path / "nan_metric.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    reply = play(environment(TINY, {"id": "nan_metric"}, harness=TOOL_LOOP), ScriptedNode(["7"], TINY))
+    assert (reply.reward, reply.metrics) == (1.0, {})
+    (warning,) = [record for record in caplog.records if "longest = nan" in record.message]
+    assert re.fullmatch(r"\S*nan_metric\.py:\d+, in longest", warning.event_where)
+
+
+# Where code that is not the product's waits is known by the task's name.
+async def test_a_place_that_waits_is_known() -> None:
+    async def waits() -> None:
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(waits(), name="g000001-0")
+    await asyncio.sleep(0)
+    (place,) = [place for name, place in waiting() if name == "g000001-0"]
+    task.cancel()
+    assert re.fullmatch(r"\S*test_reward_results\.py:\d+, in waits", place)
 
 
 # An environment that deletes its folder is named by its whole path.
@@ -166,3 +195,11 @@ def test_a_loop_that_waits_is_not_blocked() -> None:
     assert blocked_at(DUMP.format(waiting + LOOP)) is None
     asking = waiting + '      File "/x/env.py", line 3 in setup\n'
     assert blocked_at(DUMP.format(asking + LOOP)) == "/x/env.py:3, in setup"
+
+
+def test_a_slow_machine_is_not_the_users_code() -> None:
+    """A standstill in code of others is named only when it lasts."""
+    others = DUMP.format('      File "/python/lib/site-packages/pydantic/main.py", line 7 in validate\n')
+    others = others.replace("/x/orchestrator/workers/worker.py", worker.__file__)
+    assert blocked_at(others, silent_s=6.0) is None
+    assert blocked_at(others, silent_s=60.0) == "/python/lib/site-packages/pydantic/main.py:7, in validate"

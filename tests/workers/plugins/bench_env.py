@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +25,10 @@ class BenchConfig(vf.TasksetConfig):
     """This task's setup calls sys.exit."""
     fork_at: int | None = None
     """This task's setup goes on in two processes."""
+    fault_at: int | None = None
+    """This task's setup ends the worker process by SIGSEGV."""
+    close_at: int | None = None
+    """This task's setup closes descriptors that are not its own."""
     hang_at: int | None = None
     """This task's setup blocks the worker's event loop for ever."""
     fail_at: int | None = None
@@ -40,6 +45,8 @@ class BenchData(vf.TaskData):
     crash: bool = False
     exits: bool = False
     forks: bool = False
+    faults: bool = False
+    closes: bool = False
     hang: bool = False
     fail: bool = False
     sleep_s: float = 0.0
@@ -55,6 +62,10 @@ class BenchTask(vf.Task[BenchData]):
             sys.exit(3)
         if self.data.forks:
             os.fork()
+        if self.data.faults:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if self.data.closes:
+            os.closerange(3, 4096)
         while self.data.hang:
             pass
         self._mark("waiting")
@@ -90,6 +101,8 @@ class BenchTaskset(vf.Taskset[BenchTask, BenchConfig]):
                 crash=i == c.crash_at,
                 exits=i == c.exit_at,
                 forks=i == c.fork_at,
+                faults=i == c.fault_at,
+                closes=i == c.close_at,
                 hang=i == c.hang_at,
                 fail=i == c.fail_at,
             )
