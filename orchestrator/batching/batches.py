@@ -557,6 +557,9 @@ class StepServer:
         """Act on an order and return the answer. Raises WireError."""
         if isinstance(order, StepDone):
             last = self._last_done
+            if last is None or last[0] != order.session:  # A host that is gone takes no reply any more.
+                for rank in self._ranks.values():
+                    rank.reply = None
             if last is None or last[0] != order.session or order.step > last[1]:  # Else its answer was lost.
                 await self._on_step_done(order)
                 self._last_done = (order.session, order.step)

@@ -571,9 +571,12 @@ class WorkerProcess:
         return processes.last_words(*self._log, _STACK_LINES)
 
     def _blame(self, place: str | None) -> None:
-        """Answer the rollout that blocked the worker, and the others as displaced, if it is known."""
+        """Answer the rollout that blocked the worker, and the others as displaced, if it is known.
+
+        The blocker may be past its own deadline, and gone.
+        """
         output = self._output()
-        if (blocker := blamed(output)) not in self._rollouts:
+        if (blocker := blamed(output)) is None:
             return
         message = f"rollout {blocker} blocked {self.label}: {self._end_reason}"
         for rollout_id, future in self._rollouts.items():

@@ -21,6 +21,7 @@ import logging
 import math
 import re
 import traceback
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -112,6 +113,8 @@ class Environment:
         self._tasks = _make_tasks(self._env, spec, taskset)
         refuse_wrong_rewards(self._tasks[0])
         self._first = first_alike(self._tasks)
+        named = Counter(self._tasks[index].data.name for index in set(self._first))
+        self._shared_names = {name for name, count in named.items() if count > 1}
         self._clients: dict[str, vf.TrainClientConfig] = {}
 
     @property
@@ -133,7 +136,7 @@ class Environment:
     def describe(self, index: int) -> tuple[str, str]:
         """Return id and prompt of a task. Raises IndexError past the end."""
         task = self._tasks[index]
-        return task_id_of(task, self._first[index]), task.data.prompt_text
+        return self._id(index), task.data.prompt_text
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -166,7 +169,15 @@ class Environment:
             if not deadline.expired():
                 raise
         reply = to_reply(request, task, episode, traces)
-        return msgspec.structs.replace(reply, task_id=task_id_of(task, self._first[request.task_index]))
+        return msgspec.structs.replace(reply, task_id=self._id(request.task_index))
+
+    def _id(self, index: int) -> str:
+        """Return a task's own durable id if it has one, else its name if no other task has it, else its index."""
+        task = self._tasks[index]
+        if type(task).key is not vf.Task.key:
+            return task.key
+        own = None if task.data.name in self._shared_names else task.data.name
+        return task.data.id or own or f"task-{self._first[index]}"
 
     def _context(self, request: RunRollout) -> vf.ModelContext:
         names = ("temperature", "max_tokens", "seed", "top_p", "top_k")
@@ -294,7 +305,7 @@ def to_reply(request: RunRollout, task: vf.Task, episode: Episode | None, traces
         failure = with_function(_failure(task, episode, traces, main), task, main)
     return RolloutReply(
         rollout_id=request.rollout_id,
-        task_id=task_id_of(task, request.task_index),
+        task_id="",
         reward=None if failure or main is None else main.reward,
         parts={name: part.score for name, part in main.rewards.items() if part is not None} if main else {},
         metrics=finite_metrics(task, main.metrics) if main else {},
@@ -331,13 +342,6 @@ def first_alike(tasks: list[vf.Task]) -> list[int]:
         content = hash(repr([field for field in task.data if field[0] not in ("idx", "id", "name")]))
         first[index] = known.setdefault(content, index)
     return first
-
-
-def task_id_of(task: vf.Task, index: int) -> str:
-    """Return a task's own durable id if it has one, else its name, else its index."""
-    if type(task).key is not vf.Task.key:
-        return task.key
-    return task.data.id or task.data.name or f"task-{index}"
 
 
 def tool_error(task_data: Any, text: str) -> str | None:

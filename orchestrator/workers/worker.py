@@ -80,6 +80,7 @@ class Worker:
         self._frames = frames
         self._beat_s = time.monotonic() + STALL_S
         """When the event loop was last seen to run, in monotonic seconds. Loading may take longer than a beat."""
+        self._running: dict[str, asyncio.Task[None]] = {}
         threading.Thread(target=self._name_blockers, args=(asyncio.get_running_loop(),), daemon=True).start()
         config, renderer = build_renderer(spec.model_path, spec.renderer)
         install_renderer(spec.model_path, config, renderer)
@@ -91,7 +92,6 @@ class Worker:
                     f"source {spec.name!r} has tools, but the chat template of {spec.model_path} writes a call as "
                     f"{call!r}, which cannot be read back: name a renderer that knows the model in model.renderer"
                 )
-        self._running: dict[str, asyncio.Task[None]] = {}
         self._waits: dict[tuple[str, str], float] = {}
         """Since when a rollout's own code waits at a place; infinite once that was said."""
 
@@ -182,7 +182,8 @@ class Worker:
                 task, told_s = asyncio.current_task(loop), time.monotonic()
                 os.write(2, f"{DUMP} again)!\n".encode())
                 faulthandler.dump_traceback()
-                os.write(2, f"{BLOCKED_BY}{task.get_name() if task else ''}\n".encode())
+                name = task.get_name() if task else ""
+                os.write(2, f"{BLOCKED_BY}{name if name in self._running else ''}\n".encode())
         faulthandler.cancel_dump_traceback_later()
 
 

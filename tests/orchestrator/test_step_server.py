@@ -307,3 +307,31 @@ async def test_the_next_batch_is_packed_before_it_is_asked_for(serve):
         await trainer.send(request(rank=0), 0)
         await trainer.receive(0)
         assert packed[1][1] is first
+
+
+async def test_a_trainer_that_starts_again_gets_what_its_dead_host_did_not_take(serve, run_dir, monkeypatch):
+    """The reply to a rank that vanished stays on its way for minutes; the rank of the same name is answered at once."""
+    keys = RunKeys(run_dir.keys).client("trainer")
+
+    async def large(*_) -> bytes:
+        return bytes(32 << 20)
+
+    context = zmq.asyncio.Context()
+    async with serve() as (served, _):
+        served.form(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Batches, "of_rank", large)
+            gone = context.socket(zmq.DEALER)
+            gone.setsockopt(zmq.RCVHWM, 1)
+            gone.setsockopt(zmq.IDENTITY, b"trainer-0")
+            gone.curve_serverkey, gone.curve_publickey, gone.curve_secretkey = keys.server_public, *astuple(keys.own)
+            gone.connect(served.endpoint)
+            await gone.send(msgspec.msgpack.encode(request(world_size=1)))
+            while not any(rank.reply for rank in served.server._ranks.values()):
+                await asyncio.sleep(0.01)
+        client = StepClient(served.endpoint, keys, request(world_size=1), lambda: False, silence_timeout_s=20)
+        await asyncio.to_thread(client.announce, 0, 0, [], None, lambda: False)
+        reply = await asyncio.to_thread(lambda: next(filter(None, client.asking(1, (0, 1)))))
+        assert reply.totals.samples == 4
+        client.close()
+    context.destroy(linger=0)

@@ -171,6 +171,15 @@ def test_copies_are_one_task(tmp_path, monkeypatch) -> None:
     assert note is not None and "its 6 tasks are copies of 3" in note
 
 
+# Different tasks that share a name count as several: only a name of its own is a task's id.
+def test_tasks_with_one_name_are_several(tmp_path, monkeypatch) -> None:
+    named = "name='sum' if made % 3 else f'first {made}', "
+    (tmp_path / "alike.py").write_text(block("python").replace("LargerData(prompt=", f"LargerData({named}prompt="))
+    monkeypatch.syspath_prepend(tmp_path)
+    env = environment(TINY, {"id": "alike", "split": "any", "num_tasks": 4}, harness=TOOL_LOOP)
+    assert [env.describe(index)[0] for index in range(4)] == ["task-0", "task-1", "first 3", "task-3"]
+
+
 # The main thread of a worker, as faulthandler writes it after another thread's.
 DUMP = """    Timeout (0:00:05)!
     Thread 0x1 (most recent call first):

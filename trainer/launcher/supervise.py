@@ -283,7 +283,8 @@ class Supervisor:
         A rank that lost another one may end at the same time as that: who fails first writes its last word first.
         """
         self._failed_at = self._failed_at or time.monotonic()
-        self._failed.sort(key=lambda child: self.run_dir.log(child.role.name).stat().st_mtime_ns)
+        with suppress(OSError):  # Its folder may be gone.
+            self._failed.sort(key=lambda child: self.run_dir.log(child.role.name).stat().st_mtime_ns)
         self._failed.sort(key=lambda child: child.role.kind != "orchestrator")
         return self._failed[0].role.kind == "orchestrator" or time.monotonic() - self._failed_at > CAUSE_WAIT_S
 
