@@ -244,12 +244,13 @@ def accept(
     counted = [(header, body) for header, body in zip(headers, bodies, strict=True) if header.peer not in rejections]
     norms = {peer: math.sqrt(value) for peer, value in squared.items()}
     usual = _usual_norm(norms.values(), history)
+    longest = LONG_NORM_RATIO * usual if usual else math.inf
     bound = min(LARGEST_NORM, MAX_NORM_RATIO * usual if usual else LARGEST_NORM)
     return AcceptedDeltas(
         n=n,
         counted=counted,
         weights=_capped([header.weight for header, _ in counted]),
-        scales=[_scale(norms[header.peer], usual) for header, _ in counted],
+        scales=[1.0 if norms[header.peer] <= longest else longest / norms[header.peer] for header, _ in counted],
         norms=norms,
         remembered=[min(norm, bound) for norm in norms.values() if math.isfinite(norm)],
         rejections=rejections,
@@ -303,11 +304,6 @@ def _capped(weights: Sequence[float]) -> list[float]:
         if weight <= cap:
             return [min(weight, cap) for weight in weights]
     return list(weights)
-
-
-def _scale(norm: float, usual: float | None) -> float:
-    longest = LONG_NORM_RATIO * usual if usual else math.inf
-    return min(1.0, longest / norm) if norm > 0 else 1.0
 
 
 def squared_norm(delta_n: Tensor) -> float:

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
@@ -106,25 +107,22 @@ class LoopLag:
 
     def __init__(self, interval_s: float = 0.02) -> None:
         self._interval_s = interval_s
-        self._samples: list[tuple[float, float]] = []
+        self._samples = deque[tuple[float, float]](maxlen=_MAX_SAMPLES)
         """(lag, own share of it), in seconds."""
 
     async def measure(self) -> None:
-        """Take samples until cancelled: the first 16384 of a window (five minutes), and always the largest."""
+        """Take samples until cancelled. A window keeps its last 16384, of five minutes."""
         loop = asyncio.get_running_loop()
         while True:
             due, cpu_s = loop.time() + self._interval_s, time.thread_time()
             await asyncio.sleep(self._interval_s)
             lag = max(0.0, loop.time() - due)
-            sample = (lag, min(lag, time.thread_time() - cpu_s))
-            if len(self._samples) < _MAX_SAMPLES:
-                self._samples.append(sample)
-            elif sample > self._samples[-1]:
-                self._samples[-1] = sample
+            self._samples.append((lag, min(lag, time.thread_time() - cpu_s)))
 
     def window(self) -> dict[str, float]:
         """Return the figures since the last call; nothing without a sample."""
-        samples, self._samples = np.array(self._samples, dtype=float).reshape(-1, 2), []
+        samples = np.array(self._samples, dtype=float).reshape(-1, 2)
+        self._samples.clear()
         if not len(samples):
             return {}
         (p50, _), (p99, own_p99), (most, own_most) = np.percentile(samples, [50, 99, 100], axis=0).tolist()

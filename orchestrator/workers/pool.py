@@ -218,7 +218,7 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     """The outcome of one rollout: a reward or a failure, which is data, never a zero reward."""
 
     rollout_id: str
-    task_id: str
+    task_id: str = ""
     reward: float | None = None
     """Weighted sum of the reward functions; None exactly when `failure` is set."""
     parts: dict[str, float] = {}
@@ -571,10 +571,7 @@ class WorkerProcess:
         return processes.last_words(*self._log, _STACK_LINES)
 
     def _blame(self, place: str | None) -> None:
-        """Answer the rollout that blocked the worker, and the others as displaced, if it is known.
-
-        The blocker may be past its own deadline, and gone.
-        """
+        """Answer the rollout that blocked the worker, if it waits still, and the others as displaced."""
         output = self._output()
         if (blocker := blamed(output)) is None:
             return
@@ -583,7 +580,7 @@ class WorkerProcess:
             if not future.done():
                 kind = "hang" if rollout_id == blocker else "displaced"
                 failure = RolloutFailure(kind=kind, message=message, where=place, detail=output)
-                future.set_result(RolloutReply(rollout_id=rollout_id, task_id="", failure=failure))
+                future.set_result(RolloutReply(rollout_id=rollout_id, failure=failure))
 
     async def _finish(self) -> None:
         await self._process.wait()
@@ -612,7 +609,7 @@ class WorkerProcess:
     def _lost(self, rollout_id: str) -> RolloutReply:
         detail = self.last_words.strip()
         failure = RolloutFailure(kind="worker", message=self.ended.result(), detail=detail)
-        return RolloutReply(rollout_id=rollout_id, task_id="", failure=failure)
+        return RolloutReply(rollout_id=rollout_id, failure=failure)
 
 
 def blamed(words: str) -> str | None:

@@ -305,7 +305,6 @@ def to_reply(request: RunRollout, task: vf.Task, episode: Episode | None, traces
         failure = with_function(_failure(task, episode, traces, main), task, main)
     return RolloutReply(
         rollout_id=request.rollout_id,
-        task_id="",
         reward=None if failure or main is None else main.reward,
         parts={name: part.score for name, part in main.rewards.items() if part is not None} if main else {},
         metrics=finite_metrics(task, main.metrics) if main else {},

@@ -139,7 +139,7 @@ async def test_workers_that_are_gone_for_good_end_the_run(open_run, tmp_path):
         async def run(self, request: RunRollout, **options: Any):
             raise EnvironmentWorkerError("it was started 6 times")
 
-    async with open_run(make_config(tmp_path), Gone()) as run:
+    async with open_run(make_config(tmp_path), Gone(), node=False) as run:
         [error] = await asyncio.gather(run.task, return_exceptions=True)
         assert isinstance(error, EnvironmentWorkerError)
 
