@@ -68,10 +68,12 @@ class Page:
     """What a test does with the browser. Every wait has a deadline and says what it waits for."""
 
     def __init__(self, browser, address: str) -> None:
+        from selenium.common.exceptions import StaleElementReferenceException
         from selenium.webdriver.support.ui import WebDriverWait
 
+        again = [StaleElementReferenceException]
         self.browser = browser
-        self._wait = WebDriverWait(browser, DEADLINE_S, poll_frequency=0.05)
+        self._wait = WebDriverWait(browser, DEADLINE_S, poll_frequency=0.05, ignored_exceptions=again)
         browser.get("about:blank")
         browser.get_log("browser")
         browser.get(address)
@@ -95,17 +97,28 @@ class Page:
         return self.browser.find_elements("css selector", selector)
 
     def click(self, selector: str) -> None:
-        self.until_true(lambda: self.all(selector), selector)
-        self.browser.execute_script(
-            f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})"
-        )
-        self.all(selector)[0].click()
+        """The page may draw an element anew before the click arrives: then it is looked for again."""
+        scroll = f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})"
+
+        def click() -> bool:
+            elements = self.all(selector)
+            if elements:
+                self.browser.execute_script(scroll)
+                elements[0].click()
+            return bool(elements)
+
+        self.until_true(click, selector)
 
     def choose(self, selector: str, value: str) -> None:
         from selenium.webdriver.support.select import Select
 
-        self.until_true(lambda: self.all(selector), selector)
-        Select(self.all(selector)[0]).select_by_value(value)
+        def choose() -> bool:
+            elements = self.all(selector)
+            for element in elements[:1]:
+                Select(element).select_by_value(value)
+            return bool(elements)
+
+        self.until_true(choose, selector)
 
     def click_text(self, selector: str, words: str) -> None:
         next(element for element in self.all(selector) if words in element.text).click()
