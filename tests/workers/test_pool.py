@@ -296,9 +296,10 @@ from orchestrator.workers.pool import SourceSpec
 async def main():
     env = {"id": "bench_env"}
     spec = SourceSpec(name="o", tasksets={"train": env}, harness=env, model_path=sys.argv[1])
-    async with started(WorkerPool(spec, start_timeout_s=280.0)) as pool:
-        print(pool.players[0].pid, flush=True)
-        await asyncio.sleep(60)
+    pool = WorkerPool(spec, start_timeout_s=280.0)
+    await pool.start()
+    print(pool.players[0].pid, flush=True)
+    await asyncio.sleep(60)
 
 asyncio.run(main())
 """
