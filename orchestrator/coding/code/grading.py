@@ -31,7 +31,6 @@ import hmac
 import json
 import random
 import secrets
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -212,14 +211,13 @@ async def hold_back(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> Code
 def _chosen(task: CodeTask, tried: Sequence[Call], *answers: Mapping[int, str]) -> str:
     """Return the cases to keep, as JSON; "" for too few. `answers`: of the solution, of it again, and of the start."""
     own, direct = list[Case](), list[Case]()
-    alike: Counter[tuple[Any, ...]] = Counter()
     for number, (*call, is_direct) in enumerate(tried):
         solved, again, start = (each.get(number, "!") for each in answers)
         is_own = any(symbol.endswith(".".join(filter(None, call[:3]))) for symbol in task.symbols)
-        if (is_own or is_direct) and _is_same(solved, again) and not _is_same(solved, start):
-            alike[*call[:3], solved] += 1
-            if alike[*call[:3], solved] <= ALIKE:
-                (own if is_own else direct).append((*call, solved))
+        kind, answered = own if is_own else direct, (*call[:3], solved)
+        has_place = (is_own or is_direct) and sum((*each[:3], each[4]) == answered for each in kind) < ALIKE
+        if has_place and _is_same(solved, again) and not _is_same(solved, start):
+            kind.append((*call, solved))
     share = min(KEPT // 2, len(direct)) if len(direct) >= LEAST else KEPT  # A patch may repair a caller instead.
     cases = [*own[:share], *direct[: max(LEAST, len(own[:share])) if own else KEPT]]
     return msgspec.json.encode(cases).decode() if len(cases) >= LEAST else ""
