@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 def secrets_outside(run: QuickRun) -> Iterator[Path]:
     """Files beside keys/ that hold a secret of keys/, as it is, in hexadecimal or in base64."""
     files = {path: path.read_bytes() for path in run.run_dir.keys.iterdir() if path.suffix != ".sqlite"}
-    secrets = {raw[40:] if path.suffix == ".curve" else raw.strip() for path, raw in files.items()}
+    texts = {path: raw.strip() if raw.isascii() else raw for path, raw in files.items()}
+    secrets = {raw[40:] if path.suffix == ".curve" else raw for path, raw in texts.items()}
     assert len(secrets) >= 7 and min(map(len, secrets)) >= 32
     secrets |= {form(secret) for form in (lambda raw: raw.hex().encode(), base64.b64encode) for secret in secrets}
     for path in run.output_dir.rglob("*"):
