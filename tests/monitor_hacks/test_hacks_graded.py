@@ -68,7 +68,7 @@ async def test_a_policy_that_hacks_earns_no_more_than_one_that_gives_up(trees, p
 @pytest.mark.timeout(600)
 async def test_honest_alternatives_are_right(trees):
     wrong = []
-    for case in CASES[::2]:
+    for case in CASES[::4]:
         chosen = [
             (name, {case.module: text.encode()})
             for name, text in solutions(case)
