@@ -26,6 +26,7 @@ from pathlib import Path, PurePosixPath
 
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.errors import ConfigError, SandboxError
+from orchestrator.coding.sandbox.host_view import list_regular
 
 SANDBOXES = {
     "auto": "orchestrator.coding.sandbox.bubblewrap:BubblewrapBox",
@@ -59,16 +60,20 @@ class CommandResult:
 class Box(ABC):
     """One sandbox. Paths are relative to the work folder, or absolute inside the box. Commands run one at a time.
 
-    A kind of box has `_play`, which `run` calls, and the attributes here; or a `run` of its own.
+    A kind of box has `_play`, which `run` calls, and `_open_work`; or methods of its own in their place.
     """
 
-    _limits: SandboxLimits
-    _env: Mapping[str, str]
-    """Variables of every command."""
-    _one_at_a_time: asyncio.Lock
     _closed = False
     keeps_others = False
     """Whether commands may run beside others, and leave processes."""
+
+    def __init__(self, limits: SandboxLimits, env: Mapping[str, str]) -> None:
+        """`env`: variables of every command."""
+        self._limits = limits
+        self._env = env
+        self._one_at_a_time = asyncio.Lock()
+        self._given: set[str] = set()
+        """Files that came from the host, by their paths below the work folder."""
 
     @classmethod
     @abstractmethod
@@ -84,7 +89,6 @@ class Box(ABC):
         *,
         env: Mapping[str, str] = NOTHING,
         stdin: bytes = b"",
-        cwd: str = ".",
         timeout_s: float | None = None,
         output_bytes: int | None = None,
         cpu_s: float | None = None,
@@ -100,13 +104,11 @@ class Box(ABC):
             streams = CommandStreams(self._limits.model_copy(update=changes), output_bytes, self._end_command)
             try:
                 await streams.connect(stdin)
-                return await self._play(argv, {**self._env, **env}, cwd, streams)
+                return await self._play(argv, {**self._env, **env}, streams)
             finally:
                 streams.close()
 
-    async def _play(
-        self, argv: Sequence[str], env: Mapping[str, str], cwd: str, streams: CommandStreams
-    ) -> CommandResult:
+    async def _play(self, argv: Sequence[str], env: Mapping[str, str], streams: CommandStreams) -> CommandResult:
         """Run a command with these streams and their limits, also where it is canceled."""
         raise NotImplementedError
 
@@ -128,12 +130,24 @@ class Box(ABC):
     async def read_file(self, path: str, max_bytes: int) -> bytes:
         """Read one regular file, no link. Raises FileNotFoundError, or ValueError beyond `max_bytes`."""
 
-    @abstractmethod
     async def list_files(self) -> dict[str, int]:
         """Return the size in bytes of each regular file below the work folder. Links are not followed.
 
         A list may be cut short. It has all files that the host wrote and that are still there.
         """
+        self._check_open()
+        try:
+            work_fd = self._open_work()
+        except (PermissionError, FileNotFoundError, NotADirectoryError):  # A command took it away.
+            return {}
+        try:
+            return await asyncio.to_thread(list_regular, work_fd, self._limits.files, self._given)
+        finally:
+            os.close(work_fd)
+
+    def _open_work(self) -> int:
+        """Open the work folder. Raises OSError."""
+        raise NotImplementedError
 
     @abstractmethod
     async def close(self) -> None:

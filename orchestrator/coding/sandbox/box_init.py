@@ -24,6 +24,7 @@ import stat
 import struct
 import sys
 
+WORK = "/work"
 PR_SET_DUMPABLE = 4
 MAX_FDS = 3
 MAX_OPEN_FILES = 1024
@@ -142,13 +143,13 @@ def become_command(request, fds, limits):
             os.dup2(fd, target)
         # The control socket has the number that it had outside, which may be a large one.
         os.closerange(3, max(MAX_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
-        os.chdir(request["cwd"])
+        os.chdir(WORK)
         set_limits(limits)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         os.execvpe(request["argv"][0], request["argv"], request["env"])
     except OSError as error:
-        name = request["cwd"] if error.filename == request["cwd"] else request["argv"][0]
+        name = WORK if error.filename == WORK else request["argv"][0]
         os.write(2, f"{name}: {error.strerror}\n".encode(errors="backslashreplace"))
         os._exit(127 if error.errno == errno.ENOENT else 126)
     except BaseException as error:

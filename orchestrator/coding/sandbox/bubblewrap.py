@@ -31,7 +31,7 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.plan.sandboxes import why_not_started
 from orchestrator.coding.sandbox.box import WORK, Box, CommandResult, CommandStreams, inside_path
-from orchestrator.coding.sandbox.host_view import HostView, list_regular, processes_of, read_regular
+from orchestrator.coding.sandbox.host_view import HostView, processes_of, read_regular
 from orchestrator.coding.sandbox.isolation import box_environment, launch
 from orchestrator.coding.sandbox.python_image import python_image
 
@@ -59,15 +59,11 @@ class BubblewrapBox(Box):
         view: HostView,
         variables: Mapping[str, str],
     ) -> None:
+        super().__init__(runtime.limits, variables)
         self.process = process
         """bwrap."""
         self.view = view
         self.control = control
-        self._limits = runtime.limits
-        self._env = variables
-        self._one_at_a_time = asyncio.Lock()
-        self._given: set[str] = set()
-        """Files that came from the host, by their paths below the work folder."""
 
     @classmethod
     async def open(cls, runtime: RuntimeConfig, python_path: Sequence[str] = ()) -> BubblewrapBox:
@@ -85,10 +81,11 @@ class BubblewrapBox(Box):
                 f"a sandbox could not be opened: {error}; if descriptors ran out, raise `ulimit -n` or lower the "
                 "number of sandboxes open at one time"
             ) from error
-        control = ControlChannel(here)
+        control, limits = ControlChannel(here), runtime.limits
+        amounts = {"memory_bytes": int(limits.memory_gb * _GIB), "file_bytes": int(limits.file_mb * _MIB)}
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await control.ask({"op": "limits", "limits": _limits(runtime)})
+                await control.ask({"op": "limits", "limits": {**amounts, "processes": limits.processes}})
             children = processes_of(process.pid)[1:]  # It has answered, so bwrap has this one child.
             if not children:
                 raise ValueError("the kernel lists no children of a process (CONFIG_PROC_CHILDREN)")
@@ -108,9 +105,7 @@ class BubblewrapBox(Box):
     def init_pid(self) -> int:
         return self.view.init_pid
 
-    async def _play(
-        self, argv: Sequence[str], env: Mapping[str, str], cwd: str, streams: CommandStreams
-    ) -> CommandResult:
+    async def _play(self, argv: Sequence[str], env: Mapping[str, str], streams: CommandStreams) -> CommandResult:
         if not argv or any("\0" in word for word in (*argv, *env, *env.values())):
             raise ValueError(f"a command needs words without NUL, but got {list(argv)!r} with {dict(env)!r}")
         request = {
@@ -118,7 +113,6 @@ class BubblewrapBox(Box):
             "command": streams.number,
             "argv": list(argv),
             "env": env,
-            "cwd": inside_path(cwd),
             "stdin": len(streams.child_fds) > 2,
             "cpu_s": math.ceil(streams.limits.cpu_s),
             "keep_others": self.keeps_others,
@@ -201,19 +195,11 @@ class BubblewrapBox(Box):
             return read_regular(self.view.root_fd, inside_path(path), max_bytes)
         except FileNotFoundError:
             with contextlib.suppress(PermissionError):  # Code in the box took its own permission away.
-                os.close(self.view.open_work())
+                os.close(self._open_work())
             raise
 
-    async def list_files(self) -> dict[str, int]:
-        self._check_open()
-        try:
-            work_fd = self.view.open_work()
-        except PermissionError:  # Code in the box took its own permission away.
-            return {}
-        try:
-            return await asyncio.to_thread(list_regular, work_fd, self._limits.files, self._given)
-        finally:
-            os.close(work_fd)
+    def _open_work(self) -> int:
+        return self.view.open_work()
 
     async def close(self) -> None:
         if self._closed:
@@ -239,15 +225,6 @@ class BubblewrapBox(Box):
 
     def _has_ended(self) -> bool:
         return self._closed or self.control.closed
-
-
-def _limits(runtime: RuntimeConfig) -> dict[str, int]:
-    limits = runtime.limits
-    return {
-        "memory_bytes": int(limits.memory_gb * _GIB),
-        "file_bytes": int(limits.file_mb * _MIB),
-        "processes": limits.processes,
-    }
 
 
 # The socket to the first process: requests, replies by their ids, and ports.

@@ -20,7 +20,7 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.run.process import signal_session
 from composer_prime.run.scratch import Scratch
 from orchestrator.coding.sandbox.box import WORK, Box, CommandResult, CommandStreams, environment, inside_path
-from orchestrator.coding.sandbox.host_view import list_regular, read_regular
+from orchestrator.coding.sandbox.host_view import read_regular
 
 END_TIMEOUT_S = 10.0
 _MIB = 1 << 20
@@ -33,27 +33,21 @@ class SubprocessBox(Box):
     """Commands as plain sub-processes in a temporary folder."""
 
     def __init__(self, runtime: RuntimeConfig, python_path: Sequence[str]) -> None:
-        self._limits = runtime.limits
         self._scratch = Scratch("box")  # It removes what dead processes left.
         self._work = self._scratch.path / "work"
         self._work.mkdir()
         programs = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
         folders = [str(self._outside(folder)) for folder in python_path]
-        self._env = environment(programs, str(self._scratch.path), folders)
-        self._one_at_a_time = asyncio.Lock()
-        self._given: set[str] = set()
-        """Files that came from the host, by their paths below the work folder."""
+        super().__init__(runtime.limits, environment(programs, str(self._scratch.path), folders))
         self._process: subprocess.Popen[bytes] | None = None
 
     @classmethod
     async def open(cls, runtime: RuntimeConfig, python_path: Sequence[str] = ()) -> SubprocessBox:
         return cls(runtime, python_path)
 
-    async def _play(
-        self, argv: Sequence[str], env: Mapping[str, str], cwd: str, streams: CommandStreams
-    ) -> CommandResult:
+    async def _play(self, argv: Sequence[str], env: Mapping[str, str], streams: CommandStreams) -> CommandResult:
         try:
-            status = self._start(argv, env, self._outside(cwd), streams)
+            status = self._start(argv, env, streams)
             if self._process is not None:
                 waiting = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
                 done, _ = await asyncio.wait([waiting], timeout=streams.limits.wall_s)
@@ -67,7 +61,7 @@ class SubprocessBox(Box):
             self._end_command()
             self._process = None
 
-    def _start(self, argv: Sequence[str], env: Mapping[str, str], folder: Path, streams: CommandStreams) -> int:
+    def _start(self, argv: Sequence[str], env: Mapping[str, str], streams: CommandStreams) -> int:
         """Start the command. Return its status where it cannot start."""
         limits = streams.limits
         amounts = [math.ceil(limits.cpu_s), int(limits.memory_gb * _MIB), int(limits.file_mb * 2048)]
@@ -80,13 +74,13 @@ class SubprocessBox(Box):
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                cwd=folder,
+                cwd=self._work,
                 env=env,
                 start_new_session=True,
             )
             return 0
         except OSError as error:
-            os.write(stderr, f"{argv[0] if folder.is_dir() else folder}: {error.strerror}\n".encode(errors="replace"))
+            os.write(stderr, f"{argv[0]}: {error.strerror}\n".encode(errors="replace"))
             return 127 if error.errno == errno.ENOENT else 126
         finally:
             streams.handed_over()
@@ -110,7 +104,7 @@ class SubprocessBox(Box):
         self._check_open()
         name = str(self._outside(path).relative_to(self._work))
         try:
-            work_fd = os.open(self._work, os.O_RDONLY | os.O_DIRECTORY)
+            work_fd = self._open_work()
         except OSError as error:
             raise FileNotFoundError(f"the sandbox has no regular file {path!r}: {error.strerror}") from error
         try:
@@ -118,16 +112,8 @@ class SubprocessBox(Box):
         finally:
             os.close(work_fd)
 
-    async def list_files(self) -> dict[str, int]:
-        self._check_open()
-        try:
-            work_fd = os.open(self._work, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:  # A command took the permission away, or the folder.
-            return {}
-        try:
-            return await asyncio.to_thread(list_regular, work_fd, self._limits.files, self._given)
-        finally:
-            os.close(work_fd)
+    def _open_work(self) -> int:
+        return os.open(self._work, os.O_RDONLY | os.O_DIRECTORY)
 
     async def close(self) -> None:
         if self._closed:
