@@ -299,11 +299,9 @@ def _capped(weights: Sequence[float]) -> list[float]:
     One that claims 4e14 tokens must not own the model, and of two nobody can say that it is wrong.
     """
     largest = sorted((weight for weight in weights if weight > 0), reverse=True)
-    for count, weight in enumerate(largest if len(largest) > 1 else []):
-        cap = MAX_SHARE * sum(largest[count:]) / (len(largest) - MAX_SHARE * count)  # if `count` of them get the cap
-        if weight <= cap:
-            return [min(weight, cap) for weight in weights]
-    return list(weights)
+    n, possible = len(largest), range(math.ceil(len(largest) / MAX_SHARE))
+    caps = [MAX_SHARE * sum(largest[count:]) / (n - MAX_SHARE * count) for count in possible]  # `count` of them get it
+    return [min([weight, *caps]) for weight in weights]  # The least cap is that of those which do get it.
 
 
 def squared_norm(delta_n: Tensor) -> float:

@@ -57,6 +57,8 @@ def test_weights_are_capped():
     assert weights(100.0, 4e14) == weights(100.0, 700.0) == [100.0, 300.0]
     assert weights(100.0, 200.0, 140.0) == [100.0, 200.0, 140.0]
     assert weights(0.0, 100.0, 400.0) == [0.0, 100.0, 300.0] and weights(0.0, 0.0) == [0.0, 0.0]
+    rounded = 449491.06478873815  # 1.5 times it by 1.5 is less: two peers ended every other one by it
+    assert weights(1e7, rounded, 1e-30) == pytest.approx([rounded, rounded, 1e-30])
 
 
 class Rounds:
