@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -628,6 +628,7 @@ def blocked_at(words: str, silent_s: float = 0.0) -> str | None:
     return next((frame_text(*frame) for frame in own or frames * (silent_s > 2 * STALL_S)), None)
 
 
+@lru_cache(maxsize=4096)
 def is_own(file: str) -> bool:
     """Tell whether a file belongs neither to this product, to Python nor to an installed package."""
     path = Path(file)

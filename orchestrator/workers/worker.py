@@ -92,7 +92,7 @@ class Worker:
                     f"source {spec.name!r} has tools, but the chat template of {spec.model_path} writes a call as "
                     f"{call!r}, which cannot be read back: name a renderer that knows the model in model.renderer"
                 )
-        self._waits: dict[tuple[str, str], float] = {}
+        self._waits: dict[tuple[str, str, int, str], float] = {}
         """Since when a rollout's own code waits at a place; infinite once that was said."""
 
     async def serve(self) -> None:
@@ -164,7 +164,7 @@ class Worker:
         self._waits = {wait: self._waits.get(wait, now) for wait in waiting()}
         for wait, since_s in self._waits.items():
             if now - since_s > 2 * STALL_S:
-                self._waits[wait], place = math.inf, wait[1]
+                self._waits[wait], place = math.inf, frame_text(*wait[1:])
                 message = f"a rollout has waited for {now - since_s:.0f} s at {place}; timeout_s of the source ends it"
                 logger.warning(message, extra=event("warning", where=place, same_as=f"waits at {place}"))
 
@@ -201,14 +201,14 @@ def _named_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> a
     return task
 
 
-def waiting() -> set[tuple[str, str]]:
-    """Return the names of tasks, and the places where code of the environment waits in them."""
+def waiting() -> set[tuple[str, str, int, str]]:
+    """Return names of tasks, and file, line and function of each place where code of the environment waits in them."""
     waits = set()
     for task in asyncio.all_tasks():
         step: Any = task.get_coro()
         while frame := getattr(step, "cr_frame", None):
             if is_own(frame.f_code.co_filename):
-                waits.add((task.get_name(), frame_text(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)))
+                waits.add((task.get_name(), frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
             step = step.cr_await
     return waits
 

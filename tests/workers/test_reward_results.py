@@ -11,7 +11,7 @@ from test_adapter import TINY, TOOL_LOOP, block, environment, play
 
 from composer_prime.errors import ConfigError
 from orchestrator.workers import worker
-from orchestrator.workers.pool import BLOCKED_BY, blamed, blocked_at, frame_text
+from orchestrator.workers.pool import BLOCKED_BY, blamed, blocked_at, frame_text, is_own
 from orchestrator.workers.worker import waiting
 from tests.scripted_node import ScriptedNode
 
@@ -125,16 +125,20 @@ def test_a_metric_that_is_nan(tmp_path, monkeypatch, caplog) -> None:
     assert re.fullmatch(r"\S*nan_metric\.py:\d+, in longest", warning.event_where)
 
 
-# Where code that is not the product's waits is known by the task's name.
+# Where code that is not the product's waits is known by the task's name. Of many tasks each file is looked at once.
 async def test_a_place_that_waits_is_known() -> None:
     async def waits() -> None:
         await asyncio.Event().wait()
 
-    task = asyncio.create_task(waits(), name="g000001-0")
+    tasks = [asyncio.create_task(waits(), name=f"g000001-{number}") for number in range(100)]
     await asyncio.sleep(0)
-    (place,) = [place for name, place in waiting() if name == "g000001-0"]
-    task.cancel()
-    assert re.fullmatch(r"\S*test_reward_results\.py:\d+, in waits", place)
+    waiting()
+    looked = is_own.cache_info().misses
+    ((_, file, line, function),) = [wait for wait in waiting() if wait[0] == "g000001-7"]
+    assert is_own.cache_info().misses == looked
+    for task in tasks:
+        task.cancel()
+    assert re.fullmatch(r"\S*test_reward_results\.py:\d+, in waits", frame_text(file, line, function))
 
 
 # An environment that deletes its folder is named by its whole path.
