@@ -16,7 +16,7 @@ import pytest
 from code_tasks_made import BODY, FAIL_TO_PASS, STUB, make_task, make_tree
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.coding.code.grading import ALIKE, LEAST, Grade, _chosen, _is_same, _overlay, grade, hold_back
+from orchestrator.coding.code.grading import ALIKE, LEAST, Grade, _Bench, _chosen, _is_same, _overlay, grade, hold_back
 from orchestrator.coding.code.reporter import Asking, Recorder, Watch, another, answer, arguments, near, plain, variants
 from orchestrator.coding.task import HELD_BACK, CodeTask
 
@@ -234,6 +234,16 @@ def test_calls_are_recorded_and_made_again(tmp_path: Path, monkeypatch: pytest.M
     tried = variants(recorder.calls, random.Random(0))
     assert tried == variants(recorder.calls, random.Random(0)) and len(tried) > 20
     assert not {(place, text) for *place, text, _ in tried for place in [tuple(place)]} & {*calls}
+
+
+# Code that has the reporter send longer answers than its own gives none: to read millions of items stops a worker.
+@pytest.mark.process
+async def test_answers_without_end_are_none(tmp_path: Path, guarded: CodeTask) -> None:
+    make_tree(tmp_path)
+    text = STUBBED.replace(STUB, "    import __main__\n    __main__.LONGEST = 10**9\n    return [1] * 5000")
+    cases = json.loads(guarded.test_files[HELD_BACK])
+    results, _ = await _Bench(guarded, tmp_path, BOX).ask({FILE: text.encode()}, cases)
+    assert results.started and not results.answers
 
 
 # An answer is read as its built-in base, whatever its class says of itself; of an object its attributes count.
