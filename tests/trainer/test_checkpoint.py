@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,16 @@ def test_an_older_checkpoint_with_the_frozen_base_is_loaded(make_run, model_fold
             parameter.add_(1.0 if parameter.requires_grad else 0.0)
     checkpoints.load(1)
     assert all(torch.equal(dict(policy.named_parameters())[name].full_tensor(), adapters[name]) for name in adapters)
+
+
+def test_the_thread_that_writes_has_the_device_of_its_rank(make_run, model_folder, world, monkeypatch):
+    # Another thread's current device is GPU 0, and torch waits for that one's copies: rank 1 may write too soon.
+    run, set_on = make_run(), []
+    monkeypatch.setattr(torch.cpu, "set_device", lambda device: set_on.append((device, threading.current_thread())))
+    _, _, checkpoints = trained(run, model_folder, world)
+    checkpoints.save(1, SavingOrchestrator())
+    ((device, thread),) = set_on
+    assert device == world.device and thread is not threading.main_thread()
 
 
 def test_a_checkpoint_is_written_beside_training(make_run, model_folder, world):

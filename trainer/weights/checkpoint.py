@@ -115,6 +115,7 @@ class Checkpoints:
     def _write(self, step: int, state: dict[str, Any], outer: memoryview | None, failure: str) -> None:
         """Write this rank's part, without a `failure` on any, and complete the checkpoint. Runs on the thread."""
         folder = self.run_dir.checkpoint(step)
+        torch.get_device_module(self.world.device).set_device(self.world.device)  # A thread begins with GPU 0.
         try:
             self._agree(folder, failure)
             try:
