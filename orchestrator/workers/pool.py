@@ -479,8 +479,8 @@ class WorkerProcess:
 
     @property
     def gone(self) -> bool:
-        """Tell whether the process has ended, even if `ended` still waits for its folder to be removed."""
-        return self.ended.done() or self._process.returncode is not None
+        """Tell whether the process has ended or must, even if `ended` still waits for its folder to be removed."""
+        return self.ended.done() or self._end_reason is not None or self._process.returncode is not None
 
     @property
     def running(self) -> int:

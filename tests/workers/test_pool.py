@@ -245,7 +245,7 @@ async def test_an_environment_that_exits_or_forks_is_named(model_path: str, tmp_
         failure = (await pool.run(rollout(peer, "crashes", 5))).failure
         assert re.search(r"SIGSEGV: \S*bench_env\.py:\d+, in setup", failure.message)
         failure = (await pool.run(rollout(peer, "closes", 6))).failure
-        assert "exit status 1" in failure.message and "Bad file descriptor" in failure.message
+        assert "Bad file descriptor" in failure.message  # Whether it ended by itself or took too long.
 
 
 @pytest.mark.slow
@@ -262,6 +262,20 @@ async def test_only_the_task_that_blocks_is_blamed(model_path: str) -> None:
             assert (await bystander).failure.kind == "displaced"
         left_out = (await pool.run(rollout(peer, "third", 0))).failure
         assert left_out.kind == "hang" and not left_out.retryable
+
+
+@pytest.mark.slow
+async def test_a_worker_that_breaks_the_protocol_gets_no_rollout(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has seconds to end by itself: what comes meanwhile waits for the next worker, and no try of it is lost."""
+    async with Peer() as peer, started(WorkerPool(source(model_path), start_timeout_s=START_S)) as pool:
+        (worker,) = pool.players
+        with monkeypatch.context() as patch:
+            patch.setattr("composer_prime.wire.sockets.MAX_FRAME_BYTES", 1)
+            await until(lambda: worker._end_reason)
+        reply = await pool.run(rollout(peer, "later"))
+        assert (reply.failure, reply.reward) == (None, 2.0)
 
 
 @pytest.mark.slow
