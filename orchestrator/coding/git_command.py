@@ -6,24 +6,28 @@ import io
 import os
 import subprocess
 import tarfile
+from functools import partial
 from pathlib import Path
 
 from composer_prime.errors import ConfigError
 
 GIT_TIMEOUT_S = 600.0
-_NO_PROGRAMS = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "log.showSignature=false")
-"""The settings of a repository that someone else packed must not start programs of its own."""
+_GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "log.showSignature=false", "-C")
+"""Neither settings of a repository that someone else packed nor its filters must start programs of its own."""
 
 
 def git(folder: Path, *words: str, stdin: bytes = b"") -> bytes:
     """Return what a git command prints in a folder. Raises ConfigError with git's first line where it fails."""
-    # A repository above the folder is not meant.
-    environment = {**os.environ, "LC_ALL": "C", "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
-    if words[0] == "archive":  # A clone may belong to another user. This command runs no code of it.
-        environment |= {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
-    command = ["git", *_NO_PROGRAMS, "-C", str(folder), *words]
+    # A repository above the folder is not meant. To fetch what one lacks would start programs, too.
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent), "GIT_ALLOW_PROTOCOL": "none"}
+    environment |= {"LC_ALL": "C", "NOTHING": ""}
+    begun = [*_GIT, str(folder), *(("-c", "safe.directory=*") if words[0] == "archive" else ())]  # Of other users, too.
+    start = partial(subprocess.run, input=stdin, env=environment, capture_output=True, timeout=GIT_TIMEOUT_S)
     try:
-        done = subprocess.run(command, input=stdin, env=environment, capture_output=True, timeout=GIT_TIMEOUT_S)
+        listed = start([*begun, "config", "-z", "--show-scope", "--name-only", "--get-regexp", r"^filter\."])
+        scopes, names = (os.fsdecode(listed.stdout).split("\0")[at::2] for at in (0, 1))
+        own = [name for scope, name in zip(scopes, names, strict=False) if scope in ("local", "worktree")]
+        done = start([*begun, *(f"--config-env={name}=NOTHING" for name in own), *words])
     except FileNotFoundError:
         raise ConfigError("git is not installed: install it (`apt install git`)") from None
     except subprocess.TimeoutExpired:
@@ -36,7 +40,6 @@ def git(folder: Path, *words: str, stdin: bytes = b"") -> bytes:
 
 def commit_files(repository: Path, commit: str) -> dict[str, bytes]:
     """Return the plain files of a commit. Raises ConfigError where git fails."""
-    packed = io.BytesIO(git(repository, "archive", "--format=tar", commit))
-    with tarfile.open(fileobj=packed) as archive:
+    with tarfile.open(fileobj=io.BytesIO(git(repository, "archive", "--format=tar", commit))) as archive:
         entries = [(entry.name, archive.extractfile(entry)) for entry in archive if entry.isreg()]
         return {name: file.read() for name, file in entries if file is not None}

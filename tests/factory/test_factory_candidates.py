@@ -18,6 +18,7 @@ from orchestrator.coding.factory.candidates import FactorySettings, TaskCandidat
 from orchestrator.coding.factory.factory import symptoms
 from orchestrator.coding.factory.source import SourceFunction, SourceTree, edited, find_functions
 from orchestrator.coding.factory.suite import Baseline, TestRecord
+from orchestrator.coding.git_command import commit_files
 from orchestrator.coding.git_command import git as read_by_git
 from tests.factory.package_made import PACKAGE, SHAPES, git, write_package
 
@@ -197,17 +198,29 @@ def test_settings_of_a_repository_start_no_program(tmp_path):
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\ntouch {ran}\n")
     program.chmod(0o755)
+    (source / ".gitattributes").write_text("*.py filter=own=x\n")
     git(source, "init", "-q")
     git(source, "add", ".")
     git(source, "commit", "-q", "-m", "First")
     signed = git(source, "cat-file", "commit", "HEAD").replace("\n\n", "\ngpgsig -----BEGIN PGP SIGNATURE-----\n\n", 1)
     (tmp_path / "commit").write_text(signed)
     git(source, "update-ref", "HEAD", git(source, "hash-object", "-wt", "commit", str(tmp_path / "commit")).strip())
-    for name, value in (("core.fsmonitor", program), ("gpg.program", program), ("log.showSignature", "true")):
-        git(source, "config", name, str(value))
+    programs = ("core.fsmonitor", "gpg.program", "filter.own=x.clean", "filter.own=x.smudge", "filter.own=x.process")
+    for name in (*programs, "remote.far.uploadpack"):
+        git(source, "config", name, str(program))
+    for name in ("log.showSignature", "filter.own=x.required"):
+        git(source, "config", name, "true")
     shutil.copy(program, source / ".git/hooks/post-index-change")
     for path in source.rglob("*.py"):
         os.utime(path, (0, 0))
     read_by_git(source, "status", "--porcelain")
     assert len(commit_candidates(source, 5)) == 1
+    assert commit_files(source, "HEAD")[PATH] == (source / PATH).read_bytes()
+    assert not ran.exists()
+    blob = git(source, "rev-parse", f"HEAD:{PATH}").strip()
+    (source / ".git/objects" / blob[:2] / blob[2:]).unlink()
+    for name, value in (("core.repositoryformatversion", "1"), ("extensions.partialClone", "far"), ("url", tmp_path)):
+        git(source, "config", name if "." in name else f"remote.far.{name}", str(value))
+    with pytest.raises(ConfigError, match="'file' not allowed"):  # A fetch of what it lacks.
+        commit_files(source, "HEAD")
     assert not ran.exists()

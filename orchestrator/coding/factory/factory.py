@@ -153,8 +153,8 @@ class TaskFactory:
         if not source.is_dir():
             raise ConfigError(f"{source}: no such folder; unpack an archive first")
         if (source / ".git").exists():
-            if edits := git(source, "status", "--porcelain").decode(errors="replace").splitlines():
-                self.local_edits[str(source)] = edits
+            if edits := git(source, "status", "--porcelain", "--ignore-submodules").splitlines():
+                self.local_edits[str(source)] = [line.decode(errors="replace") for line in edits]
             return self._copy(source, git(source, "rev-parse", "HEAD").decode().strip())
         if self.settings.history:
             raise ConfigError(f"{source} is not a git repository: --history needs a folder with .git")
