@@ -118,6 +118,7 @@ class Trainer:
         with (
             contextlib.closing(self._connect()) as client,
             contextlib.closing(self.publisher.background),
+            contextlib.closing(self.checkpoints.background),
             self.outer or contextlib.nullcontext(),
             _told_first(),
         ):
@@ -332,10 +333,7 @@ class Trainer:
         return True
 
     def _is_unsaved(self, step: int) -> bool:
-        """Return whether `step` was taken and has no checkpoint, as rank 0 sees the folder. A collective.
-
-        Waits for one that is under way.
-        """
+        """Wait for a checkpoint under way. Return whether `step` was taken and rank 0 sees none of it. A collective."""
         self.checkpoints.settle()
         return bool(gather_words([step > 0 and step not in self.run_dir.complete_checkpoints()])[0][0])
 

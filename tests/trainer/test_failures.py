@@ -7,12 +7,14 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 
 import msgspec
 import numpy as np
 import psutil
 import pytest
+from rank_process import start_ranks
 from small_runs import make_samples
 from step_peer import StepPeer
 
@@ -22,6 +24,8 @@ from composer_prime.run.ledger import check_ledger, effective, left_out
 from composer_prime.run.run_dir import read_run_id
 from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.types import RunFinished, flags, pack_floats
+from trainer import train
+from trainer.weights.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.process
 
@@ -189,6 +193,29 @@ def test_a_failed_checkpoint_does_not_stop_the_run(make_run):
     assert [done.step for done in peer.done] == [0, 1, 2] and peer.checkpoints == [1, 2]
     assert list(run.dir.checkpoints.iterdir()) == [] and (run.dir.final / "model.safetensors").is_file()
     assert [json.loads(line)["checkpoint/failed"] for line in run.dir.metrics.read_text().splitlines()] == [False, True]
+
+
+def slow_to_write(run_dir: str) -> None:
+    """A rank whose thread takes a while to write a checkpoint."""
+    write = Checkpoints._write
+
+    def slow(*parts):
+        time.sleep(0.5)
+        write(*parts)
+
+    Checkpoints._write = slow
+    sys.exit(train.main(["--run-dir", run_dir]))
+
+
+def test_a_failure_while_a_checkpoint_is_written_leaves_it(make_run):
+    # The run fails right after step 1, whose checkpoint is due: the ranks end with it.
+    run = make_run(trainer={"checkpoint": {"every_steps": 1}})
+    failed = msgspec.msgpack.encode(RunFinished(reason="no node is left", failed=True))
+    answer = lambda peer, request: failed if request.step == 2 else None
+    with StepPeer(run.dir, make_samples, max_steps=3, answer=answer):
+        ranks = start_ranks([run.dir.root] * 2, work=slow_to_write)
+        assert [rank.wait(200) for rank in ranks] == [1, 1], ranks[0].output
+    assert "no node is left" in ranks[0].output and run.dir.complete_checkpoints() == [1], ranks[0].output
 
 
 def test_an_orchestrator_that_cannot_save_is_reported(make_run):

@@ -68,7 +68,7 @@ class Checkpoints:
     keep: int
     """How many checkpoints stay."""
     _failure: CheckpointError | None = None
-    _background: Background = field(default_factory=partial(Background, 1))
+    background: Background = field(default_factory=partial(Background, 1))
     _group: Any = field(default_factory=partial(dist.new_group, backend="gloo"))
     """In it the threads of all ranks agree, beside the collectives of training."""
 
@@ -95,7 +95,7 @@ class Checkpoints:
 
     def settle(self) -> CheckpointError | None:
         """Wait until no checkpoint is under way. Return what the last one failed of. A collective."""
-        wait_together("training", "the checkpoint that is under way", self._background.is_idle)
+        wait_together("training", "the checkpoint that is under way", self.background.is_idle)
         return self._failure
 
     def _has_room(self) -> bool:
@@ -110,7 +110,7 @@ class Checkpoints:
         work = partial(_prepare, self.run_dir.checkpoint(step), step, client)
         prepared = first_alone(self.world, "training", f"rank 0's part of {what}", work) or ""
         outer = None if self.outer is None else self.outer.state()
-        self._background.start(what, partial(self._write, step, state, outer, prepared))
+        self.background.start(what, partial(self._write, step, state, outer, prepared))
 
     def _write(self, step: int, state: dict[str, Any], outer: memoryview | None, failure: str) -> None:
         """Write this rank's part, without a `failure` on any, and complete the checkpoint. Runs on the thread."""
