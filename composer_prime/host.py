@@ -9,6 +9,7 @@ import ctypes
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shutil
 import tempfile
 from contextlib import suppress
@@ -33,15 +34,26 @@ class Machine:
     """Memory of each visible GPU, bytes."""
 
 
+_CGROUP = Path("/sys/fs/cgroup")
+_LIMITS = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory/memory.usage_in_bytes"}
+
+
 def this_machine() -> Machine:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(cores=cores, memory_bytes=memory()[0], gpus=visible_gpus())
+
+
+def memory() -> tuple[int, int]:
+    """Return the bytes of memory, and the free ones: of this machine, or of its control group if that has less."""
     import psutil
 
-    memory_bytes = psutil.virtual_memory().total
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):
-            memory_bytes = min(memory_bytes, int(Path(path).read_text()))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(cores=cores, memory_bytes=memory_bytes, gpus=visible_gpus())
+    total, free = psutil.virtual_memory()[:2]
+    for limit, used in ((_CGROUP / limit, _CGROUP / used) for limit, used in _LIMITS.items()):
+        with suppress(OSError, ValueError, IndexError):
+            total = min(total, most := int(limit.read_text()))
+            cached = re.findall(r"inactive_file (\d+)", used.with_name("memory.stat").read_text())[-1]
+            free = min(free, most - int(used.read_text()) + int(cached))
+    return total, free
 
 
 def _cuda_driver() -> Any:

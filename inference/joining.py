@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from pydantic import ValidationError
 
 from composer_prime.config.inference import InferenceConfig
@@ -42,6 +41,7 @@ from composer_prime.host import (
     driver_cuda,
     free_bytes,
     gpu_name,
+    memory,
     module_file,
     own_folder,
     this_machine,
@@ -320,10 +320,9 @@ def this_setup() -> NodeSetup:
 
 def machine_text(state: Path) -> str:
     machine, driver = this_machine(), driver_cuda()
-    gpus = ", ".join(f"{gpu_name()} {memory / GIB:.0f} GiB" for memory in machine.gpus) or "no GPU"
-    memory = min(machine.memory_bytes, psutil.virtual_memory().available)
+    gpus = ", ".join(f"{gpu_name()} {size / GIB:.0f} GiB" for size in machine.gpus) or "no GPU"
     return (
-        f"{gpus}{f', CUDA {driver}' if driver else ''}, {machine.cores} cores, {memory / GIB:.1f} GiB memory, "
+        f"{gpus}{f', CUDA {driver}' if driver else ''}, {machine.cores} cores, {memory()[1] / GIB:.1f} GiB memory, "
         f"{free_bytes(state) / GIB:.1f} GiB disk"
     )
 

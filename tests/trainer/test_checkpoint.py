@@ -13,6 +13,7 @@ import transformers
 from small_runs import make_samples, rows_of
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from composer_prime import host
 from composer_prime.errors import CheckpointError
 from composer_prime.packing.pack import totals
 from composer_prime.wire.types import CheckpointSaved
@@ -126,6 +127,18 @@ def test_the_thread_that_writes_has_the_device_of_its_rank(make_run, model_folde
     checkpoints.save(1, SavingOrchestrator())
     ((device, thread),) = set_on
     assert device == world.device and thread is not threading.main_thread()
+
+
+def test_a_container_without_room_for_a_copy(make_run, model_folder, world, monkeypatch, tmp_path):
+    # The limit of the control group counts, not the memory of the machine; what it holds of unused files is free.
+    _, _, checkpoints = trained(make_run(), model_folder, world)
+    (tmp_path / "cgroup").mkdir()
+    monkeypatch.setattr(host, "_CGROUP", tmp_path / "cgroup")
+    for name, text in (("current", "900"), ("stat", "anon 500\ninactive_file 300\n"), ("max", "max")):
+        (tmp_path / "cgroup" / f"memory.{name}").write_text(text)
+    assert checkpoints._has_room()
+    (tmp_path / "cgroup" / "memory.max").write_text("1000")
+    assert host.memory() == (1000, 400) and not checkpoints._has_room()
 
 
 def test_a_checkpoint_is_written_beside_training(make_run, model_folder, world):

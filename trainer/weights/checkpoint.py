@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -36,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from composer_prime.config.load import read_config
 from composer_prime.errors import CheckpointError, ComposerError
+from composer_prime.host import memory
 from composer_prime.model_source import resolve_model
 from composer_prime.run.run_dir import RunDir, write_atomic, write_remedy
 from diloco.streaming import StreamingDiLoCo
@@ -102,7 +102,7 @@ class Checkpoints:
         """Return whether each machine has twice the memory that a copy takes. A collective."""
         trained = sum(parameter.nbytes for parameter in self.policy.parameters() if parameter.requires_grad)
         needed = 2 * 3 * trained * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // self.world.size
-        return all(room for (room,) in gather_words([int(psutil.virtual_memory().available > needed)]))
+        return all(room for (room,) in gather_words([int(memory()[1] > needed)]))
 
     def _start(self, step: int, client: StepClient, state: Any) -> None:
         self.settle()
