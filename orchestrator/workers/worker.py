@@ -161,7 +161,7 @@ class Worker:
     def _name_waits(self) -> None:
         """Say where a rollout's own code waits: its limit may be many minutes away."""
         now = time.monotonic()
-        self._waits = {wait: self._waits.get(wait, now) for wait in waiting()}
+        self._waits = {wait: self._waits.get(wait, now) for wait in waiting() if wait[0] in self._running}
         for wait, since_s in self._waits.items():
             if now - since_s > 2 * STALL_S:
                 self._waits[wait], place = math.inf, frame_text(*wait[1:])

@@ -141,6 +141,22 @@ async def test_a_place_that_waits_is_known() -> None:
     assert re.fullmatch(r"\S*test_reward_results\.py:\d+, in waits", frame_text(file, line, function))
 
 
+# Only the waits of rollouts are told: what an environment runs beside them may wait for ever.
+async def test_what_waits_beside_the_rollouts_is_no_news(monkeypatch, caplog) -> None:
+    async def waits() -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(worker, "STALL_S", -1.0)
+    tasks = {name: asyncio.create_task(waits(), name=name) for name in ("g000001-0", "Task-7")}
+    serving = worker.Worker.__new__(worker.Worker)
+    serving._running, serving._waits = {"g000001-0": tasks["g000001-0"]}, {}
+    await asyncio.sleep(0)
+    serving._name_waits()
+    for task in tasks.values():
+        task.cancel()
+    assert [name for name, *_ in serving._waits] == ["g000001-0"] and len(caplog.records) == 1
+
+
 # An environment that deletes its folder is named by its whole path.
 def test_the_folder_is_gone(tmp_path, monkeypatch) -> None:
     (gone := tmp_path / "gone").mkdir()
