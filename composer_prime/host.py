@@ -35,7 +35,6 @@ class Machine:
 
 
 _CGROUP = Path("/sys/fs/cgroup")
-_LIMITS = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory/memory.usage_in_bytes"}
 
 
 def this_machine() -> Machine:
@@ -48,11 +47,12 @@ def memory() -> tuple[int, int]:
     import psutil
 
     total, free = psutil.virtual_memory()[:2]
-    for limit, used in ((_CGROUP / limit, _CGROUP / used) for limit, used in _LIMITS.items()):
+    for limit, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):  # Of version 2 and 1.
+        group = _CGROUP if limit == "max" else _CGROUP / "memory"
         with suppress(OSError, ValueError, IndexError):
-            total = min(total, most := int(limit.read_text()))
-            cached = re.findall(r"inactive_file (\d+)", used.with_name("memory.stat").read_text())[-1]
-            free = min(free, most - int(used.read_text()) + int(cached))
+            total = min(total, most := int((group / f"memory.{limit}").read_text()))
+            cached = re.findall(r"inactive_file (\d+)", (group / "memory.stat").read_text())[-1]
+            free = min(free, most - int((group / f"memory.{used}").read_text()) + int(cached))
     return total, free
 
 

@@ -101,9 +101,8 @@ class Worker:
             for environment in self._environments.values():
                 await stack.enter_async_context(environment.serving())
             num_tasks = {name: environment.num_tasks for name, environment in self._environments.items()}
-            notes = [environment.repeated for environment in self._environments.values()]
-            notes = [note for note in [*notes, overlap(self._environments)] if note is not None]
-            ready = WorkerReady(num_tasks=num_tasks, notes=notes)
+            notes = [*(each.repeated for each in self._environments.values()), overlap(self._environments)]
+            ready = WorkerReady(num_tasks=num_tasks, notes=[note for note in notes if note is not None])
             loop = asyncio.get_running_loop()
             loop.set_task_factory(_named_task)
             os.register_at_fork(after_in_child=partial(loop.call_soon, _end_child))
