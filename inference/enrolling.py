@@ -30,7 +30,7 @@ from composer_prime.run.keys import ClientKeys, CurvePair, write_secret
 from composer_prime.run.node_registry import utc_text
 from composer_prime.wire.enrollment import Invite, key_proof, release
 from composer_prime.wire.node_messages import PROTOCOL, Dismissed, Enroll, Enrolled, ToNode
-from composer_prime.wire.sockets import dealer
+from composer_prime.wire.sockets import dealer, frames_of
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ async def _ask(address: str, keys: ClientKeys, message: Enroll, limit_s: float) 
     events = socket.get_monitor_socket(zmq.EVENT_ALL)
     seen: set[int] = set()
     try:
-        await socket.send(msgspec.msgpack.encode(message))
+        await socket.send_multipart(frames_of(msgspec.msgpack.encode(message)))
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(events, zmq.POLLIN)

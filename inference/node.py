@@ -60,7 +60,7 @@ from composer_prime.wire.node_messages import (
     WeightPiece,
     cut_text,
 )
-from composer_prime.wire.sockets import dealer
+from composer_prime.wire.sockets import dealer, frames_of
 from composer_prime.wire.types import ints
 from inference.engines.base import Engine
 from inference.receiver import CHUNK_TIMEOUT_S, ChunkSource, Receiver
@@ -113,7 +113,7 @@ class GatewayLink(ChunkSource):
     def send(self, message: FromNode | FromAuditor) -> None:
         if self._socket is not None:
             # A DEALER without a high-water mark never blocks, so the returned future is done.
-            self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
+            self._socket.send_multipart(frames_of(self._encoder.encode(message)), flags=zmq.NOBLOCK)
 
     async def receive(self, timeout_s: float) -> ToNode | None:
         if self._socket is None:

@@ -393,7 +393,7 @@ class StepClient:
         raise Stopped
 
     def _send(self, message: FromTrainer) -> None:
-        self._socket.send(check_request(msgspec.msgpack.encode(message), type(message).__name__))
+        self._socket.send_multipart(check_request(msgspec.msgpack.encode(message), type(message).__name__))
 
     def _receive(self) -> ToTrainer | None:
         """Return the next message; None after a fraction of a second without one."""

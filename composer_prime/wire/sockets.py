@@ -40,8 +40,10 @@ logger = logging.getLogger(__name__)
 MAX_REPLY_BYTES = 1 << 30
 """Largest message that a client takes from its server."""
 MAX_REQUEST_BYTES = 4 << 20
-"""Largest frame that a server takes unless it says otherwise: the names of 30,000 parameters, or of 80,000 samples.
-Strangers can send as much, because ZMQ has one limit for frames before and after a key is proven."""
+"""Largest message that a server takes unless it says otherwise: 30,000 names of parameters, or 80,000 of samples."""
+SERVER_FRAME_BYTES = 64 << 10
+"""Largest frame that a server takes. ZMQ has one limit for frames before and after a key is proven, so it is what a
+stranger can send; longer messages are cut into frames (`frames_of`)."""
 _MAX_UNREAD = 64
 """Messages of one peer that wait in the server's process."""
 _FRAMES_AT_A_TIME = 512
@@ -93,23 +95,24 @@ class FromConnection:
     """The public key (Z85) that the connection has proven to hold."""
     peer: str
     """The IP address that it comes from."""
-    frames: list[bytes]
-    """The first ones, as many as the receiver wants."""
+    body: bytes
+    """All frames together; b"" where they are more than the server takes."""
     num_frames: int
     num_bytes: int
     """Of all frames."""
-
-    @property
-    def first(self) -> bytes:
-        return self.frames[0] if self.frames else b""
 
 
 class SecureServer:
     """A bound ROUTER socket, the thread that admits its peers, and the watch over what they send."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, authenticator: ThreadAuthenticator
+        self,
+        context: zmq.asyncio.Context,
+        socket: zmq.asyncio.Socket,
+        authenticator: ThreadAuthenticator,
+        max_message_bytes: int,
     ) -> None:
+        self._max_message_bytes = max_message_bytes
         self.context = context
         self.socket = socket
         self.authenticator = authenticator
@@ -130,9 +133,11 @@ class SecureServer:
         """The address really bound, with its port."""
         return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    async def receive(self, keep: int = 1) -> FromConnection:
-        """Return the next message, with its first `keep` frames. All messages must be read with this: the watch closes
-        connections whose messages are not."""
+    async def receive(self) -> FromConnection:
+        """Return the next message. All must be read with this: the watch closes connections whose messages are not.
+
+        A sender of more than a message's limit, or of too many frames, is disconnected.
+        """
         direct, unread = self._direct, self._unread
         assert unread is not None, "bind() comes first"
         identity = await self.socket.recv()
@@ -143,10 +148,10 @@ class SecureServer:
             frame = direct.recv(zmq.NOBLOCK, copy=False)
             if not num_frames:
                 key, peer, fd = sender_key(frame), str(frame.get("Peer-Address")), int(frame.get("__fd"))
-            if num_frames < keep:
-                frames.append(frame.bytes)
             num_frames += 1
             num_bytes += len(frame)
+            if num_bytes <= self._max_message_bytes:
+                frames.append(frame.bytes)
             more = frame.more
             if num_frames % _FRAMES_AT_A_TIME == 0:
                 if num_frames >= MAX_FRAMES:
@@ -156,8 +161,11 @@ class SecureServer:
                 await asyncio.sleep(0)
         if num_frames:
             unread.read[fd] += num_bytes + num_frames * FRAME_OVERHEAD
+        if len(frames) < num_frames:
+            frames = []
+            unread.end(fd, peer, num_bytes + num_frames * LEAST_FRAME_BYTES)
         return FromConnection(
-            identity=identity, key=key, peer=peer, frames=frames, num_frames=num_frames, num_bytes=num_bytes
+            identity=identity, key=key, peer=peer, body=b"".join(frames), num_frames=num_frames, num_bytes=num_bytes
         )
 
     def close(self) -> None:
@@ -184,10 +192,11 @@ def bind_router(
     `clients` may be a function of the key, called in another thread at each handshake. Messages carry the key that
     their connection proved: `sender_key`.
 
-    A peer that sends a frame above `max_message_bytes` is disconnected. Of each connection at most `max_unread`
-    messages are held; then the peer's own queue grows, not this process. Neither bounds the number of frames in a
-    message (wire/unread.py does). To each connection at most `max_unsent` messages wait (0: any number); then sending
-    waits, or raises zmq.Again. With `handover`, a client that names an identity takes it from the connection that had
+    A peer whose message is above `max_message_bytes`, or a frame above 64 KiB, is disconnected. Of each connection at
+    most `max_unread` messages are held; then the peer's own queue grows, not this process. Neither bounds what a
+    message without an end takes (wire/unread.py does). To each connection at most `max_unsent` messages wait (0: any
+    number); then sending waits, or raises zmq.Again. With `handover`, a client that names an identity takes it from
+    the connection that had
     it. Otherwise identities stay with their connection.
 
     Raises PortInUseError when another process holds the address, ConfigError when this machine has no such address.
@@ -205,10 +214,10 @@ def bind_router(
     socket.setsockopt(zmq.ROUTER_HANDOVER, handover)
     socket.setsockopt(zmq.SNDHWM, max_unsent)
     socket.setsockopt(zmq.RCVHWM, max_unread)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, SERVER_FRAME_BYTES + FRAME_OVERHEAD)
     socket.setsockopt(zmq.IPV6, is_ipv6)
     socket.curve_secretkey, socket.curve_publickey, socket.curve_server = server.secret, server.public, True
-    bound = SecureServer(context, socket, authenticator)
+    bound = SecureServer(context, socket, authenticator, max_message_bytes)
     try:
         bound.bind(address)
     except zmq.ZMQError as error:
@@ -217,14 +226,19 @@ def bind_router(
     return bound
 
 
-def check_request(raw: bytes, name: str) -> bytes:
-    """Return `raw`, which a server made by `bind_router` takes. Raises WireError for a request that is too large."""
+def frames_of(raw: bytes) -> list[bytes]:
+    """Cut a message into the frames that a server made by `bind_router` takes."""
+    return [raw[at : at + SERVER_FRAME_BYTES] for at in range(0, len(raw), SERVER_FRAME_BYTES)]
+
+
+def check_request(raw: bytes, name: str) -> list[bytes]:
+    """Return the frames of `raw` for a server. Raises WireError for a request that is too large."""
     if len(raw) > MAX_REQUEST_BYTES:
         raise WireError(
             f"a {name} has {len(raw)} bytes and the other side takes at most {MAX_REQUEST_BYTES}: train fewer "
             "parameters by name, or fewer samples a step"
         )
-    return raw
+    return frames_of(raw)
 
 
 def sender_key(frame: zmq.Frame) -> bytes:
@@ -330,7 +344,7 @@ class NodeSocket:
         return None if queued is None else queued.result()
 
     async def receive(self) -> FromConnection:
-        """Return the next message, with the bytes of its first frame only."""
+        """Return the next message."""
         assert self._server is not None, "bind() comes first"
         return await self._server.receive()
 

@@ -85,11 +85,11 @@ class Rendezvous:
 
     async def _receive(self) -> None:
         while True:
-            received = await self._server.receive(keep=2)
-            identity = received.identity
-            if received.num_frames == 2 and self._open[identity] < _MAX_OPEN:
+            received = await self._server.receive()
+            identity, number, raw = received.identity, received.body[:8], received.body[8:]
+            if raw and self._open[identity] < _MAX_OPEN:
                 self._open[identity] += 1
-                task = asyncio.create_task(self._respond(identity, *received.frames))
+                task = asyncio.create_task(self._respond(identity, number, raw))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             await asyncio.sleep(0)

@@ -115,9 +115,9 @@ class Connection:
         future: asyncio.Future[messages.ToPeer] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         future.add_done_callback(lambda _: self._waiting.pop(number, None))
-        raw = check_request(messages.encode(request), type(request).__name__)
-        self.bytes_sent += len(raw)
-        await self._socket.send_multipart([number, raw])
+        frames = check_request(messages.encode(request), type(request).__name__)
+        self.bytes_sent += sum(map(len, frames))
+        await self._socket.send_multipart([number, *frames])
         return future
 
     async def _receive(self) -> None:

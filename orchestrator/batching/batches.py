@@ -473,7 +473,7 @@ class StepServer:
     async def _receive(self) -> None:
         while True:
             received = await self._server.receive()
-            identity, payload = received.identity, received.first
+            identity, payload = received.identity, received.body
             try:
                 message = _DECODER.decode(payload)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -335,9 +335,7 @@ class NodeLink:
             self.conduct.garbage += 1
             return False
         try:
-            if received.num_frames != 1:
-                raise msgspec.DecodeError(f"{received.num_frames} frames, expected 1")
-            message = _DECODER.decode(received.first)
+            message = _DECODER.decode(received.body)
             if not isinstance(message, Enroll) and not self.admission.is_node(key):
                 raise msgspec.DecodeError(f"a {type(message).__name__} from a key that may only enroll")
         except (msgspec.DecodeError, ValueError, RecursionError) as error:

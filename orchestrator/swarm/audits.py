@@ -246,9 +246,7 @@ class Auditors:
         while True:
             received = await self._socket.receive()
             try:
-                if received.num_frames != 1:
-                    raise msgspec.DecodeError(f"{received.num_frames} frames, expected 1")
-                message = decoder.decode(received.first)
+                message = decoder.decode(received.body)
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 logger.warning("dropped a message to the audit listener: %s (use one release everywhere)", error)
                 continue
