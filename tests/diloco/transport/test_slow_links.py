@@ -50,8 +50,8 @@ async def lost_on_the_way(body: bytes, quick_bytes: int, passes: int) -> list[in
 
     async def answer_all() -> None:
         while True:
-            identity, number, raw = await server.socket.recv_multipart()
-            request = from_peer(raw)
+            identity, number, *frames = await server.socket.recv_multipart()
+            request = from_peer(b"".join(frames))
             if isinstance(request, Piece):
                 if blob.received > quick_bytes and len(request.data) > passes:
                     lost.append(len(request.data))
