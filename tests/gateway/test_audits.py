@@ -46,14 +46,14 @@ class DyingComputer(Computer):
 
 @asynccontextmanager
 async def process(role: type[InferenceNode], engine: Any, name: str, endpoint: str, keys, messages: Any):
-    """A node or an auditor, as inference/main.py builds it."""
+    """A node or an auditor, as inference/main.py builds it. Gives its task."""
     await engine.start()
     link = GatewayLink(lambda: endpoint, keys, 10.0, messages)
     receiver = Receiver(engine, link, MODEL, 0.05)
     serving = role(name, engine, link, receiver, SETTINGS, max_context=CONTEXT)
     task = asyncio.ensure_future(serving.run())
     try:
-        yield serving
+        yield task
         assert not task.done(), task.exception()
     finally:
         task.cancel()
@@ -122,9 +122,9 @@ async def test_an_auditor_whose_engine_died_ends(open_gateway, keys):
         link = gateway.audits.auditors.endpoint, keys.client("trainer"), ToAuditor
         dying = LocalEngine(MODEL, SETTINGS, CONTEXT, computer=DyingComputer)
         with pytest.raises(AssertionError, match="illegal memory access"):
-            async with process(Auditor, dying, "dying", *link):
+            async with process(Auditor, dying, "dying", *link) as serving:
                 await until(lambda: gateway.audits.metrics()["audit/auditors"], "the auditor")
-                await until(lambda: not gateway.audits.metrics()["audit/auditors"], "its end")
+                await until(lambda: not gateway.audits.metrics()["audit/auditors"] and serving.done(), "its end")
         assert "auditor dying" in ((await playing)[1] or "")
         async with process(Auditor, LocalEngine(MODEL, SETTINGS, CONTEXT), "healthy", *link):
             assert await play(gateway, "r2", [5, 6, 7]) == ("n", None)
