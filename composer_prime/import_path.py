@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from composer_prime.console import did_you_mean
@@ -45,3 +47,25 @@ def build_part(
     except TypeError as error:
         raise ConfigError(f"{setting} is {name!r}, which does not take {dict(settings)}: {error}") from None
     return factory(**arguments)
+
+
+def build_awaited(name: str, settings: Mapping[str, Any], setting: str) -> Any:
+    """Return the part that `name` names, which is called and awaited. Raises ConfigError as `build_part` does."""
+    part = build_part(name, settings, {}, setting, {})
+    call = part if inspect.isroutine(part) or not callable(part) else part.__call__
+    if not inspect.iscoroutinefunction(call):
+        raise ConfigError(f"{setting} has {name!r}, which must be called as `async def __call__` ({place_of(call)})")
+    return part
+
+
+def place_of(function: Any) -> str:
+    """Return `file:line, in function` of where a function is written."""
+    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
+    return frame_text(code.co_filename, code.co_firstlineno, code.co_name) if code is not None else repr(function)
+
+
+def frame_text(file: str, line: str | int, function: str) -> str:
+    path = Path(file)
+    with suppress(OSError, ValueError):  # An environment may delete the current folder.
+        path = path.relative_to(Path.cwd())
+    return f"{path}:{line}, in {function}"

@@ -23,7 +23,6 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ import msgspec
 
 import composer_prime.errors
 from composer_prime.errors import ComposerError, ConfigError, DeadlineError, EnvironmentWorkerError, WireError
+from composer_prime.import_path import frame_text
 from composer_prime.monitor.events import OURS, event
 from composer_prime.run import process as processes
 from composer_prime.run.process import WORKER_ENVIRONMENT, child_options, exit_text, signal_session
@@ -51,6 +51,7 @@ DUMP = "Timeout (0:"
 _DUMPED = re.compile(r'^ +File "([^"<]+)", line (\d+) in (\S+)', re.MULTILINE)
 """A frame as faulthandler writes it, the innermost first."""
 _NOT_OWN = (sysconfig.get_paths()["stdlib"] + "/", *(f"{Path(__file__).parents[2] / package}/" for package in OURS))
+_LONG_LOG_BYTES = 50 << 20
 _STOP_GRACE_S = 5.0
 """Time for a worker to clean up when its pool is closed."""
 TRAIN, EVAL = "train", "eval"
@@ -538,12 +539,16 @@ class WorkerProcess:
             await asyncio.sleep(2 * STALL_S + 1)
             if place := blocked_at(self._output()):
                 told = event("warning", where=place, same_as=f"loads {place.rpartition(' ')[2]}")
-                logger.warning("%s loads and stands at %s", self.label, place, extra=told)
+                text = "%s loads and stands at %s: load less, or set INFINITE = True in a task set that never ends"
+                logger.warning(text, self.label, place, extra=told)
 
     async def _watch(self, hang_timeout_s: float) -> None:
         """Name the code that blocks a silent worker, and kill one that was silent for `hang_timeout_s`."""
-        step_s, blamed = min(1.0, hang_timeout_s / 10), None
+        step_s, blamed, most = min(1.0, hang_timeout_s / 10), None, _LONG_LOG_BYTES
         while True:
+            if (written := self._log[0].stat().st_size) > most:
+                most = 2 * written
+                logger.warning("%s wrote %d MiB to %s: print less", self.label, written >> 20, self._log[0])
             before = time.monotonic()
             await asyncio.sleep(step_s)
             if time.monotonic() - before > 2 * step_s:
@@ -633,10 +638,3 @@ def is_own(file: str) -> bool:
     """Tell whether a file belongs neither to this product, to Python nor to an installed package."""
     path = Path(file)
     return not {"site-packages", "dist-packages"} & set(path.parts) and not file.startswith(_NOT_OWN)
-
-
-def frame_text(file: str, line: str | int, function: str) -> str:
-    path = Path(file)
-    with suppress(OSError, ValueError):  # An environment may delete the current folder.
-        path = path.relative_to(Path.cwd())
-    return f"{path}:{line}, in {function}"

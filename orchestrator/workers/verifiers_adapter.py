@@ -51,6 +51,7 @@ from verifiers.v1.utils import loaders
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.console import did_you_mean
 from composer_prime.errors import ConfigError
+from composer_prime.import_path import frame_text, place_of
 from composer_prime.llm.reply import reply_text
 from composer_prime.monitor.events import event
 from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
@@ -64,7 +65,6 @@ from orchestrator.workers.pool import (
     SessionRecord,
     SourceSpec,
     ToolCall,
-    frame_text,
     is_own,
 )
 
@@ -400,6 +400,8 @@ def _classify(error: Error) -> RolloutFailure:
             kind = "context_overflow"
     detail, where = read_traceback(error.traceback) if error.traceback else (None, None)
     message = error.message[:_MESSAGE_CHARS]
+    if kind == "context_overflow":
+        message += ": raise model.max_context, or have prompt and tools take less"
     return RolloutFailure(kind=kind, message=message, retryable=retryable, detail=detail, where=where)
 
 
@@ -485,32 +487,37 @@ def read_traceback(text: str) -> tuple[str, str | None]:
     return parts[0].strip()[-_DETAIL_CHARS:], frame_text(*frames[-1]) if frames else None
 
 
-def place_of(function: Any) -> str:
-    """Return `file:line, in function` of where a function is written."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return frame_text(code.co_filename, code.co_firstlineno, code.co_name) if code is not None else repr(function)
-
-
 def refuse_wrong_rewards(task: Any) -> None:
-    """Raise ConfigError for a reward or metric of a verifiers Task that cannot be called as such.
+    """Raise ConfigError for a method of a verifiers Task that cannot be called as such.
 
-    verifiers awaits each, so one that is not a coroutine would fail in every rollout; and one with the name of a member
-    of vf.Task takes its place.
+    verifiers awaits each reward and metric, so one that is not a coroutine would fail in every rollout; and one with
+    the name of a member of vf.Task, or another helper that cannot be called as that member, takes its place.
     """
-    members = {*dir(vf.Task), "data", "config"}
-    written = [item for cls in type(task).__mro__ for item in vars(cls).items()]
-    for kind in ("reward", "metric"):
-        for name, function in written:
-            if name in members and hasattr(function, kind):
-                raise ConfigError(f"{kind} `{name}` ({place_of(function)}) hides vf.Task.{name}: rename it")
-        for function in task.hooks(kind):
-            returned = inspect.signature(function).return_annotation
-            is_number = getattr(returned, "__name__", returned) in ("float", "int", "bool")
-            plain = inspect.unwrap(function)
-            if is_number and not any(map(inspect.iscoroutinefunction, (function, plain))):
-                raise ConfigError(
-                    f"{kind} `{function.__name__}` ({place_of(plain)}) must be `async def` and return a number"
-                )
+    for name, function in [item for cls in type(task).__mro__ for item in vars(cls).items() if _hides_member(*item)]:
+        raise ConfigError(f"`{name}` ({place_of(function)}) hides vf.Task.{name}, which is called: rename it")
+    for kind, function in [(each, hook) for each in ("reward", "metric") for hook in task.hooks(each)]:
+        named, signature = f"{kind} `{function.__name__}` ({place_of(function)})", inspect.signature(function)
+        taken = {name for name, each in signature.parameters.items() if each.default is each.empty}
+        if unknown := taken - {"task", "trace", "runtime", "args", "kwargs"}:
+            given = "trace (with its last_reply), task (its data) and runtime"
+            raise ConfigError(f"{named} takes {', '.join(unknown)}, but is given {given}: take some of these")
+        returned = getattr(signature.return_annotation, "__name__", signature.return_annotation)
+        is_awaited = any(map(inspect.iscoroutinefunction, (function, inspect.unwrap(function))))
+        if returned in ("float", "int", "bool") and not is_awaited:
+            raise ConfigError(f"{named} must be `async def` and return a number")
+
+
+def _hides_member(name: str, function: Any) -> bool:
+    """Tell whether a method takes the place of a member of vf.Task, and cannot be called as that one."""
+    if not inspect.isfunction(function) or name[:2] == "__" or name not in {*dir(vf.Task), "data", "config"}:
+        return False
+    member, is_async = getattr(vf.Task, name, None), inspect.iscoroutinefunction
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(inspect.signature(member).parameters))
+    except TypeError:
+        return True
+    is_signal = hasattr(function, "reward") or hasattr(function, "metric")
+    return is_signal or is_async(member) > is_async(inspect.unwrap(function))
 
 
 def with_function(failure: RolloutFailure | None, task: Any, trace: Any) -> RolloutFailure | None:

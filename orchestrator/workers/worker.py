@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import faulthandler
 import logging
 import math
@@ -36,6 +37,7 @@ import msgspec
 from composer_prime.config.sandbox import SANDBOX_TYPES
 from composer_prime.console import start_log
 from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.import_path import frame_text
 from composer_prime.monitor.events import event, join_events
 from composer_prime.plan.sandboxes import probe
 from composer_prime.run.process import end_with_parent
@@ -51,7 +53,6 @@ from orchestrator.workers.pool import (
     SourceSpec,
     ToWorker,
     WorkerReady,
-    frame_text,
     is_own,
 )
 
@@ -63,6 +64,8 @@ _ABORT_S = 3.0
 """Time for aborted rollouts to end. The environments themselves close after that."""
 _PLAYED: ContextVar[str] = ContextVar("played", default="")
 """The rollout that a task, or one of the tasks above it, plays."""
+_FORKS: list[str] = []
+"""Where the environment's code forked this process."""
 _COMPARED = 512
 """Held-out prompts that are looked for among the training prompts."""
 
@@ -105,7 +108,8 @@ class Worker:
             ready = WorkerReady(num_tasks=num_tasks, notes=[note for note in notes if note is not None])
             loop = asyncio.get_running_loop()
             loop.set_task_factory(_named_task)
-            os.register_at_fork(after_in_child=partial(loop.call_soon, _end_child))
+            os.register_at_fork(before=_note_fork, after_in_child=partial(loop.call_soon, _end_child))
+            loop.add_signal_handler(signal.SIGALRM, logger.warning, "signal.alarm rang, and nothing handles it")
             heartbeats = asyncio.create_task(self._heartbeats(ready))
             try:
                 while (message := await self._frames.receive()) is not None:
@@ -131,7 +135,7 @@ class Worker:
         _PLAYED.set(request.rollout_id)
         try:
             reply = await self._environments[request.taskset].run(request)
-        except (Exception, asyncio.CancelledError) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 reply = request.failed("cancelled", "cancelled by the orchestrator", retryable=False)
@@ -186,15 +190,31 @@ class Worker:
         faulthandler.cancel_dump_traceback_later()
 
 
+def _note_fork() -> None:
+    """Count forks by the place in the environment's code."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    codes = ((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in frames)
+    _FORKS.append(next((frame_text(*code) for code in codes if is_own(code[0])), ""))
+
+
 def _end_child() -> None:
     """End a forked process that came back into the event loop, whose connections are its parent's."""
-    logger.warning("the environment forked its worker (os.fork): the child is ended; call subprocess instead")
+    place, text = _FORKS[-1], "the environment forked its worker (os.fork): the child is ended; call subprocess instead"
+    logger.warning(text, extra=event("warning", where=place, same_as=f"forks at {place}", count=_FORKS.count(place)))
     os._exit(1)
+
+
+async def _without_exit(work: Any) -> Any:
+    """Turn sys.exit into an error of the rollout: it would end the worker, and with it the other rollouts."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise RuntimeError(f"sys.exit({error.code!r}) in an environment: return a value, or raise an error") from error
 
 
 def _named_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
     """Make a task with the name of the rollout that it is a part of."""
-    task = asyncio.Task(work, loop=loop, **options)
+    task = asyncio.Task(_without_exit(work), loop=loop, **options)
     if rollout_id := _PLAYED.get():
         task.set_name(rollout_id)
     return task
@@ -274,11 +294,14 @@ def main() -> None:
     faulthandler.enable()
     try:
         asyncio.run(serve_worker(socket.socket(fileno=args.socket_fd), args.scratch))
-    except SystemExit as error:
+    except (SystemExit, OSError) as error:
+        if getattr(error, "errno", errno.EBADF) != errno.EBADF:
+            raise
         from orchestrator.workers.verifiers_adapter import describe_exception
 
-        print(f"the environment ended its worker: {describe_exception(error)}", file=sys.stderr, flush=True)
-        os._exit(error.code if isinstance(error.code, int) else 1)
+        closed = ": it closed files not its own (os.close, os.closerange)" if isinstance(error, OSError) else ""
+        print(f"the environment ended its worker: {describe_exception(error)}{closed}", file=sys.stderr, flush=True)
+        os._exit(code if isinstance(code := getattr(error, "code", 1), int) else 1)
 
 
 if __name__ == "__main__":

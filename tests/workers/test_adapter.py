@@ -272,8 +272,8 @@ def test_wrapped_rewards_are_taken() -> None:
         def __init__(self, reward) -> None:
             self.reward = reward
 
-        def hooks(self, kind: str) -> list:
-            return [self.reward] if kind == "reward" else []
+        def hooks(self, attr: str) -> list:
+            return [self.reward] if attr == "reward" else []
 
     for reward in (scores, hands_on):
         refuse_wrong_rewards(Task(reward))

@@ -59,7 +59,23 @@ def test_a_reward_that_hides_a_member(tmp_path, monkeypatch, name) -> None:
     module = f"hidden_{name}"
     (tmp_path / f"{module}.py").write_text(block("python").replace("def correct", f"def {name}"))
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=rf"reward `{name}` \(\S*{module}\.py:\d+, in {name}\) hides vf.Task.{name}"):
+    with pytest.raises(ConfigError, match=rf"`{name}` \(\S*{module}\.py:\d+, in {name}\) hides vf.Task.{name}"):
+        environment(TINY, {"id": module}, harness=TOOL_LOOP)
+
+
+HELPER = "\n    def {name}(self, reply, answer):\n        return 1.0\n"
+
+
+# So does a helper that cannot be called as that member; and a reward gets what verifiers has, by name.
+@pytest.mark.parametrize("name", ["score", "setup", "correct"])
+def test_a_helper_that_hides_a_member(tmp_path, monkeypatch, name) -> None:
+    module, text = f"helper_{name}", block("python")
+    end = "\n\nclass LargerConfig"
+    text = text.replace(end, HELPER.format(name=name) + end, 1) if name != "correct" else text.replace(
+        "self, trace: vf.Trace", "self, completion, answer")  # fmt: skip
+    (tmp_path / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=rf"`{name}` \(\S*{module}\.py:\d+, in {name}\)"):
         environment(TINY, {"id": module}, harness=TOOL_LOOP)
 
 
