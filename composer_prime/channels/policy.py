@@ -63,7 +63,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
-from composer_prime.channels.term import Sums, Term, TermRows, TermTokens
+from composer_prime.channels.term import Sums, Term, TermRows, TermTokens, checked_loss
 from composer_prime.channels.tokens import (
     PolicyTokens,
     bounded,
@@ -244,7 +244,8 @@ def _own_loss(
     max_length: int,
 ) -> tuple[Tensor, Sums]:
     """Return what the user's function gives, with the sums that every policy loss reports."""
-    loss, sums = function(tokens=tokens, totals=totals, config=config, max_length=max_length)
+    given = function(tokens=tokens, totals=totals, config=config, max_length=max_length)
+    loss, sums = checked_loss(given, function, tokens.logprobs_T.requires_grad)
     plain = torch.ones_like(tokens.sampler_logprobs_T)
     return loss, _sums(tokens, plain, torch.zeros_like(plain)) | {key: sum_.detach() for key, sum_ in sums.items()}
 

@@ -31,6 +31,7 @@ from pydantic import Field
 from pydantic_config import BaseConfig
 
 from composer_prime.errors import ConfigError
+from composer_prime.import_path import place_of
 from composer_prime.packing.pack import Row
 from composer_prime.wire.types import StepTotals
 
@@ -192,7 +193,9 @@ def total_loss(terms: Sequence[Term], inputs: Mapping[str, Any], totals: StepTot
                 f"channels.{term.name} has a weight, but the batch has no input for this loss term: set "
                 f"channels.{term.name}.weight = 0"
             )
-        loss, term_sums = term.loss(inputs[term.name], totals)
+        given = term.loss(inputs[term.name], totals)
+        is_own = not type(term).__module__.startswith("composer_prime.")
+        loss, term_sums = checked_loss(given, term.loss, is_own and total is not None and total.requires_grad)
         losses[f"loss/{term.name}"] = loss.detach()
         sums |= {f"{term.prefix or term.name}/{name}": value for name, value in term_sums.items()}
         weight = term.weight_at(step)
@@ -202,6 +205,14 @@ def total_loss(terms: Sequence[Term], inputs: Mapping[str, Any], totals: StepTot
             total = total + weight * loss
     assert total is not None
     return LossParts(total=total, sums=losses | sums | {"loss/total": total.detach()})
+
+
+def checked_loss(given: Any, function: Any, needs_grad: bool) -> tuple[Tensor, Sums]:
+    """Return the loss and the sums that a function of the user's gave. Raises ConfigError, which names it."""
+    loss, sums = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    if isinstance(sums, Mapping) and getattr(loss, "shape", None) == () and (loss.requires_grad or not needs_grad):
+        return loss, dict(sums)
+    raise ConfigError(f"loss ({place_of(function)}): {given!r:.80} is no scalar with a gradient, and a dict of sums")
 
 
 def channel_metrics(terms: Sequence[Term], sums: Mapping[str, float]) -> dict[str, float]:

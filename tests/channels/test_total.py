@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from test_sdpo import Turns
 from composer_prime.channels.policy import PolicyConfig
 from composer_prime.channels.replay_dpo import replay_dpo_loss
 from composer_prime.channels.sdpo import sdpo_loss
-from composer_prime.channels.term import channel_metrics, total_loss
+from composer_prime.channels.term import Sums, Term, TermConfig, TermRows, channel_metrics, total_loss
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import ConfigError
+from composer_prime.packing.pack import Row
 from composer_prime.wire.types import StepTotals
 
 TOTALS = StepTotals(samples=5, tokens=99, distilled_tokens=7, distilled_turns=2, units={"replay_dpo": 4})
@@ -116,6 +118,33 @@ def test_the_names_of_the_sums_do_not_depend_on_the_tokens():
     config = weighed(1.0, 1.0)
     one, other = (total_loss(config.terms(32), inputs, TOTALS) for inputs in (full, fewer))
     assert list(one.sums) == list(other.sums)
+
+
+class OwnTerm(Term):
+    name = "own"
+    given: Any = None
+
+    def rows(self, row: Row) -> TermRows:
+        return TermRows(positions=row.trained)
+
+    def loss(self, inputs: Any, totals: StepTotals) -> tuple[torch.Tensor, Sums]:
+        return self.given
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return {}
+
+
+# A loss without its sums, one number a token, one without a gradient, none: the function is named with its line.
+@pytest.mark.parametrize(
+    "given", [torch.zeros((), requires_grad=True), (torch.zeros(3), {}), (torch.zeros(()), {}), None]
+)
+def test_an_own_term_that_gives_no_loss(given):
+    term, inputs = OwnTerm(TermConfig(weight=1.0)), Step(1).inputs() | {"own": None}
+    term.given = given
+    with pytest.raises(ConfigError, match=r"test_total\.py:\d+, in loss"):
+        total_loss([*ChannelsConfig().terms(32), term], inputs, TOTALS)
+    term.given = (torch.zeros((), requires_grad=True), {"n": torch.ones(())})
+    assert "own/n" in total_loss([*ChannelsConfig().terms(32), term], inputs, TOTALS).sums
 
 
 def test_schedules():
