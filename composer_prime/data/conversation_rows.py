@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,13 @@ class ConversationRow:
         ]
 
 
-def read_rows(files: Sequence[Path], key: str) -> list[ConversationRow]:
-    """Return all rows in order. `key` names the setting.
+def read_rows(files: Sequence[Path], key: str, most: int | None = None) -> list[ConversationRow]:
+    """Return all rows in order, or the first ones of each file. `key` names the setting.
 
     Raises ConfigError with FILE:LINE: no such file, no row, a line that is not a JSON object with messages, a message
     without a known role or with content or calls of another form, no assistant message to imitate.
     """
-    return [_row(f"{path}:{number}", text) for path in files for number, text in _lines(path, key)]
+    return [_row(f"{path}:{number}", text) for path in files for number, text in islice(_lines(path, key), most)]
 
 
 def digest(files: Sequence[Path]) -> str:

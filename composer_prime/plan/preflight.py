@@ -11,6 +11,7 @@ import os
 import re
 import resource
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,16 +19,16 @@ from typing import Any
 
 import jinja2
 
-from composer_prime.channels.policy import load_policy_loss
 from composer_prime.config import Config
 from composer_prime.config.part import as_parts
 from composer_prime.config.removed import present_name
 from composer_prime.console import install_command
-from composer_prime.data.pairs import resolve_pairs
+from composer_prime.data.conversation_rows import read_rows
+from composer_prime.data.pairs import PairFile, resolve_pairs
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.host import Placement, module_file, place_processes, why_not_writable
-from composer_prime.import_path import build_part
-from composer_prime.model_source import described_model, model_ready, text_settings
+from composer_prime.import_path import build_awaited
+from composer_prime.model_source import described_model, model_ready, tensor_shapes, text_settings
 from composer_prime.monitor.alerts import alerts
 from composer_prime.plan.check_run_dir import Starter, check_run_folder
 from composer_prime.plan.footprint import ModelShape
@@ -119,8 +120,27 @@ def _model(config: Config, findings: Findings) -> None:
             f"the model {config.model.path!r} is quantized ({method}): train from the folder with its full weights"
         )
     if template is None or template.is_file():
+        findings.problems += _lora_problems(config, described)
         check_chat_template(config, described)
         findings.notes += tool_notes(config, described)
+
+
+def _lora_problems(config: Config, folder: Path) -> Iterator[str]:
+    """Yield a sentence where the model has no module of a name to adapt. Fused experts have other names in files."""
+    names = config.trainer.lora.target_modules if config.trainer.lora else "all-linear"
+    matrices = [name.rpartition(".")[0] for name, shape in tensor_shapes(folder).items() if len(shape) == 2]
+    if names == "all-linear" or not matrices or any(".experts." in module for module in matrices):
+        return
+    modules, is_pattern = {*matrices, "lm_head"}, isinstance(names, str)
+    patterns = {names: names} if is_pattern else {name: rf"(.*\.)?{re.escape(name)}" for name in names}
+    absent = [*patterns]
+    with suppress(re.error):
+        absent = [name for name in patterns if not any(re.fullmatch(patterns[name], module) for module in modules)]
+    if absent:
+        yield (
+            f"trainer.lora.target_modules is {names!r}, but the model {config.model.path!r} has no module {absent[0]!r}"
+            f": list some of {', '.join(sorted({module.rpartition('.')[2] for module in modules}))}, or all-linear"
+        )
 
 
 def check_chat_template(config: Config, folder: Path) -> None:
@@ -231,6 +251,7 @@ def _files(config: Config, findings: Findings) -> None:
     files: list[tuple[str, Path | None]] = []
     if config.orchestrator.address is None:
         files += _orchestrator_files(config)
+        _read_rows(config)
     if config.diloco is not None:
         key = "diloco.key_file (make it once with `diloco keygen`, copy it to every cluster)"
         files.append((key, config.diloco.key_file))
@@ -251,6 +272,19 @@ def _orchestrator_files(config: Config) -> Iterator[tuple[str, Path | None]]:
         yield "orchestrator.demonstrations.eval_files", file
     if orchestrator.hints is not None:
         yield "orchestrator.hints.templates_file", orchestrator.hints.templates_file
+
+
+def _read_rows(config: Config) -> None:
+    """Read the first rows of the files that steps train on. Raises ConfigError."""
+    pairs, conversations = config.orchestrator.preferences, config.orchestrator.demonstrations
+    for key, files in (("files", conversations.files), ("eval_files", conversations.eval_files)):
+        read_rows([file for file in files if file.is_file()], f"orchestrator.demonstrations.{key}", 100)
+    if pairs.pairs_per_step and pairs.pairs is not None:
+        file = PairFile(resolve_pairs(pairs.pairs, config.run_directory))
+        if file.refresh():
+            file.read(0)
+        elif file.path.is_file() and file.path.stat().st_size:
+            raise ConfigError(f"orchestrator.preferences.pairs is {file.path}: it has no line with an end")
 
 
 def _weight_copies(config: Config, findings: Findings) -> None:
@@ -280,15 +314,14 @@ def _hints_key(config: Config, findings: Findings) -> None:
 def _own_parts(config: Config) -> Iterator[Callable[[], object]]:
     """Yield what makes the user's losses, hint detectors and layers of the roles on this machine."""
     if config.trainer.address is None:
-        yield partial(load_policy_loss, config.channels.policy)
-        yield from (own.term for own in config.channels.own)
+        yield partial(config.channels.terms, 1)
     hints = config.orchestrator.hints
     if config.orchestrator.address is not None or hints is None:
         return
     for key, parts in (("detect", hints.detect), ("layers", hints.layers)):
         for part in as_parts(parts):
             if part.is_own:
-                yield partial(build_part, part.name, part.settings, {}, f"orchestrator.hints.{key}", {})
+                yield partial(build_awaited, part.name, part.settings, f"orchestrator.hints.{key}")
 
 
 def _made_parts(config: Config, findings: Findings) -> None:

@@ -31,7 +31,7 @@ from composer_prime.config.hints import HintsConfig
 from composer_prime.config.part import PartConfig, as_parts
 from composer_prime.console import did_you_mean
 from composer_prime.errors import BudgetError, ComposerError, ConfigError
-from composer_prime.import_path import build_part
+from composer_prime.import_path import build_awaited
 from composer_prime.monitor.events import event
 from composer_prime.wire.types import HintedTurn, Sample, ints, pack_ints
 from orchestrator.chat_template import RENDER_ERRORS
@@ -161,7 +161,11 @@ class HintStage:
         error_of_turn: dict[int, ErrorTurn] = {}
         for name, find in self.detectors.items():
             try:
-                errors = await find(work.rollout)
+                errors = list(await find(work.rollout))
+                if wrong := [each for each in errors if not isinstance(each, ErrorTurn)]:
+                    raise TypeError(
+                        f"it gave {wrong[0]!r:.60}, not what `error_turn` of orchestrator.hints.generate makes"
+                    )
             except Exception as error:
                 self._count_failure(work, f"failed/{name}", error)
                 continue
@@ -395,9 +399,7 @@ def build_hints(config: Config, chat_folder: Path, run_root: Path) -> HintStage 
 
 def own_parts(entries: Sequence[str | PartConfig], setting: str) -> dict[str, Any]:
     """Build the parts of a list that are named by import path, by that path. Raises ConfigError."""
-    return {
-        part.name: build_part(part.name, part.settings, {}, setting, {}) for part in as_parts(entries) if part.is_own
-    }
+    return {part.name: build_awaited(part.name, part.settings, setting) for part in as_parts(entries) if part.is_own}
 
 
 def check_kinds(hints: HintsConfig, templates: Templates) -> None:

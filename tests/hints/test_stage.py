@@ -276,6 +276,20 @@ class Reminder:
         return self._text if request.error.kind == "too_long" else None
 
 
+class Texts:
+    async def __call__(self, rollout: FinishedRollout) -> list[Any]:
+        return ["too long"]
+
+
+# A detector that gives something else costs its own finds only.
+def test_a_detector_that_gives_no_error_turns():
+    made = stage(
+        detectors={"texts": Texts(), "rules": partial(asyncio.to_thread, find_errors, TEMPLATES, {"tool_error"})}
+    )
+    (done,) = attached(made, play("tiny", "Add 1 and 2.", [GOOD, WRONG, OTHER, LAST]))
+    assert done.rollout.hints["failed/texts"] == 1 and done.rollout.hints["found"] == 2
+
+
 # A detector and a writer from outside are named by import path, with settings.
 def test_own_parts():
     detect = [{"name": "test_stage:LongTurns", "settings": {"most": 0}}]

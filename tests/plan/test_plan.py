@@ -81,6 +81,7 @@ def test_a_loss_term_of_one_s_own_is_made_before_anything_starts(tmp_path, path,
     # A misspelled module, class or setting is a problem of the plan; a right one is in its loss.
     words = ["--run.import_from", str(ROOT / "examples"), "--channels.own"]
     right = [{"import_path": "own_term:EntropyFloor", "weight": 0.5, "settings": {"floor_nats": 0.5}}]
+    assert "entropy_floor, entropy_floor" in problems(tmp_path, *words, json.dumps(2 * right))
     plan = build_plan(quickstart(tmp_path, *words, json.dumps(right)), LAPTOP)
     assert plan.problems == [] and "+ 0.5 x own_term:EntropyFloor" in plan.text()
     wrong = [{"import_path": path, "settings": settings}]
@@ -339,9 +340,46 @@ def test_every_other_shipped_file_plans(name, tmp_path):
 
 
 def test_a_hint_detector_of_one_s_own_is_made_before_anything_starts(tmp_path):
-    # A misspelled setting is found by the plan.
-    (tmp_path / "my_hints.py").write_text("class Mine:\n    def __init__(self, most=1): ...\n")
+    # A misspelled setting is found by the plan, and a call that cannot be awaited, with its line.
+    call = "def __call__(self, rollout): ...\n"
+    (tmp_path / "my_hints.py").write_text(
+        f"class Mine:\n    def __init__(self, most=1): ...\n    async {call}class Plain:\n    {call}"
+    )
     words = ["--run.import_from", str(tmp_path), "--channels.sdpo.weight", "0.1", "--orchestrator.hints.detect"]
-    for settings, named in (({"most": 2}, ""), ({"mots": 2}, "mots")):
-        found = problems(tmp_path, *words, json.dumps([{"name": "my_hints:Mine", "settings": settings}]))
+    for name, settings, named in (
+        ("Mine", {"most": 2}, ""), ("Mine", {"mots": 2}, "mots"), ("Plain", {}, "my_hints.py:5, in __call__")
+    ):  # fmt: skip
+        found = problems(tmp_path, *words, json.dumps([{"name": f"my_hints:{name}", "settings": settings}]))
         assert ("orchestrator.hints.detect" in found) == bool(named) and named in found
+
+
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [
+        (["q_proj", "self_attn.v_proj", "lm_head"], None),
+        (r".*\.[qv]_proj", None),
+        (["q_proj", "qproj"], "qproj"),
+        ("q_proj", "q_proj"),
+    ],
+)
+def test_modules_that_the_model_lacks_are_a_problem(tmp_path, modules, absent):
+    # peft takes those of a list that it finds, and a text as a pattern of whole names.
+    config = quickstart(tmp_path, "--trainer.lora.rank", "2")
+    config.trainer.lora.target_modules = modules
+    found = "\n".join(build_plan(config, LAPTOP).problems)
+    assert ("trainer.lora.target_modules" in found) == bool(
+        absent
+    ) and f"no module {absent!r}" in f"{found} no module None"
+
+
+@pytest.mark.parametrize(
+    "text", ['{"messages": [{"role": "user", "content": "a"}]}\n', "[\n", '[{"conversations": []}]']
+)
+def test_files_of_another_form_are_a_problem(tmp_path, text):
+    # The first rows are read before anything starts: of demonstrations, and of pairs.
+    (file := tmp_path / "rows.json").write_text(text)
+    words = ["--orchestrator.demonstrations.files", str(file), "--channels.sft.weight", "1"]
+    found = problems(tmp_path, *words, "--orchestrator.demonstrations.rows_per_step", "2")
+    assert f"{file}:1: " in found
+    words = ["--orchestrator.preferences.pairs", str(file), "--channels.replay_dpo.weight", "1"]
+    assert str(file) in problems(tmp_path, *words, "--orchestrator.preferences.pairs_per_step", "2")
