@@ -57,18 +57,23 @@ def _sentence(location: Location, problems: list[Any], layers: Sequence[Layer]) 
     if first["type"] == "model_type" and section is not None:
         keys = ", ".join(section.model_fields)
         return f"{shown}: a section, not a value: set {dash}{key}.KEY, where KEY is one of {keys}"
-    expected = " or ".join(dict.fromkeys(problem["msg"].removeprefix("Input should be ") for problem in problems))
-    return f"{shown}: expected {expected}{value_now('.'.join(names_of(location)), first['input'])}"
+    items = f"a list of sections: write [[{key}]] above each" if value[0] == "{" else f"a list, [{value}]"
+    forms = {"dict_type": f"a table, such as {{ id = {value} }}", "list_type": items}
+    said = [forms.get(each["type"], each["msg"].removeprefix("Input should be ")) for each in problems]
+    now = value_now(".".join(names_of(location)), first["input"])
+    return f"{shown}: expected {' or '.join(dict.fromkeys(said))}{now}"
 
 
 def _suggestion(location: Location, dash: str) -> str:
     """Return `; did you mean a.b?`, else the keys that the section has. `dash`: what stands before a key."""
     *parents, name = location
     fields = list(section.model_fields) if (section := section_at(tuple(parents))) is not None else []
-    if near := did_you_mean(str(name), fields, prefix=dash + "".join(f"{parent}." for parent in parents)):
-        return near
+    inside = "".join(f"{parent}." for parent in parents)
     elsewhere = [dash + key for key in key_types() if key.rpartition(".")[2] == name]
-    if elsewhere:
+    below = [key for key in elsewhere if parents and key.startswith(dash + inside)]
+    if not below and (near := did_you_mean(str(name), fields, prefix=dash + inside)):
+        return near
+    if elsewhere := below or elsewhere:
         return f"; did you mean {' or '.join(elsewhere[:3])}?"
     return f"; keys of [{_dotted(parents)}]: {', '.join(fields)}"
 

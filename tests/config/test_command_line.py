@@ -147,6 +147,7 @@ def test_key_in_the_wrong_section_is_found_by_its_name(base):
     [
         ("--diloco.outer 0.7", "set --diloco.outer.KEY, where KEY is one of lr, momentum"),
         ("--trainer.optim.typ muon", "did you mean --trainer.optim.type?"),
+        ("--trainer.lr 1e-3", "did you mean --trainer.optim.lr?"),
         ("--monitor.colour red", "unknown option --monitor.colour; keys of [monitor]: "),
     ],
 )
@@ -164,6 +165,15 @@ def test_wrong_values_name_key_value_place_and_expectation(base, tmp_path):
     assert f"trainer.optim.lr = 'fast' ({wrong}:2): expected a valid number" in text
     assert "run.max_steps = '-3' (the command line): expected greater than or equal to 0" in text
     assert "expected adamw, muon" in text
+
+
+def test_values_of_another_form_show_the_form(base, tmp_path):
+    # A section where a list of them belongs, a name where a table belongs, a text where a list belongs.
+    written = '[orchestrator.source]\nname = "a"\n[orchestrator.demonstrations]\nfiles = "a.jsonl"\n'
+    text = refused("@", base, "@", overlay(tmp_path, written))
+    assert "[[orchestrator.source]]" in text and "['a.jsonl']" in text
+    written = '[[orchestrator.source]]\nname = "a"\ntaskset = "mine"\n'
+    assert "{ id = 'mine' }" in refused("@", base, "@", overlay(tmp_path, written))
 
 
 def test_missing_required_key_says_how_to_set_it(tmp_path):
