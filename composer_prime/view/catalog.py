@@ -57,14 +57,15 @@ def _names(folder: Path, root: Path) -> Iterator[str]:
 
 
 def _run_directories(folder: Path, depth: int) -> Iterator[Path]:
-    if (folder / "config.json").is_file() and ((folder / "run_id").is_file() or (folder / "metrics.jsonl").is_file()):
-        yield folder
-        return
-    if depth >= _MAX_DEPTH:
-        return
     try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
+        marks = [(folder / name).is_file() for name in ("config.json", "run_id", "metrics.jsonl")]
+        if marks[0] and any(marks[1:]):
+            yield folder
+            return
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name) if depth < _MAX_DEPTH else []
+    except OSError as error:
+        if depth == 0:
+            raise ConfigError(f"the folder {folder} cannot be read: {error.strerror}; name one that can") from None
         return
     for entry in entries:
         if entry.is_dir(follow_symlinks=depth == 0) and not entry.name.startswith("."):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -100,8 +101,8 @@ def one_rollout(index: RolloutIndex, query: Query) -> dict[str, Any] | None:
 
 def spell_tokens(rollout: dict[str, Any], model: str) -> None:
     """Replace the ids of sampled tokens by their text; `model`: the setting model.path. Without it they stay ids."""
-    turns = [turn for turn in rollout.get("turns") or [] if turn.get("tokens")]
-    if not turns:
+    found = [turn["tokens"] for turn in rollout.get("turns") or [] if isinstance(turn, dict) and turn.get("tokens")]
+    if not found:
         return
     from tokenizers import Tokenizer
 
@@ -111,9 +112,9 @@ def spell_tokens(rollout: dict[str, Any], model: str) -> None:
     if not file.is_file():
         return
     tokenizer = Tokenizer.from_file(str(file))
-    for turn in turns:
-        tokens = turn["tokens"]
-        turn["tokens"] = [[tokenizer.decode([each], skip_special_tokens=False), logprob] for each, logprob in tokens]
+    for tokens in found:
+        with suppress(TypeError, ValueError, OverflowError):  # A line that another program wrote stays as it is.
+            tokens[:] = [[tokenizer.decode([each], skip_special_tokens=False), logprob] for each, logprob in tokens]
 
 
 def read_evaluations(index: RolloutIndex) -> dict[int, Scores]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,22 @@ def test_every_run_has_an_id_of_its_own(tmp_path, monkeypatch):
     assert {run_id: run.run_dir.root for run_id, run in found.items()} == dict(
         zip(["a1", "x/a1", "x/a1-2"], roots, strict=True)
     )
+
+
+# A folder that may not be read is named where it was asked for, and is no run below another.
+def test_a_folder_that_may_not_be_read():
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        run = make_run(Path(name, "a1"), steps=1).root
+        (locked := Path(name, "locked")).mkdir(0)
+        user = os.geteuid()
+        os.seteuid(user or 65534)
+        try:
+            assert list(find_runs([Path(name)])) == [run.name]
+            with pytest.raises(ConfigError, match=str(locked)):
+                find_runs([locked])
+        finally:
+            os.seteuid(user)
 
 
 # A link below the folder that leads elsewhere is no way out of it.

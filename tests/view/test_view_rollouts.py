@@ -120,15 +120,18 @@ def test_odd_lines_are_kept_or_skipped(run_dir, index):
     assert [row["task_id"] for row in found] == ["7"] and found[0]["error"] == "text"
 
 
-# Sampled tokens are spelled with the model's tokenizer; with a model that is not here they stay ids.
+# Sampled tokens are spelled with the model's tokenizer; with a model that is not here they stay ids. So do
+# odd ones.
 @pytest.mark.parametrize(("model", "spelled"), [("tiny", ["B", "e"]), ("no/such/folder", [36, 71])])
 def test_sampled_tokens_are_spelled(run_dir, model, spelled):
     run_dir.config.write_text(json.dumps({"model": {"path": model}}))
     line = rollout(9, 90, 0, 1.0)
     line["turns"][3]["tokens"] = [[36, -0.25], [71, -2.0]]
+    line["turns"][1]["tokens"] = odd = [7, ["a", -0.1], [-3, 1]]
     write_lines(run_dir.rollouts(9), [line])
     page = Workspace([run_dir.root]).rollout({"run": "a1", "kind": "step", "step": "9", "id": "g000090-0"})
     assert page["rollout"]["turns"][3]["tokens"] == [[spelled[0], -0.25], [spelled[1], -2.0]]
+    assert page["rollout"]["turns"][1]["tokens"] == odd
 
 
 # The list has each task's question, the expected answer and the last reply; flipped tasks have them too.
