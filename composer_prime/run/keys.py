@@ -118,7 +118,8 @@ def _check_private(path: Path, status: os.stat_result, forbidden: int) -> None:
     if status.st_mode & forbidden:
         what, wanted = ("write", "go-w") if stat.S_ISDIR(status.st_mode) else ("read", "600")
         fault = f"{path} has mode {status.st_mode & 0o777:o}, others may {what} it"
-        raise ConfigError(f"{fault}: chmod {wanted} {shlex.quote(str(path))}")
+        remedy = f"chmod {wanted} {shlex.quote(str(path))}, or where that changes nothing, take another disk"
+        raise ConfigError(f"{fault}: {remedy} (run.output_dir)")
 
 
 @dataclass(frozen=True, slots=True)

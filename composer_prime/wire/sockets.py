@@ -260,7 +260,10 @@ def _cannot_bind(address: str, error: zmq.ZMQError) -> ConfigError:
     reason = zmq.strerror(error.errno or 0)
     match error.errno:
         case errno.EADDRINUSE | zmq.EADDRINUSE:
-            return PortInUseError(f"{address} is held by another process: stop it, or give this role another address")
+            return PortInUseError(
+                f"{address} is held by another process: stop it, or set another where this one is named: --bind, "
+                "orchestrator.node_address, orchestrator.step_address or orchestrator.audit.address"
+            )
         case errno.EADDRNOTAVAIL | zmq.EADDRNOTAVAIL | errno.ENODEV:
             return ConfigError(
                 f"cannot listen at {address}: this machine has no such address ({reason}). `ip address` lists "
