@@ -229,9 +229,7 @@ def columns() -> int | None:
 def gib(count: int) -> str:
     """Return bytes in GiB, whatever their size, so that two figures can be compared at a glance."""
     size = count / GIB
-    if 0 < size < 0.005:
-        return "<0.01 GiB"
-    return f"{size:,.{2 if size < 10 else 1 if size < 100 else 0}f} GiB"
+    return "<0.01 GiB" if 0 < size < 0.005 else f"{size:,.{2 if size < 10 else 1 if size < 100 else 0}f} GiB"
 
 
 def clock(seconds: float) -> str:

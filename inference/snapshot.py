@@ -249,9 +249,8 @@ def fold_sums(
 ) -> list[tuple[list[str], str, str]]:
     """Return names, type and checksum of each parameter whose parts or copies several workers hold.
 
-    Parts have the size of `shapes` together, and their sums add up.
-    Copies have it each, and those that differ are returned one by one.
-    What is neither is left out.
+    Parts have the size of `shapes` together, and their sums add up. Copies have it each, and those that differ are
+    returned one by one. What is neither is left out.
     """
     by_names: dict[tuple[str, ...], list[Held]] = defaultdict(list)
     for parameters in ranks:

@@ -202,9 +202,7 @@ class Frontier:
         rng = random.Random(derive_seed(self.seed, "frontier", self._drawn))
         self._drawn += 1
         candidates = [rng.randrange(self.num_tasks) for _ in range(_CANDIDATES)]
-        if rng.random() < _EXPLORE:
-            return candidates[0]
-        return max(candidates, key=self._signal)
+        return candidates[0] if rng.random() < _EXPLORE else max(candidates, key=self._signal)
 
     def observe(self, group: FinishedGroup) -> None:
         rewards = group.rewards

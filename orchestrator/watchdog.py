@@ -66,9 +66,7 @@ class RunWatchdog:
     def next_order(self) -> str:
         """Say what the trainer does next."""
         batches = self.run.batches
-        if batches.all_trained:
-            return f"ask for checkpoint {batches.trained}"
-        return f"train step {batches.trained + 1}"
+        return f"ask for checkpoint {batches.trained}" if batches.all_trained else f"train step {batches.trained + 1}"
 
     @property
     def finished(self) -> bool:

@@ -12,13 +12,7 @@ from typing import Literal
 
 from composer_prime.console import GIB, UV_RUN, install_command, pluralize
 from composer_prime.errors import ComposerError
-from composer_prime.host import (
-    existing_folder,
-    free_bytes,
-    module_file,
-    this_machine,
-    why_not_writable,
-)
+from composer_prime.host import existing_folder, free_bytes, module_file, this_machine, why_not_writable
 from composer_prime.model_source import model_ready
 from composer_prime.plan.sandboxes import probe_all
 

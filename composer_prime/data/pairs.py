@@ -129,6 +129,4 @@ class PairFile:
 
 def resolve_pairs(path: Path | None, run_root: Path) -> Path:
     """Return the file of orchestrator.preferences.pairs: `tiny` and `tiny_code` are embedded, None is the run's."""
-    if path is None:
-        return run_root / "pairs.jsonl"
-    return EMBEDDED_PAIRS.get(str(path)) or path.expanduser()
+    return run_root / "pairs.jsonl" if path is None else EMBEDDED_PAIRS.get(str(path)) or path.expanduser()

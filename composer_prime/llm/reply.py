@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -164,7 +163,7 @@ def split_thinking(text: str) -> tuple[str, str]:
     visible: list[str] = []
     thoughts: list[str] = []
     done, opened = 0, None
-    for tag in _think_tags(text):
+    for tag in [tag for tag in _THINK_TAG.finditer(text) if not _is_quoted(text, tag)]:
         if not tag[0].startswith("</"):
             opened = opened or tag
         elif opened is not None or not thoughts:
@@ -175,10 +174,6 @@ def split_thinking(text: str) -> tuple[str, str]:
     if opened is not None and not thoughts and not text[: opened.start()].strip():
         return "", text[opened.end() :].strip()
     return "".join([*visible, text[done:]]), "\n\n".join(map(str.strip, thoughts))
-
-
-def _think_tags(text: str) -> Iterator[re.Match[str]]:
-    return (tag for tag in _THINK_TAG.finditer(text) if not _is_quoted(text, tag))
 
 
 def read_tool_call(text: str) -> tuple[str, dict[str, Any]] | None:

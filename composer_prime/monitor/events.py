@@ -122,13 +122,14 @@ class EventHandler(logging.Handler):
         level = "error" if record.levelno >= logging.ERROR else "warning"
         level = level if record.levelno >= logging.WARNING else "info"
         error = record.exc_info[1] if record.exc_info else None
+        called_at = f"{_shown_path(Path(record.pathname))}:{record.lineno}"
         try:
             self._file.write(
                 kind or level,
                 getattr(record, "event_text", None) or record.getMessage(),
                 level=level,
                 same_as=getattr(record, "event_id", None),
-                where=getattr(record, "event_where", None) or _raised_at(error) or _called_at(record),
+                where=getattr(record, "event_where", None) or _raised_at(error) or called_at,
                 cause=getattr(record, "event_cause", None) or (error and f"{type(error).__name__}: {error}"),
                 count=getattr(record, "event_count", None),
             )
@@ -154,10 +155,6 @@ def join_events(role: str) -> None:
 def _raised_at(error: BaseException | None) -> str | None:
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     return f"{_shown_path(Path(frames[-1].filename))}:{frames[-1].lineno}" if frames else None
-
-
-def _called_at(record: logging.LogRecord) -> str:
-    return f"{_shown_path(Path(record.pathname))}:{record.lineno}"
 
 
 def _shown_path(path: Path) -> str:

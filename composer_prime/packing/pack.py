@@ -286,12 +286,7 @@ def pack(
     ]
 
 
-def totals(
-    samples: Sequence[Sample],
-    units: Sequence[TermUnit] = (),
-    *,
-    micro_batches: int = 1,
-) -> StepTotals:
+def totals(samples: Sequence[Sample], units: Sequence[TermUnit] = (), *, micro_batches: int = 1) -> StepTotals:
     """Return the losses' denominators of a step that trains these.
 
     `micro_batches` counts those that hold samples, over all ranks.

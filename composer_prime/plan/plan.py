@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from composer_prime.config import Config
-from composer_prime.config.hints import HintsConfig
 from composer_prime.config.part import as_parts
 from composer_prime.console import bulleted, gib, pluralize
 from composer_prime.errors import ConfigError
@@ -102,7 +101,8 @@ def _loss(config: Config) -> Rows:
         terms.append(_policy_text(config))
     hints = config.orchestrator.hints
     if sdpo.weight and hints is not None:
-        terms.append(f"{sdpo.weight:g} x sdpo, teacher {sdpo.teacher.kind}, hints by {_hints_text(hints)}")
+        layers = " then ".join(part.name for part in as_parts(hints.layers))
+        terms.append(f"{sdpo.weight:g} x sdpo, teacher {sdpo.teacher.kind}, hints by {layers}")
     if replay.weight:
         pairs = config.orchestrator.preferences.pairs_per_step
         terms.append(f"{replay.weight:g} x replay_dpo ({replay.loss}), {pairs} pairs per step")
@@ -119,10 +119,6 @@ def _policy_text(config: Config) -> str:
     length = f" (divided by {config.completion_length:,} tokens per sequence)"
     divisor = length if policy.denominator == "constant" else ""
     return f"{policy.import_path or policy.objective}{divisor}, off-policy correction {policy.correction}"
-
-
-def _hints_text(hints: HintsConfig) -> str:
-    return " then ".join(part.name for part in as_parts(hints.layers))
 
 
 def _model(config: Config, findings: Findings) -> Rows:

@@ -115,6 +115,4 @@ def _result(answer: Callable[[dict[str, str]], Any], query: dict[str, str]) -> t
 
 
 def _host_name(header: str) -> str:
-    if header.startswith("["):
-        return header.partition("]")[0].removeprefix("[")
-    return header.partition(":")[0].lower()
+    return header.partition("]")[0].removeprefix("[") if header.startswith("[") else header.partition(":")[0].lower()

@@ -310,9 +310,7 @@ class Rounds:
 
     def front(self, now: float) -> int:
         """Return the outer step of the next round, after a restart that of the first peer."""
-        if self.newest >= 0:
-            return self.newest + 1
-        return max((peer.outer_step for peer in self.training(now)), default=0)
+        return self.newest + 1 if self.newest >= 0 else max((peer.outer_step for peer in self.training(now)), default=0)
 
     def delta(self, header: DeltaHeader) -> Blob[DeltaHeader]:
         current = self.rounds.setdefault(header.outer_step, Round(header.outer_step))
@@ -336,9 +334,7 @@ class Rounds:
     def left_s(self, current: Round, now: float) -> float | None:
         """Return the seconds to the shortest deadline, if it runs."""
         deadlines_s = [self.peers[name].deadline_s for name in current.contributors(self.peers)]
-        if current.whole_since is None or not deadlines_s:
-            return None
-        return current.whole_since + min(deadlines_s) - now
+        return None if current.whole_since is None or not deadlines_s else current.whole_since + min(deadlines_s) - now
 
     def closable(self, now: float, min_peers: int) -> dict[str, Base] | None:
         """Return the largest party, once it is time to close the round."""

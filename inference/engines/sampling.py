@@ -161,9 +161,8 @@ def draw_misses(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Say how far the uniform number of each draw lies outside of the CDF interval of its token.
 
-    logits [R, V], tokens int64 [R] -> (misses float64 [R], logprobs float32 [R]).
-    A miss is a probability. For a greedy row it is what the likeliest token has more.
-    A token that top-k or top-p removes has log-probability -inf.
+    logits [R, V], tokens int64 [R] -> (misses float64 [R], logprobs float32 [R]). A miss is a probability. For a greedy
+    row it is what the likeliest token has more. A token that top-k or top-p removes has log-probability -inf.
 
     `tolerance`: tokens this near to the edge of top-k or top-p are kept or removed in the draw's favor.
     """

@@ -417,9 +417,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
     A rollout's seed is the same in all its turns, but the noise must not be.
     """
-    if turn == 0:
-        return seed
-    return _hashed_seed(f"{seed}/{turn}")
+    return seed if turn == 0 else _hashed_seed(f"{seed}/{turn}")
 
 
 def _hashed_seed(text: str) -> int:

@@ -349,9 +349,7 @@ class AttachedNode:
         """
         oldest = min(self.placed_at(), default=now)
         silent_s = now - max(oldest, self.progress)
-        if not self.speed.streams:
-            return silent_s
-        return max(silent_s, (now - max(oldest, self.delivered)) / 2)
+        return silent_s if not self.speed.streams else max(silent_s, (now - max(oldest, self.delivered)) / 2)
 
 
 # -- pace ------------------------------------------------------------------------------------------------------------

@@ -82,12 +82,7 @@ class Router:
     """Holds every request from its arrival to its answer, and every node."""
 
     def __init__(
-        self,
-        send: Callable[[bytes, ToNode], bool],
-        *,
-        policy: ServedPolicy,
-        suspend_s: float,
-        request_timeout_s: float,
+        self, send: Callable[[bytes, ToNode], bool], *, policy: ServedPolicy, suspend_s: float, request_timeout_s: float
     ) -> None:
         """`send` to a connection returns False when it is gone.
 

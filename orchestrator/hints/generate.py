@@ -352,9 +352,7 @@ def _without_middle(text: str, limit: int) -> str:
 
 def cut(text: str, limit: int) -> str:
     """Return the beginning of `text`, at most `limit` characters, ending at a word."""
-    if len(text) <= limit:
-        return text
-    return text[: limit - 3].rsplit(" ", 1)[0] + "..."
+    return text if len(text) <= limit else text[: limit - 3].rsplit(" ", 1)[0] + "..."
 
 
 # -- the model ------------------------------------------------------------------------------------------------------

@@ -231,10 +231,7 @@ class Supervisor:
         for kind in _STOP_ORDER:
             self._stop_kind(kind, hurry)
         leftovers = {process.pid: process for process in [*descendants, *self.guard.members()]}
-        terminate(
-            [each for each in leftovers.values() if each.is_running()],
-            0 if hurry() else min(STOP_GRACE_S, 2),
-        )
+        terminate([each for each in leftovers.values() if each.is_running()], 0 if hurry() else min(STOP_GRACE_S, 2))
 
     def _stop_kind(self, kind: Kind, hurry: Callable[[], bool]) -> None:
         group = [child for child in self.children if child.role.kind == kind and child.running]
@@ -242,10 +239,7 @@ class Supervisor:
         number = signal.SIGKILL if at_once or hurry() else _STOP_SIGNALS.get(kind, signal.SIGTERM)
         for child in group:
             signal_session(child.process.pid, number)
-        more_s = {
-            "rank": self.save_s,
-            "orchestrator": self.config.teachers.end_timeout_s,
-        }
+        more_s = {"rank": self.save_s, "orchestrator": self.config.teachers.end_timeout_s}
         grace_s = STOP_GRACE_S + more_s.get(kind, 0)
         deadline = time.monotonic() + grace_s
         while (alive := [child for child in group if child.poll()]) and not hurry():

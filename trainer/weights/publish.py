@@ -8,11 +8,10 @@
     -> announce: the orchestrator learns of the version
 
 Every chunk that a manifest in the store lists exists, and a version is announced after its manifest is written. Of a
-model with adapters only the adapter factors are written: the nodes have the base.
-One publication is under way at a time: the next one waits for it, and so do a checkpoint and the end of the run. A
-failure in the thread is raised by the next call, on the main thread. A device never holds more than one whole tensor
-besides its shards. `export` writes final/ from the same tensors in the same type: what the nodes sampled from and what
-the last evaluation measured.
+model with adapters only the adapter factors are written: the nodes have the base. One publication is under way at a
+time: the next one waits for it, and so do a checkpoint and the end of the run. A failure in the thread is raised by the
+next call, on the main thread. A device never holds more than one whole tensor besides its shards. `export` writes
+final/ from the same tensors in the same type: what the nodes sampled from and what the last evaluation measured.
 
 The file of a version in the store is whole (an anchor), or what differs from the last anchor:
 

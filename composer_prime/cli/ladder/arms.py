@@ -60,10 +60,7 @@ def parser() -> argparse.ArgumentParser:
         "its --help explains the verdicts.",
     )
     text.add_argument(
-        "config",
-        nargs="+",
-        type=Path,
-        help="files or folders of them; the first that trains is the baseline",
+        "config", nargs="+", type=Path, help="files or folders of them; the first that trains is the baseline"
     )
     text.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder of the ladder's runs")
     text.add_argument("--seeds", type=int, default=3, metavar="N", help="train each arm with seeds 0..N-1 (default 3)")

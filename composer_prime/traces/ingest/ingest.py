@@ -32,24 +32,9 @@ from composer_prime.traces.ingest.formats import (
     swe_agent,
 )
 from composer_prime.traces.ingest.trace_file import NO_TRACE, FileStart, Options, Tally, TraceFile, take_sample
-from composer_prime.traces.records import (
-    TraceState,
-    check_own,
-    compressed_lines,
-    is_compressed,
-    same_file,
-    write_state,
-)
+from composer_prime.traces.records import TraceState, check_own, compressed_lines, is_compressed, same_file, write_state
 
-FORMATS = (
-    claude_code,
-    codex,
-    openhands,
-    swe_agent,
-    atif,
-    own_rollouts,
-    chat_messages,
-)
+FORMATS = (claude_code, codex, openhands, swe_agent, atif, own_rollouts, chat_messages)
 """Each has its NAME, the VERSION of the format that it is written for, `matches(sample)` and `read(file)`."""
 
 

@@ -86,9 +86,8 @@ class KvCache:
     def place(self, prompt: np.ndarray, session: str) -> tuple[int, int] | None:
         """Give a slot to a request with `prompt` (int32 [T]) of conversation `session`.
 
-        Return the slot and how many of its first columns are right, some of them copied.
-        Return None while every slot runs, or a longer prefix of the prompt is being computed:
-        of siblings the first computes, the others copy.
+        Return the slot and how many of its first columns are right, some of them copied. Return None while every slot
+        runs, or a longer prefix of the prompt is being computed: of siblings the first computes, the others copy.
         """
         idle = [slot for slot in range(self.high) if self.session[slot] == session and not self.running[slot]]
         held, coming = self._shared(prompt)

@@ -131,9 +131,7 @@ class Core:
 
     def step(self) -> list[tuple[int, Answer | list[float]]]:
         """Do one forward pass. Return the calls that it finished, with their answers."""
-        if not self.busy:
-            return []
-        return [self._finished(output) for output in self._llm.step() if output.finished]
+        return [] if not self.busy else [self._finished(output) for output in self._llm.step() if output.finished]
 
     def abort(self, call: int) -> None:
         if (running := self._calls.pop(call, None)) is not None:

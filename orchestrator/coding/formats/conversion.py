@@ -153,9 +153,7 @@ async def why_unproven(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> s
             first = f", first {lost[0]}" if lost else ""
             tail = " ".join(result.report.split())[:400]
             return f"its own solution fails {len(lost)} of {len(expected)} tests{first}: {tail}"
-    if (await grade(task, trees, {}, runtime)).solved:
-        return "its tests pass without any change"
-    return ""
+    return "its tests pass without any change" if (await grade(task, trees, {}, runtime)).solved else ""
 
 
 # -- instances of SWE-bench's form

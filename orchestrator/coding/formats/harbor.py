@@ -117,9 +117,7 @@ class Harbor(vf.Taskset[HarborTask, HarborConfig]):  # pyright: ignore[reportInv
         if not folders:
             raise ConfigError(f"{config.folder} has no Harbor task folder: none holds a task.toml")
         settings = CodeSettings(
-            folder=config.folder,
-            runtime=config.runtime,
-            monitor=HackMonitorConfig(policy="none", lures=False),
+            folder=config.folder, runtime=config.runtime, monitor=HackMonitorConfig(policy="none", lures=False)
         )
         for folder in folders:
             yield HarborTask(_read_folder(folder, config, settings), config.task)

@@ -12,13 +12,4 @@ from orchestrator.coding.monitor.before import Seal, seal
 from orchestrator.coding.monitor.commands import ToolUse, tool_use
 from orchestrator.coding.monitor.verdict import HackFinding, HackMonitorConfig, HackVerdict
 
-__all__ = [
-    "HackFinding",
-    "HackMonitorConfig",
-    "HackVerdict",
-    "Seal",
-    "ToolUse",
-    "inspect",
-    "seal",
-    "tool_use",
-]
+__all__ = ["HackFinding", "HackMonitorConfig", "HackVerdict", "Seal", "ToolUse", "inspect", "seal", "tool_use"]

@@ -17,14 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
-from orchestrator.coding.monitor.before import (
-    PYTEST_FILES,
-    STARTUP_FILES,
-    Seal,
-    is_guarded,
-    is_test_file,
-    own_modules,
-)
+from orchestrator.coding.monitor.before import PYTEST_FILES, STARTUP_FILES, Seal, is_guarded, is_test_file, own_modules
 from orchestrator.coding.monitor.commands import ToolUse, use_hits
 from orchestrator.coding.monitor.static import constants_of, is_lookup, lifted_constants, traits
 from orchestrator.coding.monitor.verdict import HackMonitorConfig, HackVerdict, decide, finding

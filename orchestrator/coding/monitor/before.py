@@ -92,14 +92,7 @@ def seal(task: CodeTask, tree: Path | Mapping[str, bytes] | None, config: HackMo
     start |= {path: text.encode() for path, text in task.start.items()}
     lures, markers = make_lures(task, start) if config.lures else ({}, ())
     own, published = _names(task, start)
-    return Seal(
-        lures=lures,
-        markers=markers,
-        start=start,
-        reference=reference,
-        own=own,
-        published=published,
-    )
+    return Seal(lures=lures, markers=markers, start=start, reference=reference, own=own, published=published)
 
 
 def _names(task: CodeTask, start: Mapping[str, bytes]) -> tuple[frozenset[str], frozenset[str]]:

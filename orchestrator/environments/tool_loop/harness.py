@@ -4,9 +4,8 @@
        ^            waits for the reply, at most request_timeout_s      |
        +---- tool replies <---- the task's executor <---- tool calls ---+
 
-Every call in a reply gets a tool message. A call that the renderer could not parse arrives as text
-(chat_renderer.py) and gets an error message. Without it, the conversation would end, and the policy could hide its
-broken calls that way.
+Every call in a reply gets a tool message. A call that the renderer could not parse arrives as text (chat_renderer.py)
+and gets an error message. Without it, the conversation would end, and the policy could hide its broken calls that way.
 
 A rollout has an HTTP session of its own, of aiohttp: making an httpx client costs more CPU than a one-turn rollout.
 """

@@ -220,9 +220,7 @@ def _draw_steps(rng: random.Random, count: int) -> tuple[EpisodeStep, ...]:
     for operation in operations:
         operands = _draw_operands(rng, operation, steps[-1].result if steps else None)
         steps.append(EpisodeStep(operation=operation.key, operands=operands, result=operation.apply(*operands)))
-    if max(step.result for step in steps) >= _VALUE_LIMIT:
-        return _draw_steps(rng, count)
-    return tuple(steps)
+    return _draw_steps(rng, count) if max(step.result for step in steps) >= _VALUE_LIMIT else tuple(steps)
 
 
 def _draw_operands(rng: random.Random, operation: Operation, previous: int | None) -> tuple[int, ...]:

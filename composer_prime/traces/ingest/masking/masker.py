@@ -21,9 +21,8 @@ A home folder starts an absolute path, or a relative one that climbs at least tw
 module that code imports from there is not one. `src/home/x`, `../home/x`, `~/Users/x`, `https://host/home/x` and the
 file `/home/index.html` contain none. `/home/dashboard` may be a folder or a route of a web site. It counts as a route
 if the code around it suggests one (an HTTP method, href, redirect, fetch), else as a folder: a wrongly masked route
-costs one word.
-In the header of a diff, `--- a/home/jdoe/x`, and below mounts it may be a folder of a project: folders with usual names
-stay.
+costs one word. In the header of a diff, `--- a/home/jdoe/x`, and below mounts it may be a folder of a project: folders
+with usual names stay.
 
 The long listing of `ls` names the owner of each file. Owners of a system's own stay.
 """
