@@ -209,7 +209,8 @@ def total_loss(terms: Sequence[Term], inputs: Mapping[str, Any], totals: StepTot
 
 def checked_loss(given: Any, function: Any, needs_grad: bool) -> tuple[Tensor, Sums]:
     """Return the loss and the sums that a function of the user's gave. Raises ConfigError, which names it."""
-    loss, sums = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    pair: tuple[Any, Any] = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    loss, sums = pair
     if isinstance(sums, Mapping) and getattr(loss, "shape", None) == () and (loss.requires_grad or not needs_grad):
         return loss, dict(sums)
     raise ConfigError(f"loss ({place_of(function)}): {given!r:.80} is no scalar with a gradient, and a dict of sums")

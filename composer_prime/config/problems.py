@@ -59,7 +59,7 @@ def _sentence(location: Location, problems: list[Any], layers: Sequence[Layer]) 
         return f"{shown}: a section, not a value: set {dash}{key}.KEY, where KEY is one of {keys}"
     items = f"a list of sections: write [[{key}]] above each" if value[0] == "{" else f"a list, [{value}]"
     forms = {"dict_type": f"a table, such as {{ id = {value} }}", "list_type": items}
-    said = [forms.get(each["type"], each["msg"].removeprefix("Input should be ")) for each in problems]
+    said = [str(forms.get(each["type"], each["msg"].removeprefix("Input should be "))) for each in problems]
     now = value_now(".".join(names_of(location)), first["input"])
     return f"{shown}: expected {' or '.join(dict.fromkeys(said))}{now}"
 

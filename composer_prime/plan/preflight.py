@@ -131,8 +131,8 @@ def _lora_problems(config: Config, folder: Path) -> Iterator[str]:
     matrices = [name.rpartition(".")[0] for name, shape in tensor_shapes(folder).items() if len(shape) == 2]
     if names == "all-linear" or not matrices or any(".experts." in module for module in matrices):
         return
-    modules, is_pattern = {*matrices, "lm_head"}, isinstance(names, str)
-    patterns = {names: names} if is_pattern else {name: rf"(.*\.)?{re.escape(name)}" for name in names}
+    modules = {*matrices, "lm_head"}
+    patterns = {names: names} if isinstance(names, str) else {name: rf"(.*\.)?{re.escape(name)}" for name in names}
     absent = [*patterns]
     with suppress(re.error):
         absent = [name for name in patterns if not any(re.fullmatch(patterns[name], module) for module in modules)]

@@ -511,7 +511,8 @@ def _hides_member(name: str, function: Any) -> bool:
     """Tell whether a method takes the place of a member of vf.Task, and cannot be called as that one."""
     if not inspect.isfunction(function) or name[:2] == "__" or name not in {*dir(vf.Task), "data", "config"}:
         return False
-    member, is_async = getattr(vf.Task, name, None), inspect.iscoroutinefunction
+    is_async = inspect.iscoroutinefunction
+    member: Any = getattr(vf.Task, name, None)
     try:
         inspect.signature(function).bind(**dict.fromkeys(inspect.signature(member).parameters))
     except TypeError:
