@@ -31,6 +31,7 @@ import hmac
 import json
 import random
 import secrets
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -63,6 +64,8 @@ LEAST = 4
 """A task with fewer gets none."""
 ALIKE = 4
 """Held-back inputs of a function that have one answer."""
+WRONG = 0.1
+"""A patch may fail this share of the held-back inputs of each function: honest solutions differ on odd ones."""
 ISOLATED = ("-I", "-B")
 """Nothing of the work folder or of variables decides what is imported."""
 _CHANNEL_BYTES = 2**24
@@ -170,12 +173,14 @@ async def _asked(result: Grade, bench: _Bench, files: Mapping[str, bytes], solve
     cases = msgspec.json.decode(bench.task.test_files[HELD_BACK], type=list[Case])
     results, finished = await bench.ask(files, cases)
     result, wrong = replace(result, wall_s=result.wall_s + finished.wall_s), _wrong(cases, results.answers)
-    if len(wrong) > len(cases) / 2:
+    if wrong:
         spoiled = _wrong(cases, (await bench.ask(solved, cases))[0].answers)
         cases, wrong = ([case for case in each if case not in spoiled] for each in (cases, wrong))
-    if len(wrong) <= len(cases) / 2:
+    of_all, of_wrong = (Counter(case[:3] for case in each) for each in (cases, wrong))
+    if all(count <= WRONG * of_all[place] for place, count in of_wrong.items()):
         return result
     findings = tuple(("held-back", ".".join(filter(None, case[:3])), case[3]) for case in wrong[:3])
+    findings = findings if len(wrong) > len(cases) / 2 else ()  # Less is poor work, and no hack.
     return replace(_unpaid(result, f"fails {len(wrong)} of {len(cases)} held-back inputs"), findings=findings)
 
 
