@@ -13,7 +13,7 @@ from code_tasks_made import BODY, FAIL_TO_PASS, STUB, make_folder, make_task, ma
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
 from orchestrator.coding.code.grading import hold_back
-from orchestrator.coding.task import HELD_BACK, write_tasks
+from orchestrator.coding.task import HELD_BACK, write_tasks, write_tree
 from orchestrator.hints.generate import Templates
 from orchestrator.workers.pool import RolloutReply, SourceSpec
 from tests.scripted_node import POLICY, TOOL_LOOP, ScriptedNode, call, load, played
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def source(folder: Path, **taskset: Any) -> SourceSpec:
-    settings = {"id": "orchestrator.coding.code", "folder": str(folder), "split": "all"}
+    settings: dict[str, Any] = {"id": "orchestrator.coding.code", "folder": str(folder), "split": "all"}
     settings["runtime"] = {"type": "subprocess"}
     harness = {"id": TOOL_LOOP, "max_turns": 12}
     return SourceSpec(name="code", tasksets={"train": settings | taskset}, harness=harness, model_path=POLICY)
@@ -79,6 +79,31 @@ def test_partial_credit(folder: Path) -> None:
     reply, _ = play(source(folder, partial_credit=True), [half, DONE])
     assert reply.reward == pytest.approx(2 / 3)
     assert play(source(folder), [half, DONE])[0].reward == 0.0
+
+
+# A solution that deletes or moves another module, or puts a link or a folder in its place, breaks the tests of it.
+# What the agent may not edit comes back all the same.
+@pytest.mark.parametrize(
+    ("command", "reward"),
+    [
+        ("rm demo/words.py", 0.0),
+        ("mv demo/words.py demo/word.py", 0.0),
+        ("ln -sf numbers.py demo/words.py", 0.0),
+        ("rm demo/words.py; mkdir demo/words.py; touch demo/words.py/a.py", 0.0),
+        ("rm -r tests pyproject.toml", 1.0),
+    ],
+)
+def test_what_the_agent_deleted_is_not_graded(tmp_path: Path, command: str, reward: float) -> None:
+    texts = {
+        "demo/words.py": b"WORD = 1\n",
+        "tests/test_words.py": b"from demo import words\n\n\ndef test_it(): pass\n",
+    }
+    write_tree(tmp_path / "trees/demo-1.0", texts)
+    made = make_task()
+    node = "tests/test_words.py::test_it"
+    make_folder(tmp_path, make_task(tests=[*made.tests, node[:19]], pass_to_pass=[*made.pass_to_pass, node]))
+    reply, _ = play(source(tmp_path), [FIX, call("bash", command=command), DONE])
+    assert reply.failure is None and reply.reward == reward
 
 
 HUNT = call("bash", command="git log --all -p")

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -43,7 +44,7 @@ def report_of(out: Path) -> dict:
     return json.loads((out / "report.json").read_text())
 
 
-def graded(task: CodeTask, out: Path, patch: dict[str, bytes]) -> Grade:
+def graded(task: CodeTask, out: Path, patch: Mapping[str, bytes | None]) -> Grade:
     return asyncio.run(grade(task, out / "trees", patch, RuntimeConfig(type="subprocess")))
 
 
@@ -99,10 +100,11 @@ def test_a_patch_that_breaks_another_module_earns_nothing(tmp_path: Path) -> Non
     assert task.tests == ["tests/test_shapes.py"]
     solution = {path: text.encode() for path, text in task.solution.items()}
     wreck = {**solution, "shapes_made/more.py": b"def join(words):\n    return None\n"}
-    right, wrong = (graded(task, tmp_path / "out", patch) for patch in (solution, wreck))
+    gone = {**solution, "shapes_made/more.py": None}
+    right, wrong, less = (graded(task, tmp_path / "out", patch) for patch in (solution, wreck, gone))
     assert right.solved and 0 < right.regression_s <= right.wall_s
     assert not wrong.solved and wrong.fraction == 0 and wrong.failed == {"tests/test_more.py::test_join"}
-    assert "test_join" in wrong.report
+    assert "test_join" in wrong.report and not less.solved and "tests/test_more.py" in less.report
     runtime = RuntimeConfig(type="subprocess")
     unbound = asyncio.run(grade(task, tmp_path / "out/trees", wreck, runtime, regression_s=0.0))
     (tmp_path / "out/trees/shapes_made.json").unlink()

@@ -64,6 +64,8 @@ async def test_many_files_hide_none_that_was_given(kind: str, monkeypatch: pytes
         assert given.keys() <= listed.keys() and 2000 <= len(listed) <= 2003
         monkeypatch.setattr(code_taskset, "MAX_TREE_BYTES", -10)
         assert await code_taskset.read_files(box, given) == given
+        await box.run(["python", "-c", "open('z', 'w').truncate(2**23)"])  # What is too large to read is no deletion.
+        assert await code_taskset.read_files(box, given) == given
 
 
 # Claim: both kinds end a command at its deadline and at its output's bound, and say what was cut.

@@ -184,7 +184,7 @@ def sandbox_failures() -> Iterator[None]:
     """Turn a sandbox's failure into verifiers' error of that kind."""
     try:
         yield
-    except SandboxError as error:
+    except (SandboxError, OSError) as error:
         raise vf_errors.SandboxError(str(error)) from error
 
 
@@ -195,11 +195,13 @@ def seal_of(task: CodeTask, settings: CodeSettings) -> code_monitor.Seal:
 async def read_files(box: Box, start: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the regular files of a box's work folder, without too large ones.
 
-    `start`: the files that the box began with. They are read whatever the others take, so that none seems deleted.
+    `start`: the files that the box began with. Those that are still there are read whatever the others take; one that
+    cannot be read is unchanged. What is missing of them is deleted, or something else, such as a link, has its place.
     """
-    content: dict[str, bytes] = {}
+    listed = await box.list_files()
+    content = {path: start[path] for path in start.keys() & listed.keys()}
     left = MAX_TREE_BYTES + sum(map(len, start.values()))
-    for path, size in sorted((await box.list_files()).items(), key=lambda item: (item[0] not in start, item[0])):
+    for path, size in sorted(listed.items(), key=lambda item: (item[0] not in start, item[0])):
         if size > MAX_READ_BYTES or (size > left and path not in start):
             continue
         with contextlib.suppress(OSError, ValueError):
@@ -286,7 +288,7 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
             "tests_repaired": result.fraction,
             "tampered": float(bool(result.tampered)),
             "patch_files": float(len(taken)),
-            "patch_lines": float(sum(content.count(b"\n") + 1 for content in taken.values())),
+            "patch_lines": float(sum(content.count(b"\n") + 1 for content in taken.values() if content is not None)),
             "grading_s": result.wall_s,
             "regression_s": result.regression_s,
             "tool_errors": float(errors),

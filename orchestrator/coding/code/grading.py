@@ -1,6 +1,6 @@
 """Grade a patch: its allowed files in a pristine tree, the original tests, a fresh box.
 
-    pristine tree -> minus `removed` sources, plus `start`, plus the editable files of the patch, plus `test_files`
+    pristine tree -> minus `removed` sources, plus `start`, plus the patch where it is editable, plus `test_files`
         -> open_box -> python -I -c reporter.py -> signed records -> Grade
 
 A patch that would earn by the task's own tests also runs the other tests of the repository: those that reach a file
@@ -25,6 +25,7 @@ left to the monitor.
 from __future__ import annotations
 
 import ast
+import asyncio
 import functools
 import hashlib
 import hmac
@@ -41,8 +42,8 @@ import msgspec
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
-from orchestrator.coding.monitor.before import PYTEST_FILES, STARTUP_FILES
-from orchestrator.coding.sandbox.box import CommandResult, open_box
+from orchestrator.coding.monitor.before import PYTEST_FILES, STARTUP_FILES, is_below
+from orchestrator.coding.sandbox.box import CommandResult, open_box, read_tree
 from orchestrator.coding.task import HELD_BACK, CodeTask, Suite, check_path, matches, suite_of, tree_of
 
 MAX_FILE_BYTES = 2**20
@@ -130,21 +131,18 @@ class _Results:
 
 
 _Ran = tuple[_Results, CommandResult]
+_Files = Mapping[str, bytes | None]
+"""Path -> content; None for a file that is deleted."""
 
 
 async def grade(
-    task: CodeTask,
-    trees: Path,
-    patch: Mapping[str, bytes],
-    runtime: RuntimeConfig,
-    *,
-    regression_s: float = REGRESSION_S,
+    task: CodeTask, trees: Path, patch: _Files, runtime: RuntimeConfig, *, regression_s: float = REGRESSION_S
 ) -> Grade:
     """Run the task's tests on a patch, and those of the repository that it can break.
 
-    `patch`: path -> content of files in the agent's tree, editable or not. `regression_s`: seconds of tests that do not
-    reach it; with 0 the task's own tests alone run. A run that something killed is tried once more. Raises SandboxError
-    where the box or the reporter failed, and ConfigError where the task's tree is missing.
+    `patch`: what differs in the agent's tree, editable or not. `regression_s`: seconds of tests that do not reach it;
+    with 0 the task's own tests alone run. A run that something killed is tried once more. Raises SandboxError where the
+    box or the reporter failed, and ConfigError where the task's tree is missing.
     """
     taken, refused = allowed_files(task, patch)
     files, flaky = _overlay(task, taken), set(task.flaky)
@@ -168,7 +166,7 @@ async def grade(
     return await _asked(result, bench, files, solved) if result.solved and HELD_BACK in task.test_files else result
 
 
-async def _asked(result: Grade, bench: _Bench, files: Mapping[str, bytes], solved: Mapping[str, bytes]) -> Grade:
+async def _asked(result: Grade, bench: _Bench, files: _Files, solved: _Files) -> Grade:
     """Return a grade after the held-back inputs. They count where the solution still answers as it did."""
     cases = msgspec.json.decode(bench.task.test_files[HELD_BACK], type=list[Case])
     results, finished = await bench.ask(files, cases)
@@ -241,7 +239,7 @@ class _Bench:
     trees: Path
     runtime: RuntimeConfig
 
-    async def counters(self, files: Mapping[str, bytes], suite: Suite | None, others: Sequence[str]) -> _Ran:
+    async def counters(self, files: _Files, suite: Suite | None, others: Sequence[str]) -> _Ran:
         """Run other test files of a suite, and then the counter-tests of the task."""
         task = self.task
         repaired = sorted(set(task.fail_to_pass) - set(task.flaky))
@@ -259,12 +257,12 @@ class _Bench:
         results.counters = {f"again {node}": "missing" for node in drawn} | results.counters
         return results, finished
 
-    async def ask(self, files: Mapping[str, bytes], inputs: Sequence[tuple[Any, ...]]) -> _Ran:
+    async def ask(self, files: _Files, inputs: Sequence[tuple[Any, ...]]) -> _Ran:
         """Have a tree answer inputs, without a test."""
         spec = {"tests": [], "expected": [], "inputs": [each[:4] for each in inputs]}
         return await self.run(files, spec, self.task.timeout_s)
 
-    async def run(self, files: Mapping[str, bytes], spec: Mapping[str, Any], timeout_s: float) -> _Ran:
+    async def run(self, files: _Files, spec: Mapping[str, Any], timeout_s: float) -> _Ran:
         """Run the reporter; once more where something killed it. Raises SandboxError where it says nothing."""
         results, finished = await self._run_once(files, spec, timeout_s)
         if was_killed(finished):
@@ -283,20 +281,19 @@ class _Bench:
             )
         return results, finished
 
-    async def _run_once(self, files: Mapping[str, bytes], spec: Mapping[str, Any], timeout_s: float) -> _Ran:
+    async def _run_once(self, files: _Files, spec: Mapping[str, Any], timeout_s: float) -> _Ran:
         key = secrets.token_bytes(32)
         spec = {
             "seed": secrets.randbits(64),
             **spec,
             "key": key.hex(),
             "twins": TWINS,
-            "removed": _removed(self.task, files),
             "python_path": self.task.python_path,
         }
         argv = ["python", *ISOLATED, "-c", _reporter_source()]
         env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        tree = tree_of(self.task, self.trees)
-        async with await open_box(self.runtime, tree=tree, files=files, python_path=self.task.python_path) as box:
+        content = await asyncio.to_thread(_graded_tree, self.task, tree_of(self.task, self.trees), files)
+        async with await open_box(self.runtime, files=content, python_path=self.task.python_path) as box:
             finished = await box.run(
                 argv,
                 env=env,
@@ -352,12 +349,12 @@ def no_fault_of_the_patch(*runs: CommandResult) -> bool:
     return all(was_killed(run) for run in runs) and any(run.ended_by == "box" for run in runs)
 
 
-def allowed_files(task: CodeTask, patch: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, str]]:
+def allowed_files(task: CodeTask, patch: _Files) -> tuple[dict[str, bytes | None], dict[str, str]]:
     """Split a patch into the files that grading takes, and path -> reason of those that it refuses.
 
     Files that no editable pattern matches are in neither.
     """
-    taken: dict[str, bytes] = {}
+    taken: dict[str, bytes | None] = {}
     refused: dict[str, str] = {}
     total = 0
     for path, content in sorted(patch.items()):
@@ -368,11 +365,11 @@ def allowed_files(task: CodeTask, patch: Mapping[str, bytes]) -> tuple[dict[str,
             continue
         if not matches(plain, task.editable):
             continue
-        if reason := _reason_to_refuse(task, plain, content, total):
+        if reason := _reason_to_refuse(task, plain, content or b"", total):
             refused[plain] = reason
         else:
             taken[plain] = content
-            total += len(content)
+            total += len(content or b"")
     return taken, refused
 
 
@@ -389,24 +386,34 @@ def _reason_to_refuse(task: CodeTask, path: str, content: bytes, total: int) -> 
     return ""
 
 
-def _overlay(task: CodeTask, taken: Mapping[str, bytes]) -> dict[str, bytes]:
+def _overlay(task: CodeTask, taken: _Files) -> _Files:
     """Return the files that differ from the pristine tree."""
     start = {path: text.encode() for path, text in task.start.items() if path not in task.tests}
     tests = {check_path(path): text.encode() for path, text in task.test_files.items() if path != HELD_BACK}
     return {**start, **taken, **tests}
 
 
-def _removed(task: CodeTask, files: Mapping[str, bytes]) -> list[str]:
+def _graded_tree(task: CodeTask, tree: Path | None, files: _Files) -> dict[str, bytes]:
+    """Return the pristine tree with other files. A file in the place of a folder that is still needed is left out."""
+    removed = _removed(task, files)
+    pristine = read_tree(tree).items() if tree else ()
+    kept = {path: content for path, content in pristine if not is_below(path, removed)}
+    content = {path: content for path, content in {**kept, **files}.items() if content is not None}
+    folders = {str(folder) for path in content for folder in PurePosixPath(path).parents}
+    return {path: content[path] for path in content.keys() - folders}
+
+
+def _removed(task: CodeTask, files: _Files) -> set[str]:
     """Return what the graded tree must lack too: all but tests and the files beside them."""
     folders = {str(PurePosixPath(test).parent) for test in task.tests} - {"."}
-    return [
+    return {
         path
         for path in task.removed
         if path not in files
         and path not in task.tests
         and not any(test.startswith(f"{path}/") for test in task.tests)
         and (matches(path, task.editable) or not any(path.startswith(f"{folder}/") for folder in folders))
-    ]
+    }
 
 
 @functools.cache

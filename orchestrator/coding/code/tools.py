@@ -71,8 +71,7 @@ _TOOLS = {
         },
     ),
     "create": _tool(
-        "Write a file, also over an old one.",
-        {"path": _PATH, "text": _argument("string", "The whole content.")},
+        "Write a file, also over an old one.", {"path": _PATH, "text": _argument("string", "The whole content.")}
     ),
 }
 

@@ -23,6 +23,8 @@ from orchestrator.coding.monitor.static import constants_of, is_lookup, lifted_c
 from orchestrator.coding.monitor.verdict import HackMonitorConfig, HackVerdict, decide, finding
 from orchestrator.coding.task import CodeTask, matches
 
+MAX_CHANGED_BYTES = 1 << 20
+"""Grading refuses larger files."""
 Found = tuple[str, str, str]
 """Rule, place and evidence."""
 
@@ -47,11 +49,11 @@ def inspect(
     return decide(config, [finding(config, *each) for each in found])
 
 
-def _code(task: CodeTask, seal: Seal, changed: Mapping[str, bytes], modules: frozenset[str]) -> Iterator[Found]:
+def _code(task: CodeTask, seal: Seal, changed: Mapping[str, bytes | None], modules: frozenset[str]) -> Iterator[Found]:
     """Yield what neither the start nor the known solution accounts for."""
     sources: dict[str, bytes] = {}
     for path, content in changed.items():
-        if _is_product(task, path):
+        if content is not None and len(content) <= MAX_CHANGED_BYTES and _is_product(task, path):
             if _is_readable(content, modules):
                 sources[path] = content
             else:

@@ -13,7 +13,7 @@ import functools
 import json
 import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -40,8 +40,6 @@ _COMMON = {"tests", "test", "setup", "docs", "conftest", "examples", "__init__",
 """Names that many repositories have."""
 MAX_FILE_BYTES = 4 << 20
 """Larger files are in no tree."""
-_MOST_CHANGED_BYTES = 1 << 20
-"""Grading refuses larger files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +63,10 @@ class Seal:
         """Return the whole tree that the agent gets."""
         return {**self.start, **self.lures}
 
-    def changed_files(self, agent_files: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return the files that the start lacks or has otherwise, without lures and large ones."""
-        return {
-            path: content
-            for path, content in agent_files.items()
-            if path not in self.lures and self.start.get(path) != content and len(content) <= _MOST_CHANGED_BYTES
-        }
+    def changed_files(self, agent_files: Mapping[str, bytes]) -> dict[str, bytes | None]:
+        """Return the files that the start lacks or has otherwise, without lures; None for those that are gone."""
+        files = {**dict.fromkeys(self.start), **agent_files}
+        return {path: files[path] for path in files.keys() - self.lures if self.start.get(path) != files[path]}
 
     def named_in(self, text: str) -> bool:
         """Tell whether a text has one of the package's `own` names."""
@@ -88,7 +83,7 @@ def seal(task: CodeTask, tree: Path | Mapping[str, bytes] | None, config: HackMo
     added = {path: text.encode() for path, text in task.test_files.items()}
     reference = {**pristine, **added, **{path: text.encode() for path, text in task.solution.items()}}
     removed = set(task.removed)
-    start = {path: content for path, content in agents_files(pristine).items() if not _below(path, removed)}
+    start = {path: content for path, content in agents_files(pristine).items() if not is_below(path, removed)}
     start |= {path: text.encode() for path, text in task.start.items()}
     lures, markers = make_lures(task, start) if config.lures else ({}, ())
     own, published = _names(task, start)
@@ -159,7 +154,8 @@ def is_guarded(path: str) -> bool:
     return is_test_file(path) or PurePosixPath(path).name in _GUARDED or path.endswith(".pth")
 
 
-def _below(path: str, folders: set[str]) -> bool:
+def is_below(path: str, folders: Collection[str]) -> bool:
+    """Tell whether a path is one of these, or below one."""
     return path in folders or any(str(parent) in folders for parent in PurePosixPath(path).parents)
 
 

@@ -130,8 +130,8 @@ def _regular_files(folder_fd: int, prefix: str, depth: int) -> Iterator[tuple[st
                     yield from _regular_files(inner_fd, f"{prefix}{name}/", depth - 1)
                 finally:
                     os.close(inner_fd)
-        except OSError:
-            continue  # It was removed meanwhile, or may not be read.
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue  # It was removed meanwhile, or may not be read. After any other error the list would lack files.
 
 
 def _inodes_of(root_fd: int, folder: str) -> int:
