@@ -213,7 +213,8 @@ def checked_loss(given: Any, function: Any, needs_grad: bool) -> tuple[Tensor, S
     loss, sums = pair
     if isinstance(sums, Mapping) and getattr(loss, "shape", None) == () and (loss.requires_grad or not needs_grad):
         return loss, dict(sums)
-    raise ConfigError(f"loss ({place_of(function)}): {given!r:.80} is no scalar with a gradient, and a dict of sums")
+    text = " ".join(f"{given!r}".split())
+    raise ConfigError(f"{place_of(function)}: return a scalar with a gradient, and a dict of sums, not {text:.80}")
 
 
 def channel_metrics(terms: Sequence[Term], sums: Mapping[str, float]) -> dict[str, float]:

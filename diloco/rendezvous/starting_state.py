@@ -149,9 +149,7 @@ class Joins:
             return self._gather(peer, join, now)
         leaders = leading(training)
         front = max(leaders[0].outer_step, self.rounds.newest + 1)
-        if join.outer_step > front:
-            return self._ahead(peer, join, front)
-        return self._catch_up(join, training, rank, now)
+        return self._ahead(peer, join, front) if join.outer_step > front else self._catch_up(join, training, rank, now)
 
     def _catch_up(self, join: JoinAttempt, training: list[Peer], rank: int, now: float) -> JoinAnswer:
         newest, step, leaders = self.rounds.newest, join.outer_step, leading(training)
@@ -212,9 +210,7 @@ class Joins:
 
     def _waits(self, peer: Peer) -> bool:
         join = self._joins.get(peer.name)
-        if join is None or join.over or join.instance != peer.instance:
-            return False
-        return len(join.asks) == peer.ranks
+        return False if join is None or join.over or join.instance != peer.instance else len(join.asks) == peer.ranks
 
     def _go_to(self, lead: int, leaders: list[Peer]) -> None:
         names, newest = ", ".join(sorted(each.name for each in leaders)), self.rounds.newest

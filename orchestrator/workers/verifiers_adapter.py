@@ -51,6 +51,7 @@ from verifiers.v1.utils import loaders
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.console import did_you_mean
 from composer_prime.errors import ConfigError
+from composer_prime.host import module_file
 from composer_prime.import_path import frame_text, place_of
 from composer_prime.llm.reply import reply_text
 from composer_prime.monitor.events import event
@@ -287,7 +288,8 @@ def _check_plugin(source: str, kind: str, plugin_id: Any, load: Any) -> None:
     try:
         load(plugin_id)
     except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"source {source!r}: {kind} {plugin_id!r}: {error}") from error
+        found = f"{module_file(plugin_id) or plugin_id} (where that is not yours, rename yours)"
+        raise ConfigError(f"source {source!r}: {kind} {plugin_id!r}, read from {found}: {error}") from error
     except Exception as error:
         raise ConfigError(
             f"source {source!r}: {kind} {plugin_id!r} cannot be imported: "

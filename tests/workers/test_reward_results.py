@@ -63,6 +63,12 @@ def test_a_reward_that_hides_a_member(tmp_path, monkeypatch, name) -> None:
         environment(TINY, {"id": module}, harness=TOOL_LOOP)
 
 
+# What is installed comes first: the file of a module without a task set is named, which may not be the user's.
+def test_a_task_set_with_the_name_of_an_installed_module() -> None:
+    with pytest.raises(ConfigError, match=r"calendar\.py .*exports no Taskset"):
+        environment(TINY, {"id": "calendar"}, harness=TOOL_LOOP)
+
+
 HELPER = "\n    def {name}(self, reply, answer):\n        return 1.0\n"
 
 
