@@ -105,11 +105,19 @@ class _Segment:
 
 
 class Journal:
-    """Open it with `Journal.create` or `Journal.resume`; from then on only this process may write it."""
+    """Open a new one with `Journal.create`. From then on only this process may write it."""
 
-    def __init__(
-        self, folder: Path, segments: list[_Segment], segment_bytes: int = SEGMENT_BYTES, min_seq: int = 0
-    ) -> None:
+    def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES, *, min_seq: int = 0) -> None:
+        """Cut off a torn tail of the newest segment. Raises CheckpointError when an older one is damaged.
+
+        Entry numbers continue after the checkpoint's `min_seq`: compaction may have emptied the journal, and new
+        entries must not count as old ones.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        segments = [_Segment(path) for path in _segment_paths(folder)]
+        for segment in segments:
+            for entry in _read(segment.path, newest=segment is segments[-1]):
+                segment.note(entry)
         self.seq = max([segment.last_seq for segment in segments] + [min_seq])
         """Sequence number of the newest entry; each new entry takes the next."""
         self._folder = folder
@@ -128,21 +136,7 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         for path in _segment_paths(folder):
             path.unlink()
-        return cls(folder, [], segment_bytes)
-
-    @classmethod
-    def resume(cls, folder: Path, segment_bytes: int = SEGMENT_BYTES, *, min_seq: int = 0) -> Journal:
-        """Return the journal. Cuts off a torn tail of the newest segment.
-
-        Entry numbers continue after the checkpoint's `min_seq`: compaction may have emptied the journal, and new
-        entries must not count as old ones. Raises CheckpointError when an older segment is damaged.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        segments = [_Segment(path) for path in _segment_paths(folder)]
-        for segment in segments:
-            for entry in _read(segment.path, newest=segment is segments[-1]):
-                segment.note(entry)
-        return cls(folder, segments, segment_bytes, min_seq)
+        return cls(folder, segment_bytes)
 
     def __iter__(self) -> Iterator[Entry]:
         """Yield the entries of all closed segments in order, with one segment in memory at a time.

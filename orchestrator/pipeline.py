@@ -215,7 +215,7 @@ class Pipeline:
         folder = self.opened.run_dir.journal
         if self.state is None:
             return await asyncio.to_thread(Journal.create, folder)
-        return await asyncio.to_thread(Journal.resume, folder, min_seq=self.state.journal_seq)
+        return await asyncio.to_thread(Journal, folder, min_seq=self.state.journal_seq)
 
     async def _build_dispatcher(self, stack: AsyncExitStack, runner: RolloutRunner, failures: FailureLog) -> Dispatcher:
         run = self.opened

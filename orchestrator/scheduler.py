@@ -363,16 +363,9 @@ class BatchScheduler:
         return median_high(served) if served else router.policy.oldest
 
     def _start(self) -> None:
-        slots = free_slots(
-            version=self.serving_version(),
-            formed=self.batches.formed,
-            under_way=len(self.dispatcher.in_flight) + len(self.buffer),
-            groups_per_step=self.run.settings.groups_per_step,
-            max_staleness=self.run.settings.max_staleness,
-            max_steps=self.batches.last_step,
-            versions=self.batches.versions,
-        )
-        for _ in range(slots):
+        unfilled = self.batches.last_using(self.serving_version()) - self.batches.formed
+        under_way = len(self.dispatcher.in_flight) + len(self.buffer)
+        for _ in range(free_slots(unfilled, under_way, self.run.settings.groups_per_step)):
             plan, is_new = self.sources.next()
             if is_new:
                 self._write(Started(seq=self.journal.next_seq(), plan=plan))

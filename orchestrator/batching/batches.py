@@ -111,22 +111,11 @@ def last_batch(version: int, max_staleness: int, max_steps: int, versions: Versi
     return min(versions.last_batch(version + max_staleness), max_steps)
 
 
-def free_slots(
-    *,
-    version: int,
-    formed: int,
-    under_way: int,
-    groups_per_step: int,
-    max_staleness: int,
-    max_steps: int,
-    versions: Versions,
-) -> int:
+def free_slots(batches: int, under_way: int, groups_per_step: int) -> int:
     """Return how many more groups may start now, at least 0.
 
-    `version`: what the nodes serve. `formed`: the newest batch that has its groups. `under_way`: groups in flight or in
-    the buffer that are not part of a batch yet.
+    `batches`: those without groups that may use what starts now. `under_way`: groups in flight or in the buffer.
     """
-    batches = last_batch(version, max_staleness, max_steps, versions) - formed
     return max(0, batches * groups_per_step - under_way)
 
 
@@ -292,12 +281,14 @@ class Batches:
         """Return the step of the whole joint run; `step` itself elsewhere."""
         return step + self.config.run.max_steps - self.last_step
 
+    def last_using(self, version: int) -> int:
+        """Return the last batch that may use a rollout that begins now, on `version`."""
+        return last_batch(version, self.config.orchestrator.max_staleness, self.last_step, self.versions)
+
     def sdpo_ahead(self) -> bool:
         """Tell whether SDPO has a weight at a step that a group ending now may be trained in."""
         first = self.formed + 1
-        max_staleness = self.config.orchestrator.max_staleness
-        last = max(first, last_batch(self.versions.newest, max_staleness, self.last_step, self.versions))
-        return any(self.distils(step) for step in range(first, last + 1))
+        return any(map(self.distils, range(first, max(first, self.last_using(self.versions.newest)) + 1)))
 
     async def of_rank(self, batch: Batch, rank: int, layout: Layout) -> bytes:
         """Return the message of `rank`. The first rank that asks fixes the batch's layout.

@@ -102,7 +102,7 @@ async def test_a_killed_orchestrator_loses_and_repeats_nothing(run_dir, tmp_path
         process.send_signal(signal.SIGKILL)
         process.wait()
     before = [line.split() for line in (run_dir.root / "played.txt").read_text().splitlines()]
-    entries = list(Journal.resume(run_dir.journal))
+    entries = list(Journal(run_dir.journal))
     finished = {entry.group.plan.group_id for entry in entries if isinstance(entry, Finished)}
 
     async with orchestrator(run_dir, tmp_path, resume=True, max_steps=9) as (process, _), trainer(run_dir, 2) as second:

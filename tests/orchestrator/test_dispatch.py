@@ -127,7 +127,7 @@ async def test_a_reward_that_always_raises_stops_the_run(open_run, run_dir, tmp_
     assert failed[0]["error"]["where"] == "my_env.py:12, in right"
     assert "line 12, in right" in failed[0]["error"]["detail"]
     # The groups are journaled. Else a resume would start the same broken tasks first and end again.
-    entries = list(Journal.resume(run_dir.journal))
+    entries = list(Journal(run_dir.journal))
     ended = {entry.group.plan.group for entry in entries if isinstance(entry, Dropped)}
     assert len(ended) >= 4  # others may end while the run does
 

@@ -41,13 +41,13 @@ async def test_entries_come_back_in_order_and_numbers_go_on(tmp_path):
     """What was appended is read back whole, in order; the next sequence number follows the last one."""
     made = [*entries(4), Dropped(seq=11, group=ended(9, GroupOutcome.STALE, 1.0))]
     await (await written(tmp_path, made)).close()
-    journal = Journal.resume(tmp_path)
+    journal = Journal(tmp_path)
     found = list(journal)
     assert found == made
     assert journal.next_seq() == 12
     await journal.append(Started(seq=12, plan=plan(4)))
     await journal.close()
-    assert [entry.seq for entry in Journal.resume(tmp_path)] == list(range(1, 13))
+    assert [entry.seq for entry in Journal(tmp_path)] == list(range(1, 13))
 
 
 async def test_a_tail_torn_at_any_byte_costs_only_the_torn_entry(tmp_path):
@@ -62,14 +62,14 @@ async def test_a_tail_torn_at_any_byte_costs_only_the_torn_entry(tmp_path):
         for path in folder.iterdir():
             path.unlink()
         (folder / "000001.log").write_bytes(raw[:cut])
-        journal = Journal.resume(folder)
+        journal = Journal(folder)
         found = list(journal)
         assert found == made[: len(found)]
         seq = journal.next_seq()
         assert seq == len(found) + 1
         await journal.append(Started(seq=seq, plan=plan(77)))
         await journal.close()
-        assert list(Journal.resume(folder)) == [*found, Started(seq=seq, plan=plan(77))]
+        assert list(Journal(folder)) == [*found, Started(seq=seq, plan=plan(77))]
         sizes.append(len(found))
     assert sizes == sorted(sizes)
     assert sizes[-1] == len(made) - 1
@@ -84,7 +84,7 @@ async def test_a_flipped_bit_in_an_older_segment_is_refused_by_name(tmp_path):
     raw[-3] ^= 1
     first.write_bytes(raw)
     with pytest.raises(CheckpointError, match=r"000001\.log is damaged at byte"):
-        Journal.resume(tmp_path)
+        Journal(tmp_path)
 
 
 async def test_compaction_deletes_whole_segments_that_nothing_needs(tmp_path):
@@ -92,7 +92,7 @@ async def test_compaction_deletes_whole_segments_that_nothing_needs(tmp_path):
     journal = await written(tmp_path, entries(8), segment_bytes=1)
     before = len(list(tmp_path.iterdir()))
     await journal.compact(oldest_seq=15, groups={1}, steps={2})
-    kept = list(Journal.resume(tmp_path))
+    kept = list(Journal(tmp_path))
     assert len(list(tmp_path.iterdir())) < before
     assert [entry.seq for entry in kept if entry.seq <= 15] == [4, 10]
     assert [entry.seq for entry in kept if entry.seq > 15] == [16, 17, 18, 19, 20]
@@ -126,13 +126,13 @@ async def test_many_writers_keep_the_order_of_their_calls(tmp_path):
     made = entries(20)
     await asyncio.gather(*(journal.append(entry) for entry in made))
     await journal.close()
-    assert list(Journal.resume(tmp_path)) == made
+    assert list(Journal(tmp_path)) == made
 
 
 async def test_numbers_go_on_from_the_checkpoint_when_compaction_emptied_the_journal(tmp_path):
     # Entries of the new life must not carry numbers that the checkpoint has already accounted for.
     Journal.create(tmp_path)
-    journal = Journal.resume(tmp_path, min_seq=41)
+    journal = Journal(tmp_path, min_seq=41)
     assert list(journal) == []
     assert journal.next_seq() == 42
 

@@ -154,7 +154,7 @@ async def test_a_resume_holds_what_is_named_and_no_more(tmp_path):
     await journal.close()
     tracemalloc.start()
     try:
-        found = resume(state(journal_seq=64, dropped=[], batches={}), Journal.resume(tmp_path), sources())
+        found = resume(state(journal_seq=64, dropped=[], batches={}), Journal(tmp_path), sources())
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

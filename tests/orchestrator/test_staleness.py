@@ -9,15 +9,7 @@ from orchestrator.batching.batches import Versions, free_slots, last_batch, olde
 
 
 def room(version: int, formed: int, under_way: int, max_staleness: int, groups: int = 4, steps: int = 100) -> int:
-    return free_slots(
-        version=version,
-        formed=formed,
-        under_way=under_way,
-        groups_per_step=groups,
-        max_staleness=max_staleness,
-        max_steps=steps,
-        versions=Versions(),
-    )
+    return free_slots(last_batch(version, max_staleness, steps, Versions()) - formed, under_way, groups)
 
 
 def test_batch_n_accepts_exactly_the_documented_versions():
