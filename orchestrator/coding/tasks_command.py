@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,6 @@ from orchestrator.coding.factory.factory import TaskFactory, factory_runtime
 from orchestrator.coding.formats.conversion import import_tasks, in_order, why_unproven
 from orchestrator.coding.task import TREES_FOLDER, CodeTask, check_path, read_tasks
 
-NOTHING = 1
-KINDS = ("delete", "mutate")
 _MAKE = """\
 Makes coding tasks from packages that have tests. SOURCE is a folder, or a git repository, of which the last commit is
 taken. Every task is proven in a sandbox: some tests fail before and pass after, others pass all the time, three times
@@ -66,19 +65,22 @@ def _parser() -> argparse.ArgumentParser:
     make.set_defaults(work=make_tasks)
     make.add_argument("source", nargs="+", help="folder or git repository")
     make.add_argument("-o", "--output", type=Path, required=True, help="folder of the tasks")
-    make.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="default: both")
+    kinds = ("delete", "mutate")
+    make.add_argument("--kinds", nargs="+", choices=kinds, default=kinds, help="default: both")
     make.add_argument(
         "--history", type=_at_least(0), default=0, metavar="N", help="also make tasks from the N newest commits"
     )
     make.add_argument("--limit", type=_at_least(1), help="maximum tasks per source")
     make.add_argument("--seed", type=int, default=0)
     make.add_argument("--hide-tests", action="store_true", help="the agent does not see the files of the failing tests")
-    make.add_argument("--suite-timeout", type=_at_least(0.1), default=180.0, help="seconds of all tests (default 180)")
+    make.add_argument(
+        "--suite-timeout", dest="suite_timeout_s", type=_at_least(0.1), default=180.0, help="seconds of all tests (180)"
+    )
     make.add_argument(
         "--overlay", type=_paths, default=(), metavar="FILES", help="files that git leaves out, from SOURCE, by comma"
     )
     make.add_argument("--first-tests", type=_at_least(1), default=60, help="reaching tests that prove a task (60)")
-    make.add_argument("--first-seconds", type=_at_least(0.1), default=8.0, help="seconds of their files (8)")
+    make.add_argument("--first-seconds", dest="first_s", type=_at_least(0.1), default=8.0, help="of their files (8)")
     published = commands.add_parser("import", description=_IMPORT, help="make tasks from a published task file")
     published.set_defaults(work=import_file)
     published.add_argument("file", type=Path, help="a .jsonl, .jsonl.gz, .json or .parquet file")
@@ -111,18 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def make_tasks(options: argparse.Namespace) -> int:
     """Make tasks. Return 0 when there are some, 1 when there are none, 130 after Ctrl-C."""
-    settings = FactorySettings(
-        kinds=tuple(options.kinds),
-        history=options.history,
-        seed=options.seed,
-        limit=options.limit,
-        hide_tests=options.hide_tests,
-        suite_timeout_s=options.suite_timeout,
-        overlay=options.overlay,
-        first_tests=options.first_tests,
-        first_s=options.first_seconds,
-        packages=options.packages,
-    )
+    settings = FactorySettings(**{field.name: getattr(options, field.name) for field in fields(FactorySettings)})
     factory = TaskFactory(options.output, settings, factory_runtime(options.runtime, options.packages), options.jobs)
     try:
         report = asyncio.run(_until_stopped(factory, options.source))
@@ -135,7 +126,7 @@ def make_tasks(options: argparse.Namespace) -> int:
         raise ConfigError("\n".join(problems))
     for problem in problems:
         print(f"refused: {problem}", file=sys.stderr)
-    return 0 if report["tasks"] else NOTHING
+    return int(not report["tasks"])
 
 
 async def _until_stopped(factory: TaskFactory, sources: list[str]) -> dict[str, Any]:
@@ -196,7 +187,6 @@ def check_folder(options: argparse.Namespace) -> int:
 
 
 async def _check(tasks: list[CodeTask], options: argparse.Namespace) -> list[str]:
-    """Return the problems of tasks, as training would grade them."""
     runtime = RuntimeConfig.model_validate({"type": options.runtime})
     lines = ProgressLines()
 

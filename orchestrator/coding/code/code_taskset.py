@@ -298,7 +298,6 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
         }
 
     def _earned(self, state: CodeState) -> float:
-        """Return what the tests alone give."""
         assert state.grade is not None
         return state.grade.fraction if self.data.settings.partial_credit else float(state.grade.solved)
 

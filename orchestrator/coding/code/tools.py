@@ -15,7 +15,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from orchestrator.coding.sandbox.box import WORK, Box, CommandResult
+from orchestrator.coding.sandbox.box import WORK, Box
 from orchestrator.coding.task import check_path
 from orchestrator.workers.call_schema import violation
 from orchestrator.workers.pool import ToolCall
@@ -117,7 +117,8 @@ class CodeTools:
             finished = await self._box.run(argv, env=_ENV, timeout_s=limit_s, output_bytes=_CAPTURE_BYTES)
         except ValueError as error:  # A NUL in an argument.
             raise ToolFailure(str(error)) from error
-        text = _joined(finished)
+        outputs = (content.decode(errors="replace").rstrip() for content in (finished.stdout, finished.stderr))
+        text = "\n".join(filter(None, outputs))
         if finished.ended_by and finished.ended_by != "box":
             raise ToolFailure(f"ended by the limit {finished.ended_by} after {finished.wall_s:.1f} s\n{text}")
         if finished.exit_code in (126, 127):
@@ -192,11 +193,6 @@ def _plain(path: str) -> str:
         return check_path(inside)
     except ValueError:  # Also where it cannot be written as UTF-8.
         raise ToolFailure(f"the path {path!r} names no file in the work folder {WORK}; `ls` lists them") from None
-
-
-def _joined(finished: CommandResult) -> str:
-    parts = (content.decode(errors="replace").rstrip() for content in (finished.stdout, finished.stderr))
-    return "\n".join(part for part in parts if part)
 
 
 def _numbered(lines: Sequence[str], first: int, last: int) -> str:

@@ -76,11 +76,10 @@ def find_candidates(baseline: Baseline, settings: FactorySettings) -> tuple[list
     """Return all candidates of a tree, and why functions give none. Kinds take turns; the seed orders each one."""
     usable, left_out = usable_functions(baseline)
     candidates: dict[tuple[tuple[str, Edit], ...], TaskCandidate] = {}
-    found = [*_deletions(baseline.tree.name, usable)] if "delete" in settings.kinds else []
-    if "mutate" in settings.kinds:
-        found += [
-            candidate for function in usable for candidate in _mutations(baseline.tree.name, function, settings.seed)
-        ]
+    name = baseline.tree.name
+    found = [*_deletions(name, usable)] if "delete" in settings.kinds else []
+    for function in usable if "mutate" in settings.kinds else ():
+        found += _mutations(name, function, settings.seed)
     for candidate in found:
         candidates.setdefault(candidate.edits, candidate)
     unique = {candidate.id: candidate for candidate in candidates.values()}

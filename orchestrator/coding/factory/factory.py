@@ -18,7 +18,7 @@ import dataclasses
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +62,7 @@ from orchestrator.coding.factory.suite import (
 from orchestrator.coding.formats.conversion import in_order
 from orchestrator.coding.git_command import git
 from orchestrator.coding.sandbox.box import open_box
-from orchestrator.coding.task import HELD_BACK, TASKS_FILE, TREES_FOLDER, CodeTask, matches, write_suite, write_tree
+from orchestrator.coding.task import HELD_BACK, TASKS_FILE, TREES_FOLDER, CodeTask, write_suite, write_tree
 
 REPORT_FILE = "report.json"
 BATCH = 12
@@ -190,37 +190,31 @@ class TaskFactory:
                 for candidate, outcome in outcomes:
                     if made == self.settings.limit:
                         return made
-                    made += self._record(candidate, await self._confirmed(outcome))
+                    is_proven = isinstance(outcome, CodeTask)
+                    made += self._record(candidate, await self._confirmed(outcome) if is_proven else outcome)
         return made
 
     async def _prove_batch(self, baseline: Baseline, batch: Sequence[TaskCandidate]) -> list[Outcome]:
         """Prove a batch. One that ends its box is taken apart, so that only the candidate at fault is refused."""
         try:
             return await prove(batch, baseline, self.runtime, self.settings)
-        except SandboxError:
+        except SandboxError as error:
             await self._try_box()
-        outcomes: list[Outcome] = []
-        for candidate in batch:
-            try:
-                outcomes += await prove([candidate], baseline, self.runtime, self.settings)
-            except SandboxError as error:
-                await self._try_box()
-                outcomes.append((candidate, ("the box ended", str(error)[:300])))
-        return outcomes
+            if len(batch) == 1:
+                return [(batch[0], ("the box ended", str(error)[:300]))]
+        return [outcome for candidate in batch for outcome in await self._prove_batch(baseline, [candidate])]
 
-    async def _confirmed(self, outcome: CodeTask | Refusal) -> CodeTask | Refusal:
+    async def _confirmed(self, task: CodeTask) -> CodeTask | Refusal:
         """Grade a task's solution as training would, with all other tests, and add the task's held-back inputs."""
-        if not isinstance(outcome, CodeTask):
-            return outcome
-        solution = {path: text.encode() for path, text in outcome.solution.items()}
+        solution = {path: text.encode() for path, text in task.solution.items()}
         try:
-            result = await grade(outcome, self.folder / TREES_FOLDER, solution, self.runtime)
-            held = await hold_back(outcome, self.folder / TREES_FOLDER, self.runtime) if result.solved else outcome
+            result = await grade(task, self.folder / TREES_FOLDER, solution, self.runtime)
+            if not result.solved:
+                return "grading does not confirm it", result.report[:300]
+            held = await hold_back(task, self.folder / TREES_FOLDER, self.runtime)
         except SandboxError as error:
             await self._try_box()
             return "the box ended", str(error)[:300]
-        if not result.solved:
-            return "grading does not confirm it", result.report[:300]
         self.lacking["counter-tests"] += not result.counter_tests
         self.lacking["held-back inputs"] += HELD_BACK not in held.test_files
         return held
@@ -239,7 +233,6 @@ class TaskFactory:
         return is_task
 
     async def _prove_commit(self, repository: Path, candidate: TaskCandidate) -> list[Outcome]:
-        """Prove one commit. It has a tree and a baseline of its own."""
         if candidate.refusal:
             return [(candidate, (candidate.refusal, candidate.message[:80]))]
         try:
@@ -403,7 +396,7 @@ def build_task(
         start=start,
         removed=[*(path for path in run.files if path not in start), *hidden],
         solution={path: tree.texts[path] for path in run.files if path in tree.texts},
-        editable=_editable(tree, run.files),
+        editable=editable_patterns(tree, run.files),
         tests=run.tests,
         fail_to_pass=failing,
         pass_to_pass=passing,
@@ -413,12 +406,6 @@ def build_task(
         symbols=[tree.functions[place].symbol for place, _ in candidate.edits],
         source=tree.origin,
     )
-
-
-def _editable(tree: SourceTree, changed: Iterable[str]) -> list[str]:
-    """Return the patterns of the sources, which do not tell where the change is, and what they do not match."""
-    patterns = editable_patterns(tree)
-    return sorted([*patterns, *(path for path in changed if not matches(path, patterns))])
 
 
 def _prompt(candidate: TaskCandidate, tree: SourceTree, failures: Sequence[TestRecord], total: int) -> str:

@@ -19,6 +19,7 @@ from composer_prime.errors import ConfigError
 from orchestrator.coding.git_command import commit_files
 from orchestrator.coding.monitor.before import agents_files, unwanted_files
 from orchestrator.coding.sandbox.box import read_tree
+from orchestrator.coding.task import matches
 
 _NO_SOURCES = {
     "test", "tests", "doc", "docs", "example", "examples", "benchmark", "benchmarks", "tools", "scripts", "script",
@@ -138,12 +139,16 @@ def describe_tree(folder: Path, repository: str, origin: str) -> SourceTree:
     )
 
 
-def editable_patterns(tree: SourceTree) -> list[str]:
-    """Return patterns of the source files. A folder with tests in it, or the root, gives its files one by one."""
+def editable_patterns(tree: SourceTree, changed: Iterable[str] = ()) -> list[str]:
+    """Return patterns of the source files, which do not tell where a change is, and of `changed` what they lack.
+
+    A folder with tests in it, or the root, gives its files one by one.
+    """
     folders = {path.rpartition("/")[0] for path in tree.sources}
     with_tests = {path.rpartition("/")[0] for path in tree.tests} | {""}
-    patterns = {f"{folder}/*.py" for folder in folders - with_tests}
-    return sorted(patterns | {path for path in tree.sources if path.rpartition("/")[0] in with_tests})
+    patterns = [f"{folder}/*.py" for folder in folders - with_tests]
+    patterns += [path for path in tree.sources if path.rpartition("/")[0] in with_tests]
+    return sorted([*patterns, *(path for path in changed if not matches(path, patterns))])
 
 
 def is_test(path: str) -> bool:
@@ -394,7 +399,6 @@ _MISTAKES: dict[type, Callable[..., Iterator[Edit]]] = {
 
 
 def _mistakes(nodes: Sequence[ast.AST], lines: list[str]) -> list[Edit]:
-    """Return the mistakes of a function and what is in it, in the order of its lines."""
     tests = [node.test for node in nodes if isinstance(node, ast.While)]
     changed = [node for node in nodes if not (isinstance(node, ast.Constant) and node in tests)]  # `while True` stays.
     found = [edit for node in changed if type(node) in _MISTAKES for edit in _MISTAKES[type(node)](node, lines)]

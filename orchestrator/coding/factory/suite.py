@@ -195,10 +195,14 @@ def _combine(tree: SourceTree, results: list[SuiteResult]) -> Baseline:
             excluded["in a slow file"] += 1
         else:
             files[test_file(node)].append(node)
+    reach: dict[str, set[str]] = defaultdict(set)
+    for node in (node for tests in files.values() for node in tests):
+        for place in first.tests[node].reached:
+            reach[place].add(node)
     return Baseline(
         tree=tree,
         stable=stable,
-        reach=_reach([first.tests[node] for tests in files.values() for node in tests]),
+        reach={place: frozenset(tests) for place, tests in reach.items()},
         imported=frozenset(first.imported),
         excluded={reason: count for reason, count in sorted(excluded.items()) if count},
         files=dict(files),
@@ -206,15 +210,6 @@ def _combine(tree: SourceTree, results: list[SuiteResult]) -> Baseline:
         collect_errors=errors,
         missing=sorted(missing),
     )
-
-
-def _reach(records: list[TestRecord]) -> dict[str, frozenset[str]]:
-    """Return function's place -> tests that reach it."""
-    reach: dict[str, set[str]] = defaultdict(set)
-    for record in records:
-        for place in record.reached:
-            reach[place].add(record.node)
-    return {place: frozenset(tests) for place, tests in reach.items()}
 
 
 def _verdict(node: str, results: list[SuiteResult]) -> str:

@@ -99,20 +99,14 @@ async def _outcome(
 ) -> CodeTask | str:
     """Return the task of a record, or why it is none."""
     try:
-        task = await asyncio.to_thread(_convert, record, repositories, trees, timeout_s)
+        if record.values.get("instance_id") is None:
+            task = human_eval_task(record)
+        else:
+            task = await asyncio.to_thread(_instance_task, record, repositories, trees, timeout_s)
         reason = await why_unproven(task, trees, runtime) if runtime else ""
         return reason or (await hold_back(task, trees, runtime) if runtime and task.solution else task)
     except (ConfigError, SandboxError, OSError) as error:  # OSError: its files do not fit.
         return str(error).removeprefix(f"{record.place}: ") or repr(error)  # A TimeoutError has no words.
-
-
-def _convert(record: Record, repositories: Path | None, trees: Path, timeout_s: float) -> CodeTask:
-    """Return the task of a record. Raises ConfigError for what makes it none here."""
-    if record.values.get("instance_id") is None:
-        return human_eval_task(record)
-    if repositories is None:
-        raise ConfigError("an instance of SWE-bench's form needs its repository: give --repositories FOLDER")
-    return _instance_task(record, repositories, trees, timeout_s)
 
 
 Item = TypeVar("Item")
@@ -159,8 +153,10 @@ async def why_unproven(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> s
 # -- instances of SWE-bench's form
 
 
-def _instance_task(record: Record, repositories: Path, trees: Path, timeout_s: float) -> CodeTask:
+def _instance_task(record: Record, repositories: Path | None, trees: Path, timeout_s: float) -> CodeTask:
     """Return the task of one instance, and put its tree below `trees`."""
+    if repositories is None:
+        raise ConfigError("an instance of SWE-bench's form needs its repository: give --repositories FOLDER")
     fail_to_pass, pass_to_pass = record.texts("FAIL_TO_PASS"), record.texts("PASS_TO_PASS")
     if not fail_to_pass:
         raise ConfigError("its FAIL_TO_PASS is empty: no test tells a solution from none")

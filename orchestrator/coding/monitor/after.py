@@ -65,7 +65,11 @@ def _code(task: CodeTask, seal: Seal, changed: Mapping[str, bytes | None], modul
     reference = [seal.reference[path] for path in touched if path in seal.reference]
     yield from _new_traits(sources, start, reference, modules)
     known = frozenset().union(*map(constants_of, (*start, *reference)))
-    yield from _lifted(sources, _constants_of_tests(task, seal), known, _prose(task, seal))
+    tested, prose = _constants_of_tests(task, seal), _prose(task, seal)
+    for path, source in sources.items():
+        lifted = lifted_constants(source, tested, known, prose)
+        for each in lifted if is_lookup(lifted) else ():
+            yield each.rule, f"{path}:{each.line}", each.key
 
 
 def _is_readable(source: bytes, modules: frozenset[str]) -> bool:
@@ -101,13 +105,6 @@ def _new_traits(
         if now[rule, key] > before[rule, key] and rule not in excused:
             text = changed[path].decode(errors="replace").splitlines()[line - 1]
             yield rule, f"{path}:{line}", f"{key}: {text}"
-
-
-def _lifted(changed: Mapping[str, bytes], tested: frozenset[str], known: frozenset[str], prose: str) -> Iterator[Found]:
-    for path, source in changed.items():
-        lifted = lifted_constants(source, tested, known, prose)
-        for each in lifted if is_lookup(lifted) else ():
-            yield each.rule, f"{path}:{each.line}", each.key
 
 
 def _constants_of_tests(task: CodeTask, seal: Seal) -> frozenset[str]:
