@@ -31,6 +31,7 @@ from statistics import median
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from composer_prime.wire.node_messages import NO_TOKENS, Answer, Generate, NodeHello, Status
 from composer_prime.wire.types import INT
@@ -286,11 +287,6 @@ class AttachedNode:
         return self.hello.version if self.status is None else self.status.version
 
     @property
-    def cache_is_full(self) -> bool:
-        """Tell whether no further conversation fits into its KV cache, by its last report."""
-        return self.status is not None and self.status.kv_used > _FULL_FROM
-
-    @property
     def places(self) -> int:
         """How many requests it may hold: what it claims, or 1 after failures until it has answered.
 
@@ -378,35 +374,27 @@ class NodeSpeed:
         """Whether its node has ever delivered a part of an answer."""
         self.is_hopeful = is_hopeful
         """Whether its node counts as fast while it is idle and not measured, to be tried at all."""
-        self._cc = self._cw = self._ww = self._ce = self._we = 0.0
+        self._squares, self._times = np.zeros((2, 2)), np.zeros(2)
+        """Sums of (cold tokens, work) by one another, and by seconds."""
         self._weight = 0.0
 
     def note(self, elapsed_s: float, *, cold: int, sampled: int, load: float) -> None:
         """Take in an answer. `load`: mean requests that the node held."""
-        work = sampled * load
         self.answers += 1
-        sums = (self._cc, self._cw, self._ww, self._ce, self._we)
-        terms = (cold * cold, cold * work, work * work, cold * elapsed_s, work * elapsed_s)
-        self._cc, self._cw, self._ww, self._ce, self._we = (
-            _FORGET * old + new for old, new in zip(sums, terms, strict=True)
-        )
+        answer = np.array([cold, sampled * load], dtype=float)
+        self._squares = _FORGET * self._squares + np.outer(answer, answer)
+        self._times = _FORGET * self._times + answer * elapsed_s
         self._weight = _FORGET * self._weight + 1.0
         if self.answers >= _LEAST_ANSWERS:
             self.pace = self._fit(elapsed_s, cold, sampled)
 
     def _fit(self, elapsed_s: float, cold: int, sampled: int) -> Pace:
         """Solve for both rates, drawn a little towards the usual ratio of the two."""
-        gain = 1.0 / _PREFILL_GAIN
-        token = (self._we + gain * self._ce) / (self._ww + 2 * gain * self._cw + gain * gain * self._cc)
-        prompt = gain * token
-        rest_c = self._ce - prompt * self._cc - token * self._cw
-        rest_w = self._we - prompt * self._cw - token * self._ww
-        draw = 1 + _PRIOR / self._weight
-        cc, ww = self._cc * draw + 1e-9, self._ww * draw
-        determinant = cc * ww - self._cw * self._cw
-        token += (cc * rest_w - self._cw * rest_c) / determinant
-        prompt += (ww * rest_c - self._cw * rest_w) / determinant
-        token = max(token, 1e-9)
+        usual = np.array([1.0 / _PREFILL_GAIN, 1.0])
+        usual *= (usual @ self._times) / (usual @ self._squares @ usual)
+        drawn = self._squares * (1 + np.eye(2) * _PRIOR / self._weight) + np.diag([1e-9, 0.0])
+        rates = usual + np.linalg.solve(drawn, self._times - self._squares @ usual)
+        prompt, token = float(rates[0]), max(float(rates[1]), 1e-9)
         low, high = _GAIN_RANGE
         prompt = min(max(prompt, token / high), token / low)
         # It rises slowly, so that a node that has slowed down is believed again.
@@ -472,7 +460,7 @@ class Placing:
         here, there = self.crowding(request, warm), self.crowding(request, best)
         if there > 1:  # It would take the room of others, so its own lack of room is no reason.
             here = 1.0
-        if here == 1 and not (self.is_measured(warm) and self.is_measured(best)):
+        if here == 1 and None in (self.median, warm.speed.pace, best.speed.pace):  # Then paces tell only loads apart.
             return warm
         if here * self.seconds(request, warm) <= _STAY_FACTOR * there * self.seconds(request, best) + _STAY_S:
             return warm
@@ -503,10 +491,6 @@ class Placing:
             return Pace(usual.prompt_s, usual.token_s / places_share, usual.fastest_s)
         return Pace(*(max(own, most / _MOST_ABOVE_MEDIAN) for own, most in zip(pace, usual, strict=True)))
 
-    def is_measured(self, node: AttachedNode) -> bool:
-        """Tell whether its pace is in seconds: without a median it only tells loads apart."""
-        return self.median is not None and node.speed.pace is not None
-
     def cold(self, request: GatewayRequest, node: AttachedNode) -> int:
         """Return how many prompt tokens `node` has to compute for `request`."""
         warm = self._sessions.get(request.asked.session)
@@ -521,12 +505,12 @@ class Placing:
         """
         warm = self._sessions.get(request.asked.session)
         joins = warm is None or warm.node_id != node.node_id
-        room = node.status.kv_tokens if node.status is not None else 0
+        room, used = (node.status.kv_tokens, node.status.kv_used) if node.status is not None else (0, 0.0)
         size = float(self._sizes[node.node_id])
         if joins:
             size += max(request.num_prompt, self.mean_context if size else 0.0)
         is_full = room > 0 and size > (_FULL_FROM if joins else 1.0) * room
-        return _CROWDED if is_full or (node.cache_is_full and (joins or not room)) else 1.0
+        return _CROWDED if is_full or (used > _FULL_FROM and (joins or not room)) else 1.0
 
     # -- what happens --------------------------------------------------------------------------------------------
 

@@ -388,13 +388,9 @@ class Router:
         node = AttachedNode(hello=hello, identity=identity, key=key, record=record, speed=speed)
         record.note_version(min(node.version, self.policy.newest))
         self.nodes[hello.node_id] = self.connections[identity] = self._roomy[identity] = node
+        text = f"node {node.node_id} connected (engine {hello.engine})"
         logger.info(
-            "node %s attached: engine %s, %d places, version %d",
-            node.node_id,
-            hello.engine,
-            hello.max_concurrent,
-            node.version,
-            extra=event("node", text=f"node {node.node_id} connected (engine {hello.engine})"),
+            "%s: %d places, version %d", text, hello.max_concurrent, node.version, extra=event("node", text=text)
         )
         return node
 

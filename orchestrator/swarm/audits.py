@@ -88,10 +88,6 @@ class OfferedAnswer:
     """A verdict, or why it could not be audited."""
 
     @property
-    def nodes(self) -> str:
-        return ", ".join(self.quarantines)
-
-    @property
     def num_bytes(self) -> int:
         one = self.request
         return 0 if one is None else len(one.prompt_ids) + len(one.token_ids) + len(one.logprobs)
@@ -234,12 +230,10 @@ class Auditors:
 
     # -- messages ------------------------------------------------------------------------------------------------
 
-    def publish(self, signed: bytes) -> None:
-        """Tell the auditors of a new version."""
-        self._announce(self.connected, signed)
-
-    def _announce(self, identities: Iterable[bytes], signed: bytes) -> None:
-        self._socket.send_all(identities, msgspec.structs.replace(self._welcome, manifest=signed, is_news=True))
+    def publish(self, signed: bytes, identities: Iterable[bytes] | None = None) -> None:
+        """Tell all auditors, or these, of a version."""
+        message = msgspec.structs.replace(self._welcome, manifest=signed, is_news=True)
+        self._socket.send_all(self.connected if identities is None else identities, message)
 
     async def _receive(self) -> None:
         decoder = msgspec.msgpack.Decoder(FromAuditor)
@@ -284,7 +278,8 @@ class Auditors:
             return
         if is_its_fault:  # It must not look like one that is fast.
             auditor.paused_until = auditor.last_heard + self._welcome.heartbeat_s
-        logger.warning("auditor %s cannot check an answer of node %s: %s", auditor.name, answer.nodes, error)
+        nodes = ", ".join(answer.quarantines)
+        logger.warning("auditor %s cannot check an answer of node %s: %s", auditor.name, nodes, error)
         self._fail(answer, f"auditor {auditor.name}: {error}")
 
     def _hello(self, identity: bytes, hello: NodeHello) -> None:
@@ -309,7 +304,7 @@ class Auditors:
         newest = kept.pop() if kept else b""
         self._socket.send(identity, msgspec.structs.replace(self._welcome, manifest=newest))
         for signed in kept:
-            self._announce([identity], signed)
+            self.publish(signed, [identity])
 
 
 # -- audits ----------------------------------------------------------------------------------------------------------
@@ -377,7 +372,12 @@ class Audits:
         """
         answers = self._open.pop(rollout_id, [])
         if late := await self._wait([answer for answer in answers if answer.is_awaited]):
-            return self._too_late(late)
+            nodes = sorted({node_id for answer in late for node_id in answer.quarantines})
+            return (
+                f"waited {TIMEOUT_S:g} s for the audit of {len(late)} answers of new nodes ({', '.join(nodes[:5])}); "
+                f"{len(self.auditors.connected)} auditors are connected (inference audit), {len(self.auditors.queue)} "
+                "answers are queued"
+            )
         if objection := next(filter(None, map(self._objection, answers)), None):
             return objection
         for node_id in {name for answer in answers if answer.verdict is None for name in answer.quarantines}:
@@ -402,14 +402,6 @@ class Audits:
         """Tell whether a quarantined node sampled one of these rollouts unaudited."""
         return bool(self._tainted) and any(name in self._tainted for name in rollout_ids)
 
-    def _too_late(self, answers: list[OfferedAnswer]) -> str:
-        nodes = sorted({node_id for answer in answers for node_id in answer.quarantines})
-        connected, queued = len(self.auditors.connected), len(self.auditors.queue)
-        return (
-            f"waited {TIMEOUT_S:g} s for the audit of {len(answers)} answers of new nodes ({', '.join(nodes[:5])}); "
-            f"{connected} auditors are connected (inference audit), {queued} answers are queued"
-        )
-
     def _objection(self, answer: OfferedAnswer) -> str | None:
         if answer.verdict is not None:
             found = zip(answer.parts, answer.verdict.parts, strict=True)
@@ -419,7 +411,8 @@ class Audits:
             if self._trust[node_id].quarantines != quarantines:
                 return f"node {node_id} was quarantined, and this answer of it was not audited"
         if answer.is_awaited:
-            return f"an answer of a new node ({answer.nodes}) could not be audited: {answer.outcome.result()}"
+            nodes = ", ".join(answer.quarantines)
+            return f"an answer of a new node ({nodes}) could not be audited: {answer.outcome.result()}"
         return None
 
     def _note(self, answer: OfferedAnswer, verdict: AuditVerdict) -> None:
@@ -436,19 +429,14 @@ class Audits:
     def _quarantine(self, node_id: str, trust: NodeTrust, why: str) -> None:
         length_s = trust.quarantine(time.monotonic(), _QUARANTINE_S)
         self.counters["quarantines"] += 1
-        rollouts = set(self._recent.pop(node_id, ()))
-        for name in rollouts:
-            self._tainted[name] = None
+        rollouts = dict.fromkeys(self._recent.pop(node_id, ()))
+        self._tainted |= rollouts
         while len(self._tainted) > _MAX_TAINTED:
             del self._tainted[next(iter(self._tainted))]
         reason = f"quarantined for {length_s:.0f} s: {why}"
-        logger.warning(
-            "node %s is %s; its %d unaudited rollouts are dropped unless a batch has them",
-            node_id,
-            reason,
-            len(rollouts),
-            extra=event("node", text=f"node {node_id} is {reason}"),
-        )
+        text = f"node {node_id} is {reason}"
+        lost = f"its {len(rollouts)} unaudited rollouts are dropped unless a batch has them"
+        logger.warning("%s; %s", text, lost, extra=event("node", text=text))
         self._on_quarantine(node_id, reason)
 
     # -- state ---------------------------------------------------------------------------------------------------
