@@ -25,6 +25,7 @@ import math
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,7 +183,8 @@ class Pipeline:
             num_tasks={name: pool.num_tasks() for name, pool in run.pools.items()},
             shard=(config.diloco and config.diloco.task_shard) or WHOLE,
         )
-        journal = await self._open_journal()
+        opening = Journal.create if self.state is None else partial(Journal, min_seq=self.state.journal_seq)
+        journal = await asyncio.to_thread(opening, run.run_dir.journal)
         stack.push_async_callback(journal.close)
         runner = RolloutRunner(
             config=config.orchestrator,
@@ -193,11 +195,16 @@ class Pipeline:
         )
         failures = FailureLog(path=run.run_dir.failed_rollouts)
         evaluator = Evaluator(run=run, runner=runner, failures=failures)
+        hints = await asyncio.to_thread(build_hints, config, run.model_dir, run.run_dir.root)
+        if hints is not None:
+            stack.push_async_callback(hints.close)
+        dispatcher = Dispatcher(run=run, runner=runner, failures=failures, hints=hints)
+        stack.push_async_callback(dispatcher.close)
         scheduler = BatchScheduler(
             run=run,
             sources=sources,
             journal=journal,
-            dispatcher=await self._build_dispatcher(stack, runner, failures),
+            dispatcher=dispatcher,
             evaluator=evaluator,
             pairs=await asyncio.to_thread(build_mixer, config, run.model_dir, run.run_dir.root),
         )
@@ -210,21 +217,6 @@ class Pipeline:
                 self.state.step, len(resumed.batches), len(resumed.ready), len(resumed.in_flight),
             )  # fmt: skip
         return RunWatchdog(run=run, scheduler=scheduler, evaluator=evaluator, server=server, replay=self.replay)
-
-    async def _open_journal(self) -> Journal:
-        folder = self.opened.run_dir.journal
-        if self.state is None:
-            return await asyncio.to_thread(Journal.create, folder)
-        return await asyncio.to_thread(Journal, folder, min_seq=self.state.journal_seq)
-
-    async def _build_dispatcher(self, stack: AsyncExitStack, runner: RolloutRunner, failures: FailureLog) -> Dispatcher:
-        run = self.opened
-        hints = await asyncio.to_thread(build_hints, run.config, run.model_dir, run.run_dir.root)
-        if hints is not None:
-            stack.push_async_callback(hints.close)
-        dispatcher = Dispatcher(run=run, runner=runner, failures=failures, hints=hints)
-        stack.push_async_callback(dispatcher.close)
-        return dispatcher
 
     async def _until_finished(self, watchdog: RunWatchdog, outer: AsyncExitStack) -> None:
         self._spawn(watchdog.evaluator.serve())

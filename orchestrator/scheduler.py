@@ -322,7 +322,21 @@ class BatchScheduler:
                 preferences = await asyncio.to_thread(self.pairs.draw, step)
                 metrics |= self.pairs.metrics
             batch = Batch(step=step, groups=groups, metrics=metrics, preferences=preferences)
-            await self._commit(batch, oldest, dropped)
+            await self.journal.append(
+                Formed(
+                    seq=self.journal.next_seq(),
+                    step=step,
+                    oldest_version=oldest,
+                    groups=batch.group_numbers,
+                    dropped=[group.plan.group for group in dropped],
+                    metrics=metrics,
+                    preferences=preferences,
+                    pairs=self.pairs.cursor if self.pairs is not None else None,
+                )
+            )
+            self.batches.add(batch)  # Only now may the trainer have it.
+            self.dropped.counters["batches"] += 1
+            self.changed_at = time.monotonic()
         if groups or dropped:
             self._unlogged.append((step, [*groups, *dropped]))
         self.run.changed.notify()
@@ -335,23 +349,6 @@ class BatchScheduler:
         with_distilled = self.batches.distils(step)
         oldest, newest = self.oldest_version, self._newest_version
         return self.buffer.take(self.run.settings.groups_per_step, oldest, newest, with_distilled=with_distilled)
-
-    async def _commit(self, batch: Batch, oldest: int, dropped: list[FinishedGroup]) -> None:
-        """Write the batch to the journal, then let the trainer have it."""
-        entry = Formed(
-            seq=self.journal.next_seq(),
-            step=batch.step,
-            oldest_version=oldest,
-            groups=batch.group_numbers,
-            dropped=[group.plan.group for group in dropped],
-            metrics=batch.metrics,
-            preferences=batch.preferences,
-            pairs=self.pairs.cursor if self.pairs is not None else None,
-        )
-        await self.journal.append(entry)
-        self.batches.add(batch)
-        self.dropped.counters["batches"] += 1
-        self.changed_at = time.monotonic()
 
     def serving_version(self) -> int:
         """Return the policy version that will probably sample a rollout that starts now.
@@ -454,11 +451,7 @@ class BatchScheduler:
             state = self.state()
             await asyncio.to_thread(save_state, self.run.run_dir, state)
         oldest = await asyncio.to_thread(self._oldest_state, state)
-        groups = {
-            *oldest.ready,
-            *oldest.dropped,
-            *(number for numbers in oldest.batches.values() for number in numbers),
-        }
+        groups = {*oldest.ready, *oldest.dropped}.union(*oldest.batches.values())
         await self.journal.compact(oldest_seq=oldest.journal_seq, groups=groups, steps=set(oldest.batches))
         self._saved_step = step
 
@@ -485,17 +478,13 @@ class BatchScheduler:
         is_next = step == self.batches.formed + 1
         usable = len(self.buffer.usable(self.oldest_version, self._newest_version)) if is_next else 0
         parts = [f"batch {step}: {usable} of {pluralize(self.run.settings.groups_per_step, 'group')}"]
-        oldest_s = self.dispatcher.oldest_s()
-        if oldest_s is None:
+        if (oldest_s := self.dispatcher.oldest_s()) is None:
             parts.append("no rollout under way")
         else:
-            parts.append(
-                f"{pluralize(self.dispatcher.runner.permits.running[TRAIN], 'rollout')} of "
-                f"{pluralize(len(self.dispatcher.in_flight), 'group')} running, "
-                f"oldest {oldest_s:.0f} s"
-            )
-        parts += self.dropped.describe()
-        return "; ".join(parts)
+            rollouts = pluralize(self.dispatcher.runner.permits.running[TRAIN], "rollout")
+            groups = pluralize(len(self.dispatcher.in_flight), "group")
+            parts.append(f"{rollouts} of {groups} running, oldest {oldest_s:.0f} s")
+        return "; ".join([*parts, *self.dropped.describe()])
 
     def metrics(self) -> dict[str, float | None]:
         """Return the queues' figures for the orchestrator's own line."""

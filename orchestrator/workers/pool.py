@@ -332,7 +332,6 @@ class WorkerPool:
         self.changed.notify()
 
     async def _place(self) -> WorkerProcess:
-        """Wait for a ready worker, and return the one with the fewest rollouts."""
         found = await self.changed.wait_for(
             lambda: self._failure is not None or bool(self.players), self._start_timeout_s
         )
@@ -521,14 +520,14 @@ class WorkerProcess:
             while (message := await self._frames.receive()) is not None:
                 self._heard_at = time.monotonic()
                 if isinstance(message, RolloutReply):
-                    self._take(message)
+                    self.completed += message.failure is None
+                    self._answer(message)
         except WireError as error:
             self._end_reason = str(error)
         await processes.stop(self._process, _STOP_GRACE_S, request=False)  # It may yet write why it ends.
         await self._finish()
 
-    def _take(self, reply: RolloutReply) -> None:
-        self.completed += reply.failure is None
+    def _answer(self, reply: RolloutReply) -> None:
         future = self._rollouts.get(reply.rollout_id)
         if future is not None and not future.done():
             future.set_result(reply)
@@ -581,11 +580,10 @@ class WorkerProcess:
         if (blocker := blamed(output)) is None:
             return
         message = f"rollout {blocker} blocked {self.label}: {self._end_reason}"
-        for rollout_id, future in self._rollouts.items():
-            if not future.done():
-                kind = "hang" if rollout_id == blocker else "displaced"
-                failure = RolloutFailure(kind=kind, message=message, where=place, detail=output)
-                future.set_result(RolloutReply(rollout_id=rollout_id, failure=failure))
+        for rollout_id in self._rollouts:
+            kind = "hang" if rollout_id == blocker else "displaced"
+            failure = RolloutFailure(kind=kind, message=message, where=place, detail=output)
+            self._answer(RolloutReply(rollout_id=rollout_id, failure=failure))
 
     async def _finish(self) -> None:
         await self._process.wait()
@@ -601,9 +599,8 @@ class WorkerProcess:
         words = blocked_at(crash, math.inf) or self.last_words.splitlines()[-1].strip()
         status = f"{exit_text(self._process.returncode)}: {words}"
         self.ended.set_result(f"{self.label} " + (f"ended: {self._end_reason}" if self._end_reason else status))
-        for rollout_id, future in self._rollouts.items():
-            if not future.done():
-                future.set_result(self._lost(rollout_id))
+        for rollout_id in self._rollouts:
+            self._answer(self._lost(rollout_id))
 
     def _cancel_tasks(self) -> None:
         """Cancel reading and watching, but for the one of them that runs this."""

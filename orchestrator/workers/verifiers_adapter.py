@@ -612,19 +612,20 @@ class GatewayClient(TrainClient):
 
     async def _send(self, method: str, url: str, headers: dict[str, str], data: bytes | None) -> bytes:
         """Return the body of a good answer. Raises ProviderError."""
-        for pause_s in (*_ASK_AGAIN_S, None):
+        pauses = iter(_ASK_AGAIN_S)
+        while True:
             try:
                 async with self._session.request(method, url, data=data, headers=headers) as reply:
                     content = await reply.read()
+                    break
             except (aiohttp.ClientError, OSError) as error:
-                if pause_s is None or not isinstance(error, _LOST):
+                pause_s = next(pauses, None) if isinstance(error, _LOST) else None
+                if pause_s is None:
                     raise ProviderError(f"{url}: {type(error).__name__}: {error}", status_code=503) from error
                 await asyncio.sleep(pause_s)
-                continue
-            if reply.status >= 400:
-                raise ProviderError(_message(content) or f"{url} answered {reply.status}", status_code=reply.status)
-            return content
-        raise AssertionError("the last try returns or raises")
+        if reply.status >= 400:
+            raise ProviderError(_message(content) or f"{url} answered {reply.status}", status_code=reply.status)
+        return content
 
 
 def _message(content: bytes) -> str:

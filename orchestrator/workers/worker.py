@@ -121,12 +121,10 @@ class Worker:
                 await asyncio.wait(tasks, timeout=_ABORT_S)
 
     def _handle(self, message: ToWorker) -> None:
-        match message:
-            case RunRollout():
-                self._running[message.rollout_id] = asyncio.create_task(self._rollout(message), name=message.rollout_id)
-            case CancelRollout():
-                if task := self._running.get(message.rollout_id):
-                    task.cancel()
+        if isinstance(message, RunRollout):
+            self._running[message.rollout_id] = asyncio.create_task(self._rollout(message), name=message.rollout_id)
+        elif isinstance(message, CancelRollout) and (task := self._running.get(message.rollout_id)):
+            task.cancel()
 
     async def _rollout(self, request: RunRollout) -> None:
         from orchestrator.workers.verifiers_adapter import read_traceback
@@ -151,7 +149,6 @@ class Worker:
             self._frames.send(request.failed("internal", f"its reply cannot be encoded: {error}"))
 
     async def _heartbeats(self, ready: WorkerReady) -> None:
-        """Say that the loop runs."""
         try:
             while True:
                 self._frames.send(ready)

@@ -240,22 +240,16 @@ def information(key: str) -> float:
     return 3.3 * digits + sum((0.8 if text.isidentifier() else 1.75) * len(text) for text in texts)
 
 
-def _value(node: ast.expr) -> object:
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return ...
-
-
 def _key(node: ast.expr) -> str | None:
     """Return repr() of a constant expression; None for any other. [1, 2] and (1, 2) are one."""
-    if not isinstance(node, ast.Constant | ast.List | ast.Tuple | ast.Set | ast.Dict | ast.UnaryOp):
-        return None
     items = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
-    value = _value(node) if len(items) <= _MOST_ITEMS else ...
+    is_constant = isinstance(node, ast.Constant | ast.List | ast.Tuple | ast.Set | ast.Dict | ast.UnaryOp)
+    if not is_constant or len(items) > _MOST_ITEMS:
+        return None
     try:
+        value = ast.literal_eval(node)
         return None if value is ... else repr(list(value) if isinstance(value, tuple) else value)
-    except ValueError:  # Python refuses to write integers of thousands of digits.
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # Also for an integer of 5,000 digits.
         return None
 
 

@@ -18,7 +18,7 @@ import signal
 import stat
 import time
 import types
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -57,7 +57,7 @@ class CommandResult:
     wall_s: float
 
 
-class Box(ABC):
+class Box(contextlib.AbstractAsyncContextManager["Box"]):
     """One sandbox. Paths are relative to the work folder, or absolute inside the box. Commands run one at a time.
 
     A kind of box has `_play`, which `run` calls, and `_open_work`; or methods of its own in their place.
@@ -152,9 +152,6 @@ class Box(ABC):
     @abstractmethod
     async def close(self) -> None:
         """End every process of the box and remove its files. A second call does nothing."""
-
-    async def __aenter__(self) -> Box:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
