@@ -183,7 +183,6 @@ def _by_architecture(model_path: str, tokenizer: Any) -> str | None:
 
 
 def _agrees(tokenizer: Any, config: RendererConfig) -> bool:
-    """Tell whether a renderer and the chat template give equal tokens for every probe conversation."""
     try:
         renderer = create_renderer(tokenizer, config)
         return all(

@@ -149,7 +149,6 @@ class Evaluator:
         logger.info("evaluation of step %d: %s", step, shown, extra=about)
 
     async def _await_version(self, step: int, version: int) -> None:
-        """Wait until a serving node has `version` or newer weights. Raises DeadlineError."""
         deadline = time.monotonic() + _VERSION_TIMEOUT_S
         while (newest := max((node.version for node in self.run.gateway.router.serving()), default=-1)) < version:
             if time.monotonic() >= deadline:
@@ -223,7 +222,6 @@ def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> 
 
 
 def _estimate(name: str, values: list[float]) -> dict[str, float]:
-    """Return the mean of `values` with its interval; nothing without a value."""
     if not values:
         return {}
     least, most = scale_of(values)

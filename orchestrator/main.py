@@ -70,7 +70,6 @@ def _main() -> int:
 
 
 def _serve(words: list[str]) -> int:
-    """Run the role."""
     ends = (signal.SIGINT, signal.SIGTERM)
     if words and words[0].isalpha():
         raise ConfigError(f"unknown command {words[0]!r}{did_you_mean(words[0], _COMMANDS)}\n\n{_USAGE}")

@@ -133,7 +133,6 @@ class Pipeline:
     # -- stages --------------------------------------------------------------------------------------------------
 
     async def _open(self, stack: AsyncExitStack) -> StepServer:
-        """Bind every address and publish them."""
         run, trainer = self.opened, self.keys.curve("trainer").public
         await self.gateway.start()
         stack.push_async_callback(self._close_gateway)
@@ -161,7 +160,6 @@ class Pipeline:
         return server
 
     async def _load(self, stack: AsyncExitStack, server: StepServer) -> RunWatchdog:
-        """Start the environments, then build everything that depends on their tasks."""
         run = self.opened
         stack.push_async_callback(self._close_pools)
         await asyncio.gather(*(pool.start() for pool in run.pools.values()))
@@ -286,7 +284,6 @@ class Pipeline:
         return f"batch {step}: {describe_startup(self.opened.config, self.gateway, self.opened.pools)}"
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` until the run ends."""
         self._tasks.append(watched(work, self.fail))
 
     def fail(self, error: BaseException) -> None:

@@ -303,7 +303,6 @@ class BatchScheduler:
         return audits is not None and audits.is_tainted(rollout.rollout_id for rollout in group.rollouts)
 
     async def _form(self) -> bool:
-        """Form the next batch if its groups are there. Returns whether it did."""
         step = self.batches.formed + 1
         trained, last_step = self.batches.trained, self.batches.last_step
         if step > min(trained + 2, last_step) or self.evaluator.holds(step, trained, last_step):
@@ -343,7 +342,6 @@ class BatchScheduler:
         return True
 
     def _choose(self, step: int) -> list[FinishedGroup] | None:
-        """Take the groups of batch `step` from the buffer; None where they are not there yet."""
         for group in self.buffer.remove(self._has_tainted):
             self._drop(group.without_samples(GroupOutcome.FAILED))
         with_distilled = self.batches.distils(step)

@@ -83,7 +83,6 @@ class ChatFormat:
 
 
 def _message_problem(message: dict[str, Any]) -> str | None:
-    """Say what a message lacks, or has beside text."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         return f"role {role!r}, expected a string"

@@ -236,7 +236,6 @@ class Gateway:
 
 
 def _join_hint(config: Config, run_folder: Path) -> str:
-    """Return the command that lets a machine join, and where it works."""
     command = f"run `{shlex.join(['orchestrator', 'invite', str(run_folder)])}` here and what it prints elsewhere"
     if is_loopback(urlsplit(config.orchestrator.node_address).hostname or ""):
         command += " (that needs orchestrator.node_address on a public interface)"

@@ -344,7 +344,6 @@ class Router:
         return None
 
     def _retry(self, request: GatewayRequest, node: AttachedNode, error: str, *, cancel: bool = True) -> None:
-        """Let another node start over, or end the request after _MAX_FAILURES."""
         self.blame(node)
         request.failures += 1
         request.avoid = node.node_id

@@ -197,7 +197,6 @@ class Auditors:
         answer.end(error)
 
     def _place(self) -> None:
-        """Hand waiting answers to auditors with room, the highest rank first."""
         while self.queue and (identity := self._with_room()) is not None:
             answer, auditor = self.queue.pop(), self.connected[identity]
             assert answer.request is not None, "only answers with a request are queued"

@@ -74,7 +74,6 @@ def main(words: list[str]) -> int:
 
 
 def _notes(addresses: list[str], *, has_free_port: bool, package: str) -> Iterator[str]:
-    """Return what the holder of the string may trip over."""
     if not package:
         yield (
             "no uvx line, because composer-prime is installed here from a folder or file that other machines do not "

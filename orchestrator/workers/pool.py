@@ -345,7 +345,6 @@ class WorkerPool:
         return min(self.players, key=lambda worker: worker.running)
 
     def _fail(self, error: BaseException) -> None:
-        """End the pool: a worker cannot be kept alive."""
         if not isinstance(error, ComposerError):
             logger.error("a worker of source %r cannot be supervised any more", self.spec.name, exc_info=error)
             error = EnvironmentWorkerError(f"source {self.spec.name!r}: {type(error).__name__}: {error}")

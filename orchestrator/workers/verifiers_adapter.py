@@ -237,7 +237,6 @@ def load_env(spec: SourceSpec, taskset: dict[str, Any]) -> Env:
 
 
 def _problems(error: pydantic.ValidationError, spec: SourceSpec, taskset: dict[str, Any]) -> str:
-    """Return one line for every wrong setting, with the nearest name for an unknown one."""
     settings = {
         "taskset": loaders.taskset_config_type(taskset["id"]).model_fields,
         "harness": loaders.harness_config_type(spec.harness["id"]).model_fields,
@@ -611,7 +610,6 @@ class GatewayClient(TrainClient):
         await self._session.close()
 
     async def _send(self, method: str, url: str, headers: dict[str, str], data: bytes | None) -> bytes:
-        """Return the body of a good answer. Raises ProviderError."""
         pauses = iter(_ASK_AGAIN_S)
         while True:
             try:

@@ -210,7 +210,6 @@ async def _without_exit(work: Any) -> Any:
 
 
 def _named_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-    """Make a task with the name of the rollout that it is a part of."""
     task = asyncio.Task(_without_exit(work), loop=loop, **options)
     if rollout_id := _PLAYED.get():
         task.set_name(rollout_id)

@@ -186,7 +186,6 @@ def clip(text: str, limit: int) -> str:
 
 
 def _plain(path: str) -> str:
-    """Return a path relative to the work folder. Raises ToolFailure for one outside."""
     inside = path.removeprefix(f"{WORK}/") if path.startswith(f"{WORK}/") else path
     try:
         os.fsencode(inside)

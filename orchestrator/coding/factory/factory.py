@@ -220,7 +220,6 @@ class TaskFactory:
         return held
 
     def _record(self, candidate: TaskCandidate, outcome: CodeTask | Refusal) -> bool:
-        """Write a task, or note a refusal. Return whether it is a task."""
         is_task = isinstance(outcome, CodeTask)
         if is_task:
             with (self.folder / TASKS_FILE).open("ab") as file:
@@ -325,7 +324,6 @@ async def _graded(
 
 
 def _prepare(candidate: TaskCandidate, baseline: Baseline, settings: FactorySettings) -> SuiteRun | Refusal:
-    """Return the run of a candidate's start, and refuse what needs no run."""
     start = changed_files(candidate, baseline)
     if all(baseline.tree.texts.get(path) == text for path, text in start.items()):
         return "the change changes nothing", ""
@@ -353,7 +351,6 @@ def _copy_of_the_original(candidate: TaskCandidate, tree: SourceTree, start: Map
 
 
 def _refusal(files: Sequence[str], baseline: Baseline, seen: Sequence[Grading]) -> Refusal | None:
-    """Return why the gradings so far refuse a candidate; None where they do not."""
     before, after = seen[-1]
     failing, passing = _sort_tests(files, baseline, seen)
     new = [file for file in before.collect_errors if file not in after.collect_errors]

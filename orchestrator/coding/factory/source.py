@@ -164,7 +164,6 @@ def is_test(path: str) -> bool:
 
 
 def _belongs(path: str, root: str) -> bool:
-    """Tell whether a module is part of a package below `root`."""
     if root != ".":
         return path.startswith(root + "/")
     first = path.partition("/")[0]

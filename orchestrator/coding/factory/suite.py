@@ -213,7 +213,6 @@ def _combine(tree: SourceTree, results: list[SuiteResult]) -> Baseline:
 
 
 def _verdict(node: str, results: list[SuiteResult]) -> str:
-    """Return how a test ended in all runs; "flaky" where they differ."""
     outcomes = {result.tests[node].outcome if node in result.tests else "missing" for result in results}
     return outcomes.pop() if len(outcomes) == 1 else "flaky"
 

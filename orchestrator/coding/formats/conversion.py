@@ -97,7 +97,6 @@ async def import_tasks(
 async def _outcome(
     record: Record, trees: Path, runtime: RuntimeConfig | None, repositories: Path | None, timeout_s: float
 ) -> CodeTask | str:
-    """Return the task of a record, or why it is none."""
     try:
         if record.values.get("instance_id") is None:
             task = human_eval_task(record)
@@ -199,7 +198,6 @@ def _present(files: dict[str, str | None]) -> dict[str, str]:
 
 
 def _pytest_ids(names: Sequence[str], test_files: dict[str, str]) -> list[str]:
-    """Return node ids. Raises ConfigError for names that pytest does not know."""
     ids = []
     for name in names:
         define = re.compile(rf"^def {re.escape(name)}\(", re.MULTILINE)

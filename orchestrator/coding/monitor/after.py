@@ -86,7 +86,6 @@ def _is_readable(source: bytes, modules: frozenset[str]) -> bool:
 
 
 def _is_product(task: CodeTask, path: str) -> bool:
-    """Tell whether a file is source that grading takes."""
     is_test = is_test_file(path) or path in task.tests or path in task.test_files
     is_taken = matches(path, task.editable) and PurePosixPath(path).name not in STARTUP_FILES | PYTEST_FILES
     return path.endswith(".py") and is_taken and not is_test

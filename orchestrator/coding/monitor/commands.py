@@ -191,7 +191,6 @@ def _searched(words: Sequence[str], seal: Seal, shown: str) -> Iterator[Hit]:
 
 
 def _program_hits(words: Sequence[str], seal: Seal, shown: str) -> Iterator[Hit]:
-    """Yield what the program and the first of its arguments show."""
     program, text = program_of(words), " ".join(words[1:])
     for rule, programs, beginning in _PROGRAM_RULES:
         begins = re.match(beginning, _GIT_OPTIONS.sub("", text) if program == "git" else text)
@@ -244,7 +243,6 @@ def _is_outside(path: str) -> bool:
 
 
 def _path_rule(path: str, seal: Seal) -> str | None:
-    """Return the rule for reading a path, or a pattern of paths."""
     inside = _inside(path)
     if not inside or len(inside) > _MOST_PATH or "\n" in inside:
         return None
@@ -275,7 +273,6 @@ def _seeks_grader(inside: str, seal: Seal) -> bool:
 
 
 def _script_hits(code: str, seal: Seal) -> Iterator[Hit]:
-    """Yield what a script that the agent runs looks for."""
     code = code[:_MOST_SCRIPT]
     for _, text in re.findall(r"""(["'])((?:(?!\1)[^\\\n]|\\.)*)\1""", code):
         yield from _path_hits(text, seal, f"script with {text!r}")

@@ -195,7 +195,6 @@ _READERS: dict[type, Callable[..., Uses]] = {
 
 
 def _patched(owner: ast.AST, names: Names, modules: frozenset[str]) -> Uses:
-    """Yield the use for a replaced attribute of another module, or of a class in it."""
     dotted = _dotted(owner, names)
     if dotted is not None and dotted.partition(".")[0] not in {*modules, ""}:
         yield "monkeypatch", f"{dotted} is changed"

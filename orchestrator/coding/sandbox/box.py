@@ -146,7 +146,6 @@ class Box(contextlib.AbstractAsyncContextManager["Box"]):
             os.close(work_fd)
 
     def _open_work(self) -> int:
-        """Open the work folder. Raises OSError."""
         raise NotImplementedError
 
     @abstractmethod

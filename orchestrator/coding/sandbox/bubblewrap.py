@@ -145,7 +145,6 @@ class BubblewrapBox(Box):
             return None
 
     async def _watch(self, answer: asyncio.Future[Any], streams: CommandStreams) -> None:
-        """Return when the command has ended, or had to be."""
         deadline = time.monotonic() + streams.limits.wall_s
         pause_s, start = _FIRST_LOOK_S, None
         while True:
@@ -361,7 +360,6 @@ class ControlChannel:
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy until the reader ends."""
     with contextlib.suppress(OSError):
         while piece := await reader.read(1 << 16):
             writer.write(piece)

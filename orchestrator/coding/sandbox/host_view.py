@@ -135,7 +135,6 @@ def _regular_files(folder_fd: int, prefix: str, depth: int) -> Iterator[tuple[st
 
 
 def _inodes_of(root_fd: int, folder: str) -> int:
-    """Return the inodes in use on the file system of a folder."""
     folder_fd = os.open(folder, _PLACE, dir_fd=root_fd)
     try:
         status = os.fstatvfs(folder_fd)
@@ -158,7 +157,6 @@ def processes_of(init_pid: int) -> list[int]:
 
 
 def _sockets_of(init_pid: int) -> int:
-    """Return how many sockets a box has on its own network."""
     with open(f"/proc/{init_pid}/net/sockstat", "rb") as file:
         return int(file.readline().split()[2])  # "sockets: used 24"
 

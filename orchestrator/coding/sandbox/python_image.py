@@ -57,7 +57,6 @@ def python_image(packages: tuple[str, ...]) -> Path:
 
 @functools.cache
 def _image_of(packages: tuple[str, ...]) -> tuple[Path, list[metadata.Distribution]]:
-    """Return where the image is or will be, and what it holds."""
     found = _with_dependencies(["pytest", *packages])
     parts = [sys.version, PREFIX, INIT_SOURCE.read_text(), Path(__file__).read_text()]
     parts += [f"{name}=={found[name].version}" for name in sorted(found)]
@@ -156,7 +155,6 @@ def _copy_interpreter(target: Path) -> None:
 
 
 def _copy_distribution(distribution: metadata.Distribution, site: Path) -> None:
-    """Copy the files that the distribution installed below site-packages."""
     files = [file for file in distribution.files or [] if ".." not in file.parts and not file.is_absolute()]
     if not any(file.suffix == ".py" for file in files):
         raise SandboxError(

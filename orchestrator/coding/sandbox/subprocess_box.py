@@ -86,7 +86,6 @@ class SubprocessBox(Box):
             streams.handed_over()
 
     def _end_command(self, *_: object) -> None:
-        """End the command's session while it runs."""
         if self._process is not None and self._process.returncode is None:
             signal_session(self._process.pid, signal.SIGKILL)
 
