@@ -3,8 +3,13 @@
 The plugin class is imported on first use, so the other modules import without verifiers.
 """
 
-from orchestrator.environments import on_first_use
+from importlib import import_module
+from typing import Any
 
 __all__ = ["MicroCodeTaskset"]
 
-__getattr__ = on_first_use(__name__, "taskset")
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.taskset"), name)

@@ -1,26 +1,10 @@
-"""The task sets that ship. Each imports without verifiers, because its plugin class is imported on first use.
-
-Which questions are held out is decided here too, by a hash of the question.
-"""
+"""The task sets that ship, and which questions are held out: a hash of the question decides."""
 
 import hashlib
 import zlib
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any, Literal
+from typing import Literal
 
 Split = Literal["train", "eval"]
-
-
-def on_first_use(package: str, module: str) -> Callable[[str], Any]:
-    """Return a `__getattr__` for the module `package` that takes names from its submodule `module`."""
-
-    def get(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{module}"), name)
-
-    return get
 
 
 def split_of(name: str, eval_share: float) -> Split:

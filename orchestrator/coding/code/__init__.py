@@ -3,8 +3,14 @@
 `grading.py` decides. The plugin class is imported on first use, so grading imports without verifiers.
 """
 
-from orchestrator.environments import on_first_use
+from typing import Any
 
 __all__ = ["CodeTaskset"]
 
-__getattr__ = on_first_use(__name__, "code_taskset")
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from orchestrator.coding.code import code_taskset
+
+    return getattr(code_taskset, name)

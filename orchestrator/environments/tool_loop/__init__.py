@@ -1,10 +1,5 @@
-"""tool_loop: the harness that plays a conversation in this process and runs the task's tools here.
+"""tool_loop: the harness that plays a conversation in this process and runs the task's tools here."""
 
-The plugin class is imported on first use.
-"""
-
-from orchestrator.environments import on_first_use
+from orchestrator.environments.tool_loop.harness import ToolLoop
 
 __all__ = ["ToolLoop"]
-
-__getattr__ = on_first_use(__name__, "harness")

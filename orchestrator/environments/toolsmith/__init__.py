@@ -1,7 +1,5 @@
-"""The door of toolsmith: it imports without verifiers, and its names on first use."""
+"""toolsmith: a multi-turn tool-use task set small enough to learn on two CPU cores."""
 
-from orchestrator.environments import on_first_use
+from orchestrator.environments.toolsmith.taskset import ToolsmithTaskset
 
 __all__ = ["ToolsmithTaskset"]
-
-__getattr__ = on_first_use(__name__, "taskset")

@@ -1,4 +1,4 @@
-"""toolsmith: a multi-turn tool-use task set small enough to learn on two CPU cores.
+"""toolsmith's episodes, tools and task set.
 
 An episode, its tools, the user's question and the answer all follow from one seed:
 
