@@ -8,8 +8,7 @@
     Formed     a batch has its groups                           (fsynced before a trainer sees it)
 
 One writer thread does all file work, in the order of the calls. A written entry is in the operating system's hands and
-survives kill -9. A Formed entry is on the disk: it survives a power cut, with everything before it. A segment whose
-tail is torn is cut back to its last whole frame.
+survives kill -9. A Formed entry is on the disk: it survives a power cut, with everything before it.
 
 The state (checkpoints/step_N/orchestrator/state.json) is small: the groups themselves are in the journal, and the state
 says which of them counted at that moment. It is taken in one step of the event loop together with the journal's

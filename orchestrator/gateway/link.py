@@ -4,13 +4,10 @@
                                       +--> ChunkServer: read in one of 4 threads --> WeightPiece
     NodeSocket.send (wire/sockets.py): never waits; False means that the connection is gone
 
-Nodes hold the run's CURVE key or one of their own, so a stranger never gets a byte in here. The holder of an invite may
-enroll, and nothing else (swarm/admission.py). What a node sends is still not trusted. A message is one frame of bounded
-size, and few are held unread. Of a message with more frames, only the first is copied; wire/unread.py closes
-connections whose messages do not end or have very many. Bytes that do not decode to a message are counted, logged and
-dropped. They and unrequested messages (heartbeats, hellos, answers to requests that the node does not hold, requests
-for chunks that yield no piece) have one budget. A connection that spends it is cut off: everything else from it is
-ignored. It stays open, since a new one would have a new budget: the rest is read slowly, and waits at its sender.
+A stranger never gets a byte in here, and the holder of an invite may enroll, and nothing else. What a node sends is
+still not trusted: docs/explanation/security.md has the limits. Bytes that are no message and unrequested messages
+(heartbeats, hellos, answers to requests that the node does not hold, requests for chunks that yield no piece) have one
+budget. A connection that spends it is cut off, and stays open: a new one would have a new budget.
 """
 
 from __future__ import annotations

@@ -6,12 +6,7 @@
     orchestrator nodes|drain|ban RUN_DIR --HTTP, keys/operator.token--> NodeControl.routes --> router, registry
 
 Sums continue after a restart: they are read from costs.jsonl. Device, price and the bytes of weights that it pulled are
-the node's claims.
-
-drain   no new request; once the node has answered what it holds, it is sent away. It may come back. With --now it is
-        sent away at once: after five seconds it streams what it has sampled, and others continue.
-ban     its key is revoked in keys/nodes.sqlite, and the invite by which it came is withdrawn. The gateway ends its
-        connection at the next tick. The run's own nodes share a key, so none of them can be banned.
+the node's claims. docs/how-to/operate-a-fleet.md says what drain and ban do.
 """
 
 from __future__ import annotations

@@ -2,13 +2,8 @@
 
     Hello -> attached -> (silent for lost_after_s | Goodbye | unreachable) -> away -> Hello -> attached again
 
-A request goes where it would take the least time, by the nodes' measured pace. A conversation stays where its prompt is
-cached, until a turn there would take much longer than elsewhere with the whole prompt to compute. When a KV cache
-cannot hold all conversations of its node, they push one another out of it, and each turn computes its whole prompt
-again. So a node without room counts as many times slower than it is.
-
-The pace is measured by the gateway's own clock and counts: nothing that a node claims about itself enters. An answer of
-T tokens after C prompt tokens that were not cached, on a node with R requests, takes about
+A request goes where it would take the least time (docs/explanation/routing.md). The pace is measured by the gateway's
+own clock and counts. An answer of T tokens after C prompt tokens that were not cached, on a node with R requests, takes
 
     prompt_s x C + max(fastest_s, token_s x R) x T    seconds
 

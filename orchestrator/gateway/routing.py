@@ -5,13 +5,10 @@
                     |                  |  failed | bad answer: another node starts over
                     +---- at the front-+  (new lease: the old one's answer is dropped as late)
 
-`Router._transition` makes every step between the three states. nodes.py has the nodes, the requests and the choice of a
-node. `Waits` finds requests that wait too long or make no progress. Everything runs on one event loop. Only `generate`
-waits, at most until one of its deadlines. A node is gone when it says so, its connection ends, or it is silent for
-`inference.lost_after_s`. The next one needs weights as new as the streamed tokens have, else the request starts over.
+`Router._transition` makes every step between the three states (docs/explanation/routing.md). A node is gone when it
+says so, its connection ends, or it is silent for `inference.lost_after_s`.
 
-What nodes sample is checked before anyone sees it, a part as an answer is. What nodes that are gone sampled is kept. A
-node may claim a swap of weights within an answer only to a version that it first reported while it held the request,
+A node may claim a swap of weights within an answer only to a version that it first reported while it held the request,
 and not among tokens that it had streamed before. Otherwise a node with old weights could claim one in each answer: its
 tokens behind the swap would not be compared with suspect weights (inference/audit.py).
 """

@@ -11,8 +11,7 @@ The same (seed, difficulty, split) always gives the same episode, on every platf
 All values are non-negative integers written in decimal. Every operation has several tool names, and one of them is
 drawn for each episode. A memorized name is right only sometimes, so the model must read the list in the prompt.
 
-A wrong call is data for the model, not an exception: the conversation continues, and the model may retry. The error
-texts are short and do not reveal the repair; hints do that.
+A wrong call is data for the model. The error texts are short and do not reveal the repair; hints do that.
 """
 
 import json
