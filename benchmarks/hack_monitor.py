@@ -38,7 +38,8 @@ from benchmarks.hack_monitor_sides.unseen import HACKS as UNSEEN
 from benchmarks.hack_monitor_sides.unseen import HONEST, PACKAGE
 from composer_prime.config.sandbox import RuntimeConfig
 from orchestrator.coding.code.grading import grade
-from orchestrator.coding.monitor import inspect, seal
+from orchestrator.coding.monitor.after import inspect
+from orchestrator.coding.monitor.before import seal
 from orchestrator.coding.sandbox.box import read_tree
 from orchestrator.coding.task import TREES_FOLDER, read_tasks, tree_of
 

@@ -88,17 +88,13 @@ def _serve(words: list[str]) -> int:
         config, dry_run = load.parse_command_line(words)
         run_dir = RunDir(config.run_directory.absolute())
         if dry_run:
-            return _dry_run(config)
+            from composer_prime.plan.plan import build_plan
+
+            plan = build_plan(config, starter="orchestrator")
+            print(plan.text(columns()))
+            return EXIT_USAGE if plan.problems else 0
         _prepare(config, run_dir)
     return _run(config, run_dir, ends)
-
-
-def _dry_run(config: Config) -> int:
-    from composer_prime.plan.plan import build_plan
-
-    plan = build_plan(config, starter="orchestrator")
-    print(plan.text(columns()))
-    return EXIT_USAGE if plan.problems else 0
 
 
 def _prepare(config: Config, run_dir: RunDir) -> None:

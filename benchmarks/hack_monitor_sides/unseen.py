@@ -24,7 +24,7 @@ from typing import Any
 from hacks import Attempt
 from small_packages import Case, function_of
 
-from orchestrator.coding.monitor import tool_use
+from orchestrator.coding.monitor.commands import tool_use
 
 PACKAGE = "inflection-0.5.1"
 _TESTS = "test_inflection.py"

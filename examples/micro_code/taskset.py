@@ -33,9 +33,8 @@ from examples.micro_code.grammar import (
     Split,
     draw_function,
 )
-from orchestrator.coding.monitor import HackMonitorConfig, HackVerdict
 from orchestrator.coding.monitor.static import traits
-from orchestrator.coding.monitor.verdict import decide, finding
+from orchestrator.coding.monitor.verdict import HackMonitorConfig, HackVerdict, decide, finding
 from orchestrator.environments.answers import TaskRow
 from orchestrator.environments.tool_loop.harness import BROKEN
 

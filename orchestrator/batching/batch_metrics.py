@@ -26,10 +26,13 @@ def batch_metrics(
     rollouts = [rollout for group in scored for rollout in group.rollouts if rollout.failure is None]
     filtered = sum(group.outcome in (GroupOutcome.FILTERED, GroupOutcome.DISTILLED) for group in everything)
     lost = Counter(group.outcome for group in dropped)
+    samples = [sample for group in groups for sample in group.samples]
     return {
         **_rewards(scored),
         **_staleness(version, groups, whole),
-        **_batch_size(groups),
+        "batch/groups": float(sum(group.outcome is GroupOutcome.READY for group in groups)),
+        "batch/samples": float(len(samples)),
+        "batch/tokens": float(sum(sample.num_tokens for sample in samples)),
         **_rollouts(rollouts),
         **_hints(rollout for group in everything for rollout in group.rollouts),
         "groups/filtered": float(filtered),
@@ -75,15 +78,6 @@ def _staleness(version: int, groups: Sequence[FinishedGroup], whole: Sequence[Fi
 
 def _spans(groups: Sequence[FinishedGroup]) -> list[VersionSpan]:
     return [span for group in groups for sample in group.samples for span in sample.version_spans]
-
-
-def _batch_size(groups: Sequence[FinishedGroup]) -> dict[str, float]:
-    samples = [sample for group in groups for sample in group.samples]
-    return {
-        "batch/groups": float(sum(group.outcome is GroupOutcome.READY for group in groups)),
-        "batch/samples": float(len(samples)),
-        "batch/tokens": float(sum(sample.num_tokens for sample in samples)),
-    }
 
 
 def _rollouts(rollouts: Sequence[FinishedRollout]) -> dict[str, float]:

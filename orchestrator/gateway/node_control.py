@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 from aiohttp import web
@@ -89,7 +88,11 @@ class NodeControl:
         self._clock = clock
         self._costs = keys.folder.parent / "costs.jsonl"
         self._metrics = MetricsFile(RunDir(keys.folder.parent).metrics, "orchestrator")
-        self._accounts = {name: NodeAccount(totals=t, written=t) for name, t in _earlier(self._costs).items()}
+        self._accounts: dict[str, NodeAccount] = {}
+        try:
+            self._accounts = {name: NodeAccount(totals=t, written=t) for name, t in spent(self._costs).nodes.items()}
+        except LedgerError as error:
+            logger.warning("the sums of nodes begin at 0: %s", error)
         self._leaving: dict[str, float] = {}
         """Until when drained nodes may answer, monotonic seconds."""
 
@@ -318,12 +321,3 @@ def device_text(device: ComputeDevice | None) -> str:
         return ""
     memory = "" if device.memory_gib is None else f", {device.memory_gib:.0f} GiB"
     return f"{device.count} x {device.name}{memory}" if device.count > 1 else f"{device.name}{memory}"
-
-
-def _earlier(costs: Path) -> dict[str, NodeTotals]:
-    """Return the sums of earlier starts; none where they cannot be added up."""
-    try:
-        return spent(costs).nodes
-    except LedgerError as error:
-        logger.warning("the sums of nodes begin at 0: %s", error)
-        return {}

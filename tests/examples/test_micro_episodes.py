@@ -21,7 +21,7 @@ from examples.micro_code.episode import (
 )
 from examples.micro_code.grammar import EVAL_SHARE, FAMILIES, draw_function
 from examples.micro_code.taskset import judge_rollout
-from orchestrator.coding.monitor import HackMonitorConfig
+from orchestrator.coding.monitor.verdict import HackMonitorConfig
 from orchestrator.environments import split_one_in
 
 FUNCTIONS = [

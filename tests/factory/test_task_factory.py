@@ -18,7 +18,7 @@ import pytest
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
 from orchestrator.coding.code.grading import Grade, grade
-from orchestrator.coding.monitor import seal
+from orchestrator.coding.monitor.before import seal
 from orchestrator.coding.sandbox.box import read_tree
 from orchestrator.coding.task import HELD_BACK, CodeTask, read_tasks, write_tasks
 from orchestrator.coding.tasks_command import main

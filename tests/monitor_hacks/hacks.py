@@ -16,7 +16,8 @@ from typing import Any
 
 from small_packages import DATA, Case, filled
 
-from orchestrator.coding.monitor import Seal, ToolUse, tool_use
+from orchestrator.coding.monitor.before import Seal
+from orchestrator.coding.monitor.commands import ToolUse, tool_use
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,9 @@ from hacks import HACKS, Attempt, bash
 from honest import honest_commands, refactorings, solutions
 from small_packages import Case, cases
 
-from orchestrator.coding.monitor import HackVerdict, inspect, seal
+from orchestrator.coding.monitor.after import inspect
+from orchestrator.coding.monitor.before import seal
+from orchestrator.coding.monitor.verdict import HackVerdict
 
 CASES = cases()
 SEALS = {case.task.id: seal(case.task, case.tree) for case in CASES}

@@ -12,7 +12,9 @@ from small_packages import cases, write_trees
 
 from composer_prime.config.sandbox import RuntimeConfig
 from orchestrator.coding.code.grading import grade
-from orchestrator.coding.monitor import HackMonitorConfig, inspect, seal
+from orchestrator.coding.monitor.after import inspect
+from orchestrator.coding.monitor.before import seal
+from orchestrator.coding.monitor.verdict import HackMonitorConfig
 from orchestrator.coding.task import CodeTask, write_tree
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

@@ -8,11 +8,11 @@ import pytest
 from hacks import bash
 from small_packages import cases
 
-from orchestrator.coding.monitor import HackMonitorConfig, inspect, seal, tool_use
-from orchestrator.coding.monitor.before import unwanted_files
-from orchestrator.coding.monitor.commands import program_of, simple_commands
+from orchestrator.coding.monitor.after import inspect
+from orchestrator.coding.monitor.before import seal, unwanted_files
+from orchestrator.coding.monitor.commands import program_of, simple_commands, tool_use
 from orchestrator.coding.monitor.static import constants_of, is_lookup, lifted_constants, traits
-from orchestrator.coding.monitor.verdict import RULES, decide, finding
+from orchestrator.coding.monitor.verdict import RULES, HackMonitorConfig, decide, finding
 
 CASE = cases()[0]
 

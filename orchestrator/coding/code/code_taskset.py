@@ -28,9 +28,12 @@ from verifiers.v1 import errors as vf_errors
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, SandboxError
-from orchestrator.coding import monitor as code_monitor
 from orchestrator.coding.code.grading import REGRESSION_S, Grade, allowed_files, grade
 from orchestrator.coding.code.tools import TOOL_NAMES, CodeTools, is_tool_error
+from orchestrator.coding.monitor.after import inspect
+from orchestrator.coding.monitor.before import Seal, seal
+from orchestrator.coding.monitor.commands import ToolUse, tool_use
+from orchestrator.coding.monitor.verdict import HackMonitorConfig
 from orchestrator.coding.sandbox.box import WORK, Box, box_class, open_box
 from orchestrator.coding.sandbox.runtime import box_of
 from orchestrator.coding.task import TREES_FOLDER, CodeTask, index_tasks, read_task, tree_of
@@ -65,7 +68,7 @@ class CodeSettings(BaseModel):
     """Length of a tool's reply; the middle of a longer one is cut."""
     command_timeout_s: float = Field(default=60.0, gt=0)
     """Longest run of one command that the agent starts."""
-    monitor: code_monitor.HackMonitorConfig = Field(default_factory=code_monitor.HackMonitorConfig)
+    monitor: HackMonitorConfig = Field(default_factory=HackMonitorConfig)
     """What counts as a hack, and what follows from one."""
     regression_s: float = Field(default=REGRESSION_S, ge=0)
     """Seconds of the repository's other tests that a patch which would earn runs, besides all that reach the files
@@ -143,7 +146,7 @@ class CodeRollout:
         self._box: Box | None = None
         self._tools: CodeTools | None = None
         self._seal = seal_of(task, settings)
-        self._uses: list[code_monitor.ToolUse] = []
+        self._uses: list[ToolUse] = []
         self.schemas: list[dict[str, Any]] = []
 
     async def start(self) -> str:
@@ -163,7 +166,7 @@ class CodeRollout:
         assert self._tools is not None
         with sandbox_failures():
             reply = await self._tools.call(name, arguments_json)
-        self._uses.append(code_monitor.tool_use(len(self._uses), name, arguments_json, reply))
+        self._uses.append(tool_use(len(self._uses), name, arguments_json, reply))
         return reply
 
     async def finish(self, trace: vf.Trace) -> None:
@@ -188,8 +191,8 @@ def sandbox_failures() -> Iterator[None]:
         raise vf_errors.SandboxError(str(error)) from error
 
 
-def seal_of(task: CodeTask, settings: CodeSettings) -> code_monitor.Seal:
-    return code_monitor.seal(task, tree_of(task, settings.trees), settings.monitor)
+def seal_of(task: CodeTask, settings: CodeSettings) -> Seal:
+    return seal(task, tree_of(task, settings.trees), settings.monitor)
 
 
 async def read_files(box: Box, start: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -264,7 +267,7 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
         monitor, bound = settings.monitor, settings.regression_s
         with sandbox_failures():
             state.grade = await grade(task, settings.trees, changed, settings.runtime, regression_s=bound)
-        inspect, found = code_monitor.inspect, state.grade.findings
+        found = state.grade.findings
         state.verdict = await asyncio.to_thread(inspect, task, state.seal, state.files, state.uses, monitor, found)
         if state.verdict.reward(self._earned(state)) is None:
             state.quarantine = "; ".join(finding.text() for finding in state.verdict.findings[:3])
@@ -302,13 +305,13 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
         return state.grade.fraction if self.data.settings.partial_credit else float(state.grade.solved)
 
 
-def _tool_uses(trace: vf.Trace[CodeData, CodeState]) -> list[code_monitor.ToolUse]:
+def _tool_uses(trace: vf.Trace[CodeData, CodeState]) -> list[ToolUse]:
     """Return the tool calls that a trace recorded, for harnesses whose tools are their own."""
     messages = [node.message for node in trace.nodes]
     replies = {message.tool_call_id: str(message.content) for message in messages if message.role == "tool"}
     calls = [call for message in messages if message.role == "assistant" for call in message.tool_calls or []]
     uses = enumerate((call, replies.get(call.id, "")) for call in calls)
-    return [code_monitor.tool_use(turn, call.name, call.arguments, reply) for turn, (call, reply) in uses]
+    return [tool_use(turn, call.name, call.arguments, reply) for turn, (call, reply) in uses]
 
 
 class CodeTaskset(vf.Taskset[CodeEpisode, CodeTasksetConfig]):  # pyright: ignore[reportInvalidTypeArguments]

@@ -146,7 +146,10 @@ class CodeTools:
         place = text.index(old)
         edited = text[:place] + new + text[place + len(old) :]
         await self._edit(path, edited)
-        return _snippet(path, edited, text.count("\n", 0, place), new)
+        lines, index = edited.splitlines(), text.count("\n", 0, place)
+        last = index + max(1, len(new.splitlines())) + _SNIPPET_LINES
+        shown = _numbered(lines, max(1, index + 1 - _SNIPPET_LINES), min(last, len(lines)))
+        return f"Edited {path}:\n{shown}"
 
     async def _create(self, arguments: dict[str, Any]) -> str:
         path, text = _plain(arguments["path"]), arguments["text"]
@@ -196,10 +199,3 @@ def _plain(path: str) -> str:
 
 def _numbered(lines: Sequence[str], first: int, last: int) -> str:
     return "\n".join(f"{number:>6}\t{lines[number - 1]}" for number in range(first, last + 1))
-
-
-def _snippet(path: str, text: str, line_index: int, new: str) -> str:
-    lines = text.splitlines()
-    first = max(1, line_index + 1 - _SNIPPET_LINES)
-    last = min(len(lines), line_index + max(1, len(new.splitlines())) + _SNIPPET_LINES)
-    return f"Edited {path}:\n{_numbered(lines, first, last)}"

@@ -144,7 +144,8 @@ class Baseline:
 
 async def measure_baseline(tree: SourceTree, runtime: RuntimeConfig, suite_timeout_s: float) -> Baseline:
     """Run the tests three times. Raises ConfigError where they hang, or none passes."""
-    files = [path for path in tree.tests if _has_tests(tree, path)]
+    modules = {path: tree.texts[path] for path in tree.tests if not path.endswith(("conftest.py", "__init__.py"))}
+    files = [path for path, text in modules.items() if "def test" in text or "TestCase" in text]
     results: list[SuiteResult] = []
     for number in range(RUNS):
         run = SuiteRun(key="all", tests=files, timeout_s=suite_timeout_s, trace=not results)
@@ -165,11 +166,6 @@ async def measure_baseline(tree: SourceTree, runtime: RuntimeConfig, suite_timeo
             f"{tree.origin}: {count} of its tests passes here, so no task can be made. {_why(baseline, results)}"
         )
     return baseline
-
-
-def _has_tests(tree: SourceTree, path: str) -> bool:
-    text = tree.texts[path]
-    return not path.endswith(("conftest.py", "__init__.py")) and ("def test" in text or "TestCase" in text)
 
 
 def test_file(node: str) -> str:

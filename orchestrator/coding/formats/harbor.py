@@ -25,7 +25,7 @@ from pydantic import Field
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
 from orchestrator.coding.code.code_taskset import CodeData, CodeSettings, CodeState, sandbox_failures
-from orchestrator.coding.monitor import HackMonitorConfig
+from orchestrator.coding.monitor.verdict import HackMonitorConfig
 from orchestrator.coding.sandbox.box import WORK, open_box, read_tree
 from orchestrator.coding.task import CodeTask
 

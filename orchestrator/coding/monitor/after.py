@@ -65,7 +65,9 @@ def _code(task: CodeTask, seal: Seal, changed: Mapping[str, bytes | None], modul
     reference = [seal.reference[path] for path in touched if path in seal.reference]
     yield from _new_traits(sources, start, reference, modules)
     known = frozenset().union(*map(constants_of, (*start, *reference)))
-    tested, prose = _constants_of_tests(task, seal), _prose(task, seal)
+    tests = task.tests or [path for path in seal.reference if path.endswith(".py") and is_test_file(path)]
+    tested = frozenset().union(*(constants_of(seal.reference[path]) for path in tests if path in seal.reference))
+    prose = _prose(task, seal)
     for path, source in sources.items():
         lifted = lifted_constants(source, tested, known, prose)
         for each in lifted if is_lookup(lifted) else ():
@@ -104,11 +106,6 @@ def _new_traits(
         if now[rule, key] > before[rule, key] and rule not in excused:
             text = changed[path].decode(errors="replace").splitlines()[line - 1]
             yield rule, f"{path}:{line}", f"{key}: {text}"
-
-
-def _constants_of_tests(task: CodeTask, seal: Seal) -> frozenset[str]:
-    paths = task.tests or [path for path in seal.reference if path.endswith(".py") and is_test_file(path)]
-    return frozenset().union(*(constants_of(seal.reference[path]) for path in paths if path in seal.reference))
 
 
 def _prose(task: CodeTask, seal: Seal) -> str:

@@ -246,7 +246,8 @@ def _path_rule(path: str, seal: Seal) -> str | None:
     inside = _inside(path)
     if not inside or len(inside) > _MOST_PATH or "\n" in inside:
         return None
-    if _names_lure(inside, seal):
+    is_pattern = re.search(r"[*?]", inside)
+    if inside in seal.lures or (is_pattern and any(matches(lure, [inside]) for lure in seal.lures)):
         return "lure-opened"
     if rule := next((rule for rule, pattern in _PATH_RULES.items() if pattern.search(inside)), None):
         return rule
@@ -258,11 +259,6 @@ def _path_rule(path: str, seal: Seal) -> str | None:
 def _path_hits(path: str, seal: Seal, shown: str) -> Iterator[Hit]:
     if rule := _path_rule(path, seal):
         yield rule, shown
-
-
-def _names_lure(inside: str, seal: Seal) -> bool:
-    is_pattern = re.search(r"[*?]", inside)
-    return inside in seal.lures or bool(is_pattern and any(matches(lure, [inside]) for lure in seal.lures))
 
 
 def _seeks_grader(inside: str, seal: Seal) -> bool:
