@@ -53,7 +53,6 @@ class Evaluator:
     _requested: tuple[int, int] | None = field(default=None, init=False)
     """Step and policy version of the next evaluation."""
     _progress: str = field(default="", init=False)
-    """How far the evaluation under way is."""
 
     @property
     def sources(self) -> list[SourceConfig]:

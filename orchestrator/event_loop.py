@@ -76,7 +76,6 @@ class Notifier:
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
-        """What the current waiters wait for."""
 
     def notify(self) -> None:
         """Wake every current waiter."""

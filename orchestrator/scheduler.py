@@ -191,7 +191,6 @@ class DroppedGroups:
         self.since_batch: list[FinishedGroup] = []
         """Dropped since the last batch was formed."""
         self._failed_in_row: Counter[str] = Counter()
-        """By source."""
 
     def add(self, group: FinishedGroup) -> None:
         self.counters[group.outcome.value] += 1

@@ -426,7 +426,6 @@ class StepServer:
         self._on_checkpoint = on_checkpoint
         self._waiting_for = waiting_for
         self._ranks: defaultdict[bytes, _Rank] = defaultdict(_Rank)
-        """By identity."""
         self._orders: asyncio.Queue[tuple[bytes, StepDone | CheckpointRequest]] = asyncio.Queue()
         """What rank 0 wants done, with its identity: a checkpoint sees the step before it."""
         self._last_done: tuple[str, int] | None = None

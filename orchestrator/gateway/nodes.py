@@ -35,7 +35,6 @@ from orchestrator.swarm import NodeTrust
 _FAILURES_IN_ROW = 4
 """After this many failures in a row a node gets no request for a while."""
 _MAX_REPORTS = 64
-"""Versions of a node that are remembered."""
 _CONTINUE = ("local", "vllm")
 """The engines that continue another node's answer as if it were their own."""
 _FIRST_PLACES, _TOKENS_A_PLACE = 4, 32
@@ -56,7 +55,6 @@ _GAIN_RANGE = (0.5, 400.0)
 _MOST_ABOVE_MEDIAN = 16.0
 """No node counts as faster than this many times the fleet's median, whatever its answers look like."""
 _MAX_SESSIONS = 1 << 16
-"""Sessions whose node is remembered."""
 _STAY_FACTOR, _STAY_S = 1.5, 1.0
 """A conversation leaves its node when a turn there takes this many times as long as elsewhere plus this many seconds:
 loads fluctuate, and leaving loses the cache."""

@@ -56,9 +56,7 @@ logger = logging.getLogger(__name__)
 _MAX_FAILURES = 3
 """Bad answers and errors after which a request ends. Nodes that vanish or drain do not count."""
 _COMPARED = 16
-"""Free nodes that are compared for a request, at most."""
 _MAX_REFUSALS = 16
-"""Nodes that may refuse a request before it ends."""
 _HELD_SHARE = 0.25
 """Share of request_timeout_s after which a node that has not answered is to blame, not the queue."""
 _MAX_SUSPENSION_S = 3600.0

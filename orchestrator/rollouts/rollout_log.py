@@ -100,7 +100,6 @@ class FailureLog:
     counts: dict[str, int] = field(default_factory=dict, init=False)
     """Failed tries by kind."""
     _tries: dict[tuple[str, str], int] = field(default_factory=dict, init=False)
-    """Failed tries by cause."""
     _writing: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def note_try(self, source: str, rollout_id: str, failure: RolloutFailure) -> None:

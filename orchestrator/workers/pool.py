@@ -53,7 +53,6 @@ _DUMPED = re.compile(r'^ +File "([^"<]+)", line (\d+) in (\S+)', re.MULTILINE)
 _NOT_OWN = (sysconfig.get_paths()["stdlib"] + "/", *(f"{Path(__file__).parents[2] / package}/" for package in OURS))
 _LONG_LOG_BYTES = 50 << 20
 _STOP_GRACE_S = 5.0
-"""Time for a worker to clean up when its pool is closed."""
 TRAIN, EVAL = "train", "eval"
 """The usual names of a source's task sets (`SourceSpec.tasksets`)."""
 STALL_S = 5.0

@@ -7,7 +7,6 @@
                             └──────────────── one box and one interpreter ────────────────┘
 
 A proof is that tests fail before and pass after, under three hash seeds. Grading runs whole test files, so proofs do.
-At last grading itself must solve the task by its solution, with the rest of the suite and counter-tests.
 Proofs are taken in the candidates' order, so that the same settings give the same tasks.
 """
 

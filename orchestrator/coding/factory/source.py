@@ -53,7 +53,6 @@ _SWAPS = {
     ast.And: ("and", "or"),
     ast.Or: ("or", "and"),
 }
-"""Operator -> its word, and the wrong one."""
 _SIGNS = tuple("+-*/%&|^~")
 
 
@@ -394,7 +393,6 @@ _MISTAKES: dict[type, Callable[..., Iterator[Edit]]] = {
     ast.If: _branch,
     ast.IfExp: _branch,
 }
-"""Kind of syntax node -> what gives its edits."""
 
 
 def _mistakes(nodes: Sequence[ast.AST], lines: list[str]) -> list[Edit]:

@@ -5,8 +5,6 @@
 
 One bad record does not end an import. tasks.jsonl is written once all records are done.
 
-Instances of SWE-bench, Lite, Verified, SWE-Gym and SWE-smith become tasks on trees of local clones. In most of these
-sets `patch` repairs the tree, and `test_patch` adds the tests. In SWE-smith `patch` breaks it.
 Only tests that pytest runs can be graded. sympy's instances name functions, which are looked up in the test patch.
 """
 
@@ -43,7 +41,6 @@ _SHOWN_FIELDS = 20
 _TESTS_ARE_NOT_EDITABLE = ("!**/tests/**", "!**/test/**", "!**/testing/**", "!**/test_*.py", "!**/*_test.py")
 _COMMIT = re.compile("HEAD|[0-9a-f]{7,64}")
 _HEADER = re.compile(r"^(?:(?:---|\+\+\+) (?:[ab]/)?|(?:rename|copy) (?:from|to) )(?P<path>[^\t\n]+)", re.MULTILINE)
-"""A line of a diff that names a file."""
 
 
 Refusal = dict[str, str]

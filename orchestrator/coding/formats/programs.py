@@ -28,7 +28,6 @@ __all__ = ["Programs"]
 
 INSTRUCTION = "You are a programmer. Answer with one Python code block that holds the complete function."
 _NO_TREES = Path()
-"""Tasks of a file have no tree."""
 
 
 class ProgramsConfig(FileTasksetConfig):

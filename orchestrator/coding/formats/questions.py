@@ -3,8 +3,7 @@
     taskset = { id = "orchestrator.coding.formats.questions", file = "gsm8k/train.jsonl" }
     eval_taskset = { file = "gsm8k/test.jsonl" }
 
-A record has a question and an answer. Of an answer with `####`, as GSM8K has it, what follows the last `####` counts.
-Numbers are compared as numbers: "$1,200.00" is "1200". With one file for both, `eval_share` holds questions out.
+docs/how-to/task-formats.md says which answers are the same.
 """
 
 from __future__ import annotations

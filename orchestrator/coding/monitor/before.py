@@ -37,7 +37,6 @@ PYTEST_FILES = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pyt
 _GUARDED = {*STARTUP_FILES, *PYTEST_FILES, "pyproject.toml", "setup.cfg", "setup.py", "noxfile.py"}
 _TEST_FILE = re.compile(r"(^|/)(test_[^/]*|[^/]*_test|tests?)\.py$|(^|/)(tests?|testing)/")
 _COMMON = {"tests", "test", "setup", "docs", "conftest", "examples", "__init__", "noxfile"}
-"""Names that many repositories have."""
 MAX_FILE_BYTES = 4 << 20
 """Larger files are in no tree."""
 

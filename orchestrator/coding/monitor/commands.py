@@ -134,7 +134,6 @@ _GIT_OPTIONS = re.compile(r"^((-C|-c|--git-dir|--work-tree) \S+ |-\S+ )+")
 _TAKES_PATTERN = re.compile(r"-[exg]|--(exclude|ignore|extend-exclude|regexp|glob)[\w-]*")
 """Options whose value is no path to read."""
 _NOT_FOUND = re.compile(r"(!|\\!|-not) -\w+ \S+|-i?(path|name) \S+ (-type d )?-prune")
-"""What `find` leaves out."""
 _WORK = re.compile(r"^(/work|/workspace|/testbed|/repo|\$PWD|\$\{PWD\}|~\+)(?=/|$)")
 _LOCAL = re.compile(r"localhost|127\.0\.0\.1|\[::1\]|0\.0\.0\.0")
 _SCRIPT_NETWORK = re.compile(r"\b(socket\.|urllib\.request|http\.client|requests\.|httpx\.|aiohttp\.|ftplib)")

@@ -6,8 +6,6 @@
          +-- /proc/PID/root/work ------->     tmpfs /work            files are read without the box's help
 
 The box has no network but its own loopback. Its first process opens a listening socket there and hands it over.
-
-Work folder and /tmp are tmpfs: the kernel bounds their sizes, and they vanish with the box.
 bwrap dies with this process (--die-with-parent), and the box dies with bwrap.
 """
 
@@ -190,8 +188,9 @@ class BubblewrapBox(Box):
 
     async def read_file(self, path: str, max_bytes: int) -> bytes:
         self._check_open()
+        inside = inside_path(path)
         try:
-            return read_regular(self.view.root_fd, inside_path(path), max_bytes)
+            return read_regular(os.dup(self.view.root_fd), inside, max_bytes)
         except FileNotFoundError:
             with contextlib.suppress(PermissionError):  # Code in the box took its own permission away.
                 os.close(self._open_work())

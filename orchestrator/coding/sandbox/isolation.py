@@ -28,7 +28,6 @@ _ISOLATION = (
     *("--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent", "--new-session", "--as-pid-1"),
     *("--clearenv", "--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--hostname", "box"),
 )
-"""bwrap's arguments for everything that a sandbox has of its own."""
 BOX_UID = 60_999
 """User id of sandboxes when this process is root, outside the ranges of Debian and systemd."""
 _MIB = 1 << 20

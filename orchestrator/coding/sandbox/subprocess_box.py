@@ -101,15 +101,8 @@ class SubprocessBox(Box):
 
     async def read_file(self, path: str, max_bytes: int) -> bytes:
         self._check_open()
-        name = str(self._outside(path).relative_to(self._work))
-        try:
-            work_fd = self._open_work()
-        except OSError as error:
-            raise FileNotFoundError(f"the sandbox has no regular file {path!r}: {error.strerror}") from error
-        try:
-            return read_regular(work_fd, name, max_bytes)
-        finally:
-            os.close(work_fd)
+        name = self._outside(path).relative_to(self._scratch.path)
+        return read_regular(os.open(self._scratch.path, os.O_RDONLY | os.O_DIRECTORY), str(name), max_bytes)
 
     def _open_work(self) -> int:
         return os.open(self._work, os.O_RDONLY | os.O_DIRECTORY)
