@@ -420,7 +420,6 @@ def _kept(
 def _batches(
     numbers: dict[int, list[int]], finished: dict[int, FinishedGroup], formed: dict[int, Formed], left_out: Set[str]
 ) -> list[Batch]:
-    """Return the batches of `numbers`, groups by step, as they were formed."""
     batches = []
     for step in sorted(numbers):
         entry = formed[step]

@@ -98,7 +98,6 @@ def _serve(words: list[str]) -> int:
 
 
 def _prepare(config: Config, run_dir: RunDir) -> None:
-    """Prepare the run directory where no launcher did."""
     for note in check_run_folder(run_dir, config, "orchestrator"):
         print(f"orchestrator: {note}", file=sys.stderr)
     config = with_length_divisor(config, run_dir)

@@ -173,7 +173,6 @@ class Pipeline:
         return watchdog
 
     async def _build(self, stack: AsyncExitStack, server: StepServer) -> RunWatchdog:
-        """Build the parts in the order in which they need one another, and continue after the checkpoint."""
         run, config = self.opened, self.opened.config
         sources = Sources(
             config.orchestrator,

@@ -3,9 +3,8 @@
 The source of group i depends only on i and run.seed: point i of a golden-ratio sequence falls into the source's share
 of [0, 1). The seed is a hash of (run.seed, i).
 
-The task is chosen by the source's curriculum. `orchestrator.curriculum.import_path` names it: `shuffled`, `frontier` or
-`module:Class`. Each source gets one, built as `Class(num_tasks=…, seed=…, **kwargs)`. After a crash the journal replays
-its calls in their order.
+Each source's curriculum chooses the task (`orchestrator.curriculum`), built as `Class(num_tasks=…, seed=…, **kwargs)`.
+After a crash the journal replays its calls in their order.
 
 In a joint run each cluster plays its own part of a source's tasks: i, i + n, i + 2n, ... where diloco.task_shard is
 [i, n]. The curriculum knows only its part, numbered from 0, so any curriculum can be sharded.

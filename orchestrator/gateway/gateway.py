@@ -5,9 +5,7 @@
                                            records        |
     orchestrator: records.open(rollout) ... take    tick task: lost nodes, deadlines
 
-Three kinds of tasks run besides aiohttp's: the link's receiver, the tick, and weight chunks being read in threads. A
-request waits for a node (orchestrator.no_node_timeout_s), and for a place and its answer (the longest source's
-timeout_s).
+A request waits for a node (orchestrator.no_node_timeout_s), and for its answer (the longest source's timeout_s).
 """
 
 from __future__ import annotations

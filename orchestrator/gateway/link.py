@@ -324,11 +324,9 @@ class NodeLink:
         identity, key = received.identity, received.key
         if received.num_frames >= MAX_FRAMES:
             self.admission.turn_away(key)
-        if identity in self.conduct.ignored or key in self.admission.revoked:
-            self.conduct.garbage += 1
-            return False
         node = self._router.connections.get(identity)
-        if node is not None and node.key != key:
+        is_cut = identity in self.conduct.ignored or key in self.admission.revoked
+        if is_cut or (node is not None and node.key != key):
             self.conduct.garbage += 1
             return False
         try:

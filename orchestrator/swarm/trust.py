@@ -9,9 +9,8 @@ The share follows a Beta-Bernoulli model of "an audited answer is wrong" (Jøsan
 
 Evidence is one sequential test, run on tokens and on whole answers: a cumulative sum of log-likelihood ratios, held at
 0 from below (Page, Continuous Inspection Schemes, 1954). A seed fixes each draw, so a trusted engine tells a token of
-other weights from rounding: the idea of Token-DiFR (arXiv 2511.20621). TOPLOC (2501.16007) compares activations
-instead. An honest node's rounding makes a token wrong about never (`_P_HONEST` is an upper bound). A cheat's tokens are
-wrong in 2 % of cases or more. No sum falls below 0, so a node cannot buy credit with clean answers.
+other weights from rounding (docs/explanation/security.md). An honest node's rounding makes a token wrong about never
+(`_P_HONEST` is an upper bound). A cheat's tokens are wrong in 2 % of cases or more.
 
 Weights that differ from the claimed ones by less than the audit's tolerance make no token wrong, and are not found.
 """

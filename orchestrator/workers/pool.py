@@ -351,7 +351,6 @@ class WorkerPool:
         self.changed.notify()
 
     async def _keep_alive(self, number: int) -> None:
-        """Start a worker again and again, unless its first start fails, or too many in a row."""
         restarts = 0
         while True:
             try:
@@ -438,8 +437,7 @@ class WorkerProcess:
             return worker, first
         await worker.kill("it did not start")
         if isinstance(first, WorkerReady):
-            error = getattr(composer_prime.errors, first.error, EnvironmentWorkerError)
-            raise (error if issubclass(error, ComposerError) else EnvironmentWorkerError)(first.message)
+            raise getattr(composer_prime.errors, first.error, EnvironmentWorkerError)(first.message)
         status = exit_text(worker._process.returncode)
         raise EnvironmentWorkerError(f"{worker.label} {status} while it was loading.{worker.last_words}")
 

@@ -5,8 +5,6 @@
                     +---------------- trace -> to_reply <---------------------------------------+
 
 The trace's id is set to the rollout id, because verifiers sends it as X-Session-ID.
-
-A failed environment is never a zero reward: `to_reply` gives one only to a trace that ended well.
 """
 
 from __future__ import annotations
@@ -627,7 +625,6 @@ class GatewayClient(TrainClient):
 
 
 def _message(content: bytes) -> str:
-    """Return the text of an OpenAI-style error body, or the start of any other body."""
     try:
         return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):

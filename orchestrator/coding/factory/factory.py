@@ -314,7 +314,6 @@ Grading = tuple[SuiteResult, SuiteResult]
 async def _graded(
     cases: Mapping[str, SuiteRun], tree: SourceTree, runtime: RuntimeConfig, hash_seed: int
 ) -> dict[str, Grading]:
-    """Run the starts of candidates, and the tree itself once for each set of test files."""
     own_keys = {name: "\n".join(run.tests) for name, run in cases.items()}
     own = {own_keys[name]: msgspec.structs.replace(run, key=own_keys[name], files={}) for name, run in cases.items()}
     runs = [*cases.values(), *own.values()]

@@ -373,7 +373,6 @@ def _dropped(nodes: Sequence[ast.AST], lines: list[str]) -> Iterator[Edit]:
 
 
 def _blocks(nodes: Sequence[ast.AST]) -> Iterator[list[ast.stmt]]:
-    """Yield the statements of each block, without those that are a text only."""
     for block in (getattr(node, name, None) for node in nodes for name in ("body", "orelse", "finalbody")):
         if isinstance(block, list):
             yield [each for each in block if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]

@@ -209,13 +209,11 @@ def _pytest_ids(names: Sequence[str], test_files: dict[str, str]) -> list[str]:
 
 
 def _editable(changed: Iterable[str]) -> list[str]:
-    """Return patterns: source files, no tests, and in any case the files that the patch has."""
     suffixes = sorted({".py", *(PurePosixPath(path).suffix for path in changed)} - {""})
     return [*(f"**/*{suffix}" for suffix in suffixes), *_TESTS_ARE_NOT_EDITABLE, *sorted(changed)]
 
 
 def _add_tree(repo: str, commit: str, repositories: Path, trees: Path) -> str:
-    """Put the repository's tree at a commit below `trees`. Return its folder's name."""
     try:
         clone = repositories / check_path(repo).replace("/", "__")
     except ValueError as error:

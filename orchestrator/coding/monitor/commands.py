@@ -202,7 +202,6 @@ def _program_hits(words: Sequence[str], seal: Seal, shown: str) -> Iterator[Hit]
 
 
 def _paths(words: Sequence[str]) -> list[str]:
-    """Return the words of a command that may be paths that it reads."""
     paths = []
     for before, word in itertools.pairwise(words):
         is_pattern = _TAKES_PATTERN.fullmatch(before) or _TAKES_PATTERN.fullmatch(word.partition("=")[0])

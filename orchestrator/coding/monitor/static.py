@@ -164,7 +164,6 @@ def _attribute_uses(node: ast.Attribute, names: Names, modules: frozenset[str]) 
 
 
 def _call_uses(node: ast.Call, names: Names, modules: frozenset[str]) -> Uses:
-    """Yield the uses of getattr with a plain name, setattr and delattr."""
     if dotted := _dotted(node, names):
         yield _rule_of(dotted), dotted
     elif _dotted(node.func, names) in ("setattr", "delattr") and node.args:

@@ -103,7 +103,6 @@ def _bwrap_arguments(runtime: RuntimeConfig, image: Path) -> list[str]:
 
 
 def _without_root() -> list[str]:
-    """Return the words before bwrap that take root's rights away."""
     if os.geteuid() != 0:
         return []
     program = shutil.which("setpriv") or "setpriv"

@@ -1,7 +1,6 @@
 """The Python that boxes see: a copy of this interpreter, its standard library, and named packages only.
 
-Boxes must not see this environment's site-packages, which may hold an installed copy of the package under test.
-So the image is made once, in a cache folder, and bound read-only into each box:
+The image is made once, in a cache folder, and bound read-only into each box:
 
     IMAGE/python/bin, lib    bound where this interpreter's prefix is (or at /opt/python)
     IMAGE/etc                passwd, group, hosts, nsswitch.conf
@@ -104,7 +103,6 @@ def _make_once(image: Path, distributions: Sequence[metadata.Distribution]) -> N
 
 
 def _remove_unused(cache: Path) -> None:
-    """Remove images, and incomplete ones, that were not used for a month."""
     for folder in cache.iterdir():
         with contextlib.suppress(OSError):
             if folder.is_dir() and time.time() - folder.stat().st_mtime > _UNUSED_S:

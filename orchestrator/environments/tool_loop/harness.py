@@ -164,7 +164,6 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
         return bool(answers) and not getattr(executor, "is_over", False)
 
     async def _answers(self, executor: Any, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return tool messages: one for each call of an assistant message, then one for each broken call."""
         answers = []
         for call in message.get("tool_calls") or []:
             function = call["function"]
