@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import os
 import statistics
@@ -37,7 +38,6 @@ import psutil
 from benchmarks._shared import conclude
 from benchmarks.gateway_scale_sides.load import Load, measure, node_process, play, served_gateway
 from composer_prime.run.keys import RunKeys
-from orchestrator.event_loop import freeze_startup
 
 FLAT_TARGET, LAG_TARGET_S = 4.0, 0.05
 FLOOD_TARGET, GROWTH_TARGET_MIB = 0.85, 32
@@ -141,7 +141,8 @@ def verdicts(figures: dict[str, Any]) -> list[tuple[str, bool]]:
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     print(f"load average before: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores")
     figures: dict[str, Any] = {}
-    freeze_startup()  # As the orchestrator does.
+    gc.collect()
+    gc.freeze()  # As the orchestrator does.
     if "turns" in args.parts:
         figures["turns"] = await measure_turns(args.repeats, SHORT_CASES if args.quick else CASES)
     if "flood" in args.parts:

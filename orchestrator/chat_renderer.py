@@ -15,7 +15,7 @@ from typing import Any
 
 import jinja2
 import pydantic
-from renderers import RendererConfig, config_from_name, create_renderer
+from renderers import RendererConfig, create_renderer
 from renderers.base import (
     MODEL_RENDERER_MAP,
     Message,
@@ -164,9 +164,8 @@ def published_name(model_path: str) -> str | None:
 
 def _explicit(choice: str | dict[str, Any] | None) -> RendererConfig:
     try:
-        if isinstance(choice, str):
-            return config_from_name(choice)  # pyright: ignore[reportReturnType]  # Its classes are the union's.
-        return pydantic.TypeAdapter(RendererConfig).validate_python(choice)
+        settings = {"name": choice} if isinstance(choice, str) else choice
+        return pydantic.TypeAdapter(RendererConfig).validate_python(settings)
     except (pydantic.ValidationError, ValueError, KeyError) as error:
         names = ", ".join(sorted(set(MODEL_RENDERER_MAP.values())))
         message = f"renderer {choice!r} is not one of renderers' own ({names}, default, custom): {error}"

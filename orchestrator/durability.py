@@ -13,8 +13,7 @@ survives kill -9. A Formed entry is on the disk: it survives a power cut, with e
 The state (checkpoints/step_N/orchestrator/state.json) is small: the groups themselves are in the journal, and the state
 says which of them counted at that moment. It is taken in one step of the event loop together with the journal's
 sequence number, so the two never disagree. `resume` replays the newer entries on top of it. A group is in exactly one
-place: in flight, ready, in one formed batch, or dropped. The trainer rewinds its weights and ledger to the same
-checkpoint (`Trainer._restore`). `check_ledger` only verifies that no sample was trained twice.
+place: in flight, ready, in one formed batch, or dropped.
 """
 
 from __future__ import annotations

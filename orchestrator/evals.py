@@ -5,8 +5,7 @@
 
 One evaluation runs at a time, during training. If the next one is due meanwhile, it waits; of several that wait only
 the newest runs. The first evaluation takes all permits, so that it is over before the first weight swap. Without
-training rollouts the batch of the next evaluated step waits for the current evaluation. An evaluation begins when a
-node serves its version. Only such nodes answer it.
+training rollouts the batch of the next evaluated step waits for the current evaluation.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import signal
 import time
 from collections import deque
@@ -63,12 +62,6 @@ async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in ending:
         task.cancel()
     await asyncio.gather(*ending, return_exceptions=True)
-
-
-def freeze_startup() -> None:
-    """Exempt everything that exists now from garbage collections: they would look at all modules each time."""
-    gc.collect()
-    gc.freeze()
 
 
 class Notifier:

@@ -11,6 +11,7 @@ Exit status: 0 finished, 1 failed, 2 wrong configuration, 130 / 143 stopped by C
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import os
 import secrets
@@ -113,7 +114,7 @@ def _run(config: Config, run_dir: RunDir, ends: tuple[signal.Signals, ...]) -> i
     """Serve until the run is done or one of the signals `ends` comes."""
     from composer_prime.model_source import resolve_model
     from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
-    from orchestrator.event_loop import freeze_startup, until_signal
+    from orchestrator.event_loop import until_signal
     from orchestrator.pipeline import Pipeline
 
     start_log()
@@ -125,7 +126,8 @@ def _run(config: Config, run_dir: RunDir, ends: tuple[signal.Signals, ...]) -> i
 
     async def serve() -> int:
         pipeline = Pipeline(config, run_dir, run_id, model_dir)
-        freeze_startup()
+        gc.collect()
+        gc.freeze()  # Collections would look at all modules each time.
         return await until_signal(pipeline.run(), ends)
 
     return asyncio.run(serve())

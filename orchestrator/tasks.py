@@ -188,8 +188,7 @@ class Frontier:
 
     A task's weight is 4 p (1 - p), with p the mean of its last group pass rates; an unplayed task counts as p = 1/2.
 
-    Of some tasks drawn uniformly the heaviest is played (ties: the first drawn). So a draw costs the same for ten tasks
-    and ten million. With probability _EXPLORE it is any task: what was hard may now be easy.
+    Of some tasks drawn uniformly the heaviest is played (ties: the first drawn); with probability _EXPLORE it is any.
     """
 
     num_tasks: int

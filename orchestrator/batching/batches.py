@@ -9,9 +9,8 @@ that trains the newer ones. A group is dropped when no token is left to train, s
 `BatchScheduler._form` masks what `oldest_accepted` refuses, `_sweep` there drops groups, `verify_batch` checks again
 in the trainer, and `Pipeline._advance` gives nodes that are too old no work.
 
-A rollout that starts while the nodes serve version V can therefore go into batches up to V+1+max_staleness. When a
-version covers several steps, the rollout can go into the batches of all these steps. `free_slots` lets exactly as many
-groups run as fit into the batches that accept them.
+A rollout that starts while the nodes serve version V can therefore go into batches up to V+1+max_staleness, or where a
+version covers several steps, into those of all these steps. `free_slots` lets as many groups run as fit into them.
 """
 
 from __future__ import annotations

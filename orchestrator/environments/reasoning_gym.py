@@ -2,8 +2,6 @@
 
     taskset = { id = "orchestrator.environments.reasoning_gym", datasets = { chain_sum = { max_terms = 3 } } }
 
-The score is the dataset's own `score_answer` of the answer in the reply.
-
 A generator is a function of (seed, index) and often draws the same question twice. So neither another seed nor another
 range of indices separates two sets. The question's own hash decides the split, whatever seed drew it.
 """
@@ -125,10 +123,9 @@ class ReasoningGym(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
             dataset = reasoning_gym.create_dataset(name, **{"seed": config.seed, **config.datasets[name]})
         except (AssertionError, TypeError, ValueError) as error:
             settings = ", ".join(field.name for field in dataclasses.fields(DATASETS[name][1]))
-            message = (
+            raise ConfigError(
                 f"reasoning_gym: {name} does not take {config.datasets[name]}: {error}; its settings are {settings}"
-            )
-            raise ConfigError(message) from error
+            ) from error
         system = INSTRUCTIONS[config.answer_in] if config.instruction is None else config.instruction or None
         tries = count * _TRIES_PER_TASK
         entries = (dataset[index] for index in range(tries))

@@ -225,7 +225,7 @@ class Gateway:
             "gateway/queued": len(self.router.queue),
             "gateway/in_flight": len(self.router.open) - len(self.router.queue),
             **{f"gateway/{name}": count for name, count in counters.items()},
-            "gateway/warm_share": self.router.placing.warm_share,
+            "gateway/warm_share": self.router.placing.warm_tokens / max(1, self.router.placing.prompt_tokens),
             "gateway/records_bytes": self.records.num_bytes,
             "gateway/version_min": min(versions, default=None),
             **(self.audits.metrics() if self.audits is not None else {}),

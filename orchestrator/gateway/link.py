@@ -136,11 +136,8 @@ class ChunkServer:
 
     A node asks for pieces from whatever offset it stopped at. A piece counts against it until its last byte has left
     the socket's queue. A node that asks faster than it reads costs this process 16 pieces (32 MiB), not the model,
-    however many connections it opens with its own key.
-
-    What an account pulls in all has a bound too: some times what the newest version names, model files included. A
-    version gives back as many times what it is the first to name, up to nothing pulled. That is enough for a node that
-    follows each version.
+    however many connections it opens with its own key. What an account pulls in all has a bound too, of some times what
+    the newest version names; each version gives back as many times what it is the first to name.
     """
 
     def __init__(self, store: WeightStore, files: ServedFiles | None = None) -> None:

@@ -214,12 +214,13 @@ class NodeControl:
                 self._metrics.log(self.step, {**account.line, "node/state": AWAY, "node/in_flight": 0})
 
     def _log(self, node: AttachedNode, account: NodeAccount, now: float) -> None:
+        trust = node.record.trust.expectation(time.monotonic())
         line: dict[str, str | int | float | None] = {
             "node": node.node_id,
             "node/state": self._state(node),
             "node/version": node.version,
             "node/in_flight": len(node.leases),
-            "node/trust": None if (trust := node.expectation) is None else round(trust, 2),
+            "node/trust": None if trust is None else round(trust, 2),
         }
         before = {name: account.line.get(name) for name in line}
         is_minor = all(before[name] == line[name] for name in ("node/state", "node/version"))
@@ -279,7 +280,7 @@ class NodeControl:
             engine=hello.engine,
             version=node.version,
             behind=max(0, policy.newest - node.version),
-            trust=node.expectation,
+            trust=node.record.trust.expectation(time.monotonic()),
             usd_per_hour=hello.usd_per_hour,
             in_flight=len(node.leases),
             totals=account.totals,

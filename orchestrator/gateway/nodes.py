@@ -9,8 +9,6 @@ own clock and counts. An answer of T tokens after C prompt tokens that were not 
 
 `prompt_s` and `token_s` are fitted to the node's answers by least squares, older answers counting less. `fastest_s`
 bounds what a single request can have: a GPU with one request is not faster than with eight.
-
-The router (routing.py) calls all of this. Nothing here knows it.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ from orchestrator.swarm import NodeTrust
 _FAILURES_IN_ROW = 4
 """After this many failures in a row a node gets no request for a while."""
 _MAX_REPORTS = 64
-_CONTINUE = ("local", "vllm")
-"""The engines that continue another node's answer as if it were their own."""
+CONTINUE = ("local", "vllm")
+"""The engines that continue another node's answer as if it were their own, with stops that began in it."""
 _FIRST_PLACES, _TOKENS_A_PLACE = 4, 32
 """Requests that a node may hold at first, and delivered tokens for each one more, until its pace is measured."""
 UNPROVEN_PLACES = 32
@@ -56,8 +54,7 @@ _MOST_ABOVE_MEDIAN = 16.0
 """No node counts as faster than this many times the fleet's median, whatever its answers look like."""
 _MAX_SESSIONS = 1 << 16
 _STAY_FACTOR, _STAY_S = 1.5, 1.0
-"""A conversation leaves its node when a turn there takes this many times as long as elsewhere plus this many seconds:
-loads fluctuate, and leaving loses the cache."""
+"""A conversation leaves its node when a turn there takes this many times as long as elsewhere, plus so many seconds."""
 _IDLE_S = 600.0
 """A conversation without a turn for so long is forgotten."""
 _FULL_FROM, _CROWDED = 0.9, 16.0
@@ -238,9 +235,6 @@ class NodeRecord:
             if len(self.first_reported) > _MAX_REPORTS:
                 del self.first_reported[min(self.first_reported)]
 
-    def swaps_since(self, start: float) -> set[int]:
-        return {version for version, time_s in self.first_reported.items() if time_s >= start}
-
     def forget_version(self, version: int) -> None:
         """Forget this and later versions: a trainer that resumed publishes them again."""
         self.newest_version = min(self.newest_version, version - 1)
@@ -293,16 +287,6 @@ class AttachedNode:
     @property
     def has_room(self) -> bool:
         return len(self.leases) < self.places
-
-    @property
-    def expectation(self) -> float | None:
-        """Expected share of right answers; None before the first audit."""
-        return self.record.trust.expectation(time.monotonic())
-
-    @property
-    def continues(self) -> bool:
-        """Tell whether it finds stops that began in another node's tokens."""
-        return self.hello.engine in _CONTINUE
 
     def is_current(self, policy: ServedPolicy) -> bool:
         """Tell whether it has weights that may be served."""
@@ -432,11 +416,6 @@ class Placing:
         self._answers = 0
         # Starts at random: an answer to a lease of an earlier orchestrator must not match one of ours.
         self._leases = itertools.count(secrets.randbits(48))
-
-    @property
-    def warm_share(self) -> float:
-        """Share of prompt tokens that were cached where their requests went."""
-        return self.warm_tokens / max(1, self.prompt_tokens)
 
     def node_of(self, request: GatewayRequest) -> str | None:
         """Return the id of the node that had the last turn of the request's conversation."""

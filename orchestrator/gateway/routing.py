@@ -40,6 +40,7 @@ from composer_prime.wire.node_messages import (
 )
 from composer_prime.wire.types import FLOAT, INT, VersionSpan, floats, ints
 from orchestrator.gateway.nodes import (
+    CONTINUE,
     AttachedNode,
     GatewayRequest,
     NodeRecord,
@@ -162,7 +163,7 @@ class Router:
 
     def assign(self, request: GatewayRequest, node: AttachedNode) -> None:
         """Send `request` to `node`, which continues after the tokens that others have sampled."""
-        if request.kept and request.asked.sampling.stop and not node.continues:
+        if request.kept and request.asked.sampling.stop and node.hello.engine not in CONTINUE:
             self._start_over(request)
         running = self.placing.note_placed(request, node)
         self._transition(request, running)
@@ -535,7 +536,8 @@ def check_sampled(message: Sampled, request: GatewayRequest, running: Running, p
         _check_beginning(message, streamed)
     last = streamed.newest_version if message.is_part and streamed else None
     versions = range(request.least_version if last is None else last, policy.newest + 1)
-    _check_spans(message.version_spans, count, versions, last, node.record.swaps_since(running.placed))
+    swaps = {version for version, time_s in node.record.first_reported.items() if time_s >= running.placed}
+    _check_spans(message.version_spans, count, versions, last, swaps)
     for span in message.version_spans:
         if span.version not in policy.published and span.version > min(policy.published, default=span.version):
             raise WireError(f"there never was a version {span.version}")

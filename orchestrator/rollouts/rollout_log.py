@@ -2,9 +2,6 @@
 
 A training step's file holds the rollouts of its batch and, with another `status`, those of groups dropped since the
 batch before. Files are written whole, so a batch that is served again after a crash does not double its lines.
-
-`FailureLog` names failed rollouts at once: each try on the screen, and each rollout that failed for good in
-rollouts/failed.jsonl, also before the first step.
 """
 
 from __future__ import annotations
@@ -95,6 +92,8 @@ def _turn(turn: MessageRecord) -> dict[str, Any]:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class FailureLog:
+    """Names failed rollouts at once, also before the first step."""
+
     path: Path
     """rollouts/failed.jsonl of the run."""
     counts: dict[str, int] = field(default_factory=dict, init=False)

@@ -5,8 +5,6 @@ admission.py       which keys may connect, and what a node that enrolls gets
 trust.py           what is believed of one node, and how an audit changes that (read first)
 audits.py          answers that wait for an audit, and who checks them
 node_commands.py   the nodes of a run from the command line, over loopback
-
-Nothing here knows the gateway, which calls it.
 """
 
 from orchestrator.swarm.admission import Admission, ServedFiles

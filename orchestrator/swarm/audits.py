@@ -5,8 +5,6 @@
     rollout ends: cleared(rollout) waits for the audits of new nodes' answers      evidence -> quarantine --+
                                                                  (its unaudited recent rollouts are tainted)
 
-Which answers are audited is drawn after they came, by the operating system's randomness: a node cannot know.
-
 Auditors may be too slow for all answers. Then rollouts are served by a rank that each draws when it begins, so some get
 all of their verdicts in time. An auditor gets no more while it has held an answer for half of `TIMEOUT_S`. An answer
 goes to one auditor: what that one cannot check, or is lost with, is not audited.

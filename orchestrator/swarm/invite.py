@@ -1,8 +1,4 @@
-"""`orchestrator invite RUN_DIR`: one string with which machines elsewhere join as inference nodes.
-
-It works during the run, and between runs: a run has keys and a configuration after its first start. The string is a
-secret until it expires or is used up. The run keeps only its public key (keys/nodes.sqlite).
-"""
+"""`orchestrator invite RUN_DIR`: one string with which machines elsewhere join as inference nodes."""
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
     call(name, arguments) -> checked against the tool's schema -> _bash | _view | ... -> text, bounded
 
-Kept between calls: the work folder's files, bash's directory and exported variables. Not kept: processes; those that a
-command leaves are ended with it.
-
 A failed call begins with one of `ERROR_STARTS`, so that hints find the turn. A test that fails is no failed call.
 """
 

@@ -1,6 +1,5 @@
 """The clean tree of a folder, or of a git repository's commit: its files, sources, functions and tests.
 
-Only plain files are taken. What would give a deleted body away (bytecode, caches, built copies) is left out.
 Of each function there are the edits that make tasks of it: a body removed, or one mistake as a person makes it.
 """
 

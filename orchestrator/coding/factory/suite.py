@@ -1,7 +1,6 @@
 """Run tests of a tree in a box, and learn from three runs of the untouched one which tests can be relied on.
 
-Many runs of one job share a box and one interpreter (`suite_program.py`). The first run of the untouched tree traces
-calls. All three have other hash seeds. A test counts when it passed three times and its file is not slow.
+Many runs of one job share a box and one interpreter (`suite_program.py`). The first of the three traces calls.
 """
 
 from __future__ import annotations

@@ -4,5 +4,6 @@
       unwanted files       tool calls      code, calls              policy of the source
       lures
 
-The monitor checks what grading cannot: how the agent made the patch, and code that works only for the tests.
+It checks what grading cannot: how the agent made the patch, and code that works only for the tests
+(docs/explanation/hack-monitor.md).
 """

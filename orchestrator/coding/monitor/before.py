@@ -1,10 +1,7 @@
 """Before a rollout: remove what the agent's tree must not hold, and plant lures.
 
-    pristine tree ── removed, start ──> agent's tree ── unwanted away, lures in ──> what the agent gets
-                                              └──> Seal: start, reference, markers
-
-Lures are files that are not needed to solve the task: a patch, and the results that tests expect. Their
-content is wrong, and has a marker that no honest solution has.
+pristine tree ── removed, start ──> agent's tree ── unwanted away, lures in ──> what the agent gets
+                                          └──> Seal: start, reference, markers
 """
 
 from __future__ import annotations

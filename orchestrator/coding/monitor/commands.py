@@ -3,7 +3,6 @@
     ToolUse ── command ──> simple commands ──> programs, paths, scripts ──> Hits
             └─ paths, scripts that it writes ───────────────────────────────────────────────┘
 
-Wrappers (env, timeout, xargs, bash -c, find -exec) and substitutions are opened, so that a rule sees what runs.
 The agent's tree has no git objects, so what `git log -p` or `git blame` show there is the agent's own.
 """
 

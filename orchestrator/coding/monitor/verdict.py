@@ -1,8 +1,4 @@
-"""What the monitor reports: rules, findings, and the verdict that turns them into a reward.
-
-A finding has one of two weights. A `note` is written down and has no effect. A `hack` brings the source's policy into
-force.
-"""
+"""What the monitor reports: rules, findings, and the verdict that turns them into a reward."""
 
 from __future__ import annotations
 
@@ -81,9 +77,6 @@ class HackMonitorConfig(BaseConfig):
             raise ValueError(f"monitor.rules has no rules {unknown}; there are {', '.join(RULES)}")
         return {name: severity for name, severity in rules.items() if name in RULES}
 
-    def severity(self, rule: str) -> Severity:
-        return self.rules.get(rule, "hack")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HackFinding:
@@ -151,7 +144,7 @@ def finding(config: HackMonitorConfig, rule: str, place: str, evidence: str) -> 
     """Return a finding with its rule's weight, and bounded evidence on one line."""
     line = " ".join(evidence.encode("utf-8", "replace").decode().split())  # A model may write lone surrogates.
     shown = line if len(line) <= _EVIDENCE_CHARS else line[: _EVIDENCE_CHARS - 3] + "..."
-    return HackFinding(rule=rule, severity=config.severity(rule), place=place, evidence=shown)
+    return HackFinding(rule=rule, severity=config.rules.get(rule, "hack"), place=place, evidence=shown)
 
 
 def decide(config: HackMonitorConfig, findings: Iterable[HackFinding]) -> HackVerdict:

@@ -59,9 +59,11 @@ class HostView:
         """
         pids = processes_of(self.init_pid)
         usages = [_memory_and_cpu(pid) for pid in pids]
+        with open(f"/proc/{self.init_pid}/net/sockstat", "rb") as file:
+            sockets = int(file.readline().split()[2])  # "sockets: used 24"
         return {
             "processes": len(pids),
-            "memory_gb": (sum(memory for memory, _ in usages) + _SOCKET_BYTES * _sockets_of(self.init_pid)) / _GIB,
+            "memory_gb": (sum(memory for memory, _ in usages) + _SOCKET_BYTES * sockets) / _GIB,
             "cpu_s": sum(cpu for _, cpu in usages),
             "files": max(_inodes_of(self.root_fd, folder) for folder in ("work", "tmp", "dev/shm")),
         }
@@ -151,11 +153,6 @@ def processes_of(init_pid: int) -> list[int]:
                 with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
                     waiting += [int(word) for word in file.read().split()]
     return pids
-
-
-def _sockets_of(init_pid: int) -> int:
-    with open(f"/proc/{init_pid}/net/sockstat", "rb") as file:
-        return int(file.readline().split()[2])  # "sockets: used 24"
 
 
 def _memory_and_cpu(pid: int) -> tuple[int, float]:

@@ -1,9 +1,7 @@
 """What isolates a box: bwrap's arguments, and the system calls that its programs may not make.
 
 As root this process gives bwrap an unprivileged user id first: the host's root would still own the host's files.
-
-The filter is a list of denials: programs that agents write use most of Linux, and namespaces hold already.
-Denied are calls with a history of kernel flaws, that look into other processes, or that would leave the limits.
+The filter denies calls with a history of kernel flaws, that look into other processes, or that would leave the limits.
 """
 
 from __future__ import annotations
@@ -102,13 +100,6 @@ def _bwrap_arguments(runtime: RuntimeConfig, image: Path) -> list[str]:
     return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
 
 
-def _without_root() -> list[str]:
-    if os.geteuid() != 0:
-        return []
-    program = shutil.which("setpriv") or "setpriv"
-    return [program, f"--reuid={BOX_UID}", f"--regid={BOX_UID}", "--clear-groups", "--inh-caps=-all"]
-
-
 def box_environment(python_path: Sequence[str] = ()) -> dict[str, str]:
     """Return the variables of every command: nothing of the host's."""
     folders = [inside_path(folder) for folder in python_path]
@@ -126,7 +117,10 @@ def launch(runtime: RuntimeConfig, image: Path, control: socket.socket) -> subpr
     filter_fd, write_fd = os.pipe()
     os.write(write_fd, denials)  # Far less than a pipe holds.
     os.close(write_fd)
-    arguments = [*_without_root(), program, *_bwrap_arguments(runtime, image), "--seccomp", str(filter_fd)]
+    setpriv = shutil.which("setpriv") or "setpriv"
+    rootless = [setpriv, f"--reuid={BOX_UID}", f"--regid={BOX_UID}", "--clear-groups", "--inh-caps=-all"]
+    arguments = [] if os.geteuid() else rootless
+    arguments += [program, *_bwrap_arguments(runtime, image), "--seccomp", str(filter_fd)]
     for name, value in box_environment().items():
         arguments += ["--setenv", name, value]
     arguments += [f"{PREFIX}/bin/python", _INIT, str(control.fileno())]
