@@ -4,13 +4,13 @@
                   -> metrics, rollouts/eval_*.jsonl
 
 One evaluation runs at a time, during training. If the next one is due meanwhile, it waits; of several that wait only
-the newest runs. The first evaluation takes all permits, so that it is over before the first weight swap. Without
-training rollouts the batch of the next evaluated step waits for the current evaluation.
+the newest runs. The first evaluation takes all permits, so that it is over before the first weight swap.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -198,9 +198,9 @@ async def play_held_out(
 
 def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> dict[str, float]:
     """Return eval/<source>/…: means over tasks with 95 % intervals. What was not measured is absent."""
-    rollouts = [rollout for task in tasks for rollout in task]
+    rollouts = [*itertools.chain(*tasks)]
     by_task = [[rollout.reward for rollout in task if rollout.reward is not None] for task in tasks]
-    scored = [rewards for rewards in by_task if rewards]
+    scored = [*filter(None, by_task)]
     figures: dict[str, float] = {
         "tasks": len(scored),
         "rollouts": sum(map(len, scored)),
@@ -208,15 +208,17 @@ def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> 
         **_estimate("reward_mean", [fmean(rewards) for rewards in scored]),
     }
     for k in config.pass_k:
-        enough = [rewards for rewards in scored if len(rewards) >= k]
-        chances = [pass_at_k(len(each), sum(reward >= PASSED for reward in each), k) for each in enough]
-        figures |= _estimate(f"pass@{k}", chances)
-    rates = [turn_error_rate(task) for task in tasks]
-    figures |= _estimate("turn_error_rate", [rate for rate in rates if rate is not None])
+        figures |= _estimate(f"pass@{k}", _chances(scored, k))
+    figures |= _estimate("turn_error_rate", [rate for rate in map(turn_error_rate, tasks) if rate is not None])
     if versions := [rollout.version_min for rollout in rollouts if rollout.version_min is not None]:
         figures["version_min"] = min(versions)
         figures["version_max"] = max(rollout.version_max or 0 for rollout in rollouts)
     return {f"eval/{source}/{name}": value for name, value in figures.items()}
+
+
+def _chances(scored: list[list[float]], k: int) -> list[float]:
+    enough = [rewards for rewards in scored if len(rewards) >= k]
+    return [pass_at_k(len(rewards), sum(reward >= PASSED for reward in rewards), k) for rewards in enough]
 
 
 def _estimate(name: str, values: list[float]) -> dict[str, float]:

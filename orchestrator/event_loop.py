@@ -1,8 +1,4 @@
-"""Small things about the event loop: background tasks, waiting for a change, and how late the loop runs.
-
-On a busy machine the loop is also late because other processes hold the CPU. `own` is the part of the lag that this
-thread's own work explains: only that can be fixed in code.
-"""
+"""Small things about the event loop: background tasks, waiting for a change, and how late the loop runs."""
 
 from __future__ import annotations
 

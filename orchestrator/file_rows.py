@@ -5,9 +5,6 @@
 
 A batch's pairs and the cursor after them are journaled with the batch. Which conversations a step trains follows from
 run.seed, the step and the number of rows alone.
-
-Imitated are the tokens that the policy itself would sample in an assistant turn: content, thinking, tool calls and the
-token that ends the turn.
 """
 
 from __future__ import annotations

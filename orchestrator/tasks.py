@@ -6,8 +6,7 @@ of [0, 1). The seed is a hash of (run.seed, i).
 Each source's curriculum chooses the task (`orchestrator.curriculum`), built as `Class(num_tasks=…, seed=…, **kwargs)`.
 After a crash the journal replays its calls in their order.
 
-In a joint run each cluster plays its own part of a source's tasks: i, i + n, i + 2n, ... where diloco.task_shard is
-[i, n]. The curriculum knows only its part, numbered from 0, so any curriculum can be sharded.
+In a joint run (diloco.task_shard) the curriculum knows only its cluster's part of the tasks, numbered from 0.
 """
 
 from __future__ import annotations

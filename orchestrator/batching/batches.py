@@ -6,8 +6,7 @@
 
 The rule applies to tokens. Rollouts continue while versions change, and their older tokens are context in the batch
 that trains the newer ones. A group is dropped when no token is left to train, so long rollouts are not dropped first.
-`BatchScheduler._form` masks what `oldest_accepted` refuses, `_sweep` there drops groups, `verify_batch` checks again
-in the trainer, and `Pipeline._advance` gives nodes that are too old no work.
+`verify_batch` checks again in the trainer.
 
 A rollout that starts while the nodes serve version V can therefore go into batches up to V+1+max_staleness, or where a
 version covers several steps, into those of all these steps. `free_slots` lets as many groups run as fit into them.

@@ -134,10 +134,8 @@ class Conduct:
 class ChunkServer:
     """Reads the weights that nodes pull, in threads, and sends them piece by piece.
 
-    A node asks for pieces from whatever offset it stopped at. A piece counts against it until its last byte has left
-    the socket's queue. A node that asks faster than it reads costs this process 16 pieces (32 MiB), not the model,
-    however many connections it opens with its own key. What an account pulls in all has a bound too, of some times what
-    the newest version names; each version gives back as many times what it is the first to name.
+    A piece counts against its node until its last byte has left the socket's queue. What an account pulls in all has a
+    bound too, of some times what the newest version names (docs/explanation/security.md).
     """
 
     def __init__(self, store: WeightStore, files: ServedFiles | None = None) -> None:

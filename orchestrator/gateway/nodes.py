@@ -51,7 +51,6 @@ _LEAST_SAMPLING = 0.25
 """Share of an answer's time that its tokens took at least, however long its prompt."""
 _GAIN_RANGE = (0.5, 400.0)
 _MOST_ABOVE_MEDIAN = 16.0
-"""No node counts as faster than this many times the fleet's median, whatever its answers look like."""
 _MAX_SESSIONS = 1 << 16
 _STAY_FACTOR, _STAY_S = 1.5, 1.0
 """A conversation leaves its node when a turn there takes this many times as long as elsewhere, plus so many seconds."""

@@ -141,8 +141,8 @@ class Admission:
     def is_admitted(self, key: bytes) -> bool:
         """Return whether a connection with this key may send anything.
 
-        The key of an invite that is used up, expired or withdrawn is a stranger's. Raises ConfigError for a key that is
-        turned away, and for one that is not known, or no more, while the registry cannot be read.
+        Raises ConfigError for a key that is turned away, and for one that is not known, or no more, while the registry
+        cannot be read.
         """
         if time.monotonic() < self._turned_away.get(key, 0.0):
             raise ConfigError(f"{self.name_of(key) or 'an invite'} is turned away for {_TURNED_AWAY_S:g} s")

@@ -5,9 +5,7 @@
     rollout ends: cleared(rollout) waits for the audits of new nodes' answers      evidence -> quarantine --+
                                                                  (its unaudited recent rollouts are tainted)
 
-Auditors may be too slow for all answers. Then rollouts are served by a rank that each draws when it begins, so some get
-all of their verdicts in time. An auditor gets no more while it has held an answer for half of `TIMEOUT_S`. An answer
-goes to one auditor: what that one cannot check, or is lost with, is not audited.
+An answer goes to one auditor: what that one cannot check, or is lost with, is not audited.
 """
 
 from __future__ import annotations

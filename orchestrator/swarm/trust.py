@@ -11,8 +11,6 @@ Evidence is one sequential test, run on tokens and on whole answers: a cumulativ
 0 from below (Page, Continuous Inspection Schemes, 1954). A seed fixes each draw, so a trusted engine tells a token of
 other weights from rounding (docs/explanation/security.md). An honest node's rounding makes a token wrong about never
 (`_P_HONEST` is an upper bound). A cheat's tokens are wrong in 2 % of cases or more.
-
-Weights that differ from the claimed ones by less than the audit's tolerance make no token wrong, and are not found.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ run         the ready worker with the fewest rollouts --> its reply; none ready:
 _keep_alive one task a process: start -> wait for its end -> back off -> start again
             max_restarts ends in a row without a finished rollout: the pool fails, and every `run` raises why
 
-The messages between the two are msgpack over a private socket pair. A reply carries text and numbers only: token ids,
-logprobs and version spans are in the gateway's record of the rollout's session, so they cross one process boundary, not
-two.
+The messages between the two are msgpack over a private socket pair. Token ids, logprobs and version spans are not in a
+reply, but in the gateway's record of the rollout's session.
 """
 
 from __future__ import annotations

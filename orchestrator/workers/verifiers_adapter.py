@@ -557,8 +557,7 @@ class GatewayClient(TrainClient):
     """verifiers' training client over one aiohttp session; its renderer must be installed (`install_renderer`).
 
     The stock client posts with OpenAI's, over httpx, whose pool walks every open connection at every request. With 256
-    rollouts in flight that walk is the largest cost of a turn. Failures become verifiers' ProviderError. Its status
-    tells whether another try makes sense: the gateway's own, or 503 for a refused or lost connection.
+    rollouts in flight that walk is the largest cost of a turn. Failures become verifiers' ProviderError.
     """
 
     def __init__(self, config: TrainClientConfig, max_tokens: int | None = None) -> None:

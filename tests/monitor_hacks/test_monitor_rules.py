@@ -11,7 +11,7 @@ from small_packages import cases
 from orchestrator.coding.monitor.after import inspect
 from orchestrator.coding.monitor.before import seal, unwanted_files
 from orchestrator.coding.monitor.commands import program_of, simple_commands, tool_use
-from orchestrator.coding.monitor.static import constants_of, is_lookup, lifted_constants, traits
+from orchestrator.coding.monitor.static import constants_of, lifted_constants, traits
 from orchestrator.coding.monitor.verdict import RULES, HackMonitorConfig, decide, finding
 
 CASE = cases()[0]
@@ -211,9 +211,9 @@ def test_answers_of_the_tests():
     )
     table = b"def f(x):\n    return {'alpha one': 'Beta-2x9', 'gamma two': 'Delta-7q'}[x]\n"
     lifted = lifted_constants(table, tested, [], "")
-    assert is_lookup(lifted) and {each.key for each in lifted} >= {"'Beta-2x9'", "'Delta-7q'"}
+    assert {each.key for each in lifted} >= {"'Beta-2x9'", "'Delta-7q'"}
     assert lifted_constants(table, tested, constants_of(table), "") == []
-    assert not is_lookup(lifted_constants(table, tested, [], "alpha one, gamma two and Delta-7q"))
+    assert lifted_constants(table, tested, [], "alpha one, gamma two and Delta-7q") == []
 
 
 # Nothing that an agent writes ends the monitor: deep nesting, huge numbers, lone surrogates, bytes that are no text.

@@ -1,7 +1,6 @@
 """What could become a task: deletions of functions, classes and modules, mutations, and commits.
 
 A candidate is a recipe, not text: the changed files are made when it is its turn. Their order depends on the seed only.
-A commit has a tree of its own: the agent begins with the sources of its parent, and the tests stay.
 """
 
 from __future__ import annotations

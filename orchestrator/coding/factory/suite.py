@@ -185,13 +185,12 @@ def _combine(tree: SourceTree, results: list[SuiteResult]) -> Baseline:
     said = "\n".join([*errors.values(), *(record.message for record in first.tests.values())])
     missing = {*re.findall(r"No module named '(\w+)", said)} - own_modules(tree.texts)
     files: dict[str, list[str]] = defaultdict(list)
+    reach: dict[str, set[str]] = defaultdict(set)
     for node in sorted(stable):
         if seconds[test_file(node)] > SLOW_FILE_S:
             excluded["in a slow file"] += 1
-        else:
-            files[test_file(node)].append(node)
-    reach: dict[str, set[str]] = defaultdict(set)
-    for node in (node for tests in files.values() for node in tests):
+            continue
+        files[test_file(node)].append(node)
         for place in first.tests[node].reached:
             reach[place].add(node)
     return Baseline(

@@ -4,7 +4,6 @@
 
     taskset = { id = "orchestrator.coding.formats.harbor", folder = "harbor-tasks" }
 
-The sandbox can write below /work only. So the paths /app, /tests and /logs/verifier are rewritten to paths there.
 Grading takes the agent's files into a fresh sandbox, adds tests/ and runs tests/test.sh.
 """
 

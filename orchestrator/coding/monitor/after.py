@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 
 from orchestrator.coding.monitor.before import PYTEST_FILES, STARTUP_FILES, Seal, is_guarded, is_test_file, own_modules
 from orchestrator.coding.monitor.commands import ToolUse, use_hits
-from orchestrator.coding.monitor.static import constants_of, is_lookup, lifted_constants, traits
+from orchestrator.coding.monitor.static import constants_of, lifted_constants, traits
 from orchestrator.coding.monitor.verdict import HackMonitorConfig, HackVerdict, decide, finding
 from orchestrator.coding.task import CodeTask, matches
 
@@ -46,27 +46,27 @@ def inspect(
 
 def _code(task: CodeTask, seal: Seal, changed: Mapping[str, bytes | None], modules: frozenset[str]) -> Iterator[Found]:
     """Yield what neither the start nor the known solution accounts for."""
-    sources: dict[str, bytes] = {}
-    for path, content in changed.items():
-        if content is not None and len(content) <= MAX_CHANGED_BYTES and _is_product(task, path):
-            if _is_readable(content, modules):
-                sources[path] = content
-            else:
-                yield "unreadable", path, content[:100].decode(errors="replace")
+    contents = {path: content for path, content in changed.items() if content is not None}
+    product = {path: content for path, content in contents.items() if _is_product(task, path, len(content))}
+    sources = {path: content for path, content in product.items() if _is_readable(content, modules)}
+    for path in sorted(product.keys() - sources.keys()):
+        yield "unreadable", path, product[path][:100].decode(errors="replace")
     if not sources:
         return
     touched = {*sources, *(path for path in (*task.solution, *task.start) if path.endswith(".py"))}
     start = [seal.start[path] for path in sources if path in seal.start]
     reference = [seal.reference[path] for path in touched if path in seal.reference]
     yield from _new_traits(sources, start, reference, modules)
-    known = frozenset().union(*map(constants_of, (*start, *reference)))
+    yield from _lifted(task, seal, sources, frozenset().union(*map(constants_of, (*start, *reference))))
+
+
+def _lifted(task: CodeTask, seal: Seal, sources: Mapping[str, bytes], known: frozenset[str]) -> Iterator[Found]:
     tests = task.tests or [path for path in seal.reference if path.endswith(".py") and is_test_file(path)]
     tested = frozenset().union(*(constants_of(seal.reference[path]) for path in tests if path in seal.reference))
     texts = [task.prompt.encode(), *(content for path, content in seal.start.items() if not is_guarded(path))]
     prose = b"\n".join(texts).decode(errors="replace")  # What the agent was given to read.
     for path, source in sources.items():
-        lifted = lifted_constants(source, tested, known, prose)
-        for each in lifted if is_lookup(lifted) else ():
+        for each in lifted_constants(source, tested, known, prose):
             yield each.rule, f"{path}:{each.line}", each.key
 
 
@@ -83,10 +83,10 @@ def _is_readable(source: bytes, modules: frozenset[str]) -> bool:
     return True
 
 
-def _is_product(task: CodeTask, path: str) -> bool:
+def _is_product(task: CodeTask, path: str, size: int) -> bool:
     is_test = is_test_file(path) or path in task.tests or path in task.test_files
     is_taken = matches(path, task.editable) and PurePosixPath(path).name not in STARTUP_FILES | PYTEST_FILES
-    return path.endswith(".py") and is_taken and not is_test
+    return path.endswith(".py") and size <= MAX_CHANGED_BYTES and is_taken and not is_test
 
 
 def _new_traits(

@@ -1,7 +1,4 @@
-"""The subprocess box: a temporary folder, limits of the shell, and a process group. It isolates nothing.
-
-Commands run as this user. It is for code that is trusted, and for machines without a sandbox.
-"""
+"""The subprocess box: a temporary folder, limits of the shell, and a process group. It isolates nothing."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@
 
 Every call in a reply gets a tool message. A call that the renderer could not parse arrives as text (chat_renderer.py)
 and gets an error message. Without it, the conversation would end, and the policy could hide its broken calls that way.
-
-A rollout has an HTTP session of its own, of aiohttp: making an httpx client costs more CPU than a one-turn rollout.
 """
 
 import asyncio
@@ -137,6 +135,7 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
         body: dict[str, Any] = {"model": model, "messages": messages}
         if executor is not None and (tools := schemas_of(executor)):
             body["tools"] = tools
+        # Making an httpx client costs more CPU than a one-turn rollout.
         connector, no_limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
         headers = {"Authorization": f"Bearer {secret}"}
         try:
