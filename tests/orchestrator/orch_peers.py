@@ -37,10 +37,8 @@ from composer_prime.wire.types import (
     BatchNotReady,
     CheckpointRequest,
     CheckpointSaved,
-    RunFinished,
     StepDone,
     StepNoted,
-    StepRefused,
     StepReply,
     StepRequest,
     ToTrainer,
@@ -161,13 +159,13 @@ class ScriptedPool:
             turns.append(MessageRecord(role="assistant", text=f"turn {turn}", num_tokens=len(sampled), call=turn,
                                        record_id=self._record_ids[request.rollout_id]))  # fmt: skip
             turns.append(MessageRecord(role="tool", text="ok", num_tokens=2, error="bad" if turn == 0 else None))
-        reward = self._reward(request)
-        failure = reward if isinstance(reward, RolloutFailure) else None
+        ended = self._reward(request)
+        failure, reward = (ended, None) if isinstance(ended, RolloutFailure) else (None, ended)
         return RolloutReply(
             rollout_id=request.rollout_id,
             task_id=f"{request.taskset}-{request.task_index}",
-            reward=None if failure else reward,
-            parts={} if failure else {"correct": reward},
+            reward=reward,
+            parts={} if reward is None else {"correct": reward},
             turns=turns,
             failure=failure,
         )
@@ -261,8 +259,8 @@ class PeerTrainer:
         self.publish(step)
         await self.done(step, [])
 
-    async def ask(self, step: int, rank: int, max_tokens: int = 512) -> StepReply | RunFinished | StepRefused:
-        """Ask until the answer is not BatchNotReady."""
+    async def ask(self, step: int, rank: int, max_tokens: int = 512) -> Any:
+        """Ask until the answer is not BatchNotReady, and return it: StepReply, RunFinished or StepRefused."""
         while True:
             world = self.world_size
             await self.send(

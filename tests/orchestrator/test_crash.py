@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from orch_peers import MODEL, RUN_ID, PeerTrainer, RunNode, ScriptedPool, draw, make_config, sample_ids
@@ -50,7 +51,7 @@ def tokens_by_sample(replies: list[StepReply]) -> dict[str, list[int]]:
 @asynccontextmanager
 async def orchestrator(
     run_dir: RunDir, tmp_path: Path, *, resume: bool, max_steps: int
-) -> AsyncIterator[tuple[subprocess.Popen, RunNode]]:
+) -> AsyncIterator[tuple[subprocess.Popen, Any]]:
     """Start an orchestrator, and a node beside it."""
     run_dir.endpoints.unlink(missing_ok=True)
     run_dir.config.write_text(load.dump(make_config(tmp_path, max_steps=max_steps, resume=resume, max_staleness=2)))

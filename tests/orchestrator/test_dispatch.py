@@ -195,14 +195,16 @@ async def test_a_long_rollout_goes_on_over_versions_and_its_new_tokens_are_train
 async def test_a_rollout_past_its_deadline_is_a_failure_of_kind_timeout(tmp_path):
     """A worker that never replies costs its deadline plus a grace, then the rollout counts as failed."""
     pool, records = ScriptedPool(mixed), RolloutRecords()
+    gateway: Any = SimpleNamespace(http_url="http://127.0.0.1:1", records=records, audits=None)
+    pools: Any = {"s": pool}
     pool.pause_s = lambda request: 60.0
     source = {"name": "s", "taskset": {"id": "x"}, "timeout_s": 0.1}
     config = make_config(tmp_path, source=[source]).orchestrator
     runner = RolloutRunner(
         config=config,
-        gateway=SimpleNamespace(http_url="http://127.0.0.1:1", records=records, audits=None),
+        gateway=gateway,
         seed=1,
-        pools={"s": pool},
+        pools=pools,
         permits=Permits(1),
         grace_s=0.1,
     )

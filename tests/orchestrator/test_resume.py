@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from orch_groups import ended, plan, ready
 
-from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig
+from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig, SourceConfig
 from composer_prime.errors import CheckpointError
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.types import Preference, pack_ints
@@ -32,9 +32,8 @@ from orchestrator.tasks import Sources
 
 
 def sources(**curriculum: Any) -> Sources:
-    config = OrchestratorConfig(
-        source=[{"name": "s", "taskset": {"id": "x"}}], group_size=2, curriculum=CurriculumConfig(**curriculum)
-    )
+    source = SourceConfig(name="s", taskset={"id": "x"})
+    config = OrchestratorConfig(source=[source], group_size=2, curriculum=CurriculumConfig(**curriculum))
     return Sources(config, seed=3, num_tasks={"s": 10})
 
 
@@ -113,14 +112,12 @@ def test_the_curriculum_goes_on_as_if_nothing_had_happened(name):
     """Replaying the calls since the checkpoint gives the tasks that an uninterrupted run would have drawn."""
     path = {"import_path": f"orchestrator.tasks:{name}"}
     live = sources(**path)
-    entries: list[Entry] = []
-    for number in range(6):
-        entries.append(Started(seq=len(entries) + 1, plan=live.plan(number)))
-    saved = state(journal_seq=6, curricula=live.state(), ready=[], dropped=[], batches={},
-                  in_flight=[entry.plan for entry in entries])  # fmt: skip
+    plans = [live.plan(number) for number in range(6)]
+    entries: list[Entry] = [Started(seq=seq, plan=plan) for seq, plan in enumerate(plans, start=1)]
+    saved = state(journal_seq=6, curricula=live.state(), ready=[], dropped=[], batches={}, in_flight=plans)
     for number in range(6):
         group = ready(number, rewards=(1.0, float(number % 2)))
-        group = msgspec.structs.replace(group, plan=entries[number].plan)
+        group = msgspec.structs.replace(group, plan=plans[number])
         live.observe(group)
         entries.append(Finished(seq=len(entries) + 1, group=group))
         entries.append(Started(seq=len(entries) + 1, plan=live.plan(6 + number)))
