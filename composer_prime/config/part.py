@@ -1,6 +1,7 @@
 """A part that users may replace: its short name, or the import path of their own, with settings.
 
-curriculum = "frontier" curriculum = { name = "my_module:MyCurriculum", settings = { window = 4 } }
+curriculum = "frontier"
+curriculum = { name = "my_module:MyCurriculum", settings = { window = 4 } }
 """
 
 from __future__ import annotations
