@@ -152,9 +152,9 @@ class Dispatcher:
         is_due = self.hints is not None and (not self.hints.distil or self.run.batches.sdpo_ahead())
         if self.hints is not None and is_due and scored >= MIN_GROUP:
             ended = await self.hints.attach(ended)
-        scaling = self.run.config.channels.policy.advantage_scaling
+        channels = self.run.config.channels
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, score_group, plan, ended, self.run.settings, scaling)
+        return await loop.run_in_executor(self._threads, score_group, plan, ended, self.run.settings, channels)
 
     async def _sibling(self, plan: GroupPlan, sibling: int) -> CompiledRollout:
         """Return the sibling's first good try, or its last failed one."""

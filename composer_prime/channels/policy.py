@@ -148,6 +148,8 @@ class PolicyConfig(BaseConfig):
     """dppo: cap of the importance ratio of kept tokens; None: no cap (as in prime-rl)."""
     kl: KlConfig = KlConfig()
     """KL penalty to a reference policy."""
+    weight: float = Field(default=1.0, ge=0)
+    """Factor of the term in the loss; 0 leaves the loss to the other terms, as SDPO and OPSD do."""
 
     @model_validator(mode="before")
     @classmethod
@@ -177,7 +179,7 @@ together. Where it has nothing to add, a sum is 0.
 
 
 class PolicyTerm(Term):
-    """The policy loss as a term; its weight is 1."""
+    """The policy loss as a term."""
 
     name = "policy"
 
@@ -188,7 +190,11 @@ class PolicyTerm(Term):
         self._max_length = max_length
 
     def weight_at(self, step: int) -> float:
-        return 1.0
+        return self._config.weight
+
+    def divisor(self, totals: StepTotals, row_tokens: int, sequence_tokens_K: Tensor | None) -> Tensor | float:
+        """Return what the loss of a token is divided by, for SDPO to divide alike: see `divisor`."""
+        return divisor(self._config, totals, self._max_length, row_tokens, sequence_tokens_K)
 
     def rows(self, row: Row) -> TermRows:
         trained = row.trained
@@ -353,18 +359,32 @@ def estimate(estimator: Literal["k1", "k2", "k3"], logprobs_T: Tensor, reference
 
 def _token_scale(tokens: PolicyTokens, totals: StepTotals, config: PolicyConfig, max_length: int) -> Tensor:
     """Return the factor [T] of each token's loss: its own weight over what `config.denominator` divides by."""
-    like_T = tokens.sampler_logprobs_T
+    ones_T = torch.ones_like(tokens.sampler_logprobs_T)
+    lengths_T = None
+    if config.denominator == "sequence":
+        lengths_T = sum_by(ones_T, tokens.sequence_T, tokens.sequences)[tokens.sequence_T]
+    scale_T = ones_T * (1.0 / divisor(config, totals, max_length, ones_T.numel(), lengths_T))
+    return scale_T if tokens.weight_T is None else scale_T * tokens.weight_T
+
+
+def divisor(
+    config: PolicyConfig, totals: StepTotals, max_length: int, row_tokens: int, sequence_tokens_T: Tensor | None
+) -> Tensor | float:
+    """Return what the loss of a token is divided by: [T] with denominator = sequence, else one number.
+
+    `row_tokens` counts the tokens of the micro-batch, `sequence_tokens_T` [T] those of each token's sequence.
+    """
+    samples = max(totals.samples, 1)
     match config.denominator:
         case "constant":
-            scale_T = torch.full_like(like_T, 1.0 / (max(totals.samples, 1) * max_length))
+            return samples * max_length
         case "tokens":
-            scale_T = torch.full_like(like_T, 1.0 / max(totals.tokens, 1))
+            return max(totals.tokens, 1)
         case "micro_batch":
-            scale_T = torch.full_like(like_T, 1.0 / (max(like_T.numel(), 1) * max(totals.micro_batches, 1)))
+            return max(row_tokens, 1) * max(totals.micro_batches, 1)
         case "sequence":
-            lengths = sum_by(torch.ones_like(like_T), tokens.sequence_T, tokens.sequences)
-            scale_T = 1.0 / (lengths[tokens.sequence_T] * max(totals.samples, 1))
-    return scale_T if tokens.weight_T is None else scale_T * tokens.weight_T
+            assert sequence_tokens_T is not None
+            return sequence_tokens_T * samples
 
 
 @without_gradient

@@ -35,6 +35,8 @@ from composer_prime.wire.types import Preference, StepTotals, TermUnit, ints, pa
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from composer_prime.channels.policy import PolicyTerm
+
 NAME = "replay_dpo"
 SIMPO_MARGIN = 0.5
 """SimPO's gamma, the target margin of the chosen answer's reward."""
@@ -55,7 +57,7 @@ class ReplayDpoConfig(ScheduledTermConfig):
     nll_weight: float = Field(default=0.05, ge=0)
     """Factor of the chosen answer's negative log-likelihood per token, which keeps its probability from falling."""
 
-    def term(self) -> ReplayDpoTerm:
+    def term(self, policy: PolicyTerm) -> ReplayDpoTerm:
         return ReplayDpoTerm(self)
 
     @model_validator(mode="before")

@@ -1,9 +1,10 @@
 """SDPO: self-distillation at error turns, over the tokens of the turns that got a hint.
 
-    L = 1/D sum_d  w_d  min(rho_d, 2)  divergence_d                          rho = pi / mu, detached
+    L = sum_d  w_d  min(rho_d, 2)  divergence_d / D_d                        rho = pi / mu, detached
 
-D counts the hinted turns' tokens of the whole step. With denominator = turns, a token counts 1 / (its turn's tokens)
-and D counts the step's hinted turns. w is the turn's weight.
+A token is divided by the same D as in the policy loss: B x max_length with dr_grpo, its sample's tokens times B with
+grpo, and so on (channels.policy.denominator). So alpha is a weight per token beside an advantage of 1, and the term
+shrinks as errors get rare. w is the turn's weight.
 
 The divergence is the distance between student and teacher at each token, from logits:
 
@@ -21,7 +22,7 @@ Departures from SDPO (arXiv 2601.20802) and OPSD (arXiv 2601.18734):
 2. The value of the sampled variant is log S/T, an estimate of the divergence; sources report log S/T * log S. The
    gradient, log S/T * grad log S, is theirs.
 3. `skip_endorsed` is this project's own: a turn that the hint makes likelier weighs 0, because it went wrong and there
-   the teacher teaches the mistake. It still counts in D.
+   the teacher teaches the mistake.
 4. Logits are floored at -1e30 and log-probabilities at -1e4: tokens that a model masks with -inf give neither NaN nor
    an infinite KL.
 """
@@ -44,6 +45,8 @@ from composer_prime.wire.types import StepTotals
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from composer_prime.channels.policy import PolicyTerm
 
 IMPORTANCE_CAP = 2.0
 """The cap of a token's detached importance weight pi / mu, in every group."""
@@ -73,17 +76,21 @@ class SdpoConfig(ScheduledTermConfig):
     """
     top_k: int = Field(default=100, ge=1)
     """top_k: number of the student's tokens to compare one by one."""
-    denominator: Literal["tokens", "turns"] = "tokens"
-    """Average over all distilled tokens of the step, or over the means of its turns."""
-    skip_endorsed: bool = False
-    """Give weight 0 to error turns that the hint makes more likely, where the teacher would teach the mistake. They
-    still count in the denominator.
+    clip: float | None = Field(default=None, gt=0)
+    """Largest contribution of a vocabulary entry to a token's divergence, in nats (OPSD); None: no limit. A clipped
+    entry has no gradient of its own, so the student moves away from it: use small values with small learning rates.
     """
+    route: Literal["add", "failed"] = "add"
+    """add: the policy loss trains hinted rollouts as well. failed: it does not train those that failed (SRPO, arXiv
+    2604.02288). For SDPO alone set channels.policy.weight = 0.
+    """
+    skip_endorsed: bool = False
+    """Give weight 0 to error turns that the hint makes more likely, where the teacher would teach the mistake."""
     teacher: SelfTeacherConfig = SelfTeacherConfig()
     """The self-teacher."""
 
-    def term(self) -> SdpoTerm:
-        return SdpoTerm(self)
+    def term(self, policy: PolicyTerm) -> SdpoTerm:
+        return SdpoTerm(self, policy)
 
     @model_validator(mode="after")
     def _sampled_is_reverse(self) -> SdpoConfig:
@@ -101,17 +108,23 @@ class SdpoTerm(Term):
     name = "sdpo"
     is_taught = True
 
+    def __init__(self, config: SdpoConfig, policy: PolicyTerm) -> None:
+        super().__init__(config)
+        self._policy = policy
+
     def rows(self, row: Row) -> TermRows:
         turns = row.batch.turns
         counts = np.array([turn.count for turn in turns], dtype=np.int64)
         hinted = joined(np.arange(turn.student, turn.student + turn.count) for turn in turns)
         turn_D = np.repeat(np.arange(len(turns)), counts)
+        sample_R = row.document_of(np.union1d(row.trained, hinted))
         arrays = {
             "sampler_logprobs": row.sampler_logprobs[hinted],
             "weight": np.array([turn.weight for turn in turns], dtype=np.float32)[turn_D],
             "turn": turn_D,
+            "sample_tokens": np.bincount(sample_R, minlength=1)[row.document_of(hinted)],
         }
-        return TermRows(positions=hinted, arrays=arrays, counts={"turns": len(turns)})
+        return TermRows(positions=hinted, arrays=arrays, counts={"turns": len(turns), "row_tokens": len(sample_R)})
 
     def inputs(self, tokens: TermTokens) -> SdpoTokens:
         taught, empty = tokens.taught, tokens.logprobs[:0]
@@ -122,12 +135,15 @@ class SdpoTerm(Term):
             weight_D=tokens.arrays["weight"],
             turn_D=tokens.arrays["turn"],
             turns=tokens.counts["turns"],
+            row_tokens=tokens.counts["row_tokens"],
+            sample_tokens_D=tokens.arrays["sample_tokens"],
             teacher_entropy_D=taught.teacher_entropy if taught else empty.detach(),
             teacher_logprobs_D=taught.teacher_logprobs if taught else empty.detach(),
         )
 
     def loss(self, inputs: SdpoTokens, totals: StepTotals) -> tuple[Tensor, Sums]:
-        return sdpo_loss(inputs, totals, self._config)
+        divisor = self._policy.divisor(totals, inputs.row_tokens, inputs.sample_tokens_D)
+        return sdpo_loss(inputs, divisor, self._config)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return sdpo_metrics(sums)
@@ -149,29 +165,29 @@ class SdpoTokens:
     """int64 [D]: the token's turn within the micro-batch."""
     turns: int
     """Hinted turns in the micro-batch."""
+    row_tokens: int
+    """Tokens of the micro-batch that are trained or distilled."""
+    sample_tokens_D: Tensor
+    """int64 [D]: tokens of the token's sample that are trained or distilled."""
     teacher_entropy_D: Tensor | None = None
     """float [D], nats; for the metrics."""
     teacher_logprobs_D: Tensor | None = None
     """float [D]: log-probability of the sampled token with the hint; needed for `skip_endorsed`."""
 
 
-def sdpo_loss(tokens: SdpoTokens, totals: StepTotals, config: SdpoConfig) -> tuple[Tensor, Sums]:
+def sdpo_loss(tokens: SdpoTokens, divisor: Tensor | float, config: SdpoConfig) -> tuple[Tensor, Sums]:
     """Return this micro-batch's share of the SDPO loss (scalar, before alpha) and its metric sums.
 
-    Without tokens the loss is a zero that is attached to the graph. Raises ConfigError when a turn has no tokens, or
-    when `skip_endorsed` lacks the teacher's log-probabilities.
+    `divisor`: what the divergence of a token is divided by, one number or [D]; `PolicyTerm.divisor` gives it. Without
+    tokens the loss is a zero that is attached to the graph. Raises ConfigError when a turn has no tokens, or when
+    `skip_endorsed` lacks the teacher's log-probabilities.
     """
     _check(tokens, config)
     importance_D = bounded_exp(tokens.logprobs_D.detach() - tokens.sampler_logprobs_D)
     weight_D = tokens.weight_D * importance_D.clamp(max=IMPORTANCE_CAP)
     if config.skip_endorsed:
         weight_D = weight_D * (_hint_log_ratio(tokens) <= 0)[tokens.turn_D]
-    if config.denominator == "turns":
-        lengths = sum_by(torch.ones_like(weight_D), tokens.turn_D, tokens.turns)
-        scale_D = 1.0 / (lengths[tokens.turn_D] * max(totals.distilled_turns, 1))
-    else:
-        scale_D = torch.full_like(weight_D, 1.0 / max(totals.distilled_tokens, 1))
-    loss = (weight_D * tokens.divergence_D * scale_D).sum()
+    loss = (weight_D * tokens.divergence_D / divisor).sum()
     return loss, _sums(tokens, importance_D)
 
 
@@ -246,21 +262,21 @@ def divergence(student_logits_CV: Tensor, teacher_logits_CV: Tensor, config: Sdp
         log_student, log_teacher = _with_tail(student_CV, likeliest_CK), _with_tail(teacher_CV, likeliest_CK)
     else:
         log_student, log_teacher = _log_softmax(student_CV), _log_softmax(teacher_CV)
-    return generalized_jsd(log_student, log_teacher, config.beta)
+    return generalized_jsd(log_student, log_teacher, config.beta, config.clip)
 
 
-def generalized_jsd(log_student: Tensor, log_teacher: Tensor, beta: float) -> Tensor:
-    """Return D [...] in nats from log-probabilities [..., V]."""
-    if beta == 0.0:
-        return _kl(log_teacher, log_student)
-    if beta == 1.0:
-        return _kl(log_student, log_teacher)
-    log_mixture = torch.logaddexp(log_student + math.log1p(-beta), log_teacher + math.log(beta))
-    return beta * _kl(log_teacher, log_mixture) + (1.0 - beta) * _kl(log_student, log_mixture)
+def generalized_jsd(log_student: Tensor, log_teacher: Tensor, beta: float, clip: float | None = None) -> Tensor:
+    """Return D [...] in nats from log-probabilities [..., V]; each entry adds at most `clip` to it."""
+    if beta in (0.0, 1.0):
+        entries = _kl(log_student, log_teacher) if beta else _kl(log_teacher, log_student)
+    else:
+        log_mixture = torch.logaddexp(log_student + math.log1p(-beta), log_teacher + math.log(beta))
+        entries = beta * _kl(log_teacher, log_mixture) + (1.0 - beta) * _kl(log_student, log_mixture)
+    return (entries if clip is None else entries.clamp(max=clip)).sum(-1)
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    return log_p.exp() * (log_p - log_q)
 
 
 def _log_softmax(logits_CV: Tensor) -> Tensor:

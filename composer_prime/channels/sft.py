@@ -18,13 +18,15 @@ from composer_prime.wire.types import StepTotals
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from composer_prime.channels.policy import PolicyTerm
+
 NAME = "sft"
 
 
 class SftConfig(TermConfig):
     """SFT: cross-entropy on the assistant tokens of recorded conversations."""
 
-    def term(self) -> SftTerm:
+    def term(self, policy: PolicyTerm) -> SftTerm:
         return SftTerm(self)
 
 

@@ -10,7 +10,8 @@ The trainer makes one forward pass for all terms. It asks each for its rows, mer
 of its own tokens in the order that it gave. A term of your own is such a class, named in [[channels.own]].
 
 `total_loss` alone applies the weights: alpha is channels.sdpo.weight, beta channels.replay_dpo.weight, each with its
-schedule. The whole loss is the sum of the terms, each over its own tokens and its own global denominator:
+schedule. The whole loss is the sum of the terms, each over its own tokens. SDPO divides as the policy loss does, the
+others by global denominators of their own:
 
     L = L_policy + alpha(step) L_sdpo + beta(step) L_replay_dpo + weight(step) L_other ...
 
@@ -37,6 +38,8 @@ from composer_prime.wire.types import StepTotals
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from composer_prime.channels.policy import PolicyTerm
 
 Sums = dict[str, "Tensor"]
 """Scalars that add up over micro-batches and ranks. The names depend on the configuration alone."""
@@ -67,8 +70,8 @@ class TermConfig(BaseConfig):
         """Return the weight at `step` (from 1)."""
         return self.weight
 
-    def term(self) -> Term:
-        """Return the loss term with these settings."""
+    def term(self, policy: PolicyTerm) -> Term:
+        """Return the loss term with these settings. `policy` is the run's policy term, for one that divides alike."""
         raise NotImplementedError
 
 
@@ -200,7 +203,7 @@ def total_loss(terms: Sequence[Term], inputs: Mapping[str, Any], totals: StepTot
         sums |= {f"{term.prefix or term.name}/{name}": value for name, value in term_sums.items()}
         weight = term.weight_at(step)
         if total is None:
-            total = loss
+            total = loss if weight == 1 else weight * loss
         elif weight != 0:
             total = total + weight * loss
     assert total is not None

@@ -30,7 +30,7 @@ class OwnTermConfig(TermConfig):
     weight: float = Field(default=1.0, ge=0)
     """Factor of the term in the loss; 0 turns it off."""
 
-    def term(self) -> Term:
+    def term(self, policy: PolicyTerm) -> Term:
         """Return the term. Raises ConfigError when it cannot be imported or does not take the settings."""
         return build_part(self.import_path, self.settings, {}, "channels.own.import_path", {"config": self})
 
@@ -56,8 +56,8 @@ class ChannelsConfig(BaseConfig):
         the user's that cannot be built.
         """
         others: list[TermConfig] = [self.sdpo, self.replay_dpo, self.sft, *self.own]
-        terms: list[Term] = [PolicyTerm(self.policy, max_length)]
-        terms += [config.term() for config in others if config.weight > 0]
+        policy = PolicyTerm(self.policy, max_length)
+        terms: list[Term] = [policy, *(config.term(policy) for config in others if config.weight > 0)]
         names = [term.name for term in terms]
         if len(set(names)) < len(names):
             raise ConfigError(f"two loss terms have the same name, of {', '.join(names)}: rename one in its class")

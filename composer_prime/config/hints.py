@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
@@ -11,7 +11,7 @@ from pydantic_config import BaseConfig
 from composer_prime.address import endpoint_url
 from composer_prime.config.part import PartConfig, as_parts, check_names
 
-RULES = ("tool_error", "exception", "test_failure", "schema", "failed")
+RULES = ("tool_error", "exception", "test_failure", "schema", "repeated", "gave_up", "failed", "every")
 LAYERS = ("template", "raw_error", "llm", "sibling")
 
 
@@ -46,9 +46,10 @@ class EndpointConfig(BaseConfig):
 class HintsConfig(BaseConfig):
     detect: list[str | PartConfig] = ["tool_error", "exception", "test_failure", "schema"]
     """Rules that find error turns: a reply that reports a failed call; an exception or a failed test in a tool's
-    output; a call that violates its tool's schema. `failed` (off by default) selects the last turn of a rollout without
-    reward, with a successful rollout of the group as an example (SDPO's feedback, arXiv 2601.20802). An own
-    detector is `module:Class`, or { name = "module:Class", settings = { … } }; see orchestrator/hints/generate.py.
+    output; a call that violates its tool's schema. Off by default: `repeated`, calls with the same replies as before;
+    and for the last turn `gave_up` (an answer right after an error), `failed` (a reward below 0.5) and `every` (any;
+    with the layer sibling: SDPO, arXiv 2601.20802). An own detector is `module:Class`, or { name = "module:Class",
+    settings = { … } }; see orchestrator/hints/generate.py.
     """
     layers: list[str | PartConfig] = ["template"]
     """Writers of the hint, in order; the first one with a hint wins: template, raw_error, llm, sibling, or
@@ -59,8 +60,12 @@ class HintsConfig(BaseConfig):
     """
     llm: EndpointConfig | None = None
     """The model of the layer `llm`."""
-    max_turns: int = Field(default=16, ge=1)
-    """Maximum hinted turns per rollout; later ones are skipped and counted."""
+    max_turns: int = Field(default=1, ge=1)
+    """Maximum hinted turns per rollout, from the first error on; later ones are skipped and counted."""
+    scope: Literal["turn", "rest", "rollout"] = "turn"
+    """turn: the hint stands before the error turn, and that turn is distilled. rest: all later turns as well. rollout:
+    it stands before the first turn, and all turns are distilled. The latter two need max_turns = 1.
+    """
     max_hint_chars: int = Field(default=600, ge=16)
     """Maximum length of a hint; longer ones are cut at a word."""
     weights: dict[str, Annotated[float, Field(ge=0)]] = {}
@@ -81,6 +86,15 @@ class HintsConfig(BaseConfig):
         if not layers or any(layers.count(layer) > 1 for layer in layers):
             raise ValueError(f"orchestrator.hints.layers is {layers}: name at least one layer, and each only once")
         return layers
+
+    @model_validator(mode="after")
+    def _one_hint_for_a_scope(self) -> HintsConfig:
+        if self.scope != "turn" and self.max_turns > 1:
+            raise ValueError(
+                f"orchestrator.hints.scope is {self.scope!r}, but max_turns is {self.max_turns}: turns of two hints "
+                "would overlap; set max_turns = 1, or scope = 'turn'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _llm_has_an_endpoint(self) -> HintsConfig:

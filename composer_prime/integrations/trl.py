@@ -59,7 +59,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         sdpo, replay_dpo = self.other_channels(model, inputs)
         tokens = self._policy_tokens(model, inputs)
-        totals = self._totals(inputs, tokens, sdpo, replay_dpo)
+        totals = self._totals(inputs, tokens, replay_dpo)
         terms = self.channels.terms(self._max_length())
         given = {"policy": tokens, "sdpo": sdpo, "replay_dpo": replay_dpo}
         given = {name: value for name, value in given.items() if value is not None}
@@ -102,9 +102,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
             reference_BT=inputs.get("ref_per_token_logps"),
         )
 
-    def _totals(
-        self, inputs: dict[str, Any], tokens: PolicyTokens, sdpo: SdpoTokens | None, pairs: PairTokens | None
-    ) -> StepTotals:
+    def _totals(self, inputs: dict[str, Any], tokens: PolicyTokens, pairs: PairTokens | None) -> StepTotals:
         """Return the counts of one optimizer step, or of one evaluation batch, over all processes.
 
         TRL counts tokens over all processes: of a generation batch in training, of the batch in evaluation.
@@ -115,8 +113,6 @@ class ComposerGRPOTrainer(GRPOTrainer):
         return StepTotals(
             samples=tokens.sequences * parts,
             tokens=round(float(inputs["num_items_in_batch"]) * share),
-            distilled_tokens=0 if sdpo is None else sdpo.divergence_D.numel() * parts,
-            distilled_turns=0 if sdpo is None else sdpo.turns * parts,
             units={} if pairs is None else {"replay_dpo": pairs.epsilon_P.numel() * parts},
             micro_batches=parts,
         )

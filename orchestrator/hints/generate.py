@@ -32,14 +32,21 @@ from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.client import Budget, ChatClient, ChatRequest, Endpoint
 from composer_prime.llm.prices import PER_MILLION, Price
 from composer_prime.run.costs import spent, write_cost
-from orchestrator.rollouts.groups import FinishedRollout, messages_before, tool_replies
+from orchestrator.rollouts.groups import SUCCESS, FinishedRollout, messages_before, tool_replies
 from orchestrator.workers.call_schema import json_type, violation
 from orchestrator.workers.pool import MessageRecord
 
 logger = logging.getLogger(__name__)
 
-OTHER, FAILED = "tool_error", "failed"
-"""The kind of an error that matches no pattern, and that of the last turn of a failed rollout."""
+OTHER = "tool_error"
+"""The kind of an error that matches no pattern."""
+ENDS = {
+    "gave_up": "The task was given up after an error.",
+    "failed": "The task was not solved.",
+    "every": "The task has ended.",
+}
+"""Rules for the last turn of a rollout, by the kind of its error, and what a template's pattern reads."""
+_REPEATED = "The same call gave the same reply before."
 _HEAD, _TAIL = 2_000, 6_000
 _SEARCH_S = 0.25
 """Longest search of one pattern in one answer, in seconds."""
@@ -73,8 +80,8 @@ class ErrorTurn:
     turn: int
     """Its number in TurnSpan."""
     kind: str
-    """tool_not_found, bad_json, argument_name, argument_type, test_failure, exception, tool_error, failed, or a kind of
-    the user's templates."""
+    """tool_not_found, bad_json, argument_name, argument_type, test_failure, exception, tool_error, repeated, gave_up,
+    failed, every, or a kind of the user's templates."""
     text: str
     """Describes the error: the tool's answer, or the broken rule of the schema."""
     tool: str | None = None
@@ -241,17 +248,40 @@ def find_errors(templates: Templates, detect: Set[str], rollout: FinishedRollout
     """Return the first error of each turn, in the order of the turns. `detect`: as orchestrator.hints.detect."""
     turns = rollout.turns
     replies_to = {index: replies for index, replies in tool_replies(turns).items() if turns[index].turn is not None}
-    errors = []
+    errors: dict[int, ErrorTurn | None] = {}
+    seen: set[tuple] = set()
     for index, replies in replies_to.items():
         error = _in_answers(templates, detect, rollout, index, replies)
         if "schema" in detect and (error is None or error.kind == OTHER):
             # No template knows the tool's words, but the call itself may show what is wrong.
             error = _in_calls(rollout, index) or error
-        errors.append(error)
-    # The last turn is to blame where the environment gave no reward.
-    if errors and errors[-1] is None and "failed" in detect and rollout.reward is not None and rollout.reward <= 0:
-        errors[-1] = error_turn(rollout, max(replies_to), FAILED, "The task was not solved.")
-    return [error for error in errors if error is not None]
+        calls = tuple((call.name, call.arguments) for call in turns[index].tool_calls)
+        exchange = (calls, *(turns[reply].text for reply in replies))
+        if calls and "repeated" in detect and exchange in seen:
+            error = error or error_turn(rollout, index, "repeated", _REPEATED, calls[0][0])
+        seen.add(exchange)
+        errors[index] = error
+    last = max(errors, default=None)
+    if last is not None and errors[last] is None:
+        errors[last] = _at_the_end(detect, rollout, last, replies_to)
+    return [error for error in errors.values() if error is not None]
+
+
+def _at_the_end(
+    detect: Set[str], rollout: FinishedRollout, last: int, replies_to: dict[int, list[int]]
+) -> ErrorTurn | None:
+    """Return what is wrong with the last sampled turn, by the rules of ENDS; all but `every` need a failed rollout."""
+    if rollout.reward is None:
+        return None
+    kinds = {"every"}
+    if rollout.reward < SUCCESS:
+        kinds.add("failed")
+        before = max((index for index in replies_to if index < last), default=last)
+        fails = any(rollout.turns[reply].error is not None for reply in replies_to[before])
+        if fails and not rollout.turns[last].tool_calls:
+            kinds.add("gave_up")
+    kind = next((kind for kind in ENDS if kind in detect and kind in kinds), None)
+    return error_turn(rollout, last, kind, ENDS[kind]) if kind else None
 
 
 def _in_answers(
@@ -316,11 +346,11 @@ async def model_hint(endpoint: ChatEndpoint, request: HintRequest) -> str | None
 
 
 async def sibling_demonstration(request: HintRequest) -> str | None:
-    """Show the calls of the group's best rollout if its reward is higher than this rollout's."""
-    reward = max(request.rollout.reward or 0.0, 0.0)
-    better = [sibling for sibling in request.siblings if (sibling.reward or 0.0) > reward]
-    best = max(better, key=lambda sibling: (sibling.reward, -sibling.sibling), default=None)
-    return None if best is None else f"Reminder: This worked before: {_steps(best)}"
+    """Show the calls of a successful rollout of the group, another one for each failed sibling."""
+    solved = [sibling for sibling in request.siblings if (sibling.reward or 0.0) >= SUCCESS]
+    if not solved:
+        return None
+    return f"Reminder: This worked before: {_steps(solved[request.rollout.sibling % len(solved)])}"
 
 
 def _steps(rollout: FinishedRollout) -> str:

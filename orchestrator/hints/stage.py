@@ -8,7 +8,8 @@ turn. A turn is hinted at most once. A failure in here costs a hint, never a rol
 
 The group waits here at most two minutes, and the event loop never: rules and tokens are handled in threads.
 
-Only the turn is distilled. docs/explanation/recipe.md says what is published of this, and what is not.
+By default only the turn is distilled (orchestrator.hints.scope). docs/explanation/recipe.md says what is published of
+this, and what is not.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from composer_prime.console import did_you_mean
 from composer_prime.errors import BudgetError, ComposerError, ConfigError
 from composer_prime.import_path import build_awaited
 from composer_prime.monitor.events import event
-from composer_prime.wire.types import HintedTurn, Sample, ints, pack_ints
+from composer_prime.wire.types import HintedTurn, Sample, TurnSpan, ints, pack_ints
 from orchestrator.chat_template import RENDER_ERRORS
 from orchestrator.hints.generate import (
-    FAILED,
+    ENDS,
     ChatEndpoint,
     Detector,
     ErrorTurn,
@@ -192,8 +193,8 @@ class HintStage:
         if isinstance(hinted, str):
             return hinted
         work.mark(error, hint)
-        if self.distil:
-            work.attach(hinted)
+        for turn in hinted if self.distil else ():
+            work.attach(turn)
         return None
 
     async def _write_hint(self, work: _HintedRollout, request: HintRequest) -> str | None:
@@ -209,14 +210,22 @@ class HintStage:
                 return cut(hint.strip(), self.config.max_hint_chars)
         return None
 
-    def _place(self, work: _HintedRollout, error: ErrorTurn, hint: str) -> HintedTurn | str:
-        """Return the turn after a context with the hint, or the reason why the hint has no place."""
-        turn = work.rollout.turns[error.message]
-        role = "user" if turn.parent is None else work.turns[turn.parent].role
+    def _place(self, work: _HintedRollout, error: ErrorTurn, hint: str) -> list[HintedTurn] | str:
+        """Return the turns of the scope after a context with the hint, or the reason why the hint has no place."""
+        sample = next((each for each in work.samples if any(span.turn == error.turn for span in each.turns)), None)
+        if sample is None:
+            return "empty_mask"
+        spans = sorted(sample.turns, key=lambda span: span.start)
+        if self.config.scope != "rollout":
+            spans = spans[next(index for index, span in enumerate(spans) if span.turn == error.turn) :]
+        first = next(turn for turn in work.turns if turn.turn == spans[0].turn)
+        role = "user" if first.parent is None else work.turns[first.parent].role
         weight = self.config.weights.get(error.kind, 1.0)
-        hinted = self.placer.place(work.samples, error, hint, role=role, weight=weight)
-        is_long = not isinstance(hinted, str) and len(ints(hinted.teacher_ids)) > self.max_context
-        return "too_long" if is_long else hinted
+        spans = spans[: 1 if self.config.scope == "turn" else None]
+        hinted = self.placer.place(sample, spans, hint, role=role, weight=weight, kind=error.kind)
+        if isinstance(hinted, str):
+            return hinted
+        return [turn for turn in hinted if len(ints(turn.teacher_ids)) <= self.max_context] or "too_long"
 
     def _count_failure(self, work: _HintedRollout, name: str, error: Exception) -> None:
         """Count the failure of a detector or generator, and log the first ones."""
@@ -276,27 +285,29 @@ class HintPlacer:
         return _inserted(context_ids, at, self._encode(hint + space))
 
     def place(
-        self, samples: Sequence[Sample], error: ErrorTurn, hint: str, *, role: str, weight: float
-    ) -> HintedTurn | str:
-        """Return the turn of `error` after a context with `hint`, or the reason why the hint has no place."""
-        spans = ((each, span) for each in samples for span in each.turns if span.turn == error.turn)
-        if (found := next(spans, None)) is None:
-            return "empty_mask"
-        sample, span = found
-        ids = ints(sample.input_ids)
+        self, sample: Sample, spans: Sequence[TurnSpan], hint: str, *, role: str, weight: float, kind: str
+    ) -> list[HintedTurn] | str:
+        """Return the turns `spans` of a sample, in order, where `hint` stands before the first of them.
+
+        `role`: of the message before the first. `kind`: of the error. Returns the reason where the hint has no place.
+        """
+        ids, start = ints(sample.input_ids), spans[0].start
         with self._lock:
-            hinted_ids = self.hinted(ids[: span.start], role, hint)
+            hinted_ids = self.hinted(ids[:start], role, hint)
         if hinted_ids is None:
             return "no_place"
-        return HintedTurn(
-            start=span.start,
-            end=span.end,
-            teacher_ids=pack_ints(np.concatenate([hinted_ids, ids[span.start : span.end]])),
-            teacher_start=len(hinted_ids),
-            weight=weight,
-            turn=span.turn,
-            error=error.kind,
-        )
+        return [
+            HintedTurn(
+                start=span.start,
+                end=span.end,
+                teacher_ids=pack_ints(np.concatenate([hinted_ids, ids[start : span.end]])),
+                teacher_start=len(hinted_ids) + span.start - start,
+                weight=weight,
+                turn=span.turn,
+                error=kind,
+            )
+            for span in spans
+        ]
 
     def _find(self, ids: np.ndarray, ending: str) -> int | None:
         """Return where the tail of `ids` begins whose text is exactly `ending`."""
@@ -404,7 +415,7 @@ def own_parts(entries: Sequence[str | PartConfig], setting: str) -> dict[str, An
 
 def check_kinds(hints: HintsConfig, templates: Templates) -> None:
     """Raise ConfigError when orchestrator.hints.weights names a kind of error that nothing finds."""
-    kinds = templates.kinds | SCHEMA_KINDS | {FAILED}
+    kinds = templates.kinds | SCHEMA_KINDS | {"repeated", *ENDS}
     unknown = sorted(set(hints.weights) - kinds)
     if unknown and not any(part.is_own for part in as_parts(hints.detect)):
         raise ConfigError(

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from composer_prime.channels.policy import AdvantageScaling
+from composer_prime.config.channels import ChannelsConfig
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import NonFiniteError
 from composer_prime.wire.types import HintedTurn, Sample, VersionSpan, flags, floats, pack_flags, pack_floats
@@ -23,6 +24,8 @@ from orchestrator.workers.pool import MessageRecord, RolloutFailure, RolloutRepl
 
 _ODD = 0x9E3779B1
 _SEED_MASK = (1 << 31) - 1
+SUCCESS = 0.5
+"""From this reward on a rollout has solved its task, for hints (as in SDPO and SRPO)."""
 MIN_GROUP = 2
 """Finished rollouts that a group needs: an advantage compares two."""
 _STD_FLOOR = 1e-4
@@ -209,7 +212,7 @@ def _without_stale_tokens(sample: Sample, oldest: int) -> Sample | None:
 
 
 def score_group(
-    plan: GroupPlan, ended: list[CompiledRollout], config: OrchestratorConfig, scaling: AdvantageScaling
+    plan: GroupPlan, ended: list[CompiledRollout], config: OrchestratorConfig, channels: ChannelsConfig
 ) -> FinishedGroup:
     """Return the group as READY with its samples, FAILED (too few finished), FILTERED or DISTILLED (no advantage).
 
@@ -220,8 +223,10 @@ def score_group(
     rewards = [rollout.reward for rollout, _ in ended if rollout.reward is not None]
     if len(rewards) < MIN_GROUP:
         return FinishedGroup(plan=plan, outcome=GroupOutcome.FAILED, rollouts=[rollout for rollout, _ in ended])
-    advantages_G = group_advantages(rewards, scaling)
+    advantages_G = group_advantages(rewards, channels.policy.advantage_scaling)
     ended = _with_advantages(ended, advantages_G, config.train_truncated)
+    if channels.sdpo.route == "failed":
+        ended = _routed(ended)
     rollouts = sorted((rollout for rollout, _ in ended), key=lambda rollout: rollout.sibling)
     samples = [sample for _, rollout_samples in ended for sample in rollout_samples]
     signal = has_signal(advantages_G) or not config.filter_zero_advantage
@@ -249,6 +254,19 @@ def _with_advantages(
             samples = [with_advantage(sample, advantage) for sample in samples]
         result.append((msgspec.structs.replace(rollout, advantage=advantage), samples))
     return result
+
+
+def _routed(ended: list[CompiledRollout]) -> list[CompiledRollout]:
+    """Return the rollouts, where failed ones with hinted turns have advantage 0 (SRPO, arXiv 2604.02288).
+
+    They still count in the denominators of the policy loss.
+    """
+    return [
+        (rollout, [with_advantage(sample, 0.0) if sample.distillations else sample for sample in samples])
+        if rollout.reward is not None and rollout.reward < SUCCESS
+        else (rollout, samples)
+        for rollout, samples in ended
+    ]
 
 
 def group_advantages(rewards_G: Sequence[float], scaling: AdvantageScaling) -> list[float]:

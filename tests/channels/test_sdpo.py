@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl_oracle import loss_utils
 
-from composer_prime.channels.sdpo import SdpoTokens, sdpo_loss, sdpo_metrics
+from composer_prime.channels.policy import PolicyConfig, PolicyTerm
+from composer_prime.channels.sdpo import SdpoTerm, SdpoTokens, sdpo_loss, sdpo_metrics
 from composer_prime.config.channels import SdpoConfig
 from composer_prime.errors import ConfigError
 from composer_prime.wire.types import StepTotals
@@ -44,6 +45,8 @@ class Turns:
             weight_D=self.weight_D[part],
             turn_D=self._turn_of(own),
             turns=len(own),
+            row_tokens=sum(own),
+            sample_tokens_D=torch.tensor(own)[self._turn_of(own)] if own else torch.zeros(0, dtype=torch.long),
             teacher_entropy_D=self.entropy_D[part] if entropy else None,
             teacher_logprobs_D=self.teacher_D[part] if entropy else None,
         )
@@ -52,13 +55,14 @@ class Turns:
     def _turn_of(lengths: list[int]) -> torch.Tensor:
         return torch.tensor([turn for turn, length in enumerate(lengths) for _ in range(length)], dtype=torch.long)
 
-    @property
-    def totals(self) -> StepTotals:
-        return StepTotals(samples=1, tokens=1, distilled_tokens=sum(self.lengths), distilled_turns=len(self.lengths))
-
-    def loss(self, config: SdpoConfig, splits: tuple[slice, ...] = (slice(None),)):
+    def loss(
+        self, config: SdpoConfig = SdpoConfig(), splits: tuple[slice, ...] = (slice(None),), denominator: str = "tokens"
+    ):
+        """The loss where each turn is a sample of its own, and its gradient with respect to the divergences."""
         divergence_D = self.divergence_D.clone().requires_grad_()
-        shares = [sdpo_loss(self.tokens(divergence_D, part), self.totals, config)[0] for part in splits]
+        term = SdpoTerm(config, PolicyTerm(PolicyConfig(denominator=denominator), 10))
+        totals = StepTotals(samples=len(self.lengths), tokens=sum(self.lengths), micro_batches=len(splits))
+        shares = [term.loss(self.tokens(divergence_D, part), totals)[0] for part in splits]
         loss = torch.stack(shares).sum()
         loss.backward()
         return loss.detach(), divergence_D.grad
@@ -71,48 +75,54 @@ def test_the_is_clip_is_trl_s():
     logprobs_D = turns.logprobs_D.requires_grad_()
     clipped = loss_utils.apply_importance_sampling_clipping(divergence_D, logprobs_D, turns.sampler_D, 2.0)
     (turns.weight_D * clipped).mean().backward()
-    loss, gradient = turns.loss(SdpoConfig())
+    loss, gradient = turns.loss()
     assert abs(loss - (turns.weight_D * clipped).mean()) <= 1e-9
     assert (gradient - divergence_D.grad).abs().max() <= 1e-9 and logprobs_D.grad is None
     assert ((logprobs_D - turns.sampler_D).exp() > 2).any()
 
 
-def test_denominators_and_weights_by_hand():
-    # tokens: a mean over all tokens; turns: a mean of turn means.
+def test_it_divides_as_the_policy_loss_does():
+    # Two samples of 1 and 3 tokens, max_length 10: by hand for each denominator of the policy loss.
     turns = Turns(1, [1, 3])
     turns.sampler_D = turns.logprobs_D
     weighed = turns.weight_D * turns.divergence_D
-    assert math.isclose(turns.loss(SdpoConfig())[0], weighed.mean(), abs_tol=1e-12)
-    by_turn = (weighed[0] + weighed[1:].mean()) / 2
-    assert math.isclose(turns.loss(SdpoConfig(denominator="turns"))[0], by_turn, abs_tol=1e-12)
+    by_sample = (weighed[0] + weighed[1:].mean()) / 2
+    expected = {
+        "constant": weighed.sum() / 20,
+        "tokens": weighed.mean(),
+        "sequence": by_sample,
+        "micro_batch": weighed.mean(),
+    }
+    for denominator, value in expected.items():
+        assert math.isclose(turns.loss(denominator=denominator)[0], value, abs_tol=1e-12), denominator
+    by_part = turns.loss(splits=(slice(0, 1), slice(1, 2)), denominator="micro_batch")[0]
+    assert math.isclose(by_part, by_sample, abs_tol=1e-12)
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), lengths=st.lists(st.integers(1, 6), min_size=0, max_size=6), cut=st.integers(0, 6),
-       denominator=st.sampled_from(["tokens", "turns"]))  # fmt: skip
+       denominator=st.sampled_from(["constant", "tokens", "sequence"]))  # fmt: skip
 def test_the_split_does_not_matter(seed, lengths, cut, denominator):
     # Whole turns over two micro-batches, either of which may be empty: same loss, same gradient.
     turns = Turns(seed, lengths)
-    config = SdpoConfig(denominator=denominator)
-    loss, gradient = turns.loss(config)
-    split_loss, split_gradient = turns.loss(config, (slice(0, cut), slice(cut, None)))
+    loss, gradient = turns.loss(denominator=denominator)
+    split_loss, split_gradient = turns.loss(splits=(slice(0, cut), slice(cut, None)), denominator=denominator)
     assert torch.allclose(loss, split_loss, atol=1e-14) and torch.allclose(gradient, split_gradient, atol=1e-14)
 
 
 def test_a_weight_of_zero_drops_its_turn():
-    # No gradient reaches the turn; the denominator still counts its tokens.
+    # No gradient reaches the turn.
     turns = Turns(2, [2, 2], gap=0.0)
     turns.weight_D[:2] = 0.0
-    _, gradient = turns.loss(SdpoConfig())
+    _, gradient = turns.loss()
     assert not gradient[:2].any() and torch.allclose(gradient[2:], turns.weight_D[2:] / 4)
 
 
 def test_endorsed_turns_are_skipped():
-    # A turn that the hint makes likelier, summed over its tokens, has no gradient, and its tokens still count. By
-    # default every turn has one.
+    # A turn that the hint makes likelier, summed over its tokens, has no gradient. By default every turn has one.
     turns = Turns(2, [2, 2], gap=0.0)
     turns.teacher_D = turns.logprobs_D + torch.tensor([2.0, -1.0, -2.0, 1.0])
-    assert turns.loss(SdpoConfig())[1].all()
+    assert turns.loss()[1].all()
     _, gradient = turns.loss(SdpoConfig(skip_endorsed=True))
     assert not gradient[:2].any() and torch.allclose(gradient[2:], turns.weight_D[2:] / 4)
 
@@ -121,7 +131,7 @@ def test_metrics_by_hand():
     # Per token, per turn, the clipped share and the teacher's entropy; without turns only the zero counts.
     turns = Turns(3, [1, 3])
     turns.sampler_D = turns.logprobs_D - torch.tensor([1.0, 0.0, 0.0, 0.0])
-    _, sums = sdpo_loss(turns.tokens(turns.divergence_D), turns.totals, SdpoConfig())
+    _, sums = sdpo_loss(turns.tokens(turns.divergence_D), 1.0, SdpoConfig())
     metrics = sdpo_metrics({name: value.item() for name, value in sums.items()})
     assert metrics["sdpo/turns"] == 2 and metrics["sdpo/tokens"] == 4 and metrics["sdpo/is_clip_fraction"] == 0.25
     assert math.isclose(metrics["sdpo/jsd"], turns.divergence_D.mean(), abs_tol=1e-12)
@@ -132,7 +142,7 @@ def test_metrics_by_hand():
     assert math.isclose(metrics["sdpo/hint_log_ratio"], ratios.mean(), abs_tol=1e-12)
     assert metrics["sdpo/endorsed"] == (ratios > 0).double().mean()
     nothing = Turns(3, [])
-    loss, sums = sdpo_loss(nothing.tokens(nothing.divergence_D), nothing.totals, SdpoConfig())
+    loss, sums = sdpo_loss(nothing.tokens(nothing.divergence_D), 1.0, SdpoConfig())
     assert loss == 0
     assert sdpo_metrics({name: value.item() for name, value in sums.items()}) == {"sdpo/turns": 0, "sdpo/tokens": 0}
 
@@ -142,8 +152,8 @@ def test_missing_tokens_are_refused():
     turns = Turns(4, [2])
     tokens = turns.tokens(turns.divergence_D, entropy=False)
     with pytest.raises(ConfigError, match=r"channels\.sdpo\.skip_endorsed"):
-        sdpo_loss(tokens, turns.totals, SdpoConfig(skip_endorsed=True))
+        sdpo_loss(tokens, 1.0, SdpoConfig(skip_endorsed=True))
     empty = Turns(4, [])
     none = dataclasses.replace(empty.tokens(empty.divergence_D), turns=1)
     with pytest.raises(ConfigError, match="1 turns, but 0 tokens"):
-        sdpo_loss(none, turns.totals, SdpoConfig())
+        sdpo_loss(none, 1.0, SdpoConfig())

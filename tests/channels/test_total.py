@@ -81,7 +81,7 @@ def test_the_total_is_the_weighted_sum_of_its_terms():
     config = weighed(0.5, 0.25)
     parts, gradient = step.backward(config, inputs=inputs)
     policy = total_loss(ChannelsConfig().terms(32), inputs, TOTALS).total
-    sdpo, _ = sdpo_loss(inputs["sdpo"], TOTALS, config.sdpo)
+    sdpo, _ = sdpo_loss(inputs["sdpo"], TOTALS.samples * 32, config.sdpo)
     dpo, _ = replay_dpo_loss(inputs["replay_dpo"], 4, config.replay_dpo)
     assert torch.allclose(parts.total, policy + 0.5 * sdpo + 0.25 * dpo, atol=1e-12)
     assert parts.sums["loss/sdpo"] == sdpo and parts.sums["loss/replay_dpo"] == dpo
@@ -89,6 +89,15 @@ def test_the_total_is_the_weighted_sum_of_its_terms():
     assert gradient[0] == plain[0] and gradient[1] != 0 and gradient[2] != 0 and plain[1] == plain[2] == 0
     metrics = channel_metrics(weighed(1, 1).terms(32), {name: value.item() for name, value in parts.sums.items()})
     assert {"loss/total", "loss/sdpo", "policy/entropy", "sdpo/jsd", "dpo/accuracy"} <= metrics.keys()
+
+
+def test_without_its_weight_the_policy_loss_adds_nothing():
+    # channels.policy.weight = 0, as in SDPO and OPSD: the other terms alone, and the policy's metrics stay.
+    step = Step(1)
+    config = ChannelsConfig(policy={"weight": 0}, sdpo={"weight": 0.5})
+    parts, gradient = step.backward(config)
+    assert parts.total == 0.5 * parts.sums["loss/sdpo"] and parts.sums["loss/policy"] != 0
+    assert gradient[0] == 0 and gradient[1] != 0
 
 
 def test_terms_without_tokens_are_zeros_on_the_graph():

@@ -129,6 +129,27 @@ def test_the_last_turn_of_a_failed_rollout_is_wrong_where_that_is_asked_for():
     assert found.kind == "tool_not_found"
 
 
+def test_the_last_turn_by_what_it_is():
+    # An answer right after an error gives up; whatever rule is asked for first, the most telling kind is given. A turn
+    # with calls does not give up. Of a solved rollout only `every` names the last turn.
+    bad = Step("x", "the disk is on fire", error=True, calls=[("add", '{"a": 1, "b": 2}')])
+    ends = ["every", "failed", "gave_up"]
+    assert [(e.turn, e.kind) for e in errors([bad, Step("9")], ends)] == [(1, "gave_up")]
+    assert [e.kind for e in errors([bad, GOOD], ends)] == ["failed"]
+    assert [e.kind for e in errors([GOOD, Step("9")], ends)] == ["failed"]
+    assert errors([GOOD, Step("9")], ["gave_up"]) == []
+    assert [e.kind for e in errors([bad, Step("9")], ends, reward=0.5)] == ["every"]
+    assert errors([bad, Step("9")], ["failed", "gave_up"], reward=0.5) == []
+
+
+def test_a_repeated_call_is_an_error():
+    # The same calls with the same reply, however far apart. Another reply is news, and so are other arguments.
+    other = Step("x", "4", calls=[("add", '{"a": 1, "b": 2}')])
+    more = Step("x", "3", calls=[("add", '{"a": 2, "b": 1}')])
+    assert [(e.turn, e.kind) for e in errors([GOOD, more, other, GOOD, Step("3")], ["repeated"])] == [(3, "repeated")]
+    assert errors([GOOD, more, other, Step("3"), Step("3")], ["repeated"]) == []
+
+
 def filled(text: str, tool: str | None = "add") -> str | None:
     kind = TEMPLATES.kind_of(text)
     return TEMPLATES.fill(ErrorTurn(message=1, turn=0, kind=kind, text=text, tool=tool, tools=TOOLS))

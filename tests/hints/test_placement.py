@@ -83,11 +83,13 @@ def test_the_hint_is_all_that_is_new(name, question, replies, thought, hint):
     hints = placer(name)
     for turn in range(len(steps) + 1):
         role = "user" if turn == 0 else "tool"
-        made = hints.place(played.samples, error(turn), hint, role=role, weight=1.0)
+        [sample] = [each for each in played.samples if any(span.turn == turn for span in each.turns)]
+        spans = [span for span in sample.turns if span.turn == turn]
+        made = hints.place(sample, spans, hint, role=role, weight=1.0, kind="k")
         if made == "no_place":
             continue
+        [made] = made
         assert inserted(context_of(played, turn), ints(made.teacher_ids)[: made.teacher_start])
-        [sample] = [each for each in played.samples if any(span.turn == turn for span in each.turns)]
         own = ints(sample.input_ids)[made.start : made.end]
         assert ints(made.teacher_ids)[made.teacher_start :].tolist() == own.tolist()
         assert own.tolist() == played.records[turn].answer.ids.tolist()
@@ -99,7 +101,8 @@ def test_thinking_before_the_turn_stays_and_thinking_in_the_turn_is_distilled():
     thinking = "<think>\nplus or add?\n</think>\n\n"
     wrong = Step(thinking + call("plus", "{}"), "Tool not found: plus.\n", error=True)
     played = play("qwen3", "Add.", [wrong, wrong])
-    made = placer("qwen3").place(played.samples, error(1), HINT, role="tool", weight=2.0)
+    [sample] = played.samples
+    [made] = placer("qwen3").place(sample, sample.turns[1:], HINT, role="tool", weight=2.0, kind="tool_not_found")
     text = chat("qwen3")[1].decode(ints(made.teacher_ids))
     assert text.count("plus or add?") == 2
     assert text.count(HINT) == 1 and f"{HINT}\n</tool_response>" in text

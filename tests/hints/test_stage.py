@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,11 @@ import msgspec
 import pytest
 from endpoint_peer import chat_peer
 
+from composer_prime.config.channels import ChannelsConfig
 from composer_prime.config.hints import HintsConfig
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import ConfigError
-from composer_prime.packing.pack import pack, totals
+from composer_prime.packing.pack import common_prefix, pack, totals
 from composer_prime.wire.types import flags, floats, ints
 from examples.wrong_hints import WrongHints
 from orchestrator.hints.generate import (
@@ -46,7 +48,7 @@ ARGUMENT_HINT = "Reminder: The arguments of add are: a (integer), b (integer)"
 
 
 def stage(config: HintsConfig | None = None, *, limits: dict[str, int] | None = None, **parts: Any) -> HintStage:
-    config = config or HintsConfig()
+    config = config or HintsConfig(max_turns=16)
     rules = partial(asyncio.to_thread, find_errors, TEMPLATES, set(config.detect))
     values = {
         "detectors": {"rules": rules},
@@ -87,6 +89,33 @@ def test_every_wrong_turn_gets_its_hint():
     hinted = [(turn["turn"], turn["error"], turn["hint"]) for turn in line["turns"] if turn["hint"]]
     assert hinted[0] == (1, "tool_not_found", TOOL_HINT) and len(hinted) == 2
     assert line["tools"] == TOOLS
+
+
+@pytest.mark.parametrize(
+    ("scope", "turns", "place"), [("turn", [1], 1), ("rest", [1, 2, 3], 1), ("rollout", [0, 1, 2, 3], 0)]
+)
+def test_the_scope_of_a_hint(scope, turns, place):
+    # The first error is in turn 1. Whatever is distilled, the hint stands once, before the scope's first turn, and what
+    # the teacher reads without it is what the student read.
+    played = play("tiny", "Add 1 and 2.", [GOOD, WRONG, OTHER, LAST])
+    [done] = attached(stage(HintsConfig(scope=scope)), played)
+    made = done.samples[0].distillations
+    assert [turn.turn for turn in made] == turns and done.rollout.hints["hinted"] == 1
+    student, tokenizer = ints(done.samples[0].input_ids), chat("tiny")[1]
+    span = next(span for span in done.samples[0].turns if span.turn == place)
+    for turn in made:
+        teacher = ints(turn.teacher_ids)
+        assert teacher[turn.teacher_start :].tolist() == student[turn.start : turn.end].tolist()
+        text = tokenizer.decode(teacher)
+        assert text.replace("\n" + TOOL_HINT, "", 1) == tokenizer.decode(student[: turn.end])
+        assert 0 < span.start - common_prefix(teacher, student) < 8
+    [[row]] = pack(done.samples, run_id="r", step=1, world_size=1, max_tokens=4096)
+    assert len(row.turns) == len(turns) and row.lengths == [done.samples[0].num_tokens]
+
+
+def test_a_scope_takes_one_hint():
+    with pytest.raises(ValueError, match=r"max_turns is 2.*scope"):
+        HintsConfig(scope="rest", max_turns=2)
 
 
 def test_packing_takes_what_the_stage_makes():
@@ -145,7 +174,7 @@ def test_a_failed_rollout_is_left_alone():
 
 
 def test_weights_follow_the_kind_of_error():
-    config = HintsConfig(weights={"argument_name": 0.25})
+    config = HintsConfig(weights={"argument_name": 0.25}, max_turns=2)
     [done] = attached(stage(config), play("tiny", "Add 1 and 2.", [WRONG, OTHER, LAST]))
     assert [made.weight for made in done.samples[0].distillations] == [1.0, 0.25]
 
@@ -190,12 +219,19 @@ def test_the_first_layer_that_has_a_hint_wins():
 
 
 def test_a_successful_sibling_shows_how():
-    # The group's best rollout, its good calls and its answer; a rollout that did as well gets none.
+    # Its good calls and its answer; not its own, and not one of a rollout that failed. Two failed rollouts are shown
+    # different ones.
     good = play("tiny", "Add.", [WRONG, GOOD, LAST], rollout_id="g000003-1", reward=1.0)
     bad = play("tiny", "Add.", [WRONG, Step("9")])
     done = attached(stage(layers={"sibling": sibling_demonstration}), bad, good)
     assert done[0].rollout.turns[1].hint == 'Reminder: This worked before: add {"a": 1, "b": 2}; then 3'
     assert done[1].rollout.hints["skipped/no_hint"] == 1
+    other = play("tiny", "Add.", [Step("7")], rollout_id="g000003-2", reward=0.5)
+    worse = play("tiny", "Add.", [WRONG, Step("8")], rollout_id="g000003-3", reward=0.4)
+    worse = dataclasses.replace(worse, rollout=msgspec.structs.replace(worse.rollout, sibling=3))
+    done = attached(stage(layers={"sibling": sibling_demonstration}), bad, good, other, worse)
+    assert done[0].rollout.turns[1].hint.endswith("then 3") and done[3].rollout.turns[1].hint.endswith("before: 7")
+    assert done[1].rollout.turns[1].hint.endswith("before: 7")
 
 
 def test_a_long_hint_is_cut_at_a_word():
@@ -324,7 +360,7 @@ def test_the_control_arm_gives_hints_that_belong_elsewhere(mode):
 # -- groups without advantage ----------------------------------------------------------------------------------------
 
 
-def finished(*rewards: float, cut: tuple[int, ...] = (), **settings: Any) -> FinishedGroup:
+def finished(*rewards: float, cut: tuple[int, ...] = (), route: str = "add", **settings: Any) -> FinishedGroup:
     """A group whose first rollout has a hinted turn; those in `cut` ended at a limit."""
     rollouts = [
         play("tiny", "Add.", [WRONG, LAST] if n == 0 else [LAST], rollout_id=f"g000003-{n}", reward=reward)
@@ -338,7 +374,7 @@ def finished(*rewards: float, cut: tuple[int, ...] = (), **settings: Any) -> Fin
         (msgspec.structs.replace(each.rollout, truncated=number in cut), each.samples)
         for number, each in enumerate(done)
     ]
-    return score_group(PLAN, ended, config, "none")
+    return score_group(PLAN, ended, config, ChannelsConfig(sdpo={"route": route}))
 
 
 def test_a_group_without_advantage_still_serves_channel_2():
@@ -356,6 +392,16 @@ def test_a_group_without_advantage_still_serves_channel_2():
 def test_a_group_with_advantage_is_ready():
     ready = finished(0.0, 1.0)
     assert ready.outcome is GroupOutcome.READY and len(ready.samples) == 2
+
+
+def test_routed_rollouts_have_no_policy_loss():
+    # A failed rollout with a hint keeps its mask, and so its place in the denominators, with advantage 0; a failed one
+    # without a hint and a solved one keep theirs.
+    group = finished(0.0, 1.0, 0.0, route="failed")
+    hinted, *others = group.samples
+    assert hinted.distillations and hinted.num_trained > 0 and not floats(hinted.advantages).any()
+    assert all(floats(sample.advantages).any() and not sample.distillations for sample in others)
+    assert group.rollouts[0].advantage < 0 and floats(finished(1.0, 0.0, route="failed").samples[0].advantages).any()
 
 
 def test_rollouts_that_were_cut_short_may_be_left_out_of_channel_1():

@@ -67,7 +67,8 @@ def row_of(
 ) -> PackedRow:  # fmt: skip
     """`batch` for the policy loss, and SDPO, replay-DPO or SFT; other options as for `unpack`."""
     others = {SdpoConfig: distil, ReplayDpoConfig: prefer, SftConfig: imitate}
-    terms = [PolicyTerm(PolicyConfig(), 64), *(make().term() for make, is_on in others.items() if is_on)]
+    policy = PolicyTerm(PolicyConfig(), 64)
+    terms = [policy, *(make().term(policy) for make, is_on in others.items() if is_on)]
     return unpack(checked_row(batch, vocabulary), terms, device, **options)
 
 

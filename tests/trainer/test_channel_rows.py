@@ -13,6 +13,7 @@ from hinted_runs import make_hinted, make_pairs, three_channels
 from small_runs import VOCABULARY, make_samples, row_of, rows_of
 from torch import Tensor
 
+from composer_prime.channels.policy import PolicyConfig, PolicyTerm
 from composer_prime.channels.replay_dpo import PairTokens, pair_unit
 from composer_prime.channels.sdpo import SdpoConfig, SdpoTokens, divergence
 from composer_prime.channels.term import total_loss
@@ -27,7 +28,7 @@ from trainer.model.policy_model import PACKED, AuxiliaryLogprobs, Policy
 from trainer.train import loss_of
 
 CPU = torch.device("cpu")
-CHANNELS = three_channels()
+CHANNELS = three_channels(denominator="sequence")
 SETTINGS = CHANNELS.terms(64)
 ON = {"distil": True, "prefer": True, "share": True}
 
@@ -64,12 +65,16 @@ def oracle(samples, pairs, references: Tensor) -> Tensor:
         scores = logits_of(ids) / sample.temperature
         logprobs, old = picked(scores, ids), torch.tensor(floats(sample.logprobs))
         policy.append((logprobs[mask], old[mask], torch.tensor(floats(sample.advantages))[mask], index))
-        for turn in sample.distillations:
+        turns = sample.distillations
+        own = mask.clone()
+        for turn in turns:
+            own[turn.start : turn.end] = True
+        for turn in turns:
             span, teacher_ids = slice(turn.start, turn.end), ints(turn.teacher_ids)
             with torch.no_grad():
                 hinted = logits_of(teacher_ids)[turn.teacher_start :] / sample.temperature
             value = divergence(scores[span], hinted, CHANNELS.sdpo, torch.tensor(ids[span]).long())
-            distil.append((value, logprobs[span].detach(), old[span], turn.weight))
+            distil.append((value, logprobs[span].detach(), old[span], turn.weight, own.sum()))
     sides = [picked(logits_of(ints(ids)), ints(ids))[pair.context :] for pair in pairs
              for ids in (pair.chosen_ids, pair.rejected_ids)]  # fmt: skip
     join = lambda parts: torch.cat(parts) if parts else torch.zeros(0)
@@ -84,7 +89,8 @@ def oracle(samples, pairs, references: Tensor) -> Tensor:
             divergence_D=join([part[0] for part in distil]), logprobs_D=join([part[1] for part in distil]),
             sampler_logprobs_D=join([part[2] for part in distil]),
             weight_D=join([torch.full((len(part[0]),), part[3]) for part in distil]),
-            turn_D=join(numbers).long(), turns=len(distil),
+            turn_D=join(numbers).long(), turns=len(distil), row_tokens=0,
+            sample_tokens_D=join([torch.full((len(part[0]),), part[4]) for part in distil]).long(),
         ),
         "replay_dpo": PairTokens(
             chosen_logprobs_P=torch.stack([side.sum() for side in sides[0::2]]),
@@ -257,7 +263,13 @@ def test_long_samples_keep_all_their_hinted_turns(tokens, share):
     assert (counts.samples, counts.distilled_turns, counts.distilled_tokens) == (1, 20, 20 * 200)
     assert sum(len(turn.tail) // 4 for turn in batch.turns) == 20 * (100 + 2 + 200)
     documents = checked_row(batch, VOCABULARY)
-    row = unpack(documents, [SdpoConfig().term()], torch.device("cpu"), share=share, max_tokens=limit)
+    row = unpack(
+        documents,
+        [SdpoConfig().term(PolicyTerm(PolicyConfig(), 64))],
+        torch.device("cpu"),
+        share=share,
+        max_tokens=limit,
+    )
     assert max(reading.input_ids.numel() for reading in (row, *row.taught)) <= limit
     tokens_read = sum(len(reading.source_R) for reading in row.taught)
     assert tokens_read == len(row.terms["sdpo"].arrays["turn"]) == 20 * 200
