@@ -213,27 +213,33 @@ class HttpServer:
         order = next(self._order)
         request_id = f"g{order}"
         token_ids = _checked_ids(prompt, self._router.policy.vocab_size)
-        sampling = to_sampling(fields, num_prompt=len(token_ids), max_context=self._max_context)
         rollout = None if session is None else self._records.find(session)
+        answer, sent_ids = (None, token_ids) if rollout is None else rollout.repeated(session or "", token_ids)
+        sampling = to_sampling(fields, num_prompt=len(sent_ids), max_context=self._max_context)
         name = request_id if session is None else session
         if fields.seed is None:  # An audit must know what a node had to draw.
             sampling = msgspec.structs.replace(sampling, seed=_hashed_seed(f"{self._seed_text}/{request_id}"))
         elif session is not None:  # Parallel requests of one session draw different noise.
             turn = self._under_way[session] + (0 if rollout is None else rollout.answered(session))
-            sampling = msgspec.structs.replace(sampling, seed=turn_seed(fields.seed, turn))
+            draw = 0 if rollout is None or rollout.redraw is None else rollout.redraw.draw
+            sampling = msgspec.structs.replace(sampling, seed=turn_seed(fields.seed, turn, draw))
         oldest = 0 if rollout is None else rollout.oldest_version
-        self._under_way[name] += 1
-        try:
-            answer = await self._router.generate(request_id, name, prompt, sampling, oldest_version=oldest)
-        finally:
-            self._under_way[name] -= 1
-            if not self._under_way[name]:
-                del self._under_way[name]
+        if answer is None:
+            answer = await self._generated(request_id, name, pack_ints(sent_ids), sampling, oldest)
         answer = msgspec.structs.replace(answer, record_id=request_id)
         if session is not None:
             record = GenerationRecord(session=session, prompt_ids=token_ids, answer=answer, sampling=sampling)
             self._records.append(record, order)
         return answer
+
+    async def _generated(self, request_id: str, name: str, prompt: bytes, sampling: Sampling, oldest: int) -> Answer:
+        self._under_way[name] += 1
+        try:
+            return await self._router.generate(request_id, name, prompt, sampling, oldest_version=oldest)
+        finally:
+            self._under_way[name] -= 1
+            if not self._under_way[name]:
+                del self._under_way[name]
 
     async def _get_models(self, _: web.Request) -> web.Response:
         card = {"object": "model", "created": 0, "owned_by": "composer-prime", "max_model_len": self._max_context}
@@ -412,12 +418,14 @@ def to_sampling(fields: SamplingFields, *, num_prompt: int, max_context: int) ->
     )
 
 
-def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a session's turn, counted from 0.
+def turn_seed(seed: int, turn: int, draw: int = 0) -> int:
+    """Return the seed of a session's turn, counted from 0, and of a draw of it.
 
     A rollout's seed is the same in all its turns, but the noise must not be.
     """
-    return seed if turn == 0 else _hashed_seed(f"{seed}/{turn}")
+    if draw:
+        return _hashed_seed(f"{seed}/{turn}/{draw}")
+    return _hashed_seed(f"{seed}/{turn}") if turn else seed
 
 
 def _hashed_seed(text: str) -> int:
@@ -439,11 +447,26 @@ class GenerationRecord:
     sampling: Sampling
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redraw:
+    """How a rollout repeats a recorded one: the same turns before one that is drawn anew; those after it are free."""
+
+    records: Sequence[GenerationRecord]
+    """The recorded turns, all of one session."""
+    turn: int
+    """Which of them is drawn anew."""
+    hinted_ids: np.ndarray | None = None
+    """int32 [T]: what the model reads for that turn; None: the recorded prompt."""
+    draw: int
+    """From 1; draws of other numbers have other noise."""
+
+
 @dataclass(slots=True)
 class _OpenRollout:
     rollout_id: str
     oldest_version: int
     """Of the policy that may answer."""
+    redraw: Redraw | None = None
     num_bytes: int = 0
     """Of the token ids and logprobs held."""
     sessions: dict[str, list[list[tuple[int, GenerationRecord]]]] = field(default_factory=dict)
@@ -451,6 +474,24 @@ class _OpenRollout:
 
     def answered(self, session: str) -> int:
         return sum(map(len, self.sessions.get(session, ())))
+
+    def repeated(self, session: str, prompt_ids: np.ndarray) -> tuple[Answer | None, np.ndarray]:
+        """Return the recorded answer of the next turn, None for one to draw, and the ids that a node reads for it.
+
+        Raises RequestError where the rollout does not repeat the recorded one.
+        """
+        redraw, turn = self.redraw, self.answered(session)
+        if redraw is None or turn > redraw.turn:
+            return None, prompt_ids
+        if not np.array_equal(redraw.records[turn].prompt_ids, prompt_ids):
+            raise RequestError(
+                f"turn {turn} of {session} has another prompt than the recorded rollout that it repeats: the "
+                "environment does not answer the same calls alike",
+                status=409, code="not_repeated",
+            )  # fmt: skip
+        if turn < redraw.turn:
+            return redraw.records[turn].answer, prompt_ids
+        return None, prompt_ids if redraw.hinted_ids is None else redraw.hinted_ids
 
     def append(self, record: GenerationRecord, order: int) -> None:
         """Keep a record. Where it continues the one before, its prompt is the memory of all earlier ones."""
@@ -488,14 +529,14 @@ class RolloutRecords:
         """Bytes of token ids and logprobs held."""
         return sum(rollout.num_bytes for rollout in self._open.values())
 
-    def open(self, rollout_id: str, oldest_version: int = 0) -> None:
-        """Record this rollout's generations from now on, none by an older policy version.
+    def open(self, rollout_id: str, oldest_version: int = 0, redraw: Redraw | None = None) -> None:
+        """Record this rollout's generations from now on, none by an older policy version. `redraw`: what it repeats.
 
         Raises ValueError when it is open already.
         """
         if rollout_id in self._open:
             raise ValueError(f"rollout {rollout_id!r} is open already: every attempt at a rollout needs its own id")
-        self._open[rollout_id] = _OpenRollout(rollout_id, oldest_version)
+        self._open[rollout_id] = _OpenRollout(rollout_id, oldest_version, redraw)
 
     def take(self, rollout_id: str) -> list[GenerationRecord]:
         """Close a rollout, and return its records in the order in which its requests began.

@@ -37,7 +37,7 @@ from composer_prime.run.retry import backoff_s
 from composer_prime.wire.node_messages import POLICY, joined
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, pack_flags, pack_floats, pack_ints
 from orchestrator.gateway import Gateway
-from orchestrator.gateway.http import GenerationRecord
+from orchestrator.gateway.http import GenerationRecord, Redraw
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, GroupPlan, derive_seed
 from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.workers.pool import EVAL, TRAIN, MessageRecord, RolloutFailure, RolloutReply, RunRollout, WorkerPool
@@ -154,16 +154,16 @@ class RolloutRunner:
         )
 
     async def run(
-        self, source: str, request: RunRollout, *, order: int, oldest_version: int = 0
+        self, source: str, request: RunRollout, *, order: int, oldest_version: int = 0, redraw: Redraw | None = None
     ) -> tuple[RolloutReply, Sequence[GenerationRecord]]:
         """Return how `request` ended on a worker of `source`. Past its deadline, that is a reply with a failure.
 
-        Only nodes with `oldest_version` or newer weights answer it. A rollout whose audits fail is a failed one; it
-        waits for them without its permit.
+        Only nodes with `oldest_version` or newer weights answer it. `redraw`: the rollout that it repeats first. A
+        rollout whose audits fail is a failed one; it waits for them without its permit.
         """
         audits = self.gateway.audits
         async with self.permits.hold(request.taskset, order):
-            self.gateway.records.open(request.rollout_id, oldest_version)
+            self.gateway.records.open(request.rollout_id, oldest_version, redraw)
             try:
                 reply = await self._within_deadline(source, request)
             except BaseException:

@@ -12,7 +12,7 @@ from node_peer import PeerNode, failed, tokens_for
 
 from composer_prime.wire.node_messages import Generate
 from composer_prime.wire.types import VersionSpan, ints, pack_floats
-from orchestrator.gateway.http import turn_seed
+from orchestrator.gateway.http import Redraw, turn_seed
 
 
 async def test_ids_logprobs_and_spans_come_back_and_are_recorded(open_gateway, node_keys):
@@ -161,3 +161,38 @@ async def test_turns_of_two_agents_keep_their_order_and_session(open_gateway, no
         node.send(node.usual_answer(held[0]))
         await first
         assert [(r.session, r.prompt_ids.tolist()) for r in gateway.records.take("r1")] == [("r1", [5]), ("r1#1", [6])]
+
+
+async def test_a_redraw_repeats_a_rollout_up_to_its_turn(open_gateway, node_keys):
+    """Earlier turns are answered as recorded, the turn is drawn after a hint and with other noise, later ones are free.
+
+    The record has the prompt without the hint, as the environment sent it.
+    """
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0") as node:
+        gateway.records.open("r1")
+        _, first = await post(gateway.http_url, generate_body(5, seed=11), X_Session_ID="r1")
+        second = [5, *first["choices"][0]["token_ids"], 6]
+        await post(gateway.http_url, generate_body(*second, seed=11), X_Session_ID="r1")
+        recorded, before = gateway.records.take("r1"), len(node.generates)
+        redraw = Redraw(records=recorded, turn=1, hinted_ids=np.array([5, 9, 9, 6], np.int32), draw=2)
+        gateway.records.open("r1d2", redraw=redraw)
+        _, again = await post(gateway.http_url, generate_body(5, seed=11), X_Session_ID="r1d2")
+        assert again["choices"] == first["choices"] and len(node.generates) == before
+        status, _ = await post(gateway.http_url, generate_body(*second, seed=11), X_Session_ID="r1d2")
+        asked = node.generates[before]
+        assert status == 200 and ints(asked.prompt_ids).tolist() == [5, 9, 9, 6]
+        assert asked.sampling.seed == turn_seed(11, 1, 2) not in (turn_seed(11, 1), turn_seed(11, 1, 1))
+        await post(gateway.http_url, generate_body(1, seed=11), X_Session_ID="r1d2")
+        assert ints(node.generates[before + 1].prompt_ids).tolist() == [1]
+        assert [record.prompt_ids.tolist() for record in gateway.records.take("r1d2")] == [[5], second, [1]]
+
+
+async def test_a_rollout_that_does_not_repeat_itself_is_refused(open_gateway, node_keys):
+    """An environment that answers the same calls otherwise gives another prompt: nothing is drawn for it."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0") as node:
+        gateway.records.open("r1")
+        await post(gateway.http_url, generate_body(5), X_Session_ID="r1")
+        redraw = Redraw(records=gateway.records.take("r1"), turn=0, draw=1)
+        gateway.records.open("r1d1", redraw=redraw)
+        status, reply = await post(gateway.http_url, generate_body(6), X_Session_ID="r1d1")
+        assert (status, reply["error"]["code"]) == (409, "not_repeated") and len(node.generates) == 1

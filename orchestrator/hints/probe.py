@@ -1,0 +1,183 @@
+"""What hints do before any training: failed turns are drawn again without a hint, with their own, with another task's.
+
+    groups of rollouts -> HintStage -> hinted turns -> redraws: the rollout repeats up to the turn, the turn is drawn
+    anew, and the rest is played without a hint -> reward by kind of error
+
+A hint can teach only where its own redraws score higher than those without. What another task's hint lifts is not the
+hint's content; it is the part that a policy without hints can surely take over. The same tasks and turns are compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from composer_prime.config.orchestrator import OrchestratorConfig
+from composer_prime.errors import ConfigError, plain_errors
+from composer_prime.stats.intervals import Interval, difference_interval, mean_interval
+from composer_prime.wire.types import Sample, ints
+from orchestrator.gateway.gateway import Gateway
+from orchestrator.gateway.http import GenerationRecord, Redraw
+from orchestrator.hints.stage import HintStage
+from orchestrator.rollouts.groups import FinishedRollout, GroupPlan, derive_seed
+from orchestrator.rollouts.rollout import Permits, RolloutRunner, finish_rollout
+from orchestrator.workers.pool import WorkerPool
+
+NONE, OWN, OTHER = "no hint", "own hint", "another task's"
+ARMS = (NONE, OWN, OTHER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HintedTurn:
+    """A turn that went wrong, and what a redraw of it needs."""
+
+    plan: GroupPlan
+    sibling: int
+    kind: str
+    hint: str
+    turn: int
+    records: Sequence[GenerationRecord]
+    sample: Sample
+    role: str
+    """Of the message before the turn."""
+
+
+@dataclass(slots=True, kw_only=True)
+class KindOfHint:
+    """The rewards of redrawn turns of one kind of error, by arm and task."""
+
+    rewards: dict[str, dict[str, list[float]]] = field(default_factory=lambda: {arm: {} for arm in ARMS})
+    turns: int = 0
+    lost: int = 0
+    """Redraws without a reward: the environment did not repeat the rollout, or it failed."""
+
+    def mean(self, arm: str) -> Interval | None:
+        return mean_interval(self.rewards[arm]) if self.rewards[arm] else None
+
+    def lift(self, arm: str) -> Interval | None:
+        """Return the reward of an arm less that without a hint, over the tasks of both."""
+        shared = self.rewards[NONE].keys() & self.rewards[arm].keys()
+        return difference_interval(self.rewards[NONE], self.rewards[arm]) if shared else None
+
+
+async def probe(
+    config: OrchestratorConfig,
+    pools: Mapping[str, WorkerPool],
+    gateway: Gateway,
+    stage: HintStage,
+    *,
+    seed: int,
+    groups: int,
+    draws: int,
+    on_progress: Callable[[int, int], None],
+) -> dict[str, KindOfHint]:
+    """Play `groups` groups, and redraw each hinted turn `draws` times in each arm. Return the kinds by name.
+
+    Raises ConfigError when no rollout has a hinted turn.
+    """
+    permits = Permits(config.max_concurrent, eval_share=1.0)
+    runner = RolloutRunner(config=config, gateway=gateway, pools=pools, permits=permits, seed=seed)
+    source = next(source.name for source in config.source if source.weight > 0)
+    number_of_tasks = pools[source].num_tasks("train")
+    plans = [
+        GroupPlan(
+            group=number, source=source, task_index=derive_seed(seed, "probe", number) % number_of_tasks,
+            seed=derive_seed(seed, "probe", number, "group"), size=config.group_size,
+        )
+        for number in range(groups)
+    ]  # fmt: skip
+    with plain_errors():
+        found = [turn for turns in await _all(_hinted_turns(runner, stage, plan) for plan in plans) for turn in turns]
+        if not found:
+            raise ConfigError(
+                f"none of {groups * config.group_size} rollouts has a hinted turn: name rules that find what goes "
+                "wrong (orchestrator.hints.detect), or play more groups (--groups)"
+            )
+        kinds: dict[str, KindOfHint] = defaultdict(KindOfHint)
+        done, count = 0, len(found) * len(ARMS) * draws
+
+        async def redraw(turn: _HintedTurn, arm: str, draw: int) -> None:
+            nonlocal done
+            kind, hint = kinds[turn.kind], _hint_of(turn, arm, found)
+            kind.turns += arm == NONE and draw == 1
+            if hint is not None:
+                rollout = await _redrawn(runner, stage, turn, hint, number=ARMS.index(arm) * draws + draw)
+                if rollout is None or rollout.reward is None:
+                    kind.lost += 1
+                else:
+                    kind.rewards[arm].setdefault(rollout.task_id, []).append(rollout.reward)
+            done += 1
+            on_progress(done, count)
+
+        await _all(redraw(turn, arm, draw) for turn in found for arm in ARMS for draw in range(1, draws + 1))
+    return dict(kinds)
+
+
+async def _all(work):
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(each) for each in work]
+    return [task.result() for task in tasks]
+
+
+async def _hinted_turns(runner: RolloutRunner, stage: HintStage, plan: GroupPlan) -> list[_HintedTurn]:
+    """Play a group, and return the first hinted turn of each rollout that one session sampled."""
+
+    async def play(sibling: int):
+        request = runner.training_request(plan, sibling, 0)
+        reply, records = await runner.run(plan.source, request, order=plan.group)
+        return finish_rollout(plan, reply, records, sibling=sibling, seed=request.seed or 0), records
+
+    played = await _all(play(sibling) for sibling in range(plan.size))
+    hinted = await stage.attach([rollout for rollout, _ in played])
+    turns = []
+    for (rollout, samples), (_, records) in zip(hinted, played, strict=True):
+        made = min(
+            (turn for sample in samples for turn in sample.distillations), key=lambda turn: turn.turn, default=None
+        )
+        if made is None or len({record.session for record in records}) > 1:
+            continue
+        at = next(index for index, turn in enumerate(rollout.turns) if turn.hint)
+        parent = rollout.turns[at].parent
+        sample = next(sample for sample in samples if made in sample.distillations)
+        turns.append(
+            _HintedTurn(
+                plan=plan, sibling=rollout.sibling, kind=made.error, hint=rollout.turns[at].hint or "", turn=made.turn,
+                records=records, sample=sample, role="user" if parent is None else rollout.turns[parent].role,
+            )
+        )  # fmt: skip
+    return turns
+
+
+def _hint_of(turn: _HintedTurn, arm: str, turns: Sequence[_HintedTurn]) -> str | None:
+    """Return the hint of an arm, "" for none; None where no other task has a hint for this kind."""
+    if arm != OTHER:
+        return turn.hint if arm == OWN else ""
+    others = [
+        other.hint for other in turns if other.kind == turn.kind and other.plan.task_index != turn.plan.task_index
+    ]
+    return others[derive_seed(turn.plan.seed, turn.sibling) % len(others)] if others else None
+
+
+async def _redrawn(
+    runner: RolloutRunner, stage: HintStage, turn: _HintedTurn, hint: str, *, number: int
+) -> FinishedRollout | None:
+    """Play the rollout again with its turn drawn anew. None where the hint has no place."""
+    hinted_ids: np.ndarray | None = None
+    if hint:
+        spans = [span for span in turn.sample.turns if span.turn == turn.turn]
+        made = await asyncio.to_thread(
+            stage.placer.place, turn.sample, spans, hint, role=turn.role, weight=1.0, kind=turn.kind
+        )
+        if isinstance(made, str):
+            return None
+        hinted_ids = ints(made[0].teacher_ids)[: made[0].teacher_start]
+    redraw = Redraw(records=turn.records, turn=turn.turn, hinted_ids=hinted_ids, draw=number)
+    request = runner.training_request(turn.plan, turn.sibling, 0)
+    request = msgspec.structs.replace(request, rollout_id=f"{request.rollout_id}d{number}")
+    reply, records = await runner.run(turn.plan.source, request, order=turn.plan.group, redraw=redraw)
+    return finish_rollout(turn.plan, reply, records, seed=request.seed or 0)[0]
