@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from composer_prime.channels.sft import SftConfig
+from composer_prime.channels.sft import SftConfig, SftTerm
 from composer_prime.channels.term import LossParts, TaughtTokens, Term, TermTokens, channel_metrics, total_loss
 from composer_prime.config import Config, load
 from composer_prime.console import start_log
@@ -290,7 +290,7 @@ class Trainer:
     def _score(self, reply: StepReply) -> dict[str, float]:
         """Return the metrics of the step's held-out demonstrations; empty if it has none."""
         held_out = [checked_row(batch, self.policy.vocabulary) for batch in reply.held_out]
-        imitated, share = [SftConfig().term()], self.policy.shares_prefixes
+        imitated, share = [SftTerm(SftConfig())], self.policy.shares_prefixes
         rows = [unpack(row, imitated, self.world.device, share=share) for row in held_out]
         return score_held_out(self.policy, rows) if rows else {}
 
