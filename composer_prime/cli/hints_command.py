@@ -1,63 +1,52 @@
-"""`composer hints probe RUN|MODEL`: what hints will teach, before any training with them.
+"""`composer hints probe RUN|MODEL`: what hints are worth to a model, before any training with them.
 
-Turns that went wrong are drawn again: without a hint, with their own, with another task's. Then each kind of hint is
-distilled alone for a few steps on a scratch copy of the model. A kind teaches when its own hint lifts the reward, and
-when its divergence on tasks that were not distilled falls: then the policy does without the hint what it did with it.
+Turns that went wrong are drawn again: without a hint, with their own, and with that of another task. What follows is
+played without a hint. A hint whose redraws score no higher than those without has nothing to teach. What another task's
+hint lifts is not this hint's content, and a policy can learn that part to do without the hint.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
-import subprocess
+from collections.abc import Mapping
 from contextlib import closing
-from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 from composer_prime.cli.eval_command import run_of_models, split_models, words_of_run
 from composer_prime.config import Config
 from composer_prime.config.load import resolve
-from composer_prime.console import ProgressLines, console_script
+from composer_prime.console import ProgressLines
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import model_folder, resolve_model
-from composer_prime.monitor.metrics_file import read_history
-from composer_prime.run.run_dir import RunDir
+from composer_prime.stats.intervals import difference_interval, mean_interval
 
 if TYPE_CHECKING:
     from orchestrator.hints.probe import KindOfHint
 
-_FALLEN = 0.7
-"""A divergence that falls to this share of its start is being taken over."""
-
 
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="composer hints probe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="composer hints probe",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="`@ FILE` and `--section.key VALUE` give the configuration; without a file that of RUN counts.",
-    )  # fmt: skip
+    )
     parser.add_argument("model", help="run directory (its final/ is used), model folder, Hub id, tiny, or smollm2")
     parser.add_argument("--groups", type=int, default=16, help="groups of rollouts to play (default 16)")
     parser.add_argument("--draws", type=int, default=2, help="redraws of a turn in each arm (default 2)")
-    parser.add_argument("--steps", type=int, default=10, help="steps of each distillation; 0: none (default 10)")
-    parser.add_argument("-o", "--output", type=Path, default=Path("outputs/probe"), help="folder of the distillations")
     options, rest = parser.parse_known_args(words)
     if not any(word.startswith("@") for word in rest):
         rest = [*words_of_run(run_of_models([options.model]), rest), *rest]
     split_models([options.model, *rest])
     config = resolve([*rest, "--model.path", model_folder(options.model)])
-    if config.orchestrator.hints is None or not config.channels.sdpo.weight:
+    if config.orchestrator.hints is None:
         raise ConfigError(
-            f"channels.sdpo.weight is {config.channels.sdpo.weight:g} and [orchestrator.hints] is "
-            f"{'absent' if config.orchestrator.hints is None else 'there'}: a probe needs a weight and the table"
+            "there is no [orchestrator.hints] table, so nothing says which turns get which hints: name a file with one"
         )
     resolve_model(config.model.path)
-    kinds = asyncio.run(_probe(config, options))
-    print("\n".join(redraw_lines(kinds)), flush=True)
-    for name in kinds if options.steps else ():
-        print(verdict(name, kinds[name], _distilled(config, rest, options, name, [*kinds])), flush=True)
+    print("\n".join(redraw_lines(asyncio.run(_probe(config, options)))))
     return 0
 
 
@@ -78,6 +67,7 @@ async def _probe(config: Config, options: argparse.Namespace) -> dict[str, KindO
         chat = chat_folder(resolve_model(config.model.path), config.model.chat_template, scratch.path / "chat")
         stage = await asyncio.to_thread(build_hints, config, chat, scratch.path)
         assert stage is not None
+        stage.distil = True
         async with serve_with_workers(config, scratch.path / "served") as (gateway, pools):
             try:
                 return await probe(
@@ -94,57 +84,21 @@ async def _probe(config: Config, options: argparse.Namespace) -> dict[str, KindO
                 await stage.close()
 
 
-def redraw_lines(kinds: dict[str, KindOfHint]) -> list[str]:
-    """Return the table of redraws: the reward without a hint, and what each hint adds, over tasks."""
+def redraw_lines(kinds: Mapping[str, KindOfHint]) -> list[str]:
+    """Return a table for the reward and one for errors at the turn: without a hint, and what each hint changes."""
     from orchestrator.hints.probe import NONE, OTHER, OWN
 
-    lines = [f"{'kind of error':<18}{'turns':>6}  {'reward without a hint':<24}{'own hint':<26}{OTHER:<26}lost"]
-    for name, kind in kinds.items():
-        mean, own, other = kind.mean(NONE), kind.lift(OWN), kind.lift(OTHER)
-        cells = [each.text(sign=True) if each else "-" for each in (own, other)]
-        lines.append(
-            f"{name:<18}{kind.turns:>6}  {mean.text() if mean else '-':<24}{cells[0]:<26}{cells[1]:<26}{kind.lost}"
-        )
-    return lines
-
-
-def _distilled(config: Config, words: list[str], options: argparse.Namespace, kind: str, kinds: list[str]) -> Path:
-    """Distil the hints of `kind` alone into a copy of the model. Return the run's metrics. Raises ConfigError."""
-    run_dir = RunDir(options.output / kind)
-    weights = {name: 0.0 for name in kinds if name != kind}
-    own = {
-        "--run.name": kind, "--run.output_dir": str(options.output), "--run.overwrite": "true",
-        "--run.max_steps": str(options.steps), "--model.path": model_folder(options.model),
-        "--channels.policy.weight": "0", "--channels.replay_dpo.weight": "0",
-        "--orchestrator.preferences.pairs_per_step": "0", "--orchestrator.hints.weights": json.dumps(weights),
-        "--orchestrator.eval.every_steps": str(options.steps), "--trainer.checkpoint.every_steps": "0",
-    }  # fmt: skip
-    command = [*console_script("trainer"), *words, *(word for pair in own.items() for word in pair)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        raise ConfigError(f"the distillation of {kind} ended with {done.returncode}: {done.stderr[-600:].strip()}")
-    return run_dir.metrics
-
-
-def verdict(name: str, kind: KindOfHint, metrics: Path) -> str:
-    """Return what the term will do with this kind of hint, and the figures that say so."""
-    from orchestrator.hints.probe import OWN
-
-    lines = read_history(metrics)
-    divergence = [line["sdpo/jsd"] for line in lines if "sdpo/jsd" in line]
-    errors = [
-        line[key] for line in lines for key in line if key.endswith("/turn_error_rate") and key.startswith("eval/")
-    ]
-    lift = kind.lift(OWN)
-    lifts = lift is not None and lift.low is not None and lift.low > 0
-    part = max(len(divergence) // 5, 1)
-    first, last = (fmean(each) for each in (divergence[:part], divergence[-part:])) if divergence else (0.0, 0.0)
-    falls = bool(divergence) and last <= _FALLEN * first
-    if not lifts:
-        says = "teaches nothing: its own hint does not lift the reward beyond doubt"
-    elif not falls:
-        says = "is not taken over: it lifts the reward, but the policy does not learn to do without it"
-    else:
-        says = "teaches: it lifts the reward, and the policy learns to do without it"
-    change = f", held-out turn errors {errors[0]:.3f} -> {errors[-1]:.3f}" if len(errors) > 1 else ""
-    return f"{name}: {says} (divergence {first:.4f} -> {last:.4f}{change})"
+    lines = []
+    for title, figures in (("reward", "rewards"), ("errors at the turn", "errors")):
+        lines += ["", f"{title:<20}{'turns':>6}  {NONE:<24}{f'change by its {OWN}':<26}{f'by {OTHER}':<26}lost"]
+        for name, kind in sorted(kinds.items()):
+            by_arm = getattr(kind, figures)
+            before = mean_interval(by_arm[NONE]).text() if by_arm[NONE] else "-"
+            cells = [
+                difference_interval(by_arm[NONE], by_arm[arm]).text(sign=True)
+                if by_arm[NONE].keys() & by_arm[arm].keys()
+                else "-"
+                for arm in (OWN, OTHER)
+            ]
+            lines.append(f"{name:<20}{kind.turns:>6}  {before:<24}{cells[0]:<26}{cells[1]:<26}{kind.lost}")
+    return lines[1:]

@@ -19,7 +19,6 @@ import numpy as np
 
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import ConfigError, plain_errors
-from composer_prime.stats.intervals import Interval, difference_interval, mean_interval
 from composer_prime.wire.types import Sample, ints
 from orchestrator.gateway.gateway import Gateway
 from orchestrator.gateway.http import GenerationRecord, Redraw
@@ -49,20 +48,14 @@ class _HintedTurn:
 
 @dataclass(slots=True, kw_only=True)
 class KindOfHint:
-    """The rewards of redrawn turns of one kind of error, by arm and task."""
+    """What came of the redrawn turns of one kind of error, by arm and task."""
 
     rewards: dict[str, dict[str, list[float]]] = field(default_factory=lambda: {arm: {} for arm in ARMS})
+    errors: dict[str, dict[str, list[float]]] = field(default_factory=lambda: {arm: {} for arm in ARMS})
+    """1 where the redrawn turn is an error again, else 0."""
     turns: int = 0
     lost: int = 0
     """Redraws without a reward: the environment did not repeat the rollout, or it failed."""
-
-    def mean(self, arm: str) -> Interval | None:
-        return mean_interval(self.rewards[arm]) if self.rewards[arm] else None
-
-    def lift(self, arm: str) -> Interval | None:
-        """Return the reward of an arm less that without a hint, over the tasks of both."""
-        shared = self.rewards[NONE].keys() & self.rewards[arm].keys()
-        return difference_interval(self.rewards[NONE], self.rewards[arm]) if shared else None
 
 
 async def probe(
@@ -110,7 +103,10 @@ async def probe(
                 if rollout is None or rollout.reward is None:
                     kind.lost += 1
                 else:
+                    found_again = [error for find in stage.detectors.values() for error in await find(rollout)]
+                    fails = any(error.turn == turn.turn for error in found_again)
                     kind.rewards[arm].setdefault(rollout.task_id, []).append(rollout.reward)
+                    kind.errors[arm].setdefault(rollout.task_id, []).append(float(fails))
             done += 1
             on_progress(done, count)
 
