@@ -38,7 +38,7 @@ from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.channels.term import ScheduledTermConfig, Sums, Term, TermRows, TermTokens
-from composer_prime.channels.tokens import bounded_exp, mean_by, sum_by, torch, without_gradient
+from composer_prime.channels.tokens import bounded_exp, sum_by, torch, without_gradient
 from composer_prime.errors import ConfigError
 from composer_prime.packing.pack import Row, joined
 from composer_prime.wire.types import StepTotals
@@ -219,7 +219,6 @@ def _sums(tokens: SdpoTokens, importance_D: Tensor) -> Sums:
         "tokens": torch.ones_like(divergence_D).sum(),
         "turns": torch.full_like(divergence_D.sum(), float(tokens.turns)),
         "jsd": divergence_D.sum(),
-        "turn_jsd": mean_by(divergence_D, tokens.turn_D, tokens.turns).sum(),
         "is_clip_fraction": (importance_D > IMPORTANCE_CAP).to(divergence_D.dtype).sum(),
     }
     if tokens.teacher_entropy_D is not None:
@@ -231,14 +230,14 @@ def _sums(tokens: SdpoTokens, importance_D: Tensor) -> Sums:
 
 
 _COUNTS = ("turns", "tokens")
-_OVER_TURNS = ("turn_jsd", "hint_log_ratio", "endorsed")
+_OVER_TURNS = ("hint_log_ratio", "endorsed")
 """Sums that are means over turns; all others are means over tokens."""
 
 
 def sdpo_metrics(sums: dict[str, float]) -> dict[str, float]:
     """Return a step's metrics: sdpo/turns and sdpo/tokens always, means only with tokens.
 
-    sdpo/jsd is the mean of the tokens, sdpo/turn_jsd the mean of the turns' means. sdpo/hint_log_ratio is the mean of
+    sdpo/jsd is the mean divergence of a token. sdpo/hint_log_ratio is the mean of
     log T(turn) - log S(turn), and sdpo/endorsed the share of turns where it is above 0.
     """
     counts = {"sdpo/turns": sums["turns"], "sdpo/tokens": sums["tokens"]}

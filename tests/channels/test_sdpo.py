@@ -135,8 +135,6 @@ def test_metrics_by_hand():
     metrics = sdpo_metrics({name: value.item() for name, value in sums.items()})
     assert metrics["sdpo/turns"] == 2 and metrics["sdpo/tokens"] == 4 and metrics["sdpo/is_clip_fraction"] == 0.25
     assert math.isclose(metrics["sdpo/jsd"], turns.divergence_D.mean(), abs_tol=1e-12)
-    by_turn = (turns.divergence_D[0] + turns.divergence_D[1:].mean()) / 2
-    assert math.isclose(metrics["sdpo/turn_jsd"], by_turn, abs_tol=1e-12)
     assert math.isclose(metrics["sdpo/teacher_entropy"], turns.entropy_D.mean(), abs_tol=1e-12)
     ratios = torch.stack([part.sum() for part in (turns.teacher_D - turns.logprobs_D).split([1, 3])])
     assert math.isclose(metrics["sdpo/hint_log_ratio"], ratios.mean(), abs_tol=1e-12)

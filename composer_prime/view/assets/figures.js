@@ -18,7 +18,7 @@ const GROUPS = [
   ]],
   ["Loss terms", [
     { title: "Loss by term", names: ["loss/policy", "loss/sdpo", "loss/replay_dpo"], zero: false },
-    { title: "SDPO divergence", note: "nats a token", names: ["sdpo/jsd", "sdpo/turn_jsd"], optional: true, mean: true },
+    { title: "SDPO divergence", note: "nats a token", names: ["sdpo/jsd"], optional: true, mean: true },
     { title: "SDPO turns", note: "a step", names: ["sdpo/turns"], optional: true, mean: true },
     { title: "Pairs preferred as the teachers did", names: ["dpo/accuracy"], mean: true, unit: true },
     { title: "Displacement of chosen answers", note: "nats a token", names: ["dpo/displacement"], optional: true, mean: true },
