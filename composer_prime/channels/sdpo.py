@@ -169,20 +169,24 @@ class SdpoTokens:
     """Tokens of the micro-batch that are trained or distilled."""
     sample_tokens_D: Tensor
     """int64 [D]: tokens of the token's sample that are trained or distilled."""
-    teacher_entropy_D: Tensor | None = None
+    teacher_entropy_D: Tensor
     """float [D], nats; for the metrics."""
-    teacher_logprobs_D: Tensor | None = None
-    """float [D]: log-probability of the sampled token with the hint; needed for `skip_endorsed`."""
+    teacher_logprobs_D: Tensor
+    """float [D]: log-probability of the sampled token with the hint."""
 
 
 def sdpo_loss(tokens: SdpoTokens, divisor: Tensor | float, config: SdpoConfig) -> tuple[Tensor, Sums]:
     """Return this micro-batch's share of the SDPO loss (scalar, before alpha) and its metric sums.
 
     `divisor`: what the divergence of a token is divided by, one number or [D]; `PolicyTerm.divisor` gives it. Without
-    tokens the loss is a zero that is attached to the graph. Raises ConfigError when a turn has no tokens, or when
-    `skip_endorsed` lacks the teacher's log-probabilities.
+    tokens the loss is a zero that is attached to the graph. Raises ConfigError when a turn has no tokens.
     """
-    _check(tokens, config)
+    count = tokens.divergence_D.numel()
+    if tokens.turns > count:
+        raise ConfigError(
+            f"SDPO got {tokens.turns} turns, but {count} tokens of them: a turn needs at least one token in its "
+            "mask (thinking counts); leave out turns without any"
+        )
     importance_D = bounded_exp(tokens.logprobs_D.detach() - tokens.sampler_logprobs_D)
     weight_D = tokens.weight_D * importance_D.clamp(max=IMPORTANCE_CAP)
     if config.skip_endorsed:
@@ -191,42 +195,25 @@ def sdpo_loss(tokens: SdpoTokens, divisor: Tensor | float, config: SdpoConfig) -
     return loss, _sums(tokens, importance_D)
 
 
-def _check(tokens: SdpoTokens, config: SdpoConfig) -> None:
-    count = tokens.divergence_D.numel()
-    if tokens.turns > count:
-        raise ConfigError(
-            f"SDPO got {tokens.turns} turns, but {count} tokens of them: a turn needs at least one token in its "
-            "mask (thinking counts); leave out turns without any"
-        )
-    if config.skip_endorsed and tokens.teacher_logprobs_D is None:
-        raise ConfigError(
-            "channels.sdpo.skip_endorsed is true, but the tokens came without the teacher's log-probabilities: set it "
-            "to false, or compute them"
-        )
-
-
 @without_gradient
 def _hint_log_ratio(tokens: SdpoTokens) -> Tensor:
     """Return log T(turn) - log S(turn) of each turn, in nats: above 0, the hint makes the turn likelier."""
-    assert tokens.teacher_logprobs_D is not None
     return sum_by(tokens.teacher_logprobs_D - tokens.logprobs_D, tokens.turn_D, tokens.turns)
 
 
 @without_gradient
 def _sums(tokens: SdpoTokens, importance_D: Tensor) -> Sums:
     divergence_D = tokens.divergence_D.detach()
-    sums = {
+    ratio = _hint_log_ratio(tokens)
+    return {
         "tokens": torch.ones_like(divergence_D).sum(),
         "turns": torch.full_like(divergence_D.sum(), float(tokens.turns)),
         "jsd": divergence_D.sum(),
         "is_clip_fraction": (importance_D > IMPORTANCE_CAP).to(divergence_D.dtype).sum(),
+        "teacher_entropy": tokens.teacher_entropy_D.sum(),
+        "hint_log_ratio": ratio.sum(),
+        "endorsed": (ratio > 0).to(ratio.dtype).sum(),
     }
-    if tokens.teacher_entropy_D is not None:
-        sums["teacher_entropy"] = tokens.teacher_entropy_D.sum()
-    if tokens.teacher_logprobs_D is not None:
-        ratio = _hint_log_ratio(tokens)
-        sums |= {"hint_log_ratio": ratio.sum(), "endorsed": (ratio > 0).to(ratio.dtype).sum()}
-    return sums
 
 
 _COUNTS = ("turns", "tokens")

@@ -70,16 +70,8 @@ async def _probe(config: Config, options: argparse.Namespace) -> dict[str, KindO
         stage.distil = True
         async with serve_with_workers(config, scratch.path / "served") as (gateway, pools):
             try:
-                return await probe(
-                    config.orchestrator,
-                    pools,
-                    gateway,
-                    stage,
-                    seed=config.run.seed,
-                    groups=options.groups,
-                    draws=options.draws,
-                    on_progress=tell,
-                )
+                limits = {"groups": options.groups, "draws": options.draws}
+                return await probe(config, pools, gateway, stage, on_progress=tell, **limits)
             finally:
                 await stage.close()
 

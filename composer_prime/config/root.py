@@ -243,11 +243,6 @@ def _loss_terms_have_input(config: Config) -> Iterator[str]:
     )
     if not (policy or sdpo or replay or config.channels.sft.weight or config.channels.own):
         yield "channels.policy.weight is 0 and no other loss term has a weight: nothing would train; set one above 0"
-    if config.channels.sdpo.route == "failed" and not sdpo:
-        yield (
-            "channels.sdpo.route is 'failed', but channels.sdpo.weight is 0: failed rollouts with a hint would train "
-            "nothing; set channels.sdpo.weight above 0, or route = 'add'"
-        )
     pairs_per_step = config.orchestrator.preferences.pairs_per_step
     if sdpo and config.orchestrator.hints is None:
         yield (

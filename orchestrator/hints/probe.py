@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from composer_prime.config.orchestrator import OrchestratorConfig
+from composer_prime.config import Config
 from composer_prime.errors import ConfigError, plain_errors
 from composer_prime.wire.types import Sample, ints
 from orchestrator.gateway.gateway import Gateway
@@ -59,12 +59,11 @@ class KindOfHint:
 
 
 async def probe(
-    config: OrchestratorConfig,
+    config: Config,
     pools: Mapping[str, WorkerPool],
     gateway: Gateway,
     stage: HintStage,
     *,
-    seed: int,
     groups: int,
     draws: int,
     on_progress: Callable[[int, int], None],
@@ -73,14 +72,15 @@ async def probe(
 
     Raises ConfigError when no rollout has a hinted turn.
     """
-    permits = Permits(config.max_concurrent, eval_share=1.0)
-    runner = RolloutRunner(config=config, gateway=gateway, pools=pools, permits=permits, seed=seed)
-    source = next(source.name for source in config.source if source.weight > 0)
+    settings, seed = config.orchestrator, config.run.seed
+    permits = Permits(settings.max_concurrent, eval_share=1.0)
+    runner = RolloutRunner(config=settings, gateway=gateway, pools=pools, permits=permits, seed=seed)
+    source = next(source.name for source in settings.source if source.weight > 0)
     number_of_tasks = pools[source].num_tasks("train")
     plans = [
         GroupPlan(
             group=number, source=source, task_index=derive_seed(seed, "probe", number) % number_of_tasks,
-            seed=derive_seed(seed, "probe", number, "group"), size=config.group_size,
+            seed=derive_seed(seed, "probe", number, "group"), size=settings.group_size,
         )
         for number in range(groups)
     ]  # fmt: skip
@@ -88,7 +88,7 @@ async def probe(
         found = [turn for turns in await _all(_hinted_turns(runner, stage, plan) for plan in plans) for turn in turns]
         if not found:
             raise ConfigError(
-                f"none of {groups * config.group_size} rollouts has a hinted turn: name rules that find what goes "
+                f"none of {groups * settings.group_size} rollouts has a hinted turn: name rules that find what goes "
                 "wrong (orchestrator.hints.detect), or play more groups (--groups)"
             )
         kinds: dict[str, KindOfHint] = defaultdict(KindOfHint)

@@ -85,6 +85,8 @@ def loss_of(settings, logits, *, hinted=(0, 1), advantages=(0.0, 0.0), gap=1, te
             turns=len(set(SAMPLE[taught].tolist())),
             row_tokens=int(of_row.sum()),
             sample_tokens_D=torch.tensor([4, 2])[SAMPLE[taught]],
+            teacher_entropy_D=torch.zeros(int(taught.sum()), dtype=torch.float64),
+            teacher_logprobs_D=torch.zeros(int(taught.sum()), dtype=torch.float64),
         )
         total = total + total_loss(channels.terms(1), {"policy": policy, "sdpo": sdpo}, totals).total
     return total

@@ -33,7 +33,7 @@ class Turns:
         self.teacher_D = self.logprobs_D + torch.randn(count, **double)
         self.weight_D = torch.rand(len(lengths), **double)[self._turn_of(lengths)]
 
-    def tokens(self, divergence_D: torch.Tensor, turns: slice = slice(None), entropy: bool = True) -> SdpoTokens:
+    def tokens(self, divergence_D: torch.Tensor, turns: slice = slice(None)) -> SdpoTokens:
         starts = [sum(self.lengths[:index]) for index in range(len(self.lengths) + 1)]
         first, last, _ = turns.indices(len(self.lengths))
         part = slice(starts[first], starts[max(first, last)])
@@ -47,8 +47,8 @@ class Turns:
             turns=len(own),
             row_tokens=sum(own),
             sample_tokens_D=torch.tensor(own)[self._turn_of(own)] if own else torch.zeros(0, dtype=torch.long),
-            teacher_entropy_D=self.entropy_D[part] if entropy else None,
-            teacher_logprobs_D=self.teacher_D[part] if entropy else None,
+            teacher_entropy_D=self.entropy_D[part],
+            teacher_logprobs_D=self.teacher_D[part],
         )
 
     @staticmethod
@@ -146,11 +146,7 @@ def test_metrics_by_hand():
 
 
 def test_missing_tokens_are_refused():
-    # A turn whose mask is empty, and endorsement without the teacher's log-probabilities: an error each.
-    turns = Turns(4, [2])
-    tokens = turns.tokens(turns.divergence_D, entropy=False)
-    with pytest.raises(ConfigError, match=r"channels\.sdpo\.skip_endorsed"):
-        sdpo_loss(tokens, 1.0, SdpoConfig(skip_endorsed=True))
+    # A turn whose mask is empty is an error.
     empty = Turns(4, [])
     none = dataclasses.replace(empty.tokens(empty.divergence_D), turns=1)
     with pytest.raises(ConfigError, match="1 turns, but 0 tokens"):

@@ -91,6 +91,7 @@ def oracle(samples, pairs, references: Tensor) -> Tensor:
             weight_D=join([torch.full((len(part[0]),), part[3]) for part in distil]),
             turn_D=join(numbers).long(), turns=len(distil), row_tokens=0,
             sample_tokens_D=join([torch.full((len(part[0]),), part[4]) for part in distil]).long(),
+            teacher_entropy_D=join([part[1] for part in distil]), teacher_logprobs_D=join([part[1] for part in distil]),
         ),
         "replay_dpo": PairTokens(
             chosen_logprobs_P=torch.stack([side.sum() for side in sides[0::2]]),
