@@ -92,5 +92,5 @@ def redraw_lines(kinds: Mapping[str, KindOfHint]) -> list[str]:
                 else "-"
                 for arm in (OWN, OTHER)
             ]
-            lines.append(f"{name:<20}{kind.turns:>6}  {before:<24}{cells[0]:<26}{cells[1]:<26}{kind.lost}")
+            lines.append(f"{name:<20}{len(kind.turns):>6}  {before:<24}{cells[0]:<26}{cells[1]:<26}{kind.lost}")
     return lines[1:]

@@ -46,7 +46,6 @@ ENDS = {
     "every": "The task has ended.",
 }
 """Rules for the last turn of a rollout, by the kind of its error, and what a template's pattern reads."""
-_REPEATED = "The same call gave the same reply before."
 _HEAD, _TAIL = 2_000, 6_000
 _SEARCH_S = 0.25
 """Longest search of one pattern in one answer, in seconds."""
@@ -255,16 +254,21 @@ def find_errors(templates: Templates, detect: Set[str], rollout: FinishedRollout
         if "schema" in detect and (error is None or error.kind == OTHER):
             # No template knows the tool's words, but the call itself may show what is wrong.
             error = _in_calls(rollout, index) or error
-        calls = tuple((call.name, call.arguments) for call in turns[index].tool_calls)
-        exchange = (calls, *(turns[reply].text for reply in replies))
-        if calls and "repeated" in detect and exchange in seen:
-            error = error or error_turn(rollout, index, "repeated", _REPEATED, calls[0][0])
-        seen.add(exchange)
-        errors[index] = error
+        errors[index] = error or (_repeated(rollout, index, replies, seen) if "repeated" in detect else None)
     last = max(errors, default=None)
     if last is not None and errors[last] is None:
         errors[last] = _at_the_end(detect, rollout, last, replies_to)
     return [error for error in errors.values() if error is not None]
+
+
+def _repeated(rollout: FinishedRollout, index: int, replies: list[int], seen: set[tuple]) -> ErrorTurn | None:
+    """Return the error of calls that got the same replies before. `seen`: those so far; gets these."""
+    calls = tuple((call.name, call.arguments) for call in rollout.turns[index].tool_calls)
+    exchange = (calls, *(rollout.turns[reply].text for reply in replies))
+    if calls and exchange in seen:
+        return error_turn(rollout, index, "repeated", "The same call gave the same reply before.", calls[0][0])
+    seen.add(exchange)
+    return None
 
 
 def _at_the_end(

@@ -10,7 +10,6 @@ hint's content; it is the part that a policy without hints can surely take over.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -53,9 +52,19 @@ class KindOfHint:
     rewards: dict[str, dict[str, list[float]]] = field(default_factory=lambda: {arm: {} for arm in ARMS})
     errors: dict[str, dict[str, list[float]]] = field(default_factory=lambda: {arm: {} for arm in ARMS})
     """1 where the redrawn turn is an error again, else 0."""
-    turns: int = 0
+    turns: set[tuple[int, int]] = field(default_factory=set)
+    """Those that were redrawn: group and sibling."""
     lost: int = 0
     """Redraws without a reward: the environment did not repeat the rollout, or it failed."""
+
+    def note(self, arm: str, turn: _HintedTurn, redrawn: tuple[FinishedRollout, bool] | None) -> None:
+        """Count a redraw of `turn`: the rollout, and whether the turn is an error again; None for one that is lost."""
+        self.turns.add((turn.plan.group, turn.sibling))
+        if redrawn is None or (reward := redrawn[0].reward) is None:
+            self.lost += 1
+            return
+        for figures, value in ((self.rewards, reward), (self.errors, float(redrawn[1]))):
+            figures[arm].setdefault(redrawn[0].task_id, []).append(value)
 
 
 async def probe(
@@ -91,27 +100,19 @@ async def probe(
                 f"none of {groups * settings.group_size} rollouts has a hinted turn: name rules that find what goes "
                 "wrong (orchestrator.hints.detect), or play more groups (--groups)"
             )
-        kinds: dict[str, KindOfHint] = defaultdict(KindOfHint)
+        kinds = {turn.kind: KindOfHint() for turn in found}
         done, count = 0, len(found) * len(ARMS) * draws
 
-        async def redraw(turn: _HintedTurn, arm: str, draw: int) -> None:
+        async def redraw(turn: _HintedTurn, arm: str, number: int) -> None:
             nonlocal done
-            kind, hint = kinds[turn.kind], _hint_of(turn, arm, found)
-            kind.turns += arm == NONE and draw == 1
-            if hint is not None:
-                rollout = await _redrawn(runner, stage, turn, hint, number=ARMS.index(arm) * draws + draw)
-                if rollout is None or rollout.reward is None:
-                    kind.lost += 1
-                else:
-                    found_again = [error for find in stage.detectors.values() for error in await find(rollout)]
-                    fails = any(error.turn == turn.turn for error in found_again)
-                    kind.rewards[arm].setdefault(rollout.task_id, []).append(rollout.reward)
-                    kind.errors[arm].setdefault(rollout.task_id, []).append(float(fails))
+            if (hint := _hint_of(turn, arm, found)) is not None:
+                kinds[turn.kind].note(arm, turn, await _redrawn(runner, stage, turn, hint, number=number))
             done += 1
             on_progress(done, count)
 
-        await _all(redraw(turn, arm, draw) for turn in found for arm in ARMS for draw in range(1, draws + 1))
-    return dict(kinds)
+        numbers = [(arm, 1 + ARMS.index(arm) * draws + draw) for arm in ARMS for draw in range(draws)]
+        await _all(redraw(turn, arm, number) for turn in found for arm, number in numbers)
+    return kinds
 
 
 async def _all(work):
@@ -161,8 +162,8 @@ def _hint_of(turn: _HintedTurn, arm: str, turns: Sequence[_HintedTurn]) -> str |
 
 async def _redrawn(
     runner: RolloutRunner, stage: HintStage, turn: _HintedTurn, hint: str, *, number: int
-) -> FinishedRollout | None:
-    """Play the rollout again with its turn drawn anew. None where the hint has no place."""
+) -> tuple[FinishedRollout, bool] | None:
+    """Play the rollout again with its turn drawn anew; is that an error again? None where the hint has no place."""
     hinted_ids: np.ndarray | None = None
     if hint:
         spans = [span for span in turn.sample.turns if span.turn == turn.turn]
@@ -176,4 +177,6 @@ async def _redrawn(
     request = runner.training_request(turn.plan, turn.sibling, 0)
     request = msgspec.structs.replace(request, rollout_id=f"{request.rollout_id}d{number}")
     reply, records = await runner.run(turn.plan.source, request, order=turn.plan.group, redraw=redraw)
-    return finish_rollout(turn.plan, reply, records, seed=request.seed or 0)[0]
+    rollout, _ = finish_rollout(turn.plan, reply, records, seed=request.seed or 0)
+    errors = [error for find in stage.detectors.values() for error in await find(rollout)]
+    return rollout, any(error.turn == turn.turn for error in errors)

@@ -224,7 +224,9 @@ def score_group(
     if len(rewards) < MIN_GROUP:
         return FinishedGroup(plan=plan, outcome=GroupOutcome.FAILED, rollouts=[rollout for rollout, _ in ended])
     advantages_G = group_advantages(rewards, channels.policy.advantage_scaling)
-    ended = _with_advantages(ended, advantages_G, config.train_truncated, channels.sdpo.route == "failed")
+    ended = _with_advantages(ended, advantages_G, config.train_truncated)
+    if channels.sdpo.route == "failed":
+        ended = [(rollout, _routed(rollout, samples)) for rollout, samples in ended]
     rollouts = sorted((rollout for rollout, _ in ended), key=lambda rollout: rollout.sibling)
     samples = [sample for _, rollout_samples in ended for sample in rollout_samples]
     signal = has_signal(advantages_G) or not config.filter_zero_advantage
@@ -236,13 +238,9 @@ def score_group(
 
 
 def _with_advantages(
-    ended: list[CompiledRollout], advantages_G: list[float], train_truncated: bool, routes_failed: bool
+    ended: list[CompiledRollout], advantages_G: list[float], train_truncated: bool
 ) -> list[CompiledRollout]:
-    """Return the rollouts with their advantages; failed ones have no samples.
-
-    With `routes_failed`, hinted samples of rollouts without success have advantage 0 (SRPO, arXiv 2604.02288). They
-    still count in the denominators of the policy loss.
-    """
+    """Return the rollouts with their advantages; failed ones have no samples."""
     following = iter(advantages_G)
     result: list[CompiledRollout] = []
     for rollout, samples in ended:
@@ -253,10 +251,16 @@ def _with_advantages(
         if rollout.truncated and not train_truncated:
             samples = _hinted_only(samples)
         else:
-            routed = routes_failed and rollout.reward < SUCCESS
-            samples = [with_advantage(each, 0.0 if routed and each.distillations else advantage) for each in samples]
+            samples = [with_advantage(sample, advantage) for sample in samples]
         result.append((msgspec.structs.replace(rollout, advantage=advantage), samples))
     return result
+
+
+def _routed(rollout: FinishedRollout, samples: list[Sample]) -> list[Sample]:
+    """Return the samples; hinted ones without success get advantage 0 and still count (SRPO, arXiv 2604.02288)."""
+    if rollout.reward is None or rollout.reward >= SUCCESS:
+        return samples
+    return [with_advantage(sample, 0.0) if sample.distillations else sample for sample in samples]
 
 
 def group_advantages(rewards_G: Sequence[float], scaling: AdvantageScaling) -> list[float]:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 # Differences are paired over the tasks that both arms have; an arm without a redraw has no figure.
 def test_the_table_pairs_by_task():
-    kind = KindOfHint(turns=3, lost=1)
+    kind = KindOfHint(turns={(0, 0), (0, 1), (1, 0)}, lost=1)
     for figures, without, own in ((kind.rewards, 0.0, 1.0), (kind.errors, 1.0, 0.0)):
         figures[NONE] = {"a": [without], "b": [without], "alone": [own]}
         figures[OWN] = {"a": [own], "b": [own, without]}
