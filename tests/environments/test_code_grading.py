@@ -51,13 +51,15 @@ async def graded(trees: Path, text: str | None, box: RuntimeConfig | None = None
 # -- what is taken from a patch
 
 
-# Only editable files are taken; tests, settings of pytest, caches, large files and paths that escape are not.
+# Only editable files are taken; tests, settings of pytest, caches, large files and paths that escape are not. Each that
+# is left out has its reason, what tools leave aside.
 def test_only_editable_files_are_taken() -> None:
     task = make_task(editable=["**"])
     patch = {
         "demo/a.py": b"1",
         "tests/test_numbers.py": b"",
         "demo/conftest.py": b"",
+        "demo/conftest.py/a.py": b"",
         "pyproject.toml": b"",
         "demo/__pycache__/a.cpython-311.pyc": b"",
         "demo/big.py": b" " * (grading.MAX_FILE_BYTES + 1),
@@ -66,8 +68,9 @@ def test_only_editable_files_are_taken() -> None:
     }
     taken, refused = allowed_files(task, patch)
     assert taken == {"demo/a.py": b"1"}
-    assert set(refused) == set(patch) - {"demo/a.py"}
-    assert allowed_files(make_task(), {"notes.txt": b"", "tests/helper.py": b""}) == ({}, {})
+    assert set(refused) == set(patch) - {"demo/a.py", "demo/__pycache__/a.cpython-311.pyc"}
+    taken, refused = allowed_files(make_task(), {"notes.txt": b"", "tests/helper.py": None, ".pytest_cache/a": b""})
+    assert not taken and refused.keys() == {"notes.txt", "tests/helper.py"}
 
 
 # A patch of many files is cut at its sum.

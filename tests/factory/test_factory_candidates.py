@@ -20,6 +20,7 @@ from orchestrator.coding.factory.source import SourceFunction, SourceTree, edite
 from orchestrator.coding.factory.suite import Baseline, TestRecord
 from orchestrator.coding.git_command import commit_files
 from orchestrator.coding.git_command import git as read_by_git
+from orchestrator.coding.task import matches, write_tree
 from tests.factory.package_made import PACKAGE, SHAPES, git, write_package
 
 PATH = "shapes_made/shapes.py"
@@ -168,15 +169,22 @@ def test_describe_tree(tmp_path: Path) -> None:
     tree = source.describe_tree(tmp_path, "shapes_made", "here")
     assert tree.sources == ("shapes_made/__init__.py", "shapes_made/shapes.py")
     assert tree.tests == ("tests/test_shapes.py",) and tree.python_path == (".",)
-    assert source.editable_patterns(tree) == ["shapes_made/*.py"]
+    assert source.editable_patterns(tree)[0] == "shapes_made/**"
     assert (tmp_path / "shapes_made-1.0.dist-info/METADATA").is_file()  # the package may ask for its own version
 
 
-# Tests beside the sources are no part of what may be edited.
-def test_editable_patterns_leave_tests_out(tmp_path: Path) -> None:
-    write_package(tmp_path, shapes_made__test_inside="def test_it(): pass")
-    tree = source.describe_tree(tmp_path, "a", "here")
-    assert source.editable_patterns(tree) == ["shapes_made/__init__.py", "shapes_made/shapes.py"]
+# What is new in a package may be edited: modules, packages and data, also beside tests. Tests may not, nor data that is
+# there already, which they may read. Modules beside the package are no part of it.
+@pytest.mark.parametrize("root", ["", "src/"])
+def test_editable_patterns_leave_tests_out(tmp_path: Path, root: str) -> None:
+    package = f"{root}shapes_made"
+    made = ("__init__.py", "shapes.py", "test_inside.py", "tests/__init__.py", "table.json")
+    write_tree(tmp_path, {f"{package}/{name}": b"" for name in made} | {"tests/test_shapes.py": b"", "setup.py": b""})
+    patterns = source.editable_patterns(source.describe_tree(tmp_path, "a", "here"))
+    for name in ("__init__.py", "shapes.py", "new.py", "inner/__init__.py", "new.json", "testing/new.py"):
+        assert matches(f"{package}/{name}", patterns), name
+    for name in (*made[2:], "test_new.py", "inner/new_test.py", "tests/data.json", "../re.py", "../tests/a.py"):
+        assert not matches(os.path.normpath(f"{package}/{name}"), patterns), name
 
 
 # A tree without a package, or without tests, is refused with the reason.

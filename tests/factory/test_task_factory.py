@@ -18,6 +18,7 @@ import pytest
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
 from orchestrator.coding.code.grading import Grade, grade
+from orchestrator.coding.formats.conversion import NO_TESTS
 from orchestrator.coding.monitor.before import seal
 from orchestrator.coding.sandbox.box import read_tree
 from orchestrator.coding.task import HELD_BACK, CodeTask, read_tasks, write_tasks
@@ -58,7 +59,7 @@ def test_make_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     deleted = tasks["shapes_made/delete/shapes_made.shapes.area"]
     assert "width * height" not in deleted.start["shapes_made/shapes.py"] + deleted.prompt
     assert "tests/test_shapes.py::test_area" in deleted.fail_to_pass and len(deleted.pass_to_pass) == 3
-    assert deleted.editable == ["shapes_made/*.py"]
+    assert deleted.editable == ["shapes_made/**", *NO_TESTS]
     mutated = next(task for task in tasks.values() if task.kind == "mutate")
     assert mutated.fail_to_pass[0] in mutated.prompt and "shapes_made/shapes.py" not in mutated.prompt
     for task in (deleted, mutated):

@@ -282,7 +282,9 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
         task, state, result = self.data.code_task(), trace.state, trace.state.grade
         assert result is not None  # verifiers scores only what `finalize` has graded.
         expected = {*task.fail_to_pass, *task.pass_to_pass} - set(task.flaky)
-        taken, _ = allowed_files(task, state.seal.changed_files(state.files or {}))
+        taken, refused = allowed_files(task, state.seal.changed_files(state.files or {}))
+        if refused:
+            logger.info("task %s: not graded: %s", task.id, str(refused)[:2000])
         calls = Counter(use.name for use in state.uses)
         errors = sum(is_tool_error(str(message.content)) for message in trace.tool_messages)
         return {
@@ -291,6 +293,7 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
             "tests_repaired": result.fraction,
             "tampered": float(bool(result.tampered)),
             "patch_files": float(len(taken)),
+            "patch_files_refused": float(len(refused)),
             "patch_lines": float(sum(content.count(b"\n") + 1 for content in taken.values() if content is not None)),
             "grading_s": result.wall_s,
             "regression_s": result.regression_s,

@@ -42,7 +42,7 @@ import msgspec
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
-from orchestrator.coding.monitor.before import PYTEST_FILES, STARTUP_FILES, is_below
+from orchestrator.coding.monitor.before import PYTEST_FILES, STARTUP_FILES, is_below, unwanted_files
 from orchestrator.coding.sandbox.box import CommandResult, open_box, read_tree
 from orchestrator.coding.task import HELD_BACK, CodeTask, Suite, check_path, matches, suite_of, tree_of
 
@@ -352,21 +352,20 @@ def no_fault_of_the_patch(*runs: CommandResult) -> bool:
 def allowed_files(task: CodeTask, patch: _Files) -> tuple[dict[str, bytes | None], dict[str, str]]:
     """Split a patch into the files that grading takes, and path -> reason of those that it refuses.
 
-    Files that no editable pattern matches are in neither.
+    What tools leave, such as caches, is in neither.
     """
     taken: dict[str, bytes | None] = {}
     refused: dict[str, str] = {}
-    total = 0
+    total, left_over = 0, {*unwanted_files(patch)}
     for path, content in sorted(patch.items()):
         try:
             plain = check_path(path)
         except ValueError as error:
             refused[path] = str(error)
             continue
-        if not matches(plain, task.editable):
-            continue
         if reason := _reason_to_refuse(task, plain, content or b"", total):
-            refused[plain] = reason
+            if path not in left_over:
+                refused[plain] = reason
         else:
             taken[plain] = content
             total += len(content or b"")
@@ -377,7 +376,13 @@ def _reason_to_refuse(task: CodeTask, path: str, content: bytes, total: int) -> 
     plain = PurePosixPath(path)
     if path in task.tests or path in task.test_files:
         return "it is one of the tests"
-    if plain.name in _NEVER_TAKEN or plain.suffix in _NEVER_TAKEN_SUFFIXES or "__pycache__" in plain.parts:
+    if not matches(path, task.editable):
+        return "no pattern of the task's editable files takes it"
+    if (
+        not _NEVER_TAKEN.isdisjoint(plain.parts)
+        or plain.suffix in _NEVER_TAKEN_SUFFIXES
+        or "__pycache__" in plain.parts
+    ):
         return "files of this name are never taken"
     if len(content) > MAX_FILE_BYTES:
         return f"it has {len(content)} bytes; the limit is {MAX_FILE_BYTES}"
@@ -536,6 +541,6 @@ def _report(results: _Results, finished: CommandResult, refused: Mapping[str, st
         lines.append(f"The tests were ended by the limit {finished.ended_by} after {finished.wall_s:.1f} s.")
     elif results.changed is None:
         lines.append("The tests ended before they were all run.")
-    lines += [f"{path} was not taken: {reason}." for path, reason in refused.items()]
+    lines += [f"{path} was not taken: {reason}." for path, reason in list(refused.items())[:20]]
     lines += [f"{name}\n{reason}" for name, reason in results.reasons.items()]
     return "\n".join(lines)[:_REPORT_CHARS]

@@ -15,6 +15,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 from composer_prime.errors import ConfigError
+from orchestrator.coding.formats.conversion import NO_TESTS
 from orchestrator.coding.git_command import commit_files
 from orchestrator.coding.monitor.before import agents_files, unwanted_files
 from orchestrator.coding.sandbox.box import read_tree
@@ -138,15 +139,16 @@ def describe_tree(folder: Path, repository: str, origin: str) -> SourceTree:
 
 
 def editable_patterns(tree: SourceTree, changed: Iterable[str] = ()) -> list[str]:
-    """Return patterns of the source files, which do not tell where a change is, and of `changed` what they lack.
-
-    A folder with tests in it, or the root, gives its files one by one.
+    """Return patterns of the packages' folders with what is new there, less tests and the data that is there already,
+    which tests may read; and those of `changed` that these lack. Modules at the root are given one by one.
     """
-    folders = {path.rpartition("/")[0] for path in tree.sources}
-    with_tests = {path.rpartition("/")[0] for path in tree.tests} | {""}
-    patterns = [f"{folder}/*.py" for folder in folders - with_tests]
-    patterns += [path for path in tree.sources if path.rpartition("/")[0] in with_tests]
-    return sorted([*patterns, *(path for path in changed if not matches(path, patterns))])
+    root = "" if tree.python_path[0] == "." else f"{tree.python_path[0]}/"
+    parts = [path.removeprefix(root).partition("/") for path in tree.sources]
+    packages = {root + (f"{name}/**" if slash else "*.py" if root else name) for name, slash, _ in parts}
+    files = [path.relative_to(tree.folder).as_posix() for path in tree.folder.rglob("*") if path.is_file()]
+    data = [f"!{path}" for path in sorted(files) if not path.endswith(".py") and matches(path, [*packages])]
+    patterns = [*sorted(packages), *NO_TESTS, *data]
+    return [*patterns, *sorted(path for path in changed if not matches(path, patterns))]
 
 
 def is_test(path: str) -> bool:

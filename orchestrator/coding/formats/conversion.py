@@ -38,7 +38,8 @@ INDENT = "    "
 _SOLUTION_TESTS = "test_solution.py"
 _SOLUTION_TIMEOUT_S = 30.0
 _SHOWN_FIELDS = 20
-_TESTS_ARE_NOT_EDITABLE = ("!**/tests/**", "!**/test/**", "!**/testing/**", "!**/test_*.py", "!**/*_test.py")
+NO_TESTS = ("!**/tests/**", "!**/test/**", "!**/test_*.py", "!**/*_test.py", "!**/tests.py", "!**/test.py")
+"""Patterns that leave out what is not editable."""
 _COMMIT = re.compile("HEAD|[0-9a-f]{7,64}")
 _HEADER = re.compile(r"^(?:(?:---|\+\+\+) (?:[ab]/)?|(?:rename|copy) (?:from|to) )(?P<path>[^\t\n]+)", re.MULTILINE)
 
@@ -210,7 +211,7 @@ def _pytest_ids(names: Sequence[str], test_files: dict[str, str]) -> list[str]:
 
 def _editable(changed: Iterable[str]) -> list[str]:
     suffixes = sorted({".py", *(PurePosixPath(path).suffix for path in changed)} - {""})
-    return [*(f"**/*{suffix}" for suffix in suffixes), *_TESTS_ARE_NOT_EDITABLE, *sorted(changed)]
+    return [*(f"**/*{suffix}" for suffix in suffixes), *NO_TESTS, "!**/testing/**", *sorted(changed)]
 
 
 def _add_tree(repo: str, commit: str, repositories: Path, trees: Path) -> str:

@@ -56,7 +56,8 @@ def _code(task: CodeTask, seal: Seal, changed: Mapping[str, bytes | None], modul
     touched = {*sources, *(path for path in (*task.solution, *task.start) if path.endswith(".py"))}
     start = [seal.start[path] for path in sources if path in seal.start]
     reference = [seal.reference[path] for path in touched if path in seal.reference]
-    yield from _new_traits(sources, start, reference, modules)
+    code = {path: source for path, source in sources.items() if path.endswith(".py")}
+    yield from _new_traits(code, start, reference, modules)
     yield from _lifted(task, seal, sources, frozenset().union(*map(constants_of, (*start, *reference))))
 
 
@@ -86,7 +87,7 @@ def _is_readable(source: bytes, modules: frozenset[str]) -> bool:
 def _is_product(task: CodeTask, path: str, size: int) -> bool:
     is_test = is_test_file(path) or path in task.tests or path in task.test_files
     is_taken = matches(path, task.editable) and PurePosixPath(path).name not in STARTUP_FILES | PYTEST_FILES
-    return path.endswith(".py") and size <= MAX_CHANGED_BYTES and is_taken and not is_test
+    return size <= MAX_CHANGED_BYTES and is_taken and not is_test
 
 
 def _new_traits(

@@ -32,7 +32,7 @@ _KEPT_ARCHIVES = re.compile(r"(^|/)(tests?|testing|testdata|fixtures|data)/")
 STARTUP_FILES = {"sitecustomize.py", "usercustomize.py"}
 PYTEST_FILES = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", ".coveragerc"}
 _GUARDED = {*STARTUP_FILES, *PYTEST_FILES, "pyproject.toml", "setup.cfg", "setup.py", "noxfile.py"}
-_TEST_FILE = re.compile(r"(^|/)(test_[^/]*|[^/]*_test|tests?)\.py$|(^|/)(tests?|testing)/")
+_TEST_FILE = re.compile(r"(^|/)(test_[^/]*|[^/]*_test|tests?)\.py$|(^|/)tests?/")
 _COMMON = {"tests", "test", "setup", "docs", "conftest", "examples", "__init__", "noxfile"}
 MAX_FILE_BYTES = 4 << 20
 """Larger files are in no tree."""
