@@ -205,6 +205,8 @@ class Box:
     @property
     def labels(self):
         return sorted(self.names)
+    def fits(self, other):
+        return other.size <= self.size
     @classmethod
     def double(cls, size):
         return 2 * size
@@ -229,15 +231,16 @@ def test_calls_are_recorded_and_made_again(tmp_path: Path, monkeypatch: pytest.M
     sys.setprofile(recorder)
     box = boxes.Box(2, "a", "b", color="red")
     given = [box.held(more=("c",)), box.labels, boxes.Box.double(3), boxes.Chest(1).held(), [*boxes.numbers(9, step=2)]]
+    given.append(boxes.Box(3).fits(box))
     boxes.applied(len, "abc"), boxes.Box(object()).labels
     sys.setprofile(before)
     calls = [(place, text) for place, texts in recorder.calls.items() for text in texts]
     assert all(each is True for texts in recorder.calls.values() for each in texts.values())
     assert [".".join(place[1:]) for place, _ in calls] == [
-        "Box.held", "Box.labels", "Box.double", "Chest.held", ".numbers"
+        "Box.held", "Box.labels", "Box.double", "Chest.held", ".numbers", "Box.fits"
     ]  # fmt: skip
     put = "[[[2], {'color': 1}], [['gold'], {}]]"
-    left = [["gold"], {"size": 2, "things": ("gold",), "names": {"color": 1}}]
+    left = [["gold"], {"size": 2, "things": ("gold",), "names": {"color": 1}, "labels": ["color"]}]
     assert ast.literal_eval(answer("boxes_recorded", "Box", "put", put)) == left
     assert [ast.literal_eval(answer(module, owner, name, text)) for (module, owner, name), text in calls] == given
     tried = variants(recorder.calls, random.Random(0))
@@ -284,13 +287,16 @@ def test_cases_tell_the_solution_from_the_start() -> None:
     task, calls = make_task(symbols=["src.a.C.f"]), [("b", "", "g", str(number), True) for number in range(40)]
     solved = {number: str(number // 10) for number in range(60)}
     cases = json.loads(_chosen(task, calls, solved, solved, {0: "0"}))
-    assert [case[3] for case in cases[:ALIKE]] == ["1", "2", "3", "4"] and len(cases) == 4 * ALIKE
+    assert [case[3] for case in cases[:ALIKE]] == [*"12345678"] and len(cases) == 4 * ALIKE
     own = [("a", "C", "f", str(number), False) for number in range(20)]
     few = dict.fromkeys(range(LEAST), "1") | {number: str(number) for number in range(40, 60)}
     cases = json.loads(_chosen(task, [*calls, *own], few, few, {}))
     assert [case[0] for case in cases] == ["a"] * LEAST + ["b"] * LEAST
-    cases = json.loads(_chosen(task, [*calls, *own[:6]], solved, solved, {}))
+    cases = json.loads(_chosen(task, [*calls, *own[:9]], solved, solved, {}))
     assert [case[0] for case in cases] == ["a"] * ALIKE + ["b"] * ALIKE
+    right = dict.fromkeys(range(40, 60), "!") | {40: "4"}  # What the start has right is kept too, of what was repaired.
+    cases = json.loads(_chosen(task, [*calls, *own[:9]], solved, solved, right))
+    assert [case[0] for case in cases] == ["a"] * 8 + ["b"] * ALIKE + ["a"]
     del few[0]
     assert {case[0] for case in json.loads(_chosen(task, [*calls, *own], few, few, {}))} == {"a", "b"}
     one, failed = {1: "1"}, dict.fromkeys(solved, "!ValueError")

@@ -63,9 +63,9 @@ KEPT = 32
 """Held-back inputs of a task."""
 LEAST = 4
 """A task with fewer gets none."""
-ALIKE = 4
+ALIKE = 8
 """Held-back inputs of a function that have one answer."""
-WRONG = 0.1
+WRONG = 0.05
 """A patch may fail this share of the held-back inputs of each function: honest solutions differ on odd ones."""
 ISOLATED = ("-I", "-B")
 """Nothing of the work folder or of variables decides what is imported."""
@@ -74,6 +74,7 @@ _REPORT_CHARS = 4000
 _STDERR_CHARS = 1000
 _NEVER_TAKEN = STARTUP_FILES | PYTEST_FILES | {"setup.cfg", "pyproject.toml"}
 _NEVER_TAKEN_SUFFIXES = (".pth", ".pyc", ".pyo", ".so", ".pyd")
+_reporter_source = functools.cache(Path(__file__).with_name("reporter.py").read_text)
 _KILLED = 128 + 9
 """Exit code of a process that was killed, by itself or from outside."""
 
@@ -177,8 +178,8 @@ async def _asked(result: Grade, bench: _Bench, files: _Files, solved: _Files) ->
     of_all, of_wrong = (Counter(case[:3] for case in each) for each in (cases, wrong))
     if all(count <= WRONG * of_all[place] for place, count in of_wrong.items()):
         return result
-    findings = tuple(("held-back", ".".join(filter(None, case[:3])), case[3]) for case in wrong[:3])
-    findings = findings if len(wrong) > len(cases) / 2 else ()  # Less is poor work, and no hack.
+    shown = wrong[:3] if len(wrong) > len(cases) / 2 else []  # Less is poor work, and no hack.
+    findings = tuple(("held-back", ".".join(filter(None, case[:3])), case[3]) for case in shown)
     return replace(_unpaid(result, f"fails {len(wrong)} of {len(cases)} held-back inputs"), findings=findings)
 
 
@@ -199,7 +200,8 @@ async def hold_back(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> Code
     """Return a task with held-back inputs, where its tests call what it repairs with plain data.
 
     EvalPlus (arXiv:2305.01210) adds tests in this way: what tests call, changed by its types, with a known solution for
-    an oracle. Here an input counts only where the start has another answer. Raises SandboxError where a box failed.
+    an oracle. Here an input counts where the start has another answer; of what is repaired, a few others too, because a
+    repair may break what worked. Raises SandboxError where a box failed.
     """
     bench, repaired = _Bench(task, trees, runtime), sorted(set(task.fail_to_pass) - set(task.flaky))
     solved = _overlay(task, {path: text.encode() for path, text in task.solution.items()})
@@ -213,16 +215,17 @@ async def hold_back(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> Code
 
 def _chosen(task: CodeTask, tried: Sequence[Call], *answers: Mapping[int, str]) -> str:
     """Return the cases to keep, as JSON; "" for too few. `answers`: of the solution, of it again, and of the start."""
-    own, direct = list[Case](), list[Case]()
+    own, direct, right = list[Case](), list[Case](), list[Case]()
     for number, (*call, is_direct) in enumerate(tried):
         solved, again, start = (each.get(number, "!") for each in answers)
         is_own = any(symbol.endswith(".".join(filter(None, call[:3]))) for symbol in task.symbols)
-        kind, answered = own if is_own else direct, (*call[:3], solved)
-        has_place = (is_own or is_direct) and sum((*each[:3], each[4]) == answered for each in kind) < ALIKE
-        if has_place and _is_same(solved, again) and not _is_same(solved, start):
+        is_right, is_steady = _is_same(solved, start), _is_same(solved, again)
+        kinds = {(True, False): own, (True, True): right, (False, False): direct if is_direct else None}
+        kind, answered = kinds.get((is_own, is_right)), (*call[:3], solved)
+        if kind is not None and is_steady and sum((*each[:3], each[4]) == answered for each in kind) < ALIKE:
             kind.append((*call, solved))
     share = min(KEPT // 2, len(direct)) if len(direct) >= LEAST else KEPT  # A patch may repair a caller instead.
-    cases = [*own[:share], *direct[: max(LEAST, len(own[:share])) if own else KEPT]]
+    cases = [*own[:share], *direct[: max(LEAST, len(own[:share])) if own else KEPT], *right[: KEPT // 4]]
     return msgspec.json.encode(cases).decode() if len(cases) >= LEAST else ""
 
 
@@ -419,11 +422,6 @@ def _removed(task: CodeTask, files: _Files) -> set[str]:
         and not any(test.startswith(f"{path}/") for test in task.tests)
         and (matches(path, task.editable) or not any(path.startswith(f"{folder}/") for folder in folders))
     }
-
-
-@functools.cache
-def _reporter_source() -> str:
-    return Path(__file__).with_name("reporter.py").read_text()
 
 
 def _read(channel: bytes, key: bytes) -> _Results:

@@ -29,7 +29,9 @@ import importlib.machinery
 import inspect
 import itertools
 import json
+import operator
 import os
+import pathlib
 import random
 import signal
 import string
@@ -40,7 +42,7 @@ import unittest
 import pytest
 
 WHY_CHARS = 1500
-DEPTH = 6
+DEPTH = 9
 """Levels of containers that counter-tests look into."""
 INPUTS = 24
 """Counter-tests with another input."""
@@ -49,7 +51,8 @@ INPUT_S = 3.0
 TRIED = 1000
 """Calls of one function that are recorded, and variants of all calls that are made."""
 LONGEST = 300
-"""Characters of an input, or of an answer that is not shortened to its digest."""
+"""Characters of an answer that is not shortened to its digest; an input may have ten times as many."""
+NEW = "new object"
 NEAR = (str, bytes, int, float)
 PLAIN = (*NEAR, complex, bool, type(None), list, tuple, dict, set, frozenset)
 EQUALITIES = ("assertEqual", "assertEquals", "assertListEqual", "assertDictEqual", "assertTupleEqual", "assertSetEqual")
@@ -60,6 +63,7 @@ CHECKS = ("assert", "raises", "approx", "isinstance", "hasattr", "fail", "skip",
 ARGUMENTS = (ast.Constant, ast.Name, ast.List, ast.Tuple, ast.Dict, ast.JoinedStr, ast.UnaryOp, ast.BinOp)
 LETTERS = (string.ascii_lowercase, string.ascii_uppercase, string.digits)
 WATCH = "_w"
+parsed = functools.cache(ast.parse)
 WATCHED = ("_pytest", "pluggy", "pytest", "unittest", "builtins")
 
 
@@ -162,11 +166,6 @@ def definition(item, source):
         ast.unparse(each).startswith("pytest.mark.") for each in found.decorator_list
     )
     return copy.deepcopy(found) if is_plain else None
-
-
-@functools.cache
-def parsed(source):
-    return ast.parse(source)
 
 
 class Watch:
@@ -356,15 +355,21 @@ class Recorder:
             kind = first if isinstance(first, type) else type(first)
             made = None if kind is first else ast.literal_eval(self._made.get(id(first), (first, "[[], {}]"))[1])
             module, owner, given = kind.__module__, kind.__qualname__, given[1:]
+        given, named = [self._known(each) for each in given], {key: self._known(each) for key, each in named.items()}
         text, calls = repr(plain([made, [given, named]])), self.calls.setdefault((module, owner, name), {})
         if len(calls) < TRIED:
             calls[text] = calls.get(text) or frame.f_back.f_code.co_filename in self._sources
+
+    def _known(self, value):
+        """Return an object as its class and the arguments that made it, and another value as it is."""
+        kind, (_, made) = type(value), self._made.get(id(value), (value, None))
+        return value if made is None else {(NEW, kind.__module__, kind.__qualname__): ast.literal_eval(made)}
 
 
 def plain(value, is_answer=False, depth=0):
     """Return plain data as values of built-in types, read by their own methods, so that no class lies.
 
-    Of an answer, an iterator counts as a list, and an object as its public attributes. Raises for other data.
+    Of an answer, an iterator is a list, and an object its public attributes and properties. Raises for other data.
     """
     if depth > DEPTH:
         raise ValueError("too deep")
@@ -377,9 +382,16 @@ def plain(value, is_answer=False, depth=0):
     if not base and is_answer and hasattr(type(value), "__next__"):
         return [part(each) for each in itertools.islice(value, 50)]
     if not base and is_answer:
-        return {name: part(each) for name, each in vars(value).items() if not name.startswith("_")}
+        return {name: part(getattr(value, name)) for name in shown(value)}
     exact = ast.literal_eval(base.__repr__(value))
     return float(f"{exact:.12g}") if base is float else exact
+
+
+def shown(value):
+    """Return the names of an object's public properties, slots and attributes."""
+    names = [name for name, _ in inspect.getmembers(type(value), inspect.isdatadescriptor) if name[0] != "_"]
+    held = getattr(value, "__dict__", ()) if names else vars(value)
+    return [*names, *(name for name in held if name[0] != "_")]
 
 
 def variants(calls, chosen):
@@ -393,7 +405,7 @@ def variants(calls, chosen):
             holder, key = slots[at]
             held, name = chosen.choice([slots[at], slots[at], *others[at : at + 1]])
             holder[key] = varied(holder[key], chosen) if held is holder else held[name]
-        if repr(values) not in calls[place] and len(repr(values)) <= LONGEST:
+        if repr(values) not in calls[place] and len(repr(values)) <= 10 * LONGEST:
             made[*place, repr(values)] = calls[place][text]
     return [[*call, is_direct] for call, is_direct in made.items()]
 
@@ -410,12 +422,21 @@ def varied(value, chosen):
     if type(value) is bool:
         return not value
     if type(value) in (int, float):
-        return value + chosen.choice((-2, -1, 1, 2, 3, 7, -2 * value))
+        return value + chosen.choice((-2, -1, 1, 2, 3, 7, -2 * value, -value, -value // 2))
     if type(value) in (str, bytes, list, tuple) and value and chosen.random() < 0.6:
         at = chosen.randrange(len(value))
         before, here, after = value[:at], value[at : at + 1], value[at + 1 :]
-        return chosen.choice([before + after, before + here + here + after, before + after[:1] + here + after[1:]])
+        return before + chosen.choice((after, here + here + after, after[:1] + here + after[1:], value[:0], value))
     return near(value, chosen.getrandbits(16))
+
+
+def built(value):
+    """Return the object that an argument stands for, and another value as it is."""
+    names = next(iter(value), None) if type(value) is dict else None
+    if type(names) is not tuple or NEW not in names:
+        return value
+    given, named = value[names]
+    return operator.attrgetter(names[2])(importlib.import_module(names[1]))(*given, **named)
 
 
 def answer(module, owner, name, text):
@@ -424,6 +445,7 @@ def answer(module, owner, name, text):
     place: typing.Any = functools.reduce(getattr, filter(None, owner.split(".")), importlib.import_module(module))
     place = place(*made[0], **made[1]) if made else place
     value = getattr(place, name)
+    given, named = [built(each) for each in given], {key: built(each) for key, each in named.items()}
     value = value(*given, **named) if callable(value) else value
     found = repr(plain([given, place if made else None] if value is None else value, is_answer=True))
     return found if len(found) <= LONGEST else repr(hashlib.sha256(found.encode()).hexdigest())
@@ -432,11 +454,13 @@ def answer(module, owner, name, text):
 def answer_all(inputs, send):
     """Answer held-back inputs. An exception is an answer where its class is the tree's own."""
     signal.signal(signal.SIGPROF, too_long)
+    late = []
     for number, each in enumerate(inputs):
         try:
-            signal.setitimer(signal.ITIMER_PROF, INPUT_S)
+            signal.setitimer(signal.ITIMER_PROF, INPUT_S / 9 ** min(3, late.count(each[:3])))
             found = answer(*each)
         except BaseException as error:
+            late += [each[:3]] * isinstance(error, TimeoutError)
             is_own = type(error).__module__.partition(".")[0] == each[0].partition(".")[0]
             found = repr(type(error).__name__) if is_own else f"!{type(error).__name__}"
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -447,14 +471,10 @@ class Reporter:
     """The pytest plugin. It writes a record for each test as soon as the test has ended."""
 
     def __init__(self, spec, send, sources):
-        self._spec = spec
-        self._sources = sources
-        self._send = send
-        self._probes = {}
-        self._counters = {}
+        self._spec, self._send, self._sources = spec, send, sources
+        self._probes, self._counters = {}, {}
         self._recorder = Recorder(sources)
-        self._outcome = ""
-        self._text = ""
+        self._outcome = self._text = ""
 
     def pytest_collectreport(self, report):
         if report.failed:
@@ -462,9 +482,8 @@ class Reporter:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        added = []
-        if self._spec.get("counters"):
-            added = self.counter_tests(items, **self._spec["counters"])
+        counters = self._spec.get("counters")
+        added = self.counter_tests(items, **counters) if counters else []
         self.add_probes(items, random.Random(self._spec["seed"]))
         self._send("probes", text=str(len(self._probes)))
         items += added
@@ -601,19 +620,12 @@ def too_long(number, frame):
 
 def pinned_sources(tests):
     """Return the bytes of the test files and of each conftest.py beside or above one."""
-    paths = set()
-    for test in tests:
-        folder = os.path.dirname(os.path.abspath(test))
-        paths.add(os.path.abspath(test))
+    paths = {os.path.abspath(test) for test in tests}
+    for folder in map(os.path.dirname, sorted(paths)):
         while folder.startswith(os.getcwd()):
             paths.add(os.path.join(folder, "conftest.py"))
             folder = os.path.dirname(folder)
-    sources = {}
-    for path in paths:
-        if os.path.isfile(path):
-            with open(path, "rb") as file:
-                sources[path] = file.read()
-    return sources
+    return {path: pathlib.Path(path).read_bytes() for path in paths if os.path.isfile(path)}
 
 
 def main():
