@@ -17,12 +17,10 @@ Variants: the whole vocabulary; the student's likeliest K tokens plus one bucket
 equal to it at K = V - 1); the sampled token alone, an estimate of KL(S || T).
 
 Departures from SDPO (arXiv 2601.20802) and OPSD (arXiv 2601.18734):
-1. The mask is the turn's tokens, thinking included. The papers take whole samples; Composer 2.5's blog takes one
-   message.
+1. The mask is the turn's tokens, thinking included, as in Composer 2.5's blog. The papers' samples have one turn.
 2. The value of the sampled variant is log S/T, an estimate of the divergence; sources report log S/T * log S. The
    gradient, log S/T * grad log S, is theirs.
-3. `skip_endorsed` is this project's own: a turn that the hint makes likelier weighs 0, because it went wrong and there
-   the teacher teaches the mistake.
+3. `skip_endorsed` is this project's own.
 4. Logits are floored at -1e30 and log-probabilities at -1e4: tokens that a model masks with -inf give neither NaN nor
    an infinite KL.
 """
@@ -77,9 +75,7 @@ class SdpoConfig(ScheduledTermConfig):
     top_k: int = Field(default=100, ge=1)
     """top_k: number of the student's tokens to compare one by one."""
     clip: float | None = Field(default=None, gt=0)
-    """Largest contribution of a vocabulary entry to a token's divergence, in nats (OPSD); None: no limit. A clipped
-    entry has no gradient of its own, so the student moves away from it: use small values with small learning rates.
-    """
+    """Most that a word adds to a token's divergence, in nats (OPSD). The student moves away from a clipped word."""
     route: Literal["add", "failed"] = "add"
     """add: the policy loss trains hinted rollouts as well. failed: it does not train those that failed (SRPO, arXiv
     2604.02288). For SDPO alone set channels.policy.weight = 0.

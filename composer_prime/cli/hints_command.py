@@ -1,8 +1,8 @@
 """`composer hints probe RUN|MODEL`: what hints are worth to a model, before any training with them.
 
-Turns that went wrong are drawn again: without a hint, with their own, and with that of another task. What follows is
-played without a hint. A hint whose redraws score no higher than those without has nothing to teach. What another task's
-hint lifts is not this hint's content, and a policy can learn that part to do without the hint.
+Turns that went wrong are drawn again: without a hint, with their own, with another task's. The rest is played without
+a hint. A hint whose redraws score no higher has nothing to teach. What another task's hint lifts is not the hint's
+content: a policy can learn that part to do without.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """What hints do before any training: failed turns are drawn again without a hint, with their own, with another task's.
 
-    groups of rollouts -> HintStage -> hinted turns -> redraws: the rollout repeats up to the turn, the turn is drawn
-    anew, and the rest is played without a hint -> reward by kind of error
-
-A hint can teach only where its own redraws score higher than those without. What another task's hint lifts is not the
-hint's content; it is the part that a policy without hints can surely take over. The same tasks and turns are compared.
+groups of rollouts -> HintStage -> hinted turns -> redraws: the rollout repeats up to the turn, the turn is drawn
+anew, and the rest is played without a hint -> reward by kind of error
 """
 
 from __future__ import annotations
