@@ -70,8 +70,7 @@ async def _probe(config: Config, options: argparse.Namespace) -> dict[str, KindO
         stage.distil = True
         async with serve_with_workers(config, scratch.path / "served") as (gateway, pools):
             try:
-                limits = {"groups": options.groups, "draws": options.draws}
-                return await probe(config, pools, gateway, stage, on_progress=tell, **limits)
+                return await probe(config, pools, gateway, stage, options.groups, options.draws, tell)
             finally:
                 await stage.close()
 

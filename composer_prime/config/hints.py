@@ -64,7 +64,7 @@ class HintsConfig(BaseConfig):
     """Maximum hinted turns per rollout, from the first error on; later ones are skipped and counted."""
     scope: Literal["turn", "rest", "rollout"] = "turn"
     """turn: the hint stands before the error turn, and that turn is distilled. rest: all later turns as well. rollout:
-    it stands before the first turn, and all turns are distilled. The latter two need max_turns = 1.
+    it stands before the first turn, and all turns are distilled. The latter two hint the first error alone.
     """
     max_hint_chars: int = Field(default=600, ge=16)
     """Maximum length of a hint; longer ones are cut at a word."""
@@ -86,15 +86,6 @@ class HintsConfig(BaseConfig):
         if not layers or any(layers.count(layer) > 1 for layer in layers):
             raise ValueError(f"orchestrator.hints.layers is {layers}: name at least one layer, and each only once")
         return layers
-
-    @model_validator(mode="after")
-    def _one_hint_for_a_scope(self) -> HintsConfig:
-        if self.scope != "turn" and self.max_turns > 1:
-            raise ValueError(
-                f"orchestrator.hints.scope is {self.scope!r}, but max_turns is {self.max_turns}: turns of two hints "
-                "would overlap; set max_turns = 1, or scope = 'turn'"
-            )
-        return self
 
     @model_validator(mode="after")
     def _llm_has_an_endpoint(self) -> HintsConfig:

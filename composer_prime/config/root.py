@@ -238,10 +238,9 @@ def _evaluation(config: Config) -> Iterator[str]:
 
 
 def _loss_terms_have_input(config: Config) -> Iterator[str]:
-    policy, sdpo, replay = (
-        term.weight for term in (config.channels.policy, config.channels.sdpo, config.channels.replay_dpo)
-    )
-    if not (policy or sdpo or replay or config.channels.sft.weight or config.channels.own):
+    channels = config.channels
+    sdpo, replay = channels.sdpo.weight, channels.replay_dpo.weight
+    if not (channels.policy.weight or sdpo or replay or channels.sft.weight or channels.own):
         yield "channels.policy.weight is 0 and no other loss term has a weight: nothing would train; set one above 0"
     pairs_per_step = config.orchestrator.preferences.pairs_per_step
     if sdpo and config.orchestrator.hints is None:

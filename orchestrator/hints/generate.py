@@ -40,12 +40,8 @@ logger = logging.getLogger(__name__)
 
 OTHER = "tool_error"
 """The kind of an error that matches no pattern."""
-ENDS = {
-    "gave_up": "The task was given up after an error.",
-    "failed": "The task was not solved.",
-    "every": "The task has ended.",
-}
-"""Rules for the last turn of a rollout, by the kind of its error, and what a template's pattern reads."""
+ENDS = ("gave_up", "failed", "every")
+"""Kinds of the last turn of a rollout, by the rules that find them; of several the first counts."""
 _HEAD, _TAIL = 2_000, 6_000
 _SEARCH_S = 0.25
 """Longest search of one pattern in one answer, in seconds."""
@@ -277,15 +273,11 @@ def _at_the_end(
     """Return what is wrong with the last sampled turn, by the rules of ENDS; all but `every` need a failed rollout."""
     if rollout.reward is None:
         return None
-    kinds = {"every"}
-    if rollout.reward < SUCCESS:
-        kinds.add("failed")
-        before = max((index for index in replies_to if index < last), default=last)
-        fails = any(rollout.turns[reply].error is not None for reply in replies_to[before])
-        if fails and not rollout.turns[last].tool_calls:
-            kinds.add("gave_up")
-    kind = next((kind for kind in ENDS if kind in detect and kind in kinds), None)
-    return error_turn(rollout, last, kind, ENDS[kind]) if kind else None
+    failed, before = rollout.reward < SUCCESS, max((index for index in replies_to if index < last), default=last)
+    after_error = any(rollout.turns[reply].error is not None for reply in replies_to[before])
+    holds = failed and after_error and not rollout.turns[last].tool_calls, failed, True
+    kinds = (kind for kind, is_it in zip(ENDS, holds, strict=True) if is_it and kind in detect)
+    return next((error_turn(rollout, last, kind, "The task was not solved.") for kind in kinds), None)
 
 
 def _in_answers(

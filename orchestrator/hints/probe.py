@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 import numpy as np
 
 from composer_prime.config import Config
-from composer_prime.errors import ConfigError, plain_errors
+from composer_prime.errors import ConfigError
 from composer_prime.wire.types import Sample, ints
 from orchestrator.gateway.gateway import Gateway
 from orchestrator.gateway.http import GenerationRecord, Redraw
@@ -69,7 +70,6 @@ async def probe(
     pools: Mapping[str, WorkerPool],
     gateway: Gateway,
     stage: HintStage,
-    *,
     groups: int,
     draws: int,
     on_progress: Callable[[int, int], None],
@@ -82,40 +82,32 @@ async def probe(
     permits = Permits(settings.max_concurrent, eval_share=1.0)
     runner = RolloutRunner(config=settings, gateway=gateway, pools=pools, permits=permits, seed=seed)
     source = next(source.name for source in settings.source if source.weight > 0)
-    number_of_tasks = pools[source].num_tasks("train")
     plans = [
         GroupPlan(
-            group=number, source=source, task_index=derive_seed(seed, "probe", number) % number_of_tasks,
-            seed=derive_seed(seed, "probe", number, "group"), size=settings.group_size,
+            group=number, source=source, seed=derive_seed(seed, "probe", number), size=settings.group_size,
+            task_index=derive_seed(seed, "probe task", number) % pools[source].num_tasks("train"),
         )
         for number in range(groups)
     ]  # fmt: skip
-    with plain_errors():
-        found = [turn for turns in await _all(_hinted_turns(runner, stage, plan) for plan in plans) for turn in turns]
-        if not found:
-            raise ConfigError(
-                f"none of {groups * settings.group_size} rollouts has a hinted turn: name rules that find what goes "
-                "wrong (orchestrator.hints.detect), or play more groups (--groups)"
-            )
-        kinds = {turn.kind: KindOfHint() for turn in found}
-        done, count = 0, len(found) * len(ARMS) * draws
+    found = [*chain(*await asyncio.gather(*(_hinted_turns(runner, stage, plan) for plan in plans)))]
+    if not found:
+        raise ConfigError(
+            f"none of {groups * settings.group_size} rollouts has a hinted turn: name rules that find what goes "
+            "wrong (orchestrator.hints.detect), or play more groups (--groups)"
+        )
+    kinds = {turn.kind: KindOfHint() for turn in found}
+    done, count = 0, len(found) * len(ARMS) * draws
 
-        async def redraw(turn: _HintedTurn, arm: str, number: int) -> None:
-            nonlocal done
-            if (hint := _hint_of(turn, arm, found)) is not None:
-                kinds[turn.kind].note(arm, turn, await _redrawn(runner, stage, turn, hint, number=number))
-            done += 1
-            on_progress(done, count)
+    async def redraw(turn: _HintedTurn, arm: str, number: int) -> None:
+        nonlocal done
+        if (hint := _hint_of(turn, arm, found)) is not None:
+            kinds[turn.kind].note(arm, turn, await _redrawn(runner, stage, turn, hint, number=number))
+        done += 1
+        on_progress(done, count)
 
-        numbers = [(arm, 1 + ARMS.index(arm) * draws + draw) for arm in ARMS for draw in range(draws)]
-        await _all(redraw(turn, arm, number) for turn in found for arm, number in numbers)
+    numbers = [(arm, 1 + ARMS.index(arm) * draws + draw) for arm in ARMS for draw in range(draws)]
+    await asyncio.gather(*(redraw(turn, arm, number) for turn in found for arm, number in numbers))
     return kinds
-
-
-async def _all(work):
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(each) for each in work]
-    return [task.result() for task in tasks]
 
 
 async def _hinted_turns(runner: RolloutRunner, stage: HintStage, plan: GroupPlan) -> list[_HintedTurn]:
@@ -126,7 +118,7 @@ async def _hinted_turns(runner: RolloutRunner, stage: HintStage, plan: GroupPlan
         reply, records = await runner.run(plan.source, request, order=plan.group)
         return finish_rollout(plan, reply, records, sibling=sibling, seed=request.seed or 0), records
 
-    played = await _all(play(sibling) for sibling in range(plan.size))
+    played = await asyncio.gather(*(play(sibling) for sibling in range(plan.size)))
     hinted = await stage.attach([rollout for rollout, _ in played])
     turns = []
     for (rollout, samples), (_, records) in zip(hinted, played, strict=True):

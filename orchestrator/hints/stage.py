@@ -183,7 +183,7 @@ class HintStage:
             return "cut"
         if self.config.weights.get(error.kind, 1.0) == 0:
             return "no_weight"
-        if work.counts["hinted"] >= self.config.max_turns:
+        if work.counts["hinted"] >= (self.config.max_turns if self.config.scope == "turn" else 1):
             return "max_turns"
         request = HintRequest(error=error, rollout=work.rollout, siblings=siblings)
         hint = await self._write_hint(work, request)
