@@ -60,6 +60,10 @@ _MAX_TOKENS = 4096
 # -- policies ------------------------------------------------------------------------------------------------------
 
 
+def is_full(node: AttachedNode) -> bool:
+    return node.status is not None and node.status.kv_used > 0.9
+
+
 class LeastLoaded(Placing):
     """The node with the fewest requests for its places."""
 
@@ -68,7 +72,7 @@ class LeastLoaded(Placing):
             """A node that claims many places gets more than others only after it has answered that many."""
             return len(node.leases) / min(node.hello.max_concurrent, UNPROVEN_PLACES + node.record.answers)
 
-        return min(free, key=lambda node: (node.cache_is_full, load(node), node.node_id))
+        return min(free, key=lambda node: (is_full(node), load(node), node.node_id))
 
 
 class StickySession(LeastLoaded):
@@ -77,7 +81,7 @@ class StickySession(LeastLoaded):
     def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
         warm = self._sessions.get(request.asked.session)
         for node in free:
-            if warm is not None and node.node_id == warm.node_id and not node.cache_is_full:
+            if warm is not None and node.node_id == warm.node_id and not is_full(node):
                 return node
         return super().choose(request, free)
 

@@ -116,7 +116,7 @@ async def resume(groups: int) -> float:
             await journal.append(Finished(seq=number + 1, group=group))
         await journal.close()
         tracemalloc.start()
-        formed_batches(Journal.resume(Path(folder)), after=0)
+        formed_batches(Journal(Path(folder)), after=0)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     return peak / (1 << 20)
