@@ -120,23 +120,23 @@ async def _hinted_turns(runner: RolloutRunner, stage: HintStage, plan: GroupPlan
 
     played = await asyncio.gather(*(play(sibling) for sibling in range(plan.size)))
     hinted = await stage.attach([rollout for rollout, _ in played])
-    turns = []
-    for (rollout, samples), (_, records) in zip(hinted, played, strict=True):
-        made = min(
-            (turn for sample in samples for turn in sample.distillations), key=lambda turn: turn.turn, default=None
-        )
-        if made is None or len({record.session for record in records}) > 1:
-            continue
-        at = next(index for index, turn in enumerate(rollout.turns) if turn.hint)
-        parent = rollout.turns[at].parent
-        sample = next(sample for sample in samples if made in sample.distillations)
-        turns.append(
-            _HintedTurn(
-                plan=plan, sibling=rollout.sibling, kind=made.error, hint=rollout.turns[at].hint or "", turn=made.turn,
-                records=records, sample=sample, role="user" if parent is None else rollout.turns[parent].role,
-            )
-        )  # fmt: skip
-    return turns
+    turns = (_hinted_turn(plan, *ended, records) for ended, (_, records) in zip(hinted, played, strict=True))
+    return [turn for turn in turns if turn is not None]
+
+
+def _hinted_turn(
+    plan: GroupPlan, rollout: FinishedRollout, samples: list[Sample], records: Sequence[GenerationRecord]
+) -> _HintedTurn | None:
+    made = [(turn, sample) for sample in samples for turn in sample.distillations]
+    if not made or len({record.session for record in records}) > 1:
+        return None
+    turn, sample = min(made, key=lambda each: each[0].turn)
+    message = next(message for message in rollout.turns if message.hint)
+    role = "user" if message.parent is None else rollout.turns[message.parent].role
+    return _HintedTurn(
+        plan=plan, sibling=rollout.sibling, kind=turn.error, hint=message.hint or "", turn=turn.turn, records=records,
+        sample=sample, role=role,
+    )  # fmt: skip
 
 
 def _hint_of(turn: _HintedTurn, arm: str, turns: Sequence[_HintedTurn]) -> str | None:
