@@ -1,4 +1,4 @@
-"""`composer chat RUN|MODEL`: talk to a model in the terminal. `composer serve` is for other clients."""
+"""`composer chat RUN|MODEL`: talk to a model in the terminal."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _REQUEST_S = 600.0
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="composer chat",
-        description="Talk to a model in the terminal. /new starts a new conversation, /quit or Ctrl-D leaves.",
+        description="Talk to a model. /new starts a new conversation, /quit or Ctrl-D leaves.",
         epilog="Other flags are settings, such as --model.max_context 8192.",
         allow_abbrev=False,
     )
     parser.add_argument("model", metavar="RUN|MODEL", help=MODEL_HELP)
-    parser.add_argument("--temperature", type=float, default=0.7, help="sampling temperature; 0 is greedy")
-    parser.add_argument("--max-tokens", type=int, default=256, help="maximum tokens of an answer (default 256)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default 0.7)")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of an answer (default 256)")
     options, settings = parser.parse_known_args(words)
     limits = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     return asyncio.run(_chat(model_config(options.model, settings), limits))
@@ -42,7 +42,7 @@ async def _chat(config: Config, limits: dict[str, Any]) -> int:
         open_endpoint(config, 0) as (url, key),
         # Loopback: a proxy of the environment must not see the key.
         httpx.AsyncClient(trust_env=False, timeout=_REQUEST_S) as http,
-        AsyncOpenAI(base_url=url, api_key=key, timeout=_REQUEST_S, max_retries=0, http_client=http) as client,
+        AsyncOpenAI(base_url=url, api_key=key, max_retries=0, http_client=http) as client,
     ):
         print("/quit leaves, /new starts over", file=sys.stderr)
         messages: list[dict[str, str]] = []
@@ -68,13 +68,14 @@ def _next_line() -> str | None:
 
 
 async def _answer(client: AsyncOpenAI, messages: list[Any], limits: dict[str, Any]) -> str:
-    """Print the answer as it is sampled, and return its content. Raises OpenAIError or HTTPError."""
+    """Print the answer as it is sampled, and return its content."""
     text = ""
     stream = await client.chat.completions.create(model="policy", messages=messages, stream=True, **limits)
     async for chunk in stream:
         for choice in chunk.choices:
             content = choice.delta.content or ""
             text += content
-            print(printable(getattr(choice.delta, "reasoning_content", None) or content), end="", flush=True)
+            shown = getattr(choice.delta, "reasoning_content", None) or content
+            print(printable(shown), end="", flush=True)
     print()
     return text

@@ -1,4 +1,4 @@
-"""`composer doctor`: check this machine and installation, and show what works and what to run next."""
+"""`composer doctor`: check this machine and installation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from composer_prime.model_source import model_ready
 from composer_prime.plan.sandboxes import probe_all
 
 Check = tuple[Literal["ok", "note", "bad"], str, str]
-"""note: something is missing that not every run needs; bad: nothing runs without it. Then name and finding."""
+"""How it went, name and finding. Without what is bad nothing runs; without what is a note some runs do."""
 _PACKAGES = ("torch", "transformers", "verifiers", "renderers", "pyzmq", "msgspec")
 _EXTRAS = {
     "vllm": "vllm", "torchft": "diloco", "trackio": "trackio", "wandb": "wandb", "tensorboard": "tensorboard",
@@ -27,13 +27,14 @@ _EXTRAS = {
 
 
 def checks(output_dir: Path) -> Iterator[Check]:
-    """Yield the result of every check. None loads torch, which takes longer than all of them."""
+    """Yield every check's result. None loads torch, which takes longer than all of them."""
     machine = this_machine()
     yield "ok", "python", f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}"
-    text = f"{machine.memory_bytes / GIB:.1f} GiB, {machine.cores} usable cores; the quickstart needs about 6 GiB"
+    memory = f"{machine.memory_bytes / GIB:.1f} GiB"
+    text = f"{memory}, {machine.cores} usable cores; the quickstart needs about 6 GiB"
     yield _check(machine.memory_bytes >= 6 * GIB, "memory", text)
     sizes = ", ".join(f"{size / GIB:.0f} GiB" for size in machine.gpus)
-    yield _check(sizes != "", "GPUs", sizes or "none visible to the CUDA driver; everything runs on the CPU")
+    yield _check(sizes != "", "GPUs", sizes or "none visible to CUDA; everything runs on the CPU")
     yield _packages()
     yield _extras()
     for name in ("tiny", "smollm2"):
@@ -55,8 +56,9 @@ def _check(good: bool, name: str, text: str) -> Check:
 
 def _extras() -> Check:
     missing = [extra for module, extra in _EXTRAS.items() if module_file(module) is None]
-    text = f"missing: {', '.join(missing)}; for one of them: {install_command('EXTRA')}" if missing else "installed"
-    return _check(not missing, "extras", text)
+    if missing:
+        return "note", "extras", f"missing: {', '.join(missing)}; to add one: {install_command('EXTRA')}"
+    return "ok", "extras", "installed"
 
 
 def _packages() -> Check:

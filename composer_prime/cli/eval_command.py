@@ -1,9 +1,6 @@
 """`composer eval RUN`, `composer eval MODEL [MODEL ...] [@ file.toml | --env ENV]`: held-out scores with intervals.
 
-This process serves one model after the other with one node. For several nodes, run
-`trainer @ FILE --run.max_steps 0`. All models get the same tasks with the same seeds, so two of them are compared task
-by task. Without a file the configuration of the run directory counts. `composer report` has what that run has evaluated
-itself.
+This process serves one model after the other. For several nodes, run `trainer @ FILE --run.max_steps 0`.
 """
 
 from __future__ import annotations
@@ -33,16 +30,15 @@ from composer_prime.view.rollout_payload import evaluation_difference
 from composer_prime.view.run_payload import evaluation_points
 
 USAGE = """\
-usage: composer eval RUN                                    the run's final model against its initial model
+usage: composer eval RUN                                    the final model against the initial one
        composer eval MODEL [MODEL ...] @ FILE.toml [--section.key VALUE ...]
-       composer eval MODEL [MODEL ...] --env ENV            any verifiers task set: a module, or a module's file
+       composer eval MODEL [MODEL ...] --env ENV            a verifiers task set: a module or its file
 
-MODEL is a model folder, a run directory (its final/ is used), a Hugging Face Hub id, tiny, or smollm2. All models
-get the same tasks with the same seeds. Rollouts go to OUTPUT_DIR/evals/NAME-MODEL[-NUMBER]. `composer report RUN` has
+MODEL is a model folder, a run directory (its final/), a Hub id, tiny, or smollm2. All models get the same
+tasks with the same seeds. Rollouts go to OUTPUT_DIR/evals/NAME-MODEL[-NUMBER]. `composer report RUN` has
 what the run itself has evaluated.
 Useful flags: --orchestrator.eval.tasks 256 --orchestrator.eval.samples 4 --orchestrator.eval.pass_k 1 4;
 with --env also --taskset.KEY VALUE and --eval_taskset.KEY VALUE."""
-
 
 _NAMED = 12
 """Flipped tasks that are named; `composer rollouts` has all."""
@@ -68,7 +64,7 @@ def main(words: list[str]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The held-out scores of one model, and the folder with its rollouts."""
+    """One model's held-out scores, and the folder with its rollouts."""
 
     scores: Scores
     folder: Path
@@ -87,7 +83,7 @@ def report(evaluations: dict[str, Evaluation], config: Config) -> list[str]:
 
 
 def _pass_lines(evaluations: dict[str, Evaluation], ks: list[int]) -> list[str]:
-    """Return pass@k of each model with its interval over tasks, for each k that its samples allow."""
+    """Return pass@k with its interval over tasks, for each k that a model's samples allow."""
     lines = []
     for model, each in evaluations.items():
         for k in ks:
@@ -114,26 +110,26 @@ def _with_environment(words: list[str], models: list[str], folder: Path) -> list
 
 
 def run_of_models(models: list[str]) -> RunDir:
-    """Return the first run directory among `models`. Raises ConfigError when there is none."""
+    """Return the first run directory among `models`. Raises ConfigError."""
     for model in models:
         if (Path(model) / "run_id").is_file() and (Path(model) / "config.json").is_file():
             return RunDir(Path(model))
-    raise ConfigError(f"no model of {', '.join(models)} is a run directory, so a configuration is needed\n{USAGE}")
+    raise ConfigError(f"no model of {', '.join(models)} is a run directory: give a configuration\n{USAGE}")
 
 
 def words_of_run(run_dir: RunDir, given: list[str]) -> list[str]:
-    """Return the words for the configuration of a run, without what made it continue, replace or join others."""
+    """Return the words for a run's configuration, without what made it replace or join others."""
     own = {"--run.overwrite": "false", "--diloco": "None"}
     words = [word for flag, value in own.items() if flag not in given for word in (flag, value)]
     return ["@", str(run_dir.config), *words]
 
 
 def split_models(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return (models, the configuration's words). Raises ConfigError when either is missing."""
+    """Return (models, the configuration's words). Raises ConfigError."""
     start = next((index for index, word in enumerate(words) if word.startswith(("@", "--"))), len(words))
     models, rest = words[:start], words[start:]
     if gone := {"--dry-run", "--resume"}.intersection(rest):
-        raise ConfigError(f"composer eval has no {', '.join(sorted(gone))}: leave it out; an evaluation begins anew")
+        raise ConfigError(f"composer eval has no {', '.join(sorted(gone))}: leave it out")
     if not models:
         raise ConfigError(f"give one or more models, then a configuration\n{USAGE}")
     repeated = sorted({model for model in models if models.count(model) > 1})
@@ -143,34 +139,35 @@ def split_models(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def evaluation_config(words: list[str]) -> Config:
-    """Return the configuration of an evaluation-only run. Raises ConfigError when no source has held-out tasks."""
+    """Return the configuration of an evaluation-only run. Raises ConfigError."""
     has_interval = any(word.startswith("--orchestrator.eval.every") for word in words)
     once = [] if has_interval else ["--orchestrator.eval.every_steps", "1"]
     config = resolve([*words, "--run.max_steps", "0", *once])
     if not any(source.eval_taskset for source in config.orchestrator.source):
         names = ", ".join(repr(source.name) for source in config.orchestrator.source)
         raise ConfigError(
-            f"no source of this configuration ({names}) has an eval_taskset, so there are no held-out tasks: "
+            f"no source of this configuration ({names}) has held-out tasks: "
             'add for example eval_taskset = { split = "eval" } to its [[orchestrator.source]]'
         )
     return config
 
 
 def evaluate_here(models: list[str], config: Config) -> dict[str, Evaluation]:
-    """Return the evaluations of `models`, played by this process one after the other with the same workers."""
+    """Return the evaluations of `models`, played one after the other."""
     from composer_prime.cli.served_model import serve_with_workers
     from composer_prime.run.scratch import Scratch
     from orchestrator.outside_run import evaluate as play
 
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("orchestrator.workers.pool").setLevel(logging.WARNING)  # It names held-out tasks that are not.
+    # It names held-out tasks that are not.
+    logging.getLogger("orchestrator.workers.pool").setLevel(logging.WARNING)
 
     sources = [source for source in config.orchestrator.source if source.eval_taskset]
     orchestrator = config.orchestrator.model_copy(update={"source": sources})
 
     async def one(model: str, scratch: Path) -> Evaluation:
-        update = {"model": config.model.model_copy(update={"path": model_folder(model)}), "orchestrator": orchestrator}
-        served = config.model_copy(update=update)
+        model_config = config.model.model_copy(update={"path": model_folder(model)})
+        served = config.model_copy(update={"model": model_config, "orchestrator": orchestrator})
         run_dir = _evaluation_folder(model, served)
         print(f"evaluating {model} ({run_dir.root})", flush=True)
         lines = ProgressLines()
@@ -189,10 +186,7 @@ def evaluate_here(models: list[str], config: Config) -> dict[str, Evaluation]:
 
 
 def _evaluation_folder(model: str, config: Config) -> RunDir:
-    """Return a new folder for an evaluation, with its config.json, whose model.path is the evaluated model.
-
-    It has the first number that no earlier evaluation has: `a0-tiny-2`.
-    """
+    """Return a new numbered folder for an evaluation, with its config.json."""
     evals, name = config.run.output_dir / "evals", f"{config.run.name}-{_as_name(model)}"
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))
     run_dir = RunDir(evals / next(each for each in names if not (evals / each).exists()))
@@ -201,26 +195,27 @@ def _evaluation_folder(model: str, config: Config) -> RunDir:
 
 
 def _scores_with_notice(path: Path) -> Scores:
-    """Return the scores by task, and print how many rollouts failed and have none."""
+    """Return the scores by task, and print how many rollouts failed."""
     failures = [text for rollout in read_rollouts(path) if (text := failure_text(rollout))]
     if failures:
         failed = pluralize(len(failures), "rollout")
-        print(f"{failed} failed and left out, the first with: {printable(failures[0])}", flush=True)
+        print(f"{failed} failed and left out, the first: {printable(failures[0])}", flush=True)
     return scores(path)
 
 
 def eval_table(scores_by_model: dict[str, Scores], asked: Mapping[str, str] | None = None) -> list[str]:
-    """Return means with intervals by source, each with its paired change from the first model.
+    """Return means with intervals by source, and paired changes from the first model; of two models also flips.
 
-    Of two models also the tasks that flipped: solved are those with a mean reward of PASSED. `asked`: by task, what to
-    say of it besides its id.
+    `asked`: by task, what to say of it besides its id.
     """
     models, by_number = list(scores_by_model), dict(enumerate(scores_by_model.values()))
     width = max(map(len, models))
-    lines = [f"{'model':<{width}}  {'source':<14} {'mean reward [95 %]':<24} tasks  paired change from {models[0]}"]
+    head = f"{'model':<{width}}  {'source':<14} {'mean reward [95 %]':<24}"
+    lines = [f"{head} tasks  paired change from {models[0]}"]
     for point in sorted(evaluation_points(by_number), key=lambda each: each.source):
         change = f"  {point.change.text(sign=True)}" if point.change else ""
-        cells = f"{models[point.step]:<{width}}  {point.source:<14} {point.level.text():<24} {point.level.count:>5}"
+        name = f"{models[point.step]:<{width}}  {point.source:<14}"
+        cells = f"{name} {point.level.text():<24} {point.level.count:>5}"
         lines.append(f"{cells}{change}")
     if len(models) == 2 and all(by_number.values()):
         flips = evaluation_difference(by_number, 0, 1)
@@ -230,7 +225,7 @@ def eval_table(scores_by_model: dict[str, Scores], asked: Mapping[str, str] | No
 
 
 def _flipped(rows: list[dict[str, Any]], winner: str, loser: str, asked: Mapping[str, str]) -> Iterator[str]:
-    """Yield which tasks only one of two models solved, with what the last one replied."""
+    """Yield which tasks only one of two models solved."""
     yield f"  {pluralize(len(rows), 'task')} solved by {winner}, not by {loser}"
     for row in rows[:_NAMED]:
         yield f"    {row['task'].partition('/')[2]}  {asked.get(row['task'], '')}".rstrip()

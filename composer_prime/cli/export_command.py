@@ -1,8 +1,4 @@
-"""`composer export RUN|MODEL -o FOLDER`: a trained model for other programs, as a Hugging Face folder.
-
-The final model of a run has its low-rank adapters merged already (trainer/weights/publish.py). Other formats start from
-such a folder, GGUF with llama.cpp's convert_hf_to_gguf.py.
-"""
+"""`composer export RUN|MODEL -o FOLDER`: a trained model for other programs, as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -27,9 +23,9 @@ def main(words: list[str]) -> int:
         epilog="example:  composer export outputs/a1 --step 40 -o a1-step-40 --dtype bfloat16",
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="RUN|MODEL", help="run directory, model folder, Hub id, tiny, or smollm2")
+    parser.add_argument("model", metavar="RUN|MODEL", help="run directory, model folder, Hub id, tiny, smollm2")
     parser.add_argument("-o", "--output", type=Path, required=True, help="new folder")
-    parser.add_argument("--step", type=int, help="the checkpoint of this step instead of a run's final model")
+    parser.add_argument("--step", type=int, help="this step's checkpoint instead of the final model")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: as stored)")
     options = parser.parse_args(words)
     target = options.output
@@ -50,27 +46,27 @@ def main(words: list[str]) -> int:
 
 
 def _run_with_checkpoint(run: str, step: int) -> RunDir:
-    """Return the run directory `run`. Raises ConfigError when it has no checkpoint of `step`."""
+    """Return the run directory. Raises ConfigError without a checkpoint of `step`."""
     run_dir = RunDir(Path(run))
     if not run_dir.config.is_file():
-        raise ConfigError(f"--step {step}: {run} is not a run directory, and only runs have checkpoints: omit --step")
+        raise ConfigError(f"--step {step}: {run} is no run directory, and only runs have checkpoints: omit --step")
     steps = run_dir.complete_checkpoints()
     if step not in steps:
         kept = ", ".join(map(str, steps)) or "none"
         raise ConfigError(
-            f"--step {step}: {run} has no such checkpoint; the kept ones are of step {kept}. "
-            "trainer.checkpoint.keep sets how many stay"
+            f"--step {step}: {run} keeps checkpoints of step {kept}; trainer.checkpoint.keep sets how many stay"
         )
     return run_dir
 
 
 def _write_model(folder: Path, target: Path, dtype: str | None) -> None:
-    """Write the model and tokenizer of `folder`. Without a dtype it stays as stored."""
+    """Write the model and tokenizer of `folder`. Without a dtype the stored one stays."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     stored = getattr(torch, dtype) if dtype else "auto"
-    AutoModelForCausalLM.from_pretrained(folder, dtype=stored, local_files_only=True).save_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=stored, local_files_only=True)
+    model.save_pretrained(target)
     AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(target)
     for file in _BESIDE:
         if (folder / file).is_file() and not (target / file).exists():

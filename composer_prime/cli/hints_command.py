@@ -1,8 +1,8 @@
 """`composer hints probe RUN|MODEL`: what hints are worth to a model, before any training with them.
 
-Turns that went wrong are drawn again: without a hint, with their own, with another task's. The rest is played without
-a hint. A hint whose redraws score no higher has nothing to teach. What another task's hint lifts is not the hint's
-content: a policy can learn that part to do without.
+Turns that went wrong are drawn again: without a hint, with their own, with another task's.
+A hint whose redraws score no higher has nothing to teach. What another task's hint lifts is
+not the hint's content: a policy can learn that part to do without.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def main(words: list[str]) -> int:
         prog="composer hints probe",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="`@ FILE` and `--section.key VALUE` give the configuration; without a file that of RUN counts.",
+        epilog="`@ FILE` and `--section.key VALUE` configure it; without a file RUN's configuration counts.",
     )
-    parser.add_argument("model", help="run directory (its final/ is used), model folder, Hub id, tiny, or smollm2")
+    parser.add_argument("model", help="run directory (its final/), model folder, Hub id, tiny, or smollm2")
     parser.add_argument("--groups", type=int, default=16, help="groups of rollouts to play (default 16)")
     parser.add_argument("--draws", type=int, default=2, help="redraws of a turn in each arm (default 2)")
     options, rest = parser.parse_known_args(words)
@@ -42,9 +42,7 @@ def main(words: list[str]) -> int:
     split_models([options.model, *rest])
     config = resolve([*rest, "--model.path", model_folder(options.model)])
     if config.orchestrator.hints is None:
-        raise ConfigError(
-            "there is no [orchestrator.hints] table, so nothing says which turns get which hints: name a file with one"
-        )
+        raise ConfigError("there is no [orchestrator.hints] table, so no turn gets a hint: name a file with one")
     resolve_model(config.model.path)
     print("\n".join(redraw_lines(asyncio.run(_probe(config, options)))))
     return 0
@@ -76,7 +74,7 @@ async def _probe(config: Config, options: argparse.Namespace) -> dict[str, KindO
 
 
 def redraw_lines(kinds: Mapping[str, KindOfHint]) -> list[str]:
-    """Return a table for the reward and one for errors at the turn: without a hint, and what each hint changes."""
+    """Return a table of rewards and one of errors at the turn: without a hint, and each hint's change."""
     from orchestrator.hints.probe import NONE, OTHER, OWN
 
     lines = []

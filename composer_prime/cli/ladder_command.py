@@ -1,7 +1,7 @@
 """`composer ladder run CONFIG ... -o FOLDER` trains arms; `composer ladder FOLDER` prints their verdicts.
 
-An arm is a configuration that is trained with several seeds. What is compared, and by which rule, is registered before
-the first run.
+An arm is a configuration that is trained with several seeds.
+What is compared, and by which rule, is registered before the first run.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ def main(words: list[str]) -> int:
         return run_ladder(words[1:])
     rule = f"Verdicts, by the first line that holds:\n\n{RULE}"
     parser = argparse.ArgumentParser(
-        prog="composer ladder", description=__doc__, epilog=rule, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="composer ladder",
+        description=__doc__,
+        epilog=rule,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="folder of a ladder, or `run` to train one")
     folder = parser.parse_args(words).folder
     registered = read_preregistration(folder)
     if registered is None:
-        raise ConfigError(f"{folder} has no {FILE}: name the folder that `composer ladder run` was given with -o")
+        raise ConfigError(f"{folder} has no {FILE}: name the folder given to `composer ladder run` with -o")
     print("\n".join(result_lines(folder, registered)))
     return 0

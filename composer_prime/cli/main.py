@@ -1,7 +1,4 @@
-"""The console script `composer`: everything around a run.
-
-A command's module is imported only when the command is called, so `composer --help` answers at once.
-"""
+"""The console script `composer`. A command's module is imported only when it is called, so --help is quick."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ COMMANDS = {
     "tasks": ("orchestrator.coding.tasks_command", "make, check and show coding tasks"),
     "doctor": ("composer_prime.cli.doctor_command", "check this machine: packages, GPUs, memory, disk, sandboxes"),
 }
-"""Each command's module, which has main(words), and its line in the help."""
+"""Each command's module, with main(words), and its line in the help."""
 
 
 def main() -> int:

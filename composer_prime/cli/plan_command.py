@@ -14,8 +14,8 @@ from composer_prime.plan.plan import build_plan
 USAGE = """\
 usage: composer plan @ FILE.toml [@ OVERLAY.toml ...] [--section.key VALUE ...] [--gpus COUNTxGIB] [--resume]
 
-Checks a configuration and prints its plan: roles and where they run, batch sizes, memory, disk, the cost of teachers
-and the link to other clusters. It starts no role, loads no task set and writes nothing.
+Checks a configuration and prints its plan: roles and their places, batch sizes, memory, disk, costs of
+teachers and the link to other clusters. It starts no role, loads no task set and writes nothing.
 
   --gpus 8x80    assume 8 GPUs of 80 GiB each instead of this machine's
   --resume       check that the run in its folder can continue with this configuration
@@ -39,10 +39,7 @@ def main(words: list[str]) -> int:
 
 
 def imagined(words: list[str]) -> tuple[Machine | None, list[str]]:
-    """Return this machine with the GPUs that --gpus COUNTxGIB names, and the other words. None without --gpus.
-
-    Raises ConfigError for a value of another form.
-    """
+    """Return this machine with the GPUs of --gpus COUNTxGIB (None without it), and the other words."""
     place = next((index for index, word in enumerate(words) if word.partition("=")[0] == "--gpus"), None)
     if place is None:
         return None, words
@@ -51,7 +48,7 @@ def imagined(words: list[str]) -> tuple[Machine | None, list[str]]:
         value = words[place + 1] if place + 1 < len(words) else ""
     match = re.fullmatch(r"(\d+)x(\d+)", value)
     if match is None:
-        raise ConfigError(f"--gpus is {value!r}; give their number and memory in GiB, for example --gpus 8x80")
+        raise ConfigError(f"--gpus is {value!r}; give number and GiB of each, for example --gpus 8x80")
     gpus = (int(match[2]) * GIB,) * int(match[1])
     rest = words[:place] + words[place + (1 if equals else 2) :]
     return dataclasses.replace(this_machine(), gpus=gpus), rest

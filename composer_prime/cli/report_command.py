@@ -1,7 +1,4 @@
-"""`composer report RUN [RUN ...]`: how training went, from metrics.jsonl and the evaluations' rollouts.
-
-SDPO, replay-DPO and joint runs have separate lines.
-"""
+"""`composer report RUN [RUN ...]`: how training went, from metrics.jsonl and the evaluations' rollouts."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ _COLUMNS = {
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="composer report", description=__doc__)
     parser.add_argument("run", nargs="+", help="run directory")
-    html_help = "write a page with charts and rollouts that opens in any browser (default: report.html in the run)"
+    html_help = "write a page with charts and rollouts for any browser (default: report.html in the run)"
     parser.add_argument("--html", nargs="?", type=Path, const=Path(), metavar="FILE", help=html_help)
     options = parser.parse_args(words)
     if options.html is None:
@@ -51,12 +48,13 @@ def main(words: list[str]) -> int:
         return 0
     if len(options.run) > 1:
         raise ConfigError(f"--html shows one run, not {len(options.run)}: report them one by one")
-    from composer_prime.view.report_html import write_report  # reads the configuration, which takes a second
+    from composer_prime.view.report_html import write_report  # takes a second
 
+    file = None if options.html == Path() else options.html
     try:
-        print(f"wrote {write_report(open_run(options.run[0]), options.html if options.html != Path() else None)}")
+        print(f"wrote {write_report(open_run(options.run[0]), file)}")
     except OSError as error:
-        raise ConfigError(f"--html {options.html} cannot be written ({error.strerror}): name another file") from None
+        raise ConfigError(f"--html {options.html} cannot be written ({error.strerror}): name another") from None
     return 0
 
 
@@ -107,7 +105,7 @@ def _mean(part: list[Line], name: str, shape: str) -> str:
 
 
 def _time(trained: list[Line], progress: RunProgress) -> list[str]:
-    """Return how the time of all steps was spent, and how many rollouts failed."""
+    """Return how the time of all steps was spent, and how many attempts failed."""
     text = []
     if whole := sum(_values(trained, "time/step_s")):
         timed = [line for line in trained if numeric_field(line, "time/step_s")]
@@ -124,15 +122,16 @@ def _time(trained: list[Line], progress: RunProgress) -> list[str]:
 
 
 def hint_lines(trained: list[Line]) -> list[str]:
-    """Describe hints and SDPO from the trainer's lines; empty when SDPO was off."""
+    """Describe hints and SDPO; empty when SDPO was off."""
     if not any("loss/sdpo" in line for line in trained):
         return []
     wrong_turns, hinted = sum(_values(trained, "hints/found")), sum(_values(trained, "hints/hinted"))
     share = f" ({hinted / wrong_turns:.0%})" if wrong_turns else ""
     turns = _values(trained, "sdpo/turns")
+    distilled = f"{sum(turns):,.0f} distilled, in {sum(count > 0 for count in turns)} of"
     text = [
         f"  hints        {hinted:,.0f} of {pluralize(int(wrong_turns), 'error turn')} got a hint{share}; "
-        f"{sum(turns):,.0f} distilled, in {sum(count > 0 for count in turns)} of {pluralize(len(trained), 'step')}"
+        f"{distilled} {pluralize(len(trained), 'step')}"
     ]
     text += _counts("kinds", trained, "hints/kind/") + _counts("left out", trained, "hints/skipped/")
     text += _moved("jsd", trained, "sdpo/jsd", ".4f", "nats a token, of the steps that had such turns")
@@ -140,7 +139,7 @@ def hint_lines(trained: list[Line]) -> list[str]:
 
 
 def pair_lines(trained: list[Line], lines: list[Line]) -> list[str]:
-    """Describe replay-DPO, and from the `lines` of all roles the online replay; empty when both were off."""
+    """Describe replay-DPO, and from the `lines` of all roles online replay; empty when both were off."""
     text = []
     if any("loss/replay_dpo" in line for line in trained):
         last = next((line for line in reversed(trained) if "pairs/in_file" in line), {})
@@ -163,7 +162,7 @@ def _replay_lines(lines: list[Line]) -> list[str]:
 
 
 def joint_lines(lines: list[Line], progress: RunProgress) -> list[str]:
-    """Describe a joint run as this peer logged it; empty for a run that trained alone, or before its first round."""
+    """Describe a joint run as this peer logged it; empty before its first round."""
     rounds = joint_rounds(lines)
     if not rounds:
         return []
@@ -184,16 +183,17 @@ def joint_lines(lines: list[Line], progress: RunProgress) -> list[str]:
 
 
 def _counts(label: str, lines: list[Line], prefix: str) -> list[str]:
-    """Return totals of all figures below `prefix`, the largest first."""
+    """Return the totals of all figures below `prefix`, the largest first."""
     totals: Counter[str] = Counter()
     for line in lines:
-        totals.update({name.removeprefix(prefix): line[name] for name in line if name.startswith(prefix)})
+        for name in (name for name in line if name.startswith(prefix)):
+            totals[name.removeprefix(prefix)] += line[name]
     listed = ", ".join(f"{name} {count:,.0f}" for name, count in totals.most_common() if count)
     return [f"{_INDENT}{label}: {listed}"] if listed else []
 
 
 def _moved(label: str, trained: list[Line], name: str, shape: str, unit: str) -> list[str]:
-    """Return the means of the first and of the last steps that have the figure."""
+    """Return the means of the first and the last steps that have the figure."""
     first, last = ends(_values(trained, name))
     if not last:
         return []
@@ -224,8 +224,10 @@ def _costs(paid: Spent) -> list[str]:
         text.append(f"  compute      {paid.gpu_s:,.0f} GPU s, {paid.process_s:,.0f} process s{price}{links}")
     if paid.calls:
         by_teacher = ", ".join(f"{name} ${usd:,.4f}" for name, usd in sorted(paid.by_teacher.items()))
-        lost = f", {paid.failed} failed, {paid.unsettled} without an end" if paid.failed or paid.unsettled else ""
-        lost += " (a call with a lost reply counts as its reservation, the most that it may cost)" if lost else ""
+        lost = ""
+        if paid.failed or paid.unsettled:
+            lost = f", {paid.failed} failed, {paid.unsettled} without an end"
+            lost += " (a call with a lost reply counts as its reservation, the most that it may cost)"
         text.append(f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({by_teacher}){lost}")
     return text
 
@@ -235,20 +237,23 @@ def _events(run_dir: RunDir) -> list[str]:
     if not events:
         return []
     text = [f"  events       {pluralize(len(events), 'warning or error', 'warnings and errors')}"]
-    text += [f"{_INDENT}{len(events) - _EVENTS_SHOWN} earlier ones"] if len(events) > _EVENTS_SHOWN else []
+    if len(events) > _EVENTS_SHOWN:
+        text.append(f"{_INDENT}{len(events) - _EVENTS_SHOWN} earlier ones")
     for each in events[-_EVENTS_SHOWN:]:
         text.append(f"{_INDENT}{strftime('%H:%M:%S', localtime(each.time))} {each.line}")
     return text
 
 
 def _evaluated(run_dir: RunDir) -> list[str]:
-    """Return each source's held-out rewards with their intervals, and the paired change since the first evaluation."""
-    points = evaluation_points({step: scores(path) for step, path in rollout_files(run_dir, "eval").items()})
+    """Return each source's held-out rewards with intervals, and the paired change since the first."""
+    found = rollout_files(run_dir, "eval")
+    points = evaluation_points({step: scores(path) for step, path in found.items()})
     text = []
     for source in dict.fromkeys(point.source for point in points):
         never = ", which is never trained on" if source in only_evaluated(run_dir) else ""
         text.append(f"  evaluation on held-out tasks of {source}{never}, mean reward [95 %]")
         for point in (each for each in points if each.source == source):
             change = f"   change {point.change.text(sign=True)}" if point.change else ""
-            text.append(f"      after {point.step:>5} steps  {point.level.text()}   {point.level.count} tasks{change}")
+            level = f"{point.level.text()}   {point.level.count} tasks"
+            text.append(f"      after {point.step:>5} steps  {level}{change}")
     return text

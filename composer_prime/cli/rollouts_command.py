@@ -1,4 +1,4 @@
-"""`composer rollouts RUN`: list rollouts of a run, or show one turn by turn. `composer view` has more filters."""
+"""`composer rollouts RUN`: list rollouts of a run, or show one turn by turn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def main(words: list[str]) -> int:
         return 0
     chosen = select(index, options)
     if options.messages is not None:
-        print(export_rows([rollout for entry in chosen if (rollout := index.read(entry))], options.messages))
+        picked = [rollout for entry in chosen if (rollout := index.read(entry))]
+        print(export_rows(picked, options.messages))
         return 0
     shown = chosen[: options.limit]
     lines = [f"{'step':>5} {'rollout':<16} {'reward':>7} {'adv':>7} {'turns':>5} {'tokens':>6} {'versions':<9} task"]
@@ -54,9 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--eval", action="store_true", help="held-out evaluations instead of training")
     parser.add_argument("--task", default="", help="only tasks whose id contains this")
     parser.add_argument("--min-reward", type=float, help="only rollouts with at least this reward")
-    parser.add_argument("--failed", action="store_true", help="every rollout that failed (it has no reward)")
+    parser.add_argument("--failed", action="store_true", help="failed rollouts, which have no reward")
     parser.add_argument("--hacks", action="store_true", help="findings of the hack monitor, all steps")
-    parser.add_argument("--messages", type=Path, metavar="FILE", help="write all selected ones to FILE as SFT rows")
+    parser.add_argument("--messages", type=Path, metavar="FILE", help="write the selected ones as SFT rows")
     parser.add_argument("--limit", type=int, default=20, help="lines of the list (default 20)")
     return parser
 
@@ -73,15 +74,12 @@ def export_rows(rollouts: list[Rollout], file: Path) -> str:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     except OSError as error:
         raise ConfigError(f"--messages {file} cannot be written: {error.strerror}") from None
-    left_out = len(rollouts) - len(rows)
-    return (
-        f"{pluralize(len(rows), 'row')} in {file}; {pluralize(left_out, 'rollout')} with branches or failures, or "
-        "cut short, left out"
-    )
+    left_out = pluralize(len(rollouts) - len(rows), "rollout")
+    return f"{pluralize(len(rows), 'row')} in {file}; {left_out} branched, failed or cut short, left out"
 
 
 def select(index: RolloutIndex, options: argparse.Namespace) -> list[Entry]:
-    """Return the chosen entries, the newest first. Raises ConfigError for a step without any."""
+    """Return the chosen entries, the newest first. Raises ConfigError."""
     kind = "eval" if options.eval else "step"
     entries = _failed(index, kind) if options.failed else index.entries(kind)
     query = {"step": _step(entries, options), "task": options.task, "min": options.min_reward}
@@ -91,25 +89,25 @@ def select(index: RolloutIndex, options: argparse.Namespace) -> list[Entry]:
 
 
 def _step(entries: list[Entry], options: argparse.Namespace) -> int | None:
-    """Return the step whose rollouts are listed; None for all. Raises ConfigError for a step without any."""
+    """Return the step whose rollouts are listed; None for all. Raises ConfigError for an empty one."""
     if options.failed or (options.step is None and (options.all or options.hacks)):
         return options.step
     steps = [entry["step"] for entry in entries]
     step = options.step if options.step is not None else max(steps, default=0)
     if step not in steps:
         present = f"steps {min(steps)} to {max(steps)}" if steps else "none"
-        raise ConfigError(f"{options.run} has no rollouts of this kind of step {step}; there are {present}")
+        raise ConfigError(f"{options.run} has no such rollouts of step {step}; there are {present}")
     return step
 
 
 def _failed(index: RolloutIndex, kind: str) -> list[Entry]:
-    """Return the failed rollouts of `kind`: failed.jsonl has them before the batch of their step."""
+    """Return the failed rollouts of `kind`; failed.jsonl has them before their step's batch."""
     failed = [entry for entry in index.entries("failed") if (entry["grp"] is None) == (kind == "eval")]
     return failed or [entry for entry in index.entries(kind) if entry["error"]]
 
 
 def find(index: RolloutIndex, rollout_id: str) -> Rollout:
-    """Return the newest rollout with this id. Raises ConfigError when the run has none."""
+    """Return the newest rollout with this id. Raises ConfigError."""
     for kind in ("step", "eval", "failed"):
         for entry in index.entries(kind):
             if entry["rollout_id"] == rollout_id and (rollout := index.read(entry)):
@@ -118,15 +116,13 @@ def find(index: RolloutIndex, rollout_id: str) -> Rollout:
 
 
 def listed(entry: Entry) -> str:
-    """Return the line of a rollout in the list."""
     tokens = "-" if entry["tokens"] is None else entry["tokens"]
-    versions = "-".join(
-        str(each) for each in dict.fromkeys((entry["version_min"], entry["version_max"])) if each is not None
-    )
+    found = dict.fromkeys((entry["version_min"], entry["version_max"]))
+    versions = "-".join(str(each) for each in found if each is not None) or "-"
+    text = f"  FAILED: {entry['error'][:200]}" if entry["error"] else f"  {task_text(entry)}".rstrip()
     return (
         f"{entry['step'] or 0:>5} {entry['rollout_id'] or '':<16} {_figure(entry['reward']):>7} "
-        f"{_figure(entry['advantage']):>7} {entry['turns']:>5} {tokens:>6} {versions or '-':<9} {_task(entry)}"
-        f"{'  FAILED: ' + entry['error'][:200] if entry['error'] else f'  {task_text(entry)}'.rstrip()}"
+        f"{_figure(entry['advantage']):>7} {entry['turns']:>5} {tokens:>6} {versions:<9} {_task(entry)}{text}"
     )
 
 
@@ -139,7 +135,7 @@ def _finding(finding: dict[str, Any]) -> str:
 
 
 def show(rollout: Rollout) -> list[str]:
-    """Return everything about one rollout: its figures, the tools on offer, the failure, then turn by turn."""
+    """Return everything about one rollout: figures, tools, failures, then turn by turn."""
     shown = {name: value for name in (*_FIGURES, "expected") if (value := rollout.get(name)) not in (None, {}, [])}
     lines = [f"rollout {rollout.get('rollout_id')}  ({_task(rollout)})"]
     lines += [f"  {name:<16} {_value(value)}" for name, value in shown.items()]
@@ -153,11 +149,12 @@ def show(rollout: Rollout) -> list[str]:
 
 
 def _turn(index: int, turn: dict[str, Any]) -> Iterator[str]:
-    """Yield a message: its text, calls, error and hint. A failed call's text says its error in full."""
+    """Yield a message: text, calls, error and hint. A failed call's text says its error."""
     count, error, text = turn.get("token_count"), turn.get("error"), str(turn.get("text") or "")
     is_failed_call = bool(error) and text.lstrip().startswith(str(error))
     notes = [f"{count} tokens"] if count else []
-    yield f"[{index}] {', '.join([str(turn.get('role')), *notes, *(['a failed call'] if is_failed_call else [])])}"
+    notes += ["a failed call"] if is_failed_call else []
+    yield f"[{index}] {', '.join([str(turn.get('role')), *notes])}"
     yield from (f"    {line}" for line in text.splitlines())
     yield from (f"    -> {call.get('name')}({call.get('arguments')})" for call in turn.get("tool_calls") or [])
     if error and not is_failed_call:
@@ -167,7 +164,7 @@ def _turn(index: int, turn: dict[str, Any]) -> Iterator[str]:
 
 
 def _failures(rollout: Rollout) -> Iterator[str]:
-    """Yield each failure of the rollout and of its earlier tries, equal ones once with their number."""
+    """Yield each failure of the rollout and its earlier tries, equal ones once with their number."""
     failures = [*(rollout.get("failed_attempts") or []), rollout.get("error")]
     counted = Counter(text for failure in failures if (text := failure_text({"error": failure})))
     for text, count in counted.items():
@@ -180,13 +177,13 @@ def _tools(rollout: Rollout) -> Iterator[str]:
         function = tool.get("function") or tool
         schema = function.get("parameters") or {}
         required = schema.get("required") or []
-        parameters = ", ".join(f"{name}{'' if name in required else '?'}" for name in schema.get("properties") or {})
+        names = schema.get("properties") or {}
+        parameters = ", ".join(f"{name}{'' if name in required else '?'}" for name in names)
         first_line = next(iter(str(function.get("description") or "").splitlines()), "")
         yield f"{function.get('name')}({parameters})  {first_line}".rstrip()
 
 
 def _value(value: Any) -> str:
-    """Return a figure, or the figures of a table, as text for people."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_value(each)}" for name, each in value.items() if each is not None)
     if isinstance(value, list):

@@ -1,10 +1,10 @@
 """`composer serve RUN|MODEL`: an OpenAI-compatible endpoint on 127.0.0.1, with streaming.
 
-    client --HTTP--> Front --HTTP--> gateway <--CURVE--> node        (all but the client in this process)
+    client --HTTP--> Front --HTTP--> gateway <--CURVE--> node    (all but the client in this process)
 
-The gateway answers in one piece and checks the key. The front passes requests on, and turns answers into chunks for
-`stream: true`. The local engine tells each token as it draws it. An answer of another engine, and one that may call
-tools, is one chunk: calls are known only when they are complete.
+The gateway answers in one piece; the front turns answers into chunks for `stream: true`. Only the
+local engine tells tokens as it draws them. An answer that may call tools is one chunk: calls are
+known only when they are complete.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _TEXTS = ("reasoning_content", "content")
 
 
 def model_config(model: str, settings: list[str]) -> Config:
-    """Return a configuration around `model`. `settings` are flags such as --model.max_context 8192.
+    """Return a configuration around `model`, with `settings` such as --model.max_context 8192.
 
-    Raises ConfigError for a wrong setting, and ModelNotFoundError.
+    Raises ConfigError and ModelNotFoundError.
     """
     # A configuration needs a source; none is loaded.
     module = "orchestrator.environments.toolsmith"
@@ -58,7 +58,7 @@ def model_config(model: str, settings: list[str]) -> Config:
 
 
 class Front:
-    """Passes requests on to the gateway, and streams the answers that clients want streamed."""
+    """Passes requests on to the gateway, and streams where clients ask for it."""
 
     def __init__(self, gateway_url: str, chat: ChatFormat, client: ClientSession) -> None:
         self._url = gateway_url
@@ -67,7 +67,7 @@ class Front:
         self._draws: dict[str, asyncio.Queue[int | None]] = {}
 
     def take(self, session: str, token: int, _: float) -> None:
-        """Add a token that the local engine drew. One of an answer that nobody streams is dropped."""
+        """Add a token that the local engine drew. A token of an unstreamed answer is dropped."""
         if (draws := self._draws.get(session)) is not None:
             draws.put_nowait(token)
 
@@ -114,19 +114,19 @@ class Front:
     async def _messages_so_far(
         self, body: dict[str, Any], draws: asyncio.Queue[int | None]
     ) -> AsyncIterator[dict[str, Any]]:
-        """Yield the unfinished message whenever tokens were drawn, until the answer is there."""
+        """Yield the unfinished message whenever tokens were drawn."""
         token_ids: list[int] = []
         prompt: list[int] | None = None
         while (token := await draws.get()) is not None:
             token_ids.append(token)
             if draws.empty():
-                with suppress(RequestError):  # A chat format that does not take half an answer gets the whole one.
+                with suppress(RequestError):  # Not every format takes half an answer.
                     prompt = prompt or (await self._chat.render(body["messages"], None))[0]
                     yield (await self._chat.parse(token_ids, prompt, None, "length"))[0]
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:
-    """Return the body as an object; empty for another one, which the gateway refuses."""
+    """Return the body as an object, else {}; the gateway refuses another body."""
     with suppress(ValueError, RecursionError):
         value = json.loads(raw)
         return value if isinstance(value, dict) else {}
@@ -134,7 +134,7 @@ def _json_object(raw: bytes) -> dict[str, Any]:
 
 
 def _held_back(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message without what its end may lose: half a character, and white space."""
+    """Return the message without what its end may lose: half a character, white space."""
     return {name: (message.get(name) or "").rstrip("\ufffd \t\r\n") for name in _TEXTS}
 
 
@@ -162,9 +162,9 @@ class _Stream:
         return stream
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Send what `message` adds to what was sent. White space at its beginning is left out.
+        """Send what `message` adds to what was sent, from its first visible character on.
 
-        A chat format strips it from half a message or keeps it, by whether a call has begun.
+        A chat format strips or keeps leading white space by whether a call has begun.
         """
         for name in _TEXTS:
             text, sent = (message.get(name) or "").lstrip(), self._sent[name]
@@ -173,7 +173,7 @@ class _Stream:
                 await self._choice({name: text[len(sent) :]})
 
     async def end(self, reply: dict[str, Any], *, with_usage: bool) -> None:
-        """Send the rest of the gateway's reply, which may be an error, and the end of the stream."""
+        """Send the rest of the reply, or its error, and the end of the stream."""
         if "error" in reply:
             await self._event(reply)
         else:
@@ -228,9 +228,8 @@ async def open_endpoint(config: Config, port: int) -> AsyncIterator[tuple[str, s
                 try:
                     await web.TCPSite(runner, "127.0.0.1", port).start()
                 except OSError as error:
-                    raise PortInUseError(
-                        f"port {port} of 127.0.0.1: {error.strerror}; choose another with --port"
-                    ) from None
+                    text = f"port {port} of 127.0.0.1: {error.strerror}; choose another with --port"
+                    raise PortInUseError(text) from None
                 yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", os.environ[GATEWAY_TOKEN_VARIABLE]
             finally:
                 await runner.cleanup()
@@ -240,7 +239,7 @@ async def open_endpoint(config: Config, port: int) -> AsyncIterator[tuple[str, s
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="composer serve",
-        description="Serve a model on 127.0.0.1 to clients of OpenAI's API: chat completions and models, streamed.",
+        description="Serve a model on 127.0.0.1 to clients of OpenAI's API.",
         epilog="Other flags are settings, such as --model.max_context 8192 or --inference.engine vllm.",
         allow_abbrev=False,
     )

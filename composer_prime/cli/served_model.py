@@ -1,10 +1,9 @@
-"""A model served by this process alone, for commands that play episodes or talk: a gateway on loopback and one node.
+"""A model served by this process alone, for commands that play episodes or talk.
 
     serve               Gateway (HTTP for environments) <--CURVE, loopback--> InferenceNode in a task
-    serve_with_workers  the same, and the worker processes of the sources; both load at the same time
+    serve_with_workers  the same, and the worker processes of the sources
 
-Nothing is trained, so the weights stay those of the model folder (policy version 0). A run has processes instead, which
-the launcher starts.
+Nothing is trained, so the weights stay those of the model folder (policy version 0).
 """
 
 from __future__ import annotations
@@ -41,17 +40,15 @@ async def serve(
 ) -> AsyncIterator[tuple[Gateway, Path]]:
     """Serve `config.model` until the block ends. Yield the gateway and the folder with its chat template.
 
-    `folder`: an empty one, for keys and a replaced template. `on_token` is called with session, token and
-    log-probability of each draw of the local engine; other engines call it never. Raises ModelNotFoundError,
-    ConfigError (no chat template, context, device) or EngineError when the model cannot be served, DeadlineError after
-    READY_S.
+    `folder`: an empty one. `on_token` gets session, token and log-probability of each draw of the local
+    engine. Raises ModelNotFoundError, ConfigError, EngineError, and DeadlineError after READY_S.
     """
     from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
     from orchestrator.chat_template import chat_folder
     from orchestrator.gateway.gateway import Gateway
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Only this process's own workers may generate. They outlive a gateway when models change, so the token stays.
+    # Workers outlive a gateway when models change, so the token stays.
     os.environ.setdefault(GATEWAY_TOKEN_VARIABLE, secrets.token_urlsafe(24))
     run_dir = RunDir(folder)
     model_dir = resolve_model(config.model.path)
@@ -74,7 +71,7 @@ async def serve(
 
 @asynccontextmanager
 async def serve_with_workers(config: Config, folder: Path) -> AsyncIterator[tuple[Gateway, dict[str, WorkerPool]]]:
-    """Serve `config.model` and start the workers of all sources. Yield the gateway and the workers by source.
+    """Serve `config.model` and start all sources' workers. Yield the gateway and the workers by source.
 
     `folder`: an empty one. Raises what `serve` and `WorkerPool.start` raise.
     """
@@ -147,8 +144,8 @@ async def _until_served(gateway, node: asyncio.Task[None]) -> None:
 
 
 def _on_loopback(config: Config) -> Config:
-    """Return `config` with free loopback ports, one gateway process, and no audits: the node is this command's own."""
+    """Return `config` with free loopback ports, and no audits of this command's own node."""
     audit = config.orchestrator.audit.model_copy(update={"enabled": False})
     addresses = {"node_address": "tcp://127.0.0.1:0", "step_address": "tcp://127.0.0.1:0"}
-    changes = {**addresses, "audit": audit}
-    return config.model_copy(update={"orchestrator": config.orchestrator.model_copy(update=changes)})
+    orchestrator = config.orchestrator.model_copy(update={**addresses, "audit": audit})
+    return config.model_copy(update={"orchestrator": orchestrator})

@@ -1,7 +1,6 @@
 """`composer view [FOLDER ...]`: a web page over all runs below the folders, on this machine only.
 
-It shows live and ended runs, and only reads them. Open the address that it prints in a browser. From another machine:
-ssh -L 8410:127.0.0.1:8410 HOST, then the same address.
+It only reads the runs. From another machine: ssh -L 8410:127.0.0.1:8410 HOST, then the same address.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`composer new environment|hint|reward NAME`: write a module, a configuration and a test that run as they are.
-
-The files are those of composer_prime/assets/new, with __name__, __Class__ and __folder__ filled in.
-"""
+"""`composer new environment|hint|reward NAME`: write a module, a configuration and a test that run as they are."""
 
 from __future__ import annotations
 
@@ -32,13 +29,15 @@ KINDS = {
 }
 """By kind: the template of each file, and the file's name."""
 
+"""By kind: each template of composer_prime/assets/new, and the file that it becomes."""
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="composer new", description="Write a module, a TOML and a test that run.", allow_abbrev=False
     )
     parser.add_argument("kind", choices=tuple(KINDS))
-    parser.add_argument("name", metavar="NAME", help="name of the module: lower-case letters, digits, underscores")
+    parser.add_argument("name", metavar="NAME", help="module's name: lower case, digits, underscores")
     parser.add_argument("-o", "--folder", type=Path, default=Path("."), help="where to write (default: here)")
     return parser
 
@@ -47,22 +46,24 @@ def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
     written = write_new(options.kind, options.name, options.folder)
     print("\n".join(f"wrote {path}" for path in written))
-    module, configuration = options.folder / f"{options.name}.py", options.folder / f"{options.name}.toml"
-    tried = module if module.exists() else configuration
-    test, tried, configuration = (shlex.quote(str(path)) for path in (written[-1], tried, configuration))
+    module = options.folder / f"{options.name}.py"
+    configuration = options.folder / f"{options.name}.toml"
+    tried = shlex.quote(str(module if module.exists() else configuration))
+    test, configuration = shlex.quote(str(written[-1])), shlex.quote(str(configuration))
     pytest = f"{UV_RUN and 'uv run --group dev '}pytest {test}"
     print(f"next: {pytest}; {COMPOSER} try {tried}; {UV_RUN}trainer @ {configuration}")
     return 0
 
 
 def write_new(kind: str, name: str, folder: Path) -> list[Path]:
-    """Return the files written. Raises ConfigError for a bad name, and for files that are there already."""
+    """Return the files written. Raises ConfigError for a bad name and for present files."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise ConfigError(f"{name!r} cannot be a module's name: use lower-case letters, digits and underscores")
     if kind != "hint" and module_file(name) is not None and not (folder / f"{name}.py").exists():
-        raise ConfigError(f"a module {name!r} is already installed and would take precedence: use another name")
-    texts = {folder / _filled(file, name, folder): _filled(_template(template), name, folder)
-             for template, file in KINDS[kind].items()}  # fmt: skip
+        raise ConfigError(f"a module {name!r} is already installed and would come first: use another name")
+    texts = {}
+    for template, file in KINDS[kind].items():
+        texts[folder / _filled(file, name, folder)] = _filled(_template(template), name, folder)
     if present := [str(path) for path in texts if path.exists()]:
         raise ConfigError(f"{', '.join(present)} exists already: use another name, or remove it")
     folder.mkdir(parents=True, exist_ok=True)

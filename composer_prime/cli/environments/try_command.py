@@ -1,8 +1,4 @@
-"""`composer try ENV`: play a few episodes of an environment, and print everything about them.
-
-The environment runs in a worker process as in training, and the model answers through the gateway. Only the launcher,
-the trainer and the run directory are left out.
-"""
+"""`composer try ENV`: play a few episodes of an environment as in training, and print everything about them."""
 
 from __future__ import annotations
 
@@ -33,11 +29,11 @@ from composer_prime.run.run_dir import RunDir
 
 FAILED = 1
 _CONTEXT = 2048
-"""Tokens of an episode where no configuration gives a number, unless the model takes fewer."""
+"""Tokens of an episode where no configuration gives a number."""
 _SHOWN = 4
-"""Transcripts that are printed; `--all` prints every one."""
+"""Transcripts that are printed without --all."""
 _TELL_S, _TURN_CHARS = 5.0, 120
-"""How often it is said that episodes still play, and the characters of each turn that are shown at once."""
+"""Seconds between notices that episodes still play; characters of a turn that are shown at once."""
 _OF_A_RUN = ("step", "status", "policy_versions")
 """Fields of a rollout that say nothing outside a run."""
 _USAGE = """\
@@ -61,7 +57,7 @@ def main(words: list[str]) -> int:
     config = trial_config(options, rest)
     resolve_model(config.model.path)
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("orchestrator.workers.pool").setLevel(logging.WARNING)  # It names code that blocks.
+    logging.getLogger("orchestrator.workers.pool").setLevel(logging.WARNING)  # names code that blocks
     return asyncio.run(_try(config, options))
 
 
@@ -73,27 +69,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="composer try",
         usage=_USAGE,
-        description="Play episodes and print transcripts, rewards with their parts, tools, tokens and tracebacks.",
+        description="Play episodes and print transcripts, rewards by parts, tools, tokens and tracebacks.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("env", metavar="ENV", help=argparse.SUPPRESS)
-    parser.add_argument("-n", "--episodes", type=int, default=4, help="number of concurrent episodes (default 4)")
-    parser.add_argument(
-        "--model", help="model folder, Hub id, tiny, smollm2, or run directory (default: ENV's, or tiny)"
-    )
-    parser.add_argument("--task", type=int, help="play this task every time; default: the first n tasks once each")
+    parser.add_argument("-n", "--episodes", type=int, default=4, help="concurrent episodes (default 4)")
+    model_help = "model folder, Hub id, tiny, smollm2, or run directory (default: ENV's, or tiny)"
+    parser.add_argument("--model", help=model_help)
+    parser.add_argument("--task", type=int, help="play this task every time (default: the first n once each)")
     parser.add_argument("--eval", action="store_true", help="held-out tasks instead of training tasks")
     parser.add_argument("--all", action="store_true", help=f"print all transcripts (default: {_SHOWN} at most)")
     return parser
 
 
-# -- what to play ----------------------------------------------------------------------------------------------------
-
-
 def trial_config(options: argparse.Namespace, rest: list[str]) -> Config:
-    """Return a configuration with the first source alone. Raises ConfigError for an environment that names nothing."""
+    """Return a configuration with the first source alone. Raises ConfigError."""
     if options.episodes < 1:
         raise ConfigError(f"-n is {options.episodes}: play one episode or more")
     with tempfile.TemporaryDirectory(prefix="composer-try-") as folder:
@@ -103,13 +95,12 @@ def trial_config(options: argparse.Namespace, rest: list[str]) -> Config:
         config = resolve(words)
     source = config.orchestrator.source[0]
     if options.eval and not source.eval_taskset:
-        raise ConfigError(f"--eval: the source {source.name!r} has no eval_taskset, so no held-out tasks")
+        raise ConfigError(f"--eval: the source {source.name!r} has no eval_taskset")
     update = {"orchestrator": config.orchestrator.model_copy(update={"source": [source]})}
     return config.model_copy(update=update)
 
 
 def _configuration(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Return the words that configure what ENV names."""
     path = Path(options.env)
     if path.suffix == ".toml" or shipped(options.env) != options.env:
         return ["@", options.env]
@@ -122,9 +113,9 @@ def _configuration(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def module_configuration(env: str, model: str, folder: Path, *, held_out: bool) -> Path:
-    """Return a configuration file, written into `folder`, around an environment's module alone.
+    """Write a configuration into `folder` around an environment's module alone, and return its path.
 
-    With `held_out` the same task set gives the held-out tasks; its settings can be overridden.
+    With `held_out` the same task set gives the held-out tasks.
     """
     module, home = _module(present_name(env))
     name = module.rpartition(".")[2]
@@ -143,7 +134,7 @@ def module_configuration(env: str, model: str, folder: Path, *, held_out: bool) 
 
 
 def _held_out_settings(module: str, home: Path) -> dict[str, str]:
-    """Return `split` where the task set has that setting. A worker names what cannot load."""
+    """Return `split` where the task set has that setting."""
     from orchestrator.workers.verifiers_adapter import taskset_settings
 
     sys.path += [str(home)] if str(home) not in sys.path else []
@@ -155,30 +146,27 @@ def _held_out_settings(module: str, home: Path) -> dict[str, str]:
 
 
 def _module(env: str) -> tuple[str, Path]:
-    """Return the module's name and the folder to import it from. Raises ConfigError for a file that is not there."""
+    """Return the module's name and the folder to import it from. Raises ConfigError."""
     path = Path(env)
     if path.suffix == ".py" or path.is_dir():
         if not path.exists():
             raise ConfigError(f"there is no file {path}")
         if path.is_dir() and not (path / "__init__.py").is_file():
-            raise ConfigError(f"{path} is neither a Python package (no __init__.py) nor a run directory (no run_id)")
+            text = f"{path} is neither a Python package (no __init__.py) nor a run directory (no run_id)"
+            raise ConfigError(text)
         return path.resolve().stem, path.resolve().parent
     return env, Path.cwd()
 
 
 def _context(model: str) -> int:
-    """Return the length of an episode in tokens."""
     limit = text_settings(resolve_model(model)).get("max_position_embeddings") or _CONTEXT
     return min(_CONTEXT, int(limit))
 
 
 def full_names(rest: list[str]) -> list[str]:
-    """Return flags with `--taskset.x`, `--eval_taskset.x` and `--harness.x` spelled as keys of the first source."""
+    """Return flags with `--taskset.x` and the like spelled as keys of the first source."""
     short = ("--taskset.", "--eval_taskset.", "--eval-taskset.", "--harness.")
     return [f"--orchestrator.source.0.{word[2:]}" if word.startswith(short) else word for word in rest]
-
-
-# -- playing ---------------------------------------------------------------------------------------------------------
 
 
 async def _try(config: Config, options: argparse.Namespace) -> int:
@@ -229,7 +217,6 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
 
 
 async def _tell_waits(pool: Any) -> None:
-    """Say every few seconds that episodes still play, until cancelled."""
     began = time.monotonic()
     while True:
         await asyncio.sleep(_TELL_S)
@@ -238,7 +225,7 @@ async def _tell_waits(pool: Any) -> None:
 
 
 def _tasks(options: argparse.Namespace, count: int) -> list[int]:
-    """Return the index of each episode's task. Raises ConfigError for a task that is not there."""
+    """Return the index of each episode's task. Raises ConfigError."""
     if options.task is not None:
         if not 0 <= options.task < count:
             raise ConfigError(f"--task {options.task}: there are {pluralize(count, 'task')}, counted from 0")
@@ -247,7 +234,7 @@ def _tasks(options: argparse.Namespace, count: int) -> list[int]:
 
 
 def chosen(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a few lines in their order: all where they are few, else the best, the worst and the first failed."""
+    """Return the lines to print: all of a few, else the best, the worst and the first failed."""
     if len(lines) <= _SHOWN:
         return lines
     scored = sorted((line for line in lines if line["reward"] is not None), key=lambda line: line["reward"])
@@ -262,17 +249,20 @@ def _transcripts(lines: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _summary(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the rewards, the means of their parts, tokens, and each cause of failure once with its count."""
-    rewards = [line["reward"] for line in lines if line["reward"] is not None]
+    """Yield rewards, means of their parts, tokens, and each cause of failure with its count."""
+    scored = [line for line in lines if line["reward"] is not None]
+    rewards = [line["reward"] for line in scored]
     yield f"{pluralize(len(lines), 'episode')}, {len(rewards)} with a reward"
     if rewards:
         yield f"  reward    {', '.join(f'{reward:g}' for reward in rewards)}   mean {fmean(rewards):.3f}"
     parts: dict[str, list[float]] = {}
-    for name, value in (part for line in lines if line["reward"] is not None for part in line["parts"].items()):
-        parts.setdefault(name, []).append(value)
+    for line in scored:
+        for name, value in line["parts"].items():
+            parts.setdefault(name, []).append(value)
     for name, values in parts.items():
         yield f"  {name:<9} mean {fmean(values):.3f}, {min(values):g} to {max(values):g}"
-    sampled, prompt = (sum(line["cost"][f"{kind}_tokens"] or 0 for line in lines) for kind in ("sampled", "prompt"))
+    sampled = sum(line["cost"]["sampled_tokens"] or 0 for line in lines)
+    prompt = sum(line["cost"]["prompt_tokens"] or 0 for line in lines)
     yield f"  tokens    {sampled:,} sampled, {prompt:,} of prompts and tools"
     failures = Counter(text for line in lines if (text := failure_text(line)) is not None)
     yield from (f"  failed    {count} x {text}" for text, count in failures.most_common())

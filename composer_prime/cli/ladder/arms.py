@@ -1,4 +1,4 @@
-"""From the command line of `composer ladder run` to its arms and their pre-registration."""
+"""The arms that the words of `composer ladder run` describe."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ArmCommand:
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options, and the words for every run: `@ FILE` layers and `--section.key VALUE` flags."""
+    """Return the options, and the words for every run: `@ FILE` layers and settings."""
     own: list[str] = []
     common: list[str] = []
     queue = list(words)
@@ -53,20 +53,18 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def parser() -> argparse.ArgumentParser:
     text = argparse.ArgumentParser(
-        prog="composer ladder run",
-        description="Train several configurations with several seeds, one run after another, and compare them. "
-        "Repeat the command to continue where it stopped.",
-        epilog="`@ FILE` and `--section.key VALUE` apply to every run. `composer ladder FOLDER` repeats the report; "
-        "its --help explains the verdicts.",
+        description="Train several configurations with several seeds, one run after another, and compare "
+        "them. Repeat the command to continue.",
+        epilog="`@ FILE` and `--section.key VALUE` apply to every run. `composer ladder FOLDER` repeats the "
+        "report; its --help explains the verdicts.",
     )
-    text.add_argument(
-        "config", nargs="+", type=Path, help="files or folders of them; the first that trains is the baseline"
-    )
-    text.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder of the ladder's runs")
-    text.add_argument("--seeds", type=int, default=3, metavar="N", help="train each arm with seeds 0..N-1 (default 3)")
-    text.add_argument("--steps", type=int, help="optimizer steps of every arm that trains (default: run.max_steps)")
+    config_help = "files or folders of them; the first that trains is the baseline"
+    text.add_argument("config", nargs="+", type=Path, help=config_help)
+    text.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder for the runs")
+    text.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0..N-1 for each arm (default 3)")
+    text.add_argument("--steps", type=int, help="optimizer steps of every arm (default: run.max_steps)")
     text.add_argument("--held-out", metavar="SOURCE", help="source of the primary outcome (default: the first)")
-    text.add_argument("--effect", type=float, default=0.05, help="smallest difference of interest (default 0.05)")
+    text.add_argument("--effect", type=float, default=0.05, help="smallest effect of interest (default 0.05)")
     return text
 
 
@@ -86,7 +84,9 @@ def plan_arms(options: argparse.Namespace, common: Sequence[str]) -> list[ArmCom
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:
-    files = [file for path in paths for file in (sorted(path.glob("*.toml")) if path.is_dir() else [path])]
+    files: list[Path] = []
+    for path in paths:
+        files += sorted(path.glob("*.toml")) if path.is_dir() else [path]
     if not files:
         raise ConfigError(f"{', '.join(map(str, paths))} holds no .toml file: name configuration files")
     return list(dict.fromkeys(files))
@@ -101,17 +101,17 @@ def _command(name: str, config: Config, words: list[str]) -> ArmCommand:
 
 
 def _check_arms(commands: Sequence[ArmCommand]) -> None:
-    """Raise ConfigError for equal names, unequal steps, arms without evaluation and joint runs."""
+    """Raise ConfigError for arms that cannot be compared."""
     for name, count in Counter(command.arm.name for command in commands).items():
         if count > 1:
-            raise ConfigError(f"{count} configurations have run.name {name!r}: give each its own, for it names the arm")
+            raise ConfigError(f"{count} configurations have run.name {name!r}: it names the arm, give each its own")
     for one, other in combinations((command.arm for command in commands), 2):
         if (one.settings, one.steps) == (other.settings, other.steps):
             raise ConfigError(f"arms {one.name} and {other.name} have equal settings: leave one out")
     lengths = {command.arm.name: command.arm.steps for command in commands if command.arm.steps}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} {steps}" for name, steps in lengths.items())
-        raise ConfigError(f"arms are compared at equal optimizer steps, but run.max_steps is {listed}: set --steps")
+        raise ConfigError(f"arms need equal optimizer steps, but run.max_steps is {listed}: set --steps")
     for command in commands:
         _check_arm(command.arm, command.config)
 
@@ -120,15 +120,15 @@ def _check_arm(arm: PlannedArm, config: Config) -> None:
     every = config.orchestrator.eval.every_steps
     if not every or not arm.sources:
         raise ConfigError(
-            f"arm {arm.name} is never evaluated on held-out tasks (orchestrator.eval.every_steps is {every}, sources "
-            f"with an eval_taskset: {', '.join(arm.sources) or 'none'}), so it cannot be compared: set both"
+            f"arm {arm.name} is never evaluated on held-out tasks: set orchestrator.eval.every_steps (it is {every}) "
+            f"and a source's eval_taskset (sources with one: {', '.join(arm.sources) or 'none'})"
         )
     if config.diloco is not None:
         raise ConfigError(f"arm {arm.name} has a [diloco] table: a ladder runs on one cluster, remove it")
 
 
 def preregistration(options: argparse.Namespace, arms: list[PlannedArm]) -> Preregistration:
-    """Return what the command line plans. Raises ConfigError for figures out of range and names that no arm has."""
+    """Return what the command line plans. Raises ConfigError."""
     trained = [arm for arm in arms if arm.steps]
     if not trained:
         raise ConfigError("no arm trains (run.max_steps is 0 everywhere): add one, or use `composer eval`")
@@ -136,8 +136,8 @@ def preregistration(options: argparse.Namespace, arms: list[PlannedArm]) -> Prer
     for arm in arms:
         if held_out not in arm.sources:
             raise ConfigError(
-                f"held-out source {held_out!r} is not evaluated by arm {arm.name}, which has {', '.join(arm.sources)}: "
-                "name a source that every arm has with --held-out"
+                f"held-out source {held_out!r} is not evaluated by arm {arm.name}, which has "
+                f"{', '.join(arm.sources)}: name one that every arm has with --held-out"
             )
     if options.seeds < 1 or options.effect <= 0:
         raise ConfigError(f"--seeds is {options.seeds} and --effect {options.effect}; give numbers above 0")

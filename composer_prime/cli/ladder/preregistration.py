@@ -1,7 +1,6 @@
-"""preregistration.json: what a ladder is to show, and by which rule, written before its first run.
+"""preregistration.json: what a ladder is to show, and by which rule.
 
-`composer ladder run` writes it once. Every later start must agree with it, so that neither the question nor the rule
-can follow the result.
+It is written before the first run; later starts must agree with it, so that neither can follow the result.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ REFUTED    both intervals end below the smallest effect of interest: an effect o
 PARTIAL    the interval over tasks lies above 0: these trained models are better, but that other seeds would be, or
            that the difference is large enough, is not shown
 UNDECIDED  anything else"""
-"""How a verdict follows from an arm's difference from the baseline arm. The first line that holds counts."""
+"""How an arm's difference from the baseline is judged. The first line that holds counts."""
 
 
 class PlannedArm(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,15 +43,14 @@ class PlannedArm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Preregistration(msgspec.Struct, frozen=True, kw_only=True):
-    """A ladder's question and rule. Fields that earlier releases wrote besides these are ignored."""
+    """A ladder's question and rule."""
 
     arms: list[PlannedArm]
     baseline: str
     seeds: list[int]
     held_out: str
-    """Source whose held-out reward after the last step is the primary outcome."""
+    """Source of the primary outcome."""
     minimal_effect: float
-    """The smallest difference in held-out reward that is of interest."""
     rule: str = RULE
     primary_outcome: str = "held-out reward after the last step, minus that of the baseline arm, paired by task"
     written: str = ""
@@ -71,21 +69,18 @@ class Preregistration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_preregistration(folder: Path) -> Preregistration | None:
-    """Return the pre-registration of a ladder's folder, if any. Raises ConfigError for a file that cannot be read."""
+    """Return a ladder's pre-registration, if any. Raises ConfigError for an unreadable file."""
     path = folder / FILE
     if not path.is_file():
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=Preregistration)
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): restore it, or start a ladder in another folder") from None
+        raise ConfigError(f"{path} cannot be read ({error}): restore it, or use another folder") from None
 
 
 def register(folder: Path, planned: Preregistration) -> bool:
-    """Write the file, or check that `planned` is what it holds. Returns whether it was written.
-
-    Raises ConfigError that names both values of every difference.
-    """
+    """Write the file, or check that it holds `planned`. Returns whether it was written. Raises ConfigError."""
     path = folder / FILE
     registered = read_preregistration(folder)
     if registered is None:
@@ -95,14 +90,14 @@ def register(folder: Path, planned: Preregistration) -> bool:
     if changes:
         listed = "\n".join(f"  {name}: registered {old!r}, now {new!r}" for name, old, new in changes)
         raise ConfigError(
-            f"this is not the ladder that {path} announced before its first run:\n{listed}\n"
-            "repeat it as it was registered, or start another ladder with another -o"
+            f"this is not the ladder that {path} announced:\n{listed}\n"
+            "repeat it as registered, or start another with another -o"
         )
     return False
 
 
 def _compared(registration: Preregistration) -> dict[str, Any]:
-    """Return what must agree, with arms by name, so that a difference names its setting."""
+    """Return what must agree; arms by name, so that a difference names its setting."""
     values = json.loads(msgspec.json.encode(registration))
     del values["written"]
     values["arms"] = {arm.pop("name"): arm for arm in values["arms"]}

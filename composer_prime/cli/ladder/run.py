@@ -1,11 +1,10 @@
 """`composer ladder run CONFIG ... -o FOLDER`: plan, register, train and compare the arms of a ladder.
 
-    configurations -> arms -> plan -> preregistration.json   refused where an earlier start said otherwise
-                   -> for each seed, each arm: trainer @ ...         finished: skipped; begun: --resume; else: new
+    configurations -> arms -> plan -> preregistration.json
+                   -> for each seed, each arm: trainer @ ...    finished: skipped; begun: --resume
                    -> the report of `composer ladder FOLDER`
 
-Seeds are the outer loop, so that after each seed all arms can be compared. Each run is one `trainer` process, as a user
-could have started it. Ctrl-C and SIGTERM are passed on to it. It then saves, and the same command continues later.
+Seeds are the outer loop, so that after each seed all arms can be compared.
 """
 
 from __future__ import annotations
@@ -37,14 +36,15 @@ def main(words: list[str]) -> int:
     folder: Path = options.output
     planned = preregistration(options, [command.arm for command in commands])
     print("\n".join(plan_lines(folder, planned, commands)))
-    problems = [problem for command in commands for problem in build_plan(command.config, starter=None).problems]
+    plans = [build_plan(command.config, starter=None) for command in commands]
+    problems = [problem for plan in plans for problem in plan.problems]
     if problems:
         raise ConfigError(f"the ladder cannot start: {what_is_wrong(list(dict.fromkeys(problems)))}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         print(f"{'wrote' if register(folder, planned) else 'matches'} {folder / FILE}", flush=True)
     except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}; name another folder with -o") from None
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}; name another with -o") from None
     status = run_all(folder, planned, commands)
     if status == 0:
         print("\n".join(["", *result_lines(folder, planned)]))
@@ -56,14 +56,13 @@ def plan_lines(folder: Path, planned: Preregistration, commands: Sequence[ArmCom
     runs = [(command, _run_dir(folder, planned, command, seed)) for command in commands for seed in planned.seeds]
     states = Counter(_state(run_dir, command.arm.steps) for command, run_dir in runs)
     steps = planned.arm(planned.baseline).steps
-    names = ", ".join(f"{command.arm.name}{'' if command.arm.steps else ' (not trained)'}" for command in commands)
+    names = ", ".join(f"{each.arm.name}{'' if each.arm.steps else ' (not trained)'}" for each in commands)
     return [
         f"arms      {names}; baseline {planned.baseline}",
         f"runs      {pluralize(len(commands), 'arm')} x {pluralize(len(planned.seeds), 'seed')} = {len(runs)}: "
         + ", ".join(f"{count} {state}" for state, count in sorted(states.items())),
-        f"compute   equal optimizer steps ({steps}); trained tokens and seconds may differ and are reported",
-        f"outcome   held-out {planned.held_out} after step {steps}, smallest effect of interest "
-        f"{planned.minimal_effect:g}",
+        f"compute   equal optimizer steps ({steps}); tokens and seconds may differ and are reported",
+        f"outcome   held-out {planned.held_out} after step {steps}; smallest effect {planned.minimal_effect:g}",
     ]
 
 
@@ -72,7 +71,7 @@ def _run_dir(folder: Path, planned: Preregistration, command: ArmCommand, seed: 
 
 
 def _state(run_dir: RunDir, steps: int) -> str:
-    """Return finished, to resume or new. Finished needs the launcher's word and the last evaluation."""
+    """Return finished, to resume or new. Finished needs the last evaluation too."""
     if not earlier_output(run_dir):
         return "new"
     ends = [line.get("state") for line in read_history(run_dir.metrics) if line.get("event") == "ended"]
@@ -81,7 +80,7 @@ def _state(run_dir: RunDir, steps: int) -> str:
 
 
 def run_all(folder: Path, planned: Preregistration, commands: Sequence[ArmCommand]) -> int:
-    """Train what is not finished, seed by seed. Returns the exit status of the first run that did not finish, or 0."""
+    """Train what is not finished, seed by seed. Returns the first failed run's exit status, or 0."""
     for seed in planned.seeds:
         for command in commands:
             run_dir = _run_dir(folder, planned, command, seed)
@@ -93,8 +92,8 @@ def run_all(folder: Path, planned: Preregistration, commands: Sequence[ArmComman
             print(f"\n{run_dir.root.name} ({state}): trainer {' '.join(words)}", flush=True)
             if status := train(words):
                 print(
-                    f"\n{run_dir.root.name} {exit_text(status)}, so the ladder stops here. Repeat the command to "
-                    f"resume it; its logs are in {run_dir.root / 'logs'}",
+                    f"\n{run_dir.root.name} {exit_text(status)}, so the ladder stops here. Repeat the command "
+                    f"to resume it; its logs are in {run_dir.root / 'logs'}",
                     file=sys.stderr,
                 )
                 return status if status > 0 else 128 - status
@@ -102,7 +101,7 @@ def run_all(folder: Path, planned: Preregistration, commands: Sequence[ArmComman
 
 
 def train(words: Sequence[str]) -> int:
-    """Run `trainer` with `words` to its end and return its status. Signals are passed on to it."""
+    """Run `trainer` to its end and return its status. Signals are passed on to it."""
     process = subprocess.Popen([*console_script("trainer"), *words], **child_options())
 
     def pass_on(number: int, _frame: Any) -> None:

@@ -1,8 +1,8 @@
-"""The result of a registered ladder: differences from the baseline arm, their intervals, verdicts, what each arm used.
+"""The result of a registered ladder: differences from the baseline, intervals, verdicts and compute.
 
 rollouts/eval_*.jsonl of each run -> mean reward by task -> paired differences
-    mean over seeds, by task -> interval over tasks: these trained models, on other tasks of this kind
-    mean over tasks, by seed -> interval over seeds: these tasks, after training with other seeds
+    mean over seeds, by task -> interval over tasks: these models, on other tasks
+    mean over tasks, by seed -> interval over seeds: these tasks, with other seeds
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ TaskMeans = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One arm against another on one set of held-out tasks, at one step, as far as it is known."""
+    """One arm against another on one set of held-out tasks, at one step."""
 
     by_seed: dict[int, float]
-    """Difference over all tasks, of each seed that both arms have finished."""
+    """Difference over all tasks, for each seed that both arms have finished."""
     over_tasks: Interval
-    """Over tasks, of the mean over seeds: what these trained models do on other tasks of this kind."""
     over_seeds: Interval
-    """Over seeds: what training again does on these tasks. No bounds for fewer than three seeds."""
+    """Without bounds for fewer than three seeds."""
     planned_seeds: int
     minimal_effect: float
 
     @property
     def verdict(self) -> str:
-        """Apply preregistration.RULE, after the last seed only: intervals of earlier looks would err more often."""
+        """Apply RULE, after the last seed only: earlier looks would err more often."""
         if len(self.by_seed) < self.planned_seeds:
             return "so far"
         low, high = _bounds(self.over_tasks)
@@ -60,7 +59,8 @@ class Comparison:
         least = f"{self.minimal_effect:.3f}"
         match self.verdict:
             case "so far":
-                return f"{len(self.by_seed)} of {pluralize(self.planned_seeds, 'seed')}; the verdict follows the last"
+                seeds = pluralize(self.planned_seeds, "seed")
+                return f"{len(self.by_seed)} of {seeds}; the verdict follows the last"
             case "VALIDATED":
                 return f"better, on other tasks and with other seeds, and by at least {least} here"
             case "REFUTED" if high < 0 and _bounds(self.over_seeds)[1] < 0:
@@ -82,19 +82,20 @@ class Comparison:
 
 
 def _bounds(interval: Interval) -> tuple[float, float]:
-    """Return the bounds; where there are none, those that show and exclude nothing."""
+    """Return the bounds, or those that show and exclude nothing."""
     if interval.low is None or interval.high is None:
         return float("-inf"), float("inf")
     return interval.low, interval.high
 
 
 def arm_means(folder: Path, registered: Preregistration, arm: PlannedArm, source: str) -> dict[int, TaskMeans]:
-    """Return each seed's mean rewards by held-out task of `source` after the last step, as far as they are there."""
+    """Return each finished seed's mean rewards by held-out task of `source` after the last step."""
     found = {}
     for seed in registered.seeds:
         path = RunDir(folder / registered.run_name(arm.name, seed)).eval_rollouts(arm.steps)
         rewards = scores(path) if path.is_file() else {}
-        if means := {task: fmean(of_task) for task, of_task in rewards.items() if task.startswith(f"{source}/")}:
+        means = {task: fmean(each) for task, each in rewards.items() if task.startswith(f"{source}/")}
+        if means:
             found[seed] = means
     return found
 
@@ -102,13 +103,14 @@ def arm_means(folder: Path, registered: Preregistration, arm: PlannedArm, source
 def compare(
     registered: Preregistration, base: Mapping[int, TaskMeans], other: Mapping[int, TaskMeans]
 ) -> Comparison | None:
-    """Return other - base over the seeds that both have and the tasks that all of them share; None without any."""
+    """Return other - base over the seeds and tasks that both have; None without any."""
     seeds = [seed for seed in registered.seeds if seed in base and seed in other]
-    tasks = sorted(set.intersection(*(set(means[seed]) for means in (base, other) for seed in seeds))) if seeds else []
+    shared = [set(means[seed]) for means in (base, other) for seed in seeds]
+    tasks = sorted(set.intersection(*shared)) if shared else []
     if not tasks:
         return None
     by_seed = {seed: fmean(other[seed][task] - base[seed][task] for task in tasks) for seed in seeds}
-    before, after = ({task: [means[seed][task] for seed in seeds] for task in tasks} for means in (base, other))
+    before, after = (_by_task(means, seeds, tasks) for means in (base, other))
     return Comparison(
         by_seed=by_seed,
         over_tasks=difference_interval(before, after),
@@ -118,14 +120,18 @@ def compare(
     )
 
 
+def _by_task(means: Mapping[int, TaskMeans], seeds: list[int], tasks: list[str]) -> dict[str, list[float]]:
+    return {task: [means[seed][task] for seed in seeds] for task in tasks}
+
+
 def result_lines(folder: Path, registered: Preregistration) -> list[str]:
-    """Return the results in the order in which they decide: primary outcome, other tasks, compute."""
+    """Return the results: the primary outcome, then other tasks, then compute."""
     base = registered.arm(registered.baseline)
     text = [
         f"{folder / FILE} of {registered.written}: {registered.primary_outcome};",
         f"smallest effect of interest {registered.minimal_effect:g}.",
-        "Over tasks: these trained models on other tasks of this kind. Over seeds: these tasks, after training with",
-        "other seeds. `composer ladder --help` has the rule of the verdicts.",
+        "Over tasks: these models on other tasks of this kind. Over seeds: these tasks with other seeds.",
+        "`composer ladder --help` has the rule of the verdicts.",
         "",
         *_levels(folder, registered),
     ]
@@ -143,7 +149,7 @@ def _result(
 
 
 def _levels(folder: Path, registered: Preregistration) -> Iterator[str]:
-    """Yield the level of each arm on the primary set, arms without training among them."""
+    """Yield each arm's level on the primary set, untrained arms too."""
     for arm in registered.arms:
         means = arm_means(folder, registered, arm, registered.held_out)
         levels = [fmean(by_task.values()) for by_task in means.values()]
@@ -152,7 +158,7 @@ def _levels(folder: Path, registered: Preregistration) -> Iterator[str]:
 
 
 def _primary(folder: Path, registered: Preregistration, base: PlannedArm, arm: PlannedArm) -> Iterator[str]:
-    """Yield the verdict on an arm, both intervals, and the settings in which it differs from the baseline."""
+    """Yield an arm's verdict, both intervals, and the settings that differ from the baseline."""
     result = _result(folder, registered, base, arm, registered.held_out)
     if result is None:
         yield f"{arm.name} - {base.name}: no seed that has both evaluations"
@@ -167,7 +173,7 @@ def _primary(folder: Path, registered: Preregistration, base: PlannedArm, arm: P
 
 
 def _elsewhere(folder: Path, registered: Preregistration, base: PlannedArm, source: str) -> Iterator[str]:
-    """Yield each arm's difference on another set of held-out tasks; without a verdict, which only the primary has."""
+    """Yield each arm's difference on another set. Only the primary one has a verdict."""
     yield f"held-out {source}"
     for arm in registered.challengers:
         result = _result(folder, registered, base, arm, source)
@@ -176,7 +182,7 @@ def _elsewhere(folder: Path, registered: Preregistration, base: PlannedArm, sour
 
 
 def _compute(folder: Path, registered: Preregistration) -> Iterator[str]:
-    """Yield what a run of each arm used, in the mean over its finished runs."""
+    """Yield what a run of each arm used, as the mean over its finished runs."""
     yield f"compute of a run, at equal optimizer steps ({registered.arm(registered.baseline).steps})"
     for arm in registered.arms:
         runs = [RunDir(folder / registered.run_name(arm.name, seed)) for seed in registered.seeds]
