@@ -1,7 +1,6 @@
 """[diloco]: several clusters train one model over a thin link (Streaming DiLoCo, arXiv 2501.18512).
 
-All peers of a run must agree on fragments and outer, because these decide the global model; the rendezvous refuses a
-peer that differs. Each peer chooses its own sync_every, delay, mixing, codec and deadlines.
+All peers of a run must agree on fragments and outer, which decide the global model. The rest each peer chooses.
 """
 
 from __future__ import annotations
@@ -54,22 +53,20 @@ class DilocoConfig(BaseConfig):
     delay: int = Field(default=0, ge=0)
     """tau: inner steps that overlap with the transfer of a fragment."""
     mixing: Annotated[float, Field(ge=0, le=1)] | Literal["carry"] = 0.0
-    """alpha: share of the local value to keep when the global one arrives; with 0 the steps of the delay are lost.
-    "carry" adds the changes of those steps to the global value, so they are in the next delta.
-    """
+    """alpha: share of the local value to keep when the global one arrives; 0 loses the steps of the delay.
+    "carry" adds their changes to the global value, so they are in the next delta."""
     codec: CodecConfig = CodecConfig()
     """Compression of deltas; the compression error is added to the next delta."""
     outer: OuterConfig = OuterConfig()
     """Outer optimizer."""
     round_deadline_s: float = Field(default=120.0, gt=0)
-    """Time after a round's first complete delta in which the others can send theirs; slower peers send what they have.
-    """
+    """Time after a round's first complete delta for the others'; slower peers send what they have."""
     round_timeout_s: float = Field(default=600.0, gt=0)
-    """How long a peer waits for the result of a round before it continues alone and retries at the next one."""
+    """How long a peer waits for a round's result before it continues alone until the next one."""
     offline_timeout_s: float = Field(default=3600.0, gt=0)
     """How long a peer trains without any round result before it gives up."""
     heal_timeout_s: float = Field(default=900.0, gt=0)
-    """Time limit for a joining peer to receive the global state, or to confirm that its own is current."""
+    """Time limit for a joining peer to receive the global state, or to learn that its own is current."""
     rate_limit_mbit: float | None = Field(default=None, gt=0)
     """Upload limit of each rank of this peer in Mbit/s; None: no limit."""
 
@@ -83,8 +80,8 @@ class DilocoConfig(BaseConfig):
     def _plain_name(cls, name: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
             raise ValueError(
-                f"diloco.peer_id and diloco.run name folders and log lines; {name!r} does not: use up to 64 letters, "
-                "digits, '.', '-' and '_'"
+                f"diloco.peer_id and diloco.run name folders and log lines; {name!r} does not: use up to 64 "
+                "letters, digits, '.', '-' and '_'"
             )
         return name
 
@@ -93,8 +90,8 @@ class DilocoConfig(BaseConfig):
     def _is_a_part(cls, shard: tuple[int, int] | None) -> tuple[int, int] | None:
         if shard is not None and not 0 <= shard[0] < shard[1]:
             raise ValueError(
-                f"diloco.task_shard is [{shard[0]}, {shard[1]}]; expected [i, n] with 0 <= i < n, where n is the "
-                "number of clusters and i counts them from 0"
+                f"diloco.task_shard is [{shard[0]}, {shard[1]}]; expected [i, n] with 0 <= i < n, for the i-th "
+                "of n clusters, counted from 0"
             )
         return shard
 
@@ -113,18 +110,18 @@ class DilocoConfig(BaseConfig):
 
 
 def wrong_schedule(period: int, parts: int, delay: int, key: Callable[[str], str]) -> str | None:
-    """Return what is wrong with H, P and tau, and the remedy; None when they fit. `key` spells a setting's name."""
+    """Return what is wrong with H, P and tau, and the remedy, if anything. `key` spells a setting's name."""
     if period % parts:
         lower = max((count for count in range(1, parts) if period % count == 0), default=1)
+        more = (period // parts + 1) * parts
         return (
             f"{key('sync_every')} is {period} and {key('fragments')} is {parts}: fragments take turns at equal "
-            f"distances, so their number must divide the period; set {key('fragments')} to {lower} or "
-            f"{key('sync_every')} to {(period // parts + 1) * parts}"
+            f"distances; set {key('fragments')} to {lower} or {key('sync_every')} to {more}"
         )
-    if delay >= period // parts:
+    distance = period // parts
+    if delay >= distance:
         return (
             f"{key('delay')} is {delay}, but a fragment is due every {key('sync_every')} / {key('fragments')} = "
-            f"{period // parts} steps and only one may be on its way: set {key('delay')} to at most "
-            f"{period // parts - 1}"
+            f"{distance} steps and only one may be on its way: set {key('delay')} to at most {distance - 1}"
         )
     return None

@@ -14,8 +14,8 @@ class LocalEngineConfig(BaseConfig):
     max_batch: int = Field(default=64, ge=1)
     """Sequences that decode together; others wait in a queue."""
     kv_cache_gib: float = Field(default=4.0, gt=0)
-    """Maximum size of the KV cache, in GiB: two places of model.max_context tokens for each of max_batch, taken at the
-    start. It limits how many sequences decode together; an auditor takes two places."""
+    """Maximum size of the KV cache, in GiB, taken at the start: two places of model.max_context tokens for each
+    of max_batch. It limits how many sequences decode together; an auditor takes two places."""
 
 
 class VllmEngineConfig(BaseConfig):
@@ -35,16 +35,16 @@ class VllmEngineConfig(BaseConfig):
     def _keeps_context(cls, words: list[str]) -> list[str]:
         if any(word.replace("_", "-").startswith("--max-model-len") for word in words):
             raise ValueError(
-                f"inference.vllm.extra_args is {words}: a node whose context differs from model.max_context cuts "
-                "answers short; set model.max_context instead"
+                f"inference.vllm.extra_args is {words}: a context other than model.max_context cuts answers "
+                "short; set model.max_context instead"
             )
         return words
 
 
 class InferenceConfig(BaseConfig):
     engine: str = "local"
-    """`local` needs only transformers; `vllm` is for production. Or `module:Class` of your own, which implements
-    inference.engines.base.Engine."""
+    """`local` needs only transformers; `vllm` is for production. Or `module:Class` of your own, with the
+    methods of inference.engines.base.Engine."""
     engine_settings: dict[str, Any] = {}
     """Keyword arguments of an engine of your own."""
     nodes: int = Field(default=1, ge=0)
@@ -62,25 +62,24 @@ class InferenceConfig(BaseConfig):
     vllm: VllmEngineConfig = VllmEngineConfig()
     """Settings of the vLLM engine."""
     heartbeat_s: float = Field(default=2.0, gt=0)
-    """Interval between a node's heartbeats; after lost_after_s of silence its requests go to another node."""
+    """Interval between a node's heartbeats."""
     lost_after_s: float = Field(default=10.0, gt=0)
-    """Silence after which a node counts as gone."""
+    """Silence after which a node counts as gone, and its requests go to another."""
     connect_timeout_s: float = Field(default=120.0, gt=0)
-    """How long a node tries to connect or reconnect to the gateway before it gives up. One that joined then starts
-    again, for as long as `inference join --wait` says.
-    """
+    """How long a node tries to reach the gateway before it gives up. A joined one then starts again, for as long
+    as `inference join --wait` says."""
     max_restarts: int = Field(default=5, ge=0)
     """Maximum restarts of a crashed node; ten minutes without a crash reset the count."""
     usd_per_hour: float | None = Field(default=None, ge=0, le=1e6)
-    """Price of a node's machine in dollars per hour, in addition to run.usd_per_hour; `inference join --price` sets it
-    for one node. None: unknown.
-    """
+    """Price of a node's machine in dollars per hour, besides run.usd_per_hour; `inference join --price` sets it
+    for one node. None: unknown."""
 
     @field_validator("engine")
     @classmethod
     def _names_an_engine(cls, name: str) -> str:
         if name not in ("local", "vllm") and ":" not in name:
-            raise ValueError(f"inference.engine is {name!r}; expected 'local', 'vllm' or `module:Class` of your own")
+            expected = "expected 'local', 'vllm' or `module:Class` of your own"
+            raise ValueError(f"inference.engine is {name!r}; {expected}")
         return name
 
     @model_validator(mode="after")
@@ -93,11 +92,10 @@ class InferenceConfig(BaseConfig):
         return self
 
     def canary_limit(self, *, on_cuda: bool) -> float:
-        """Return the canary's tolerance in nats. bfloat16 rounds logits of a large model by tenths of a nat."""
+        """Return the canary's tolerance in nats. bfloat16 rounds a large model's logits by tenths."""
         return 0.5 if self.dtype_used(on_cuda=on_cuda) == "bfloat16" else 0.05
 
     def dtype_used(self, *, on_cuda: bool) -> str:
-        """Return what `dtype` stands for."""
         if self.dtype != "auto":
             return self.dtype
         return "bfloat16" if on_cuda else "float32"

@@ -1,10 +1,7 @@
-"""The layers of a configuration: TOML files and the files they are based on.
+"""The layers of a configuration: TOML files and their bases.
 
-A file may name one base, by a path relative to itself. It then states only what differs:
-
-    base = "a1.toml"
-
-The base is read first. The file's own values win key by key; a list is replaced whole.
+A file may name one base, relative to itself (base = "a1.toml"). Its own values win key by key; a list is
+replaced whole.
 """
 
 from __future__ import annotations
@@ -26,12 +23,11 @@ class Layer:
     """Values from one place."""
 
     origin: str
-    """The file's path as the user wrote it, or "the command line"."""
+    """A path as the user wrote it, or "the command line"."""
     values: dict[str, Any]
-    """Nested tables."""
 
     def sets(self, location: tuple[str | int, ...]) -> bool:
-        """Return whether this layer holds a value at `location` (keys and list positions)."""
+        """Return whether this layer holds a value at `location`."""
         node: Any = self.values
         for segment in location:
             if isinstance(node, list) and isinstance(segment, int) and segment < len(node):
@@ -43,7 +39,7 @@ class Layer:
         return True
 
     def place(self, location: tuple[str | int, ...]) -> str:
-        """Return the origin of the value at `location`, in a TOML file with its line: `a1.toml:7`."""
+        """Return where the value at `location` was set, for a TOML file with its line: `a1.toml:7`."""
         if not self.origin.endswith(".toml"):
             return self.origin
         lines, begin = Path(self.origin).read_text("utf-8").split("\n"), 1
@@ -59,10 +55,7 @@ class Layer:
 
 
 def read_layers(words: list[str]) -> tuple[list[Layer], list[str]]:
-    """Return the layers of all `@ FILE` in `words`, the strongest last, and the other words.
-
-    The blank after an @ may be left out. Raises ConfigError for a file that cannot be read.
-    """
+    """Return the layers of all `@ FILE` in `words`, the strongest last, and the other words. Raises ConfigError."""
     layers: list[Layer] = []
     rest: list[str] = []
     queue = list(words)
@@ -79,9 +72,9 @@ def read_layers(words: list[str]) -> tuple[list[Layer], list[str]]:
 
 
 def read_with_bases(name: str, *, readers: tuple[str, ...] = ()) -> list[Layer]:
-    """Return the layer of file `name` after those of its base, its base's base and so on.
+    """Return the layers of file `name` and its bases, its own last. `readers`: the files that led here.
 
-    `readers`: the files that led here. Raises ConfigError for a base that is missing or that leads back to its reader.
+    Raises ConfigError.
     """
     name = shipped(name)
     values = read_table_file(name)
@@ -96,19 +89,20 @@ def read_with_bases(name: str, *, readers: tuple[str, ...] = ()) -> list[Layer]:
     if not path.is_file():
         raise ConfigError(f"{name}: base is {base!r}, but there is no file {path}{_files_near(path)}")
     if path.resolve() in {Path(reader).resolve() for reader in chain}:
-        raise ConfigError(f"{name}: base is {base!r}, which leads back to itself: {' -> '.join([*chain, str(path)])}")
+        loop = " -> ".join([*chain, str(path)])
+        raise ConfigError(f"{name}: base is {base!r}, which leads back to itself: {loop}")
     return [*read_with_bases(str(path), readers=chain), own]
 
 
 def shipped(name: str) -> str:
-    """Return the path of the shipped file that `a1` or `smollm2/a1` names; any other name as it is."""
+    """Return the shipped file that `a1` or `smollm2/a1` names; any other name as it is."""
     package = Path(__file__).parents[1]
     files = [folder / "configs" / f"{name}.toml" for folder in (package, package.parent)]
     return next((str(file) for file in files if not Path(name).suffix and file.is_file()), name)
 
 
 def merge_layers(layers: list[Layer]) -> dict[str, Any]:
-    """Return the values of all layers in new tables; later layers win."""
+    """Return all values in new tables; later layers win."""
     merged: dict[str, Any] = {}
     for layer in layers:
         _merge_into(merged, layer.values)
@@ -116,13 +110,15 @@ def merge_layers(layers: list[Layer]) -> dict[str, Any]:
 
 
 def read_table_file(name: str) -> dict[str, Any]:
-    """Return the tables of a .toml or .json file. Raises ConfigError when it is missing, of another kind or broken."""
+    """Return the tables of a .toml or .json file. Raises ConfigError."""
     path = Path(name)
     if path.suffix not in (".toml", ".json"):
         raise ConfigError(f"{name} is not a configuration file: give a .toml (or .json), or a shipped one: a1")
     try:
         text = path.read_bytes().decode()
-        return tomllib.loads(text) if path.suffix == ".toml" else without_removed(json.loads(text), name)
+        if path.suffix == ".toml":
+            return tomllib.loads(text)
+        return without_removed(json.loads(text), name)
     except FileNotFoundError:
         raise ConfigError(f"configuration file {name} does not exist{_files_near(path)}") from None
     except OSError as error:

@@ -4,10 +4,7 @@
           -> apply_flags                        -> values -> Config, validated once
                                                        -> problems.py: what is wrong, in sentences
 
-Imports no torch: --help and --dry-run answer at once.
-
-Flags are `--section.key VALUE`, also of a list element (--orchestrator.source.0.weight 2). A word stays text: pydantic
-makes numbers and switches of it. Of several flags for one key the last one holds.
+Imports no torch: --help answers at once. A flag's word stays text, of which pydantic makes numbers and switches.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ Location = tuple[str, ...]
 
 
 def apply_flags(values: dict[str, Any], words: list[str]) -> Layer:
-    """Set in `values` what the flags in `words` say. Return what they set. Raises ConfigError for a wrong one."""
+    """Set in `values` what the flags in `words` say, and return it as a layer. Raises ConfigError."""
     layer = Layer(origin=COMMAND_LINE, values={})
     for name, given in _read(words):
         location = tuple(name.replace("-", "_").split("."))
@@ -52,7 +49,7 @@ def _kind(location: Location) -> Any:
 
 
 def _read(words: list[str]) -> list[tuple[str, list[str]]]:
-    """Return each flag's name with its words. Raises ConfigError for words that belong to no flag."""
+    """Return each flag's name with its words. Raises ConfigError."""
     flags: list[tuple[str, list[str]]] = []
     for word in words:
         if word.startswith("--"):
@@ -89,7 +86,7 @@ def _value(location: Location, words: list[str]) -> Any:
 
 
 def _put(values: dict[str, Any], location: Location, value: Any) -> None:
-    """Set `value`, and the tables on the way to it. Raises ConfigError for an element that no file sets."""
+    """Set `value`, and the tables on the way to it. Raises ConfigError."""
     node: Any = values
     for key in location[:-1]:
         index = _index(node, key, location)
@@ -111,8 +108,7 @@ def _index(node: Any, key: str, location: Location) -> str | int:
 def parse_command_line(argv: list[str]) -> tuple[Config, bool]:
     """Return the configuration, and whether to print the plan and stop.
 
-    Parse `@ base.toml @ overlay.toml --trainer.optim.lr 3e-4 --resume --dry-run`. For main functions: prints what is
-    wrong to stderr and exits with status 2, or prints the help and exits with status 0.
+    For main functions: prints what is wrong and exits with status 2, or prints the help and exits with 0.
     """
     try:
         if asked := {"--help", "-h"} & set(argv):
@@ -124,7 +120,7 @@ def parse_command_line(argv: list[str]) -> tuple[Config, bool]:
 
 
 def resolve(argv: list[str]) -> Config:
-    """Return the configuration as `parse_command_line` does. Raises ConfigError with everything that is wrong."""
+    """Return the configuration of the words. Raises ConfigError with everything that is wrong."""
     words = [word for word in argv if word not in ("--dry-run", "--resume")]
     if "--resume" in argv:
         words += ["--run.resume", "true"]
@@ -149,11 +145,9 @@ def _checked(values: dict[str, Any], layers: list[Layer]) -> Config:
 
 
 def read_config(path: Path) -> Config:
-    """Return the configuration that the launcher wrote to `path` (config.json of a run directory).
+    """Return the configuration in `path`, the config.json of a run directory. Raises ConfigError.
 
-    The caller makes run.import_from importable where it runs the run's code; one that only reads does not.
-    Keys that this release no longer has are left out, with a warning. Raises ConfigError when the file is missing or
-    has keys that no release had.
+    Removed keys are left out with a warning. Call make_importable where the run's own code is to run.
     """
     try:
         values = without_removed(json.loads(path.read_text()), str(path))
@@ -165,17 +159,17 @@ def read_config(path: Path) -> Config:
 
 
 def make_importable(config: Config) -> None:
-    """Let this process import the modules of run.import_from. What is installed comes first."""
+    """Let this process import the modules of run.import_from, after what is installed."""
     sys.path += [str(folder) for folder in config.run.import_from if str(folder) not in sys.path]
 
 
 def dump(config: Config) -> str:
-    """Return `config` as indented JSON. It holds no secrets: these are in key files and the environment only."""
+    """Return `config` as indented JSON. It holds no secrets."""
     return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
 
 
 def _print_help(section: str) -> NoReturn:
-    """Print the keys of a section of the file, or of all with "". Raises ConfigError for an unknown section."""
+    """Print the keys of a section, or of all with "". Raises ConfigError."""
     known = Config.model_fields
     if section and section not in known:
         raise ConfigError(f"--help {section}: no such section{did_you_mean(section, known)}")

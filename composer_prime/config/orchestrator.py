@@ -22,9 +22,8 @@ class PreferencesConfig(BaseConfig):
     """Preference pairs to add to the steps, for replay-DPO."""
 
     pairs: Path | None = None
-    """A pairs.jsonl, or `tiny` or `tiny_code` (embedded, from toolsmith and micro_code). None uses the run directory's
-    own. The file may grow during the run; new pairs are used from the next pass on.
-    """
+    """A pairs.jsonl, or the embedded `tiny` or `tiny_code`. None: the run directory's own. The file may grow; new
+    pairs are used from the next pass on."""
     pairs_per_step: int = Field(default=0, ge=0)
     """Pairs in each optimizer step; 0 uses none."""
 
@@ -37,8 +36,8 @@ class DemonstrationsConfig(BaseConfig):
     rows_per_step: int = Field(default=32, ge=1)
     """Rows in each optimizer step. Each pass reshuffles the rows; its last step may have fewer."""
     eval_files: list[Path] = []
-    """Held-out rows: loss and token accuracy before the first step, every orchestrator.eval.every_steps and after the
-    last."""
+    """Held-out rows: loss and token accuracy before the first step, every orchestrator.eval.every_steps and at
+    the end."""
 
     @field_validator("files", "eval_files")
     @classmethod
@@ -71,7 +70,7 @@ class SourceConfig(BaseConfig):
     taskset: dict[str, Any]
     """verifiers task set: `id` is an importable module, the other keys are its settings."""
     eval_taskset: dict[str, Any] = {}
-    """Settings that differ for evaluation (held-out tasks); empty: the source is not evaluated."""
+    """Settings that differ for evaluation on held-out tasks; empty: the source is not evaluated."""
     harness: dict[str, Any] = {"id": TOOL_LOOP}
     """verifiers harness: `id` is an importable module, the other keys are its settings."""
     runtime: RuntimeConfig = RuntimeConfig()
@@ -81,7 +80,7 @@ class SourceConfig(BaseConfig):
     timeout_s: float = Field(default=300.0, gt=0)
     """Wall-clock limit of one rollout."""
     hang_timeout_s: float = Field(default=60.0, ge=10)
-    """A worker whose event loop stands still for this long, or for timeout_s, is restarted; what blocks it is named."""
+    """A worker whose event loop stands still this long, or for timeout_s, is restarted and its cause named."""
 
     @field_validator("taskset", "eval_taskset", "harness")
     @classmethod
@@ -99,19 +98,19 @@ class SourceConfig(BaseConfig):
     def _is_used(self) -> SourceConfig:
         if self.weight == 0 and not self.eval_taskset:
             raise ValueError(
-                f"orchestrator.source {self.name!r} has weight 0, so it is only evaluated, but no eval_taskset: add "
-                "one, or raise its weight"
+                f"orchestrator.source {self.name!r} has weight 0, so it is only evaluated, but no "
+                "eval_taskset: add one, or raise its weight"
             )
         return self
 
     @property
     def longest_stall_s(self) -> float:
-        """Seconds after which a worker that stands still is restarted: past timeout_s its rollouts are lost anyway."""
+        """Seconds after which a worker that stands still is restarted."""
         return min(self.hang_timeout_s, max(self.timeout_s, 10.0))
 
     @property
     def max_turns(self) -> int | None:
-        """Assistant turns of one rollout at most; None where the harness states no limit."""
+        """Assistant turns of one rollout at most, where the harness states a limit."""
         default = TOOL_LOOP_TURNS if self.harness.get("id") == TOOL_LOOP else None
         turns = self.harness.get("max_turns", default)
         return turns if isinstance(turns, int) else None
@@ -121,7 +120,7 @@ class EvalConfig(BaseConfig):
     """Interleaved evaluation on held-out tasks."""
 
     every_steps: int = Field(default=0, ge=0)
-    """Steps between evaluations; also evaluates before the first step and after the last. 0: never."""
+    """Steps between evaluations, with one before the first step and one after the last. 0: never."""
     tasks: int = Field(default=64, ge=1)
     """Held-out tasks per source in each evaluation (fewer if the set is smaller)."""
     samples: int = Field(default=1, ge=1)
@@ -130,7 +129,7 @@ class EvalConfig(BaseConfig):
     """k of the pass@k estimates; each at most `samples`."""
 
     def due(self, step: int, last_step: int) -> bool:
-        """Tell whether to evaluate after `step`: before the first step, every every_steps, after the last."""
+        """Tell whether to evaluate after `step`."""
         return bool(self.every_steps and (step % self.every_steps == 0 or step == last_step))
 
     @model_validator(mode="after")
@@ -139,8 +138,8 @@ class EvalConfig(BaseConfig):
             largest_k = max(1, *self.pass_k)
             fitting = [k for k in self.pass_k if 1 <= k <= self.samples] or [1]
             raise ValueError(
-                f"orchestrator.eval.pass_k is {self.pass_k}, but orchestrator.eval.samples is {self.samples}: pass@k "
-                f"needs 1 <= k <= samples; set --orchestrator.eval.pass_k {' '.join(map(str, fitting))}"
+                f"orchestrator.eval.pass_k is {self.pass_k}, but orchestrator.eval.samples is {self.samples}: "
+                f"pass@k needs 1 <= k <= samples; set --orchestrator.eval.pass_k {' '.join(map(str, fitting))}"
                 + (f", or --orchestrator.eval.samples {largest_k}" if largest_k > self.samples else "")
             )
         return self
@@ -158,9 +157,8 @@ class AuditConfig(BaseConfig):
     floor: float = Field(default=0.02, gt=0, le=1)
     """Minimum share of audited answers of a known node; all answers of a new node are audited."""
     tolerance: float = Field(default=0.05, gt=0, lt=1)
-    """How far a draw may lie outside of its token's interval, as a probability. Logprobs may differ by 1.5 times this
-    in nats on average, and by 12 times at most. Use 0.05 for bfloat16; 0.0001 is enough for float32.
-    """
+    """How far a draw may lie outside of its token's interval, as a probability. Logprobs may differ by 1.5 times
+    this in nats on average, 12 times at most. Use 0.05 for bfloat16; 0.0001 is enough for float32."""
 
 
 _OLD_CURRICULA = "orchestrator.tasks.curriculum:"
@@ -177,7 +175,7 @@ class CurriculumConfig(BaseConfig):
     @field_validator("import_path")
     @classmethod
     def _short(cls, path: str) -> str:
-        """Shorten a shipped curriculum's path, as older files and runs name it."""
+        """Shorten a shipped curriculum's path, which older files name."""
         name = path.removeprefix(_OLD_CURRICULA)
         return name.lower() if path != name and name in ("Shuffled", "Frontier") else path
 
@@ -209,9 +207,8 @@ class OrchestratorConfig(BaseConfig):
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of rollouts, those of evaluations too."""
     max_staleness: int = Field(default=1, ge=0)
-    """Batch N trains tokens of policy versions >= N - 1 - max_staleness; older tokens are context. 0 is synchronous.
-    With [diloco], counted in full sweeps.
-    """
+    """Batch N trains tokens of policy versions >= N - 1 - max_staleness; older ones are context. 0 is synchronous.
+    With [diloco], counted in full sweeps."""
     max_concurrent: int = Field(default=64, ge=1)
     """Rollouts that run at a time."""
     max_retries: int = Field(default=2, ge=0)
@@ -219,11 +216,10 @@ class OrchestratorConfig(BaseConfig):
     filter_zero_advantage: bool = True
     """Drop groups whose rollouts all got the same reward; they carry no signal."""
     train_truncated: bool = True
-    """Train truncated rollouts with the policy loss. Off: they count only for their group's advantages, and SDPO trains
-    their hinted turns (DAPO's overlong filtering, arXiv 2503.14476).
-    """
+    """Train truncated rollouts with the policy loss. Off: they count only for their group's advantages, and SDPO
+    trains their hinted turns (DAPO's overlong filtering, arXiv 2503.14476)."""
     record_tokens: bool = False
-    """Write the sampled tokens of training rollouts with their log-probabilities to rollouts/, for `composer view`."""
+    """Write sampled tokens with their log-probabilities to rollouts/, for `composer view`."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """Order of tasks."""
     eval: EvalConfig = EvalConfig()
@@ -255,12 +251,12 @@ class OrchestratorConfig(BaseConfig):
         check_unique(names, "orchestrator.source")
         if self.groups_per_step and self.source and not any(source.weight > 0 for source in self.source):
             raise ValueError(
-                f"orchestrator.source weights of {names} are all 0, so there is no task to train on: give one a weight "
-                "above 0 (an evaluation alone is run.max_steps = 0)"
+                f"orchestrator.source weights of {names} are all 0, so there is no task to train on: give one a "
+                "weight above 0 (an evaluation alone is run.max_steps = 0)"
             )
         if not self.source and self.groups_per_step:
             raise ValueError(
-                "orchestrator.source is empty: add at least one [[orchestrator.source]] table, or set "
+                "orchestrator.source is empty: add one [[orchestrator.source]] table or more, or set "
                 "orchestrator.groups_per_step = 0 to train demonstrations alone"
             )
         return self

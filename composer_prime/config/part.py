@@ -31,7 +31,6 @@ class PartConfig(BaseConfig):
 
     @property
     def is_own(self) -> bool:
-        """Tell whether the name is an import path."""
         return ":" in self.name
 
 
@@ -41,13 +40,13 @@ def as_parts(entries: Iterable[str | PartConfig]) -> list[PartConfig]:
 
 
 def check_unique(names: list[str], setting: str) -> None:
-    """Raise ValueError for a name that several tables of `setting` have."""
+    """Raise ValueError for a repeated name of a table of `setting`."""
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{setting} names {repeated} are used more than once: rename one of them")
 
 
 def check_names(entries: Iterable[str | PartConfig], known: Sequence[str], setting: str) -> None:
-    """Raise ValueError for a short name that is not in `known`, and for settings of one that is."""
+    """Raise ValueError for an unknown short name, and for settings of a known one."""
     for part in as_parts(entries):
         if part.is_own:
             continue

@@ -1,7 +1,4 @@
-"""Sentences about what is wrong with a configuration: key, value, the file and line that set it, what is expected.
-
-For a key that does not exist they suggest one of nearly this name in its section, else those of this name elsewhere.
-"""
+"""Sentences about what is wrong with a configuration: key, value, the file and line that set it, what is expected."""
 
 from __future__ import annotations
 
@@ -24,9 +21,9 @@ Location = tuple[str | int, ...]
 
 
 def wrong_config(error: ValidationError, layers: Sequence[Layer], section: Location = ()) -> ConfigError:
-    """Return the error that has a sentence for each wrong key, in the order of the sections.
+    """Return the error that has a sentence for each wrong key.
 
-    `layers` tell where each key was set. `section`: the part of the configuration that was validated; () for all.
+    `layers` tell where each key was set. `section`: the part that was validated; () for all.
     """
     problems_at: dict[Location, list[Any]] = {}
     for problem in error.errors():
@@ -52,7 +49,8 @@ def _sentence(location: Location, problems: list[Any], layers: Sequence[Layer]) 
     if first["type"] == "value_error":
         return first["msg"].removeprefix("Value error, ")
     value = repr(first["input"])
-    shown = f"{key} = {value if len(value) <= 80 else value[:77] + '...'}{f' ({origin})' if origin else ''}"
+    short = value if len(value) <= 80 else value[:77] + "..."
+    shown = f"{key} = {short}{f' ({origin})' if origin else ''}"
     section = section_at(location)
     if first["type"] == "model_type" and section is not None:
         keys = ", ".join(section.model_fields)
@@ -65,9 +63,10 @@ def _sentence(location: Location, problems: list[Any], layers: Sequence[Layer]) 
 
 
 def _suggestion(location: Location, dash: str) -> str:
-    """Return `; did you mean a.b?`, else the keys that the section has. `dash`: what stands before a key."""
+    """Return `; did you mean a.b?`, else the section's keys. `dash`: what stands before a key."""
     *parents, name = location
-    fields = list(section.model_fields) if (section := section_at(tuple(parents))) is not None else []
+    section = section_at(tuple(parents))
+    fields = list(section.model_fields) if section is not None else []
     inside = "".join(f"{parent}." for parent in parents)
     elsewhere = [dash + key for key in key_types() if key.rpartition(".")[2] == name]
     below = [key for key in elsewhere if parents and key.startswith(dash + inside)]
@@ -78,12 +77,9 @@ def _suggestion(location: Location, dash: str) -> str:
     return f"; keys of [{_dotted(parents)}]: {', '.join(fields)}"
 
 
-# The tree of keys, read from the types of `Config`.
-
-
 @functools.cache
 def key_types() -> dict[str, Any]:
-    """Return the type of every dotted key; elements of a list stand below its own name (orchestrator.source.weight)."""
+    """Return the type of every dotted key; a list's elements stand below its name (orchestrator.source.weight)."""
     types_by_key: dict[str, Any] = {}
 
     def add(model: type[BaseModel], prefix: str) -> None:
@@ -99,7 +95,10 @@ def key_types() -> dict[str, Any]:
 @functools.cache
 def key_defaults() -> dict[str, Any]:
     """Return the default of every dotted key that has one, as JSON holds it."""
-    fields = {"": Config, **{f"{key}.": section for key, kind in key_types().items() if (section := section_of(kind))}}
+    fields: dict[str, type[BaseModel]] = {"": Config}
+    for key, kind in key_types().items():
+        if section := section_of(kind):
+            fields[f"{key}."] = section
     return {
         prefix + name: to_jsonable_python(field.get_default(call_default_factory=True))
         for prefix, section in fields.items()
@@ -114,7 +113,7 @@ def is_kind(annotation: Any, *kinds: type) -> bool:
 
 
 def _key_location(location: Location) -> Location:
-    """Return `location` without the names of union members that pydantic appends to a key."""
+    """Return `location` without the union members that pydantic appends."""
     for end in range(len(location), 0, -1):
         annotation = key_types().get(_dotted(names_of(location[:end])))
         if annotation is not None:
@@ -124,7 +123,7 @@ def _key_location(location: Location) -> Location:
 
 
 def section_at(location: Location) -> type[BaseModel] | None:
-    """Return the section that `location` names; None when it names a value, a list, a free table or nothing."""
+    """Return the section that `location` names; None for anything else."""
     if not location:
         return Config
     annotation = key_types().get(_dotted(names_of(location)))
@@ -133,7 +132,7 @@ def section_at(location: Location) -> type[BaseModel] | None:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section behind a key: itself, an optional one, or the elements of a list."""
+    """Return the section behind a key, also an optional one or a list's elements."""
     for member in _members(annotation):
         for candidate in get_args(member) if get_origin(member) is list else (member,):
             if isinstance(candidate, type) and issubclass(candidate, BaseModel):
@@ -142,7 +141,6 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def names_of(location: Sequence[str | int]) -> list[str]:
-    """Return `location` without list positions."""
     return [str(segment) for segment in location if not str(segment).isdecimal()]
 
 

@@ -1,7 +1,6 @@
 """Keys and modules that earlier releases had, and what holds now.
 
-In a TOML file or a flag such a key is an error that names what holds now. In the config.json of an older run it is left
-out with a warning, so that the run can be read, shown and resumed.
+In a TOML file or a flag such a key is an error. In an older run's config.json it is left out with a warning.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 REMOVED: dict[str, str] = tomllib.loads(Path(__file__).with_name("removed_keys.toml").read_text())
-"""By dotted key: what holds now. An entry that is added here is a line of removed_keys.toml."""
+"""By dotted key: what holds now."""
 MOVED = {
     "orchestrator.environments.code": "orchestrator.coding.code",
     "orchestrator.environments.formats": "orchestrator.coding.formats",
     "orchestrator.environments.micro_code": "examples.micro_code",
     "orchestrator.coding.micro_code": "examples.micro_code",
 }
-"""Former name of a package that configurations name -> its present name. What lies below it moved with it."""
+"""Former name of a package -> its present name. What lies below it moved with it."""
 _SHOWN = 6
 _OURS = "orchestrator.coding."
-"""Begins the modules of task sets whose settings this file knows. Those of other people's task sets stay."""
+"""Begins the modules of task sets whose settings this file knows."""
 _TASKSETS = (("orchestrator", "source", "taskset"), ("orchestrator", "source", "eval_taskset"))
 
 
@@ -48,11 +47,11 @@ REMOVED_VALUES = {
     ("orchestrator.hints.detect", "judge"): "tool_error",
     ("orchestrator.hints.layers", "introspection"): "raw_error",
 }
-"""(key, value that earlier releases had) -> what an older run's config.json means by it now."""
+"""(key, former value) -> what an older run's config.json means by it now."""
 
 
 def what_holds_now(location: Sequence[str | int]) -> str | None:
-    """Return what holds in place of the key at `location`; None where it was not removed.
+    """Return what holds in place of a removed key, or None.
 
     Settings of a shipped task set lie below its module; its table `runtime` has the keys of the source's.
     """
@@ -64,7 +63,7 @@ def what_holds_now(location: Sequence[str | int]) -> str | None:
 
 
 def value_now(key: str, value: Any) -> str:
-    """Return the end of a sentence about a wrong value: what to write for a removed one, else nothing."""
+    """Return the end of a sentence about a wrong value: what to write for a removed one."""
     present = REMOVED_VALUES.get((key, value)) if isinstance(value, str) else None
     return f"; {value!r} was removed, and {present!r} comes nearest" if present else ""
 
@@ -77,7 +76,7 @@ def removed_settings(taskset: dict[str, Any], eval_taskset: dict[str, Any]) -> l
 
 
 def without_removed(values: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return the tables of an older run's config.json without removed keys. Warn of those that were set."""
+    """Return the tables of an older run's config.json without removed keys, and warn of set ones."""
     dropped: dict[str, Any] = {}
     kept = _kept(values, (), dropped)
     if were_set := [key for key, value in dropped.items() if value not in (None, False, 0, "", [], {})]:
@@ -88,7 +87,7 @@ def without_removed(values: dict[str, Any], origin: str) -> dict[str, Any]:
 
 
 def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, Any]) -> Any:
-    """Return `node` without removed keys. They are added to `dropped`, with their values."""
+    """Return `node` without removed keys, which go to `dropped` with their values."""
     if isinstance(node, list):
         return _without_repeats(node, [_kept(element, location, dropped) for element in node])
     if isinstance(node, dict) and value_now(".".join(location), node.get("name")):
@@ -114,7 +113,7 @@ def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, Any]) -> Any:
 
 
 def _kept_settings(source: dict[str, Any], settings: Any, dropped: dict[str, Any]) -> Any:
-    """Return the settings of a task set of `source` without the removed ones of a shipped task set."""
+    """Return the settings of a task set, a shipped one's without the removed."""
     tables = [table for table in (settings, source.get("taskset")) if isinstance(table, dict)]
     name = next((table["id"] for table in tables if isinstance(table.get("id"), str)), "")
     module = present_name(name)

