@@ -1,9 +1,9 @@
-"""How a pseudo-gradient travels: a flat float32 vector [n] to bytes and back. CPU tensors.
+"""How a pseudo-gradient travels: a float32 vector [n] to bytes and back. CPU tensors.
 
     fp32, bf16      every element on its own: exact, or rounded to 16 bits
     int8, int4      symmetric integers with one bfloat16 scale a block, entropy coded
 
-All peers decode the same values. `ErrorFeedback` adds what one encoding lost to the next delta.
+All peers decode the same values. `ErrorFeedback` adds what an encoding lost to the next delta.
 """
 
 from __future__ import annotations
@@ -27,17 +27,14 @@ def codec_of(name: str) -> Codec:
 
 
 class ErrorFeedback:
-    """The residual of every fragment: what encoding lost is added to the next delta (arXiv 1901.09847)."""
+    """What encoding lost is added to the next delta (arXiv 1901.09847)."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.residuals: list[Tensor] = [torch.zeros(size) for size in sizes]
         """float32 [numel] a fragment."""
 
     def encode(self, fragment: int, delta_n: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
-        """Encode the delta plus the residual. The new one counts from `settle` on.
-
-        Return the bytes, uint8, and what they lack, float32 [numel].
-        """
+        """Encode delta plus residual. Return bytes, uint8, and what they lack, float32 [numel]."""
         target_n = delta_n + self.residuals[fragment]
         data = codec.encode(target_n)
         return data, target_n - codec.decode(data, target_n.numel())
@@ -90,8 +87,7 @@ _LEVEL = 1
 class IntegerCodec:
     """Symmetric integers: q = round(x / s), s = max |x| / (2^(bits-1) - 1); 4 bits shifted by 8.
 
-    Wire form: a byte that names the form, then a zstd frame or, where that is not shorter, the plain bytes:
-    the scales [blocks] bfloat16, then the codes, at 4 bits two to a byte.
+    Wire form: a byte that names the form, then a zstd frame or the plain bytes, whichever is shorter:
     """
 
     def __init__(self, name: str) -> None:
@@ -131,7 +127,7 @@ class IntegerCodec:
         if raw[0] == _PLAIN:
             return self.decode_plain(data[1:], n)
         try:
-            # Check the announced size first, so that a small frame cannot take all memory.
+            # First, so that a small frame cannot take all memory.
             if (announced := zstandard.frame_content_size(raw[1:])) != plain_size:
                 raise ValueError(f"{self.name}: a frame of {announced} bytes, but {n} values take {plain_size}")
             plain = zstandard.ZstdDecompressor().decompress(raw[1:], allow_extra_data=False)
@@ -154,10 +150,7 @@ Codec = FloatCodec | IntegerCodec
 
 
 def in_scale(blocks: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return the scales [blocks, 1], as bfloat16 rounds them, and `blocks` divided by them.
-
-    A subnormal scale becomes 0: such a block stays in the error feedback.
-    """
+    """Return bfloat16-rounded scales [blocks, 1], a subnormal one as 0, and `blocks` divided by them."""
     scales = (blocks.abs().amax(dim=1, keepdim=True) / top).to(SCALE).to(torch.float32)
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, torch.zeros_like(scales), scales)
     return scales, blocks / torch.where(scales == 0, torch.ones_like(scales), scales)
@@ -167,15 +160,15 @@ def in_scale(blocks: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of `tensor` as uint8 [bytes]."""
+    """Return uint8 [bytes]."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy of uint8 [bytes] as [elements] of `dtype`; the copy is aligned."""
+    """Return an aligned copy of uint8 [bytes] as `dtype`."""
     return data.clone().view(dtype)
 
 
 def shared_bytes(body: memoryview) -> Tensor:
-    """Return uint8 [bytes] that shares the memory of `body`, which must be writable."""
+    """Return uint8 [bytes] in the memory of `body`, which must be writable."""
     return torch.frombuffer(body, dtype=torch.uint8) if len(body) else torch.empty(0, dtype=torch.uint8)

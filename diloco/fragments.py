@@ -6,7 +6,7 @@ to the fragment that is lightest by then.
 A fragment is one flat float32 vector: the local shards of its parameters, in the order of their names.
 Tied weights appear once, frozen parameters do not.
 
-The ranks of one cluster cut alike. Each has a link of its own, and `Ranks` is what they decide together.
+The ranks of one cluster cut alike; `Ranks` is what they decide together.
 """
 
 from __future__ import annotations
@@ -44,10 +44,8 @@ class Fragment:
     @torch.no_grad()
     def read(self) -> Tensor:
         """Return a copy of the local values, float32 [numel], on the CPU."""
-        parts = [
-            local_shard(parameter).detach().reshape(-1).to("cpu", torch.float32) for _, parameter in self.parameters
-        ]
-        return torch.cat(parts)
+        shards = (local_shard(parameter) for _, parameter in self.parameters)
+        return torch.cat([shard.detach().reshape(-1).to("cpu", torch.float32) for shard in shards])
 
     @torch.no_grad()
     def write(self, values_n: Tensor) -> None:
@@ -67,12 +65,12 @@ class Fragment:
 
 
 def local_shard(parameter: Tensor) -> Tensor:
-    """Return the part that this rank holds; it shares memory with the parameter."""
+    """Return this rank's part; it shares the parameter's memory."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
 
 
 def partition(parameters: Iterable[NamedParameter], count: int) -> list[Fragment]:
-    """Return `count` fragments of all trainable parameters. Raises ConfigError."""
+    """Return `count` fragments of all that is trained. Raises ConfigError."""
     named = _trainable(parameters)
     if len({name for name, _ in named}) < len(named):
         raise ConfigError("diloco: two different parameters have the same name; give whole models, not lists of parts")
@@ -97,7 +95,7 @@ def partition(parameters: Iterable[NamedParameter], count: int) -> list[Fragment
 
 
 def _trainable(parameters: Iterable[NamedParameter]) -> list[NamedParameter]:
-    """Return the trainable parameters, a tied one under its first name. Raises ConfigError."""
+    """Return what is trained, a tied parameter under its first name. Raises ConfigError."""
     first_names: dict[int, str] = {}
     trainable = [
         (name, parameter)
@@ -110,7 +108,7 @@ def _trainable(parameters: Iterable[NamedParameter]) -> list[NamedParameter]:
 
 
 def _bytes(parameter: Tensor) -> int:
-    """Return the size of the whole parameter, so that all ranks cut alike."""
+    """Return the whole parameter's size: all ranks cut alike."""
     return parameter.numel() * parameter.element_size()
 
 
@@ -128,10 +126,7 @@ def parameter_layout(fragments: Sequence[Fragment]) -> list[TensorLayout]:
 
 
 def frozen_digest(parameters: Iterable[NamedParameter]) -> str:
-    """Return the blake2b-128 of this rank's shards of the frozen parameters, hexadecimal.
-
-    Peers that average adapters must have the same frozen parameters, bit for bit.
-    """
+    """Return the blake2b-128 of this rank's frozen shards: peers must agree on them, bit for bit."""
     digest = hashlib.blake2b(digest_size=16)
     frozen = {name: parameter for name, parameter in parameters if not parameter.requires_grad}
     for name in sorted(frozen):
@@ -150,7 +145,7 @@ class Ranks:
     """The trainer ranks of this cluster. Every method is a collective."""
 
     def __init__(self) -> None:
-        """The default group must carry CPU tensors (gloo). Without one this rank is alone."""
+        """The default group must carry CPU tensors. Without one this rank is alone."""
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
         self.size = dist.get_world_size() if distributed else 1

@@ -1,15 +1,15 @@
-"""The global model of a joint run as one rank holds it: float32 masters, momentum, hash; and the step along deltas.
+"""The global model as one rank holds it: float32 masters, momentum, hash; and the step along deltas.
 
-All peers apply the same deltas with operations that round the same everywhere, so all hold equal bits.
-What is published is the model as of the last full sweep, an outer step of every fragment.
+All peers apply the same deltas with operations that round alike, so all hold equal bits.
+What is published is the model as of the last full sweep.
 
     Delta = mean_i w_i (global - local_i)
     v <- m v + Delta;   global <- global - lr (Delta + m v)   Nesterov as in torch.optim.SGD; DiLoCo, arXiv 2311.08105
 
 Departures:
 1. v starts at 0, as torch's first step does in effect.
-2. Global values are float32 on the CPU: a step below bfloat16's resolution would vanish.
-   Deltas are taken against the values as the parameters hold them, so such a step stays.
+2. Global values are float32: a step below bfloat16's resolution would vanish. Deltas are taken against the values as
+   the parameters hold them.
 3. Products and sums are separate operations: a fused multiply-add rounds differently.
 """
 
@@ -37,13 +37,13 @@ REMEMBERED_NORMS = 16
 MAX_NORM_RATIO = 10.0
 """A delta is rejected whose norm exceeds this many times the usual one."""
 MAX_SHARE = 1.5
-"""The weights of one peer, of n that bring any, count at most as this over n of a round."""
+"""Of n peers, none counts more than this over n."""
 LONG_NORM_RATIO = 3.0
-"""A delta that is longer than this many times the usual norm is shortened to it. A late one covers more steps."""
+"""A delta is shortened to this many times the usual norm."""
 LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
 """The squares of larger values are infinite in float32."""
 MAX_WEIGHT = 1e15
-"""In tokens; above what any round trains on."""
+"""Tokens; above what any round trains on."""
 _LANES = 1 << 14
 
 
@@ -61,18 +61,18 @@ class GlobalModel:
         self.velocity = [torch.zeros(fragment.numel) for fragment in fragments] if config.momentum else []
         """float32 [numel] a fragment; empty without momentum."""
         self.norms = [torch.zeros(REMEMBERED_NORMS) for _ in fragments]
-        """float32 [REMEMBERED_NORMS] a fragment: norms of its last deltas, 0 where there was none."""
+        """float32 [REMEMBERED_NORMS] a fragment: of its last deltas, 0 for none."""
         self.outer_step = 0
         self._digests = [_digest(master) for master in self.masters]
 
     @property
     def hash(self) -> str:
-        """Hash of this rank's masters and the outer step, blake2b-128, hexadecimal."""
+        """Of this rank's masters and the outer step, blake2b-128, hexadecimal."""
         return _hash(self.outer_step, self._digests)
 
     @property
     def fragment(self) -> int:
-        """Which fragment the coming outer step synchronizes: each in turn."""
+        """Which one the coming outer step synchronizes: each in turn."""
         return self.outer_step % len(self.fragments)
 
     @property
@@ -88,7 +88,7 @@ class GlobalModel:
     def advance(
         self, fragment: int, deltas: Iterable[Tensor], weights: Sequence[float], norms: Sequence[float] = ()
     ) -> None:
-        """Take one outer step along the mean delta, if any. `norms`: what later deltas are compared with."""
+        """Take one outer step along the mean delta, if any. `norms`: for later comparison."""
         mean_n = weighted_mean(deltas, weights) if weights else None
         with self.lock:
             if norms:
@@ -110,10 +110,7 @@ class GlobalModel:
         self.masters[fragment].sub_(direction_n if self.lr == 1.0 else direction_n * self.lr)
 
     def mixed(self, fragment: int, mixing: float, due_n: Tensor | None) -> Tensor:
-        """Return alpha due + (1 - alpha) global + (now - due), float32 [numel].
-
-        `due_n`: the values that are mixed; None for the local values of now.
-        """
+        """Return alpha due + (1 - alpha) global + (now - due), float32 [numel]. `due_n`: None for now."""
         master_n = self.masters[fragment]
         if mixing == 0 and due_n is None:
             return master_n
@@ -161,7 +158,7 @@ class GlobalModel:
             raise ChecksumError(f"the state of outer step {outer_step} has hash {actual}, expected {expected_hash}")
 
     def load(self, tensors: Mapping[str, Tensor], outer_step: int) -> None:
-        """Take over `tensors`, as of `outer_step`. Raises CheckpointError; nothing is changed then."""
+        """Take over `tensors`, as of `outer_step`, or change nothing. Raises CheckpointError."""
         self._check_shapes(tensors, outer_step)
         with self.lock:
             for index, swept_n in enumerate(self.swept):
@@ -201,16 +198,16 @@ class AcceptedDeltas:
     """What was accepted, encoded, in order of the peers' names."""
     weights: list[float]
     scales: list[float]
-    """What each counted delta is multiplied by: 1 or, of one that is too long, less."""
+    """Multiplies each counted delta: 1, or less of one that is too long."""
     norms: dict[str, float]
     """L2 norm over all ranks, by peer."""
     remembered: list[float]
-    """Norms that later rounds are compared with, none above what would have been accepted."""
+    """For later rounds, none above what would have been accepted."""
     rejections: dict[str, str]
     """Why a peer's delta does not count."""
 
     def deltas(self) -> Iterator[Tensor]:
-        """Decode float32 [n] one by one, to bound the peak of host memory."""
+        """Decode float32 [n] one by one: host memory is bounded."""
         for (header, body), scale in zip(self.counted, self.scales, strict=True):
             delta_n = codec_of(header.codec).decode(shared_bytes(body), self.n)
             yield delta_n if scale == 1.0 else delta_n * scale
@@ -225,9 +222,9 @@ def accept(
     ranks: Ranks,
     history: Sequence[float] = (),
 ) -> AcceptedDeltas:
-    """Check this rank's part of a round's deltas. A peer that fails on one rank fails on all. A collective.
+    """Check this rank's part of a round. A peer that fails on one rank fails on all. A collective.
 
-    `history`: norms that this fragment's deltas had before.
+    `history`: norms of this fragment's deltas before.
     """
     own: list[float] = []
     undecodable: dict[str, str] = {}
@@ -238,7 +235,8 @@ def accept(
             own.append(math.nan)
             undecodable[header.peer] = str(error)
     squared = {header.peer: total for header, total in zip(headers, ranks.total(own), strict=True)}
-    elsewhere = [peer for peer, mine in zip(squared, own, strict=True) if math.isnan(squared[peer]) and mine >= 0]
+    mine = dict(zip(squared, own, strict=True))
+    elsewhere = [peer for peer, total in squared.items() if math.isnan(total) and mine[peer] >= 0]
     another_rank = "another rank of this cluster cannot use its part: see that rank's log"
     rejections = rejected(squared, history) | dict.fromkeys(elsewhere, another_rank) | undecodable
     counted = [(header, body) for header, body in zip(headers, bodies, strict=True) if header.peer not in rejections]
@@ -258,7 +256,7 @@ def accept(
 
 
 def rejected(squared_norms: Mapping[str, float], history: Sequence[float] = ()) -> dict[str, str]:
-    """Return why each rejected peer's delta does not count, by the norms of whole deltas."""
+    """Return why each rejected peer's delta does not count."""
     norms = {peer: math.sqrt(value) for peer, value in squared_norms.items() if math.isfinite(value)}
     reasons = {peer: "it holds NaN or infinity" for peer in squared_norms if peer not in norms}
     usual = _usual_norm(norms.values(), history)
@@ -276,12 +274,11 @@ def rejected(squared_norms: Mapping[str, float], history: Sequence[float] = ()) 
 def _usual_norm(norms: Iterable[float], history: Sequence[float]) -> float | None:
     """Return the norm that deltas may exceed by MAX_NORM_RATIO; None when nothing is known.
 
-    It is the median of `history` or, where that is larger, the low median of this round:
-    what the peers of a round have in common passes, whatever was before.
+    It is the larger of the median of `history` and the low median of this round: what the peers of a round have in
+    common passes.
 
-    Peers train with their own rate, so half of them may have larger norms for good.
-    Of an even number the higher middle one counts, but at most as MAX_NORM_RATIO times the lower.
-    So half of the peers are accepted with norms up to MAX_NORM_RATIO^2 times the others'.
+    Peers train with their own rate, so half of them may have larger norms for good: of an even number the higher middle
+    one counts, at most as MAX_NORM_RATIO times the lower.
     """
     of_round, before = [[norm for norm in each if 0 < norm < math.inf] for each in (norms, history)]
     if not before:
@@ -296,7 +293,7 @@ def _median(norms: Sequence[float]) -> float:
 def _capped(weights: Sequence[float]) -> list[float]:
     """Return the weights, none more than MAX_SHARE / n of their sum, for the n above 0.
 
-    One that claims 4e14 tokens must not own the model, and of two nobody can say that it is wrong.
+    One that claims 4e14 tokens must not own the model.
     """
     largest = sorted((weight for weight in weights if weight > 0), reverse=True)
     n, possible = len(largest), range(math.ceil(len(largest) / MAX_SHARE))
@@ -305,10 +302,7 @@ def _capped(weights: Sequence[float]) -> list[float]:
 
 
 def squared_norm(delta_n: Tensor) -> float:
-    """Return the sum of squares in float64, with the same bits on any machine.
-
-    Element i is added in lane i mod 16384, in order, and the lanes are summed with one rounding.
-    """
+    """Return the sum of squares in float64, with the same bits on any machine."""
     lanes = torch.zeros(_LANES, dtype=torch.float64)
     for part in delta_n.split(_LANES):
         lanes[: len(part)] += part.to(torch.float64).square_()
@@ -324,10 +318,7 @@ def _decode(header: DeltaHeader, body: memoryview, fragment: int, n: int) -> Ten
 
 
 def weighted_mean(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return sum_i (w_i / sum w) delta_i, float32 [numel], one delta at a time.
-
-    Weights that are all 0 count the same.
-    """
+    """Return sum_i (w_i / sum w) delta_i, float32 [numel]. Weights all 0 count the same."""
     total = sum(weights)
     shares = [weight / total for weight in weights] if total > 0 else [1.0 / len(weights)] * len(weights)
     each_n = iter(deltas)

@@ -20,16 +20,16 @@ ASSUMED_STEP_S = 60.0
 FRAMING = 1.047
 """Bytes on the wire over bytes of a delta."""
 ENCODE_NS = {"fp32": 25.0, "bf16": 25.0, "int8": 18.0, "int4": 8.0}
-"""1e-9 s of one core a parameter: delta, error feedback, codec and checksum (2 M parameters at a time)."""
+"""1e-9 s of one core a parameter: delta, error feedback, codec and checksum."""
 DECODE_NS = 10.0
 """1e-9 s a parameter and peer: decode, guard, mean."""
 INSTALL_NS = 4.0
-"""1e-9 s a parameter: outer step, hash of the global model, copy into the parameters."""
+"""1e-9 s a parameter: outer step, hash, copy into the parameters."""
 ROUND_S = 0.08
-"""Until a round of next to nothing is closed: requests, and the rendezvous' tick."""
+"""Until a round of next to nothing is closed."""
 SCALE_BITS = 16 / BLOCK
 _CODEC_BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 7.46 + SCALE_BITS, "int4": 3.32 + SCALE_BITS}
-"""Bits a parameter; after entropy coding where deltas are normally distributed."""
+"""Bits a parameter, of normally distributed deltas."""
 
 
 def exposed_s(

@@ -1,7 +1,6 @@
 """The console script `diloco`: keygen and rendezvous.
 
-Exit status: 0 done or stopped by a signal, 1 failed, 2 wrong command line or configuration, 141 when the reader of the
-output left early.
+Exit status: 0 done or stopped by a signal, 1 failed, 2 wrong command line or configuration, 141 output closed.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ In time, now is due and `counted` is the paper's equation, bit for bit.
 With mixing = "carry", due is when the delta was prepared and alpha is 0.
 A delta weighs what was trained on in the inner steps that it holds.
 
-A checkpoint keeps all of it, so a resumed peer continues as if it had never stopped.
+A checkpoint keeps all of it.
 """
 
 from __future__ import annotations
@@ -62,10 +62,7 @@ def delta_status(
 
 @dataclass(slots=True, kw_only=True)
 class PendingDelta:
-    """The delta on offer.
-
-    Work since its preparation (mixing = "carry"), or since its outcome was due and late, is carried on whole.
-    """
+    """The delta on offer. What it lacks by mixing or by lateness is carried on whole."""
 
     header: DeltaHeader
     body: memoryview
@@ -74,13 +71,13 @@ class PendingDelta:
     """What it holds."""
     due: LocalWork | None = None
     due_n: Tensor | None = field(default=None, repr=False)
-    """Local values, float32 [numel]: what is trained on top of them is carried on whole."""
+    """Local values, float32 [numel]: work on top of them is carried on whole."""
     late: bool = False
     """Its outcome was due and not there."""
 
 
 class Replica:
-    """What one rank holds of a joint run, from the start of the run to its checkpoints."""
+    """What one rank holds of a joint run, also in its checkpoints."""
 
     def __init__(self, fragments: Sequence[Fragment], config: DilocoConfig, ranks: Ranks) -> None:
         """Take the parameters as they are as outer step 0."""
@@ -95,22 +92,22 @@ class Replica:
         self.held = [LocalWork() for _ in fragments]
         """By fragment: what local values have and global values lack."""
         self.totals = {"missed": 0, "carried": 0.0, "overwritten": 0.0}
-        """Since this peer began: rounds without its work; tokens that the next delta holds; tokens given up."""
+        """Since this peer began: rounds without its work; tokens carried on, and given up."""
         self._mixing = config.mixing
         self.ranks = ranks
 
     def count(self, work: LocalWork) -> None:
-        """Add one more piece of work to every fragment."""
+        """Add work to every fragment."""
         self.held = [held.plus(work) for held in self.held]
 
     def offer(self, pending: PendingDelta, due: int) -> None:
-        """Note that this delta was prepared now; `due`: after how many inner steps its outcome is."""
+        """`due`: after how many inner steps the outcome is."""
         self.pending, self.due = pending, due
         if self._mixing == "carry":
             self._carry_from_now(pending)
 
     def mark_late(self, pending: PendingDelta) -> None:
-        """Note that the outcome is late: what is trained from now on is carried on whole."""
+        """From now on work is carried on whole: the outcome is late."""
         pending.late = True
         if pending.due is None:
             self._carry_from_now(pending)
@@ -124,8 +121,7 @@ class Replica:
     ) -> None:
         """Give the parameters their values after a round. A collective.
 
-        `pending`: this process's delta where counted or shut out by a predecessor.
-        `before_n`: the fragment's global values before the round, where missed.
+        `pending`: this process's delta. `before_n`: global values before a missed round.
         """
         model = self.global_model
         values_n = model.masters[fragment]
@@ -140,7 +136,7 @@ class Replica:
 
     @property
     def _share_kept(self) -> float:
-        """alpha: of the local values when the global ones arrive."""
+        """alpha: of the local values."""
         return self._mixing if isinstance(self._mixing, float) else 0.0
 
     def _settle(self, fragment: int, status: DeltaStatus, pending: PendingDelta | None) -> None:
@@ -168,11 +164,11 @@ class Replica:
         return sum(held.tokens * self._share(fragment) for fragment, held in enumerate(self.held))
 
     def restart_interval(self) -> None:
-        """Drop the delta on offer, and count the inner steps to the next from now."""
+        """Drop the delta on offer, and count inner steps from now."""
         self.pending, self.inner = None, 0
 
     def take_over(self, tensors: Mapping[str, Tensor], outer_step: int) -> float:
-        """Hold another peer's global model; return the tokens whose work is given up for it."""
+        """Hold another peer's global model; return the tokens given up."""
         self.global_model.load(tensors, outer_step)
         tokens_given_up = self.tokens_held()
         self.global_model.install(self.global_model.masters)
@@ -185,9 +181,10 @@ class Replica:
     # -- checkpoints, and the state for others ---------------------------------------------------------------------
 
     def state_to_serve(self) -> tuple[memoryview, int, str]:
-        """Return a packed copy of the global model, its outer step and hash; from any thread."""
-        with self.global_model.lock:
-            return pack_state(self.global_model.tensors(), {}), self.global_model.outer_step, self.global_model.hash
+        """Return a copy of the global model, its outer step and hash; from any thread."""
+        model = self.global_model
+        with model.lock:
+            return pack_state(model.tensors(), {}), model.outer_step, model.hash
 
     def packed(self) -> memoryview:
         tensors = self.global_model.tensors()
@@ -223,7 +220,7 @@ class Replica:
         self.held = msgspec.convert(facts["work"]["held"], list[LocalWork])
         self.totals |= facts["work"]["totals"]
         self.pending = None
-        # A header of another release is refused by the rendezvous; its work is in the next delta.
+        # Else the rendezvous refuses the header; its work is in the next delta.
         if "pending" in facts and facts.get("protocol") == PROTOCOL:
             work, due, late = msgspec.convert(facts["offer"], tuple[LocalWork, LocalWork | None, bool])
             self.pending = PendingDelta(
@@ -243,17 +240,16 @@ class Replica:
 
 # -- as bytes: safetensors with JSON facts in the header ---------------------------------------------------------
 #
-# The safetensors package is not used because it copies the tensors while it holds Python's lock: another thread stood
-# still for 1.7 s while 0.5 GB were packed, and for 0.04 s with torch's copies; for 0.75 s and 0.03 s while 0.16 GB were
-# unpacked. The beats of a peer that serves its state, takes one over or saves a checkpoint must not stop.
+# The safetensors package copies while it holds Python's lock: other threads stood still for 1.7 s per 0.5 GB, with
+# torch's copies for 0.04 s. The beats of a peer must not stop.
 
 _NAMES = {torch.float32: "F32", torch.uint8: "U8"}
-"""Types that a state holds, by their names in the format."""
+"""By torch's type, the format's name."""
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def pack_state(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> memoryview:
-    """Return a safetensors file of `tensors` (float32 or uint8, on the CPU), with `facts` in its metadata."""
+    """Return a safetensors file of CPU `tensors` (float32 or uint8) with `facts`."""
     head: dict[str, Any] = {"__metadata__": {"facts": json.dumps(facts)}}
     end = 0
     for name, tensor in tensors.items():

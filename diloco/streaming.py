@@ -1,4 +1,4 @@
-"""The outer loop: Streaming DiLoCo (arXiv 2501.18512) around any optimizer. Read `StreamingDiLoCo._after_step` first.
+"""The outer loop: Streaming DiLoCo (arXiv 2501.18512) around any optimizer. Read `_after_step` first.
 
     with StreamingDiLoCo(model.named_parameters(), optimizer, config) as diloco:
         for batch in data:
@@ -11,20 +11,15 @@
             ^                  another peer's state: check, take over ───┘         │
             └──────────────── the rounds are not kept any more <───────────────────┘
 
-All peers apply the same deltas in the same order: `StreamingDiLoCo._take` hands a round's deltas to
-`GlobalModel.advance`, which averages them and takes the outer step. The rendezvous only relays.
-Each rank hears a result over a link of its own, and all must take the same turn:
-a rank that knows how a round ended waits until the others know the same.
-All ranks of a peer take over the same state, which the rendezvous names.
+All peers apply the same deltas in the same order (`_take`). The rendezvous only relays.
+Each rank hears a result over a link of its own, and waits for the others: all must take the same turn.
 
 Departures from the paper:
 1. Deltas are weighted by their tokens, and their compression error is fed back into the next.
 2. H is a plan: near the deadline a peer sends the steps it has.
-3. A round that does not end in time is not dropped: the result is applied when it arrives.
-   A peer that missed rounds applies them one by one while they are kept.
+3. The result of a late round is applied when it arrives, and missed rounds while they are kept.
 4. With mixing = "carry" the steps taken during the delay are added to the new global values.
-5. Work that a round's outcome lacks is kept (Replica). A delta that came too late is offered
-   at once for the next round.
+5. Work that an outcome lacks is kept (Replica), and a late delta is offered for the next round.
 """
 
 from __future__ import annotations
@@ -64,14 +59,13 @@ class StreamingDiLoCo:
         on_catch_up: Callable[[int], None] = lambda steps: None,
         on_state_replaced: Callable[[], None] = lambda: None,
     ) -> None:
-        """`optimizer`: its step ends an inner step; of several the one that steps last. A collective.
+        """A collective. Raises ConfigError.
 
+        `optimizer`: its step ends an inner step; of several the one that steps last.
         `agreed`: what else all peers must have in common, as text by its key in the TOML.
-        `should_stop` turning true ends the wait for a round: its delta stays on offer and in `state`.
+        `should_stop` turning true ends the wait for a round: its delta stays on offer.
         `on_catch_up` gets the inner steps, beyond this peer's own, of rounds that it caught up with.
-        `on_state_replaced` is called when another peer's state replaced all parameters.
-
-        Raises ConfigError.
+        `on_state_replaced`: another peer's state replaced all parameters.
         """
         self.config = config
         named, ranks = list(parameters), Ranks()
@@ -92,9 +86,9 @@ class StreamingDiLoCo:
         self.metrics: dict[str, float] = {}
         """Of the last outer step, by the names in docs/how-to/several-clusters.md."""
         self._coming = LocalWork()
-        """What the coming inner step is trained on."""
+        """Of the coming inner step."""
         self._stepped_at = time.monotonic()
-        """When the last inner step ended, or when the wait after it was over."""
+        """When the last inner step, and the wait after it, ended."""
         self._in_step_at = time.monotonic()
         """When this peer had caught up with the others."""
         self._should_stop = should_stop
@@ -102,10 +96,7 @@ class StreamingDiLoCo:
         self._hook: torch.utils.hooks.RemovableHandle | None = None
 
     def __enter__(self) -> StreamingDiLoCo:
-        """Join the other peers, and take over their global model if needed.
-
-        Raises RunMismatchError or DeadlineError.
-        """
+        """Join the other peers. Raises RunMismatchError or DeadlineError."""
         try:
             self._link.start(self.global_model.outer_step, self.global_model.hash)
             self._join()
@@ -141,9 +132,10 @@ class StreamingDiLoCo:
         self._coming = LocalWork()
         now = time.monotonic()
         step_s, self._stepped_at = now - self._stepped_at, now
-        left_s, beat_late_s = self._link.time_left_s(self.outer_step), min(2.0, self.config.round_deadline_s / 4)
+        left_s = self._link.time_left_s(self.outer_step)
+        beat_late_s = min(2.0, self.config.round_deadline_s / 4)
         hurry = left_s is not None and left_s < 1.5 * step_s + beat_late_s  # another may miss the round
-        patient = self.replica.ranks.all(not hurry)
+        patient = replica.ranks.all(not hurry)
         prepares = replica.inner >= self.config.interval - self.config.delay
         if replica.pending is None and (prepares or not patient):
             self._prepare()
@@ -170,10 +162,7 @@ class StreamingDiLoCo:
             self._stepped_at = time.monotonic()
 
     def _complete(self, should_stop: Callable[[], bool]) -> bool:
-        """Take the result of the round under way, and of those closed meanwhile.
-
-        Return whether one of them ended without this peer.
-        """
+        """Take the due result and those closed meanwhile. Return whether a round missed this peer."""
         replica = self.replica
         began, missed = time.monotonic(), replica.totals["missed"]
         late = replica.pending is not None and replica.pending.late
@@ -198,16 +187,14 @@ class StreamingDiLoCo:
     # -- when rounds and steps do not go together ----------------------------------------------------------------
 
     def _go_on_alone(self) -> None:
-        """Continue training without the result that is due. A collective.
-
-        Raises DeadlineError after diloco.offline_timeout_s.
-        """
+        """Train on without the due result. A collective. Raises DeadlineError."""
         silent_s, pending = time.monotonic() - self._in_step_at, self.replica.pending
         if self.replica.ranks.any(silent_s > self.config.offline_timeout_s):
+            limit_s, where = self.config.offline_timeout_s, self.config.rendezvous
             raise DeadlineError(
                 f"no outcome of outer step {self.outer_step} for {silent_s:.0f} s (diloco.offline_timeout_s = "
-                f"{self.config.offline_timeout_s:g}): the rendezvous at {self.config.rendezvous} last reported that it "
-                f"waits for {self._link.waiting_for}. Is it reachable, and are enough peers alive? Go on with --resume"
+                f"{limit_s:g}): the rendezvous at {where} last reported that it waits for {self._link.waiting_for}. "
+                "Is it reachable, and are enough peers alive? Go on with --resume"
             )
         if pending is not None and not pending.late:
             self.replica.mark_late(pending)
@@ -227,20 +214,21 @@ class StreamingDiLoCo:
     # -- results of rounds, alike on all ranks ---------------------------------------------------------------------
 
     def _wait(self, timeout_s: float, should_stop: Callable[[], bool] = lambda: False) -> RoundResult | Gone | None:
-        """Return the result of the current round; Gone when one of the ranks must rejoin.
+        """Return the result of the current round; Gone when a rank must rejoin. A collective.
 
-        None without a result after `timeout_s` or once `should_stop`. A collective.
+        None after `timeout_s` or once `should_stop`.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             result = self._link.wait(min(POLL_S, timeout_s))
             rating = {RoundResult: 2, Gone: 1}.get(type(result), 0)
-            lowest, in_time = self.replica.ranks.smallest([rating, time.monotonic() < deadline and not should_stop()])
+            goes_on = time.monotonic() < deadline and not should_stop()
+            lowest, in_time = self.replica.ranks.smallest([rating, goes_on])
             if (agreed := self._agreed(result, lowest)) is not None or not in_time:
                 return agreed
 
     def _agreed(self, result: RoundResult | Gone | None, lowest: int) -> RoundResult | Gone | None:
-        """Return what all ranks take, None to ask again. `lowest`: of the ranks' ratings."""
+        """Return what all ranks take, None to ask again. `lowest`: of their ratings."""
         if lowest == 1:
             return result if isinstance(result, Gone) else Gone(reason="another rank was left behind")
         if isinstance(result, RoundResult) and lowest == 2:
@@ -257,7 +245,7 @@ class StreamingDiLoCo:
         return None
 
     def _next(self, newest: int, timeout_s: float) -> RoundResult | Gone | None:
-        """Return the next closed round up to `newest`, if there is one. A collective."""
+        """Return the next closed round up to `newest`, if any. A collective."""
         model = self.replica.global_model
         if self.replica.ranks.smallest([newest])[0] < model.outer_step:
             return None
@@ -267,10 +255,7 @@ class StreamingDiLoCo:
     # -- the outer step ------------------------------------------------------------------------------------------
 
     def _take(self, result: RoundResult, exposed_s: float) -> None:
-        """Advance the global model, and give the parameters their values. A collective.
-
-        `exposed_s`: how long training waited for the result.
-        """
+        """Advance the global model, and install it. A collective. `exposed_s`: how long training waited."""
         model, replica = self.replica.global_model, self.replica
         fragment = model.fragment
         accepted = self._accepted(fragment, result)
@@ -331,17 +316,14 @@ class StreamingDiLoCo:
     # -- joining ---------------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        """Catch up with the others. A collective.
-
-        Raises DeadlineError after diloco.heal_timeout_s.
-        """
+        """Catch up with the others. A collective. Raises DeadlineError."""
         replica, model = self.replica, self.replica.global_model
         self._link.set_position(model.outer_step, model.hash, training=False)
         before, deadline = model.hash, time.monotonic() + self.config.heal_timeout_s
         must_rejoin: Gone | None = Gone(reason="not joined yet")
         while must_rejoin is not None:
             newest = self._choose_state(deadline)
-            if replica.pending is not None:  # its result is taken when it is due, as if this peer had never stopped
+            if replica.pending is not None:  # its result is taken when it is due
                 break
             must_rejoin = self._replay(newest)
         if model.hash != before:
@@ -353,10 +335,7 @@ class StreamingDiLoCo:
         logger.info("peer %s takes part in run %s from outer step %d on", peer, run, model.outer_step)
 
     def _replay(self, newest: int, exposed_s: float = 0.0) -> Gone | None:
-        """Apply the rounds up to `newest` and those that close meanwhile; Gone when they are not kept.
-
-        A collective.
-        """
+        """Apply the rounds up to `newest` and later ones; Gone when they are not kept. A collective."""
         model = self.replica.global_model
         began = model.outer_step
         while isinstance(result := self._next(newest, self.config.round_timeout_s), RoundResult):
@@ -369,10 +348,7 @@ class StreamingDiLoCo:
         return result
 
     def _choose_state(self, deadline: float) -> int:
-        """Take over the state that the rendezvous names, if one; return the last closed round.
-
-        A collective. Raises DeadlineError.
-        """
+        """Take over the state that the rendezvous names, if any; return the last closed round."""
         model = self.replica.global_model
         self._link.request_source(model.outer_step, model.hash)
         while True:
@@ -426,10 +402,7 @@ class StreamingDiLoCo:
 
     @property
     def run_step(self) -> int:
-        """The coming inner step of the run, from 1, over all outer steps.
-
-        Schedules follow it, so a peer that joins late does not warm up.
-        """
+        """The coming inner step, from 1: a peer that joins late does not warm up."""
         return self.outer_step * self.config.interval + self.replica.inner + 1
 
     @property
@@ -437,7 +410,7 @@ class StreamingDiLoCo:
         return self.global_model.sweep
 
     def global_values(self, *, swept: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Give the parameters the global model within the context; with `swept`, as of the last sweep."""
+        """Install the global model within the context; `swept`: as of the last sweep."""
         return self.global_model.installed(swept=swept)
 
     def state(self) -> memoryview:
@@ -445,17 +418,13 @@ class StreamingDiLoCo:
         return self.replica.packed()
 
     def load(self, raw: bytes | memoryview) -> None:
-        """Continue from `state`, before entering the context. The caller restores the parameters.
-
-        Raises CheckpointError.
-        """
+        """Continue from `state`, before entering the context. Raises CheckpointError."""
         self.replica.load(raw)
 
     def finish(self) -> dict[str, int | str]:
-        """End this peer's part: take the result of a round under way if it ends in time. A collective.
+        """End this peer's part, after the round under way if that ends in time. A collective.
 
-        Return the outer step and hash that the global model ended with, and
-        `diloco/final_left_behind`: the outer step of a delta whose round did not end in time.
+        Return the last outer step and hash, and the outer step of a delta left behind.
         """
         replica = self.replica
         if replica.pending is not None:
@@ -476,6 +445,6 @@ class StreamingDiLoCo:
 
 
 def agreed_settings(config: DilocoConfig) -> dict[str, str]:
-    """Return what all peers must agree on, as text by `diloco.` key."""
+    """Return what all peers must agree on, by `diloco.` key."""
     outer = {f"diloco.outer.{name}": str(value) for name, value in config.outer.model_dump(mode="json").items()}
     return {"diloco.fragments": str(config.fragments), **outer}

@@ -3,12 +3,10 @@
     rank --StepRequest--> orchestrator --BatchNotReady--> rank asks again ...       until StepReply or RunFinished
     all ranks: gather one word list each -> all have the batch, or all stop         no rank enters the step alone
 
-The messages are in composer_prime/wire/types.py. The orchestrator answers at least every few seconds, so only silence
-is a failure: after silence_timeout_s without any message the wait ends with a DeadlineError. A request without an
-answer is sent again, so a lost message costs seconds. The pauses between repeats grow: a large batch may be under way
-over a slow link, and each request would send it again. The publication thread has a client of its own, which sends
-StepDone until the orchestrator acknowledges it. The current step continues meanwhile. The next publication, a
-checkpoint and the very first request wait for it.
+The orchestrator answers at least every few seconds, so only silence is a failure: a DeadlineError after
+silence_timeout_s. A request without an answer is sent again, after pauses that grow, for a large batch may be under
+way over a slow link. The publication thread has a client of its own, which sends StepDone until it is acknowledged.
+The next publication, a checkpoint and the very first request wait for that.
 
 A micro-batch becomes what the forward pass, the head and the loss terms need, and nothing else:
 
@@ -17,9 +15,9 @@ A micro-batch becomes what the forward pass, the head and the loss terms need, a
     R head rows          tokens that a term reads ... | tokens of hinted turns ...     each token once
     teacher documents    of the hinted turns, in passes of their own
 
-A position counts the tokens of all documents (composer_prime/packing/pack.py); terms name the positions that they read.
-`computed_N` leads from a position to its place in the forward pass (-1: not read), `head_row_N` to its row of the head
-(-1: none). The hidden state of the token before predicts a token: source_R is computed_N[position - 1].
+A position counts the tokens of all documents (composer_prime/packing/pack.py); terms name those that they read.
+`computed_N` leads from it to its place in the forward pass, `head_row_N` to its row of the head (-1: none).
+The state of the token before predicts a token: source_R is computed_N[position - 1].
 """
 
 from __future__ import annotations
@@ -74,10 +72,9 @@ from composer_prime.wire.types import (
 from trainer.world import POLL_S, Background, World, gather_texts, gather_words
 
 REPEAT_S, LONGEST_REPEAT_S = 5.0, 80.0
-"""Silence after which a request is repeated; it doubles with each repetition."""
+"""Silence after which a request is repeated; doubles each time."""
 ATTACH_S = 3600.0
-"""Silence that an announcement allows: the orchestrator loads task sets before it notes anything and may be busy later.
-While steps are taken, the requests for a batch find out that it is gone."""
+"""Silence that an announcement allows: the orchestrator loads task sets before it notes anything."""
 LOG_EVERY_S = 30.0
 """How often the log repeats what a wait is for."""
 _DECODER = msgspec.msgpack.Decoder(ToTrainer)
@@ -91,7 +88,7 @@ _DENOMINATORS = {
     "units": "units of other loss terms",
     "unit_tokens": "tokens of these units",
 }
-"""The fields of StepTotals that the ranks check, and their names in messages. Counts by term are added up."""
+"""The fields of StepTotals that the ranks check, and their names in messages."""
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -109,9 +106,8 @@ def wait_together(
 ) -> None:
     """Return on all ranks together, before `what` begins, once `is_ready` on each of them. A collective.
 
-    `is_ready` takes a fraction of a second, so no rank waits for long in a collective, whatever one of them waits for.
-    It and `should_stop` may raise ComposerError or Stopped. Raises on every rank when any failed: its own error, or
-    RoleFailedError with the others'. Raises Stopped when any rank was stopped.
+    `is_ready` takes a fraction of a second. It and `should_stop` may raise ComposerError or Stopped; then every rank
+    raises: its own error, RoleFailedError with the others', or Stopped.
     """
     log_at = time.monotonic() + LOG_EVERY_S
     while True:
@@ -137,10 +133,7 @@ def _status(is_ready: Callable[[], bool], should_stop: Callable[[], bool]) -> tu
 
 
 def first_alone(world: World, what: str, awaited: str, work: Callable[[], Result]) -> Result | None:
-    """Let rank 0 do `work`, and return its result there; the others wait for as long as it takes. A collective.
-
-    Raises as `wait_together` does.
-    """
+    """Let rank 0 do `work`, and return its result there. A collective. Raises as `wait_together` does."""
     results: list[Result] = []
     background = Background(torch.get_num_threads())
     if world.first:
@@ -150,10 +143,7 @@ def first_alone(world: World, what: str, awaited: str, work: Callable[[], Result
 
 
 def next_batch(client: StepClient, step: int, versions: tuple[int, int]) -> StepReply | RunFinished:
-    """Return the batch of `step` on this rank, once all ranks have theirs and their counts match the totals.
-
-    Raises as `wait_together` does: a stop of one rank ends the wait of all.
-    """
+    """Return the batch of `step` once all ranks have theirs. Raises as `wait_together` does."""
     reply: StepReply | RunFinished | None = None
     asking = client.asking(step, versions)
 
@@ -221,9 +211,9 @@ def _counts(batches: list[MicroBatch]) -> list[int]:
 
 
 def find_endpoint(path: Path, timeout_s: float, should_stop: Callable[[], bool]) -> str:
-    """Return what rank 0 reads in endpoints.json, the step server's address, which is there once that listens.
+    """Return the step server's address, which rank 0 reads in endpoints.json. A collective.
 
-    A collective. Raises as `wait_together` does, DeadlineError after `timeout_s` without an address.
+    Raises as `wait_together` does, DeadlineError after `timeout_s`.
     """
     deadline, endpoint = time.monotonic() + timeout_s, ""
 
@@ -243,7 +233,7 @@ def find_endpoint(path: Path, timeout_s: float, should_stop: Callable[[], bool])
 
 
 class StepClient:
-    """One DEALER socket to the step server, for one thread. It polls `should_stop` often while it waits."""
+    """One DEALER socket to the step server, for one thread."""
 
     def __init__(
         self,
@@ -255,7 +245,7 @@ class StepClient:
         silence_timeout_s: float,
         name: str = "trainer",
     ) -> None:
-        """`rank`: a request of this rank, for any step. `silence_timeout_s`: of the orchestrator, at most."""
+        """`rank`: a request of this rank. `silence_timeout_s`: of the orchestrator."""
         self._endpoint = endpoint
         self._keys = keys
         self._rank = rank
@@ -276,7 +266,7 @@ class StepClient:
         self._context.term()
 
     def asking(self, step: int, versions: tuple[int, int]) -> Iterator[StepReply | RunFinished | None]:
-        """Yield this rank's verified micro-batches of `step`, or RunFinished; before, None each fraction of a second.
+        """Yield this rank's verified micro-batches of `step`, or RunFinished; before, None now and then.
 
         `versions`: oldest and newest policy version that they may hold tokens of. Raises DeadlineError (silence),
         RunMismatchError, ChecksumError, WireError, or Stopped.
@@ -299,10 +289,9 @@ class StepClient:
     def announce(
         self, step: int, version: int, sample_ids: list[str], last_step: int | None, should_stop: Callable[[], bool]
     ) -> None:
-        """Report that `version`, the newest after `step`, is in the weight store, and which step ends the run.
+        """Report that `version` is in the weight store, and which step ends the run, until it is acknowledged.
 
-        Uses a connection for another thread, and returns when it is acknowledged. Raises DeadlineError, or Stopped when
-        `should_stop` turns true.
+        For another thread. Raises DeadlineError, or Stopped when `should_stop` turns true.
         """
         if self._announcer is None:
             silence_s = self._silence_timeout_s
@@ -325,9 +314,9 @@ class StepClient:
         next(filter(None, self._announcer._ask(done, awaited, notes, should_stop, ATTACH_S)))
 
     def checkpoint(self, step: int) -> CheckpointSaved:
-        """Have the orchestrator write its part of checkpoint `step`. It must have noted every step that was taken.
+        """Have the orchestrator write its part of checkpoint `step`, also during a stop.
 
-        Raises as `asking` does, but never Stopped: a checkpoint that was begun is finished, also during a stop.
+        It must have noted every step that was taken. Raises as `asking` does, but never Stopped.
         """
         request = CheckpointRequest(run_id=self._rank.run_id, step=step)
         awaited = f"the orchestrator's part of checkpoint {step}"
@@ -344,10 +333,7 @@ class StepClient:
         should_stop: Callable[[], bool] = never,
         silence_s: float | None = None,
     ) -> Iterator[ToTrainer | None]:
-        """Send `request`, and yield the message that `accept` takes, and None each fraction of a second before.
-
-        Drops older or repeated answers. Raises as `_hear` does.
-        """
+        """Send `request`, and yield the message that `accept` takes; before, None now and then."""
         started = log_at = time.monotonic()
         self._send(request)
         for message in self._hear(request, awaited, should_stop, silence_s):
@@ -368,10 +354,7 @@ class StepClient:
     def _hear(
         self, request: FromTrainer, awaited: str, should_stop: Callable[[], bool], silence_s: float | None
     ) -> Iterator[ToTrainer | None]:
-        """Yield each message, and None each fraction of a second without one; repeat `request` meanwhile.
-
-        Raises DeadlineError after `silence_s` without any message; None takes the rank's silence_timeout_s.
-        """
+        """Yield each message, and None now and then; repeat `request`. Raises DeadlineError after `silence_s`."""
         limit = "the limit is" if silence_s is None else "the limit of an announcement is"
         silence_s = silence_s or self._silence_timeout_s
         heard = time.monotonic()
@@ -396,7 +379,7 @@ class StepClient:
         self._socket.send_multipart(check_request(msgspec.msgpack.encode(message), type(message).__name__))
 
     def _receive(self) -> ToTrainer | None:
-        """Return the next message; None after a fraction of a second without one."""
+        """Return the next message; None after POLL_S."""
         if not self._socket.poll(POLL_S * 1000):
             return None
         raw, *data = self._socket.recv_multipart()
@@ -412,7 +395,7 @@ class StepClient:
         return message
 
     def _with_part(self, part: StepPart, data: bytes) -> ToTrainer:
-        """Return the reply that `part` ends; `part` itself while more has to come."""
+        """Return the reply that `part` ends; `part` while more has to come."""
         if part.at == 0:
             self._parts = bytearray()
         if part.at == len(self._parts):  # Else a part was lost, and the reply is asked for again.
@@ -441,9 +424,9 @@ class Reading:
     position_ids: Tensor
     """int64 [1, N]: position within the document."""
     trees: tuple[Tree, ...]
-    """Which tokens attend to which: one tree a document, or several documents as branches of one."""
+    """Which tokens attend to which: one tree a document, or several as branches of one."""
     source_R: Tensor
-    """int64 [R]: index of the hidden state that predicts each of these tokens, that of the token before it."""
+    """int64 [R]: the hidden state that predicts each of these tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -457,7 +440,7 @@ class TermRow:
 
 
 Sides = list[tuple[np.ndarray, int]]
-"""Documents whose ends the frozen base scores: their int32 ids, and where the scored tokens begin."""
+"""Documents whose ends the frozen base scores: int32 ids, and where those begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -473,9 +456,9 @@ class PackedRow(Reading):
     terms: Mapping[str, TermRow]
     """By the term's name."""
     taught: tuple[Reading, ...]
-    """The passes that read the teacher documents; their D predicted tokens are the head's last D rows."""
+    """Passes over the teacher documents; they predict the head's last D rows."""
     scored: Sides
-    """What the frozen base scores (preference pairs); none where no term asks for it."""
+    """What the frozen base scores (preference pairs)."""
     names: tuple[str, ...]
     """The sample or unit of each document."""
     packed_tokens: int
@@ -488,7 +471,7 @@ def unpack(
 ) -> PackedRow:
     """Make the tensors of a checked micro-batch for `terms`. Documents of other terms are not read.
 
-    `share` merges common beginnings. Teacher documents are read in passes of at most `max_tokens` computed tokens.
+    `share` merges common beginnings. `max_tokens`: of a pass over teacher documents.
     """
     put = partial(_tensor, device=device)
     asked = {term.name: term.rows(row) for term in terms}
@@ -542,7 +525,6 @@ def _scored(row: Row, term: str) -> Sides:
 
 
 def _taught(row: Row, device: torch.device, share: bool, max_tokens: int | None) -> tuple[Reading, ...]:
-    """Return the passes that read the teacher documents."""
     readings = []
     for teachers in _teacher_passes(row, share=share, max_tokens=max_tokens):
         ids = [row.tokens(teacher) for teacher in teachers]
@@ -555,7 +537,7 @@ def _taught(row: Row, device: torch.device, share: bool, max_tokens: int | None)
 def reading_of(
     documents: list[np.ndarray], predicted: list[np.ndarray], device: torch.device, *, share: bool
 ) -> Reading:
-    """Make the forward pass over `documents` (ids, [T_i] each) for their tokens `predicted` (indices >= 1 within each).
+    """Make the forward pass over `documents` (ids, [T_i] each) for their tokens `predicted` (indices >= 1).
 
     Without documents it reads one token, so that ranks stay in step.
     """
@@ -579,7 +561,7 @@ def _tensor(values: np.ndarray, dtype: torch.dtype, *, device: torch.device) -> 
 
 
 def _teacher_passes(row: Row, *, share: bool, max_tokens: int | None) -> list[range]:
-    """Cut the teacher documents, in order, into passes of at most `max_tokens` computed tokens each."""
+    """Cut the teacher documents into passes of at most `max_tokens` computed tokens."""
     passes: list[range] = []
     first, prefixes = row.first_teacher, Prefixes([row.tokens(teacher) for teacher in row.teachers()])
     for teacher in row.teachers():
@@ -596,8 +578,7 @@ def _teacher_passes(row: Row, *, share: bool, max_tokens: int | None) -> list[ra
 def checked_row(batch: MicroBatch, vocabulary: int) -> Row:
     """Cut `batch` into its documents, after a check of what the packer does not know.
 
-    Raises RunMismatchError (lengths or temperatures that do not fit, token ids outside the vocabulary, a first token
-    that is trained) or NonFiniteError (NaN or infinity among logprobs or advantages). Both name what is at fault.
+    Raises RunMismatchError (lengths, temperatures, token ids, a trained first token) or NonFiniteError.
     """
     where = f"micro-batch {batch.index} of step {batch.step} (samples {', '.join(batch.sample_ids) or 'none'})"
     count = len(ints(batch.input_ids))
@@ -624,7 +605,6 @@ def checked_row(batch: MicroBatch, vocabulary: int) -> Row:
 
 
 def _check_finite(row: Row, where: str) -> None:
-    """Check the figures of the tokens that are trained or distilled."""
     used = flags(row.batch.loss_mask).astype(bool)
     for turn in row.batch.turns:
         used[turn.student : turn.student + turn.count] = True

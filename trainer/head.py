@@ -3,16 +3,13 @@
     forward    chunk of rows: logits (one product) -> log-sum-exp, log-probability, entropy, divergence -> dropped
     backward   chunk of rows: logits again, turned into their own gradient in place -> dH of the chunk, dW += (float32)
 
-A chunk is as many rows as the matrix product wants. Within a chunk the element-wise work goes over blocks
-of few rows that stay in the processor's cache. The last D rows have a teacher: its logits are made beside theirs, and
-autograd finds the gradient of the divergence within a block.
+A chunk is as many rows as the matrix product wants; element-wise work goes over blocks of rows that stay in the
+cache. The last D rows have a teacher, whose logits are made beside theirs; autograd finds the divergence's gradient.
 
-Where the logits of all rows fit one chunk, they are kept for the backward pass instead of being made twice. Kept logits
-stay as the head gave them, and the backward pass works on a copy. All others lie in memory that the next chunk reuses.
+Logits that fit one chunk are kept for the backward pass, which works on a copy. Others share one memory.
 
-Liger-Kernel makes the gradients in the forward pass; this head cannot. The incoming gradient of a token (of ratios,
-sequence means, pair margins) is known only after the log-probabilities of all tokens, and dW mixes the tokens. The
-price is one product of four; the gain is not to write and read [R, V] (figures: benchmarks/loss_head.py).
+Gradients cannot be made in the forward pass, as Liger-Kernel does: that of a token is known only after the
+log-probabilities of all, and dW mixes the tokens (figures: benchmarks/loss_head.py).
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ _LOG_ZERO = -1e4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The output layer: logits(h) = cap * tanh(scale * (h W^T + b) / cap); without a cap, scale * (h W^T + b)."""
+    """logits(h) = cap * tanh(scale * (h W^T + b) / cap); without a cap, scale * (h W^T + b)."""
 
     weight_VH: Tensor
     bias_V: Tensor | None = None
@@ -51,7 +48,7 @@ class Head:
         return self.weight_VH.shape[0]
 
     def copied(self) -> Head:
-        """Return a copy without gradient, for weights that are about to be overwritten."""
+        """Return a copy without gradient: the weights will be overwritten."""
         bias = None if self.bias_V is None else self.bias_V.detach().clone()
         return dataclasses.replace(self, weight_VH=self.weight_VH.detach().clone(), bias_V=bias)
 
@@ -65,21 +62,21 @@ class HeadTeacher:
     """The teacher of the head's last D rows."""
 
     hidden_DH: Tensor
-    """[D, H], detached: the states that predict the hinted turns' tokens behind the hint."""
+    """[D, H], detached: the states behind the hint."""
     head: Head
     divergence: Divergence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStatistics:
-    """Statistics of the head's R rows, in nats; float32 (float64 for float64 hidden states)."""
+    """Of the head's R rows, in nats; float32 (float64 for float64 hidden states)."""
 
     logprobs_R: Tensor
     """[R], with gradient."""
     entropy_R: Tensor
     """[R], with gradient."""
     divergence_D: Tensor | None = None
-    """[D], with gradient: the last D rows against their teacher; None without one."""
+    """[D], with gradient; None without a teacher."""
     teacher_entropy_D: Tensor | None = None
     """[D], detached."""
     teacher_logprobs_D: Tensor | None = None
@@ -97,8 +94,8 @@ def token_statistics(
 ) -> TokenStatistics:
     """Return statistics of `targets_R` int64 [R] under softmax(head(hidden_RH) / temperature_R).
 
-    hidden_RH is [R, H]. temperature_R is float [R], or None for 1; the teacher's logits are divided by it too. With
-    R = 0 the results are empty and attached to the graph. `chunk_rows` None takes what the device's budget allows.
+    hidden_RH is [R, H], temperature_R float [R] or None for 1; the teacher's logits are divided by it too.
+    With R = 0 the results are attached to the graph. `chunk_rows` None takes the device's budget.
     """
     budget = CHUNK_LOGITS.get(hidden_RH.device.type, CHUNK_LOGITS["cpu"])
     count = len(targets_R) + (len(teacher.hidden_DH) if teacher else 0)
@@ -124,7 +121,7 @@ def token_statistics(
 
 @torch.no_grad()
 def likeliest(head: Head, hidden_RH: Tensor) -> Tensor:
-    """Return the likeliest token of each row, int64 [R]. Scaling and soft cap keep the order of the logits."""
+    """Return the likeliest token of each row, int64 [R]."""
     rows = max(1, CHUNK_LOGITS.get(hidden_RH.device.type, CHUNK_LOGITS["cpu"]) // head.vocabulary)
     weight_VH = head.weight_VH.to(hidden_RH.dtype)
     bias_V = None if head.bias_V is None else head.bias_V.to(hidden_RH.dtype)
@@ -133,10 +130,9 @@ def likeliest(head: Head, hidden_RH: Tensor) -> Tensor:
 
 
 def head_of(lm: PreTrainedModel) -> Head:
-    """Return the output layer of `lm`, with the scaling or soft cap that some families apply behind it.
+    """Return the output layer of `lm`, with its family's scaling or soft cap. Raises ConfigError.
 
-    An adapted layer counts as W + (alpha / rank) B A, without the adapters' dropout, and as W while they are off.
-    Raises ConfigError for an output layer that is not linear.
+    An adapted layer counts as W + (alpha / rank) B A, and as W while adapters are off.
     """
     module: Any = lm.get_output_embeddings()
     layer = getattr(module, "base_layer", module)  # peft's layers; an isinstance would import peft, which takes seconds
@@ -170,7 +166,7 @@ class _Job:
     teacher: HeadTeacher | None
     chunk_rows: int
     keeps_logits: bool
-    """Whether the backward pass finds the logits of the forward pass in `kept_logits`."""
+    """Whether the backward pass finds the logits in `kept_logits`."""
     kept_logits: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     """(student, teacher) of each chunk."""
 
@@ -180,7 +176,7 @@ class _Job:
         return len(self.targets_R) - (len(self.teacher.hidden_DH) if self.teacher else 0)
 
     def chunks(self) -> list[slice]:
-        """Return the rows of each chunk; none mixes rows with and without a teacher."""
+        """Return the rows of each chunk, all with or all without a teacher."""
         spans = ((0, self.plain_rows), (self.plain_rows, len(self.targets_R)))
         return [
             slice(start, min(start + self.chunk_rows, end))
@@ -189,7 +185,7 @@ class _Job:
         ]
 
     def blocks(self, chunk: slice) -> list[tuple[slice, slice]]:
-        """Cut a chunk into blocks: rows counted from the chunk's first, and from the first of all."""
+        """Return the rows of each block, counted from the chunk's first and from all."""
         logits = BLOCK_LOGITS.get(self.targets_R.device.type, BLOCK_LOGITS["cpu"])
         step, count = max(1, logits // self.head.vocabulary), chunk.stop - chunk.start
         blocks = (slice(at, min(at + step, count)) for at in range(0, count, step))
@@ -200,7 +196,7 @@ class _Job:
         return None if self.temperature_R is None else self.temperature_R[rows]
 
     def cooled(self, logits_BV: Tensor, rows: slice, *, copy: bool = False) -> Tensor:
-        """Divide by the rows' temperatures; in place unless the logits are kept or `copy` asks for new memory."""
+        """Divide by the rows' temperatures; in place unless the logits are kept or `copy`."""
         if self.temperature_R is None:
             return logits_BV.clone() if copy else logits_BV
         out = None if copy or self.keeps_logits else logits_BV
@@ -330,7 +326,7 @@ class _Logits:
         return out
 
     def _room(self, name: str, rows: int, vocabulary: int) -> Tensor:
-        """Return [rows, V] to write into: fresh where the logits are kept, else the previous chunk's memory."""
+        """Return [rows, V] to write into: the previous chunk's memory, unless logits are kept."""
         memory = self._memory.get(name)
         if self._job.keeps_logits or memory is None or len(memory) < rows:
             memory = self._memory[name] = self.hidden_RH.new_empty(rows, vocabulary, dtype=self._dtype)
@@ -338,12 +334,12 @@ class _Logits:
 
 
 def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a factor for a product: a GPU multiplies half precision with float32 sums, a CPU has no such kernel."""
+    """Cast a factor: a CPU does not multiply half precision with float32 sums."""
     return tensor if tensor.is_cuda else tensor.to(dtype)
 
 
 def _multiply(one: Tensor, other: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """Set out = one @ other, or add it to out; summed and stored in out's type."""
+    """Set out = one @ other, or add it to out; in out's type."""
     if one.dtype == other.dtype == out.dtype:
         if add:
             out.addmm_(one, other)
@@ -357,8 +353,7 @@ def _multiply(one: Tensor, other: Tensor, out: Tensor, *, add: bool = False) -> 
         torch.mm(one.to(half), other, out_dtype=out.dtype, out=out)
 
 
-# The element-wise work on a block of logits: its row statistics, and its gradient in place. With x a row's logits as
-# the head gives them (scaled and capped) and T its temperature:
+# The element-wise work on a block of logits. With x a row's logits as the head gives them and T its temperature:
 #
 #     statistics    x -> log p_y, H, Z      log p = x / T - Z,  Z = log sum exp(x / T),  H = -sum p log p
 #     gradient      x -> d loss / d (h W^T + b), in place, from the gradients of log p_y and H
@@ -371,8 +366,7 @@ def row_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log p_y, H and Z of B >= 1 rows of float32 or float64 logits, each [B] in their type.
 
-    `targets_B` is int64 [B], `temperature_B` float [B] or None for 1. `overwrite` allows to reuse the block; else one
-    more is made.
+    `targets_B` is int64 [B], `temperature_B` float [B] or None for 1. `overwrite` allows to reuse the block.
     """
     if temperature_B is not None:
         logits_BV = torch.div(logits_BV, temperature_B[:, None], out=logits_BV if overwrite else None)
@@ -397,8 +391,8 @@ def turn_into_gradient(
 ) -> None:
     """Replace x by its gradient. In x / T: d log p_y = [j = y] - p_j, dH = -p_j (log p_j + H).
 
-    `rows` of all: those of the block. `statistics`: (Z, H) of all rows. `gradients`: of log p_y and H, of all rows.
-    `divergence_grad_BV`: the divergence's, in x / T; None for rows without a teacher.
+    `rows`: the block's, of all. `statistics`: (Z, H), `gradients`: of log p_y and H, of all rows.
+    `divergence_grad_BV`: in x / T; None without a teacher.
     """
     log_sum_B, entropy_B = (each[rows] for each in statistics)
     logprob_grad_B1, entropy_grad_R = gradients[0][rows, None], gradients[1]
@@ -431,5 +425,4 @@ def _slope(logits_BV: Tensor, head: Head, temperature_B: Tensor | None) -> Tenso
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of sums and statistics: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -5,9 +5,8 @@ fused experts [experts, rows, columns] is a matrix an expert. The ranks share th
 
     all ranks: momentum on their shards --gather--> rank r orthogonalizes matrix r --scatter--> updates of the shards
 
-torch.optim.Muon accepts DTensors. But it multiplies the shards of one matrix across ranks inside each of its five
-iterations, in bfloat16, so two ranks end elsewhere than one (measured: 10 % of an update). Here one rank orthogonalizes
-each matrix whole, and any number of ranks takes the same step.
+torch.optim.Muon multiplies shards of one matrix across ranks, in bfloat16, so two ranks end elsewhere than one
+(measured: 10 % of an update). Here any number of ranks takes the same step.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ _MUON_MOMENTUM = 0.95
 
 
 def rate(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
-    """Return the learning rate of step `step` (from 1), relative to the peak.
-
-    Linear warm-up that reaches 1 at step warmup_steps, then constant, or a cosine down to final_ratio at max_steps.
-    """
+    """Return the learning rate of step `step` (from 1), relative to the peak, which warm-up reaches at warmup_steps."""
     if step <= schedule.warmup_steps:
         return step / schedule.warmup_steps
     if schedule.type == "constant":
@@ -46,7 +42,7 @@ def rate(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
 
 
 class Optimizer:
-    """One or two torch optimizers that step together. It keeps the peak rates, so each step can set its own."""
+    """One or two torch optimizers that step together."""
 
     def __init__(self, parts: list[torch.optim.Optimizer], max_grad_norm: float | None) -> None:
         self.parts = parts
@@ -68,12 +64,12 @@ class Optimizer:
         return [group for part in self.parts for group in part.param_groups]
 
     def settings(self) -> list[dict[str, Any]]:
-        """Return the hyper-parameters of each group but its rate, which each step sets."""
+        """Return each group's hyper-parameters but its rate."""
         left_out = ("params", "param_names", "lr")
         return [{name: value for name, value in group.items() if name not in left_out} for group in self.groups()]
 
     def grad_norm(self) -> Tensor:
-        """Return the global L2 norm of the gradients over all ranks; a scalar on the device."""
+        """Return the global L2 norm of the gradients; a scalar on the device."""
         norm = get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -88,7 +84,7 @@ class Optimizer:
         return self.parts[0].param_groups[0]["lr"]
 
     def skip(self) -> None:
-        """Run the hooks of a step without changing anything: other clusters count the steps of this one."""
+        """Run the hooks of a step, and change nothing: other clusters count the steps."""
         self.skipped += 1
         self.zero_grad()
         for part in self.parts:
@@ -100,10 +96,9 @@ class Optimizer:
 
 
 def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
-    """Return AdamW for all trainable parameters, Muon for the matrices of the blocks and AdamW for the rest, or the
-    user's optimizer for all.
+    """Return the optimizer of all trainable parameters. Raises ConfigError.
 
-    Raises ConfigError when nothing is trainable, or an optimizer of the user's cannot be built.
+    It is AdamW, with Muon for the matrices of the blocks, or the user's own.
     """
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if not trainable:
@@ -130,7 +125,7 @@ def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
 
 
 def _matrices(lm: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the matrices of the blocks, and stacks of one matrix an expert; kernels of convolutions are none."""
+    """Return the blocks' matrices and stacks of them; kernels of convolutions are none."""
     return [
         parameter
         for block in blocks(lm)
@@ -142,7 +137,7 @@ def _matrices(lm: PreTrainedModel) -> list[nn.Parameter]:
 
 
 class ShardedMuon(torch.optim.Optimizer):
-    """torch.optim.Muon (nesterov, learning rate scaled by sqrt(max(1, rows / columns))) for DTensors and tensors."""
+    """torch.optim.Muon (nesterov, rate times sqrt(max(1, rows / columns))) for DTensors and tensors."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -156,14 +151,14 @@ class ShardedMuon(torch.optim.Optimizer):
                 self._step_together(parameters[start : start + ranks], group)
 
     def _step_together(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update as many matrices as there are ranks, at most: each rank orthogonalizes one of them."""
+        """Update at most as many matrices as there are ranks: each orthogonalizes one."""
         updates = [self._lookahead(parameter, group["momentum"]) for parameter in parameters]
         for parameter, direction in zip(parameters, _orthogonal(updates), strict=True):
             parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
             parameter.add_(direction, alpha=-group["lr"])
 
     def _lookahead(self, parameter: nn.Parameter, momentum: float) -> Tensor:
-        """Return Nesterov's mixture of the gradient and its running mean, sharded like the parameter."""
+        """Return Nesterov's mixture of the gradient and its running mean, sharded alike."""
         state, grad = self.state[parameter], parameter.grad
         assert grad is not None
         if "momentum_buffer" not in state:
@@ -173,7 +168,7 @@ class ShardedMuon(torch.optim.Optimizer):
 
 
 def _orthogonal(updates: list[Any]) -> list[Tensor]:
-    """Return the scaled orthogonal factor of each update, with its sharding; rank i computes that of update i."""
+    """Return the scaled orthogonal factor of each update; rank i computes that of update i."""
     first = updates[0]
     if not isinstance(first, DTensor):
         return [_whole(update) for update in updates]
@@ -191,10 +186,7 @@ def _orthogonal(updates: list[Any]) -> list[Tensor]:
 
 
 def _whole(matrix: Tensor) -> Tensor:
-    """Return what torch's Muon subtracts for a gradient `matrix` at rate 1 without momentum: one step from zero.
-
-    A tensor with three dimensions is a stack of matrices, each taken for itself.
-    """
+    """Return what torch's Muon subtracts for `matrix`, or each of a stack, at rate 1 without momentum."""
     if matrix.ndim == 3:
         return torch.stack([_whole(each) for each in matrix])
     scratch = nn.Parameter(torch.zeros_like(matrix))

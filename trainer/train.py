@@ -5,7 +5,7 @@
     when one is due: a checkpoint with the orchestrator, once StepDone N is noted; it is written beside the next step
     SIGTERM, SIGINT: the current step ends, a checkpoint of it is written (trainer.checkpoint.stop_timeout_s), exit
 
-Ranks wait for the orchestrator's batch and, in collectives, for one another. They never wait for inference nodes.
+Ranks wait for the orchestrator's batch and for one another, never for inference nodes.
 In a joint run the optimizer's step ends in the outer loop (diloco/streaming.py), which may wait for other clusters.
 
 One optimizer step (`train_step`): forward and backward over the micro-batches, one read of the numbers, one update.
@@ -14,8 +14,8 @@ One optimizer step (`train_step`): forward and backward over the micro-batches, 
     last micro-batch:      FSDP sums the gradients over ranks
     then, once:            sums and gradient norm to the host; all finite -> clip, update; else -> NonFiniteStepError
 
-The host reads no number between micro-batches, so an accelerator never waits for it. The update comes after the read,
-so a step that fails leaves the parameters untouched.
+The host reads no number between micro-batches, so an accelerator never waits for it. A step that fails leaves the
+parameters untouched.
 """
 
 from __future__ import annotations
@@ -73,21 +73,16 @@ from trainer.world import LEAVE_S, StopSignal, gather_texts, gather_words
 
 logger = logging.getLogger("trainer")
 MAX_SKIPPED_STEPS = 3
-"""Steps in a row that may be skipped because loss or gradient is NaN or infinite; one more ends the run."""
+"""Steps in a row that may be skipped because they are not finite; one more ends the run."""
 ORCHESTRATOR_TIMEOUT_S = 120.0
-"""For messages from the orchestrator, which answers every few seconds even if no batch is ready."""
+"""The orchestrator answers every few seconds, even without a batch."""
 NAMED = 8
-"""The most samples that a message lists; the ledger has all of them."""
+"""The most samples that a message lists."""
 
 
 class Trainer:
-    """One rank of a run."""
-
     def __init__(self, run_dir: RunDir, config: Config, stop: StopSignal) -> None:
-        """Join the other ranks, load the model and build the parts. A collective.
-
-        Raises ConfigError, ModelNotFoundError or another ComposerError when a part cannot be built.
-        """
+        """Join the other ranks, load the model and build the parts. A collective. Raises ComposerErrors."""
         channels, trainer = config.channels, config.trainer
         self.config = config
         self.run_dir = run_dir
@@ -123,14 +118,14 @@ class Trainer:
             _told_first(),
         ):
             self._publish(client, start, [])
-            # Until then the orchestrator may refuse the request, or serve a batch that was packed for an older trainer.
+            # Before that the orchestrator may serve a batch that was packed for an older trainer.
             awaited = f"the orchestrator to note that this trainer starts after step {start}"
             wait_together(f"step {start + 1}", awaited, self.publisher.background.is_idle, self._should_stop)
             last = self._train(client, start)
             self._finish(client, start, last)
 
     def _build_outer(self) -> StreamingDiLoCo | None:
-        """Return the loop across clusters; None when this cluster trains alone."""
+        """Return the loop across clusters, if any."""
         if self.config.diloco is None:
             return None
         lora = self.config.trainer.lora
@@ -146,10 +141,7 @@ class Trainer:
         )
 
     def _restore(self) -> int:
-        """Return the step to continue from: 0, or that of the newest complete checkpoint after loading it.
-
-        Cut the weight store and the ledger back to that step, because a resumed run repeats the later ones.
-        """
+        """Return the step to continue from. Cut weight store and ledger back to it: later steps are repeated."""
         start = 0
         if self.config.run.resume:
             start = self._newest_checkpoint()
@@ -161,7 +153,7 @@ class Trainer:
         return start
 
     def _newest_checkpoint(self) -> int:
-        """Return the newest complete checkpoint that rank 0 sees: a shared disk may show others an older state."""
+        """Return what rank 0 sees: a shared disk may show others an older state."""
         steps = self.run_dir.complete_checkpoints()
         (newest,), *_ = gather_words([steps[-1] if steps else 0])
         return newest or self.run_dir.newest_checkpoint()
@@ -181,7 +173,7 @@ class Trainer:
         return StepClient(endpoint, keys, rank, self._should_stop, silence_timeout_s=ORCHESTRATOR_TIMEOUT_S)
 
     def _should_stop(self) -> bool:
-        """Raise an error of the background publication: the awaited batch may need the version that failed."""
+        """Raise an error of the publication: the awaited batch may need that version."""
         self.publisher.background.check()
         return self.stop.is_requested()
 
@@ -219,7 +211,7 @@ class Trainer:
         )
 
     def _last_step(self, step: int) -> int:
-        """Return the step that ends the run, as known after `step`: a joint run ends by its outer steps."""
+        """Return the step that ends the run, as known after `step`: a joint run ends by outer steps."""
         taken = self.outer.run_step - 1 if self.outer else step
         return step + max(0, self.config.run.max_steps - taken)
 
@@ -274,7 +266,7 @@ class Trainer:
         })  # fmt: skip
 
     def _rows(self, reply: StepReply) -> tuple[list[PackedRow], StepTotals]:
-        """Return the rows of this rank, and the step's totals with what the user's own terms count."""
+        """Return this rank's rows, and the totals with what the user's own terms count."""
         share, max_tokens = self.policy.shares_prefixes, self.config.trainer.micro_batch_tokens
         terms = self.terms
         rows = [checked_row(batch, self.policy.vocabulary) for batch in reply.micro_batches]
@@ -288,14 +280,14 @@ class Trainer:
         return [unpack(row, terms, device, share=share, max_tokens=max_tokens) for row in rows], totals
 
     def _score(self, reply: StepReply) -> dict[str, float]:
-        """Return the metrics of the step's held-out demonstrations; empty if it has none."""
+        """Return the metrics of held-out demonstrations, if any."""
         held_out = [checked_row(batch, self.policy.vocabulary) for batch in reply.held_out]
         imitated, share = [SftTerm(SftConfig())], self.policy.shares_prefixes
         rows = [unpack(row, imitated, self.world.device, share=share) for row in held_out]
         return score_held_out(self.policy, rows) if rows else {}
 
     def _skip(self, error: NonFiniteStepError, reply: StepReply, step: int) -> dict[str, float]:
-        """Keep the weights, log the samples to blame, and return the step's metrics."""
+        """Keep the weights, log the samples to blame, return the metrics."""
         if self.outer:
             self.outer.take_back()
         self.optimizer.skip()
@@ -313,7 +305,7 @@ class Trainer:
         return {"loss/total": math.nan, "tokens/trained": 0.0}
 
     def _publish(self, client: StepClient, step: int, sample_ids: list[str]) -> int:
-        """Publish the version of `step` and tell the orchestrator, both in the background. Return its bytes."""
+        """Publish the version of `step` and tell the orchestrator, in the background. Return its bytes."""
 
         last_step = self._last_step(step) if self.outer else None
 
@@ -323,7 +315,7 @@ class Trainer:
         return self.publisher.publish(self.policy, step, announce)
 
     def _checkpoint(self, client: StepClient, step: int) -> bool:
-        """Write a checkpoint. Return False after a failure, which is logged: the previous checkpoint remains."""
+        """Write a checkpoint. Return False after a failure, which is logged."""
         self.publisher.settle()
         try:
             self.checkpoints.save(step, client)
@@ -333,12 +325,12 @@ class Trainer:
         return True
 
     def _is_unsaved(self, step: int) -> bool:
-        """Wait for a checkpoint under way. Return whether `step` was taken and rank 0 sees none of it. A collective."""
+        """Return whether `step` was taken and rank 0 sees no checkpoint of it. A collective."""
         self.checkpoints.settle()
         return bool(gather_words([step > 0 and step not in self.run_dir.complete_checkpoints()])[0][0])
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the step on rank 0. Over the ranks, sum the tokens and take the largest memory peak."""
+        """Log the step on rank 0: tokens summed over ranks, the largest memory peak."""
         of_rank = [int(metrics["tokens/total"]), int(metrics["tokens/computed"]), peak_bytes(self.world.device)]
         total, computed, peaks = zip(*gather_words(of_rank), strict=True)
         metrics |= {"tokens/total": sum(total), "tokens/computed": sum(computed), "memory/peak_bytes": max(peaks)}
@@ -351,7 +343,7 @@ class Trainer:
             )  # fmt: skip
 
     def _finish(self, client: StepClient, start: int, last: int) -> None:
-        """Write final/ and the last checkpoint. Raises CheckpointError when either cannot be written."""
+        """Write final/ and the last checkpoint. Raises CheckpointError."""
         self.publisher.settle()
         if self.outer:
             final_metrics = self.outer.finish()
@@ -384,9 +376,8 @@ def train_step(
 ) -> dict[str, float]:
     """Take one step, and return metrics of the whole step, all ranks.
 
-    `terms` are those of the loss that are on, the policy loss first; `step` sets their weights. Every rank must bring
-    the same number of rows; `auxiliary` has one entry a row. Raises NonFiniteStepError, on all ranks alike, before
-    anything is changed.
+    `terms` are those that are on, the policy loss first; `step` sets their weights. Every rank brings as many rows;
+    `auxiliary` has one entry a row. Raises NonFiniteStepError on all ranks, before anything is changed.
     """
     assert isinstance(policy, FSDPModule)
     started = time.monotonic()
@@ -394,7 +385,7 @@ def train_step(
     not_finite: list[Tensor] = []
     sums: dict[str, Tensor] = {}
     for index, (row, of_row) in enumerate(zip(rows, auxiliary or [None] * len(rows), strict=True)):
-        # A GPU sums its gradients over the ranks beside the next row's work; CPU ranks once, after the last row.
+        # A GPU sums its gradients over the ranks beside the next row's work, CPU ranks once.
         policy.set_requires_gradient_sync(row.input_ids.is_cuda or index == len(rows) - 1)
         parts, bad = loss_of(policy, row, totals, terms, step=step, auxiliary=of_row)
         parts.total.backward()
@@ -427,7 +418,7 @@ def train_step(
 
 
 def score_held_out(policy: Policy, rows: Sequence[PackedRow]) -> dict[str, float]:
-    """Return loss (nats a token) and token accuracy of held-out demonstrations, over all ranks. A collective."""
+    """Return loss (nats a token) and token accuracy, over all ranks. A collective."""
     sums = torch.zeros(3, dtype=torch.float64, device=next(policy.parameters()).device)
     was_training = policy.training
     policy.eval()
@@ -450,7 +441,7 @@ def loss_of(
     step: int = 1,
     auxiliary: AuxiliaryLogprobs | None = None,
 ) -> tuple[LossParts, Tensor]:
-    """Return one row's share of the step's loss, and how many statistics of each of its documents are not finite."""
+    """Return one row's share of the loss, and each document's count of statistics that are not finite."""
     auxiliary = auxiliary or AuxiliaryLogprobs()
     statistics = policy(row, auxiliary.teacher)
     inputs = {
@@ -465,7 +456,7 @@ def loss_of(
 
 
 def _tokens(term: Term, row: PackedRow, statistics: TokenStatistics, reference: Tensor | None) -> TermTokens:
-    """Return the statistics of the term's own tokens; without any in this row they are empty, but have a gradient."""
+    """Return the term's own tokens; none are empty, but have a gradient."""
     own, taught = row.terms[term.name], None
     chosen = slice(None) if own.head_rows is None else own.head_rows
     if term.is_taught and statistics.divergence_D is not None:
@@ -488,10 +479,9 @@ def _tokens(term: Term, row: PackedRow, statistics: TokenStatistics, reference: 
 def _blame(
     rows: Sequence[PackedRow], losses: list[Tensor], not_finite: list[Tensor], grad_norm: float
 ) -> NonFiniteStepError:
-    """Name the micro-batches that are not finite. A collective; every rank gets the same error.
+    """Return the same error on every rank. A collective.
 
-    Blames the samples and pairs whose logits are not finite, all samples of a micro-batch whose logits all are (all
-    pairs where it has no sample), and all samples of the step where every loss is (all rows where it has no sample).
+    Blames samples and pairs whose logits are not finite, else all of their micro-batch, else all of the step.
     """
     texts, blamed = [], []
     for index in torch.stack(losses).isfinite().logical_not().nonzero()[:, 0].tolist():
@@ -511,7 +501,7 @@ def _blame(
 
 
 def _blamed(row: PackedRow, bad_counts: list[int]) -> tuple[str, list[str]]:
-    """Return what is wrong with a row whose loss is not finite, and the names of its culprits."""
+    """Return what is wrong with a row, and the names of its culprits."""
     bad = [name for name, count in zip(row.names, bad_counts, strict=True) if count]
     what = "logits of" if bad else "samples" if row.sample_ids else "all of"
     return what, list(dict.fromkeys(bad or row.sample_ids or row.names))
@@ -525,7 +515,7 @@ def _gather_lines(lines: Sequence[str]) -> list[str]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak since the process began: allocated GPU memory on CUDA, resident memory on the CPU."""
+    """Return the peak since the process began: allocated GPU memory, or resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -554,14 +544,14 @@ def main(argv: list[str] | None = None) -> int:
     else:
         worlds.leave()
         return 0
-    # To leave the group would wait for ranks in a collective, which wait for this one.
+    # To leave the group would wait for ranks that wait for this one.
     logging.shutdown()
     os._exit(code)
 
 
 @contextlib.contextmanager
 def _told_first() -> Iterator[None]:
-    """Log what ends the block, then raise SystemExit: closing what is open may take long, and this rank ends anyway."""
+    """Log what ends the block, then raise SystemExit; the rank ends even if closing takes long."""
     try:
         yield
     except Stopped:

@@ -1,4 +1,4 @@
-"""This rank's place among the trainer ranks: process group, device mesh, precision; gathered words; the stop signal.
+"""This rank's place among the trainer ranks; what they gather; the stop signal.
 
 gloo carries CPU tensors (everything on CPU runs, status words on GPU runs), nccl those on GPUs.
 """
@@ -45,10 +45,7 @@ class World:
 
 
 def join(config: TrainerConfig) -> World:
-    """Join the other ranks that torchrun's environment describes; without one this is the only rank.
-
-    Raises ConfigError when the device is missing.
-    """
+    """Join the ranks of torchrun's environment; without one this rank is alone. Raises ConfigError."""
     torch.set_num_threads(config.threads)
     device = _device(config)
     if config.compute_dtype == "auto":
@@ -82,10 +79,7 @@ def leave() -> None:
 
 
 def gather_words(words: list[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
-    """Return every rank's integers, [world][len(words)], over gloo on the CPU: no accelerator is synchronized.
-
-    `group`: of all ranks; None is that of the main threads.
-    """
+    """Return every rank's integers, [world][len(words)], over gloo: no accelerator is synchronized."""
     of_rank = torch.tensor(words, dtype=torch.int64)
     rows = [torch.empty_like(of_rank) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, of_rank, group)
@@ -93,7 +87,7 @@ def gather_words(words: list[int], group: dist.ProcessGroup | None = None) -> li
 
 
 def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Return every rank's text, of any length, as plain bytes: nothing is unpickled."""
+    """Return every rank's text, as plain bytes: nothing is unpickled."""
     raw = text.encode()
     lengths = [row[0] for row in gather_words([len(raw)], group)]
     padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
@@ -122,7 +116,7 @@ POLL_S = 0.2
 
 
 class Background:
-    """One piece of work at a time beside training, on a thread. A failure is raised by the next call, on this one."""
+    """One piece of work at a time beside training, on a thread. The next call raises its failure."""
 
     def __init__(self, threads: int) -> None:
         """`threads` is torch's number of threads for the work."""
@@ -132,7 +126,7 @@ class Background:
         self._closing = threading.Event()
 
     def start(self, what: str, work: Callable[[], None]) -> None:
-        """Begin `work` once nothing else is under way; `what` names it in an error: "it failed"."""
+        """Begin `work`, called `what`, once nothing else is under way."""
 
         def run() -> None:
             try:
@@ -150,7 +144,7 @@ class Background:
         self._thread.start()
 
     def is_idle(self) -> bool:
-        """Return whether no work is under way, at the latest after a fraction of a second. Raises as `check`."""
+        """Return, within POLL_S, whether no work is under way. Raises as `check`."""
         if self._thread is not None:
             self._thread.join(POLL_S)
         idle = self._thread is None or not self._thread.is_alive()
@@ -163,7 +157,7 @@ class Background:
             raise self._failure
 
     def close(self) -> None:
-        """End the thread before its process leaves; a version that is not complete stays unannounced."""
+        """End the thread; a version that is not complete stays unannounced."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -184,15 +178,15 @@ class StopSignal:
         signal -> watcher thread: sets the request; the main thread sees it when it next checks, and leaves in order
                                   not within patience_s: the process ends at once with 128 + signal number
 
-    Python runs handlers in the main thread alone, which never returns from a collective whose other ranks are gone. So
-    the handlers do nothing, and the watcher reads the wake-up pipe that the interpreter writes each signal's number to.
-    It does not matter which thread takes the signal: libraries start some at import, before any mask could be set.
+    Python runs handlers in the main thread, which never returns from a collective whose other ranks are gone. So the
+    watcher reads the wake-up pipe that the interpreter writes each signal's number to. Any thread may take the signal:
+    libraries start some before a mask could be set.
     """
 
     def __init__(self) -> None:
         self._requested = threading.Event()
         self.patience_s = LEAVE_S
-        """How long the main thread may take to leave; may change at any time, also after the signal."""
+        """How long the main thread may take to leave; may change at any time."""
         self.save_s = 0.0
         """The patience while a step is not saved; 0 saves none."""
         self.exit_code = 0

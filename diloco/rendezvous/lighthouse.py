@@ -24,18 +24,17 @@ _ATTEMPT_S = 2 * HEARTBEAT_TIMEOUT_S
 
 
 class Lighthouse:
-    """torchft's lighthouse server in this process, and a client of it. Calls block: run them in threads.
+    """torchft's lighthouse server in this process, and a client. Calls block: run them in threads.
 
-    It grants a quorum of at least min_peers that are more than half of those heard of within `HEARTBEAT_TIMEOUT_S`.
+    It grants a quorum of at least min_peers, more than half of those heard within `HEARTBEAT_TIMEOUT_S`.
     So two halves of a split run cannot both continue.
 
-    Its port has a kill button and no password: it is on loopback, and changes.
-    torchft's Manager listens on every interface and unpickles: it is not used.
+    Its port has a kill button and no password: it is on loopback. torchft's Manager unpickles and is not used.
     """
 
     def __init__(self, min_peers: int) -> None:
         """Raises ConfigError when torchft is not installed."""
-        # Without it several lines a round are logged; its logger reads this once, when it is imported.
+        # Else several lines a round are logged; its logger reads this when it is imported.
         os.environ.setdefault("RUST_LOG", "warn")
         try:
             from torchft.coordination import LighthouseClient, LighthouseServer
@@ -79,7 +78,7 @@ class Lighthouse:
                 if index and peer in self._members and order[index - 1] not in self._members:
                     time.sleep(3 * _TICK_MS / 1000)
                 calls.append(threads.submit(self._ask, peer, outer_step))
-            # The waiting peers must stay alive for the lighthouse until it counts those that left as dead.
+            # The waiting peers stay alive until the lighthouse counts those that left as dead.
             while wait(calls, timeout=HEARTBEAT_TIMEOUT_S / 4).not_done:
                 self._beat(order)
         newest = max((call.result() for call in calls), key=lambda answer: answer[0])

@@ -44,7 +44,7 @@ _QUORUM_TIMEOUT_S = 10.0
 _MAX_UNSENT = 2 * WINDOW
 """Answers under way to one connection."""
 _MAX_OPEN = 64
-"""Requests of one connection that have no answer yet; others are dropped, and come again."""
+"""Open requests of one connection; others are dropped, and come again."""
 
 
 class Rendezvous:
@@ -96,8 +96,7 @@ class Rendezvous:
 
     async def _respond(self, identity: bytes, number: bytes, raw: bytes) -> None:
         answer = await self._answer(raw)
-        # A peer that disconnected meanwhile has no route, and one that reads too little has no room: its request is
-        # answered when it asks again. Without DONTWAIT all others would wait for the one that does not read.
+        # A peer without a route or room is answered when it asks again. Without DONTWAIT all others would wait.
         with contextlib.suppress(zmq.ZMQError):
             await self._server.socket.send_multipart([identity, number, encode(answer)], flags=zmq.DONTWAIT)
         self._open[identity] -= 1
@@ -115,7 +114,7 @@ class Rendezvous:
             return RequestRefused(error=f"the rendezvous could not handle this request ({type(error).__name__})")
 
     async def _answer_request(self, request: FromPeer) -> ToPeer:
-        """Return another answer than RoundNotReady, if there is one within a second."""
+        """Return another answer than RoundNotReady, if one comes within a second."""
         deadline, answer = time.monotonic() + _LONG_POLL_S, self.handler.answer(request)
         if isinstance(request, AskState):  # ranks wait for one another
             self._wake_waiting()
@@ -169,7 +168,7 @@ class Rendezvous:
             return
         if self.rounds.open_round() is not current:
             return
-        # A member whose process was replaced while the lighthouse deliberated has no contribution any more.
+        # A process that was replaced meanwhile has no contribution any more.
         whole = current.contributors(self.rounds.peers)
         still = {name: base for name, base in members.items() if name in quorum and whole.get(name) == base}
         if len(still) < self.settings.min_peers:

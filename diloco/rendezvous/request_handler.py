@@ -78,7 +78,7 @@ class RequestHandler:
         return messages.BeatReply(beat_s=self.settings.beat_s)
 
     def _check_room(self, hello: messages.PeerHello, now: float) -> None:
-        """Raises WireError when the deltas of all peers do not fit in memory at once."""
+        """Raises WireError when the deltas of all peers do not fit in memory."""
         needed = {peer.name: peer.delta_bytes for peer in self.rounds.alive(now)}
         needed[hello.peer] = hello.ranks * hello.delta_bytes
         if (total := sum(needed.values())) > (limit := self.settings.max_bytes):
@@ -172,10 +172,7 @@ class RequestHandler:
         return sum(len(blob.data) for blob in self._blobs())
 
     def _make_room(self, header: messages.BlobHeader, now: float) -> messages.RoundNotReady | None:
-        """Drop the oldest rounds for a body that is to come, and for a delta also the state.
-
-        Return an answer to wait. Raises WireError when it would not fit even alone.
-        """
+        """Drop the oldest rounds, for a delta also the state; else return an answer. Raises WireError."""
         known, limit = self._find(header.name), self.settings.max_bytes
         if known is not None and known.header.checksum == header.checksum:
             return None
@@ -223,16 +220,13 @@ class RequestHandler:
         current = self.rounds.open_round()
         if current is not None and current.split and self.may_close(now):
             winners, others = self.rounds.parties(now)
-            # A peer that took over the winners' model since asks from there; its earlier delta is still in the round.
+            # One that took over the winners' model since is no loser, though its earlier delta is here.
             if ask.peer in others and _starts_from(ask, others[ask.peer]):
                 return _differs(ask, sorted(winners))
         return messages.RoundNotReady(waiting_for=self._missing(ask.outer_step, now))
 
     def may_close(self, now: float) -> bool:
-        """Return whether rounds may end: after a (re)start peers must have had time to be heard.
-
-        Call it all the time: that time begins with the last call while rounds were settled.
-        """
+        """Return whether rounds may end: after a start peers must have had time. Call it all the time."""
         if self.rounds.settled:
             self._unsettled_since = now
             return True

@@ -1,4 +1,4 @@
-"""Rounds and the peers that take part: which deltas have arrived, when a round closes and with whom. No I/O here.
+"""Rounds and the peers that take part: what has arrived, when a round closes and with whom. No I/O here.
 
 A round is one outer step. It closes when every peer that trains has brought its delta,
 or at the deadline, which the first whole delta starts, with those that have.
@@ -94,15 +94,12 @@ class Peer:
 
     @property
     def standing(self) -> bool:
-        """Tell whether it made no progress while `_WAITS` rounds closed without it.
-
-        A step may take longer than the deadline of one.
-        """
+        """No progress while `_WAITS` rounds closed: a step may outlast one deadline."""
         return self._left_out >= _WAITS and self._left_out_at == self._progress
 
     @property
     def heard(self) -> float:
-        """When the most silent rank was heard; never before all ranks were."""
+        """When the most silent rank was heard; never before all were."""
         every = len(self.reports) == self.ranks
         return min(each.heard for each in self.reports.values()) if every else float("-inf")
 
@@ -124,14 +121,14 @@ class Peer:
 
 
 def largest_party(bases: Mapping[str, Base]) -> set[str]:
-    """Return the largest group with one base; of equal groups the one with the first name."""
+    """Return the largest group with one base; of equals the one with the first name."""
     counts = Counter(bases[name] for name in sorted(bases))  # equal counts stay in the order of the names
     winner = counts.most_common(1)[0][0] if counts else None
     return {name for name, base in bases.items() if base == winner}
 
 
 def leading(peers: Sequence[Peer]) -> list[Peer]:
-    """Return those with the most advanced, and of these the most widely held, values."""
+    """Return those with the most advanced and most widely held values."""
     top = max((peer.outer_step for peer in peers), default=-1)
     bases = {peer.name: peer.base for peer in peers if peer.outer_step == top}
     winners = largest_party(bases)
@@ -139,10 +136,10 @@ def leading(peers: Sequence[Peer]) -> list[Peer]:
 
 
 def check_same_run(hello: PeerHello, other: Peer) -> None:
-    """Raises RunMismatchError when settings or layout differ from those of `other`."""
+    """Raises RunMismatchError when settings or layout differ."""
     report = other.reports.get(hello.rank, other.reports[0])
     settings = report.hello.settings
-    # The ranks first: where they differ, so do the digests and the layouts of their shards.
+    # The ranks first: where they differ, so do digests and layouts.
     for key in sorted(hello.settings.keys() | settings.keys(), key=lambda key: (key != "trainer.ranks", key)):
         mine, theirs = hello.settings.get(key), settings.get(key)
         if mine != theirs:
@@ -162,10 +159,7 @@ def check_same_run(hello: PeerHello, other: Peer) -> None:
 
 @dataclass(slots=True)
 class Blob(Generic[HeaderKind]):
-    """A body on its way into the rendezvous.
-
-    The hash is taken as the pieces come: hashing all at once would hold up all beats.
-    """
+    """A body on its way in. Hashing all of it at once would hold up all beats."""
 
     header: HeaderKind
     name: str = field(init=False)
@@ -180,10 +174,7 @@ class Blob(Generic[HeaderKind]):
         self._finish()
 
     def add(self, offset: int, data: bytes) -> None:
-        """Append bytes, or drop those that do not continue the body.
-
-        Raises ChecksumError when it is whole and wrong; the blob is then empty again.
-        """
+        """Append what continues the body. Raises ChecksumError; the blob is then empty again."""
         if self.complete or offset != self.received or offset + len(data) > self.header.size:
             return
         self.data[offset : offset + len(data)] = data
@@ -212,7 +203,7 @@ class Round:
     digest: str = ""
 
     def contributors(self, peers: dict[str, Peer]) -> dict[str, Base]:
-        """Return the peers with one whole delta, and what they started from."""
+        """Return the peers whose delta is whole, and what they started from."""
         whole: dict[str, Base] = {}
         for name, peer in peers.items():
             parts = [self.blobs.get((name, rank)) for rank in range(peer.ranks)]
@@ -239,17 +230,14 @@ class Rounds:
         self.newest = -1
         """The last closed round; -1 before the first."""
         self.settled = False
-        """A round was closed since the start or `go_to`; until then the highest step wins."""
+        """A round was closed since the start or `go_to`."""
         self._replaced: set[tuple[str, int]] = set()
         """Peers and instances of them that another instance has replaced."""
 
     # -- peers -----------------------------------------------------------------------------------------------------
 
     def admit(self, hello: PeerHello, now: float) -> str | None:
-        """Enter a rank; return what to wait for when it cannot be entered yet.
-
-        Raises RunMismatchError.
-        """
+        """Enter a rank; return what to wait for first, if anything. Raises RunMismatchError."""
         peer = self.peers.get(hello.peer)
         if peer is not None and peer.instance != hello.instance:
             if now - peer.heard < self._settings.beat_timeout_s:
@@ -268,10 +256,7 @@ class Rounds:
         return None
 
     def report(self, peer: str, rank: int, instance: int, now: float) -> RankReport | None:
-        """Return the report of a rank that was heard now, if this start of the peer sent a hello.
-
-        Raises RunMismatchError.
-        """
+        """Return the report of a rank heard now, if it said hello. Raises RunMismatchError."""
         self.check_not_replaced(peer, instance)
         known = self.peers.get(peer)
         report = known.reports.get(rank) if known is not None and known.instance == instance else None
@@ -309,7 +294,7 @@ class Rounds:
         return outer_step == front if self.newest >= 0 else outer_step >= front
 
     def front(self, now: float) -> int:
-        """Return the outer step of the next round, after a restart that of the first peer."""
+        """Return the next outer step, after a restart that of the first peer."""
         return self.newest + 1 if self.newest >= 0 else max((peer.outer_step for peer in self.training(now)), default=0)
 
     def delta(self, header: DeltaHeader) -> Blob[DeltaHeader]:
@@ -342,7 +327,7 @@ class Rounds:
         return winners if len(winners) >= max(1, min_peers) else None
 
     def parties(self, now: float) -> tuple[dict[str, Base], dict[str, Base]]:
-        """Return the largest party of contributors, and the others; both empty before the round's end."""
+        """Return the largest party and the others; both empty before the round's end."""
         current = self.open_round()
         whole = current.contributors(self.peers) if current is not None else {}
         missing = [peer.name for peer in self.training(now) if peer.name not in whole and not peer.standing]
@@ -358,7 +343,7 @@ class Rounds:
     # -- closed rounds ---------------------------------------------------------------------------------------------
 
     def close(self, members: dict[str, Base], now: float) -> Round:
-        """Close the open round. No round is dropped while a peer joins, which may replay it."""
+        """Close the open round. While a peer joins, which may replay it, none is dropped."""
         current = self.open_round()
         assert current is not None and members
         current.members = tuple(sorted(members))
@@ -386,7 +371,7 @@ class Rounds:
         return kept if kept is not None and kept.is_closed else None
 
     def go_to(self, lead: int) -> None:
-        """Continue the run from outer step `lead`; keep the rounds that lead up to it."""
+        """Continue from outer step `lead`; keep the rounds that lead up to it."""
         contiguous = self.newest >= 0 and lead <= self.newest + 1
         closed = [each for each in self.rounds.values() if contiguous and each.is_closed]
         self.rounds = {each.outer_step: each for each in closed if each.outer_step < lead}
@@ -401,7 +386,7 @@ class Rounds:
     def drop_oldest(self, now: float, short_s: float) -> bool:
         """Drop the oldest closed round, if there is one to drop.
 
-        Keep the newest until all that train have taken it, or room was `short_s` for longer than their deadlines.
+        Keep the newest until all that train have it, or room is short for longer than deadlines.
         """
         behind = [
             peer.deadline_s for peer in self.training(now) if peer.outer_step <= self.newest and not peer.standing

@@ -85,7 +85,7 @@ class JoinAttempt:
     own_state: StartingState | None = None
     """The answer that its own state will do."""
     newest_by_state: dict[int, int] = field(default_factory=dict)
-    """The last closed round that all ranks are given, by the state's serial."""
+    """The last closed round, by the state's serial: one for all ranks."""
 
     @property
     def outer_step(self) -> int:
@@ -149,7 +149,9 @@ class Joins:
             return self._gather(peer, join, now)
         leaders = leading(training)
         front = max(leaders[0].outer_step, self.rounds.newest + 1)
-        return self._ahead(peer, join, front) if join.outer_step > front else self._catch_up(join, training, rank, now)
+        if join.outer_step > front:
+            return self._ahead(peer, join, front)
+        return self._catch_up(join, training, rank, now)
 
     def _catch_up(self, join: JoinAttempt, training: list[Peer], rank: int, now: float) -> JoinAnswer:
         newest, step, leaders = self.rounds.newest, join.outer_step, leading(training)
@@ -210,7 +212,9 @@ class Joins:
 
     def _waits(self, peer: Peer) -> bool:
         join = self._joins.get(peer.name)
-        return False if join is None or join.over or join.instance != peer.instance else len(join.asks) == peer.ranks
+        if join is None or join.over or join.instance != peer.instance:
+            return False
+        return len(join.asks) == peer.ranks
 
     def _go_to(self, lead: int, leaders: list[Peer]) -> None:
         names, newest = ", ".join(sorted(each.name for each in leaders)), self.rounds.newest
@@ -242,10 +246,7 @@ class Joins:
         return StartingState(header=transfer.blobs[rank].header, newest=newest)
 
     def _request(self, sources: Sequence[Peer], oldest_useful: int, now: float) -> StateTransfer | None:
-        """Return the current transfer, or a new one from one of `sources`.
-
-        A state before `oldest_useful` is of no use: the rounds since are not kept.
-        """
+        """Return the current transfer, or a new one. `oldest_useful`: the first step of use."""
         if self.current is not None and self._useful(self.current, sources, oldest_useful, now):
             return self.current
         if self.current is not None and not self.current.complete:
@@ -264,7 +265,7 @@ class Joins:
         return alive and now - transfer.progress_at <= 2 * self._settings.beat_timeout_s
 
     def requested_from(self, peer: str, rank: int | None = None) -> int:
-        """Return the serial of the state that this peer must serve; 0 for none."""
+        """Return the serial of what this peer must serve; 0 for none."""
         current = self.current
         if current is None or current.source != peer or current.complete:
             return 0

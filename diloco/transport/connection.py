@@ -1,6 +1,6 @@
-"""One rank's connection to the rendezvous: numbered requests over a DEALER socket, repeated until they are answered.
+"""One rank's connection to the rendezvous: numbered requests over a DEALER socket, repeated until answered.
 
-Bytes of blobs go in pieces, several under way at once. An interrupted transfer continues where it broke off.
+Bytes go in pieces, several under way at once. An interrupted transfer continues where it broke off.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ class RefusedError(WireError):
 
 
 class Flow:
-    """How much of one transfer is under way at once, by how long answers take. No I/O here.
-
-    A long round trip needs many pieces under way. A slow link needs small ones, for beats to get through.
-    """
+    """How much of one transfer is under way, by how long answers take: small pieces let beats through. No I/O."""
 
     def __init__(self) -> None:
         self.piece_bytes = LEAST_BYTES
@@ -68,10 +65,7 @@ class Flow:
 
 
 def free_again(free_at: float, now: float, seconds: float, burst_s: float) -> float:
-    """Return when a limited link is free again after what takes `seconds` of it.
-
-    Who waits for that keeps the limit over any long time; what takes `burst_s` may pass at once.
-    """
+    """Return when a link is free after what takes `seconds`; `burst_s` may pass at once."""
     return max(free_at, now - burst_s) + seconds
 
 
@@ -97,10 +91,7 @@ class Connection:
         self._context.term()
 
     async def call(self, request: messages.FromPeer, timeout_s: float = float("inf")) -> messages.ToPeer:
-        """Return the answer to `request`, which is sent again every few seconds.
-
-        Raises DeadlineError after `timeout_s`, or RefusedError.
-        """
+        """Return the answer; requests are repeated. Raises DeadlineError or RefusedError."""
         began = time.monotonic()
         while (left := timeout_s - (time.monotonic() - began)) > 0:
             with contextlib.suppress(TimeoutError):
@@ -158,16 +149,16 @@ class Connection:
                 messages.Piece(name=header.name, offset=at, data=bytes(body[at : at + size]), instance=instance)
                 for at, size in _spans(answer.size, header.size, flow)
             )
-            # Whatever goes wrong on the way, the answer to the next offer says where to continue.
+            # Whatever goes wrong, the answer to the next offer says where to continue.
             with contextlib.suppress(TimeoutError):
                 async for chunk, reply in self._pipelined(chunks, flow):
                     if not isinstance(reply, messages.Received) or reply.size < chunk.offset + len(chunk.data):
                         break
 
     async def download(self, header: messages.BlobHeader, progress: str = "") -> bytearray | None:
-        """Return a blob's body; None when it is not kept any more.
+        """Return a blob's body; None when it is not kept. Raises ChecksumError, WireError, RefusedError.
 
-        `progress`: its name in the log. Raises ChecksumError, WireError, RefusedError.
+        `progress`: its name in the log.
         """
         body, done, checksum, flow = bytearray(header.size), 0, messages.running_checksum(), Flow()
         logged_at = time.monotonic()
@@ -198,10 +189,7 @@ class Connection:
     async def _pipelined(
         self, requests: Iterable[BodyRequest], flow: Flow
     ) -> AsyncIterator[tuple[BodyRequest, messages.ToPeer]]:
-        """Yield requests with their answers, in order; `flow` decides how many are under way.
-
-        Raises TimeoutError.
-        """
+        """Yield requests with their answers, in order. Raises TimeoutError."""
         waiting: deque[tuple[BodyRequest, float, asyncio.Future[messages.ToPeer]]] = deque()
         source = iter(requests)
         try:

@@ -1,4 +1,4 @@
-"""What travels between a peer's trainer ranks and the rendezvous (ZMQ ROUTER/DEALER, msgpack, CURVE). No torch here.
+"""What travels between trainer ranks and the rendezvous (ZMQ ROUTER/DEALER, msgpack, CURVE). No torch here.
 
     PeerHello ----> BeatReply | RoundNotReady  run, layout and settings must be those of the others
     Beat ---------> BeatReply | Gone           alive; is a round open, is this peer's state wanted
@@ -61,7 +61,7 @@ class JointKey:
 
     @classmethod
     def read(cls, path: Path) -> JointKey:
-        """Raises ConfigError when `path` is missing, is not a key, or is readable by others. A link is followed."""
+        """Raises ConfigError when `path` holds no key, or others can read it. A link is followed."""
         path = path.expanduser().resolve()  # Secrets of a cluster are mounted as links.
         try:
             text = read_secret(path)

@@ -1,4 +1,4 @@
-"""A trainer rank's link to the other clusters, in a thread of its own: training continues while deltas travel.
+"""A trainer rank's link to the other clusters, in a thread: training continues while deltas travel.
 
     training thread: PeerLink             link thread: Exchange
     offer(header, body)  ───────────────> upload, request the result, fetch the others' bodies
@@ -82,10 +82,7 @@ class PeerLink:
             self._loop.close()
 
     def set_position(self, outer_step: int, base_hash: str, *, training: bool | None = None) -> None:
-        """Set where this rank stands, for the next beat; no round waits for it while it is not training.
-
-        A value of `training` is sent at once. Never waits.
-        """
+        """Set where this rank stands; `training` is sent at once, else the next beat tells. Never waits."""
         before = self._exchange.hello
         self._exchange.hello = replace(
             before,
@@ -124,21 +121,17 @@ class PeerLink:
 
     @property
     def rendezvous_restarted(self) -> bool:
-        """The rendezvous was restarted since the current round began."""
         return self._round_hellos != self._exchange.hellos
 
     def time_left_s(self, outer_step: int) -> float | None:
-        """Return the seconds until a delta begun now misses this round's deadline, if that runs."""
+        """Return how long a delta begun now may take to meet a running deadline."""
         exchange, status = self._exchange, self._exchange.status
         if status is None or status.open_round != outer_step or status.left_s is None:
             return None
         return status.left_s - (time.monotonic() - exchange.status_at) - exchange.upload_s
 
     def request_source(self, outer_step: int, base_hash: str, *, refused: int = 0, reason: str = "") -> None:
-        """Ask which state to join with; all ranks of the peer must.
-
-        `refused`: serial of a state that cannot be taken over, for that `reason`.
-        """
+        """Ask which state to join with, on all ranks. `refused`: serial of one not taken, for `reason`."""
         if self._source is not None:
             self._source.cancel()
         self._attempt += 1
@@ -179,7 +172,7 @@ class PeerLink:
 
 
 class Exchange:
-    """What one rank tells the rendezvous and gets from it, in the link's thread."""
+    """What one rank tells the rendezvous and gets from it."""
 
     def __init__(
         self,
@@ -188,7 +181,7 @@ class Exchange:
         hello: messages.PeerHello,
         state_to_serve: Callable[[], tuple[memoryview, int, str]],
     ) -> None:
-        """`state_to_serve` returns a copy of the state, its outer step and hash, in another thread."""
+        """`state_to_serve` returns a copy of the state, its outer step and hash."""
         self._config = config
         self._key = key
         self._state_to_serve = state_to_serve
@@ -243,7 +236,7 @@ class Exchange:
             await asyncio.sleep(0.2)
 
     async def keep_beating(self) -> None:
-        """Beat, and serve the state when it is wanted. Raises RunMismatchError when refused."""
+        """Beat, and serve the state when it is wanted. Raises RunMismatchError."""
         serving: asyncio.Task[bool] | None = None
         silent, last = False, 0
         while self.status is not None:
@@ -282,7 +275,7 @@ class Exchange:
             await self._beat()
 
     async def _serve_state(self, serial: int) -> bool:
-        """Upload a copy of the global state for a joining peer. Return False when that failed."""
+        """Upload the global state for a joining peer. Return False when that failed."""
         try:
             header, body = await asyncio.to_thread(self._state_blob, serial)
             logger.info("serving the global state of outer step %d (%.1f MB)", header.outer_step, len(body) / 1e6)
@@ -361,7 +354,7 @@ class Exchange:
     async def _bodies(
         self, headers: Sequence[messages.DeltaHeader], own: dict[str, memoryview]
     ) -> list[memoryview] | None:
-        """Return the bodies; None when the rendezvous lost them. One that is too large is left empty."""
+        """Return the bodies; None when the rendezvous lost them. A too large one is empty."""
         bodies = []
         for header in headers:
             body = own.get(header.checksum)

@@ -1,4 +1,4 @@
-"""environment.json: the machine and the packages that a run started with. No host name, user name or path."""
+"""environment.json: the machine and the packages of a run. No host name, user name or path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def record_environment(run_dir: RunDir) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Return machine and versions. Packages that are not installed are left out."""
     found: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
@@ -44,7 +43,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Return the commit of the source tree that this package runs from; None where it is installed."""
+    """Return the commit of this source tree; None where it is installed."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None

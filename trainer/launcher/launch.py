@@ -3,9 +3,8 @@
     main thread: [ poll children | new lines of metrics.jsonl -> view, trackers ] every TICK_S
                  until the run is finished or failed, or Ctrl-C
 
-The launcher starts console scripts only. It imports no other role. composer_prime/plan/check_run_dir.py has the rules
-for the run directory. A run that crashed before its first checkpoint starts over and keeps what was paid for: answers
-of endpoints, teachers' pairs and votes, and their costs.
+The launcher starts console scripts only, and imports no other role. A run that crashed before its first checkpoint
+starts over and keeps what was paid for: answers of endpoints, teachers' pairs and votes, and their costs.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ TICK_S = 0.1
 MEMORY_EVERY_S = 5.0
 TRACKER_CLOSE_S = 30.0
 SAME_PRESS_S = 0.3
-"""One Ctrl-C can arrive twice: from the terminal and from `uv run`, which passes it on."""
+"""One Ctrl-C can arrive twice: `uv run` passes it on."""
 LINKS = ("weights/bytes", "diloco/bytes_sent", "diloco/bytes_received")
-"""Metrics that count the bytes on a link. weights/bytes counts one publication, the others all since the start."""
+"""Bytes on a link. weights/bytes counts one publication, the others all since the start."""
 SAMPLE_EVERY_STEPS = 5
 """How often the screen shows one rollout of a step."""
 _SHOWN_OTHERWISE = ("evaluation", "process")
-"""Kinds of events that the view draws from metrics.jsonl, or shows at once."""
+"""Kinds of events that the view draws from metrics.jsonl or at once."""
 _KEPT_ON_RESTART = {"keys", "run_id", "logs", ".launcher.lock"} | PAID_ENTRIES
 Commands = Callable[[Config, RunDir], list[RoleCommand]]
 
@@ -65,8 +64,7 @@ Commands = Callable[[Config, RunDir], list[RoleCommand]]
 def launch(config: Config, commands: Commands | None = None) -> int:
     """Run `config` to its end and return the exit status: 0 finished, 1 failed, 130 interrupted.
 
-    `commands` makes the processes to start; by default they are the roles of the configuration. Raises ConfigError when
-    the run directory cannot be used.
+    `commands` makes the processes; by default the roles of the configuration. Raises ConfigError.
     """
     with tell_waits("preparing the run directory"):
         prepared = prepare(config)
@@ -104,7 +102,7 @@ def launch(config: Config, commands: Commands | None = None) -> int:
 
 
 def _run(monitor: _RunMonitor, supervisor: Supervisor, signals: _Signals) -> str | None:
-    """Start the roles, watch them, stop them. Returns the error that ended the run, None without one."""
+    """Start, watch and stop the roles. Return the error that ended the run, None without one."""
     failure = None
     names = ", ".join(role.name for role in supervisor.roles) or "no role"
     monitor.view.event(f"starting {names}; their logs are in {supervisor.run_dir.root / 'logs'}")
@@ -137,14 +135,14 @@ def _stopping_text(supervisor: Supervisor) -> str:
 
 
 def _answers_text(supervisor: Supervisor) -> str:
-    """Return what the orchestrator may still wait for; empty where no teacher charges."""
+    """Return what the orchestrator may still wait for, if anything."""
     asks = any(child.role.kind == "orchestrator" and child.running for child in supervisor.children)
     answers_s = supervisor.config.teachers.end_timeout_s
     return f"waiting for pending answers of teachers, at most {answers_s:g} s" if asks and answers_s else ""
 
 
 def _write_report(prepared: Prepared, state: str) -> None:
-    """Write report.html. What goes wrong with it, or Ctrl-C, does not fail the run."""
+    """Write report.html. No failure of it, and no Ctrl-C, fails the run."""
     try:
         from composer_prime.view.report_html import write_report
 
@@ -155,7 +153,7 @@ def _write_report(prepared: Prepared, state: str) -> None:
 
 
 def _write_costs(monitor: _RunMonitor, supervisor: Supervisor, wall_s: float) -> None:
-    """Append what this start of the run used to costs.jsonl. A full disk costs only these lines."""
+    """Append what this start used to costs.jsonl, where the disk has room."""
     with suppress(OSError):
         path = supervisor.run_dir.root / "costs.jsonl"
         usd = supervisor.config.run.usd_per_hour * wall_s / 3600
@@ -182,10 +180,10 @@ def _link_bytes(lines: Sequence[Line]) -> Counter[str]:
 
 
 class _RunMonitor:
-    """Follows metrics.jsonl for the view and the trackers, and measures memory."""
+    """Follows metrics.jsonl for view and trackers; measures memory."""
 
     def __init__(self, prepared: Prepared, view: View) -> None:
-        """Read the history of a resumed run, and mark the resume in metrics.jsonl."""
+        """Read the history of a resumed run."""
         self.view = view
         self.progress = RunProgress()
         self.memory_bytes = 0
@@ -214,7 +212,6 @@ class _RunMonitor:
         self._feeders = start_trackers(config, self._run_dir.root, self.view.event)
 
     def note_end(self, state: str, failure: str | None) -> None:
-        """Mark the end in metrics.jsonl: how the run ended, and the error that ended it."""
         self._metrics.log(
             self.progress.last_step or 0,
             {"event": "ended", "state": state, "problem": failure[:2000] if failure else None},
@@ -225,7 +222,7 @@ class _RunMonitor:
             feeder.close(TRACKER_CLOSE_S)
 
     def tick(self, supervisor: Supervisor, *, ended: bool = False) -> None:
-        """Pass on what is new since the last call. Once all roles have `ended`, nobody waits any more."""
+        """Pass on what is new. Once all roles have `ended`, nobody waits any more."""
         lines = self._tail.read()
         new_steps = self.progress.update(lines)
         for line in lines:
@@ -273,7 +270,7 @@ class _RunMonitor:
 
 
 def _resident_bytes(roots: list[int]) -> int:
-    """Return the memory of these processes and all their descendants. On Linux shared pages are split among sharers."""
+    """Return the memory of these processes and their descendants; on Linux shared pages are split."""
     total = 0
     for pid in roots:
         with suppress(psutil.Error):
@@ -286,12 +283,12 @@ def _resident_bytes(roots: list[int]) -> int:
 
 
 class _Signals:
-    """Counts Ctrl-C, SIGTERM and SIGHUP while the run is on. The loop looks at the count."""
+    """Counts Ctrl-C, SIGTERM and SIGHUP while the run is on."""
 
     def __init__(self) -> None:
         self.count = 0
         self.status = 0
-        """Exit status as a shell reports it: 130 for Ctrl-C; 0 before a signal."""
+        """Exit status as a shell reports it: 130 for Ctrl-C; 0 before."""
         self._last_s = 0.0
         self._handlers_before: dict[int, Any] = {}
 
@@ -325,8 +322,7 @@ class Prepared:
 
     run_dir: RunDir
     config: Config
-    """As written to config.json: run.resume is on only where there is a checkpoint to resume, and the length divisor is
-    a number."""
+    """As written to config.json: run.resume only where there is a checkpoint, the length divisor a number."""
     start_step: int
     """Optimizer steps already taken."""
     notes: tuple[str, ...]
@@ -336,7 +332,7 @@ class Prepared:
 
 
 def prepare(config: Config) -> Prepared:
-    """Make the run directory ready. Raises ConfigError when it cannot be used as configured."""
+    """Make the run directory ready. Raises ConfigError."""
     run_dir = RunDir(config.run_directory.absolute())
     changes = check_run_folder(run_dir, config)
     config = with_length_divisor(config, run_dir)
@@ -384,7 +380,7 @@ def _lock(run_dir: RunDir) -> IO[bytes]:
 
 
 def _resume(run_dir: RunDir, changes: list[str]) -> tuple[int, list[str]]:
-    """Return the step to continue from and what changed since. Empties the directory when nothing was saved yet."""
+    """Return the step to continue from and what changed since. Empty the directory when nothing was saved."""
     steps = run_dir.complete_checkpoints()
     if steps:
         for evaluated, path in rollout_files(run_dir, "eval").items():
@@ -407,7 +403,7 @@ def _empty(run_dir: RunDir, *, keep: set[str]) -> None:
 
 
 def _keys(run_dir: RunDir, config: Config) -> None:
-    """Create the run's keys. When the orchestrator runs elsewhere they must come from there: it refuses new ones."""
+    """Create the run's keys. Those of an orchestrator elsewhere must come from there."""
     if config.orchestrator.address is None:
         RunKeys.create(run_dir.keys)
         return

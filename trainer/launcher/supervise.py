@@ -7,10 +7,9 @@
       ├── node-0 ..                 restarted after a pause, up to inference.max_restarts times
       └── auditor-0 .., teachers                same; after that the run continues without them
 
-`role_commands` builds the commands from the configuration alone. The Supervisor runs them, each with its own session
-and log. `poll` never waits. `stop` ends one kind after another: ranks first, which make a checkpoint while the others
-still work and get trainer.checkpoint.stop_timeout_s more for it; then nodes and auditors; then the orchestrator, with
-more time for paid answers; then teachers.
+`poll` never waits. `stop` ends one kind after another: ranks first, which make a checkpoint while the others still
+work (trainer.checkpoint.stop_timeout_s); then nodes and auditors; then the orchestrator, with more time for paid
+answers; then teachers.
 """
 
 from __future__ import annotations

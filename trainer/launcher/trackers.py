@@ -2,8 +2,7 @@
 
     launcher --put--> queue --feeder thread--> tracker
 
-A full queue drops lines; a tracker that raises is switched off. Each tracker has its own thread, so one that blocks or
-fails stops neither training nor the launcher.
+A full queue drops lines; a tracker that raises is switched off. Each has its own thread: one that blocks stops nothing.
 """
 
 from __future__ import annotations
@@ -30,13 +29,12 @@ QUEUE_LINES = 10_000
 
 
 def _trackio(config: Config, folder: Path) -> Tracker:
-    """Return trackio: a local-first tracker; all data stay on this machine's disk."""
     run = _load("trackio").init(project=PROJECT, name=config.run.name, config=config.model_dump(mode="json"))
     return lambda step, numbers: run.log(numbers, step=step), run.finish
 
 
 def _wandb(config: Config, folder: Path) -> Tracker:
-    """Return wandb, offline unless WANDB_MODE says otherwise; files go below the run directory."""
+    """Offline unless WANDB_MODE says otherwise; files go below the run directory."""
     wandb = _load("wandb")
     run = wandb.init(
         project=PROJECT,
@@ -52,7 +50,7 @@ def _wandb(config: Config, folder: Path) -> Tracker:
 
 
 def _tensorboard(config: Config, folder: Path) -> Tracker:
-    """Return a writer of event files below the run directory's tensorboard/; needs no TensorFlow."""
+    """Event files go below the run directory's tensorboard/; needs no TensorFlow."""
     writer = _load("tensorboard.summary", extra="tensorboard").Writer(str(folder / "tensorboard"))
 
     def log(step: int, numbers: Numbers) -> None:
@@ -80,13 +78,13 @@ class Feeder:
         self._thread.start()
 
     def put(self, step: int, numbers: Numbers) -> None:
-        """Queue a line without blocking. A tracker that lags behind by the whole queue loses lines."""
+        """Queue a line without blocking; one that finds no room is lost."""
         if not self.failed and numbers:
             with contextlib.suppress(queue.Full):
                 self._lines.put_nowait((step, numbers))
 
     def close(self, timeout_s: float) -> None:
-        """Give the tracker at most `timeout_s` seconds to log its queued lines."""
+        """Give the tracker at most `timeout_s` for its queued lines."""
         try:
             self._lines.put(None, timeout=timeout_s)
         except queue.Full:
@@ -108,7 +106,6 @@ class Feeder:
 
 
 def start_trackers(config: Config, folder: Path, warn: Callable[[str], None]) -> list[Feeder]:
-    """Start a feeder for each of monitor.trackers. Reports failures once through `warn`."""
     return [
         Feeder(name, lambda name=name: _MAKERS[name](config, folder), warn)
         for name in dict.fromkeys(config.monitor.trackers)
@@ -116,9 +113,9 @@ def start_trackers(config: Config, folder: Path, warn: Callable[[str], None]) ->
 
 
 def numbers_of(line: Line) -> Numbers:
-    """Return the numeric fields of a metrics line. The trainer's keep their names; others get their role's prefix.
+    """Return the numeric fields of a line; other roles' than the trainer's get a prefix.
 
-    Lines of a node have none: figures of many nodes under one name would be one curve.
+    Lines of a node have none: figures of many nodes would be one curve.
     """
     if "node" in line:
         return {}

@@ -33,7 +33,7 @@ _FIGURES = {
 
 
 def step_line(step: Line, max_steps: int) -> str:
-    """Describe a step in one line; figures that the trainer did not report are left out."""
+    """Describe a step; figures that were not reported are left out."""
     tokens, step_s = numeric_field(step, "tokens/trained"), numeric_field(step, "time/step_s")
     figures = {**step, "tokens/s": tokens / step_s} if tokens is not None and step_s else step
     shown = (_FIGURES[name].format(value) for name in _FIGURES if (value := numeric_field(figures, name)) is not None)
@@ -41,7 +41,7 @@ def step_line(step: Line, max_steps: int) -> str:
 
 
 def channels_text(step: Line) -> str:
-    """Describe what SDPO and replay-DPO trained on in this step; empty when both are off."""
+    """Describe what SDPO and replay-DPO trained on; empty when both are off."""
     parts = []
     turns, pairs = numeric_field(step, "sdpo/turns"), numeric_field(step, "dpo/pairs")
     if "loss/sdpo" in step and turns is not None:
@@ -59,7 +59,6 @@ def channels_text(step: Line) -> str:
 
 
 def round_text(step: Line) -> str:
-    """Describe the last outer step of a joint run, as a step's line tells of it."""
     sent, waited_s = numeric_field(step, "diloco/bytes_sent") or 0.0, numeric_field(step, "diloco/sync_s") or 0.0
     return (
         f"round {step['diloco/outer_step']:.0f}, {pluralize(int(step['diloco/participants']), 'peer')}, "
@@ -68,12 +67,11 @@ def round_text(step: Line) -> str:
 
 
 FIRST_WAIT_S, NEXT_WAIT_S = 5.0, 30.0
-"""Without a step for FIRST_WAIT_S, the view shows which role waits for what; then every NEXT_WAIT_S, and at once
-when the subject of a wait changes."""
+"""After how long without a step the view shows which role waits for what; again every NEXT_WAIT_S."""
 
 
 class View:
-    """One line per step, evaluation and event, and the waiting roles when nothing moves."""
+    """A line per step, evaluation and event, and who waits when nothing moves."""
 
     def __init__(self, config: Config) -> None:
         self._max_steps = config.run.max_steps
@@ -84,7 +82,7 @@ class View:
         """By role: the wait that was shown since the last step."""
 
     def begin(self, progress: RunProgress) -> None:
-        """Take in what earlier starts of the run have shown. Called once, before the first refresh."""
+        """Take in what earlier starts of the run have shown."""
         self._evals_shown = {step: len(figures) for step, figures in progress.evals.items()}
         if (last := progress.last_step) is not None:
             self._round_shown = progress.steps[last].get("diloco/outer_step", 0)
@@ -98,7 +96,7 @@ class View:
             print("trainer: the output was closed; the run continues, and its logs are in logs/", file=sys.stderr)
 
     def refresh(self, progress: RunProgress, fresh: list[Line]) -> None:
-        """Show progress. Called each tick; `fresh` holds the steps since the last call."""
+        """Show progress; `fresh` holds the steps since the last call."""
         for step in fresh:
             self.event(f"{step_line(step, self._max_steps)}{self._outlook(progress, step['step'])}")
             if text := channels_text(step):
@@ -122,7 +120,7 @@ class View:
                 self.event(f"{role} has waited {now - waiting.since:.0f} s for {waiting.what}")
 
     def _outlook(self, progress: RunProgress, step: int) -> str:
-        """Return the time left, and each TREND_STEPS steps the mean reward of the last ones."""
+        """Return the time left, and each TREND_STEPS steps the mean reward."""
         left_s, recent = progress.left_s(self._max_steps), progress.recent_reward()
         left = f"  {clock(left_s)} left" if left_s is not None else ""
         is_due = recent is not None and step % TREND_STEPS == 0
@@ -130,7 +128,7 @@ class View:
 
 
 def eval_text(figures: dict[str, float]) -> str:
-    """Describe one evaluation: the figures that have an interval, and how many rollouts failed."""
+    """Describe one evaluation: figures with an interval, and failures."""
     main_names = [name for name in figures if f"{name}_low" in figures] or [name for name in figures if "mean" in name]
     parts = []
     for name in main_names or sorted(figures):
@@ -144,10 +142,7 @@ def eval_text(figures: dict[str, float]) -> str:
 def run_summary(
     config: Config, run_dir: RunDir, start_step: int, progress: RunProgress, status: int, peak_bytes: int
 ) -> str:
-    """Return the launcher's last lines: results, where the files are, and the next commands.
-
-    Figures that the run did not produce are left out.
-    """
+    """Return the last lines: results, where the files are, the next commands."""
     taken = start_step if progress.last_step is None else progress.last_step
     state = "finished" if status == 0 else "was interrupted" if status >= 128 else "failed"
     length = f" after {taken} of {config.run.max_steps} steps" if config.run.max_steps else " (evaluation only)"
@@ -166,7 +161,7 @@ def run_summary(
 
 
 def _looks(folder: Path, run_dir: RunDir) -> list[str]:
-    """Return the commands that have something to show of the run in `folder`."""
+    """Return the commands that have something to show of the run."""
     where = shlex.quote(str(folder))
     page = f"   (or open {run_dir.root / 'report.html'})" if (run_dir.root / "report.html").is_file() else ""
     flags = {"": "step_*", " --failed": "failed", " --eval": "eval_*"}
@@ -190,7 +185,7 @@ def _rewards(progress: RunProgress) -> list[str]:
 
 
 def _evaluations(run_dir: RunDir, progress: RunProgress) -> list[str]:
-    """Return held-out scores before and after, with 95 % intervals over tasks."""
+    """Return held-out scores, with 95 % intervals over tasks."""
     scored = {step: scores for step, scores in eval_scores(run_dir).items() if scores}
     if not scored:
         shown = sorted(progress.evals.items())

@@ -1,7 +1,6 @@
 """Low-rank adapters: peft puts them into the model, `merged_parameters` takes them out of the published weights.
 
-peft adapts a linear layer by a module around it, and a tensor of fused experts by a wrapper around the module that
-holds it, one wrapper a tensor. So a parameter's adapter is found by the parameter's own name, not by its module's.
+A parameter's adapter is found by the parameter's own name: peft wraps fused experts in one module a tensor.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ _FACTOR = re.compile(r"\.lora_\w+\.")
 
 
 def inject_adapters(lm: PreTrainedModel, config: LoraConfig) -> None:
-    """Replace the target modules of `lm` by adapted ones; only the adapters still require gradients.
-
-    Raises ConfigError when no module matches, or when one cannot be adapted.
-    """
+    """Replace the target modules of `lm`; only adapters still require gradients. Raises ConfigError."""
     import peft  # it takes seconds to import
 
     peft_config = peft.LoraConfig(
@@ -55,8 +51,7 @@ def inject_adapters(lm: PreTrainedModel, config: LoraConfig) -> None:
 def merged_parameters(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of `lm` under their names without adapters: W + (alpha / rank) B A where adapted.
 
-    The update of a linear layer is added in float64, as a node does that gets the factors: both round the same values
-    to the published type. A collective where parameters are sharded.
+    The update of a linear layer is added in float64, as a node does: both round alike. A collective over shards.
     """
     layers = _adapted(lm)
     for name, parameter in lm.named_parameters():
@@ -66,10 +61,9 @@ def merged_parameters(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def factors(lm: PreTrainedModel) -> dict[str, Tensor] | None:
-    """Return a float32 copy on the CPU of NAME.lora_A [rank, in] and NAME.lora_B [out, rank] of each adapted parameter.
+    """Return float32 copies on the CPU of NAME.lora_A [rank, in] and NAME.lora_B [out, rank] of each adapted parameter.
 
-    None where an adapter is not that of a plain linear layer, such as one of fused experts. A collective where
-    parameters are sharded.
+    None where an adapter is not of a plain linear layer. A collective where parameters are sharded.
     """
     layers = _adapted(lm)
     if not all(map(_is_linear, layers.values())):
@@ -105,7 +99,7 @@ def _delta(layer: Any, parameter: Tensor) -> Tensor:
         return b_or @ a_ri * layer.scaling[_ADAPTER]
     if parameter.ndim == 2:
         return layer.get_delta_weight(_ADAPTER)
-    # The factors of all experts lie in one matrix each, and shards cut it between experts: gather both.
+    # Shards cut the one matrix of all experts' factors between experts: gather both.
     a_ri, b_or = (_whole(factor[_ADAPTER].weight) for factor in (layer.lora_A, layer.lora_B))
     experts = parameter.shape[0]
     a_eri, b_ore = a_ri.view(experts, -1, a_ri.shape[1]), b_or.view(b_or.shape[0], -1, experts)

@@ -3,9 +3,8 @@
     every rank: the architecture without values (meta device) -> FSDP2 shards -> empty storage on the device
     rank 0:     the folder's weights in float32 on the CPU ----scatter, tensor by tensor----> all shards
 
-So no rank but the first ever holds the whole model, and the first holds it on the CPU only. Rank 0 also checks that
-this architecture gives the same log-probabilities packed as alone (`check_packing`). It finds the parameters that text
-never reaches, such as a vision tower: no rank trains them.
+Rank 0 alone ever holds the whole model, on the CPU. It also checks that packed rows give the same
+log-probabilities (`check_packing`), and finds what text never reaches, such as a vision tower: no rank trains it.
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ logger = logging.getLogger(__name__)
 
 
 def build_policy(config: Config, folder: Path, world: World) -> Policy:
-    """Return the policy of `config`, sharded over all ranks, with the weights of `folder` as float32 masters.
+    """Return the policy, sharded over all ranks, with the weights of `folder` as float32 masters.
 
-    Raises ModelNotFoundError (no loadable model) or ConfigError (a model that packed rows cannot train; attention that
-    is not to be had here).
+    Raises ModelNotFoundError, or ConfigError (attention, or a model that packed rows cannot train).
     """
     attention = attention_name(config.model.attention, world.device.type, world.compute_dtype)
     torch.manual_seed(config.run.seed)
@@ -70,7 +68,7 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
 
 
 def empty_model(folder: Path, attention: str, config: Config) -> PreTrainedModel:
-    """Return the architecture of `folder` with parameters on the meta device and real buffers; adapters included."""
+    """Return the architecture with adapters: parameters on the meta device, real buffers."""
     with init_empty_weights(include_buffers=False):
         lm = AutoModelForCausalLM.from_config(
             read_model_config(folder), dtype=torch.float32, attn_implementation=attention
@@ -81,10 +79,9 @@ def empty_model(folder: Path, attention: str, config: Config) -> PreTrainedModel
 
 
 def read_model_config(folder: Path) -> PretrainedConfig:
-    """Return the configuration of the model in `folder`, without dropout.
+    """Return the model's configuration without dropout: with it, the trained policy is not the one that sampled.
 
-    With dropout the trained policy would not be the one that sampled, and ratios would be noise. Raises
-    ModelNotFoundError for a folder without a usable one.
+    Raises ModelNotFoundError.
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -115,7 +112,7 @@ def _adapt(lm: PreTrainedModel, config: Config) -> None:
 
 
 def blocks(lm: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder blocks of `lm` in order: the classes it declares indivisible, else its longest module list."""
+    """Return the decoder blocks in order: what `lm` declares indivisible, else its longest list."""
     names = set(lm._no_split_modules or ())
     declared = [module for module in lm.modules() if type(module).__name__ in names]
     if declared:
@@ -125,7 +122,7 @@ def blocks(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def shard_policy(policy: Policy, world: World) -> None:
-    """Apply FSDP2 to each block and to the rest; gradients are summed over ranks in float32, not averaged."""
+    """Apply FSDP2 to each block and to the rest. Gradients are summed over ranks, in float32."""
     half = world.compute_dtype != torch.float32
     precision = MixedPrecisionPolicy(
         param_dtype=world.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=half
@@ -143,10 +140,7 @@ def shard_policy(policy: Policy, world: World) -> None:
 
 
 def _whole_state(config: Config, folder: Path, attention: str, policy: Policy) -> tuple[dict[str, Tensor], list[str]]:
-    """Return on rank 0 every parameter of `folder` in float32 on the CPU, and the names of those to freeze.
-
-    Raises ConfigError for a model whose folder holds more than `policy`'s parameters.
-    """
+    """Return on rank 0 every parameter, and the names of those to freeze. Raises ConfigError."""
     transformers_logging.disable_progress_bar()
     on_cpu = PACKED if attention == PACKED else "eager"
     try:
@@ -163,10 +157,7 @@ def _whole_state(config: Config, folder: Path, attention: str, policy: Policy) -
 
 
 def unreached_parameters(lm: PreTrainedModel) -> list[str]:
-    """Return the names of trainable parameters that get no gradient from text.
-
-    A block counts as a whole: an expert that a short text does not choose is still trained.
-    """
+    """Return the trainable parameters that text gives no gradient. A block counts whole, for its experts."""
     ids = torch.arange(PROBE_LENGTHS[0])[None] % lm.config.get_text_config().vocab_size
     with torch.enable_grad(), _plain_attention(lm):
         reached = _leaves(lm(input_ids=ids, use_cache=False).logits)
@@ -178,7 +169,7 @@ def unreached_parameters(lm: PreTrainedModel) -> list[str]:
 
 
 def _leaves(output: Tensor) -> set[int]:
-    """Return the ids of the parameters that `output` has a gradient in."""
+    """Return the ids of the parameters that `output` depends on."""
     leaves: set[int] = set()
     seen, open_nodes = set(), [output.grad_fn]
     while open_nodes:
@@ -193,7 +184,7 @@ def _leaves(output: Tensor) -> set[int]:
 
 
 def _check_buffers(loaded: PreTrainedModel, built: PreTrainedModel) -> None:
-    """Compare buffers with and without the folder: only parameters are trained and published."""
+    """Raises ConfigError for weights in buffers: only parameters are trained and published."""
     stored, built_buffers = loaded.state_dict().keys(), dict(built.named_buffers())
     lost = [
         name
@@ -212,16 +203,17 @@ def _check_buffers(loaded: PreTrainedModel, built: PreTrainedModel) -> None:
 def _scatter(policy: Policy, state: dict[str, Tensor], world: World) -> None:
     for name, parameter in policy.named_parameters():
         assert isinstance(parameter, DTensor)
-        whole = state.pop(name).to(world.device) if world.first else torch.empty(parameter.shape, device=world.device)
+        on_first = state.pop(name).to(world.device) if world.first else None
+        whole = torch.empty(parameter.shape, device=world.device) if on_first is None else on_first
         parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
 
 
 @torch.no_grad()
 def check_packing(lm: PreTrainedModel) -> float:
-    """Score two short documents alone and in one row; return the largest difference, nats on the CPU in float32.
+    """Score two short documents alone and in one row; return the largest difference in nats.
 
-    Alone is transformers' own forward pass, in one row the trainer's. Attention that leaks between documents, state
-    carried along a row, or a head with an unknown scaling all show here. Raises ConfigError above PROBE_TOLERANCE.
+    Alone is transformers' own forward pass, in one row the trainer's. Leaks between documents or a head with an
+    unknown scaling show here. Raises ConfigError above PROBE_TOLERANCE.
     """
     draw = torch.Generator().manual_seed(0)
     vocabulary = lm.config.get_text_config().vocab_size
@@ -233,10 +225,9 @@ def check_packing(lm: PreTrainedModel) -> float:
     row = reading_of([ids.numpy() for ids in documents], wanted, torch.device("cpu"), share=False)
     packed = Policy(lm, attention).scores(row, torch.cat([ids[1:] for ids in documents]))
     with _plain_attention(lm):
-        alone = [
-            lm(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])
-            for ids in documents
-        ]
+        logits = [lm(input_ids=ids[None], use_cache=False).logits[0, :-1].float() for ids in documents]
+    pairs = zip(logits, documents, strict=True)
+    alone = [each.log_softmax(-1).gather(1, ids[1:, None]) for each, ids in pairs]
     worst = (packed - torch.cat(alone).squeeze(1)).abs().max().item()
     if not worst <= PROBE_TOLERANCE:
         raise ConfigError(
@@ -249,7 +240,7 @@ def check_packing(lm: PreTrainedModel) -> float:
 
 @contextmanager
 def _plain_attention(lm: PreTrainedModel) -> Iterator[None]:
-    """Let `lm` read single documents inside the block: its attention over packed rows needs to know their borders."""
+    """Let `lm` read single documents inside the block."""
     attention = lm.config._attn_implementation
     assert attention is not None
     lm.set_attn_implementation("sdpa" if attention == PACKED else attention)

@@ -1,25 +1,23 @@
-"""The policy as one module, and its attention: a packed row in, statistics of its tokens out.
+"""The policy as one module, its attention over packed rows, and the other weights that a step reads.
 
 The head runs inside this module's forward, so FSDP gathers its root group (embeddings, last norm, head) once for it.
 
-In attention each document attends to itself only, and no [N, N] mask is ever made. It is registered with transformers
-as `composer_packed`. A row is cut at the document borders, and each piece goes through torch's causal kernel: a row of
-4096 tokens in 16 documents costs 1/16 of the dense masked form. Documents with a common beginning are branches of one
-tree (composer_prime/packing/pack.py). How a branch sees the runs above it:
+Each document attends to itself only: a row is cut at the document borders, and no [N, N] mask is ever made.
+Documents with a common beginning are branches of one tree (composer_prime/packing/pack.py).
+How a branch sees the runs above it:
 
     CPU                  one call without a mask for all that hangs on a run, merged by log-sum-exp
     CUDA                 keys of the runs above and its own, end to end, with torch's lower-right causal bias
     flash_attention_2    the same keys as a sequence of its own, longer than the queries'
     windows, dropout     blocks of queries, each with a mask over the keys it can see
 
-Before it trains, a step reads under other weights (`SelfTeacher`). Teachers (SDPO, arXiv 2601.20802, and its code):
-`live` is the policy itself. `ema` follows it: theta_T += rate * (theta - theta_T) after each step. `frozen` is the
-start. The teacher reads the documents of hinted turns in passes of their own, forward only. The frozen weights, or an
-average of their own, are also the reference of the KL penalty. The frozen ones score pairs. Results are [D, H] and [T],
-detached. Every pass gathers parameters from all ranks, so the ranks first agree on what is read.
+`SelfTeacher` reads under other weights before a step trains. A teacher (SDPO, arXiv 2601.20802) is the policy itself
+(`live`), the start (`frozen`), or `ema`: theta_T += rate * (theta - theta_T) after each step.
+The reference of the KL penalty is the start or an average; the start scores pairs.
+Every pass gathers parameters from all ranks, so the ranks first agree on what is read.
 
-No second model is built. A set of weights is exchanged with the policy's shards; a forward pass gathers it as it would
-the policy's; then the exchange is undone to the last bit. No backward pass may be under way meanwhile.
+No second model is built: a set of weights is exchanged with the policy's shards, read, and exchanged back,
+to the last bit. No backward pass may be under way meanwhile.
 """
 
 from __future__ import annotations
@@ -64,12 +62,12 @@ FORWARD_METHODS = ("states", "scores", "grades", "head")
 PACKED = "composer_packed"
 FLASH = "flash_attention_2"
 SHARING = (PACKED, FLASH)
-"""The attentions that can compute a common beginning of documents once."""
+"""They can compute a common beginning of documents once."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Policy(nn.Module):
-    """A Hugging Face causal language model as the trainer sees it; its parameters keep their names below `lm.`."""
+    """A causal language model as the trainer sees it; its parameters keep their names below `lm.`."""
 
     def __init__(self, lm: PreTrainedModel, attention: str, *, adapted: bool = False) -> None:
         """`attention` is transformers' name; `adapted`: `lm` carries low-rank adapters."""
@@ -80,7 +78,6 @@ class Policy(nn.Module):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Tell whether this attention can compute a common beginning of documents once."""
         return self.attention in SHARING
 
     @property
@@ -93,22 +90,23 @@ class Policy(nn.Module):
         return token_statistics(head, hidden_NH[row.source_R], row.targets_R, row.temperature_R, teacher)
 
     def states(self, reading: Reading) -> Tensor:
-        """Return the hidden states [R, H] that predict the reading's wanted tokens."""
+        """Return the states [R, H] that predict the reading's wanted tokens."""
         return self._hidden(reading)[reading.source_R]
 
     def scores(self, reading: Reading, targets_R: Tensor) -> Tensor:
-        """Return the log-probabilities [R] of `targets_R` at the reading's wanted places, at temperature 1."""
+        """Return the log-probabilities [R] of `targets_R`, at temperature 1."""
         hidden_RH = self._hidden(reading)[reading.source_R]
         return token_statistics(head_of(self.lm), hidden_RH, targets_R).logprobs_R
 
     @torch.no_grad()
     def grades(self, row: PackedRow) -> tuple[Tensor, Tensor]:
-        """Return for each wanted token its log-probability [R], and whether it is the likeliest one [R], bool."""
+        """Return each wanted token's log-probability [R], and whether it is the likeliest, bool [R]."""
         hidden_RH, head = self._hidden(row)[row.source_R], head_of(self.lm)
-        return token_statistics(head, hidden_RH, row.targets_R).logprobs_R, likeliest(head, hidden_RH) == row.targets_R
+        logprobs_R = token_statistics(head, hidden_RH, row.targets_R).logprobs_R
+        return logprobs_R, likeliest(head, hidden_RH) == row.targets_R
 
     def head(self) -> Head:
-        """Return a copy of the output layer as it is now."""
+        """Return a copy of the output layer."""
         return head_of(self.lm).copied()
 
     def _hidden(self, reading: Reading) -> Tensor:
@@ -121,10 +119,7 @@ class Policy(nn.Module):
         ).last_hidden_state[0]
 
     def _masks(self, reading: Reading) -> Tensor | dict[str, Tensor] | None:
-        """Return the masks of eager attention, [1, 1, N, N] a kind of layer.
-
-        Made here, because some families (gpt-oss) drop the position IDs, and the borders of documents with them.
-        """
+        """Return the masks of eager attention, [1, 1, N, N] a kind of layer: gpt-oss drops the position ids."""
         weight = self.lm.get_input_embeddings().get_parameter("weight")
         return create_masks_for_generate(
             config=self.lm.config,
@@ -136,15 +131,12 @@ class Policy(nn.Module):
 
 
 def attention_name(setting: str, device_type: str, compute_dtype: torch.dtype) -> str:
-    """Return transformers' name of the attention that `model.attention` means on this device.
-
-    Raises ConfigError for flash_attention_2 where it is not to be had; the configuration refuses it in float32.
-    """
+    """Return transformers' name of what `model.attention` means here. Raises ConfigError where it is not to be had."""
     flash = device_type == "cuda" and is_flash_attn_2_available()
     if setting == FLASH and not flash:
         raise ConfigError(
-            "model.attention is 'flash_attention_2', but this needs a CUDA device and the package flash-attn: install "
-            "it, or set model.attention = 'auto'"
+            "model.attention is 'flash_attention_2', but this needs a CUDA device and the package flash-attn: "
+            "install it, or set model.attention = 'auto'"
         )
     if setting == "auto":
         return FLASH if flash and compute_dtype in (torch.bfloat16, torch.float16) else PACKED
@@ -152,10 +144,7 @@ def attention_name(setting: str, device_type: str, compute_dtype: torch.dtype) -
 
 
 def packing_arguments(name: str, trees: tuple[Tree, ...], device: torch.device) -> dict[str, object]:
-    """Return the keyword arguments of the forward pass that tell the attention `name` how a row is packed.
-
-    `eager` reads the borders from the position ids by itself, and cannot share prefixes.
-    """
+    """Return what the forward pass tells the attention `name`; `eager` has masks instead."""
     if name == PACKED:
         return {"packed_trees": trees}
     if name != FLASH:
@@ -172,7 +161,7 @@ def packing_arguments(name: str, trees: tuple[Tree, ...], device: torch.device) 
 
 
 def _runs(trees: tuple[Tree, ...]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the tokens of each run, and those it sees: the runs above it and its own. All int64 indices."""
+    """Return the tokens of each run, and those it sees: of the runs above it and its own. int64 indices."""
     queries: list[np.ndarray] = []
     keys: list[np.ndarray] = []
 
@@ -193,9 +182,9 @@ def flash_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_keys: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attend with transformers' flash attention, which aligns causal sequences of unequal lengths at their ends.
+    """Attend; `packed_keys`, int64 [K], are the tokens that each run sees, run by run. None: its own.
 
-    `packed_keys`, int64 [K]: which tokens each run sees, run by run. None: each sees its own.
+    transformers' flash attention aligns causal sequences of unequal lengths at their ends.
     """
     if packed_keys is not None:
         key, value = key.index_select(2, packed_keys), value.index_select(2, packed_keys)
@@ -214,27 +203,28 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attend with transformers' signature: query [1, heads, N, D], key and value [1, key-value heads, N, D].
 
-    Of transformers' `options` it follows dropout, scaling and sliding_window. Returns ([1, N, heads, D], None). Raises
-    ConfigError for a model whose attention needs more than a causal window.
+    Return [1, N, heads, D]. Raises ConfigError for a model that needs more than a causal window.
     """
     has_sinks, has_cap = options.get("s_aux") is not None, options.get("softcap") is not None
     if packed_trees is None or has_cap or has_sinks or attention_mask is not None:
         flash = "" if has_sinks else " or 'flash_attention_2'"
         raise ConfigError(
-            f"{type(module).__name__} needs an attention that packed rows do not offer through sdpa (soft caps, sinks "
-            f"or its own masks): set model.attention = 'eager'{flash}"
+            f"{type(module).__name__} needs an attention that packed rows do not offer through sdpa "
+            f"(soft caps, sinks or its own masks): set model.attention = 'eager'{flash}"
         )
     dropout, scaling = options.get("dropout", 0.0), options.get("scaling")
     sliding_window = options.get("sliding_window")
     outputs: list[Tensor] = []
     sizes = [tree.tokens for tree in packed_trees]
-    for tree, q, k, v in zip(packed_trees, *(each.split(sizes, dim=2) for each in (query, key, value)), strict=True):
+    splits = (each.split(sizes, dim=2) for each in (query, key, value))
+    for tree, q, k, v in zip(packed_trees, *splits, strict=True):
         window = None if sliding_window is None or tree.longest <= sliding_window else sliding_window
         plain = window is None and dropout == 0.0 and query.shape[3] == value.shape[3]
         if tree.branches and plain and query.device.type == "cpu":
             outputs.append(_TreeAttention.apply(q, k, v, tree, scaling))
-        else:
-            outputs += _attend_tree(tree, q, k, v, partial(_attend, window=window, dropout=dropout, scaling=scaling))
+            continue
+        attend = partial(_attend, window=window, dropout=dropout, scaling=scaling)
+        outputs += _attend_tree(tree, q, k, v, attend)
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
@@ -246,13 +236,13 @@ AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
 class _TreeAttention(torch.autograd.Function):
     """Attention over a tree that forks, on a CPU: no run is read twice and nothing is as large as its token pairs.
 
-    Each run attends to itself causally. All tokens below a run attend to it in one call without a mask. The parts are
-    merged by their log-sum-exps: with out_i = sum_j exp(s_j - lse_i) v_j over the keys j of part i,
+    All tokens below a run attend to it in one call without a mask, and each run to itself causally.
+    The parts are merged: with out_i = sum_j exp(s_j - lse_i) v_j over the keys j of part i,
 
         lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
 
     A part's probabilities in the whole are exp(s_j - lse), and the softmax's gradient needs out only through
-    sum(grad * out). The kernel's backward pass thus gives a part's exact share when it gets the merged out and lse.
+    sum(grad * out): given the merged out and lse, the kernel's backward pass gives a part's exact share.
     """
 
     @staticmethod
@@ -293,15 +283,12 @@ class _TreeAttention(torch.autograd.Function):
 
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""The operator that scaled_dot_product_attention runs on a CPU. Called directly it also returns the log-sum-exp."""
+"""What scaled_dot_product_attention runs on a CPU. Called directly it also returns the log-sum-exp."""
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _parts(tree: Tree) -> list[tuple[slice, slice, bool]]:
-    """Return (queries, keys, causal) of each kernel call: first every run over itself, then what lies below each fork.
-
-    The first kind covers every token once.
-    """
+    """Return (queries, keys, causal) of each call: every run over itself, then what lies below each fork."""
     runs, forks = [], []
 
     def visit(tree: Tree, start: int) -> None:
@@ -320,10 +307,7 @@ def _parts(tree: Tree) -> list[tuple[slice, slice, bool]]:
 def _attend_tree(
     tree: Tree, query: Tensor, key: Tensor, value: Tensor, attend: Attend, above: tuple[Tensor, Tensor] | None = None
 ) -> list[Tensor]:
-    """Return the outputs of the tree's tokens in order: its run over `above` and itself, then each branch.
-
-    query, key and value hold the tree's tokens; `above` the keys and values of the runs it hangs on.
-    """
+    """Return the outputs of the tree's tokens in order. `above`: keys and values of the runs it hangs on."""
     sizes = [tree.run, *(branch.tokens for branch in tree.branches)]
     (q, *queries), (k, *keys), (v, *values) = (tensor.split(sizes, dim=2) for tensor in (query, key, value))
     if above is not None:
@@ -337,7 +321,7 @@ def _attend_tree(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, *, window: int | None, dropout: float, scaling: float | None
 ) -> Tensor:
-    """Attend causally from queries that are the last of the keys' positions; where it takes masks, in blocks."""
+    """Attend causally from the last of the keys' positions; where that takes masks, in blocks."""
     if query.is_cuda and query.dtype == torch.float32:  # its memory-efficient kernel knows no grouped heads
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
     attend = partial(
@@ -361,11 +345,11 @@ def _attend(
 
 
 _BLOCK = 512
-"""Queries of a block, or as many as the window where that is more."""
+"""Queries of a block; a window that is larger counts."""
 
 
 def _window_mask(length: int, context: int, window: int, device: torch.device) -> Tensor:
-    """Return bool [length, context]: the last `length` positions see at most `window` positions up to themselves."""
+    """Return bool [length, context]: the last positions see at most `window` up to themselves."""
     position = torch.arange(context, device=device)
     distance = position[context - length :, None] - position[None, :]
     return (distance >= 0) & (distance < window)
@@ -375,7 +359,7 @@ def _window_mask(length: int, context: int, window: int, device: torch.device) -
 
 
 _REFERENCE_RATE = 0.01
-"""Share of the trained weights added at each step to the reference's average."""
+"""Of the trained weights, taken by the reference's average at each step."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -409,7 +393,7 @@ class SelfTeacher:
 
     @torch.no_grad()
     def prepare(self, rows: Sequence[PackedRow]) -> list[AuxiliaryLogprobs]:
-        """Read what `rows` need under every set of weights that is not the policy's. A collective."""
+        """Read what `rows` need under other weights. A collective."""
         results = [AuxiliaryLogprobs() for _ in rows]
         passes = self._teacher_passes(rows)
         uncached = self._uncached(rows)
@@ -430,9 +414,8 @@ class SelfTeacher:
             self._policy.train()
         for row, result in zip(rows, results, strict=True):
             if self._cache is not None:
-                result.references[replay_dpo.NAME] = self._cache.of(row.scored).to(
-                    row.input_ids.device, non_blocking=True
-                )
+                references = self._cache.of(row.scored).to(row.input_ids.device, non_blocking=True)
+                result.references[replay_dpo.NAME] = references
         return results
 
     def _uncached(self, rows: Sequence[PackedRow]) -> list[Sides]:
@@ -442,31 +425,31 @@ class SelfTeacher:
         return [pairs for pairs, is_missing in zip(scored, missing, strict=True) if is_missing]
 
     def follow(self) -> None:
-        """Move the averages towards the new weights; called after each step."""
+        """Move the averages towards the new weights, after each step."""
         for name, average in self._averages.items():
             average.follow(self._rates[name])
 
     def catch_up(self, steps: int) -> None:
-        """Move the averages as far as `steps` steps would: other clusters took them, and the weights moved at once."""
+        """Move the averages as `steps` steps would: other clusters took them, and the weights moved at once."""
         for name, average in self._averages.items():
             average.follow(1.0 - (1.0 - self._rates[name]) ** steps)
 
     def start_anew(self) -> None:
-        """Begin the averages at the policy's present weights: their past is another model's."""
+        """Begin the averages at the present weights: their past is another model's."""
         for average in self._averages.values():
             average.follow(1.0)
 
     def averages(self) -> dict[str, dict[str, Tensor]]:
-        """Return the moving averages by name, for the checkpoint; loading writes into these tensors."""
+        """Return the averages by name; checkpoints load into these tensors."""
         return {name: average.values for name, average in self._averages.items()}
 
     def begin(self, name: str) -> None:
-        """Begin the average `name`, which the checkpoint lacks, at the policy's present weights."""
+        """Begin the average `name`, which the checkpoint lacks, at the present weights."""
         logger.info("the checkpoint holds no moving average for the %s: it starts from the policy's weights", name)
         self._averages[name].follow(1.0)
 
     def _teacher_passes(self, rows: Sequence[PackedRow]) -> list[int]:
-        """Return for each row how many passes the rank with the most takes for its teacher documents."""
+        """Return for each row how many teacher passes the rank with the most takes."""
         if self._channels.sdpo.weight == 0:
             return [0] * len(rows)
         return [max(words) for words in zip(*gather_words([len(row.taught) for row in rows]), strict=True)]
@@ -477,7 +460,7 @@ class SelfTeacher:
             result.references[PolicyTerm.name] = logprobs_R if head_rows is None else logprobs_R[head_rows]
 
     def _read_teacher(self, rows: Sequence[PackedRow], passes: list[int], results: Sequence[AuxiliaryLogprobs]) -> None:
-        """Read each row's teacher documents. A rank with fewer passes than another reads one token."""
+        """A rank with fewer passes than another reads one token."""
         head, sdpo = self._policy.head(), self._channels.sdpo
         for row, count, result in zip(rows, passes, results, strict=True):
             idle = [reading_of([], [], row.input_ids.device, share=False)] * (count - len(row.taught))
@@ -491,23 +474,20 @@ class SelfTeacher:
 
 
 class ReferenceLogprobs:
-    """The summed log-probabilities of pairs' answers under the frozen base: computed once, remembered on every rank.
-
-    A key is the hash of a side's token ids with the answer's beginning. A resumed run computes its pairs' again.
-    """
+    """Summed log-probabilities of pairs' answers under the frozen base, kept on every rank."""
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
 
     def missing(self, rows: list[Sides]) -> list[bool]:
-        """Return for each row whether any rank lacks a side. A collective; ranks bring equally many rows."""
+        """Return for each row whether any rank lacks a side. A collective."""
         lacking = [int(any(key not in self._values for key in _keys(pairs))) for pairs in rows]
         return [any(flags) for flags in zip(*gather_words(lacking), strict=True)]
 
     def compute(self, policy: Policy, rows: list[Sides]) -> None:
-        """Score the pairs of `rows`, with the base's weights in place. A collective; ranks bring equally many rows.
+        """Score the pairs of `rows`, the base's weights in place. A collective. Raises NonFiniteError.
 
-        Raises NonFiniteError when the base gives NaN or infinity.
+        All ranks bring equally many rows.
         """
         computed: dict[str, float] = {}
         for pairs in rows:
@@ -518,13 +498,13 @@ class ReferenceLogprobs:
             of_all_ranks |= json.loads(text)
         if not all(map(math.isfinite, of_all_ranks.values())):
             raise NonFiniteError(
-                "the frozen base gives NaN or infinity as the log-probability of an answer in a preference pair; "
-                "nothing was trained: look at model.path and the pairs"
+                "the frozen base gives NaN or infinity as the log-probability of an answer in a preference "
+                "pair; nothing was trained: look at model.path and the pairs"
             )
         self._values |= of_all_ranks
 
     def of(self, pairs: Sides) -> Tensor:
-        """Return the answers' sums, float32 [2 P] on the CPU, in the order of the sides."""
+        """Return the answers' sums, float32 [2 P] on the CPU."""
         return torch.tensor([self._values[key] for key in _keys(pairs)], dtype=torch.float32)
 
 
@@ -534,19 +514,20 @@ def _keys(pairs: Sides) -> list[str]:
 
 
 def _answer_logprobs(policy: Policy, pairs: Sides) -> Tensor:
-    """Return the answers' sums, float64 [2 P] on the CPU. Reads one token without pairs, so that ranks stay in step."""
+    """Return the answers' sums, float64 [2 P]. Without pairs it reads one token: ranks stay in step."""
     device = next(policy.parameters()).device
     wanted = [np.arange(start, len(ids)) for ids, start in pairs]
     answers = [ids[start:] for ids, start in pairs]
     targets = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *answers])).to(device)
     reading = reading_of([ids for ids, _ in pairs], wanted, device, share=policy.shares_prefixes)
     scores = policy.scores(reading, targets)
-    sides = torch.from_numpy(np.repeat(np.arange(len(answers)), np.array([len(a) for a in answers], dtype=np.int64)))
+    lengths = np.array([len(answer) for answer in answers], dtype=np.int64)
+    sides = torch.from_numpy(np.repeat(np.arange(len(answers)), lengths))
     return torch.zeros(len(answers), dtype=torch.float64).index_add(0, sides, scores.double().cpu())
 
 
 class WeightSnapshot:
-    """A second value for each trained parameter of `module`, at first the parameter's own; sharded alike, float32."""
+    """A second value for each trained parameter, at first its own; sharded alike, float32."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -555,13 +536,13 @@ class WeightSnapshot:
 
     @torch.no_grad()
     def follow(self, rate: float) -> None:
-        """Move by `rate` of the way towards the parameters, which is the moving average of a step; 1 takes them."""
+        """Move by `rate` of the way towards the parameters; 1 takes them."""
         for name, parameter in _trained(self._module):
             _local(self.values[name]).lerp_(_local(parameter), rate)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Let the module compute with these values inside the block, and with its own again after it."""
+        """Let the module compute with these values inside the block."""
         self._exchange()
         try:
             yield
@@ -571,7 +552,7 @@ class WeightSnapshot:
     @torch.no_grad()
     def _exchange(self) -> None:
         for module in self._module.modules():
-            if isinstance(module, FSDPModule):  # whole parameters that a forward pass left behind would still be used
+            if isinstance(module, FSDPModule):  # else whole parameters of a forward pass stay in use
                 module.reshard()
         for name, parameter in _trained(self._module):
             current, other = _local(parameter), _local(self.values[name])
@@ -582,10 +563,7 @@ class WeightSnapshot:
 
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Scale the adapters of `module` to 0 inside the block: with adapters, the start weights are the base model.
-
-    Switching them off through peft would change what is trained.
-    """
+    """Scale the adapters to 0 inside the block; peft's switch would change what is trained."""
     from peft.tuners.lora import LoraLayer  # peft takes seconds to import
 
     layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]

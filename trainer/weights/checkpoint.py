@@ -6,8 +6,8 @@
     ranks:  torch.distributed.checkpoint writes trainer/, each rank its shards
     rank 0: when both are whole: COMPLETE (last), then older checkpoints are removed
 
-A folder without COMPLETE never counts. When a write fails (a full disk), the unfinished folder is removed and the
-checkpoint before it stays as it was. Training continues and the next one is tried, unless it was the last of the run.
+A folder without COMPLETE never counts. After a failed write (a full disk) the unfinished folder is removed, and
+training continues, unless it was the last of the run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 PARTIAL = StateDictOptions(strict=False)
-"""The model folder has the frozen parameters. A parameter that never got a gradient has no moments in a checkpoint."""
+"""Frozen parameters are in the model folder. One that never got a gradient has no moments."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,21 +70,21 @@ class Checkpoints:
     _failure: CheckpointError | None = None
     background: Background = field(default_factory=partial(Background, 1))
     _group: Any = field(default_factory=partial(dist.new_group, backend="gloo"))
-    """In it the threads of all ranks agree, beside the collectives of training."""
+    """The threads' own, beside the collectives of training."""
 
     def save(self, step: int, client: StepClient) -> None:
         """Write checkpoint `step` with the orchestrator. A collective.
 
-        Raises CheckpointError on every rank when any part fails. The folder is then gone, and older ones are intact.
+        Raises CheckpointError on every rank when any part fails: the folder is gone, older ones are intact.
         """
         self._start(step, client, self._state(step))
         if (failure := self.settle()) is not None:
             raise failure
 
     def begin(self, step: int, client: StepClient) -> None:
-        """Write checkpoint `step` as `save` does, from a copy and beside training: `settle` waits. A collective.
+        """Write checkpoint `step` from a copy, beside training: `settle` waits. A collective.
 
-        Where the memory of a machine has no room for the copy, training waits here.
+        Where a machine has no room for the copy, training waits here.
         """
         state, has_room = self._state(step), self._has_room()
         if has_room:
@@ -99,7 +99,7 @@ class Checkpoints:
         return self._failure
 
     def _has_room(self) -> bool:
-        """Return whether each machine has twice the memory that a copy takes. A collective."""
+        """Return whether each machine has twice a copy's memory."""
         trained = sum(parameter.nbytes for parameter in self.policy.parameters() if parameter.requires_grad)
         needed = 2 * 3 * trained * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // self.world.size
         return all(room for (room,) in gather_words([int(memory()[1] > needed)]))
@@ -113,7 +113,7 @@ class Checkpoints:
         self.background.start(what, partial(self._write, step, state, outer, prepared))
 
     def _write(self, step: int, state: dict[str, Any], outer: memoryview | None, failure: str) -> None:
-        """Write this rank's part, without a `failure` on any, and complete the checkpoint. Runs on the thread."""
+        """Write this rank's part and complete the checkpoint, on the thread."""
         folder = self.run_dir.checkpoint(step)
         torch.get_device_module(self.world.device).set_device(self.world.device)  # A thread begins with GPU 0.
         try:
@@ -131,10 +131,7 @@ class Checkpoints:
             self._failure = error
 
     def load(self, step: int) -> None:
-        """Restore checkpoint `step`, whatever number of ranks wrote it. A collective.
-
-        Raises CheckpointError when it does not fit this model and optimizer or cannot be read.
-        """
+        """Restore checkpoint `step`, whatever number of ranks wrote it. A collective. Raises CheckpointError."""
         folder = self.run_dir.checkpoint(step) / "trainer"
         state = self._state(step)
         try:
@@ -147,7 +144,7 @@ class Checkpoints:
             ) from error
         if state["meta"] != {"step": step, "format": FORMAT}:
             raise CheckpointError(f"checkpoint {folder} says {state['meta']}, expected step {step}, format {FORMAT}")
-        # Moments come from the checkpoint, hyper-parameters from the configuration: a resumed run may change them.
+        # Hyper-parameters come from the configuration: a resumed run may change them.
         settings = self.optimizer.settings()
         set_state_dict(self.policy, self.optimizer.parts, model_state_dict=state["model"],
                        optim_state_dict=state["optimizer"], options=PARTIAL)  # fmt: skip
@@ -163,7 +160,7 @@ class Checkpoints:
         self._load_outer(folder)
 
     def _agree(self, folder: Path, failure: str) -> None:
-        """Raise CheckpointError on every rank when `failure` is not empty on any. A collective of the threads."""
+        """Raise CheckpointError on every rank when any has a `failure`."""
         failures = [text for text in gather_texts(failure, self._group) if text]
         if not failures:
             return
@@ -175,7 +172,7 @@ class Checkpoints:
         )
 
     def _complete(self, folder: Path) -> str:
-        """Mark the checkpoint as complete and remove old ones. Return the failure."""
+        """Mark the checkpoint complete, remove old ones. Return the failure."""
         try:
             write_atomic(folder / "COMPLETE", b"")
         except OSError as error:
@@ -213,9 +210,9 @@ class Checkpoints:
 
 
 def write_checkpoint_model(run_dir: RunDir, step: int, target: Path) -> None:
-    """Write the model of checkpoint `step` to the new folder `target`, adapters merged, as float32 and on the CPU.
+    """Write the model of checkpoint `step` to the new folder `target`: adapters merged, float32, on the CPU.
 
-    Runs outside a run, alone. Raises CheckpointError for a checkpoint that cannot be read.
+    Runs alone, outside a run. Raises CheckpointError.
     """
     config = read_config(run_dir.config)
     trainer = config.trainer.model_copy(update={"device": "cpu", "compute_dtype": "float32"})
@@ -236,7 +233,7 @@ def write_checkpoint_model(run_dir: RunDir, step: int, target: Path) -> None:
 
 
 def _prepare(folder: Path, step: int, client: StepClient) -> str:
-    """Make the folder and have the orchestrator write its part. Return the failure."""
+    """Make the folder, with the orchestrator's part. Return the failure."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
@@ -247,19 +244,21 @@ def _prepare(folder: Path, step: int, client: StepClient) -> str:
 
 
 def _without_frozen(policy: Policy, values: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what is not trained, under every name that tied parameters have."""
+    """Leave out what is not trained, under all names of tied parameters."""
     names = policy.named_parameters(remove_duplicate=False)
     frozen = {name for name, parameter in names if not parameter.requires_grad}
     return {name: value for name, value in values.items() if name not in frozen}
 
 
 def _drop_absent(state: dict[str, Any], written: Iterable[str]) -> list[str]:
-    """Leave out of `state` what the checkpoint lacks (more ranks, another teacher, moments). Return absent averages."""
+    """Leave out of `state` what the checkpoint lacks. Return the absent averages."""
     names = list(written)
 
     def present(values: dict[str, Any], prefix: str, end: str = "") -> dict[str, Any]:
-        starts = {key: f"{prefix}.{key}{end}" for key in values}
-        return {key: value for key, value in values.items() if any(name.startswith(starts[key]) for name in names)}
+        def is_written(key: str) -> bool:
+            return any(name.startswith(f"{prefix}.{key}{end}") for name in names)
+
+        return {key: value for key, value in values.items() if is_written(key)}
 
     state["optimizer"]["state"] = present(state["optimizer"]["state"], "optimizer.state", ".")
     averages = state.get("averages", {})
@@ -274,4 +273,5 @@ def _root_cause(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"

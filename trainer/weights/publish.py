@@ -1,26 +1,22 @@
 """Publishing a policy version: copied weights -> canary -> chunks in the store -> signed manifest -> announcement.
 
     for each parameter, all ranks: cast the shard (half the traffic for bfloat16) -> gather -> rank 0 copies to the CPU
-       (over the version before: rank 0 holds one model in the published type there, unless only adapters are written)
     canary: logprobs of a fixed prompt, on the GPU (on a CPU the background thread computes them)
     ---- training continues; a thread of rank 0 does the rest ----
     safetensors bytes -> whole, or what differs from the versions before -> chunks -> manifest, signed -> prune
     -> announce: the orchestrator learns of the version
 
-Every chunk that a manifest in the store lists exists, and a version is announced after its manifest is written. Of a
-model with adapters only the adapter factors are written: the nodes have the base. One publication is under way at a
-time: the next one waits for it, and so do a checkpoint and the end of the run. A failure in the thread is raised by the
-next call, on the main thread. A device never holds more than one whole tensor besides its shards. `export` writes
-final/ from the same tensors in the same type: what the nodes sampled from and what the last evaluation measured.
+A version is announced after its manifest, and that is written after its chunks. Of adapters only the factors are
+written: the nodes have the base. The next publication, a checkpoint and the end of the run wait for the one under way.
+A device holds at most one whole tensor besides its shards. `export` writes final/ from the same tensors.
 
 The file of a version in the store is whole (an anchor), or what differs from the last anchor:
 
     anchor 0 ────┬────┬────┬────────> anchor 4 ────┬────┬────         one patch to each version, from its anchor
                  1    2    3                       5    6             a new anchor has one from the anchor before
 
-A patch is written chunk by chunk, beside training: a chunk of the anchor is read from the store and compared with the
-tensors in memory. So no second snapshot is held. A version is whole after `anchor_every` others, when its patch would
-not be small, and when the anchor is not certain (after a start, a rewind, or damage in the store).
+A patch compares each chunk of the anchor with the tensors in memory, so no second snapshot is held.
+A version is whole after `anchor_every` others, when its patch would not be small, and when the anchor is not certain.
 """
 
 from __future__ import annotations
@@ -82,7 +78,7 @@ _WEIGHT_FILES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".index.json", 
 class Publisher:
     """Writes versions of one run into its weight store.
 
-    Version N is the model after step N. In a joint run version V is the global model after V full sweeps of fragments.
+    Version N is the model after step N, in a joint run the global model after N full sweeps of fragments.
     A run without training rollouts publishes only what an evaluation plays with.
     """
 
@@ -99,7 +95,7 @@ class Publisher:
         """The version published last."""
         self._highest_version = -1
         self._copies: dict[str, Tensor] = {}
-        """The tensors published last. The next ones take their place: fresh memory would take twice as long to fill."""
+        """Published last. The next take their place: fresh memory takes twice as long to fill."""
         self.background = Background(config.trainer.threads)
         """Writes the version; idle on ranks but the first."""
         if world.first:
@@ -114,8 +110,8 @@ class Publisher:
     def publish(self, policy: Policy, step: int, announce: Callable[[int], None] = lambda version: None) -> int:
         """Copy the version of `step`, and write it in the background unless it is there. Return the bytes of tensors.
 
-        `announce` is called in the background with the version when it is complete. A collective; ranks but the first
-        return 0 and do no more. Waits for the publication before, and raises as `settle` does.
+        `announce` gets the version there once it is complete. Ranks but the first return 0. A collective.
+        Waits for the publication before, and raises as `settle` does.
         """
         self.settle()
         version = self._version_of(step) if self._is_needed(step) else self.version
@@ -139,13 +135,13 @@ class Publisher:
         return size
 
     def settle(self) -> None:
-        """Wait until no publication is under way on rank 0. A collective. Raises what failed there on every rank."""
+        """Wait until no publication is under way. A collective. Raises what failed on every rank."""
         wait_together("the next publication", "the one before", self.background.is_idle)
 
     def _finish(
         self, version: int, written: dict[str, Tensor], canary: Canary | None, announce: Callable[[int], None]
     ) -> None:
-        """Score, write and announce a version. Runs on the thread.
+        """Score, write and announce a version, on the thread.
 
         `written`: the adapters' factors where the nodes have the whole base, else all tensors of the plain model.
         """
@@ -182,12 +178,12 @@ class Publisher:
             torch.cuda.synchronize(self._world.device)
 
     def rewind(self, step: int) -> None:
-        """Drop the versions after that of `step`: they belong to steps that a resume takes again."""
+        """Drop the versions after that of `step`: a resume takes those steps again."""
         if self._world.first:
             self._writer.rewind(self._version_of(step), self.dtype)
 
     def export(self, policy: Policy, target: Path) -> None:
-        """Write final/ to `target` in the published type. Raises CheckpointError. A collective; rank 0 writes."""
+        """Write final/ in the published type. Raises CheckpointError. A collective."""
         export(policy, self._config, self._folder, target, self._world, self.dtype)
 
     def _begin(self, work: Callable[[], None]) -> None:
@@ -197,15 +193,14 @@ class Publisher:
     def accepted_versions(self, step: int) -> tuple[int, int]:
         """Return the oldest and newest version that the batch of `step` may hold tokens of.
 
-        In a joint run only the orchestrator bounds the oldest: when this peer catches up on rounds, several versions
-        pass between the forming of a batch and its training.
+        In a joint run only the orchestrator bounds the oldest: while this peer catches up, several versions pass.
         """
         if self._outer:
             return 0, self._highest_version
         return step - 1 - self._config.orchestrator.max_staleness, step - 1
 
     def _is_needed(self, step: int) -> bool:
-        """Return whether nodes play with the version of `step`; the first after a start always counts."""
+        """Return whether nodes play with this version; the first after a start always counts."""
         orchestrator = self._config.orchestrator
         if orchestrator.groups_per_step or self.version < 0:
             return True
@@ -220,12 +215,13 @@ def whole_parameters(policy: Policy, world: World, dtype: torch.dtype) -> Iterat
     """Yield every parameter of the plain model, gathered in `dtype`, on its device. A collective.
 
     Adapters are merged, and tied parameters are there once. One CPU rank gets its parameters themselves, in their own
-    type, unless they are merged: read, never write.
+    type: read, never write.
     """
     for module in policy.modules():
-        if isinstance(module, FSDPModule):  # a forward pass without a backward leaves whole parameters behind
+        if isinstance(module, FSDPModule):  # a forward pass without a backward leaves whole parameters
             module.reshard()
-    for name, tensor in merged_parameters(policy.lm) if policy.adapted else policy.lm.named_parameters():
+    named = merged_parameters(policy.lm) if policy.adapted else policy.lm.named_parameters()
+    for name, tensor in named:
         whole = tensor.detach()
         if world.size > 1 or whole.device.type != "cpu":
             whole = whole.to(dtype)  # Before it travels. On one CPU rank the copy casts.
@@ -235,7 +231,7 @@ def whole_parameters(policy: Policy, world: World, dtype: torch.dtype) -> Iterat
 
 
 def plain_model(config: Config, folder: Path) -> PreTrainedModel:
-    """Return the published architecture: no adapters, ordinary attention, parameters on the meta device."""
+    """Return the published architecture, without adapters, on the meta device."""
     trainer = config.trainer.model_copy(update={"lora": None})
     attention = "eager" if config.model.attention == "eager" else "sdpa"
     return empty_model(folder, attention, config.model_copy(update={"trainer": trainer}))
@@ -244,13 +240,12 @@ def plain_model(config: Config, folder: Path) -> PreTrainedModel:
 class CanaryScorer:
     """Scores a fixed prompt with the very tensors that are published, in float32.
 
-    A second model without storage runs on them. Each layer's weights are cast to float32 just before the layer runs and
-    dropped right after, so a 16-bit model of any size needs one float32 layer at a time. Shards, packing and precision
-    policy take no part, so a fault there shows as a difference at the nodes.
+    A second model without storage runs on them: each layer's weights are float32 just while it runs.
+    Shards, packing and precision policy take no part, so a fault there shows as a difference at the nodes.
     """
 
     def __init__(self, lm: PreTrainedModel, folder: Path, device: torch.device) -> None:
-        """Take over `lm`, which has parameters on the meta device and real buffers. `folder` has the tokenizer."""
+        """Take over `lm`: parameters on the meta device, real buffers. `folder` has the tokenizer."""
         self._lm = lm.eval()
         self._device = device
         self._ids = torch.tensor([_prompt_ids(folder, lm.config.get_text_config().vocab_size)], device=device)
@@ -265,7 +260,7 @@ class CanaryScorer:
 
     @torch.no_grad()
     def score(self, tensors: Mapping[str, Tensor]) -> Canary:
-        """Return log p(token t+1 | tokens <= t) at temperature 1. `tensors`: by parameter name, tied ones once."""
+        """Return log p(token t+1 | tokens <= t) at temperature 1. `tensors`: by name, tied ones once."""
         self._tensors = tensors
         logits_TV = self._lm(input_ids=self._ids, use_cache=False).logits[0, :-1].float()
         self._tensors = {}
@@ -273,7 +268,6 @@ class CanaryScorer:
         return Canary(token_ids=self._ids[0].tolist(), logprobs=logprobs_T.tolist())
 
     def _fill(self, prefix: str, names: list[str], module: nn.Module, *_: object) -> None:
-        """Give a module its weights before its forward pass."""
         for name in names:
             key = prefix + name
             value = self._tensors[key if key in self._tensors else self._lm.all_tied_weights_keys[key]]
@@ -287,21 +281,23 @@ def _restore(parameters: dict[str, nn.Parameter], module: nn.Module, *_: object)
 
 
 def _prompt_ids(folder: Path, vocabulary: int) -> list[int]:
-    """Return the fixed prompt in the model's own tokens, at most 32; evenly spread ids without a tokenizer."""
+    """Return the fixed prompt in the model's own tokens, at most 32; spread ids without a tokenizer."""
     try:
-        ids = AutoTokenizer.from_pretrained(folder, local_files_only=True).encode(CANARY_TEXT, add_special_tokens=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        ids = tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
     except (OSError, ValueError):
         ids = []
     usable = [token for token in ids if token < vocabulary][:CANARY_TOKENS]
-    return usable if len(usable) >= 2 else [(1 + 7 * index) % vocabulary for index in range(CANARY_TOKENS)]
+    if len(usable) >= 2:
+        return usable
+    return [(1 + 7 * index) % vocabulary for index in range(CANARY_TOKENS)]
 
 
 def export(policy: Policy, config: Config, folder: Path, target: Path, world: World, dtype: torch.dtype) -> None:
     """Write final/, a folder that AutoModelForCausalLM.from_pretrained loads, to `target`, replacing it whole.
 
-    Everything but weights and config.json is copied from the model folder (tokenizer, generation settings, license); a
-    configured chat template takes precedence. A collective; rank 0 writes. Raises CheckpointError when `target` cannot
-    be written.
+    All but weights and config.json is copied from the model folder; a configured chat template takes precedence.
+    A collective; rank 0 writes. Raises CheckpointError.
     """
     wholes = whole_parameters(policy, world, dtype)
     tensors = {name: whole.to("cpu", dtype).contiguous() for name, whole in wholes if world.first}
@@ -343,19 +339,13 @@ _LARGEST_SHARE = 1 / 3
 
 
 class VersionWriter:
-    """The weight store of a run, as its trainer writes it: every version has a signed manifest.
-
-    Used by one thread at a time.
-    """
+    """The weight store as its trainer writes it. Used by one thread at a time."""
 
     def __init__(
         self, store: WeightStore, signer: Ed25519PrivateKey, run_id: str, *, keep: int,
         anchor_every: int = ANCHOR_EVERY, threads: int = 1,
     ) -> None:  # fmt: skip
-        """`keep` versions stay in the store. `anchor_every` versions after an anchor the next one is whole.
-
-        `threads` of them hash, compare, compress and write chunks.
-        """
+        """`keep` versions stay, every `anchor_every`-th is whole, `threads` work on chunks."""
         self.run_id = run_id
         self._store = store
         self._signer = signer
@@ -369,10 +359,10 @@ class VersionWriter:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "version")
         self._dense_until = 0
-        """So many versions are not compared with the anchor: a step changed too many words."""
+        """So many versions are not compared: a step changed too many words."""
 
     def publish(self, manifest: Manifest, tensors: Mapping[str, Tensor], size: int) -> None:
-        """Write the version of contiguous CPU `tensors` of `size` bytes, and drop old ones. Raises WeightError."""
+        """Write the version of contiguous CPU `tensors`, and drop old ones. Raises WeightError."""
         version = manifest.version
         try:
             manifest = self.write(manifest, tensors)
@@ -385,7 +375,7 @@ class VersionWriter:
             ) from error
 
     def rewind(self, version: int, dtype: torch.dtype) -> None:
-        """Drop the versions after `version`. The next one builds on the newest there was, if that has `dtype`."""
+        """Drop later versions. The next one builds on the newest there was, if that has `dtype`."""
         newest, versions = None, self._store.versions()
         with contextlib.suppress(ComposerError, OSError):  # Of another release, or damaged.
             newest = self._open(self._store.manifest(versions[-1])) if versions else None
@@ -402,10 +392,7 @@ class VersionWriter:
         self._anchor = []
 
     def continue_from(self, newest: Manifest) -> None:
-        """Build on the anchor of the store's `newest`, from whatever version training continues: files are compared.
-
-        Nodes that have that anchor pull no other one. The store may have lost it: then the next version is whole.
-        """
+        """Build on the anchor of `newest`, which nodes have. Where it is lost the next is whole."""
         self.forget()
         if newest.kind == "adapters" or any(ref.size != self._store.chunk_bytes for ref in newest.chunks[:-1]):
             return
@@ -422,7 +409,7 @@ class VersionWriter:
         self._header = bytes(start[: 8 + int.from_bytes(start[:8], "little")])
 
     def write(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Manifest:
-        """Store the file of contiguous CPU `tensors`, and return the manifest with what a reader needs."""
+        """Store the file of `tensors`; return the manifest with what a reader needs."""
         if manifest.kind == "adapters":
             return replace(manifest, chunks=self._store.put_stream(safetensors_parts(tensors), self._in_order))
         word = WORDS[manifest.dtype]
@@ -440,7 +427,7 @@ class VersionWriter:
         return replace(manifest, kind="anchor", chunks=chunks, patch=patch, base=anchor if patch else [])
 
     def _patch(self, anchor: list[ChunkRef], tensors: Mapping[str, Tensor], word: np.dtype) -> list[ChunkRef]:
-        """Return the patch from the anchor to `tensors`; nothing where that is not small or the store lost a chunk."""
+        """Return the patch from the anchor; none where it is not small or a chunk is lost."""
         if self._anchor_every == 1 or self._dense_until > 0:
             self._dense_until = max(0, self._dense_until - 1)
             return []
@@ -469,7 +456,7 @@ class VersionWriter:
         return []
 
     def _in_order(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-        """Yield what `work` makes of each item, in order, while the threads work on the next few."""
+        """Yield what `work` makes of each item, in order, a few at a time."""
         pending: deque[Future[Result]] = deque()
         for item in items:
             pending.append(self._pool.submit(work, item))
@@ -480,7 +467,7 @@ class VersionWriter:
 
 
 def safetensors_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file of CPU tensors, piece by piece, without a second copy of the model."""
+    """Yield a safetensors file piece by piece, without a second copy of the model."""
     yield safetensors_header(
         (name, str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.nbytes)
         for name, tensor in tensors.items()
@@ -490,5 +477,5 @@ def safetensors_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryv
 
 
 def _raw_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, row-major, without a copy."""
+    """Return the bytes of a contiguous CPU tensor, not copied."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
