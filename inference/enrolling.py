@@ -1,10 +1,10 @@
-"""From an invite to a model folder on this disk: enroll, pull the model files and the newest version, make a folder.
+"""From an invite to a model folder on this disk: enroll, pull model files and the newest version.
 
     STATE/<run>/node-0.curve      this node's own pair, drawn once; node-0.enrolled: the run knows it
     STATE/<run>/node-0/<sha256>   chunks of versions; those that a killed process pulled are used on
     STATE/<run>/model/            config.json, tokenizer, model.safetensors: what an engine starts from
 
-Every byte is checked against what the run signed. The invite is used once: later starts connect under the own pair.
+Every byte is checked against what the run signed. The invite is used once, then the own pair.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class NodeState:
         self.enrolled = self.path / f"node-{slot}.enrolled"
 
     def keys(self) -> ClientKeys:
-        """Return the gateway's key and this node's own pair, drawn at the first call. Raises OSError."""
+        """Return the gateway's key and this node's pair, drawn at the first call. Raises OSError."""
         path = self.chunks.with_suffix(".curve")
         write_secret(path, b"".join(zmq.curve_keypair()))
         return ClientKeys(self.invite.keys.server_public, CurvePair.read(path))
@@ -125,7 +125,7 @@ async def _first_answer(
 ) -> tuple[str, Enrolled | None]:
     """Return the first address that answers as `_ask` does, and the answer; no address when none does.
 
-    Note in `faults` why the others did not. `is_known`: ask under the node's own key, else under the invite's.
+    `faults` gets why others did not. `is_known`: ask under the node's own key, not the invite's.
     """
     own = state.keys()
     keys = own if is_known else state.invite.keys

@@ -6,9 +6,8 @@
     a child that ended is started again after a pause, at most inference.max_restarts times in ten minutes
     a run that does not answer is waited for, as long as --wait says
 
-The nodes: one a GPU, or one a group of GPUs with --tensor-parallel; without a GPU one on the CPU with all cores. What
-cannot run here is refused before anything is asked. The parent imports no torch. What cannot be mended by another start
-(exit status 2), such as a refusal of the gateway, ends that node at once.
+Without a GPU one node takes all cores. What cannot run here is refused before anything is asked. The parent imports no
+torch. What another start cannot mend (exit status 2), such as a refusal, ends that node at once.
 """
 
 from __future__ import annotations
@@ -162,10 +161,7 @@ def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
 
 
 async def _prepare(options: argparse.Namespace, state: NodeState) -> Assignment:
-    """Enroll this node and bring its model to this disk, as soon as the run has weights and gives them.
-
-    Raises LostRunError when it publishes none for all of --wait, ConfigError when it refuses them for as long.
-    """
+    """Enroll this node and bring its model to this disk. Raises LostRunError or ConfigError after --wait."""
     machine, deadline, tries, run_id = machine_text(state.path), math.inf, 0, state.invite.run_id
     while True:
         address, answer = await enroll(state, _name(options), machine, options.wait)
@@ -252,7 +248,7 @@ class _Machine:
         return [*console_script("inference"), "join", *words], environment
 
     async def keep_running(self, name: str, command: list[str], environment: dict[str, str], limit: int) -> int:
-        """Run a process, again after each crash, at most `limit` times in ten minutes. Return its last exit status.
+        """Run a process, again after a crash, `limit` times in ten minutes. Return the exit status.
 
         An end with status 0, 2 or LOST is final, one with DISCONNECTED no crash.
         """

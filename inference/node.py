@@ -6,8 +6,8 @@
     heartbeat      Status every heartbeat_s, also while weights load (pulling, hashing and loading run in threads)
     weights task   the newest manifest -> receiver; versions that were replaced meanwhile are skipped
 
-When the connection is lost, the node drops its running requests, and the gateway reissues them. The node reconnects for
-at most connect_timeout_s. `run` returns after a drain and raises when the node cannot continue.
+When the connection is lost, the node drops its requests, which the gateway reissues, and reconnects for at most
+connect_timeout_s. `run` returns after a drain and raises when the node cannot continue.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _RETRIED_ERRORS = (CorruptWeightsError, DeadlineError, EngineError, OSError)
 
 
 class GatewayLink(ChunkSource):
-    """One CURVE DEALER socket, opened again for each attempt to reach the gateway."""
+    """One CURVE DEALER socket, opened again for each attempt."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class GatewayLink(ChunkSource):
         chunk_timeout_s: float = CHUNK_TIMEOUT_S,
         messages: Any = ToNode,
     ) -> None:
-        """`address` is called for each connection: a restarted orchestrator may bind another port.
+        """`address` is called for each connection, and returns None before one is bound.
 
-        It returns None before one is bound. `messages`: the union of what may arrive.
+        `messages`: the union of what may arrive.
         """
         self._address = address
         self._keys = keys
@@ -272,7 +272,7 @@ class InferenceNode:
             await asyncio.sleep(random.uniform(0.05, 0.3) * min(attempt, 5))
 
     async def _converse(self, patience_s: float) -> float | None:
-        """Serve one connection until no more messages come. Return when the last one came, None if none did.
+        """Serve one connection until no more messages come. Return when the last came, if any did.
 
         `patience_s` bounds the wait for the first answer.
         """

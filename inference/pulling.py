@@ -1,4 +1,4 @@
-"""The model files and the newest version of a run, pulled into a folder that an engine can start from.
+"""A run's model files and newest version, pulled into a folder that an engine can start from.
 
 Both come through a VersionFolder. What is there already stays: whole files and chunks.
 """
@@ -60,10 +60,9 @@ async def _listen(link: GatewayLink) -> None:
 
 
 async def pull_model(source: ChunkSource, state: NodeState, answer: Enrolled, link: ChunkSource | None = None) -> None:
-    """Bring the newest version and the files of the model to the folder `state.model`.
+    """Bring the newest version and the files of the model to `state.model`.
 
     `link`: the gateway, which alone has the model's own files; None where `source` has them.
-
     Raises CorruptWeightsError, DeadlineError, OSError (the disk is full), WireError or SignatureError.
     """
     start, run_id = time.monotonic(), state.invite.run_id
@@ -131,7 +130,7 @@ def _join_chunks(target: Path, chunks: Iterable[bytes]) -> None:
 
 
 async def _keep_in_run(manifest: Manifest, link: ChunkSource | None) -> None:
-    """Ask the gateway for bytes now and then, so that the run keeps a version that comes from elsewhere."""
+    """Ask for bytes now and then, so that the run keeps a version that comes from elsewhere."""
     while link is not None:
         for ref in [*manifest.patch[:1], *manifest.chunks[:1], *manifest.chunks[-1:]]:
             with suppress(ComposerError, OSError):

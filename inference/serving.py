@@ -103,7 +103,7 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
 
 
 async def _start(assignment: Assignment, folder: Path, stack: AsyncExitStack) -> InferenceNode:
-    """Return the node, its first version in use. `stack` closes what it is made of."""
+    """Return the node, its first version in use. `stack` closes its parts."""
     import torch
 
     from composer_prime.wire.node_messages import ToAuditor, ToNode
@@ -148,7 +148,7 @@ def _weights(assignment: Assignment, link: GatewayLink, stack: AsyncExitStack) -
 
 
 def _device(inference: InferenceConfig, *, on_cuda: bool) -> ComputeDevice:
-    """Ask the driver what the node computes on: torch would take GPU memory for the answer."""
+    """Ask the driver: torch would take GPU memory for the answer."""
     dtype = inference.dtype_used(on_cuda=on_cuda)
     if not on_cuda:
         return ComputeDevice(name="cpu", count=inference.threads, dtype=dtype)
@@ -158,7 +158,7 @@ def _device(inference: InferenceConfig, *, on_cuda: bool) -> ComputeDevice:
 
 
 def _model_context(folder: Path) -> int:
-    """Raises ConfigError when the model does not say for how many tokens it was made."""
+    """Raises ConfigError when the model does not say."""
     limit = text_settings(folder).get("max_position_embeddings")
     if limit is None:
         raise ConfigError(f"{folder}/config.json names no max_position_embeddings: pass --max-context")

@@ -3,9 +3,8 @@
     WeightSources.read --a copy, by the chunk's name--> HttpSource
          none of them gives the chunk, after a short wait --> GatewayLink
 
-No source is trusted. Each answer is bounded in bytes and time, and VersionFolder hashes every chunk. A source that
-fails or is slow is put aside for a minute; one whose chunk was wrong for ten. Manifests never come from here: the
-gateway sends them, so a source cannot offer an old version as a new one.
+No source is trusted: VersionFolder hashes every chunk. A source that fails or is slow is put aside for a minute, one
+whose chunk was wrong for ten. Manifests come from the gateway, so a source cannot offer an old version as new.
 """
 
 from __future__ import annotations

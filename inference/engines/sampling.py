@@ -1,9 +1,8 @@
 """The published rule of drawing: temperature, top-k, top-p, a draw by inverse CDF, log-probability, stop conditions.
 
-The uniform number of a draw is a hash of (request seed, position in the sequence). So a seeded request draws the same
-numbers in any batch and on any node, and there is no generator state. An auditor that holds the model
-checks with `draw_misses` that given tokens are those draws. docs/reference/generate-contract.md states the rule, with
-test vectors. What a request may ask for is checked here too, alike for all engines.
+The uniform number of a draw is a hash of (request seed, position): the same in any batch and on any node. An auditor
+that holds the model checks draws with `draw_misses`. docs/reference/generate-contract.md states the rule, with test
+vectors. What a request may ask for is checked here too, alike for all engines.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class SamplingRows:
 
 
 def uniforms(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """float64 [R] in [0, 1), multiples of 2^-32: two rounds of the splitmix64 finalizer over seed and position."""
+    """float64 [R] in [0, 1), multiples of 2^-32: two rounds of splitmix64's finalizer."""
     with np.errstate(over="ignore"):
         mixed = _mix(_mix(seed + np.uint64(0x9E3779B97F4A7C15)) ^ (position * np.uint64(0xD1342543DE82EF95)))
     return (mixed >> np.uint64(32)).astype(np.float64) * 2.0**-32
@@ -107,10 +106,7 @@ def _mix(bits: np.ndarray) -> np.ndarray:
 
 
 def warp(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Return the logits [R, V] of the distributions that are sampled from: temperature, then top-k, then top-p.
-
-    Greedy rows (temperature 0) keep theirs.
-    """
+    """Return the logits [R, V] that are sampled from: temperature, top-k, top-p. Greedy rows keep theirs."""
     logits = _tempered(logits, rows)
     narrowed = rows.narrowed(logits.shape[1])
     if narrowed.any():
@@ -129,7 +125,7 @@ def _tempered(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 
 def _weights_and_cdf(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest logit [R, 1], and the running sums [R, V] in float64 of exp(logit - largest), by token id."""
+    """Return the largest logit [R, 1], and float64 running sums [R, V] of exp(logit - largest)."""
     top = logits.amax(-1, keepdim=True)
     return top, (logits - top).exp_().cumsum(-1, dtype=torch.float64)
 
@@ -137,7 +133,7 @@ def _weights_and_cdf(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
     """Draw one token per row. logits [R, V] -> (tokens int64 [R], logprobs float32 [R]).
 
-    Greedy rows report the log-probability at temperature 1, rows with non-finite logits a non-finite one.
+    Greedy rows report log-probabilities at temperature 1, non-finite logits a non-finite one.
     """
     logits = warp(logits, rows)
     top, cdf = _weights_and_cdf(logits)
@@ -161,10 +157,10 @@ def draw_misses(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Say how far the uniform number of each draw lies outside of the CDF interval of its token.
 
-    logits [R, V], tokens int64 [R] -> (misses float64 [R], logprobs float32 [R]). A miss is a probability. For a greedy
-    row it is what the likeliest token has more. A token that top-k or top-p removes has log-probability -inf.
+    logits [R, V], tokens int64 [R] -> (misses float64 [R], logprobs float32 [R]). A miss is a probability, of a greedy
+    row what the likeliest token has more. A token that top-k or top-p removes has log-probability -inf.
 
-    `tolerance`: tokens this near to the edge of top-k or top-p are kept or removed in the draw's favor.
+    `tolerance`: tokens this near to that edge are kept or removed in the draw's favor.
     """
     count = max(16, _CHECK_BYTES // (16 * logits.shape[1]))
     parts = []
@@ -200,10 +196,7 @@ def _misses(logits: torch.Tensor, rows: SamplingRows, tokens: np.ndarray) -> tup
 
 
 def _edge_misses(logits: torch.Tensor, rows: SamplingRows, tokens: np.ndarray, tolerance: float) -> np.ndarray:
-    """Return the misses [R] of narrowed rows where each token at the edge is kept or removed in the draw's favor.
-
-    The tokens that are surely kept are one set, those that may be kept another around it.
-    """
+    """Return the misses [R] of narrowed rows, each token at the edge kept or removed in the draw's favor."""
     ids = torch.from_numpy(tokens.astype(np.int64)).to(logits.device)[:, None]
     logits, nats, every = _tempered(logits, rows), _EDGE_NATS * tolerance, np.arange(len(tokens))
     low, high = (replace(rows, top_p=np.where(rows.top_p < 1.0, np.clip(rows.top_p + shift, 1e-6, 1.0), 1.0)
@@ -228,7 +221,7 @@ def _edge_misses(logits: torch.Tensor, rows: SamplingRows, tokens: np.ndarray, t
 
 
 def _narrowed(logits: torch.Tensor, rows: SamplingRows, chosen: np.ndarray) -> torch.Tensor:
-    """`logits` with everything outside top-k and then top-p at -inf in the `chosen` rows; ties stay, as in vLLM."""
+    """`logits`, -inf outside top-k and then top-p in the `chosen` rows; ties stay, as in vLLM."""
     index = torch.from_numpy(chosen).to(logits.device)
     part = logits[index]
     top_k = np.where(rows.top_k[chosen] > 0, rows.top_k[chosen], logits.shape[1])
@@ -248,9 +241,9 @@ def _top_k(logits: torch.Tensor, top_k: np.ndarray) -> torch.Tensor:
 
 
 def _top_p(logits: torch.Tensor, top_p: np.ndarray) -> torch.Tensor:
-    """Keep each row's smallest set of likeliest tokens that reaches `top_p` [R], and what equals its last.
+    """Keep each row's smallest set of likeliest tokens that reaches `top_p` [R], and ties.
 
-    Sort the likeliest few hundred first, and the whole vocabulary only of rows that fall short.
+    Sort the likeliest few hundred first, then whole rows that fall short.
     """
     lse = logits.logsumexp(-1, keepdim=True)
     floor = torch.full_like(lse, float("-inf"))
@@ -272,14 +265,10 @@ def _top_p(logits: torch.Tensor, top_p: np.ndarray) -> torch.Tensor:
 def stop_rule(
     sampling: Sampling, eos: frozenset[int], decode: Callable[[list[int]], str] | None
 ) -> Callable[[np.ndarray], bool]:
-    """Return what tells whether the newest token of a completion (int32 [T_new]) ends it before its length limit.
-
-    Without `decode` stop strings are ignored.
-    """
+    """Return what tells whether a completion's newest token (of int32 [T_new]) ends it early."""
     token_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos)
     strings = [one for one in sampling.stop if one]
-    # A token is at least one byte, so a string of n bytes spans at most n tokens. The slack keeps out of the match
-    # what decoders do to the first token of a text (they drop a space).
+    # A token is at least one byte. The slack: decoders drop the space before the first token of a text.
     window = max((len(one.encode()) for one in strings), default=0) + _SLACK_TOKENS
 
     def ends(completion: np.ndarray) -> bool:

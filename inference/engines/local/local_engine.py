@@ -9,9 +9,9 @@ LocalEngine is its asynchronous surface. A compute thread works for it:
                  one forward pass over all decoding sequences and a bounded share of prompts
                  sample, append, finish
 
-Only that thread touches the model and the cache. So a swap is exact: it happens between two forward passes, and every
-token after it comes from the new version. Running requests keep their cached keys and values, but a prompt without a
-token yet is computed again: an answer of one version has no other version's keys.
+Only that thread touches the model and the cache. A swap is exact: it happens between two forward passes. Running
+requests keep their cached keys and values, but a prompt without a token yet is computed again: an answer of one
+version has no other version's keys.
 
 Every request is checked before the compute thread sees it, so that no request can stop that thread.
 """
@@ -92,7 +92,7 @@ class EngineRequest:
 
 
 class LocalEngine:
-    """Implements inference.engines.base.Engine on transformers. One instance serves one event loop."""
+    """The Engine on transformers, of one event loop."""
 
     def __init__(
         self, model_folder: Path, inference: InferenceConfig, max_context: int, computer: type[Computer] | None = None
@@ -167,10 +167,7 @@ class LocalEngine:
     async def check_draws(
         self, token_ids: np.ndarray, start: int, sampling: Sampling, tolerance: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return misses and logprobs, each [T - start], of the tokens of `token_ids`, int32 [T], as `draw_misses` does.
-
-        Raises BadRequestError.
-        """
+        """Return misses and logprobs, each [T - start], as `draw_misses` does. Raises BadRequestError."""
         computer = self._serving()
         check_prompt(token_ids.tolist(), vocab=computer.vocab, max_context=self._context, new_tokens=0)
         check_sampling(sampling)
@@ -183,7 +180,7 @@ class LocalEngine:
         return await computer.mail.call(next, counts, None)
 
     def stats(self) -> Status:
-        """Return the node's status, without the cache's tokens: a short conversation takes a whole slot."""
+        """Leave out the cache's tokens: a short conversation takes a whole slot."""
         computer, now = self._computer, time.monotonic()
         if computer is None:
             return Status(version=0, running=0, waiting=0, kv_used=0.0, tokens_per_s=0.0)
@@ -284,7 +281,7 @@ class Mailbox:
 
 
 class Computer:
-    """Owns the model. Create it on the event loop, then `start`; the mailbox's calls run in the thread."""
+    """Owns the model. Create it on the event loop; the mailbox's calls run in the thread."""
 
     prefill_tokens = 4096
     """Between two decode steps, so that long prompts do not stall decoding."""
@@ -300,7 +297,6 @@ class Computer:
         max_context: int,
         on_token: Callable[[str, int, float], None] | None,
     ) -> None:
-        """`on_token` is called on the event loop with session, token and log-probability of each draw."""
         self._folder = folder
         self._config = config
         self._context = max_context

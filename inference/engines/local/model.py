@@ -1,19 +1,16 @@
 """The model of the local engine: its KV cache, attention over it in transformers' interface, and its weights.
 
-A slot holds one sequence. It is running (a request owns it), idle (a finished turn, kept for the conversation's next
-one) or free. Reuse needs no hashing: the ids of all slots are one matrix, and one comparison gives a prompt's common
-prefix with every row.
+A slot holds one sequence: running (a request owns it), idle (a finished turn, kept for the next one) or free.
+The ids of all slots are one matrix: one comparison gives a prompt's common prefix with every row.
 
-A step's tokens form one row of N: first one token of each decoding sequence, ordered by slot, then the segments of
-prompts. Linear layers see that one row. Only attention treats it as many sequences:
+A step's tokens form one row of N: one token of each decoding sequence, ordered by slot, then segments of prompts.
+Linear layers see that one row. Only attention treats it as many sequences:
 
     decode   neighboring slots of similar length share one call over a view of the cache
     segment  one call per sequence: causal over itself, and over what its slot already holds
 
-The step passes through the model as a keyword argument. The model is called with use_cache=False.
-
-Keys and values of every slot are one pair of tensors per layer. The layout is [heads, slots, columns, head size]: the
-new tokens of a step are one `index_copy_`, and attention sees neighboring slots as one strided view without a copy.
+The step passes through the model as a keyword argument. Keys and values of all slots are a pair of tensors a layer,
+[heads, slots, columns, head size]: new tokens are one `index_copy_`, neighboring slots a view.
 
 New weights are copied into the loaded model in place (`LoadedModel.swap`).
 """
@@ -46,12 +43,12 @@ from inference.snapshot import tensor_blocks, word_sum
 logger = logging.getLogger(__name__)
 
 _one_load = threading.Lock()
-"""transformers replaces methods of its classes while it loads. Two loads at a time leave them replaced: every later one
-then misses tied tensors."""
+"""transformers replaces methods of its classes while it loads: of two loads at a time, all later ones lack tied
+tensors."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 IMPLEMENTATION = "composer_slots"
 MIN_SHARED = 32
-"""Shortest prefix, in tokens, that is worth copying from another slot or waiting for."""
+"""Shortest prefix, in tokens, worth copying or waiting for."""
 _FIRST_COLUMNS = 128
 """For the pass that shows which layers there are."""
 _GROUP_WASTE = 384
@@ -59,7 +56,7 @@ _GROUP_WASTE = 384
 
 
 class KvCache:
-    """Slots of token ids with their keys and values, in the shapes of the first forward pass."""
+    """Slots of token ids with their keys and values, in the shapes of the first pass."""
 
     def __init__(self, slots: int = 1, columns: int = _FIRST_COLUMNS) -> None:
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -86,8 +83,8 @@ class KvCache:
     def place(self, prompt: np.ndarray, session: str) -> tuple[int, int] | None:
         """Give a slot to a request with `prompt` (int32 [T]) of conversation `session`.
 
-        Return the slot and how many of its first columns are right, some of them copied. Return None while every slot
-        runs, or a longer prefix of the prompt is being computed: of siblings the first computes, the others copy.
+        Return the slot and how many of its first columns are right. Return None while every slot runs, or a
+        longer prefix is being computed: of siblings the first computes, the others copy.
         """
         idle = [slot for slot in range(self.high) if self.session[slot] == session and not self.running[slot]]
         held, coming = self._shared(prompt)
@@ -112,10 +109,7 @@ class KvCache:
         return slot, cached
 
     def _shared(self, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return per slot in use how many leading tokens of `prompt` it holds, and how many it will once computed.
-
-        The last token is always computed because its logits are needed.
-        """
+        """Return per slot how many leading tokens of `prompt`, but the last, it holds and will hold."""
         if not self.high:
             return np.zeros(self.high, dtype=np.int64), np.zeros(self.high, dtype=np.int64)
         width = min(len(prompt) - 1, int(self.known[: self.high].max()))
@@ -228,16 +222,16 @@ class EngineStep:
     """int64 [R]: those whose logits are wanted; None for all."""
     segments: list[Segment]
     places: torch.Tensor | None
-    """int64 [N]: where the cache stores the rows' keys and values; None stores nothing (scoring)."""
+    """int64 [N]: where keys and values are stored; None stores nothing (scoring)."""
     groups: list[DecodeGroup] = field(default_factory=list)
     lengths: torch.Tensor | None = None
-    """int64 [B]: length of each decoding sequence, its new token included. None without decoding sequences."""
+    """int64 [B]: of each decoding sequence, its new token included. None without any."""
     slots: list[int] = field(default_factory=list)
     """[R]: those that sample."""
     _masks: dict = field(default_factory=dict)
 
     def decode_mask(self, window: int | None, query: torch.Tensor) -> torch.Tensor:
-        """Return the additive mask [B, columns]: -inf at columns that a decoding row must not see."""
+        """Return the additive mask [B, columns]: -inf where a decoding row must not look."""
         key = ("decode", window)
         if key not in self._masks:
             assert self.lengths is not None  # there are groups
@@ -251,7 +245,7 @@ class EngineStep:
         return self._masks[key]
 
     def segment_mask(self, segment: Segment, window: int | None, repeat: int, device: torch.device) -> torch.Tensor:
-        """Return the boolean mask [repeat * count, start + count]: True where a segment's row may look."""
+        """Return the boolean mask [repeat * count, start + count]: where a row may look."""
         key = (segment.row, window, repeat)
         if key not in self._masks:
             rows = torch.arange(segment.start, segment.start + segment.count, device=device)[:, None]
@@ -368,9 +362,9 @@ def _decode(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend from one token of each sequence to all of it. query [H, count, D] -> [count, H, D].
+    """Attend from one token of each sequence. query [H, count, D] -> [count, H, D].
 
-    The query heads of one KV head become rows of one query: each cached key is read once.
+    The query heads of a KV head become rows of one query: each cached key is read once.
     """
     keys, values = held
     heads, count, size = query.shape
@@ -436,7 +430,7 @@ class LoadedModel:
 
     @torch.no_grad()
     def swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy `tensors`, by published name, into the model. In-place copies keep tied parameters tied.
+        """Copy `tensors` into the model in place: tied parameters stay tied.
 
         Raises MisfitError; then nothing was changed.
         """
@@ -508,10 +502,7 @@ class _NoCopies(TorchFunctionMode):
 
 
 def published_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return what published tensors are copied into, by published name, a tied parameter under each of its names.
-
-    Fused tensors have views here, such as one for each expert. Others have no place.
-    """
+    """Return where published tensors are copied, by name, tied ones under each: views of fused tensors too."""
     held = {name: tensor.detach() for name, tensor in model.named_parameters(remove_duplicate=False)}
     held |= {name: model.get_buffer(name) for name in _persistent(model)}
     with _NoCopies():

@@ -1,4 +1,4 @@
-"""The child process: vLLM's LLMEngine with the settings and calls of a node, and one loop around it. Imports vllm 0.32.
+"""The child process: vLLM's LLMEngine with a node's settings and calls, and a loop. Imports vllm 0.32.
 
     reader thread: socket -> inbox                       (ends the process when the node is gone)
     main thread:   inbox -> a method of Core;  step the engine; finished requests -> socket
@@ -102,7 +102,7 @@ class Core:
         self._shapes = tensor_shapes(Path(model))
         """Of the published tensors: no version has others."""
         self._loads = 0
-        """Swaps so far. Unlike a version, no two stretches of weights share the number."""
+        """Swaps so far: no two stretches of weights share it."""
         self._llm.set_weight_version("0")
         self._calls: dict[int, _Running] = {}
         self._finished_tokens = 0
@@ -180,7 +180,7 @@ class Core:
         )
 
     def _warm_up(self) -> None:
-        # The first steps take seconds (lazy imports, kernels). No rollout and no canary should wait for them.
+        # The first steps take seconds: no rollout and no canary should wait for them.
         sampling = Sampling(max_tokens=2, temperature=0.9, top_p=0.9, top_k=5, seed=0, ignore_eos=True)
         self.generate(0, [0, 1, 2], sampling)
         self.score(1, [0, 1, 2])
@@ -286,7 +286,7 @@ class Server:
         threading.Thread(target=self._read, name="reader", daemon=True).start()
 
     def run(self) -> None:
-        """Start the engine and work. Raises ConnectionAbortedError once the node is gone, or the engine's error."""
+        """Start the engine and work. Raises ConnectionAbortedError once the node is gone."""
         start = self._receive(wait=True)
         assert start is not None
         with closing(Core(*arguments_of(start))) as self._core:
@@ -350,7 +350,7 @@ class Server:
         except (OSError, ValueError):
             log.exception("the link to the node broke")
         self._inbox.put(None)
-        # The main thread may be busy for long with a start or a step: kill the whole session, helpers included.
+        # The main thread may be busy for long: kill the whole session, helpers included.
         time.sleep(EXIT_GRACE_S)
         os.killpg(0, signal.SIGKILL)
 

@@ -60,7 +60,7 @@ ARGUMENTS: dict[str, Any] = {
     "read_back": tuple[list[str]],  # published tensors -> names, type and checksum of each parameter
     "parts": tuple[dict[int, int]],  # by Ask, how many tokens the node has -> by Ask, an Answer with what is more
 }
-"""What a method of Core takes -> what the node gets. A checksum is hexadecimal: it has 64 bits without a sign."""
+"""What a method of Core takes -> what the node gets. A checksum is hexadecimal: 64 bits without a sign."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -313,7 +313,7 @@ class VllmProcess:
 
 
 def _environment(config: InferenceConfig) -> dict[str, str]:
-    """Keep vLLM in one process, offline and unbound from cores, with the model runner whose sampler is replaced."""
+    """Keep vLLM in one process, offline, with the model runner whose sampler is replaced."""
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",

@@ -1,4 +1,4 @@
-"""A mixin for vLLM's worker class: draw by the published rule, load new weights without a restart. Imports vllm."""
+"""A mixin for vLLM's worker: draw by the published rule, load weights without a restart. Imports vllm."""
 
 from __future__ import annotations
 
@@ -37,17 +37,14 @@ def rule_arguments(sampling: Sampling, seed: int) -> dict[str, Any]:
 
 
 class RuleSampler(Sampler):
-    """Draws by the rule of inference.engines.sampling, not with vLLM's generators.
-
-    A draw depends on the request's seed and the token's position alone.
-    """
+    """Draws by inference.engines.sampling: by the request's seed and the token's position alone."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
         self._runner = runner
 
     def forward(self, logits: torch.Tensor, *_: Any, **__: Any) -> SamplerOutput:
-        """Draw a token a row. logits [R, V] -> token ids and log-probabilities, [R, 1] each."""
+        """logits [R, V] -> token ids and log-probabilities, [R, 1] each."""
         rows = self._rows()
         at_once = max(1, _SAMPLED_BYTES // (32 * logits.shape[1]))
         parts = [slice(first, first + at_once) for first in range(0, len(logits), at_once)]
@@ -55,7 +52,7 @@ class RuleSampler(Sampler):
         tokens, logprobs = (
             torch.from_numpy(np.concatenate(column)).to(logits.device)[:, None] for column in zip(*drawn, strict=True)
         )
-        # Of several GPUs each draws. Their sums may differ in the last bit, and then their tokens must not.
+        # Of several GPUs each draws. Sums may differ in the last bit; tokens must not.
         tokens = get_tp_group().broadcast(tokens.int())
         return SamplerOutput(tokens, LogprobsTensors(tokens, logprobs, torch.zeros_like(tokens[:, 0])))
 
@@ -97,7 +94,7 @@ class NodeWorker:
         ]
 
     def _padding(self) -> dict[int, int]:
-        """Return how many values of each embedding fill up the vocabulary, by the parameter's id."""
+        """Return how many values of an embedding fill it up, by the parameter's id."""
         return {
             id(module.weight): (len(module.weight) - module.shard_indices.num_org_elements) * module.weight.shape[1]
             for module in self.model_runner.get_model().modules()
@@ -105,10 +102,7 @@ class NodeWorker:
         }
 
     def _readable(self, names: list[str]) -> Iterator[tuple[list[str], torch.Tensor]]:
-        """Yield the published tensors that a parameter consists of, and it.
-
-        Left out are those that vLLM packed away, quantized or calls by other names.
-        """
+        """Yield published tensors and their parameter, but what vLLM packs, quantizes or renames."""
         model, published = self.model_runner.get_model(), set(names)
         fused = getattr(model, "packed_modules_mapping", {})
         for name, parameter in model.named_parameters():
@@ -118,8 +112,8 @@ class NodeWorker:
                 yield sources, parameter
 
     def _repack_tied_heads(self) -> None:
-        # On CPU a linear layer computes with a packed copy of its weight. The reload packs linear layers again, but
-        # not an embedding that serves as output head: without this it keeps answering with the old weights.
+        # On CPU a linear layer computes with a packed copy of its weight. The reload packs those again, but not an
+        # embedding that serves as output head: it would keep the old weights.
         for module in self.model_runner.get_model().modules():
             if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
