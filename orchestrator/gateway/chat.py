@@ -1,7 +1,7 @@
 """Turn messages into token ids and back, for /v1/chat/completions.
 
-For judges, probes and people with an OpenAI client: verifiers' training client renders by itself.
-The renderer loads on the first request. It is not thread-safe, so it has a thread of its own.
+For judges, probes and people: verifiers' training client renders by itself. The renderer loads on the first request,
+and has a thread of its own: it is not thread-safe.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ Tools = list[dict[str, Any]] | None
 
 
 class ChatFormat:
-    """Renders and parses chat with the model folder's template."""
-
     def __init__(self, model_dir: Path, renderer: str | dict[str, Any] | None) -> None:
         self._model_dir = model_dir
         self._renderer = renderer
@@ -38,10 +36,7 @@ class ChatFormat:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def render(self, messages: Messages, tools: Tools) -> tuple[list[int], list[int]]:
-        """Return the prompt ids up to the assistant's turn, and the ids that end that turn.
-
-        Raises RequestError when the renderer or the chat template does not take these messages.
-        """
+        """Return the prompt ids up to the assistant's turn, and the ids that end it. Raises RequestError."""
         for index, message in enumerate(messages):
             if (problem := _message_problem(message)) is not None:
                 raise RequestError(f"messages[{index}] has {problem}", param="messages")
@@ -50,7 +45,7 @@ class ChatFormat:
             try:
                 ids = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
             except Exception as error:
-                # A template may raise any error on messages that it does not expect.
+                # A template may raise any error.
                 raise RequestError(
                     f"the chat template does not take these messages: {type(error).__name__}: {error}", param="messages"
                 ) from error
@@ -101,7 +96,9 @@ def _to_message(parsed: ParsedResponse) -> dict[str, Any]:
         message["reasoning_content"] = parsed.reasoning_content
     calls = [call for call in parsed.tool_calls if isinstance(call.name, str)]
     for index, call in enumerate(calls):
-        arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
+        arguments = call.arguments
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments or {})
         function = {"name": call.name, "arguments": arguments}
         message.setdefault("tool_calls", []).append(
             {"id": call.id or f"call_{index}", "type": "function", "function": function}
@@ -112,7 +109,7 @@ def _to_message(parsed: ParsedResponse) -> dict[str, Any]:
 def chat_reply(
     model: str, num_prompt: int, answer: Answer, token_ids: list[int], message: dict[str, Any], finish_reason: str
 ) -> dict[str, Any]:
-    """Return the body of OpenAI's chat completion; `token_ids` and `version_spans` are additions."""
+    """Return a chat completion of OpenAI's, with `token_ids` and `version_spans`."""
     choice = {"index": 0, "message": message, "finish_reason": finish_reason, "token_ids": token_ids, "logprobs": None}
     return {
         "id": f"chatcmpl-{answer.record_id}",

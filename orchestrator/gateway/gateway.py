@@ -1,4 +1,4 @@
-"""The gateway: the only way from environments to inference nodes, and the record of what was sampled.
+"""The gateway: the only way from environments to inference nodes.
 
     environment worker --HTTP, loopback--> http.py -> routing.py -> link.py --CURVE ZMQ--> node
                                               |           ^             <-- answer, heartbeat --
@@ -39,15 +39,13 @@ from orchestrator.swarm import Admission, Auditors, Audits
 logger = logging.getLogger(__name__)
 
 _BEHIND_FACTOR = 4
-"""For how many lost_after_s a node's heartbeats may wait behind messages of many frames."""
+"""For so many lost_after_s heartbeats may wait behind messages of many frames."""
 _STALL_SHARE = 0.25
-"""Share of the longest rollout's time that a node may hold requests without an answer or a token. Its requests then
-have time left for another node. A weight swap and a long prefill must fit in."""
+"""Of the longest rollout's time: a node that holds requests for so long without a token loses them, while they have
+time for another. A weight swap and a long prefill must fit in."""
 
 
 class Gateway:
-    """Serves in the orchestrator's event loop from `start` to `close`."""
-
     def __init__(
         self,
         config: Config,
@@ -58,10 +56,9 @@ class Gateway:
         model_dir: Path,
         fail: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """Connect the parts; nothing is bound yet. Needs a running event loop.
+        """Connect the parts in a running event loop; nothing is bound yet.
 
-        `model_dir`: the folder with config.json, tokenizer and chat template.
-        `fail` is called when the gateway fails, as without a node. The nodes' figures go to the folder around `keys`.
+        `model_dir`: has config.json, tokenizer and chat template. `fail` is called when the gateway fails.
         Raises ModelNotFoundError.
         """
         admission = Admission(config, keys, run_id, model_dir)
@@ -122,7 +119,7 @@ class Gateway:
         self._tasks = [watched(each, self._fail) for each in work]
 
     async def close(self, *, finished: bool = False) -> None:
-        """Free both addresses. With `finished`, nodes learn that the run is over."""
+        """With `finished`, nodes learn that the run is over."""
         if finished:
             self.link.tell_all(Dismissed(reason="the run is finished", finish_first=True))
         self.control.close()
@@ -143,7 +140,6 @@ class Gateway:
 
     @property
     def http_url(self) -> str:
-        """`http://127.0.0.1:PORT`; OpenAI clients add `/v1`."""
         return self._http.url
 
     @property
@@ -154,9 +150,9 @@ class Gateway:
     # -- policy versions and nodes -------------------------------------------------------------------------------
 
     def publish(self, signed: bytes) -> int:
-        """Send a new signed manifest to all nodes. Return its policy version.
+        """Send a signed manifest to all nodes. Return its version.
 
-        Raises WireError or SignatureError when it is not a manifest of this run.
+        Raises WireError or SignatureError when it is not of this run.
         """
         welcome = self.link.welcome
         verifier = Ed25519PublicKey.from_public_bytes(welcome.verify_key)
@@ -171,11 +167,11 @@ class Gateway:
 
     @property
     def version(self) -> int | None:
-        """Newest published policy version; None before the first `publish`."""
+        """The newest published one; None before the first `publish`."""
         return self.router.policy.newest if self.link.welcome.manifest else None
 
     def require_version(self, oldest: int) -> None:
-        """Give nodes with weights older than `oldest` no new request until they have caught up."""
+        """Give nodes with older weights no new request."""
         self.router.policy.oldest = oldest
         self.router.place()
 
@@ -192,7 +188,7 @@ class Gateway:
         while True:
             await asyncio.sleep(interval_s)
             now = time.monotonic()
-            # After a stall of this process, heartbeats wait in the socket: read them before a node counts as lost.
+            # After a stall of this process, heartbeats wait in the socket: read them first.
             stalled, last = now - last > inference.lost_after_s / 2, now
             if stalled:
                 logger.warning("the event loop stood still; lost nodes are looked for in the next round")
@@ -201,7 +197,7 @@ class Gateway:
             self.link.end_revoked()
             limit_s = inference.lost_after_s
             if self.link.is_behind:
-                self.link.tell_all(Heard())  # Nodes that hear nothing for so long drop their requests.
+                self.link.tell_all(Heard())  # Else nodes drop their requests.
                 limit_s *= _BEHIND_FACTOR
             router.lose_silent(limit_s)
             router.reclaim_stalled(max(inference.lost_after_s, _STALL_SHARE * self.router.request_timeout_s))
@@ -214,7 +210,7 @@ class Gateway:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float | None]:
-        """Return the numbers for metrics.jsonl; rates and lag are over the time since the last call."""
+        """Return the numbers for metrics.jsonl, rates since the last call."""
         counters, now = self.router.counters, time.monotonic()
         tokens, since = self._counted_tokens
         self._counted_tokens = (counters["tokens"], now)

@@ -1,4 +1,4 @@
-"""The gateway's HTTP server on loopback, for environments, judges and people, and the record of what was sampled.
+"""The gateway's HTTP server on loopback, and the record of what was sampled.
 
     POST /inference/v1/generate   token ids in, token ids and logprobs out (verifiers' training client)
     POST /v1/chat/completions     OpenAI, messages and tools
@@ -7,12 +7,10 @@
 
     request -> HttpServer: check, seed, route -> RolloutRecords -> reply
 
-Every exception of a route gets OpenAI's error body. A client that closes its connection cancels its request.
-A sampling parameter that our engines do not have is refused and not ignored: the recorded logprobs would be of
-another distribution than the one requested.
+Every exception of a route gets OpenAI's error body. A client that closes its connection cancels its request. A sampling
+parameter that our engines do not have is refused: the recorded logprobs would be of another distribution.
 
-`RolloutRecords` is the source of truth for training tokens. Requests of rollouts that the orchestrator did not open
-leave nothing behind, so memory is bounded by the rollouts in flight.
+`RolloutRecords` is the source of truth for training tokens. It keeps nothing of rollouts that are not open.
 """
 
 from __future__ import annotations
@@ -51,17 +49,17 @@ _MAX_BODY_BYTES = 64 << 20
 _MAX_SESSION_CHARACTERS = 256
 _BACKLOG = 4096
 _SHUTDOWN_S = 2.0
-"""Time for replies on their way. Requests without an answer have been ended by then."""
+"""For replies on their way. Requests without an answer have ended by then."""
 _MAX_STOPS = 64
 _AGENT = re.compile(r"#\d+$")
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-"""Larger integers have no msgpack form, in which requests go to nodes."""
+"""Larger integers have no msgpack form, in which nodes get them."""
 BodyT = TypeVar("BodyT")
 
 
 class UnsupportedFields(msgspec.Struct, kw_only=True):
-    """Sampling parameters that our engines do not have, each with the value that switches it off."""
+    """Parameters that our engines do not have, with the values that switch them off."""
 
     n: Int64 | None = 1
     min_p: float | None = 0
@@ -73,7 +71,7 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
 
 
 class SamplingFields(UnsupportedFields, kw_only=True):
-    """Sampling parameters of a request; None where it names none."""
+    """None where a request names none."""
 
     max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
@@ -120,7 +118,7 @@ _CHAT_DECODER = msgspec.json.Decoder(ChatBody)
 
 
 class HttpServer:
-    """Checks requests, has their turns answered by nodes, records the answers and encodes them."""
+    """Checks requests, has them answered by nodes, and records the answers."""
 
     def __init__(
         self,
@@ -133,15 +131,11 @@ class HttpServer:
         operator_token: str,
         others: Sequence[web.RouteDef],
     ) -> None:
-        """`model_dir`: the folder with tokenizer and chat template. `operator_token`: bearer token of /control/...
-
-        `others`: further routes.
-        """
+        """`model_dir`: has tokenizer and chat template. `operator_token`: of /control/... `others`: further routes."""
         self._router = router
         self._records = records
         self._chat = ChatFormat(model_dir, model.renderer)
         self._model_names = POLICY, model.path
-        """Accepted values of `model`."""
         self._max_context = model.max_context
         """Prompt and reply together, in tokens."""
         self._token = os.environ.get(GATEWAY_TOKEN_VARIABLE)
@@ -149,13 +143,13 @@ class HttpServer:
         self._operator_token = operator_token
         self._others = others
         self._runner: web.AppRunner | None = None
-        self._seed_text = f"{run_id}/{secrets.token_hex(8)}"  # Random: a restart counts requests from 0 again.
+        # Random: a restart counts requests from 0 again.
+        self._seed_text = f"{run_id}/{secrets.token_hex(8)}"
         self._order = itertools.count()
         self._under_way: Counter[str] = Counter()
 
     @property
     def url(self) -> str:
-        """`http://127.0.0.1:PORT`; OpenAI clients add `/v1`."""
         addresses = self._runner.addresses if self._runner is not None else []
         return f"http://{_LOOPBACK}:{addresses[0][1]}" if addresses else ""
 
@@ -206,10 +200,7 @@ class HttpServer:
         return json_reply(chat_reply(body.model, len(prompt), answer, token_ids, message, finish_reason))
 
     async def _answer(self, session: str | None, prompt: bytes, fields: SamplingFields) -> Answer:
-        """Return the answer to `prompt`, int32 [T], recorded when `session` belongs to an open rollout.
-
-        Raises RequestError, and what Router.generate raises.
-        """
+        """Return the answer to `prompt`, int32 [T], recorded when `session` belongs to an open rollout."""
         order = next(self._order)
         request_id = f"g{order}"
         token_ids = _checked_ids(prompt, self._router.policy.vocab_size)
@@ -260,12 +251,12 @@ class HttpServer:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Check the token, and give every error OpenAI's body."""
+        """Check the token, and give errors OpenAI's body."""
         try:
             self._authorize(request)
             return await handler(request)
         except web.RequestPayloadError:
-            # aiohttp would read on after the reply and log this as its own error. Its parser takes no further request.
+            # aiohttp would read on after the reply and log this as its own error.
             request.content.feed_eof()
             encoding = request.headers.get("Content-Encoding", "")
             reply = _error(RequestError(f"the body does not decode as its Content-Encoding says: {encoding[:40]!a}"))
@@ -290,7 +281,6 @@ class HttpServer:
 
 
 def _to_request_error(error: Exception, request: web.Request) -> RequestError:
-    """Return what the client learns of a request that ended with `error`."""
     match error:
         case RequestError():
             return error
@@ -313,7 +303,7 @@ def _to_request_error(error: Exception, request: web.Request) -> RequestError:
 
 
 async def _decoded(request: web.Request, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
-    """Return the request's body. Raises RequestError naming the field and what was expected there."""
+    """Raise RequestError naming the field and what was expected there."""
     try:
         raw = await request.read()
     except web.HTTPRequestEntityTooLarge as error:
@@ -329,7 +319,7 @@ async def _decoded(request: web.Request, decoder: msgspec.json.Decoder[BodyT]) -
 
 
 def _checked_ids(prompt: bytes, vocab_size: int) -> np.ndarray:
-    """Return the ids of a prompt. Raises RequestError for none, and for a wrong one."""
+    """Raise RequestError for a prompt without ids, or with a wrong one."""
     token_ids, valid_ids = ints(prompt), f"send at least one id in 0..{vocab_size - 1}"
     if not len(token_ids):
         raise RequestError(f"the prompt is empty: {valid_ids}", param="token_ids")
@@ -351,7 +341,7 @@ def _session(request: web.Request) -> str | None:
 
 
 def _check_no_stream(request: web.Request, stream: bool | None) -> None:
-    # Nodes answer when a turn is complete, so there is nothing to send earlier.
+    # Nodes answer when a turn is complete.
     if stream:
         raise RequestError(f"stream is true: {request.path} answers in one piece; send stream=false", param="stream")
 
@@ -387,10 +377,7 @@ def _error(error: RequestError) -> web.Response:
 
 
 def to_sampling(fields: SamplingFields, *, num_prompt: int, max_context: int) -> Sampling:
-    """Return the sampling parameters for a node. The reply is cut where the context ends.
-
-    Raises RequestError for a parameter that is not supported and for a prompt that leaves no room.
-    """
+    """Cut the reply where the context ends. Raises RequestError for what no engine has, and without room."""
     for name in UnsupportedFields.__struct_fields__:
         value, neutral = getattr(fields, name), getattr(_NEUTRAL, name)
         if value is not None and value != neutral:
@@ -419,10 +406,7 @@ def to_sampling(fields: SamplingFields, *, num_prompt: int, max_context: int) ->
 
 
 def turn_seed(seed: int, turn: int, draw: int = 0) -> int:
-    """Return the seed of a session's turn, counted from 0, and of a draw of it.
-
-    A rollout's seed is the same in all its turns, but the noise must not be.
-    """
+    """Return the seed of a session's turn, from 0, and of a draw of it: no two have the same noise."""
     if draw:
         return _hashed_seed(f"{seed}/{turn}/{draw}")
     return _hashed_seed(f"{seed}/{turn}") if turn else seed
@@ -440,7 +424,7 @@ class GenerationRecord:
     """One answered request: an assistant turn."""
 
     session: str
-    """The rollout's id, or `<rollout id>#N` for a further agent of it."""
+    """The rollout's id, with `#N` for a further agent of it."""
     prompt_ids: np.ndarray
     """int32 [T_prompt]."""
     answer: Answer
@@ -449,16 +433,15 @@ class GenerationRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redraw:
-    """How a rollout repeats a recorded one: the same turns before one that is drawn anew; those after it are free."""
+    """How a rollout repeats a recorded one: one turn is drawn anew, those after it are free."""
 
     records: Sequence[GenerationRecord]
-    """The recorded turns, all of one session."""
+    """All of one session."""
     turn: int
-    """Which of them is drawn anew."""
     hinted_ids: np.ndarray | None = None
-    """int32 [T]: what the model reads for that turn; None: the recorded prompt."""
+    """int32 [T]: what the model reads for it; None: the recorded prompt."""
     draw: int
-    """From 1; draws of other numbers have other noise."""
+    """From 1: another number draws other noise."""
 
 
 @dataclass(slots=True)
@@ -470,15 +453,15 @@ class _OpenRollout:
     num_bytes: int = 0
     """Of the token ids and logprobs held."""
     sessions: dict[str, list[list[tuple[int, GenerationRecord]]]] = field(default_factory=dict)
-    """By session, in one list those that continue one another, with the order of their requests."""
+    """By session, in lists of those that continue one another, with the order of their requests."""
 
     def answered(self, session: str) -> int:
         return sum(map(len, self.sessions.get(session, ())))
 
     def repeated(self, session: str, prompt_ids: np.ndarray) -> tuple[Answer | None, np.ndarray]:
-        """Return the recorded answer of the next turn, None for one to draw, and the ids that a node reads for it.
+        """Return the next turn's recorded answer, None for one to draw, and the ids that a node reads.
 
-        Raises RequestError where the rollout does not repeat the recorded one.
+        Raises RequestError where the rollout has left the recorded one.
         """
         redraw, turn = self.redraw, self.answered(session)
         if redraw is None or turn > redraw.turn:
@@ -494,7 +477,7 @@ class _OpenRollout:
         return None, prompt_ids if redraw.hinted_ids is None else redraw.hinted_ids
 
     def append(self, record: GenerationRecord, order: int) -> None:
-        """Keep a record. Where it continues the one before, its prompt is the memory of all earlier ones."""
+        """Where a record continues the one before, its prompt is the memory of all earlier ones."""
         chains, prompt = self.sessions.setdefault(record.session, []), record.prompt_ids
         self.num_bytes += prompt.nbytes + len(record.answer.token_ids) + len(record.answer.logprobs)
         before = chains[-1][-1][1] if chains else None
@@ -508,7 +491,6 @@ class _OpenRollout:
 
 
 def _continues(prompt: np.ndarray, before: GenerationRecord) -> bool:
-    """Tell whether `prompt` begins with all tokens of the record `before`."""
     start, end = len(before.prompt_ids), len(before.prompt_ids) + len(before.answer)
     return np.array_equal(prompt[:start], before.prompt_ids) and np.array_equal(prompt[start:end], before.answer.ids)
 
@@ -517,7 +499,7 @@ class RolloutRecords:
     """Sessions of open rollouts, by rollout id."""
 
     def __init__(self, placing: Placing | None = None, audits: Audits | None = None) -> None:
-        """`placing` forgets the sessions that end. `audits` are offered each answer."""
+        """`placing` forgets sessions that end, `audits` are offered answers."""
         self._placing = placing
         self._audits = audits
         self._open: dict[str, _OpenRollout] = {}
@@ -526,23 +508,16 @@ class RolloutRecords:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of token ids and logprobs held."""
         return sum(rollout.num_bytes for rollout in self._open.values())
 
     def open(self, rollout_id: str, oldest_version: int = 0, redraw: Redraw | None = None) -> None:
-        """Record this rollout's generations from now on, none by an older policy version. `redraw`: what it repeats.
-
-        Raises ValueError when it is open already.
-        """
+        """Record a rollout from now on. Older policies may not answer it; `redraw`: what it repeats."""
         if rollout_id in self._open:
             raise ValueError(f"rollout {rollout_id!r} is open already: every attempt at a rollout needs its own id")
         self._open[rollout_id] = _OpenRollout(rollout_id, oldest_version, redraw)
 
     def take(self, rollout_id: str) -> list[GenerationRecord]:
-        """Close a rollout, and return its records in the order in which its requests began.
-
-        `session` separates the records of several agents. A rollout that is not open has none.
-        """
+        """Close a rollout, and return its records in the order of their requests; none if it is not open."""
         rollout = self._open.pop(rollout_id, None)
         if rollout is None:
             return []
@@ -553,11 +528,10 @@ class RolloutRecords:
         return [record for _, record in sorted(turns, key=lambda turn: turn[0])]
 
     def find(self, session: str) -> _OpenRollout | None:
-        """Return the open rollout that `session` belongs to."""
         return self._open.get(session) or self._open.get(_AGENT.sub("", session))
 
     def append(self, record: GenerationRecord, order: int) -> None:
-        """Keep `record` if its rollout is open. `order` tells when its request began."""
+        """Keep `record` if its rollout is open."""
         rollout = self.find(record.session)
         if rollout is not None:
             rollout.append(record, order)

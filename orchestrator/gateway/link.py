@@ -4,10 +4,9 @@
                                       +--> ChunkServer: read in one of 4 threads --> WeightPiece
     NodeSocket.send (wire/sockets.py): never waits; False means that the connection is gone
 
-A stranger never gets a byte in here, and the holder of an invite may enroll, and nothing else. What a node sends is
-still not trusted: docs/explanation/security.md has the limits. Bytes that are no message and unrequested messages
-(heartbeats, hellos, answers to requests that the node does not hold, requests for chunks that yield no piece) have one
-budget. A connection that spends it is cut off, and stays open: a new one would have a new budget.
+No byte of a stranger gets in here, and the holder of an invite may enroll, and nothing else. What a node sends is not
+trusted either (docs/explanation/security.md): garbage and unrequested messages have one budget. A connection that
+spends it is cut off, and stays open: a new one would have a new budget.
 """
 
 from __future__ import annotations
@@ -55,61 +54,59 @@ logger = logging.getLogger(__name__)
 
 _DECODER = msgspec.msgpack.Decoder(FromNode)
 _BURST = 64
-"""Messages handled before the event loop gets to run something else."""
+"""Messages handled before the event loop runs something else."""
 _MAX_REMEMBERED = 4096
-"""Peers of which something is remembered."""
 _GARBAGE_BYTES = 1 << 8
-"""Bytes that do not decode count as one message for each of this many: 1 MiB is the budget."""
+"""Garbage counts as one message for each of this many: 1 MiB is the budget."""
 _UNASKED_MESSAGES = 4096
-"""Unrequested messages that a node may send at once. Each of its places allows two more: when its requests were taken
-back, their answers come late."""
+"""That a node may send at once. Each of its places allows two more: answers to requests that were taken back come
+late."""
 _UNASKED_PER_S = 50.0
 _HELLO_COST = 16
-"""A Hello counts as this many messages, because it attaches the node from scratch."""
+"""In messages: a Hello attaches the node from scratch."""
 _UNASKED_BYTES = 1 << 16
 """A message counts as one more for each of this many bytes."""
 _IGNORED_PAUSE_S = 0.01
-"""Pause after a burst of messages most of which came from connections that are cut off."""
+"""After a burst of messages most of which came from connections that are cut off."""
 _MAX_ENROLLING = 256
-"""Enrollments of one key that wait. Others are dropped, and their nodes ask again."""
+"""Of one key. Others are dropped, and their nodes ask again."""
 _SAY_AGAIN_S = 60.0
-"""Between two lines in the log about refused weights of one key."""
+"""Between two log lines about refused weights of one key."""
 _MAX_UNSENT_REPLIES = 4
-"""Replies with a manifest under way to one node, which asks again for others."""
+"""With a manifest, to one node, which asks again for others."""
 PIECE_BYTES = 2 << 20
-"""Of one message through the node link; 16 of them are the 32 MiB of docs/explanation/security.md."""
+"""Of one message; 16 of them are the 32 MiB of docs/explanation/security.md."""
 _MAX_OFFSET = 1 << 40
 _READERS = 4
 _MAX_UNSENT = 16
-"""Pieces under way to one node. Requests beyond are dropped, and come again."""
+"""Pieces to one node. Requests beyond are dropped, and come again."""
 MAX_ACCOUNTS = 1024
-"""Nodes remembered before those with nothing under way, or that pulled least, are forgotten."""
+"""Beyond, nodes with nothing under way, or that pulled least, are forgotten."""
 _ALLOWED_TIMES = 3
 """One pull, one after a lost disk, and one for pieces that a slow node asks for twice."""
 _LEAST_ALLOWED = 64 << 20
-"""Of a model so small that restarts and model files count."""
+"""Of so small a model that restarts and model files count."""
 
 UnderWay = dict[bytes, dict[Any, zmq.MessageTracker | None]]
-"""Messages that have not left the queue, by account and name; None while one is being prepared."""
+"""Messages that have not left the queue, by account and name; None while one is prepared."""
 SendPiece = Callable[[bytes, WeightPiece], zmq.MessageTracker | None]
-"""Queues a message for a connection and returns its tracker; None when the connection is gone."""
+"""Queues a message and returns its tracker; None when the connection is gone."""
 
 
 class Conduct:
-    """What peers sent that nobody asked for: some at once, and a rate. Who sends more is cut off."""
+    """What peers sent that nobody asked for: some at once, and a rate."""
 
     def __init__(self, burst: float = _UNASKED_MESSAGES, per_s: float = _UNASKED_PER_S) -> None:
         self.garbage = 0
-        """Messages dropped because they could not be decoded or handled."""
         self.ignored: set[bytes] = set()
-        """Connections that are cut off: nothing from them is looked at."""
+        """Connections that are cut off."""
         self.burst = burst
         self._per_s = per_s
         self.used: dict[bytes, tuple[float, float]] = {}
-        """By peer: what was used, and when that was counted, monotonic seconds."""
+        """By peer: what was used, and when, monotonic seconds."""
 
     def charge(self, peer: bytes, cost: float, *, extra: float = 0.0) -> bool:
-        """Take `cost`. Return whether the peer had as much left of its burst and `extra`."""
+        """Return whether the peer had `cost` left of its burst and `extra`."""
         now = time.monotonic()
         used, counted = self.used.pop(peer, (0.0, now))
         used = max(0.0, used - self._per_s * (now - counted)) + cost
@@ -119,13 +116,12 @@ class Conduct:
         return used <= self.burst + extra
 
     def refund(self, peer: bytes, cost: float) -> None:
-        """Return `cost`: the message turned out to be due."""
+        """The message turned out to be due."""
         if peer in self.used:
             used, counted = self.used[peer]
             self.used[peer] = used - cost, counted
 
     def cut(self, identity: bytes) -> None:
-        """Ignore a connection from now on."""
         if len(self.ignored) >= _MAX_REMEMBERED:
             self.ignored.clear()
         self.ignored.add(identity)
@@ -134,20 +130,20 @@ class Conduct:
 class ChunkServer:
     """Reads the weights that nodes pull, in threads, and sends them piece by piece.
 
-    A piece counts against its node until its last byte has left the socket's queue. What an account pulls in all has a
-    bound too, of some times what the newest version names (docs/explanation/security.md).
+    A piece counts against its node until it has left the socket's queue. What an account pulls has a bound: some times
+    what the newest version names.
     """
 
     def __init__(self, store: WeightStore, files: ServedFiles | None = None) -> None:
         """`files`: chunks that the store lacks."""
         self.dropped = 0
-        """Requests of nodes that had too many pieces under way."""
+        """Requests of nodes with too many pieces under way."""
         self.pulled: dict[bytes, int] = {}
-        """Bytes of weights that each account was sent, less what versions gave back."""
+        """Bytes that each account was sent, less what versions gave back."""
         self._store = store
         self._files = files
         self._named: dict[str, int] = {}
-        """Bytes of the newest version's chunks; empty before there is one, when nothing is refused."""
+        """Bytes of the newest version's chunks; while there are none, nothing is refused."""
         self._readers = asyncio.Semaphore(_READERS)
         self._under_way: UnderWay = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -158,9 +154,9 @@ class ChunkServer:
         return max(_LEAST_ALLOWED, _ALLOWED_TIMES * (sum(self._named.values()) + others))
 
     def grant(self, manifest: Manifest) -> None:
-        """Take in the newest version."""
         named = {ref.sha256: ref.size for ref in manifest.refs}
-        granted = _ALLOWED_TIMES * sum(size for sha256, size in named.items() if sha256 not in self._named)
+        new = [size for sha256, size in named.items() if sha256 not in self._named]
+        granted = _ALLOWED_TIMES * sum(new)
         self._named = named
         self.pulled = {account: max(0, count - granted) for account, count in self.pulled.items()}
 
@@ -175,16 +171,14 @@ class ChunkServer:
         if not self._named or pulled < self.allowance:
             return None
         return (
-            f"this node pulled {pulled / 1e6:.1f} MB of weights through its link, and {self.allowance / 1e6:.1f} MB is "
-            "its allowance until the next versions: keep its state folder (--state-dir) over restarts, or give the run "
+            f"this node pulled {pulled / 1e6:.1f} MB of weights through its link, and "
+            f"{self.allowance / 1e6:.1f} MB is its allowance until the next versions: "
+            "keep its state folder (--state-dir) over restarts, or give the run "
             "a copy of its weights elsewhere (orchestrator.weights.sources)"
         )
 
     def serve(self, account: bytes, identity: bytes, request: ChunkRequest, send: SendPiece) -> None:
-        """Answer `request` as soon as a reader is free, unless its answer is under way already.
-
-        `account`: the node, which may have several connections.
-        """
+        """Answer `request` as soon as a reader is free. `account`: the node, which may have several connections."""
         pieces, place = unsent(self._under_way, account), (identity, request.sha256, request.offset)
         if place in pieces:
             return
@@ -215,7 +209,7 @@ class ChunkServer:
         piece = None
         if 0 <= request.offset < _MAX_OFFSET:
             try:
-                # Reading one byte more than is sent shows whether this piece is the chunk's last.
+                # One byte more than is sent shows whether this piece is the chunk's last.
                 place = request.sha256, request.offset, PIECE_BYTES + 1
                 piece = self._store.chunk(*place)
                 if piece is None and self._files is not None:
@@ -232,7 +226,7 @@ class ChunkServer:
 
 
 def unsent(under_way: UnderWay, account: bytes) -> dict[Any, zmq.MessageTracker | None]:
-    """Return what has not left the queue to `account`, for the caller to add to."""
+    """Return what has not left the queue, for the caller to add to."""
     for other in list(under_way) if len(under_way) >= MAX_ACCOUNTS else [account]:
         messages = under_way.setdefault(other, {})
         for name, sent in list(messages.items()):
@@ -244,7 +238,7 @@ def unsent(under_way: UnderWay, account: bytes) -> dict[Any, zmq.MessageTracker 
 
 
 class NodeLink:
-    """Turns what nodes send into calls on the router. It works from `start` to `close`."""
+    """Turns what nodes send into calls on the router."""
 
     def __init__(
         self,
@@ -256,7 +250,7 @@ class NodeLink:
         welcome: NodeWelcome,
     ) -> None:
         self.welcome = welcome
-        """Goes to every node that attaches; with the newest manifest, signed."""
+        """To every node that attaches; with the newest manifest, signed."""
         self.conduct = Conduct()
         self.chunks = chunks
         self.admission = admission
@@ -264,10 +258,10 @@ class NodeLink:
         self._router = router
         self._config = config
         self._enrolling: dict[bytes, dict[bytes, Enroll]] = {}
-        """Enrollments that wait for an answer, by key and connection."""
+        """Those that wait, by key and connection."""
         self._answering: asyncio.Task[None] | None = None
         self._said: dict[bytes, float] = {}
-        """When an unknown connection was last asked to say Hello, and the log last named a key."""
+        """When a connection was last asked to say Hello, and a key named in the log."""
         self._replies: UnderWay = {}
 
     def start(self) -> None:
@@ -285,11 +279,11 @@ class NodeLink:
 
     @property
     def is_behind(self) -> bool:
-        """Tell whether heartbeats may have waited lately, behind a message of many frames."""
+        """Tell whether heartbeats may have waited behind a message of many frames."""
         return time.monotonic() - self._socket.behind_at < self._config.inference.lost_after_s
 
     def publish(self, signed: bytes, manifest: Manifest) -> None:
-        """Send a new version to every node, and give back what each may pull of it."""
+        """Send a new version to every node, and grant its bytes."""
         self.welcome = msgspec.structs.replace(self.welcome, manifest=signed)
         self.chunks.grant(manifest)
         self.tell_all(msgspec.structs.replace(self.welcome, is_news=True))
@@ -298,7 +292,7 @@ class NodeLink:
         self._socket.send_all([node.identity for node in self._router.attached()], message)
 
     def _is_due(self, name: bytes, pause_s: float) -> bool:
-        """Tell whether something was not said for `pause_s`. It counts as said now."""
+        """Tell whether something was not said for `pause_s`, and count it as said."""
         now = time.monotonic()
         if now - self._said.get(name, -math.inf) < pause_s:
             return False
@@ -315,7 +309,7 @@ class NodeLink:
             await asyncio.sleep(_IGNORED_PAUSE_S if ignored > _BURST // 2 else 0)
 
     def _handle(self, received: FromConnection) -> bool:
-        """Return whether the message was looked at: its connection is its sender's, and not cut off."""
+        """Return whether the message was looked at."""
         identity, key = received.identity, received.key
         if received.num_frames >= MAX_FRAMES:
             self.admission.turn_away(key)
@@ -342,10 +336,7 @@ class NodeLink:
         return True
 
     def _is_in_budget(self, received: FromConnection, node: AttachedNode | None, message: FromNode) -> bool:
-        """Count an unrequested message. Cut its sender off, and return False, when its budget is spent.
-
-        A node with a key of its own, or the holders of one invite, keep their account over a reconnect.
-        """
+        """Count an unrequested message. Cut off who has spent the budget."""
         if isinstance(message, Sampled | GenerateFailed) and node:
             request = node.leases.get(message.lease)
             if request is not None and request.asked.request_id == message.request_id:
@@ -354,7 +345,7 @@ class NodeLink:
         return self._charge(received, node, _HELLO_COST if isinstance(message, NodeHello) else 1, what)
 
     def _charge(self, received: FromConnection, node: AttachedNode | None, cost: int, what: str) -> bool:
-        """Take `cost` from the sender's account. When that is spent, cut off who sent `what`."""
+        """Charge the sender's account. When that is spent, cut off who sent `what`."""
         identity, key = received.identity, received.key
         cost += received.num_bytes // _UNASKED_BYTES
         late_answers = 2 * node.hello.max_concurrent if node else 0
@@ -362,7 +353,8 @@ class NodeLink:
             return True
         reason = (
             f"{f'node {node.node_id}' if node else 'a connection'} sent {what}: more than "
-            f"{_UNASKED_MESSAGES + late_answers} at once and {_UNASKED_PER_S:g} a second; install the same release on "
+            f"{_UNASKED_MESSAGES + late_answers} at once and {_UNASKED_PER_S:g} a second; "
+            "install the same release on "
             "both sides, and look for a loop in that node's log"
         )
         self.conduct.cut(identity)
@@ -375,6 +367,7 @@ class NodeLink:
         return False
 
     def _account(self, identity: bytes, key: bytes) -> bytes:
+        """Nodes with a key of their own, and holders of an invite, keep their account over a reconnect."""
         return key if self.admission.is_own(key) else identity
 
     def _dispatch(self, identity: bytes, key: bytes, node: AttachedNode | None, message: FromNode) -> None:
@@ -418,7 +411,7 @@ class NodeLink:
             logger.warning("node %s gets no more weights through its link for now: %s", name, refusal)
 
     def _send_with_manifest(self, identity: bytes, key: bytes, reply: Enrolled | NodeWelcome) -> None:
-        """Send a reply that may be large, unless its node has not read the former ones."""
+        """Drop a reply whose node has not read the former ones."""
         is_node = self.admission.is_own(key) and self.admission.is_node(key)
         # Holders of one invite read at their own pace.
         replies = unsent(self._replies, key if is_node else identity)
@@ -426,7 +419,7 @@ class NodeLink:
             replies[sent] = sent
 
     def _drop_garbage(self, received: FromConnection, node: AttachedNode | None, error: Exception) -> None:
-        """Count garbage. Empty frames cost time too, so each frame counts as some bytes."""
+        """Empty frames cost time too, so each frame counts as some bytes."""
         self.conduct.garbage += 1
         size = received.num_bytes + received.num_frames * FRAME_OVERHEAD
         if self._charge(received, node, 1 + size // _GARBAGE_BYTES, f"{size} bytes that are not a message"):
@@ -441,7 +434,7 @@ class NodeLink:
             self._answering = asyncio.create_task(self._answer_enrollments())
 
     async def _answer_enrollments(self) -> None:
-        """Answer one of each key in turn: no invite's holders delay others."""
+        """Answer one of each key in turn: an invite's holders do not delay others."""
         while self._enrolling:
             for key in list(self._enrolling):
                 waiting = self._enrolling[key]
@@ -466,7 +459,7 @@ class NodeLink:
             self._send_with_manifest(identity, key, msgspec.structs.replace(reply, sources=self.welcome.sources))
 
     def end_revoked(self) -> None:
-        """Learn which nodes were revoked, and send those away that are attached."""
+        """Send away attached nodes that were revoked."""
         self.admission.refresh()
         for node in self._router.attached():
             if (reason := self.admission.revoked.get(node.key)) is not None:
@@ -488,7 +481,7 @@ class NodeLink:
     def _refusal_for_now(self, identity: bytes, hello: NodeHello) -> str | None:
         """Return why the node must restart first, or why its name is not free.
 
-        A name belongs to its holder until that leaves, its connection closes (its process died) or it counts as lost.
+        A name is free when its holder leaves, has closed its connection or counts as lost.
         """
         if hello.run_id not in (None, self.welcome.run_id):
             return f"the node served run {hello.run_id!r}, this is run {self.welcome.run_id!r}: restart the node"
@@ -499,20 +492,14 @@ class NodeLink:
         return None if is_same else self._refusal_by_holder(holder)
 
     def _second_process(self, key: bytes) -> Dismissed | None:
-        """Return the refusal of a node whose key another process serves with.
-
-        It would pull and load the model only to be refused then.
-        """
+        """Refuse a key that another process serves with, before the node loads the model."""
         for holder in self._router.attached() if self.admission.is_own(key) else []:
             if holder.key == key and (reason := self._refusal_by_holder(holder)) is not None:
                 return Dismissed(reason=reason, may_return=True)
         return None
 
     def _refusal_by_holder(self, holder: AttachedNode) -> str | None:
-        """Return why no other process may be the node `holder`; None when its connection is closed.
-
-        Asks the connection; a closed one leaves.
-        """
+        """Return why no other process may be the node `holder`. One whose connection is closed leaves."""
         if not self._socket.send(holder.identity, Heard()):
             self._router.leave(holder, "its connection is closed")
             return None
@@ -529,7 +516,7 @@ class NodeLink:
         )
 
     def _refusal(self, hello: NodeHello) -> str | None:
-        """Return why this node stays out, however often it is started."""
+        """Return why this node stays out for good."""
         if hello.protocol != PROTOCOL:
             return f"the node speaks protocol {hello.protocol}, this run {PROTOCOL}: install the same release on both"
         if not NODE_NAME.fullmatch(hello.node_id):

@@ -5,8 +5,8 @@
     scheduler: step taken --> note_trained(step, tokens by node)   --> costs.jsonl: sums, each minute and at departure
     orchestrator nodes|drain|ban RUN_DIR --HTTP, keys/operator.token--> NodeControl.routes --> router, registry
 
-Sums continue after a restart: they are read from costs.jsonl. Device, price and the bytes of weights that it pulled are
-the node's claims. docs/how-to/operate-a-fleet.md says what drain and ban do.
+Sums continue after a restart: they are read from costs.jsonl. Device, price and bytes of weights are the node's claims.
+docs/how-to/operate-a-fleet.md says what drain and ban do.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _MAX_WHY = 400
 
 @dataclass(slots=True, kw_only=True)
 class NodeAccount:
-    """The sums of one node over the whole run, and what was written of them."""
+    """The sums of one node, and what was written of them."""
 
     totals: NodeTotals = field(default_factory=NodeTotals)
     written: NodeTotals = field(default_factory=NodeTotals)
     written_at: float = -math.inf
     counted: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "failures": 0})
-    """The gateway's counters, and from its first report on the node's own, as of the last tick."""
+    """As of the last tick; with the node's own counter from its first report on."""
     seen: float | None = None
-    """When it was last counted as attached, monotonic seconds; None while away."""
+    """When it was last attached, monotonic seconds; None while away."""
     line: dict[str, str | int | float | None] = field(default_factory=dict)
     line_at: float = 0.0
 
@@ -65,10 +65,11 @@ class NodeAccount:
         counters = {"tokens": node.record.tokens_out, "failures": failures}
         if node.status is not None:
             counters["weight_bytes"] = node.status.weight_bytes
-        # The node's own counter begins again with its process. What it has when a new orchestrator meets it was counted
-        # by an earlier one.
-        before = {name: self.counted.get(name, count) for name, count in counters.items()}
-        added = {name: count - (before[name] if before[name] <= count else 0) for name, count in counters.items()}
+        # A node's counter begins again with its process. What it has when a new orchestrator meets it was counted then.
+        added = {}
+        for name, count in counters.items():
+            before = self.counted.get(name, count)
+            added[name] = count - before if before <= count else count
         seconds = now - self.seen if self.seen is not None and node.attached else 0.0
         usd = None if node.hello.usd_per_hour is None else node.hello.usd_per_hour * seconds / 3600
         self.totals = self.totals.plus(usd, seconds=seconds, **added)
@@ -77,12 +78,11 @@ class NodeAccount:
 
 
 class NodeControl:
-    """The nodes of a run, by name, as its operator sees them. Used on the gateway's event loop."""
+    """A run's nodes, as its operator sees them. Used on the gateway's event loop."""
 
     def __init__(self, router: Router, keys: RunKeys, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Lines go to the run directory around `keys`."""
         self.step = 0
-        """The last step that was trained; lines carry it."""
         self._router = router
         self._registry = keys.registry
         self._clock = clock
@@ -94,15 +94,12 @@ class NodeControl:
         except LedgerError as error:
             logger.warning("the sums of nodes begin at 0: %s", error)
         self._leaving: dict[str, float] = {}
-        """Until when drained nodes may answer, monotonic seconds."""
+        """Until when they may answer, monotonic seconds."""
 
     # -- the operator's words --------------------------------------------------------------------------------------
 
     def drain(self, name: str) -> str:
-        """Give node `name` no further request, and send it away once it has answered.
-
-        Raises RequestError when no such node is attached, or it is drained already.
-        """
+        """Give a node no further request, and send it away once it has answered. Raises RequestError."""
         node = self._attached(name)
         held = len(node.leases)
         if name in self._leaving or node.draining:
@@ -116,10 +113,7 @@ class NodeControl:
         return f"node {name} is drained: it gets no new request and leaves {rest}{alone}"
 
     def drain_now(self, name: str) -> str:
-        """Send node `name` away before it has answered what it holds.
-
-        Raises RequestError when no such node is attached.
-        """
+        """Send a node away before it has answered. Raises RequestError."""
         node = self._attached(name)
         if name not in self._leaving and not node.draining:
             self.drain(name)
@@ -128,10 +122,7 @@ class NodeControl:
         return f"node {name} leaves within seconds; other nodes finish what is left of its {held}"
 
     def ban(self, name: str) -> str:
-        """Revoke the key of node `name`. Return what happened.
-
-        Raises RequestError where that cannot be.
-        """
+        """Revoke the key of a node. Raises RequestError."""
         node = self._registry.find(name)
         if node is None:
             self._known(name)
@@ -146,7 +137,7 @@ class NodeControl:
         return f"node {name} was banned; its key is refused until `orchestrator unban`{invite}"
 
     def unban(self, name: str) -> str:
-        """Let node `name` connect again. Raises RequestError when it is not banned."""
+        """Let a node connect again. Raises RequestError when it is not banned."""
         node = self._registry.find(name)
         if node is None or node.revoked is None:
             raise RequestError(f"node {name} is not banned: `orchestrator nodes` shows which are", status=404)
@@ -155,7 +146,7 @@ class NodeControl:
         return f"node {name} may connect again"
 
     def _known(self, name: str) -> AttachedNode | None:
-        """Return the node; None for one that only enrolled. Raises RequestError."""
+        """Return None for a node that only enrolled. Raises RequestError."""
         node = self._router.nodes.get(name)
         if node is not None or self._registry.find(name) is not None:
             return node
@@ -173,14 +164,13 @@ class NodeControl:
     # -- upkeep ----------------------------------------------------------------------------------------------------
 
     def note_trained(self, step: int, tokens: Mapping[str, int]) -> None:
-        """Count the tokens that a step trained of each node's answers."""
         self.step = step
         for name, count in tokens.items():
             account = self._accounts.setdefault(name, NodeAccount())
             account.totals = account.totals.plus(None, trained_tokens=count)
 
     def tick(self) -> None:
-        """Count what nodes did since the last call, write what changed, and send away drained ones."""
+        """Write what nodes did, and send away drained ones."""
         self._count()
         now = time.monotonic()
         for name, until in list(self._leaving.items()):
@@ -206,7 +196,7 @@ class NodeControl:
         self._write_sums(due)
 
     def close(self) -> None:
-        """Write what is not written yet; every node is away from now on."""
+        """Write what is left; every node is away from now on."""
         self._count()
         self._write_sums(self._accounts)
         for account in self._accounts.values():
@@ -249,10 +239,7 @@ class NodeControl:
     # -- what it says ----------------------------------------------------------------------------------------------
 
     def rows(self) -> list[NodeRow]:
-        """Return the table's rows as of now, those of earlier starts and banned nodes last.
-
-        It lacks who is banned while the registry cannot be read.
-        """
+        """Return the table's rows, earlier starts and banned nodes last. Not banned while the registry fails."""
         self._count()
         nodes = self._router.nodes
         rows = {name: self._row(node, self._accounts[name]) for name, node in nodes.items()}
@@ -297,7 +284,7 @@ class NodeControl:
         return SERVING if node.cannot_serve(policy) is None else SUSPENDED
 
     def routes(self, run_id: str) -> list[web.RouteDef]:
-        """Return GET /control/nodes (the table) and POST /control/nodes/ACTION?node=NAME."""
+        """Return those of the table, and of the actions on a node."""
 
         async def show(_: web.Request) -> web.Response:
             return json_reply({"run_id": run_id, "nodes": self.rows()})
@@ -317,7 +304,7 @@ class NodeControl:
 
 
 def device_text(device: ComputeDevice | None) -> str:
-    """Return a device in a few words: `2 x NVIDIA L4, 45 GiB`."""
+    """Return words such as `2 x NVIDIA L4, 45 GiB`."""
     if device is None:
         return ""
     memory = "" if device.memory_gib is None else f", {device.memory_gib:.0f} GiB"

@@ -1,14 +1,14 @@
-"""The inference nodes of this run, the requests that they hold, and which node a request should go to.
+"""The inference nodes of this run, the requests that they hold, and where a request goes.
 
-    Hello -> attached -> (silent for lost_after_s | Goodbye | unreachable) -> away -> Hello -> attached again
+    Hello -> attached -> (silent | Goodbye | unreachable) -> away -> Hello -> attached again
 
-A request goes where it would take the least time (docs/explanation/routing.md). The pace is measured by the gateway's
-own clock and counts. An answer of T tokens after C prompt tokens that were not cached, on a node with R requests, takes
+A request goes where it would take the least time, by this gateway's own clock (docs/explanation/routing.md). An answer
+of T tokens after C prompt tokens that were not cached, on a node with R requests, takes
 
     prompt_s x C + max(fastest_s, token_s x R) x T    seconds
 
-`prompt_s` and `token_s` are fitted to the node's answers by least squares, older answers counting less. `fastest_s`
-bounds what a single request can have: a GPU with one request is not faster than with eight.
+`prompt_s` and `token_s` are least squares over the node's answers. `fastest_s` bounds what a single request can have: a
+GPU with one request is not faster than with eight.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _FAILURES_IN_ROW = 4
 """After this many failures in a row a node gets no request for a while."""
 _MAX_REPORTS = 64
 CONTINUE = ("local", "vllm")
-"""The engines that continue another node's answer as if it were their own, with stops that began in it."""
+"""Engines that continue another node's answer as their own, with stops that began in it."""
 _FIRST_PLACES, _TOKENS_A_PLACE = 4, 32
-"""Requests that a node may hold at first, and delivered tokens for each one more, until its pace is measured."""
+"""Requests that a node may hold, and tokens for each one more, until its pace is measured."""
 UNPROVEN_PLACES = 32
-"""As how many places a node counts, at most, whose speed is not measured yet."""
+"""Most places that a node counts with whose speed is not measured."""
 _LEAST_ANSWERS = 3
 """Answers from which a node counts as measured."""
 _FORGET = 0.95
@@ -53,15 +53,13 @@ _GAIN_RANGE = (0.5, 400.0)
 _MOST_ABOVE_MEDIAN = 16.0
 _MAX_SESSIONS = 1 << 16
 _STAY_FACTOR, _STAY_S = 1.5, 1.0
-"""A conversation leaves its node when a turn there takes this many times as long as elsewhere, plus so many seconds."""
+"""A conversation leaves its node when a turn takes this many times as long there, plus so many seconds."""
 _IDLE_S = 600.0
-"""A conversation without a turn for so long is forgotten."""
 _FULL_FROM, _CROWDED = 0.9, 16.0
-"""A KV cache counts as full for a new conversation from this share on, and its node as so many times slower."""
+"""From this share on a KV cache is full for a new conversation, and its node so many times slower."""
 _MEAN_OVER, _MEAN_CONTEXT_OVER = 0.05, 0.005
 """Weight of the newest answer in the running means."""
 _UPDATE_EVERY = 32
-"""The fleet's pace is taken again after so many answers."""
 
 
 class ServedPolicy:
@@ -74,10 +72,10 @@ class ServedPolicy:
         self.newest = 0
         """Nodes with newer weights get no request: their future was rewound."""
         self.published: set[int] = set()
-        """The versions that there were, from the first of them on; the numbers jump in joint runs."""
+        """Those that there were; the numbers jump in joint runs."""
 
     def publish(self, version: int) -> None:
-        """Take in the newest version. A trainer that resumed may publish one again."""
+        """A trainer that resumed may publish a version again."""
         self.newest = version
         self.oldest = min(self.oldest, version)
         self.published = {old for old in self.published if old < version} | {version}
@@ -94,27 +92,26 @@ class Running:
     lease: int
     placed: float
     load: int
-    """Requests that the node held then, this one included."""
+    """Requests that the node held then, with this one."""
     cold: int
-    """Prompt tokens that the node had to compute, as far as this gateway knows."""
+    """Prompt tokens that the node had to compute."""
     streamed: Answer = NO_TOKENS
-    """What the node has sampled so far, after what is kept."""
+    """Sampled so far, after what is kept."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GatewayRequest:
-    """A request from its arrival at the gateway, at `since` in monotonic seconds, to its answer."""
+    """From its arrival, at `since` in monotonic seconds, to its answer."""
 
     asked: Generate
     """Prompt and sampling as they came; its lease is none of a node."""
     since: float
     done: asyncio.Future[Answer]
     oldest_version: int = 0
-    """Nodes with older weights may not answer it."""
     running: Running | None = None
     """None while it waits for a node, and once it is done."""
     kept: Answer = NO_TOKENS
-    """What nodes that are gone sampled: its next node continues there."""
+    """What nodes that are gone sampled: the next one continues there."""
     failures: int = 0
     avoid: str | None = None
     refused_by: set[str] = field(default_factory=set)
@@ -122,21 +119,19 @@ class GatewayRequest:
     row: OrderedDict[str, GatewayRequest] | None = None
     """Those with equal needs that wait with it; None while it does not wait."""
     turn: int = 0
-    """Among all that wait, the least first."""
 
     @property
     def num_prompt(self) -> int:
-        """Tokens that its next node begins with."""
+        """Tokens that its next node begins with, those of `kept` included."""
         return len(self.asked.prompt_ids) // INT.itemsize + len(self.kept)
 
     @property
     def num_left(self) -> int:
-        """Tokens that its next node may sample at most."""
         return self.asked.sampling.max_tokens - len(self.kept)
 
     @property
     def least_version(self) -> int:
-        """Oldest policy version that may continue it: versions never fall within an answer."""
+        """Versions never fall within an answer."""
         return max(self.oldest_version, self.kept.newest_version)
 
     @property
@@ -145,21 +140,20 @@ class GatewayRequest:
         return self.least_version, frozenset(self.refused_by), bool(self.kept)
 
     def may_run_on(self, node: AttachedNode) -> bool:
-        """Tell whether `node` has not refused it, and has weights that may continue it."""
         return node.version >= self.least_version and node.node_id not in self.refused_by
 
     def message(self, lease: int) -> Generate:
-        sampling = msgspec.structs.replace(self.asked.sampling, max_tokens=self.num_left, resumed=len(self.kept))
+        asked, num_kept = self.asked, len(self.kept)
+        sampling = msgspec.structs.replace(asked.sampling, max_tokens=self.num_left, resumed=num_kept)
         prompt_ids = self.asked.prompt_ids + self.kept.token_ids
-        return msgspec.structs.replace(self.asked, lease=lease, prompt_ids=prompt_ids, sampling=sampling)
+        return msgspec.structs.replace(asked, lease=lease, prompt_ids=prompt_ids, sampling=sampling)
 
 
 class RequestQueue:
-    """Requests without a node, those of equal needs in a row of their own: where its first waits, all of it does."""
+    """Requests without a node, in rows of equal needs: where the first waits, its whole row does."""
 
     def __init__(self) -> None:
         self._rows: dict[Hashable, OrderedDict[str, GatewayRequest]] = {}
-        """By needs, then by id in their order."""
         self._turns = itertools.count(1)
 
     def __len__(self) -> int:
@@ -181,7 +175,7 @@ class RequestQueue:
             request.row = None
 
     def first(self, unmet: Set[Hashable]) -> tuple[Hashable, GatewayRequest] | None:
-        """Return the request whose turn it is, behind the needs of its row, none of `unmet`."""
+        """Return whose turn it is, behind its needs, which are none of `unmet`."""
         self._rows = {needs: row for needs, row in self._rows.items() if row}
         heads = [(needs, next(iter(row.values()))) for needs, row in self._rows.items() if needs not in unmet]
         return min(heads, key=lambda head: head[1].turn, default=None)
@@ -192,27 +186,26 @@ class RequestQueue:
 
 @dataclass(slots=True, kw_only=True)
 class NodeRecord:
-    """What the processes of one name did. It outlives each of them, or a restart would end a suspension."""
+    """What all processes of one name did: a restart must not end a suspension."""
 
     trust: NodeTrust
-    """What audits of its answers tell."""
     answers: int = 0
     tokens_out: int = 0
     failures: int = 0
     bad_answers: int = 0
-    """Answers that were refused: out of range, not finite, not covered by version spans."""
+    """Answers that check_sampled refused."""
     suspended_until: float = 0.0
     stalls_in_row: int = 0
-    """How often its requests were taken back for lack of progress since its last answer."""
+    """Stalls since its last answer."""
     failures_in_row: int = 0
     newest_version: int = 0
-    """The newest that it reported: with an older one it gets no request."""
+    """With an older one it gets no request."""
     first_reported: dict[int, float] = field(default_factory=dict)
-    """When it first reported each of its last versions, monotonic seconds."""
+    """When it first reported its last versions, monotonic seconds."""
 
     @property
     def is_on_trial(self) -> bool:
-        """Tell whether it gets one request at a time until it has answered one."""
+        """Tell whether it gets one request at a time."""
         return self.stalls_in_row > 0 or self.failures_in_row >= _FAILURES_IN_ROW
 
     def note_answer(self, num_tokens: int) -> None:
@@ -221,13 +214,12 @@ class NodeRecord:
         self.suspended_until, self.stalls_in_row, self.failures_in_row = 0.0, 0, 0
 
     def note_failure(self, suspend_s: float) -> None:
-        """Count a failure. After several in a row it gets no request for a while."""
         self.failures_in_row += 1
         if self.failures_in_row >= _FAILURES_IN_ROW:
             self.suspended_until = max(self.suspended_until, time.monotonic() + suspend_s)
 
     def note_version(self, version: int) -> None:
-        """Take in a report. Versions only rise: going back to one, or to it once more, is no swap."""
+        """Versions only rise: going back to one is no swap."""
         if version > self.newest_version:
             self.newest_version = version
             self.first_reported[version] = time.monotonic()
@@ -235,7 +227,7 @@ class NodeRecord:
                 del self.first_reported[min(self.first_reported)]
 
     def forget_version(self, version: int) -> None:
-        """Forget this and later versions: a trainer that resumed publishes them again."""
+        """Forget this and later ones: a trainer that resumed publishes them again."""
         self.newest_version = min(self.newest_version, version - 1)
         self.first_reported = {old: time_s for old, time_s in self.first_reported.items() if old < version}
 
@@ -248,10 +240,10 @@ class AttachedNode:
     """What it says of itself; nothing checks engine, device and price."""
     identity: bytes
     key: bytes
-    """The public key of its connection; nodes without one of their own share the run's."""
+    """Of its connection; nodes without one of their own share the run's."""
     record: NodeRecord
     speed: NodeSpeed
-    """Measured here, from its answers. It belongs to the process."""
+    """Of this process."""
     attached: bool = True
     draining: bool = False
     status: Status | None = None
@@ -259,7 +251,7 @@ class AttachedNode:
     heard: float = field(default_factory=time.monotonic)
     """When it last sent a heartbeat."""
     progress: float = field(default_factory=time.monotonic)
-    """When it last gave an answer, reported sampled tokens or installed weights."""
+    """When it last answered, reported sampled tokens or installed weights."""
     delivered: float = field(default_factory=time.monotonic)
     """When it last gave an answer or a part of one."""
 
@@ -269,15 +261,11 @@ class AttachedNode:
 
     @property
     def version(self) -> int:
-        """Policy version it samples with, from its last report."""
         return self.hello.version if self.status is None else self.status.version
 
     @property
     def places(self) -> int:
-        """How many requests it may hold: what it claims, or 1 after failures until it has answered.
-
-        Until its pace is measured it gets few: it may be the slowest.
-        """
+        """How many requests it may hold; few until its pace is measured: it may be the slowest."""
         places = 1 if self.record.is_on_trial else self.hello.max_concurrent
         if self.speed.pace is None:
             places = min(places, _FIRST_PLACES + self.speed.tokens // _TOKENS_A_PLACE)
@@ -288,18 +276,18 @@ class AttachedNode:
         return len(self.leases) < self.places
 
     def is_current(self, policy: ServedPolicy) -> bool:
-        """Tell whether it has weights that may be served."""
         return max(policy.oldest, self.record.newest_version) <= self.version <= policy.newest
 
     def cannot_serve(self, policy: ServedPolicy) -> str | None:
-        """Return why it gets no request now, or None when it may get one."""
+        """Return why it gets no request now."""
         record, now = self.record, time.monotonic()
         if not self.attached:
             return f"gone for {now - self.heard:.0f} s"
         if self.draining:
             return "draining"
         if now < record.trust.quarantined_until:
-            return f"quarantined for {record.trust.quarantined_until - now:.0f} s: an audit found wrong answers"
+            left_s = record.trust.quarantined_until - now
+            return f"quarantined for {left_s:.0f} s: an audit found wrong answers"
         if not self.is_current(policy):
             oldest, newest = max(policy.oldest, record.newest_version), policy.newest
             needed = f"version {oldest}" if oldest >= newest else f"a version in {oldest}..{newest}"
@@ -316,12 +304,14 @@ class AttachedNode:
     def stalled_s(self, now: float) -> float:
         """Return for how long it has held requests without any progress.
 
-        Of a node that streams, what it reports and does not deliver halves the time that counts: it may be slow, and it
-        may be lying. Others deliver whole answers, however long those take.
+        Of a node that streams, what it reports and does not deliver counts half: it may be slow, or lie. Others deliver
+        whole answers, however long those take.
         """
         oldest = min(self.placed_at(), default=now)
         silent_s = now - max(oldest, self.progress)
-        return silent_s if not self.speed.streams else max(silent_s, (now - max(oldest, self.delivered)) / 2)
+        if not self.speed.streams:
+            return silent_s
+        return max(silent_s, (now - max(oldest, self.delivered)) / 2)
 
 
 # -- pace ------------------------------------------------------------------------------------------------------------
@@ -339,23 +329,22 @@ class Pace(NamedTuple):
 
 
 class NodeSpeed:
-    """Running sums over one node's answers, for the least-squares fit."""
+    """Running sums over one node's answers."""
 
     def __init__(self, *, is_hopeful: bool = True) -> None:
         self.answers = 0
         self.tokens = 0
-        """Delivered in answers and parts of answers."""
         self.pace: Pace | None = None
         self.streams = False
-        """Whether its node has ever delivered a part of an answer."""
+        """Whether its node ever delivered a part of an answer."""
         self.is_hopeful = is_hopeful
-        """Whether its node counts as fast while it is idle and not measured, to be tried at all."""
+        """Whether it counts as fast while idle and not measured, to be tried at all."""
         self._squares, self._times = np.zeros((2, 2)), np.zeros(2)
-        """Sums of (cold tokens, work) by one another, and by seconds."""
+        """Of (cold tokens, work) by one another, and by seconds."""
         self._weight = 0.0
 
     def note(self, elapsed_s: float, *, cold: int, sampled: int, load: float) -> None:
-        """Take in an answer. `load`: mean requests that the node held."""
+        """`load`: mean requests that the node held."""
         self.answers += 1
         answer = np.array([cold, sampled * load], dtype=float)
         self._squares = _FORGET * self._squares + np.outer(answer, answer)
@@ -365,7 +354,7 @@ class NodeSpeed:
             self.pace = self._fit(elapsed_s, cold, sampled)
 
     def _fit(self, elapsed_s: float, cold: int, sampled: int) -> Pace:
-        """Solve for both rates, drawn a little towards the usual ratio of the two."""
+        """Solve for both rates, drawn towards their usual ratio."""
         usual = np.array([1.0 / _PREFILL_GAIN, 1.0])
         usual *= (usual @ self._times) / (usual @ self._squares @ usual)
         drawn = self._squares * (1 + np.eye(2) * _PRIOR / self._weight) + np.diag([1e-9, 0.0])
@@ -385,14 +374,14 @@ class NodeSpeed:
 
 @dataclass(frozen=True, slots=True)
 class WarmPrefix:
-    """What a node has cached of a conversation, since `since` in monotonic seconds."""
+    """What a node has cached of a conversation, since then in monotonic seconds."""
 
     node_id: str
     tokens: int
     size: int
-    """Tokens that it takes there: with those of a prompt that is still to be computed."""
+    """Tokens that it takes there, those to be computed included."""
     version: int
-    """Weights that computed the end of it. Most nodes do not use a cache of older ones."""
+    """Most nodes do not use a cache of older weights."""
     since: float
 
 
@@ -401,28 +390,27 @@ class Placing:
 
     def __init__(self) -> None:
         self.median: Pace | None = None
-        """Of the measured nodes: what an unmeasured one counts as, and the bound on measured ones."""
+        """Of the measured nodes: an unmeasured one counts as this, and it bounds the others."""
         self.mean_sampled = 256.0
         """Tokens of an answer; a running mean."""
         self.mean_context = 0.0
         """Tokens of a conversation after a turn; a running mean."""
         self.warm_tokens = self.prompt_tokens = 0
-        """Prompt tokens of all placements, and those that were cached where they went."""
+        """Of all placements: prompt tokens, and those that were cached there."""
         self._sessions: OrderedDict[str, WarmPrefix] = OrderedDict()
         """The one that had a turn last comes last."""
         self._sizes: Counter[str] = Counter()
-        """Tokens that conversations take, without what is being sampled, by node id."""
+        """Tokens of conversations by node id, without what is being sampled."""
         self._answers = 0
-        # Starts at random: an answer to a lease of an earlier orchestrator must not match one of ours.
+        # Random: an answer to a lease of an earlier orchestrator must not match.
         self._leases = itertools.count(secrets.randbits(48))
 
     def node_of(self, request: GatewayRequest) -> str | None:
-        """Return the id of the node that had the last turn of the request's conversation."""
+        """Return the node of the conversation's last turn."""
         known = self._sessions.get(request.asked.session)
         return None if known is None else known.node_id
 
     def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
-        """Return the best node of `free`, or the conversation's own."""
         best = min(free, key=lambda node: self._rank(request, node))
         own = self.node_of(request)
         warm = next((node for node in free if node.node_id == own), best)
@@ -442,10 +430,7 @@ class Placing:
         return node.node_id == request.avoid, seconds * self.crowding(request, node), node.node_id
 
     def seconds(self, request: GatewayRequest, node: AttachedNode, *, hopeful: bool = False) -> float:
-        """Return how long `request` would take on `node`.
-
-        With `hopeful`, an idle node that is not measured has no `fastest_s`, so that it gets requests at all.
-        """
+        """With `hopeful`, an idle node that is not measured has no `fastest_s`, so that it is tried at all."""
         pace, speed = self.pace(node), node.speed
         if hopeful and speed.pace is None and speed.is_hopeful:
             pace = Pace(pace.prompt_s, pace.token_s)
@@ -453,7 +438,7 @@ class Placing:
         return pace.seconds(self.cold(request, node), sampled, len(node.leases) + 1)
 
     def pace(self, node: AttachedNode) -> Pace:
-        """Return the pace to reckon with. A node without one is slower, the fewer places it has."""
+        """A node without one is slower, the fewer places it has."""
         usual, pace = self.median, node.speed.pace
         places_share = min(node.hello.max_concurrent, UNPROVEN_PLACES) / UNPROVEN_PLACES
         if usual is None:
@@ -463,16 +448,15 @@ class Placing:
         return Pace(*(max(own, most / _MOST_ABOVE_MEDIAN) for own, most in zip(pace, usual, strict=True)))
 
     def cold(self, request: GatewayRequest, node: AttachedNode) -> int:
-        """Return how many prompt tokens `node` has to compute for `request`."""
         warm = self._sessions.get(request.asked.session)
         if warm is None or (warm.node_id, warm.version) != (node.node_id, node.version):
             return request.num_prompt
         return max(1, request.num_prompt - warm.tokens)
 
     def crowding(self, request: GatewayRequest, node: AttachedNode) -> float:
-        """Return how many times as slow `node` counts for `request`: more than once without room in its KV cache.
+        """Return how many times as slow `node` counts: more than once without room in its KV cache.
 
-        Where a conversation joins others, some room is left, and it counts as an average one at least: they grow.
+        A conversation that joins others counts as an average one at least, and leaves some room: they grow.
         """
         warm = self._sessions.get(request.asked.session)
         joins = warm is None or warm.node_id != node.node_id
@@ -486,7 +470,7 @@ class Placing:
     # -- what happens --------------------------------------------------------------------------------------------
 
     def note_placed(self, request: GatewayRequest, node: AttachedNode) -> Running:
-        """Remember where the conversation is now. Call it before the request is counted there."""
+        """Call it before the request is counted at `node`."""
         cold, size, now = self.cold(request, node), request.num_prompt, time.monotonic()
         self.prompt_tokens += size
         self.warm_tokens += size - cold
@@ -499,7 +483,7 @@ class Placing:
     def note_answer(
         self, request: GatewayRequest, running: Running, sampled: int, nodes: Iterable[AttachedNode]
     ) -> None:
-        """Take in an answer. Its node, one of `nodes`, no longer holds the request."""
+        """`running.node`, one of `nodes`, no longer holds the request."""
         node, session, now = running.node, request.asked.session, time.monotonic()
         load = (running.load + len(node.leases) + 1) / 2
         node.speed.note(max(now - running.placed, 1e-6), cold=running.cold, sampled=sampled, load=load)

@@ -9,8 +9,8 @@
 says so, its connection ends, or it is silent for `inference.lost_after_s`.
 
 A node may claim a swap of weights within an answer only to a version that it first reported while it held the request,
-and not among tokens that it had streamed before. Otherwise a node with old weights could claim one in each answer: its
-tokens behind the swap would not be compared with suspect weights (inference/audit.py).
+and not among streamed tokens. Else one with old weights could claim a swap in each answer: tokens behind it would not
+be compared with suspect weights (inference/audit.py).
 """
 
 from __future__ import annotations
@@ -55,47 +55,40 @@ from orchestrator.swarm import NodeTrust
 logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 3
-"""Bad answers and errors after which a request ends. Nodes that vanish or drain do not count."""
+"""Of one request. Nodes that vanish or drain do not count."""
 _COMPARED = 16
 _MAX_REFUSALS = 16
 _HELD_SHARE = 0.25
-"""Share of request_timeout_s after which a node that has not answered is to blame, not the queue."""
+"""Of request_timeout_s: from then on a node that has not answered is to blame, not the queue."""
 _MAX_SUSPENSION_S = 3600.0
-"""Bounds a suspension: nothing but its end lets a node that works again show so."""
+"""Nothing but a suspension's end lets a node that works again show so."""
 _NO_EVIDENCE = -9999.0
 """vLLM's value for a missing logprob."""
 _ROUNDING = 1e-3
-"""A logprob may exceed 0 by this much through bfloat16 arithmetic."""
+"""A logprob may exceed 0 by this much, of bfloat16 arithmetic."""
 COUNTERS = (
     "requests", "answered", "failed", "cancelled", "reissued", "late_answers", "bad_answers", "tokens",
     "tokens_resumed", "tokens_lost",
 )  # fmt: skip
-"""Of `Router.counters`. tokens: of accepted answers. tokens_resumed: streamed by nodes before they were gone, and
-continued by others. tokens_lost: streamed, and in no answer; what a node sampled and did not stream is not known."""
+"""tokens: of accepted answers. tokens_resumed: streamed by nodes that are gone, and continued by others. tokens_lost:
+streamed, and in no answer."""
 
 
 class Router:
-    """Holds every request from its arrival to its answer, and every node."""
-
     def __init__(
         self, send: Callable[[bytes, ToNode], bool], *, policy: ServedPolicy, suspend_s: float, request_timeout_s: float
     ) -> None:
-        """`send` to a connection returns False when it is gone.
-
-        `suspend_s`: how long a node that keeps failing gets no request. `request_timeout_s`: how long a request waits
-        at all.
-        """
+        """`send` returns False for a connection that is gone. `suspend_s`: of a node that keeps failing."""
         self.policy = policy
         self.placing = Placing()
         self.counters = Counter(dict.fromkeys(COUNTERS, 0))
         self.nodes: dict[str, AttachedNode] = {}
-        """Attached or away, by name."""
         self.trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
         self.queue = RequestQueue()
         self.request_timeout_s = request_timeout_s
         self.connections: dict[bytes, AttachedNode] = {}
         self._roomy: OrderedDict[bytes, AttachedNode] = OrderedDict()
-        """The attached nodes but those that were full at the last look, and are since."""
+        """Attached nodes but those that were full when last looked at, and are since."""
         self.send = send
         self._suspend_s = suspend_s
         self._closed: RequestError | None = None
@@ -111,10 +104,8 @@ class Router:
     ) -> Answer:
         """Return the checked answer of a node with `oldest_version` or newer weights.
 
-        Cancelling the awaiting task cancels the request on its node.
-
-        Raises DeadlineError when no node answered in time, EngineError when nodes failed several times, and
-        RequestError when no node could serve it as it stands.
+        Cancelling the awaiting task cancels the request. Raises DeadlineError when no node answered in time,
+        EngineError when nodes failed several times, and RequestError when no node could serve it.
         """
         if self._closed is not None:
             raise self._closed
@@ -139,9 +130,9 @@ class Router:
     def _transition(
         self, request: GatewayRequest, to: Literal["queued", "done"] | Running, *, cancel: bool = False
     ) -> Answer:
-        """Move a request out of its state into another one. Return what the node that held it has streamed.
+        """Return what the node that held the request has streamed. With `cancel`, that node stops.
 
-        One that is queued again comes first: it has waited before. With `cancel`, its former node stops.
+        A request that is queued again comes first: it has waited before.
         """
         former, streamed = request.running, NO_TOKENS
         self.queue.discard(request)
@@ -162,7 +153,7 @@ class Router:
         return streamed
 
     def assign(self, request: GatewayRequest, node: AttachedNode) -> None:
-        """Send `request` to `node`, which continues after the tokens that others have sampled."""
+        """`node` continues after the tokens that others have sampled."""
         if request.kept and request.asked.sampling.stop and node.hello.engine not in CONTINUE:
             self._start_over(request)
         running = self.placing.note_placed(request, node)
@@ -171,7 +162,7 @@ class Router:
             self._take_away(node, "unreachable")
 
     def reissue(self, request: GatewayRequest, reason: str, *, keep: bool, cancel: bool = True) -> None:
-        """Queue a request of a node. With `keep`, another one continues after the streamed tokens."""
+        """With `keep`, another node continues after the streamed tokens."""
         streamed = request.running.streamed if request.running is not None else NO_TOKENS
         if keep and streamed:
             request.kept = request.kept.then(streamed)
@@ -183,7 +174,7 @@ class Router:
         self.counters["reissued"] += 1
 
     def finish(self, request: GatewayRequest, outcome: Answer | BaseException, *, cancel: bool = True) -> None:
-        """Wake the caller of a request, unless it has ended. With `cancel`, its node stops."""
+        """Wake the caller of a request, unless it has ended."""
         if request.running is None and request.row is None:
             return
         streamed = self._transition(request, "done", cancel=cancel)
@@ -203,7 +194,7 @@ class Router:
             request.done.set_exception(outcome)
 
     def _start_over(self, request: GatewayRequest) -> None:
-        """Give up what was kept of a queued request: no node that serves can continue it."""
+        """Give up what was kept of a queued request."""
         self.counters["tokens_lost"] += len(request.kept)
         request.kept = NO_TOKENS
 
@@ -216,10 +207,10 @@ class Router:
     # -- placing -------------------------------------------------------------------------------------------------
 
     def place(self) -> None:
-        """Hand waiting requests to nodes, oldest first, until no node has a free place.
+        """Hand waiting requests to nodes, oldest first.
 
-        Requests that need a node that is not free, or that is away for a while, keep their position. Nodes only fill
-        up meanwhile, so what has the same needs as one of them is passed over.
+        A request that no free node may take keeps its position. Nodes only fill up meanwhile, so what has the same
+        needs is passed over.
         """
         unmet = set[Hashable]()
         while self._closed is None and self._roomy and (head := self.queue.first(unmet)) is not None:
@@ -233,13 +224,13 @@ class Router:
                 unmet = set()
 
     def serving(self) -> list[AttachedNode]:
-        """Return the nodes that may get requests now, full or not."""
+        """Return the nodes that may get requests, full or not."""
         return [node for node in self.attached() if node.cannot_serve(self.policy) is None]
 
     def _node_for(self, request: GatewayRequest) -> AttachedNode | None:
         """Return the best free node. A request that no node can continue starts over.
 
-        Compared are its conversation's own node and those looked at longest ago, so that a large fleet costs no more.
+        Only its conversation's node and those looked at longest ago are compared: a large fleet costs no more.
         """
         if request.kept and not any(map(request.may_run_on, self.serving())):
             self._start_over(request)
@@ -261,7 +252,7 @@ class Router:
     # -- answers -------------------------------------------------------------------------------------------------
 
     def on_sampled(self, node: AttachedNode, message: Sampled) -> None:
-        """Take in an answer or a part of one. What comes late means nothing."""
+        """Take in an answer or a part of one, unless it comes late."""
         request = self._held(node, message)
         if request is None:
             return
@@ -320,7 +311,6 @@ class Router:
         self.place()
 
     def _refused_by(self, request: GatewayRequest, node: AttachedNode, error: str) -> None:
-        """Take note that `node` cannot serve `request`, which ends when no other node may."""
         request.refused_by.add(node.node_id)
         others = [node for node in self.attached() if not node.draining]
         may_go_on = any(node.node_id not in request.refused_by for node in others)
@@ -369,7 +359,7 @@ class Router:
         return list(self.connections.values())
 
     def attach(self, identity: bytes, hello: NodeHello, key: bytes = b"") -> AttachedNode:
-        """Attach the sender of `hello`. Requests that it held before count as lost."""
+        """Requests that the sender held before count as lost."""
         if (previous := self.connections.get(identity)) is not None:
             self.leave(previous, "said hello again")
         former = self.nodes.pop(hello.node_id, None)
@@ -397,7 +387,7 @@ class Router:
         node.record.note_version(min(node.version, self.policy.newest))
 
     def leave(self, node: AttachedNode, reason: str) -> None:
-        """Mark `node` as away, unless it is, and place elsewhere what it held."""
+        """Place elsewhere what `node` held."""
         self._take_away(node, reason)
         self.place()
 
@@ -415,7 +405,6 @@ class Router:
             self.reissue(request, f"node {node.node_id} is gone: {reason}", keep=True)
 
     def lose_silent(self, lost_after_s: float) -> None:
-        """Mark every node as away that was silent for longer than `lost_after_s`."""
         now = time.monotonic()
         for node in self.attached():
             if now - node.heard > lost_after_s:
@@ -424,9 +413,8 @@ class Router:
     def reclaim_stalled(self, stall_s: float) -> None:
         """Reissue what a node holds that has made no progress for `stall_s`, if another node can serve.
 
-        A node may send heartbeats while its engine hangs. It then misses new weights too, so it may not be serving. It
-        gets no request for `stall_s`, doubled with each further stall, up to 4 times that or an hour. Then it gets one
-        at a time until it has answered.
+        It may send heartbeats while its engine hangs, and then misses new weights too. It gets no request for
+        `stall_s`, doubled with each further stall up to a bound, and then one at a time until it has answered.
         """
         now = time.monotonic()
         for node in self.attached():
@@ -446,7 +434,7 @@ class Router:
         self.place()
 
     def reclaim_quarantined(self, node_id: str, reason: str) -> None:
-        """Reissue what a node holds whose answers are wrong, without what it has streamed."""
+        """Reissue what a node holds, without what it has streamed."""
         if (node := self.nodes.get(node_id)) is not None:
             self._reclaim(node, f"node {node_id} is {reason}", keep=False)
         self.place()
@@ -461,18 +449,14 @@ class Router:
 
 
 class Waits:
-    """Deadlines of the requests of one router."""
-
     def __init__(self, router: Router, no_node_timeout_s: float, join_hint: str) -> None:
-        """`no_node_timeout_s`: how long requests wait while no node can serve."""
         self._no_node_since: float | None = time.monotonic()
-        """Since when no node has been able to serve; None while one is."""
         self._router = router
         self._no_node_timeout_s = no_node_timeout_s
         self._join_hint = join_hint
 
     def enforce(self) -> DeadlineError | None:
-        """End requests that waited too long. Return an error if no node came for some of them."""
+        """Return an error if no node came for requests that waited too long."""
         now, router = time.monotonic(), self._router
         if router.serving():
             self._no_node_since = None
@@ -511,7 +495,7 @@ class Waits:
         return DeadlineError(f"{waited}: it was queued, all places of the {able} that may take it are used{previous}")
 
     def why_no_node(self) -> str:
-        """Return what each known node lacks, or how to start one."""
+        """Return what each node lacks, or how to start one."""
         nodes = list(self._router.nodes.values())
         reasons = [f"{node.node_id} {node.cannot_serve(self._router.policy)}" for node in nodes[:8]]
         if reasons:
@@ -523,10 +507,7 @@ class Waits:
 
 
 def check_sampled(message: Sampled, request: GatewayRequest, running: Running, policy: ServedPolicy) -> Answer:
-    """Return the answer in `message`, or the part that comes after what was streamed.
-
-    `running` holds `request`. Raises WireError naming what is wrong with the message.
-    """
+    """Return the answer in `message`, or the part after what was streamed, to `request`, which `running` holds."""
     streamed, node, max_tokens = running.streamed, running.node, request.num_left
     count = _check_numbers(message, policy.vocab_size)
     if message.is_part:
@@ -552,7 +533,6 @@ def check_sampled(message: Sampled, request: GatewayRequest, running: Running, p
 
 
 def _check_numbers(message: Sampled, vocab_size: int) -> int:
-    """Return how many ids and logprobs there are."""
     if len(message.token_ids) % INT.itemsize or len(message.logprobs) % FLOAT.itemsize:
         raise WireError(f"{len(message.token_ids)} and {len(message.logprobs)} bytes are not 4-byte numbers")
     token_ids, logprobs = ints(message.token_ids), floats(message.logprobs)
