@@ -4,8 +4,8 @@
     Enroll --> registry: count the use, record key, name and machine --> Enrolled: model files, newest version, settings
     ChunkRequest of a model file --> ServedFiles.chunk(): read where the model folder lies, nothing is copied
 
-The list of model files is hashed and signed at the first Enroll. Weights are in it only where versions are adapters:
-every other version is whole in the weight store.
+The list of model files is hashed and signed at the first Enroll. It has weights only where versions are adapters: every
+other version is whole in the weight store.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _SMALL_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(?<!\.index)\.(json|jinja|
 _SETTINGS = {
     "engine", "dtype", "max_concurrent", "local", "vllm", "heartbeat_s", "lost_after_s", "connect_timeout_s",
 }  # fmt: skip
-"""Of [inference]; the others describe machines of the run's own."""
+"""Of [inference]; the others are of the run's own machines."""
 _OWN_SETTINGS = {"vllm": {"tensor_parallel", "extra_args"}}
 """A node counts its own GPUs, and takes no command line from elsewhere."""
 _TURNED_AWAY_S = 60.0
-"""How long a key may not connect that sent a message which delays those of all others."""
+"""For a key whose message delayed those of all others."""
 
 
 class ServedFiles:
-    """The files of the model folder, signed and read for nodes that enroll."""
+    """The model folder's files, signed and read for nodes that enroll."""
 
     def __init__(self, config: Config, keys: RunKeys, run_id: str, model_dir: Path) -> None:
         self._config = config
@@ -55,16 +55,16 @@ class ServedFiles:
         self._hashing = asyncio.Lock()
         self._signed = b""
         self._places: dict[str, tuple[Path, int, int]] = {}
-        """File, offset and bytes of each chunk of a model file."""
+        """File, offset and bytes of each chunk."""
 
     async def signed(self) -> bytes:
         """Return the signed list of files. Raises ComposerError or OSError."""
-        async with self._hashing:  # Nodes wait here for the first one's files, without a thread.
+        async with self._hashing:  # Nodes wait here without a thread.
             self._signed = self._signed or await asyncio.to_thread(self._sign)
         return self._signed
 
     def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
-        """Return up to `size` bytes of a chunk; None for an unknown one. Raises OSError."""
+        """Return up to `size` bytes; None for an unknown chunk. Raises OSError."""
         place = self._places.get(sha256)
         if place is None:
             return None
@@ -75,7 +75,7 @@ class ServedFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the model files' chunks; 0 before the first node enrolled."""
+        """Of all chunks; 0 before the first node enrolled."""
         return sum(size for _, _, size in self._places.values())
 
     def _sign(self) -> bytes:
@@ -101,9 +101,9 @@ class Admission:
     """Used by several threads."""
 
     def __init__(self, config: Config, keys: RunKeys, run_id: str, model_dir: Path) -> None:
-        """`model_dir`: the folder with config.json, tokenizer and chat template."""
+        """`model_dir`: has config.json, tokenizer and chat template."""
         self.revoked: dict[bytes, str] = {}
-        """Reasons by key, as the registry was read last."""
+        """Reasons by key, as last read."""
         self._turned_away: dict[bytes, float] = {}
         """Until when keys may not connect, monotonic seconds."""
         self._config = config
@@ -112,9 +112,9 @@ class Admission:
         self.model = ServedFiles(config, keys, run_id, model_dir)
         self._shared_key = b""
         self._nodes: dict[bytes, RegisteredNode] = {}
-        """By key, revoked ones too: they count while the registry cannot be read."""
+        """By key, revoked ones too, for when the registry cannot be read."""
         self._invites: Collection[bytes] = ()
-        """Keys of the open ones, as it was read last."""
+        """Keys of the open ones, as last read."""
         self._reading = threading.Lock()
 
     # -- keys ----------------------------------------------------------------------------------------------------------
@@ -125,24 +125,23 @@ class Admission:
         self.refresh()
 
     def refresh(self) -> None:
-        """Learn what other processes changed. What is known stays when the registry cannot be read."""
+        """Learn what other processes changed, if the registry can be read."""
         try:
             self._read()
         except ConfigError as error:
             logger.error("nodes are those known before: %s", error)
 
     def _read(self) -> None:
-        """Raises ConfigError when the registry cannot be read."""
-        with self._reading:  # Else what one thread read first might replace what another one read last.
+        """Raise ConfigError when the registry cannot be read."""
+        with self._reading:  # Else an older reading might replace a newer one.
             nodes, self._invites = self._keys.registry.list(), self._keys.registry.open_invites()
             self._nodes = {node.key: node for node in nodes}
             self.revoked = {node.key: node.reason for node in nodes if node.revoked is not None}
 
     def is_admitted(self, key: bytes) -> bool:
-        """Return whether a connection with this key may send anything.
+        """Return whether a connection may send anything.
 
-        Raises ConfigError for a key that is turned away, and for one that is not known, or no more, while the registry
-        cannot be read.
+        Raises ConfigError for a key that is turned away, or not known while the registry cannot be read.
         """
         if time.monotonic() < self._turned_away.get(key, 0.0):
             raise ConfigError(f"{self.name_of(key) or 'an invite'} is turned away for {_TURNED_AWAY_S:g} s")
@@ -152,7 +151,7 @@ class Admission:
         return self.is_node(key) or key in self._invites
 
     def turn_away(self, key: bytes) -> None:
-        """Let a key make no connection for a while, unless it is the run's shared one."""
+        """Let a key make no connection for a while, unless it is the shared one."""
         if self.is_own(key):
             who = self.name_of(key) or "an invite"
             logger.warning("%s is turned away for %g s: its messages delay those of others", who, _TURNED_AWAY_S)
@@ -163,16 +162,15 @@ class Admission:
         return key == self._shared_key or (key in self._nodes and key not in self.revoked)
 
     def name_of(self, key: bytes) -> str | None:
-        """Return the name of the node with this key."""
         node = self._nodes.get(key)
         return None if node is None else node.name
 
     def is_own(self, key: bytes) -> bool:
-        """Return whether `key` is another than the run's shared one: a node's or an invite's."""
+        """Return whether `key` is not the run's shared one."""
         return key != self._shared_key
 
     def name_refusal(self, key: bytes, node_id: str) -> str | None:
-        """Return why `key` may not speak for `node_id`: a name belongs to who enrolled with it."""
+        """A name belongs to who enrolled with it."""
         own = self.name_of(key)
         if own is not None:
             if own == node_id:
@@ -189,8 +187,8 @@ class Admission:
     ) -> Enrolled | Dismissed | None:
         """Enroll the sender, whose connection has proven `key`: an invite's, or its own.
 
-        `manifest`: the newest, signed. `taken_names`: names that it may not get, besides those in the registry.
-        Return None for a fault of this machine, such as a full disk: a node without an answer asks again.
+        `manifest`: the newest, signed. `taken_names`: besides those in the registry. Returns None for a fault of this
+        machine: a node without an answer asks again.
         """
         try:
             node = await asyncio.to_thread(self._enroll, key, message, taken_names)

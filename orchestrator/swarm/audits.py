@@ -1,11 +1,11 @@
-"""Answers that wait for an audit: which are audited, by whom, and what a verdict does to nodes and rollouts.
+"""Answers that wait for an audit: which, by whom, and what a verdict does to nodes and rollouts.
 
     gateway: offer(answer) --chosen by the node's trust--> Auditors: queue, AuditRequest, AuditVerdict --> trust
                   |                                                                                         |
     rollout ends: cleared(rollout) waits for the audits of new nodes' answers      evidence -> quarantine --+
                                                                  (its unaudited recent rollouts are tainted)
 
-An answer goes to one auditor: what that one cannot check, or is lost with, is not audited.
+What an answer's auditor cannot check, or is lost with, is not audited.
 """
 
 from __future__ import annotations
@@ -53,31 +53,30 @@ from orchestrator.swarm.trust import NodeTrust, is_clean
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 300.0
-"""How long a rollout waits for audits of new nodes' answers before it fails."""
+"""For the audits of new nodes' answers; then their rollout fails."""
 _MAX_QUEUED = 4096
 MAX_QUEUED_BYTES = 512 << 20
-"""Answers that wait, and their bytes; beyond that, the lowest rank is not audited."""
+"""Of waiting answers; beyond that, the lowest rank is not audited."""
 _QUARANTINE_S = 600.0
-"""How long a node gets no requests after a failed audit; doubles each time."""
+"""Of the first quarantine; doubles each time."""
 _MAX_RECENT = 1024
-"""Unaudited rollouts of a node that are remembered, for the case that it is quarantined."""
+"""Unaudited rollouts of a node, for the case that it is quarantined."""
 _MAX_TAINTED = 1 << 16
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OfferedAnswer:
-    """One answer of a node, from its arrival until its rollout ends, or its audit does."""
+    """One answer, until its rollout or its audit ends."""
 
     parts: list[tuple[str, int]]
-    """Its nodes in order, each with the number of tokens that it sampled; mostly one."""
+    """Its nodes in order, each with the number of tokens that it sampled."""
     quarantines: dict[str, int]
-    """Of each of its nodes when the answer came."""
+    """Of each of its nodes at its arrival."""
     is_awaited: bool
-    """Whether its rollout waits for the audit."""
     rank: float
-    """Random, and the same for all answers of a rollout. The highest is audited first."""
+    """Random, one for all answers of a rollout. The highest is audited first."""
     request: AuditRequest | None = None
-    """None when no auditor is to get it any more."""
+    """None when it is not to be audited any more."""
     outcome: asyncio.Future[AuditVerdict | str] = field(default_factory=asyncio.Future)
     """A verdict, or why it could not be audited."""
 
@@ -105,14 +104,12 @@ class ConnectedAuditor:
     places: int
     last_heard: float
     held: dict[int, tuple[OfferedAnswer, float]] = field(default_factory=dict)
-    """What it works on by audit number, and when it got that, monotonic seconds."""
+    """By audit number, and since when, monotonic seconds."""
     paused_until: float = -math.inf
-    """After it could not check what another one might, monotonic seconds."""
+    """Set when it could not check what another one might."""
 
 
 class Auditors:
-    """The auditors that are connected, and the answers that wait for them."""
-
     def __init__(
         self,
         config: Config,
@@ -121,10 +118,7 @@ class Auditors:
         store: WeightStore,
         serve_chunk: Callable[[bytes, bytes, ChunkRequest, Callable[..., Any]], None],
     ) -> None:
-        """`welcome`: goes to each with the versions of `store`.
-
-        Raises ConfigError when the trainer's key, the only one that is admitted, is missing.
-        """
+        """Raise ConfigError when the trainer's key, the only one that is admitted, is missing."""
         self.failed = 0
         """Answers that could not be audited."""
         self.queue: list[OfferedAnswer] = []
@@ -150,14 +144,14 @@ class Auditors:
         self._tasks = [watched(self._receive(), on_error)]
 
     async def close(self, *, finished: bool = False) -> None:
-        """Stop serving. With `finished`, auditors learn that the run is over and leave."""
+        """With `finished`, auditors learn that the run is over."""
         await end(self._tasks)
         for identity in self.connected if finished else ():
             self._socket.send(identity, Dismissed(reason="the run is finished", finish_first=True))
         await self._socket.close()
 
     def tick(self) -> None:
-        """Give up auditors that are silent, and hand out what waits for those that were paused."""
+        """Give up silent auditors, and hand out what waits for paused ones."""
         now = time.monotonic()
         for identity, auditor in list(self.connected.items()):
             silent_s = now - auditor.last_heard
@@ -168,12 +162,12 @@ class Auditors:
     # -- answers -------------------------------------------------------------------------------------------------
 
     def check(self, answer: OfferedAnswer) -> None:
-        """Have an answer with a request checked as soon as an auditor has room."""
+        """Have an answer with a request checked."""
         self._enqueue(answer)
         self._place()
 
     def give_up(self, answers: Iterable[OfferedAnswer]) -> None:
-        """Hand out these answers no more. Verdicts under way count for the node."""
+        """Hand out these no more. Verdicts under way count for the node."""
         for answer in answers:
             answer.request = None
         self.queue = [answer for answer in self.queue if answer.request is not None]
@@ -201,10 +195,7 @@ class Auditors:
                 self._enqueue(answer)
 
     def _with_room(self) -> bytes | None:
-        """Return the auditor that uses the least of its places; None when none has room.
-
-        One that is paused has none, and neither has one that holds an answer for long.
-        """
+        """Return the auditor with the largest share of free places, but none that is paused or holds one for long."""
         now = time.monotonic()
         free = [
             (len(one.held) / one.places, identity)
@@ -304,7 +295,7 @@ class Auditors:
 
 
 class Audits:
-    """Chooses answers for an audit, and draws the conclusions."""
+    """Chooses answers, and draws conclusions."""
 
     def __init__(
         self,
@@ -314,7 +305,7 @@ class Audits:
         on_quarantine: Callable[[str, str], None] = lambda node_id, reason: None,
         chance: Callable[[], float] = random.SystemRandom().random,
     ) -> None:
-        """`trust` holds every node's, by id. `chance()` returns a number in [0, 1) that no node can know."""
+        """`trust`: by node. `chance()`: in [0, 1), which no node can know."""
         self.counters: defaultdict[str, Any] = defaultdict(int)
         self.auditors = auditors
         auditors.on_verdict = self._note
@@ -325,14 +316,14 @@ class Audits:
         self._open: dict[str, list[OfferedAnswer]] = {}
         """By rollout that has not ended."""
         self._recent: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_MAX_RECENT))
-        """Rollouts with an answer that was not audited, by node."""
+        """Rollouts with an unaudited answer, by node."""
         self._tainted: dict[str, None] = {}
-        """Those of nodes that were quarantined, the oldest first."""
+        """Those of quarantined nodes, the oldest first."""
 
     # -- answers -------------------------------------------------------------------------------------------------
 
     def offer(self, rollout_id: str, prompt_ids: Any, answer: Answer, sampling: Sampling) -> None:
-        """Take note of an answer of an open rollout, and have it audited if it is chosen."""
+        """Have an answer audited if it is chosen."""
         parts = answer.sampled_by
         nodes = {node_id: self._trust[node_id] for node_id, _ in parts}
         others = self._open.setdefault(rollout_id, [])
@@ -359,10 +350,7 @@ class Audits:
         self.auditors.check(offered)
 
     async def cleared(self, rollout_id: str) -> str | None:
-        """Return why a rollout that has ended must not be used; None when nothing speaks against it.
-
-        Waits for the audits of new nodes' answers, at most TIMEOUT_S.
-        """
+        """Return why an ended rollout must not be used. Waits for the audits of new nodes' answers."""
         answers = self._open.pop(rollout_id, [])
         if late := await self._wait([answer for answer in answers if answer.is_awaited]):
             nodes = sorted({node_id for answer in late for node_id in answer.quarantines})
@@ -373,12 +361,13 @@ class Audits:
             )
         if objection := next(filter(None, map(self._objection, answers)), None):
             return objection
-        for node_id in {name for answer in answers if answer.verdict is None for name in answer.quarantines}:
+        unaudited = [answer for answer in answers if answer.verdict is None]
+        for node_id in {name for answer in unaudited for name in answer.quarantines}:
             self._recent[node_id].append(rollout_id)
         return None
 
     async def _wait(self, answers: list[OfferedAnswer]) -> list[OfferedAnswer]:
-        """Wait for audits. Give up and return the answers that got none in time."""
+        """Return the answers that got no audit in time."""
         try:
             if answers:
                 await asyncio.wait([answer.outcome for answer in answers], timeout=TIMEOUT_S)
@@ -388,11 +377,10 @@ class Audits:
         return late
 
     def forget(self, rollout_id: str) -> None:
-        """Forget a rollout whose answers will not be used."""
         self.auditors.give_up(self._open.pop(rollout_id, []))
 
     def is_tainted(self, rollout_ids: Iterable[str]) -> bool:
-        """Tell whether a quarantined node sampled one of these rollouts unaudited."""
+        """Tell whether a quarantined node sampled some of them unaudited."""
         return bool(self._tainted) and any(name in self._tainted for name in rollout_ids)
 
     def _objection(self, answer: OfferedAnswer) -> str | None:
@@ -435,7 +423,7 @@ class Audits:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers for metrics.jsonl; counts and seconds are over the whole run."""
+        """Return the numbers for metrics.jsonl, over the whole run."""
         now = time.monotonic()
         quarantined = sum(now < trust.quarantined_until for trust in self._trust.values())
         new = sum(trust.is_new and now >= trust.quarantined_until for trust in self._trust.values())

@@ -1,4 +1,4 @@
-"""`orchestrator invite RUN_DIR`: one string with which machines elsewhere join as inference nodes."""
+"""`orchestrator invite RUN_DIR`: a string with which other machines join."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main(words: list[str]) -> int:
     print(invite.text())
     if options.quiet:
         return 0
-    # In the environment: every user of a machine sees the arguments of its processes.
+    # In the environment: every user of a machine sees its processes' arguments.
     variable = f"{INVITE_VARIABLE}={invite.text()}"
     print(f"\nshell   {variable} inference join")
     if package:
@@ -90,10 +90,9 @@ def _notes(addresses: list[str], *, has_free_port: bool, package: str) -> Iterat
 
 
 def create_invite(run_dir: RunDir, *, nodes: int, expires_s: float, addresses: list[str], package: str = "") -> Invite:
-    """Make an invite and let the run's gateway know it. Raises ConfigError without the run's keys.
+    """Make an invite and let the run's gateway know it. Raises ConfigError.
 
-    `addresses`: HOST:PORT at which nodes reach the gateway, tried in turn. `package`: what uv installs on those
-    machines.
+    `addresses`: HOST:PORT of the gateway, tried in turn. `package`: what uv installs on those machines.
     """
     if not 1 <= nodes <= MAX_NODES:
         raise ConfigError(f"--nodes is {nodes}: an invite is for 1 to {MAX_NODES} nodes")
@@ -120,8 +119,7 @@ def create_invite(run_dir: RunDir, *, nodes: int, expires_s: float, addresses: l
 def node_addresses(run_dir: RunDir, given: list[str], *, allow_loopback: bool = False) -> list[str]:
     """Return HOST:PORT of the run's gateway: `given`, or where it listens.
 
-    Raises ConfigError for loopback unless that is allowed, for an address that no machine has, and where no port is
-    known.
+    Raises ConfigError for loopback unless that is allowed, for no machine's address, and without a port.
     """
     if given:
         addresses = [tcp_address(text.removeprefix("tcp://"), "--address", scheme="") for text in given]
@@ -144,7 +142,7 @@ def node_addresses(run_dir: RunDir, given: list[str], *, allow_loopback: bool = 
 
 
 def _listening(run_dir: RunDir) -> Address:
-    """Return where the gateway listens; a wildcard becomes this machine's address."""
+    """A wildcard becomes this machine's address."""
     configured = load.read_config(run_dir.config).orchestrator.node_address
     address = tcp_address(configured, "orchestrator.node_address", bind=True)
     if not address.port:
@@ -160,10 +158,10 @@ def _listening(run_dir: RunDir) -> Address:
 
 
 def _own_address() -> str:
-    """Return this machine's address; 127.0.0.1 without a network. Sends nothing."""
+    """Return 127.0.0.1 without a network. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # a documentation address: only the route is looked up
+            probe.connect(("192.0.2.1", 9))  # a documentation address
             return probe.getsockname()[0]
         except OSError:
             return "127.0.0.1"

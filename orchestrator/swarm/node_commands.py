@@ -22,7 +22,7 @@ from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir, read_run_id
 
 _TIMEOUT_S = 20.0
-"""For an answer of the orchestrator, whose event loop may be busy."""
+"""The orchestrator's event loop may be busy."""
 
 
 def nodes(words: list[str]) -> int:
@@ -62,15 +62,12 @@ unban = partial(_act, "unban", "let a banned node connect again")
 
 
 def live_rows(run_dir: RunDir) -> list[NodeRow]:
-    """Return the table of a live run as of now. Raises NotLiveError and DeadlineError."""
+    """Raise NotLiveError and DeadlineError."""
     return msgspec.convert(_ask(run_dir, "GET", "/control/nodes")["nodes"], list[NodeRow])
 
 
 def _ask(run_dir: RunDir, method: str, path: str, **query: str) -> dict[str, Any]:
-    """Return the answer of a run's orchestrator on this machine.
-
-    Raises NotLiveError when the run is over, DeadlineError and RequestError.
-    """
+    """Return the answer of a run's orchestrator. Raises NotLiveError, DeadlineError and RequestError."""
     run_id, not_live = read_run_id(run_dir), f"run {run_dir.root} is not live on this machine"
     try:
         url = json.loads(run_dir.endpoints.read_text())["http"]

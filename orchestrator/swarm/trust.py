@@ -1,4 +1,4 @@
-"""What audits tell about one node: the share of its answers that is audited, and when it is quarantined.
+"""What audits tell about one node: the share of its answers to audit, and when it is quarantined.
 
     new (all audited, answers wait) --32 clean--> known (share falls to the floor) --evidence--> quarantined
      ^                                                                                                |
@@ -7,10 +7,10 @@
 The share follows a Beta-Bernoulli model of "an audited answer is wrong" (Jøsang and Ismail, The Beta Reputation System,
 2002): four times the posterior mean, at least the floor.
 
-Evidence is one sequential test, run on tokens and on whole answers: a cumulative sum of log-likelihood ratios, held at
-0 from below (Page, Continuous Inspection Schemes, 1954). A seed fixes each draw, so a trusted engine tells a token of
-other weights from rounding (docs/explanation/security.md). An honest node's rounding makes a token wrong about never
-(`_P_HONEST` is an upper bound). A cheat's tokens are wrong in 2 % of cases or more.
+Evidence is one sequential test, on tokens and on whole answers: a cumulative sum of log-likelihood ratios, held at 0
+from below (Page, Continuous Inspection Schemes, 1954). A seed fixes each draw, so other weights differ from rounding
+(docs/explanation/security.md): an honest node's token is wrong about never (`_P_HONEST` is an upper bound), a cheat's
+in 2 % of cases or more.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from dataclasses import dataclass, field
 from composer_prime.wire.node_messages import PartVerdict
 
 _NEW_ANSWERS = 32
-"""Clean audited answers after which a node is no longer new."""
+"""Clean audits after which a node is not new."""
 _SHARE_OF_DOUBT = 4.0
 _P_HONEST = 2e-4
 _P_WRONG_TOKEN, _P_WRONG_ANSWER = 0.02, 0.1
 BOUND = 14.0
 """Evidence, in nats, that quarantines: three answers, or four tokens close together."""
 _LONGEST_QUARANTINE = 2**6
-"""Factor on the first quarantine's length."""
+"""On the first quarantine's length."""
 
 
 @dataclass(slots=True)
 class SequentialTest:
-    """Page's test of "wrong with probability p_wrong" against "wrong with probability _P_HONEST"."""
+    """Page's test of "wrong with probability p_wrong" against _P_HONEST."""
 
     p_wrong: float
     evidence: float = 0.0
-    """Nats."""
 
     def add(self, wrong: Sequence[int], count: int) -> bool:
-        """Add `count` observations in order, of which those at `wrong` are. Return whether the bound was passed."""
+        """Add `count` observations, those at `wrong` wrong. Return whether the bound was passed."""
         right, highest, position = math.log((1 - self.p_wrong) / (1 - _P_HONEST)), 0.0, 0
         for index in wrong:
-            self.evidence = max(0.0, self.evidence + right * (index - position)) + math.log(self.p_wrong / _P_HONEST)
+            self.evidence = max(0.0, self.evidence + right * (index - position))
+            self.evidence += math.log(self.p_wrong / _P_HONEST)
             highest, position = max(highest, self.evidence), index + 1
         self.evidence = max(0.0, self.evidence + right * (count - position))
         return highest >= BOUND
@@ -52,19 +52,19 @@ class SequentialTest:
 
 @dataclass(slots=True)
 class NodeTrust:
-    """What is known of one node. Times are monotonic seconds."""
+    """Times are monotonic seconds."""
 
     clean: int = 0
-    """Answers audited without a fault since it was admitted, or admitted again."""
+    """Audits without a fault since it was admitted, or admitted again."""
     doubtful: int = 0
-    """Answers audited with a fault since then."""
+    """Audits with a fault since then."""
     quarantines: int = 0
     quarantined_until: float = -math.inf
     tokens: SequentialTest = field(default_factory=lambda: SequentialTest(_P_WRONG_TOKEN))
     answers: SequentialTest = field(default_factory=lambda: SequentialTest(_P_WRONG_ANSWER))
 
     def expectation(self, now: float) -> float | None:
-        """Return the expected share of right answers: 0 in quarantine, None before the first audit."""
+        """Return the expected share of right answers, None before the first audit."""
         if now < self.quarantined_until:
             return 0.0
         is_audited = self.clean or self.doubtful or self.quarantines
@@ -76,14 +76,14 @@ class NodeTrust:
         return self.clean < _NEW_ANSWERS
 
     def share(self, floor: float) -> float:
-        """Return the share of its answers to audit, in [floor, 1]."""
+        """Return the share to audit, in [floor, 1]."""
         if self.is_new:
             return 1.0
         wrong = (1 + self.doubtful) / (2 + self.doubtful + self.clean)
         return min(1.0, max(floor, _SHARE_OF_DOUBT * wrong))
 
     def note(self, verdict: PartVerdict) -> bool:
-        """Take in an audit. Return whether the node must be quarantined."""
+        """Return whether the node must be quarantined."""
         if is_clean(verdict):
             self.clean += 1
         else:
@@ -92,7 +92,7 @@ class NodeTrust:
         return self.answers.add([] if verdict.fault is None else [0], 1) or tokens_are_wrong
 
     def quarantine(self, now: float, seconds: float) -> float:
-        """Start a quarantine, twice as long as the one before, and forget what was good. Return its seconds."""
+        """Double the last quarantine, and forget what was good. Return its seconds."""
         length_s = seconds * min(2**self.quarantines, _LONGEST_QUARANTINE)
         self.quarantines += 1
         self.quarantined_until = now + length_s
