@@ -13,7 +13,7 @@ _NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", list:
 
 
 def violation(call: ToolCall, tools: Sequence[dict[str, Any]]) -> tuple[str, str] | None:
-    """Return (kind, text) of the first rule that the call breaks: its name, its JSON, its arguments, their types."""
+    """Return (kind, text) of the first rule that the call breaks."""
     if not tools:
         return None
     functions = {tool.get("function", {}).get("name"): tool.get("function", {}) for tool in tools}

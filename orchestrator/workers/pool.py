@@ -4,8 +4,8 @@ run         the ready worker with the fewest rollouts --> its reply; none ready:
 _keep_alive one task a process: start -> wait for its end -> back off -> start again
             max_restarts ends in a row without a finished rollout: the pool fails, and every `run` raises why
 
-The messages between the two are msgpack over a private socket pair. Token ids, logprobs and version spans are not in a
-reply, but in the gateway's record of the rollout's session.
+Messages are msgpack over a private socket pair. Token ids, logprobs and version spans are in the gateway's record of
+the rollout's session instead.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
 _LAST_LINES = 40
-"""The stack of an environment that blocks has more than 20."""
+"""The stack of code that blocks has more than 20."""
 _STACK_LINES = 200
 DUMP = "Timeout (0:"
-"""Begins the stacks that faulthandler writes at a standstill, and those of the worker's own thread."""
+"""Begins the stacks that faulthandler and the worker's own thread write."""
 _DUMPED = re.compile(r'^ +File "([^"<]+)", line (\d+) in (\S+)', re.MULTILINE)
-"""A frame as faulthandler writes it, the innermost first."""
+"""A frame of faulthandler's, the innermost first."""
 _NOT_OWN = (sysconfig.get_paths()["stdlib"] + "/", *(f"{Path(__file__).parents[2] / package}/" for package in OURS))
 _LONG_LOG_BYTES = 50 << 20
 _STOP_GRACE_S = 5.0
 TRAIN, EVAL = "train", "eval"
-"""The usual names of a source's task sets (`SourceSpec.tasksets`)."""
+"""Usual names of a source's task sets."""
 STALL_S = 5.0
-"""A worker whose event loop stands still for this long writes its stack to its log; one that loads, for twice that."""
+"""A worker whose event loop stands still for so long writes its stack; one that loads, for twice that."""
 BLOCKED_BY = "the event loop stands still in rollout "
 """Begins a line of a worker's log."""
 _MAX_HANGS = 2
@@ -66,65 +66,63 @@ _MAX_HANGS = 2
 
 
 class SourceSpec(msgspec.Struct, frozen=True, kw_only=True, tag="source"):
-    """The first message: the environment that a source's workers load. Plain data: it imports no verifiers."""
+    """The first message: what a source's workers load. Plain data: it imports no verifiers."""
 
     name: str
     tasksets: dict[str, dict[str, Any]]
-    """Task sets by name (`train`, `eval`); each has `id`, an importable module, and its own settings."""
+    """By name; each has `id`, an importable module, and its own settings."""
     harness: dict[str, Any]
-    """`id`, an importable module, and its own settings."""
+    """As a task set."""
     model_path: str
-    """Folder with the policy's tokenizer and chat template."""
+    """The policy's folder, with tokenizer and chat template."""
     runtime: dict[str, Any] = {}
-    """[orchestrator.source.runtime], a RuntimeConfig; what is left out has its default."""
+    """[orchestrator.source.runtime]."""
     renderer: str | dict[str, Any] | None = None
-    """A renderer's name or configuration; None chooses by the model folder (chat_renderer.py)."""
+    """Name or configuration; None chooses by the model folder."""
     max_total_tokens: int | None = None
-    """Prompt tokens of one rollout, each counted once, and sampled tokens."""
+    """Prompt tokens of a rollout, each counted once, and sampled ones."""
     import_from: list[str] = []
-    """Folders with further modules, behind what is installed (`run.import_from`)."""
+    """`run.import_from`: folders with modules, behind what is installed."""
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The environment has loaded; repeated as a heartbeat. With an `error` it cannot be loaded, now or later."""
+    """The environment has loaded; also a heartbeat. With an `error` it can never be loaded."""
 
     num_tasks: dict[str, int] = {}
     """By task set."""
     notes: list[str] = []
-    """A sentence for each weakness of the task sets."""
+    """Weaknesses of the task sets."""
     error: str = ""
     """Class name in composer_prime.errors."""
     message: str = ""
 
 
 class RunRollout(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
-    """Play one rollout."""
-
     rollout_id: str
-    """Sent as X-Session-ID with every generate request. Unique for each attempt: a retry takes a new one."""
+    """The X-Session-ID of its requests. Unique for each attempt: a retry takes a new one."""
     task_index: int
     model: str
     gateway_url: str
     """http://host:port/v1"""
     timeout_s: float
-    """Wall-clock limit of the whole rollout, including its scoring."""
+    """Of the whole rollout, scoring included."""
     taskset: str = TRAIN
     seed: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 switches top-k off."""
+    """0: off."""
     max_tokens: int | None = None
-    """Per assistant turn; None lets the context be the limit."""
+    """Per assistant turn; None: the context is the limit."""
 
     def failed(self, kind: str, message: str, **details: Any) -> RolloutReply:
-        """Return the reply to this request where its task is not known. Arguments as of RolloutFailure."""
+        """Return the reply where the task is not known."""
         failure = RolloutFailure(kind=kind, message=message, **details)
         return RolloutReply(rollout_id=self.rollout_id, task_id=f"task-{self.task_index}", failure=failure)
 
 
 class CancelRollout(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Abort a rollout; its reply has an error of kind `cancelled`."""
+    """Its reply has an error of kind `cancelled`."""
 
     rollout_id: str
 
@@ -133,30 +131,29 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     name: str
     arguments: str
-    """Raw JSON, exactly as the model wrote it."""
+    """As the model wrote it."""
 
 
 class PlayedMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of the rollout, as the worker has it. Messages are in the order in which they were made."""
+    """One message of a rollout, in the order in which they were made."""
 
     role: str
     text: str
     error: str | None = None
-    """On a tool message that reports a failed call: its first line."""
+    """The first line of a tool message that reports a failed call."""
     num_tokens: int | None = None
-    """Tokens this message added to the context (for an assistant turn: those sampled)."""
+    """That it added to the context; of an assistant turn: those sampled."""
     call: int | None = None
-    """Sampled turns: number of its request among the session's successful generate requests, in order of start."""
+    """Sampled turns: number among the session's answered requests, in order of start."""
     record_id: str = ""
-    """Sampled turns: the gateway's record of its tokens (Answer.record_id)."""
+    """Sampled turns: Answer.record_id."""
     asked_s: float | None = None
     answered_s: float | None = None
-    """Sampled turns: when its request was sent and when its answer came, in seconds from the session's start. What
-    lies between an answer and the next request is the tools' time."""
+    """Sampled turns: request and answer, in seconds from the session's start. Between them is the tools' time."""
     session: int = 0
     """Index into RolloutReply.sessions."""
     parent: int | None = None
-    """Index of the preceding message in `turns`; None for the first. Two turns with one parent are a branch."""
+    """Index of the preceding one in `turns`. Two turns with one parent are a branch."""
     tool_calls: list[ToolCall] = []
     reasoning: str | None = None
 
@@ -165,73 +162,69 @@ class MessageRecord(PlayedMessage, frozen=True, kw_only=True):
     """A message, and what the orchestrator adds to sampled turns."""
 
     turn: int | None = None
-    """The turn's number in TurnSpan and HintedTurn."""
+    """Its number in TurnSpan and HintedTurn."""
     finish_reason: str | None = None
     """stop | length"""
     surprisal: float | None = None
-    """Mean of -log p of its tokens, in nats, under the sampling distribution. This is an unbiased estimate of that
-    distribution's entropy per token."""
+    """Mean of -log p of its tokens, in nats: an unbiased estimate of the sampling distribution's entropy a token."""
     tokens: list[tuple[int, float]] = []
-    """With orchestrator.record_tokens: what was sampled and its log-probabilities, also what is too old to train."""
+    """With orchestrator.record_tokens: those sampled, with log-probabilities, too old ones included."""
     hint: str | None = None
-    """The hint that SDPO put before a turn that went wrong (orchestrator/hints); `error` then is the kind of error."""
+    """SDPO's before a turn that went wrong; `error` then is the kind of error."""
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One agent's conversation. `session_id` is its name at the gateway."""
+    """An agent's conversation. `session_id`: its name at the gateway."""
 
     session_id: str
     agent: str
     trainable: bool
     reward: float | None
     tools: list[dict[str, Any]] = []
-    """The tools on offer, as OpenAI function definitions."""
+    """As OpenAI function definitions."""
     expected: str | None = None
-    """The right answer, where the task's data has an `answer`; for people."""
+    """The `answer` of the task's data; for people."""
 
 
 class RolloutFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason why a rollout has no reward."""
-
     kind: str
     """provider | context_overflow | render | interception | harness | toolset | sandbox | task | env | no_reward |
     quarantine | timeout | cancelled | worker | hang | displaced | request | internal"""
     message: str
     retryable: bool = True
     detail: str | None = None
-    """End of the traceback, where there is one."""
+    """End of the traceback."""
     where: str | None = None
-    """`file:line, in function` of the code that raised, where it is known."""
+    """`file:line, in function` of the code that raised."""
 
     def text(self) -> str:
-        """Return kind, message and place in one line."""
         return f"{self.kind}: {self.message}{f' ({self.where})' if self.where else ''}"
 
     @property
     def cause(self) -> tuple[str, str]:
-        """Equal for failures of one cause: the same line of code, or the same message but for its numbers."""
+        """Equal for the same line of code, or the same message but for its numbers."""
         return self.kind, self.where or re.sub(r"\d+", "#", self.message)
 
 
 class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
-    """The outcome of one rollout: a reward or a failure, which is data, never a zero reward."""
+    """A reward or a failure, which is never a zero reward."""
 
     rollout_id: str
     task_id: str = ""
     reward: float | None = None
-    """Weighted sum of the reward functions; None exactly when `failure` is set."""
+    """Weighted sum; None exactly when `failure` is set."""
     parts: dict[str, float] = {}
-    """Score of each reward function, before its weight."""
+    """By reward function, before its weight."""
     metrics: dict[str, float] = {}
     turns: list[MessageRecord] = []
     sessions: list[SessionRecord] = []
     stop_reason: str | None = None
-    """agent_completed, a limit (max_turns, …), a stop hook's name, or <stage>_timeout."""
+    """agent_completed, a limit, a stop hook's name, or <stage>_timeout."""
     truncated: bool = False
-    """A limit or the token budget cut the rollout short."""
+    """A limit cut it short."""
     failure: RolloutFailure | None = None
     verdict: dict[str, Any] = {}
-    """The hack monitor's verdict (`HackVerdict.record`); empty without a monitor."""
+    """`HackVerdict.record`; empty without a monitor."""
     wall_s: float | None = None
 
 
@@ -243,8 +236,6 @@ FromWorker = WorkerReady | RolloutReply
 
 
 class WorkerPool:
-    """The workers of one source, from `start` to `close`."""
-
     def __init__(
         self,
         spec: SourceSpec,
@@ -255,9 +246,7 @@ class WorkerPool:
         max_restarts: int = 5,
         log_dir: Path | None = None,
     ) -> None:
-        """`hang_timeout_s`: a worker that is silent for this long is killed; choose it longer than any one step of
-        the environment may block. `log_dir`: takes the workers' output, one file a worker.
-        """
+        """`hang_timeout_s`: of a silent worker; longer than any step of the environment may block."""
         self.spec = spec
         self._workers = workers
         self._start_timeout_s = start_timeout_s
@@ -268,17 +257,16 @@ class WorkerPool:
         self._children: dict[int, WorkerProcess] = {}
         self._supervisors: list[asyncio.Task[None]] = []
         self.changed = Notifier()
-        """Notifies of workers that came or went."""
         self._failure: ComposerError | None = None
         self.ready: WorkerReady | None = None
-        """The first worker's report; None until it has loaded."""
+        """The first worker's report."""
         self._hangs: Counter[tuple[str, int]] = Counter()
-        """Workers that a task blocked, by task set and index."""
+        """Of workers, by task set and index."""
         self.restarts = 0
-        """Workers started again since `start`."""
+        """Since `start`."""
 
     async def start(self) -> None:
-        """Start every worker and wait until all have loaded. Raises what `WorkerProcess.start` raises."""
+        """Wait until all have loaded. Raises what `WorkerProcess.start` raises."""
         self._supervisors = [watched(self._keep_alive(number), self._fail) for number in range(self._workers)]
         loaded = lambda: self.ready is not None and len(self._children) == self._workers
         try:
@@ -294,21 +282,18 @@ class WorkerPool:
             raise
 
     def num_tasks(self, taskset: str = TRAIN) -> int:
-        """Return the number of tasks."""
         assert self.ready is not None, "start the pool first"
         return self.ready.num_tasks[taskset]
 
     @property
     def players(self) -> list[WorkerProcess]:
-        """The workers that are ready."""
         return [worker for worker in self._children.values() if not worker.gone]
 
     async def run(self, request: RunRollout, on_begin: Callable[[], None] = lambda: None) -> RolloutReply:
         """Play one rollout. Failures of environment, model or worker are in the reply.
 
-        Calls `on_begin` once a worker takes it. Cancelling the caller cancels the rollout. Raises
-        EnvironmentWorkerError once the workers have failed for good, and DeadlineError when none is ready for
-        start_timeout_s.
+        Calls `on_begin` once a worker takes it. Raises EnvironmentWorkerError once the workers have failed for good,
+        and DeadlineError when none is ready in time.
         """
         task = request.taskset, request.task_index
         if self._hangs[task] >= _MAX_HANGS:
@@ -322,7 +307,7 @@ class WorkerPool:
         return reply
 
     async def close(self) -> None:
-        """End every worker; rollouts in flight get an error reply."""
+        """Rollouts in flight get an error reply."""
         self._failure = self._failure or EnvironmentWorkerError(f"the workers of source {self.spec.name!r} are closed")
         await end(self._supervisors)
         await asyncio.gather(*(child.stop(_STOP_GRACE_S) for child in self._children.values()))
@@ -378,7 +363,7 @@ class WorkerPool:
 
 
 class WorkerProcess:
-    """One running worker. Create it with `start`."""
+    """Create it with `start`."""
 
     def __init__(
         self,
@@ -388,12 +373,12 @@ class WorkerProcess:
         scratch: Scratch,
         log: tuple[Path, int],
     ) -> None:
-        """`log`: the worker's output, and where that begins."""
+        """`log`: path, and where the worker's output begins."""
         self.label = label
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Resolves with the reason once it is gone, no request waits any more, and its scratch folder is removed."""
+        """Why it is gone, once no request waits and its scratch folder is removed."""
         self.last_words = ""
-        """Its last lines of output, for an error message; empty until it is gone."""
+        """Of output, once it is gone."""
         self._rollouts: dict[str, asyncio.Future[RolloutReply]] = {}
         self.completed = 0
         """Rollouts that came back with a reward."""
@@ -409,10 +394,9 @@ class WorkerProcess:
     async def start(
         cls, spec: SourceSpec, number: int, *, start_timeout_s: float, hang_timeout_s: float, log_dir: Path | None
     ) -> tuple[WorkerProcess, WorkerReady]:
-        """Return a worker that has loaded its environment, and its report. `number`: among the source's workers.
+        """Return a worker that has loaded its environment, and its report.
 
-        Raises the error that the worker reports (ConfigError, DeadlineError, ...),
-        EnvironmentWorkerError when it ends first, DeadlineError when it takes longer than `start_timeout_s`.
+        Raises the error that it reports, EnvironmentWorkerError when it ends first, and DeadlineError.
         """
         worker = await cls._spawn(spec, number, log_dir)
         naming = asyncio.create_task(worker._name_loading())
@@ -474,16 +458,15 @@ class WorkerProcess:
 
     @property
     def gone(self) -> bool:
-        """Tell whether the process has ended or must, even if `ended` still waits for its folder to be removed."""
+        """Tell whether the process has ended or must; `ended` may still wait for its folder."""
         return self.ended.done() or self._end_reason is not None or self._process.returncode is not None
 
     @property
     def running(self) -> int:
-        """Rollouts in flight."""
         return len(self._rollouts)
 
     async def run(self, request: RunRollout) -> RolloutReply:
-        """Run a rollout. A worker that ends answers with a retryable error."""
+        """A worker that ends answers with a retryable error."""
         if self.ended.done():
             return self._lost(request.rollout_id)
         future = self._rollouts[request.rollout_id] = asyncio.get_running_loop().create_future()
@@ -497,7 +480,7 @@ class WorkerProcess:
             self._rollouts.pop(request.rollout_id, None)
 
     async def stop(self, grace_s: float) -> None:
-        """Let the worker abort its rollouts and clean up for `grace_s` seconds, then kill it."""
+        """Give the worker `grace_s` seconds to clean up, then kill it."""
         self._end_reason = self._end_reason or "the pool was closed"
         self._cancel_tasks()  # The end of the stream would have `_read` kill the worker at once.
         self._frames.close()
@@ -505,7 +488,6 @@ class WorkerProcess:
         await self._finish()
 
     async def kill(self, reason: str) -> None:
-        """End the process and its session, and wait until they are gone."""
         self._end_reason = self._end_reason or reason
         signal_session(self._process.pid, signal.SIGKILL)
         await self._finish()
@@ -528,7 +510,7 @@ class WorkerProcess:
             future.set_result(reply)
 
     async def _name_loading(self) -> None:
-        """Say in which function the environment's code stands while it loads."""
+        """Say where the environment's code stands while it loads."""
         while True:
             await asyncio.sleep(2 * STALL_S + 1)
             if place := blocked_at(self._output()):
@@ -537,7 +519,7 @@ class WorkerProcess:
                 logger.warning(text, self.label, place, extra=told)
 
     async def _watch(self, hang_timeout_s: float) -> None:
-        """Name the code that blocks a silent worker, and kill one that was silent for `hang_timeout_s`."""
+        """Name the code that blocks a silent worker, and kill the worker at last."""
         step_s, blamed, most = min(1.0, hang_timeout_s / 10), None, _LONG_LOG_BYTES
         while True:
             if (written := self._log[0].stat().st_size) > most:
@@ -570,7 +552,7 @@ class WorkerProcess:
         return processes.last_words(*self._log, _STACK_LINES)
 
     def _blame(self, place: str | None) -> None:
-        """Answer the rollout that blocked the worker, if it waits still, and the others as displaced."""
+        """Answer the rollout that blocked the worker as hanging, others as displaced."""
         output = self._output()
         if (blocker := blamed(output)) is None:
             return
@@ -598,7 +580,7 @@ class WorkerProcess:
             self._answer(self._lost(rollout_id))
 
     def _cancel_tasks(self) -> None:
-        """Cancel reading and watching, but for the one of them that runs this."""
+        """Cancel reading and watching, but not the one that runs this."""
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
@@ -610,13 +592,13 @@ class WorkerProcess:
 
 
 def blamed(words: str) -> str | None:
-    """Return the rollout that is named in the last standstill; who blocked the worker before, and went on, is not."""
+    """Return the rollout in the last standstill; those that blocked before, and went on, are not named."""
     named = re.search(rf"^ *{BLOCKED_BY}(.+)$", words.rpartition(DUMP)[2], re.MULTILINE)
     return named and named[1]
 
 
 def blocked_at(words: str, silent_s: float = 0.0) -> str | None:
-    """Return where the main thread stood, in the user's files, or after long in any; None without a stack, or idle."""
+    """Return where the main thread stood: in the user's files, after long in any. None without a stack, or idle."""
     threads = [block for block in words.split("\n    \n") if "workers/worker.py" in block]
     frames = _DUMPED.findall(threads[-1]) if threads else []
     if [function for _, _, function in frames[:2]] == ["select", "_run_once"]:  # It waits: the machine is slow.
@@ -627,6 +609,6 @@ def blocked_at(words: str, silent_s: float = 0.0) -> str | None:
 
 @lru_cache(maxsize=4096)
 def is_own(file: str) -> bool:
-    """Tell whether a file belongs neither to this product, to Python nor to an installed package."""
+    """Tell whether a file is the user's: not of this product, Python or an installed package."""
     path = Path(file)
     return not {"site-packages", "dist-packages"} & set(path.parts) and not file.startswith(_NOT_OWN)

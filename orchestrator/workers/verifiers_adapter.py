@@ -71,9 +71,9 @@ logger = logging.getLogger(__name__)
 
 _ANY_NUMBER = 1_000_000
 _ENDLESS = 4096
-"""Tasks that are made of a set that never ends."""
+"""Tasks of a set that never ends."""
 _KINDS = ("provider", "render", "interception", "harness", "toolset", "sandbox", "task", "env", "timeout")
-"""The errors of verifiers, and RenderError: the names of their classes begin so."""
+"""Class names of verifiers' errors, and of RenderError, begin so."""
 _TEMPORARY_4XX = (408, 409, 425, 429)
 _CONTEXT = re.compile(r"maximum context length|context window|context length|max_model_len", re.IGNORECASE)
 _TOOL_ERROR = re.compile(
@@ -92,19 +92,17 @@ _RECORDED = re.compile(r"in record_(reward|metric)s?$")
 _DETAIL_CHARS = 2000
 _LOST = (aiohttp.ClientOSError, aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError)
 _ASK_AGAIN_S = (0.1, 1.0)
-"""Pauses after lost connections. A turn that is asked for again counts once (rollouts/rollout.py)."""
+"""After lost connections. A turn that is asked for again counts once (rollouts/rollout.py)."""
 _IDLE_S = 15.0
-"""The client closes idle connections before the gateway does, so no request meets a closing one."""
+"""Less than the gateway's, so that no request meets a closing connection."""
 _CONNECT_S = 30.0
 _LONGEST_TOKEN = 256
-"""Characters of one token at most, in the tokenizers that are known."""
+"""Most characters in known tokenizers."""
 
 
 class Environment:
-    """One task set of a source, and the agent that plays it."""
-
     def __init__(self, spec: SourceSpec, taskset: str, renderer: RendererConfig | None) -> None:
-        """Load the plugins and the tasks. Raises ConfigError."""
+        """Load plugins and tasks. Raises ConfigError."""
         self.spec = spec
         self.name = taskset
         self._renderer = renderer
@@ -126,30 +124,26 @@ class Environment:
 
     @property
     def repeated(self) -> str | None:
-        """Say how many tasks are copies of others; None where none is."""
+        """Say how many tasks are copies of others."""
         distinct = len(set(self._first))
         if distinct == self.num_tasks:
             return None
         return f"taskset {self.name!r}: its {self.num_tasks} tasks are copies of {distinct}, which alone count as tasks"
 
     def describe(self, index: int) -> tuple[str, str]:
-        """Return id and prompt of a task. Raises IndexError past the end."""
+        """Return id and prompt of a task."""
         task = self._tasks[index]
         return self._id(index), task.data.prompt_text
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Run the interception server, and what the environment itself starts."""
         async with self._env.serving():
             await make_images(agent.runtime for agent in agent_config_fields(self._env.config).values())
             yield
             self._clients.clear()
 
     async def run(self, request: RunRollout) -> RolloutReply:
-        """Play one rollout. A failure of the environment, the model or the deadline is a reply with `failure`.
-
-        Cancelling the task aborts the episode, closes its connection to the gateway and raises CancelledError.
-        """
+        """Play one rollout. Failures of environment, model and deadline are in the reply."""
         if not 0 <= request.task_index < self.num_tasks:
             message = f"task {request.task_index} of {self.spec.name}/{self.name}, which has {self.num_tasks} tasks"
             return request.failed("request", message, retryable=False)
@@ -171,7 +165,7 @@ class Environment:
         return msgspec.structs.replace(reply, task_id=self._id(request.task_index))
 
     def _id(self, index: int) -> str:
-        """Return a task's own durable id if it has one, else its name if no other task has it, else its index."""
+        """Return a task's durable id, else its name if no other has it, else its index."""
         task = self._tasks[index]
         if type(task).key is not vf.Task.key:
             return task.key
@@ -192,7 +186,7 @@ class Environment:
                 api_key_var=GATEWAY_TOKEN_VARIABLE,
                 renderer=self._renderer,
                 renderer_model_name=self.spec.model_path,
-                # One renderer is shared by all; beyond this number verifiers would build another one, slowly.
+                # One renderer is shared by all; beyond this verifiers would build another one.
                 multiplex=_ANY_NUMBER,
             )
             client = GatewayClient(config, self.spec.max_total_tokens)
@@ -204,7 +198,6 @@ class Environment:
 
 
 def _make_tasks(env: Env, spec: SourceSpec, taskset: str) -> list[vf.Task]:
-    """Make the tasks of a set, or the first ones of a set that never ends. Raises ConfigError."""
     if not env.taskset.bounded:
         logger.warning("source %s: task set %r never ends: its first %d tasks are played", spec.name, taskset, _ENDLESS)
     try:
@@ -220,7 +213,7 @@ def _make_tasks(env: Env, spec: SourceSpec, taskset: str) -> list[vf.Task]:
 
 
 def load_env(spec: SourceSpec, taskset: dict[str, Any]) -> Env:
-    """Load the verifiers Env of one task set, with its agents on this machine. Raises ConfigError."""
+    """Load the verifiers Env of a task set. Raises ConfigError."""
     import_dotted_plugins()
     _check_plugin(spec.name, "taskset", taskset.get("id"), loaders.taskset_class)
     _check_plugin(spec.name, "harness", spec.harness.get("id"), loaders.harness_class)
@@ -256,18 +249,18 @@ def _env_config(spec: SourceSpec, taskset: dict[str, Any]) -> dict[str, Any]:
         seat["max_total_tokens"] = spec.max_total_tokens
     agents = agent_config_fields(loaders.env_config_type(taskset["id"], "").model_validate({})) or ["agent"]
     taskset = {"runtime": spec.runtime, **taskset} if spec.runtime and _opens_boxes(taskset["id"]) else taskset
-    # One server, so one client and one connection pool, for all rollouts of this process.
+    # One server, so one client and one connection pool for all rollouts.
     return {**{name: dict(seat) for name in agents}, "taskset": dict(taskset), "interception": {"type": "server"}}
 
 
 def _opens_boxes(taskset_id: str) -> bool:
-    """Tell whether a task set opens sandboxes itself: its settings then have a `runtime` table."""
+    """Tell whether a task set opens sandboxes itself: it then has a `runtime` table."""
     field = loaders.taskset_config_type(taskset_id).model_fields.get("runtime")
     return field is not None and field.annotation is RuntimeConfig
 
 
 def _set_runtime(config: Any, spec: SourceSpec) -> None:
-    """Give the agents' programs the runtime that the source names, or a box if they execute code."""
+    """Give agents the runtime that the source names, or a box if they execute code."""
     executes_code = loaders.harness_class(spec.harness["id"]).EXECUTES_CODE
     table = RuntimeConfig.model_validate(spec.runtime)
     if not executes_code and (table.type == "auto" or _opens_boxes(config.taskset.id)):
@@ -296,7 +289,7 @@ def _check_plugin(source: str, kind: str, plugin_id: Any, load: Any) -> None:
 
 
 def to_reply(request: RunRollout, task: vf.Task, episode: Episode | None, traces: list[vf.Trace]) -> RolloutReply:
-    """Build the reply of an episode, None where the deadline cut it. `traces`: in the order of their session ids."""
+    """`episode`: None where the deadline cut it. `traces`: in the order of their session ids."""
     main = next((trace for trace in traces if trace.agent.trainable), traces[0] if traces else None)
     if episode is None:
         failure = RolloutFailure(kind="timeout", message=f"no end after timeout_s = {request.timeout_s:g} s")
@@ -317,7 +310,7 @@ def to_reply(request: RunRollout, task: vf.Task, episode: Episode | None, traces
 
 
 def finite_metrics(task: vf.Task, metrics: dict[str, float | None]) -> dict[str, float]:
-    """Return the metrics that are numbers, and name the functions of the others: a mean with a NaN is NaN."""
+    """Name the functions of what is no number, and leave that out: a mean with a NaN is NaN."""
     for hook in task.hooks("metric"):
         if not math.isfinite(value := metrics.get(hook.__name__) or 0.0):
             message = f"metric {hook.__name__} = {value} is left out: return a finite number on every way"
@@ -326,14 +319,13 @@ def finite_metrics(task: vf.Task, metrics: dict[str, float | None]) -> dict[str,
 
 
 def _verdict(main: vf.Trace | None) -> dict[str, Any]:
-    """Return what the environment's monitor says; a verdict may be another's."""
     verdict = getattr(main.state, "verdict", None) if main is not None else None
     record: Callable[[], dict[str, Any]] | None = getattr(verdict, "record", None)
     return record() if callable(record) else {}
 
 
 def first_alike(tasks: list[vf.Task]) -> list[int]:
-    """Return for each task the index of the first one with the same data, of the first _ENDLESS tasks; else its own."""
+    """Return for each task the index of the first of the first _ENDLESS with the same data; else its own."""
     known: dict[int, int] = {}
     first = [*range(len(tasks))]
     for index, task in enumerate(tasks[:_ENDLESS]):
@@ -343,7 +335,7 @@ def first_alike(tasks: list[vf.Task]) -> list[int]:
 
 
 def tool_error(task_data: Any, text: str) -> str | None:
-    """Return the first line of a tool message that reports a failed call: the task's data may decide. Else None."""
+    """Return the first line of a tool message that reports a failed call; the task's data may decide which does."""
     decide = getattr(task_data, "is_tool_error", None)
     is_error = decide(text) if decide is not None else _TOOL_ERROR.match(text.lstrip()) is not None
     return (text.strip().splitlines() or [""])[0][:500] if is_error else None
@@ -361,9 +353,9 @@ def _failure(task: vf.Task, episode: Episode, traces: list[vf.Trace], main: vf.T
 
 
 def _no_turn(traces: list[vf.Trace], main: vf.Trace) -> RolloutFailure | None:
-    timed_out = next((trace for trace in traces if trace.is_timeout and trace.stop_condition != "agent_timeout"), None)
-    if timed_out is not None:
-        return RolloutFailure(kind="timeout", message=f"{timed_out.stop_condition} of the environment")
+    timed_out = [trace for trace in traces if trace.is_timeout and trace.stop_condition != "agent_timeout"]
+    if timed_out:
+        return RolloutFailure(kind="timeout", message=f"{timed_out[0].stop_condition} of the environment")
     if main.num_turns:
         return None
     last = next((call.error for call in reversed(main.calls) if call.error), None)
@@ -442,7 +434,7 @@ def _turns(traces: list[vf.Trace]) -> list[MessageRecord]:
 
 
 def _valid(text: str) -> str:
-    """Replace lone surrogates, which cannot be encoded. A model may write them as escapes."""
+    """Replace lone surrogates, which cannot be encoded."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
@@ -476,7 +468,7 @@ def describe_exception(error: BaseException) -> str:
 
 
 def read_traceback(text: str) -> tuple[str, str | None]:
-    """Return the end of the traceback of the code that raised, and its place, in the user's own files if possible."""
+    """Return the end of the traceback of the code that raised, and its place, best in the user's files."""
     parts = _CHAINED.split(text)
     for part in reversed(parts):
         own = [frame for frame in _FRAME.findall(part) if is_own(frame[0])]
@@ -487,10 +479,9 @@ def read_traceback(text: str) -> tuple[str, str | None]:
 
 
 def refuse_wrong_rewards(task: Any) -> None:
-    """Raise ConfigError for a method of a verifiers Task that cannot be called as such.
+    """Raise ConfigError for a method of a Task that cannot be called as such.
 
-    verifiers awaits each reward and metric, so one that is not a coroutine would fail in every rollout; and one with
-    the name of a member of vf.Task, or another helper that cannot be called as that member, takes its place.
+    verifiers awaits each reward and metric. A helper named as a member of vf.Task takes that one's place.
     """
     for name, function in [item for cls in type(task).__mro__ for item in vars(cls).items() if _hides_member(*item)]:
         raise ConfigError(f"`{name}` ({place_of(function)}) hides vf.Task.{name}, which is called: rename it")
@@ -507,7 +498,7 @@ def refuse_wrong_rewards(task: Any) -> None:
 
 
 def _hides_member(name: str, function: Any) -> bool:
-    """Tell whether a method takes the place of a member of vf.Task, and cannot be called as that one."""
+    """Tell whether a method replaces a member of vf.Task, and cannot be called as that one."""
     if not inspect.isfunction(function) or name[:2] == "__" or name not in {*dir(vf.Task), "data", "config"}:
         return False
     is_async = inspect.iscoroutinefunction
@@ -521,7 +512,7 @@ def _hides_member(name: str, function: Any) -> bool:
 
 
 def with_function(failure: RolloutFailure | None, task: Any, trace: Any) -> RolloutFailure | None:
-    """Name the reward or metric whose result is not a number: verifiers' traceback ends where that is recorded."""
+    """Name the reward or metric that gave no number: verifiers' traceback ends where that is recorded."""
     match = _RECORDED.search(failure.where or "") if failure is not None else None
     if failure is None or match is None or trace is None:
         return failure
@@ -538,30 +529,27 @@ def with_function(failure: RolloutFailure | None, task: Any, trace: Any) -> Roll
 
 
 class RecordedMessage(AssistantMessage):
-    """A sampled message that knows the gateway's record of its tokens."""
-
     record_id: str = Field(default="", exclude=True)
 
 
 RecordedMessage.__name__ = AssistantMessage.__name__
-"""verifiers tells messages apart by the names of their classes."""
+"""verifiers tells messages apart by class names."""
 
 
 class RenderError(RolloutError):
-    """The model folder's renderer or chat template cannot render this conversation."""
+    """The renderer or chat template cannot render this conversation."""
 
     status_code = 400
 
 
 class GatewayClient(TrainClient):
-    """verifiers' training client over one aiohttp session; its renderer must be installed (`install_renderer`).
+    """verifiers' training client over one aiohttp session; needs `install_renderer`.
 
-    The stock client posts with OpenAI's, over httpx, whose pool walks every open connection at every request. With 256
-    rollouts in flight that walk is the largest cost of a turn. Failures become verifiers' ProviderError.
+    The stock client's pool walks every open connection at each request: the largest cost of a turn with 256 rollouts.
     """
 
     def __init__(self, config: TrainClientConfig, max_tokens: int | None = None) -> None:
-        """`max_tokens`: of a conversation. One whose text cannot fit is refused before it is rendered."""
+        """`max_tokens`: a conversation whose text cannot fit is refused unrendered."""
         self.config = config
         self._max_chars = None if max_tokens is None else max_tokens * _LONGEST_TOKEN
         self.base_url = config.base_url.rstrip("/")
@@ -574,7 +562,7 @@ class GatewayClient(TrainClient):
 
     @property
     def client(self) -> Any:
-        """What `renderers.client.generate` calls in place of an OpenAI client: `get` and `post` below."""
+        """`renderers.client.generate` calls `get` and `post` of it."""
         return self
 
     async def get_response(self, dialect: Any, body: dict[str, Any], *args: Any, **kwargs: Any) -> Response:
@@ -591,7 +579,7 @@ class GatewayClient(TrainClient):
             raise ProviderError(f"the gateway's reply breaks the generate contract: {error}") from error
         except (jinja2.TemplateError, LookupError, NotImplementedError, TypeError, ValueError) as error:
             raise RenderError(f"{type(error).__name__}: {error}") from error
-        # The trace keeps this very object as the turn's message.
+        # The trace keeps this very object.
         response.message = RecordedMessage.model_construct(**dict(response.message), record_id=response.id)
         return response
 
@@ -599,7 +587,6 @@ class GatewayClient(TrainClient):
         return json.loads(await self._send("GET", self.base_url + path, {}, None))
 
     async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> Any:
-        """Post `body` of /inference/v1/generate, and return its answer."""
         headers = {"Content-Type": "application/json", **((options or {}).get("headers") or {})}
         return SimpleNamespace(content=await self._send("POST", url, headers, msgspec.json.encode(body)))
 
@@ -631,9 +618,9 @@ def _message(content: bytes) -> str:
 
 
 def install_renderer(model_path: str, config: RendererConfig, renderer: Any) -> None:
-    """Make every TrainClient of this process with this model and configuration use `renderer`.
+    """Make every TrainClient with this model and configuration use `renderer`.
 
-    The stock path uses AutoTokenizer, which imports torch (0.6 GiB and 7 s in every worker).
+    The stock path's AutoTokenizer imports torch (0.6 GiB and 7 s in every worker).
     """
     pool = ElasticRendererPool(model_path, config, multiplex=1)
     pool.renderers[:] = [RendererSlot(renderer)]
@@ -641,7 +628,7 @@ def install_renderer(model_path: str, config: RendererConfig, renderer: Any) -> 
 
 @functools.cache
 def import_dotted_plugins() -> None:
-    """Import a plugin id with a dot as a module path: the stock loader looks in its own namespace only."""
+    """Import a plugin id with a dot as a module: the stock loader looks in its own namespace only."""
     stock = loaders._import_plugin
 
     def import_plugin(plugin_id: str, kind: str, group: str) -> ModuleType:
@@ -651,12 +638,12 @@ def import_dotted_plugins() -> None:
 
 
 def keep_folders_in(folder: Path) -> None:
-    """Make the subprocess runtime's working folders in `folder`: in the user's cache, two runs could share one."""
+    """Move the subprocess runtime's folders: in the user's cache, two runs could share one."""
     subprocess_runtime.CACHE_DIR = folder
 
 
 def taskset_settings(taskset_id: str) -> list[str]:
-    """Import a task set and return the names of its own settings. Raises what its import raises."""
+    """Import a task set and return the names of its own settings."""
     import_dotted_plugins()
     common = loaders.TasksetConfig.model_fields
     return [name for name in loaders.taskset_config_type(taskset_id).model_fields if name not in common]

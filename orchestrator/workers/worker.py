@@ -59,22 +59,19 @@ from orchestrator.workers.pool import (
 logger = logging.getLogger("orchestrator.worker")
 
 HEARTBEAT_S = 2.0
-"""A worker says this often that its event loop runs."""
 _ABORT_S = 3.0
-"""Time for aborted rollouts to end. The environments themselves close after that."""
+"""For aborted rollouts to end; environments close after that."""
 _PLAYED: ContextVar[str] = ContextVar("played", default="")
-"""The rollout that a task, or one of the tasks above it, plays."""
+"""The rollout that a task belongs to."""
 _FORKS: list[str] = []
-"""Where the environment's code forked this process."""
+"""Where the user's code forked this process."""
 _COMPARED = 512
-"""Held-out prompts that are looked for among the training prompts."""
+"""Held-out prompts that are looked for among training prompts."""
 
 
 class Worker:
-    """Serves the environments of one source on this process's event loop."""
-
     def __init__(self, spec: SourceSpec, frames: Frames, scratch: Path) -> None:
-        """Import verifiers and load everything. `scratch`: for the rollouts' working folders. Raises ConfigError."""
+        """Import verifiers and load everything. Raises ConfigError."""
         from orchestrator.chat_renderer import build_renderer, unread_call
         from orchestrator.workers.verifiers_adapter import Environment, install_renderer, keep_folders_in
 
@@ -82,7 +79,7 @@ class Worker:
         keep_folders_in(scratch)
         self._frames = frames
         self._beat_s = time.monotonic() + STALL_S
-        """When the event loop was last seen to run, in monotonic seconds. Loading may take longer than a beat."""
+        """When the event loop last ran, monotonic seconds. Loading may take longer than a beat."""
         self._running: dict[str, asyncio.Task[None]] = {}
         threading.Thread(target=self._name_blockers, args=(asyncio.get_running_loop(),), daemon=True).start()
         config, renderer = build_renderer(spec.model_path, spec.renderer)
@@ -96,10 +93,10 @@ class Worker:
                     f"{call!r}, which cannot be read back: name a renderer that knows the model in model.renderer"
                 )
         self._waits: dict[tuple[str, str, int, str], float] = {}
-        """Since when a rollout's own code waits at a place; infinite once that was said."""
+        """Since when a rollout's own code waits at a place; infinite once said."""
 
     async def serve(self) -> None:
-        """Serve until the parent closes the connection, then abort every rollout."""
+        """Serve until the parent closes the connection."""
         async with AsyncExitStack() as stack:
             for environment in self._environments.values():
                 await stack.enter_async_context(environment.serving())
@@ -145,7 +142,7 @@ class Worker:
         try:
             self._frames.send(msgspec.structs.replace(reply, wall_s=time.monotonic() - started))
         except (ValueError, TypeError, OverflowError) as error:
-            # A text is not valid Unicode, or a metric is not a number. The rollout must still end.
+            # A text is not Unicode, or a metric no number. The rollout must still end.
             self._frames.send(request.failed("internal", f"its reply cannot be encoded: {error}"))
 
     async def _heartbeats(self, ready: WorkerReady) -> None:
@@ -159,7 +156,7 @@ class Worker:
             self._beat_s = math.inf
 
     def _name_waits(self) -> None:
-        """Say where a rollout's own code waits: its limit may be many minutes away."""
+        """Say where a rollout's own code waits: its limit may be minutes away."""
         now = time.monotonic()
         self._waits = {wait: self._waits.get(wait, now) for wait in waiting() if wait[0] in self._running}
         for wait, since_s in self._waits.items():
@@ -169,10 +166,10 @@ class Worker:
                 logger.warning(message, extra=event("warning", where=place, same_as=f"waits at {place}"))
 
     def _name_blockers(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Write every STALL_S of a standstill where the loop is, and in which rollout. Runs in a thread of its own.
+        """Write where the loop stands still, and in which rollout. Runs in a thread of its own.
 
-        faulthandler's own thread needs no GIL, and can crash where it reads the frames of code that runs. So it writes
-        only when this thread gets no GIL.
+        faulthandler's own thread needs no GIL, but can crash reading frames of code that runs: it writes only when this
+        one gets no GIL.
         """
         told_s = 0.0
         while self._beat_s < math.inf:
@@ -188,21 +185,20 @@ class Worker:
 
 
 def _note_fork() -> None:
-    """Count forks by the place in the environment's code."""
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
     codes = ((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in frames)
     _FORKS.append(next((frame_text(*code) for code in codes if is_own(code[0])), ""))
 
 
 def _end_child() -> None:
-    """End a forked process that came back into the event loop, whose connections are its parent's."""
+    """End a forked process in the event loop, whose connections are its parent's."""
     place, text = _FORKS[-1], "the environment forked its worker (os.fork): the child is ended; call subprocess instead"
     logger.warning(text, extra=event("warning", where=place, same_as=f"forks at {place}", count=_FORKS.count(place)))
     os._exit(1)
 
 
 async def _without_exit(work: Any) -> Any:
-    """Turn sys.exit into an error of the rollout: it would end the worker, and with it the other rollouts."""
+    """Turn sys.exit, which would end the worker, into an error of the rollout."""
     try:
         return await work
     except SystemExit as error:
@@ -217,7 +213,7 @@ def _named_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> a
 
 
 def waiting() -> set[tuple[str, str, int, str]]:
-    """Return names of tasks, and file, line and function of each place where code of the environment waits in them."""
+    """Return task, file, line and function of each place where the user's code waits."""
     waits = set()
     for task in asyncio.all_tasks():
         step: Any = task.get_coro()
@@ -229,7 +225,7 @@ def waiting() -> set[tuple[str, str, int, str]]:
 
 
 def overlap(environments: Mapping[str, Any]) -> str | None:
-    """Return a sentence where held-out prompts, the first _COMPARED of them, are training prompts too."""
+    """Return a sentence where held-out prompts are training prompts too."""
     train, held_out = environments.get(TRAIN), environments.get(EVAL)
     if train is None or held_out is None:
         return None
@@ -245,7 +241,7 @@ def overlap(environments: Mapping[str, Any]) -> str | None:
 
 
 def check_runtimes(environment: Any) -> None:
-    """Raise ConfigError when a runtime of an Environment's agents or tasks does not work on this machine."""
+    """Raise ConfigError when a runtime does not work on this machine."""
     from verifiers.v1.configs.agent import agent_config_fields
 
     config = environment._env.config
@@ -262,7 +258,6 @@ def check_runtimes(environment: Any) -> None:
 
 
 async def serve_worker(connection: socket.socket, scratch: Path) -> None:
-    """Read the SourceSpec, answer WorkerReady, then serve."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     frames: Frames[ToWorker] = Frames(reader, writer, ToWorker, "pool")
     spec = await frames.receive()
