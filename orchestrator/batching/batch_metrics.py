@@ -1,7 +1,4 @@
-"""A batch's figures for the trainer's line in metrics.jsonl.
-
-Rewards are those of every rollout that ended since the batch before, filtered groups included.
-"""
+"""A batch's figures for the trainer's line in metrics.jsonl; rewards of filtered groups are included."""
 
 from __future__ import annotations
 
@@ -16,10 +13,8 @@ from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOu
 def batch_metrics(
     version: int, groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup], whole: Sequence[FinishedGroup]
 ) -> dict[str, float]:
-    """Return the figures of a batch that is trained from policy version `version` on.
-
-    `groups` are trained, some perhaps for SDPO alone; `dropped` ended otherwise since the batch before. `whole`: the
-    `groups` before their stale tokens were cut out.
+    """`groups` are trained from `version` on, `dropped` ended otherwise since the batch before. `whole`: `groups`
+    before their stale tokens were cut out.
     """
     scored = [*groups, *(group for group in dropped if group.outcome is GroupOutcome.FILTERED)]
     everything = [*groups, *dropped]
@@ -52,14 +47,13 @@ def _rewards(scored: Sequence[FinishedGroup]) -> dict[str, float]:
     figures: dict[str, list[float]] = defaultdict(list)
     for group in scored:
         figures[f"reward/{group.plan.source}/mean"] += group.rewards
-    finished = (rollout for group in scored for rollout in group.rollouts if rollout.failure is None)
-    for name, value in (part for rollout in finished for part in rollout.parts.items()):
-        figures[f"reward/part/{name}"].append(value)
+        for rollout in group.rollouts:
+            for name, value in rollout.parts.items() if rollout.failure is None else ():
+                figures[f"reward/part/{name}"].append(value)
     return metrics | _means(figures)
 
 
 def _means(figures: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the mean of each list; what was not measured is absent."""
     return {name: fmean(values) for name, values in figures.items() if values}
 
 
@@ -100,7 +94,7 @@ def _rollouts(rollouts: Sequence[FinishedRollout]) -> dict[str, float]:
 
 
 def _hints(rollouts: Iterable[FinishedRollout]) -> dict[str, float]:
-    """Return hints/found, hints/hinted, hints/skipped/<reason>, hints/kind/<error>, hints/layer/<generator>."""
+    """Count found, hinted, skipped/<reason>, kind/<error>, layer/<generator>."""
     counts: Counter[str] = Counter()
     for rollout in rollouts:
         counts.update(rollout.hints)
@@ -111,10 +105,10 @@ def _hints(rollouts: Iterable[FinishedRollout]) -> dict[str, float]:
 
 def _failures(rollouts: Iterable[FinishedRollout]) -> dict[str, float]:
     """Count failed tries by kind, retried ones included."""
-    counts = Counter(
-        failure.kind
-        for rollout in rollouts
-        for failure in [*rollout.failed_attempts, *([rollout.failure] if rollout.failure else [])]
-    )
+    counts: Counter[str] = Counter()
+    for rollout in rollouts:
+        counts.update(failure.kind for failure in rollout.failed_attempts)
+        if rollout.failure is not None:
+            counts[rollout.failure.kind] += 1
     by_kind = {f"rollout/failed/{kind}": float(count) for kind, count in sorted(counts.items())}
     return {"rollout/failed": float(counts.total()), **by_kind}

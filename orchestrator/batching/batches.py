@@ -4,12 +4,11 @@
     batch N       is trained on the newest version after step N-1, call it n: a token of version v is n-v versions old;
                   trained: v >= n-max_staleness
 
-The rule applies to tokens. Rollouts continue while versions change, and their older tokens are context in the batch
-that trains the newer ones. A group is dropped when no token is left to train, so long rollouts are not dropped first.
-`verify_batch` checks again in the trainer.
+The rule applies to tokens: older ones of a rollout are context in the batch that trains its newer ones. A group is
+dropped when no token is left to train, so long rollouts are not dropped first. `verify_batch` checks in the trainer.
 
-A rollout that starts while the nodes serve version V can therefore go into batches up to V+1+max_staleness, or where a
-version covers several steps, into those of all these steps. `free_slots` lets as many groups run as fit into them.
+A rollout that starts while nodes serve version V can go into batches up to V+1+max_staleness, or where a version covers
+several steps, into those of all these steps. `free_slots` lets as many groups run as fit into them.
 """
 
 from __future__ import annotations
@@ -61,37 +60,34 @@ from orchestrator.workers.pool import WorkerPool
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.5
-"""How long a request waits here for its batch before BatchNotReady; the protocol allows 2 s."""
+"""A request waits so long for its batch; the protocol allows 2 s."""
 PART_BYTES = 4 << 20
-"""Of a StepReply that is sent in parts."""
 _CLOSE_S = 10.0
 _PAST_S = 20.0
-"""How long a rank waits for rank 0 to announce a restart."""
+"""A rank waits so long for rank 0 to announce a restart."""
 _DECODER = msgspec.msgpack.Decoder(FromTrainer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """The policy versions known once step `trained` is taken, and those planned."""
+    """Versions known once step `trained` is taken, and those planned."""
 
     trained: int = 0
     newest: int = 0
-    """Published version."""
     since: int = 0
-    """The step that it was published after."""
+    """The step that `newest` was published after."""
     period: int = 1
-    """Planned steps from one version to the next: 1, or diloco.sync_every."""
+    """Planned steps a version: 1, or diloco.sync_every."""
 
     def after(self, step: int, version: int) -> Versions:
-        """Return the versions once `step` is taken and `version` is the newest."""
         return replace(self, trained=step, newest=version, since=self.since if version == self.newest else step)
 
     def before(self, batch: int) -> int:
-        """Return the newest version when `batch` (from trained + 1) begins; an overdue version does not count."""
+        """Return the newest version when `batch` begins; an overdue one does not count."""
         return self.newest + self._planned(batch - 1) - self._planned(self.trained)
 
     def last_batch(self, version: int) -> int:
-        """Return the last batch that begins with `version` or an older one as the newest."""
+        """Return the last batch that begins with at most `version`."""
         periods = version - self.newest + self._planned(self.trained)
         return self.since + (periods + 1) * self.period
 
@@ -100,7 +96,7 @@ class Versions:
 
 
 def oldest_accepted(step: int, max_staleness: int, versions: Versions) -> int:
-    """Return the oldest policy version whose tokens batch `step` may train."""
+    """Return the oldest version whose tokens batch `step` may train."""
     return max(0, versions.before(step) - max_staleness)
 
 
@@ -110,21 +106,18 @@ def last_batch(version: int, max_staleness: int, max_steps: int, versions: Versi
 
 
 def free_slots(batches: int, under_way: int, groups_per_step: int) -> int:
-    """Return how many more groups may start now, at least 0.
-
-    `batches`: those without groups that may use what starts now. `under_way`: groups in flight or in the buffer.
-    """
+    """`batches`: those without groups that may use what starts now. `under_way`: groups in flight or in the buffer."""
     return max(0, batches * groups_per_step - under_way)
 
 
 class Buffer:
-    """Groups are taken in order of group number: data order depends on which groups are ready and on nothing else."""
+    """Taken in order of group number: data order depends on which groups are ready alone."""
 
     def __init__(self) -> None:
         self._ready: dict[int, FinishedGroup] = {}
 
     def __len__(self) -> int:
-        """Return the number of groups that a batch can be made of; DISTILLED groups do not count."""
+        """Count READY groups; DISTILLED ones make no batch."""
         return sum(group.outcome is GroupOutcome.READY for group in self._ready.values())
 
     @property
@@ -132,25 +125,24 @@ class Buffer:
         return sorted(self._ready)
 
     def add(self, group: FinishedGroup) -> None:
-        """Take in a READY or DISTILLED group. Raises ValueError when its number is here already."""
+        """Take in a READY or DISTILLED group. Raises ValueError for a number that is here."""
         number = group.plan.group
         if number in self._ready:
             raise ValueError(f"group {number} is in the buffer already")
         self._ready[number] = group
 
     def sweep(self, oldest: int) -> list[FinishedGroup]:
-        """Remove and return the groups without a token of version `oldest` or newer to train."""
+        """Remove and return the groups without a token since `oldest` to train."""
         return self.remove(lambda group: not group.trains_since(oldest))
 
     def remove(self, unwanted: Callable[[FinishedGroup], bool]) -> list[FinishedGroup]:
-        """Remove and return the groups that are `unwanted`."""
         removed = [group for group in self._ready.values() if unwanted(group)]
         for group in removed:
             del self._ready[group.plan.group]
         return removed
 
     def usable(self, oldest: int, newest: int, outcome: GroupOutcome = GroupOutcome.READY) -> list[int]:
-        """Return the numbers, ascending, of the groups with tokens since `oldest` and none newer than `newest`."""
+        """Return the groups with tokens since `oldest` and none newer than `newest`."""
         return [
             number
             for number, group in sorted(self._ready.items())
@@ -158,9 +150,9 @@ class Buffer:
         ]
 
     def take(self, count: int, oldest: int, newest: int, *, with_distilled: bool = True) -> list[FinishedGroup] | None:
-        """Remove and return the `count` lowest-numbered usable groups; None while there are fewer.
+        """Remove and return the first `count` usable groups; None while there are fewer.
 
-        With them go at most as many DISTILLED groups if `with_distilled`. All keep tokens of versions before `oldest`.
+        At most as many DISTILLED groups go with them. All keep their older tokens.
         """
         numbers = self.usable(oldest, newest)[:count]
         if len(numbers) < count:
@@ -175,9 +167,7 @@ class Batch:
     groups: list[FinishedGroup]
     """In order of group number."""
     metrics: dict[str, float]
-    """For the trainer's line of this step."""
     preferences: list[Preference] = field(default_factory=list)
-    """Pairs for replay-DPO."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -189,33 +179,31 @@ class Batch:
 
 
 Layout = tuple[int, int]
-"""What the ranks of one step must agree on: how many they are, and the token budget of one row."""
+"""Ranks of a step, and tokens of a row."""
 
 
 @dataclass(slots=True, eq=False)
 class Batches:
-    """Which groups each optimizer step trains, from formation until the trainer has taken the step.
+    """Which groups each optimizer step trains, until the trainer has taken it.
 
-    A batch never changes once it is formed and journaled. It is packed and encoded once for each layout, in a thread,
-    and kept for later ranks.
+    A batch never changes once it is journaled. It is packed once for each layout, in a thread.
     """
 
     run_id: str
     config: Config
     cost: FlopCost = TOKENS_ALONE
-    """FLOPs a token and a token pair, by which packing balances."""
+    """By which packing balances."""
     demonstrations: Callable[[], DemonstrationRows] = lambda: NO_ROWS
-    """SFT's rows, once they are loaded."""
     versions: Versions = field(init=False)
     formed: int = field(default=0, init=False)
-    """Newest batch that has its groups."""
+    """Newest batch with groups."""
     last_step: int = field(init=False)
-    """The step that ends the run, by the trainer's last word."""
+    """By the trainer's last word."""
     _batches: dict[int, Batch] = field(default_factory=dict, init=False)
     _packed: dict[int, tuple[Layout, asyncio.Future[list[bytes]]]] = field(default_factory=dict, init=False)
-    """By step: the messages of the ranks."""
+    """By step: messages of the ranks."""
     _layouts: dict[int, Layout] = field(default_factory=dict, init=False)
-    """By step: the layout that its first request named."""
+    """By step, of its first request."""
     _last_layout: Layout | None = field(default=None, init=False)
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="pack"), init=False
@@ -227,7 +215,7 @@ class Batches:
 
     @property
     def trained(self) -> int:
-        """Newest step that the trainer has taken; batches up to it are no longer held."""
+        """Newest step that the trainer has taken."""
         return self.versions.trained
 
     @property
@@ -235,7 +223,7 @@ class Batches:
         return self.trained >= self.last_step
 
     def restore(self, *, versions: Versions, formed: int, batches: list[Batch], last_step: int | None = None) -> None:
-        """Continue after step `versions.trained` with the batches from the next one to `formed`."""
+        """Continue after `versions.trained` with the batches up to `formed`."""
         self.last_step = self.config.run.max_steps if last_step is None else last_step
         self.versions = versions
         self.formed = formed
@@ -243,13 +231,13 @@ class Batches:
         self.forget_layouts()
 
     def forget_layouts(self) -> None:
-        """Forget what is packed: a trainer has attached, perhaps with another number of ranks."""
+        """Forget what is packed: a trainer has attached, perhaps with other ranks."""
         self._packed.clear()
         self._layouts.clear()
         self._last_layout = None
 
     def add(self, batch: Batch) -> None:
-        """Take in the next batch. Pack it at once when the layout is known from the step before."""
+        """Pack it at once when the last step's layout is known."""
         assert batch.step == self.formed + 1, f"batch {batch.step} after batch {self.formed}"
         self._batches[batch.step] = batch
         self.formed = batch.step
@@ -257,14 +245,14 @@ class Batches:
             self._pack(batch, self._last_layout)
 
     def held(self) -> list[Batch]:
-        """Return the batches that are not trained yet, by step."""
+        """Return the batches that are not trained, by step."""
         return [self._batches[step] for step in sorted(self._batches)]
 
     def get(self, step: int) -> Batch | None:
         return self._batches.get(step)
 
     def done(self, step: int, version: int, last_step: int | None = None) -> None:
-        """Drop the batches up to `step`: the trainer took it, and `version` is its newest policy version."""
+        """The trainer took `step`, and has `version`."""
         self.last_step = self.config.run.max_steps if last_step is None else last_step
         self.versions = self.versions.after(step, version)
         for old in [held for held in self._batches if held <= step]:
@@ -272,26 +260,25 @@ class Batches:
                 held.pop(old, None)
 
     def distils(self, step: int) -> bool:
-        """Tell whether SDPO has a weight at `step`."""
         return self.config.channels.sdpo.weight_at(self._run_step(step)) > 0
 
     def _run_step(self, step: int) -> int:
-        """Return the step of the whole joint run; `step` itself elsewhere."""
+        """Return the step of the whole joint run, or `step`."""
         return step + self.config.run.max_steps - self.last_step
 
     def last_using(self, version: int) -> int:
-        """Return the last batch that may use a rollout that begins now, on `version`."""
+        """Return the last batch that may use a rollout which begins on `version`."""
         return last_batch(version, self.config.orchestrator.max_staleness, self.last_step, self.versions)
 
     def sdpo_ahead(self) -> bool:
-        """Tell whether SDPO has a weight at a step that a group ending now may be trained in."""
+        """Tell whether SDPO has a weight at a step that may train a group ending now."""
         first = self.formed + 1
         return any(map(self.distils, range(first, max(first, self.last_using(self.versions.newest)) + 1)))
 
     async def of_rank(self, batch: Batch, rank: int, layout: Layout) -> bytes:
-        """Return the message of `rank`. The first rank that asks fixes the batch's layout.
+        """Return the message of `rank`. The first rank that asks fixes the layout.
 
-        Raises RunMismatchError when another rank named another layout, ConfigError when a sample does not fit a row.
+        Raises RunMismatchError for another layout, ConfigError when a sample fits no row.
         """
         fixed = self._layouts.setdefault(batch.step, layout)
         if fixed != layout:
@@ -346,7 +333,7 @@ class Batches:
 
 
 def flop_cost(model_dir: Path) -> FlopCost:
-    """Return what packing balances for a model: FLOPs, or tokens."""
+    """Return FLOPs, or tokens where the model's are not known."""
     try:
         return model_flops(text_settings(model_dir))
     except KeyError as error:
@@ -356,17 +343,16 @@ def flop_cost(model_dir: Path) -> FlopCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRun:
-    """What a run has before its environments are loaded: handed to the parts that are built afterwards."""
+    """What a run has before its environments are loaded."""
 
     config: Config
     run_dir: RunDir
     run_id: str
     model_dir: Path
-    """Folder with the policy's tokenizer and chat template."""
+    """Has tokenizer and chat template."""
     gateway: Gateway
-    """Has the nodes, their accounts, and the rollouts that an audit taints."""
     pools: dict[str, WorkerPool]
-    """Environment workers by source."""
+    """By source."""
     batches: Batches
     metrics: MetricsFile
     changed: Notifier
@@ -384,21 +370,21 @@ class OpenRun:
 @dataclass(slots=True)
 class _Rank:
     poll: asyncio.Task[None] | None = None
-    """The task that answers its newest StepRequest."""
+    """Answers its newest StepRequest."""
     past_since: float | None = None
-    """Since when it asks for trained steps, monotonic seconds."""
+    """Asks for trained steps since then, monotonic seconds."""
     reply: tuple[int, zmq.MessageTracker] | None = None
-    """The step of its newest StepReply, and whether all of that left."""
+    """Step of its newest StepReply, and whether that left."""
 
 
 class StepServer:
-    """Serves batches to the trainer: one ROUTER socket (CURVE) with the protocol of composer_prime/wire/types.py.
+    """Serves batches to the trainer: one ROUTER socket (CURVE), the protocol of composer_prime/wire/types.py.
 
         rank --StepRequest--> poll task: batch there?  yes -> StepReply in parts (packed once, in a thread)
                                                        no  -> waits at most POLL_S -> BatchNotReady{waiting_for}
         rank 0 --StepDone / CheckpointRequest--> handled one after another, in order of arrival; a repeated one once
 
-    A rank's newer request replaces its older one. While the reply to one leaves, its repetitions are ignored.
+    A rank's newer request replaces its older one; repeated ones are ignored while the reply leaves.
     """
 
     def __init__(
@@ -410,14 +396,11 @@ class StepServer:
         on_checkpoint: Callable[[int], Awaitable[None]],
         waiting_for: Callable[[int], str],
     ) -> None:
-        """Answer at `socket` from now on; needs a running event loop. `close` closes the socket too.
-
-        `waiting_for(step)`: what the batch of `step` still lacks. `run.changed` notifies when a batch is formed.
-        """
+        """Answer at `socket` from now on; needs a running event loop. `close` closes the socket too."""
         self.counts: Counter[str] = Counter(garbage=0, refused=0)
-        """Dropped messages that are not of the protocol, and refused requests."""
+        """Messages that do not decode, and refused requests."""
         self.last_heard: float | None = None
-        """Monotonic seconds of the last valid message of any rank; None before the first."""
+        """Of any rank, monotonic seconds."""
         self._run = run
         self._server = socket
         self._on_step_done = on_step_done
@@ -425,27 +408,26 @@ class StepServer:
         self._waiting_for = waiting_for
         self._ranks: defaultdict[bytes, _Rank] = defaultdict(_Rank)
         self._orders: asyncio.Queue[tuple[bytes, StepDone | CheckpointRequest]] = asyncio.Queue()
-        """What rank 0 wants done, with its identity: a checkpoint sees the step before it."""
+        """Of rank 0, in order: a checkpoint sees the step before it."""
         self._last_done: tuple[str, int] | None = None
-        """Session and step of the newest StepDone that was acted on; None before the first."""
+        """Session and step of the newest StepDone."""
         self._finished: RunFinished | None = None
-        """The answer to every StepRequest once the run is over; None before that."""
+        """Answers every StepRequest once the run is over."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawn(self._receive())
         self._spawn(self._in_order())
 
     @property
     def endpoint(self) -> str:
-        """The address really bound, with its port."""
         return self._server.endpoint
 
     def finish(self, reason: str, *, failed: bool) -> None:
-        """Answer every StepRequest with RunFinished from now on."""
+        """Answer every StepRequest with RunFinished."""
         self._finished = RunFinished(reason=reason, failed=failed)
         self._run.changed.notify()
 
     async def close(self) -> None:
-        """Answer the orders received, such as a checkpoint that is being saved, then stop."""
+        """Answer the orders received, then stop."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 await self._orders.join()
@@ -513,7 +495,7 @@ class StepServer:
             await self._send_reply(identity, request.step, memoryview(payload))
 
     async def _is_past(self, identity: bytes, step: int) -> bool:
-        """Tell whether `step` is trained already, and answer: rank 0 may restart."""
+        """Tell whether `step` is trained, and answer: rank 0 may restart."""
         rank = self._ranks[identity]
         if step > self._run.batches.trained:
             rank.past_since = None
@@ -542,7 +524,7 @@ class StepServer:
                 self._orders.task_done()
 
     async def _follow(self, order: StepDone | CheckpointRequest) -> StepNoted | CheckpointSaved:
-        """Act on an order and return the answer. Raises WireError."""
+        """Raise WireError for an order that does not fit."""
         if isinstance(order, StepDone):
             last = self._last_done
             if last is None or last[0] != order.session:  # A host that is gone takes no reply any more.
@@ -577,7 +559,7 @@ class StepServer:
         await self._send_frames(identity, msgspec.msgpack.encode(message))
 
     async def _send_frames(self, identity: bytes, *frames: bytes | memoryview) -> zmq.MessageTracker | None:
-        """Queue a message. Return a tracker that is done once it left, None when the rank is gone."""
+        """Return a tracker of the message; None when the rank is gone."""
         try:
             return await self._server.socket.send_multipart([identity, *frames], copy=False, track=True)
         except zmq.ZMQError as error:

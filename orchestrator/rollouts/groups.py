@@ -1,6 +1,4 @@
-"""The nouns of the pipeline: a group's plan, its finished rollouts, and the group as it leaves dispatch.
-
-They are structs because the journal writes them to disk.
+"""A group's plan, its finished rollouts, and the group as it leaves dispatch: structs, which the journal writes.
 
 `score_group` decides what a group is worth. The functions at the end read a rollout's messages as a tree.
 """
@@ -25,23 +23,23 @@ from orchestrator.workers.pool import MessageRecord, RolloutFailure, RolloutRepl
 _ODD = 0x9E3779B1
 _SEED_MASK = (1 << 31) - 1
 SUCCESS = 0.5
-"""From this reward on a rollout has solved its task, for hints (as in SDPO and SRPO)."""
+"""From this reward on a task is solved, for hints (as in SDPO and SRPO)."""
 MIN_GROUP = 2
-"""Finished rollouts that a group needs: an advantage compares two."""
+"""An advantage compares two."""
 _STD_FLOOR = 1e-4
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a 31-bit seed from the parts' text: the same on every machine and in every process."""
+    """Return 31 bits of the parts' text, the same in every process."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & _SEED_MASK
 
 
 class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Which task the G siblings of group number `group` play, and with which seeds."""
+    """Which task the G siblings play, and with which seeds."""
 
     group: int
-    """From 0, in order of dispatch; unique within the run, kept over resumes."""
+    """From 0, in order of dispatch, kept over resumes."""
     source: str
     task_index: int
     seed: int
@@ -57,52 +55,48 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.group_id}-{sibling}" + (f"r{attempt}" if attempt else "")
 
     def rollout_seed(self, sibling: int, attempt: int) -> int:
-        """31 bits; different for all siblings and attempts of the group."""
+        """Different for all siblings and attempts."""
         return (self.seed + (attempt * self.size + sibling) * _ODD) & _SEED_MASK
 
 
 class GroupOutcome(StrEnum):
     READY = "ready"
-    """Waits in the buffer for a batch, or is in one."""
+    """In the buffer, or in a batch."""
     DISTILLED = "distilled"
-    """All rewards equal, but some turns were hinted: it joins a batch for SDPO alone, and counts as filtered."""
+    """Equal rewards, but hinted turns: joins a batch for SDPO alone, and counts as filtered."""
     FILTERED = "filtered"
-    """All rewards equal: no advantage, nothing to learn."""
+    """Equal rewards: nothing to learn."""
     FAILED = "failed"
     """Fewer than two rollouts finished."""
     STALE = "stale"
-    """All its tokens are older than any future batch trains."""
+    """Its tokens are too old for any batch."""
 
 
 class FinishedRollout(RolloutReply, frozen=True, kw_only=True, tag=False):
-    """One rollout's last attempt: the reply, and what the orchestrator adds."""
+    """A rollout's last attempt, and what the orchestrator adds."""
 
     sibling: int
     seed: int
     advantage: float | None = None
     hints: dict[str, int] = msgspec.field(default_factory=dict)
-    """Counts of what the hint stage did with it (orchestrator/hints/stage.py)."""
+    """Of the hint stage."""
     failed_attempts: list[RolloutFailure] = msgspec.field(default_factory=list)
-    """Earlier tries of this sibling."""
     version_min: int | None = None
     version_max: int | None = None
     prompt_tokens: int | None = None
-    """Tokens of its samples that the policy did not sample; None for a rollout that gave no sample."""
+    """Of its samples, not sampled by the policy; None without a sample."""
     sampled_tokens: int = 0
-    """Tokens that the policy sampled in this attempt."""
+    """In this attempt."""
     nodes: list[str] = msgspec.field(default_factory=list)
-    """The inference nodes that sampled it, in order of their first answers."""
+    """That sampled it, in order of their first answers."""
     turn_nodes: list[int] = msgspec.field(default_factory=list)
-    """By turn number of its samples (TurnSpan): which of `nodes` sampled it."""
+    """Index into `nodes` by turn number (TurnSpan)."""
 
 
 CompiledRollout = tuple[FinishedRollout, list[Sample]]
-"""A rollout and its training samples."""
 
 
 class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A group whose rollouts have all ended."""
-
     plan: GroupPlan
     outcome: GroupOutcome
     rollouts: list[FinishedRollout]
@@ -111,12 +105,11 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards of the rollouts that finished; between 0 and G of them."""
         return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
 
     @property
     def version_min(self) -> int:
-        """Oldest policy version that sampled a token of the group (groups with samples only)."""
+        """Of groups with samples only."""
         return min(sample.version_min for sample in self.samples)
 
     @property
@@ -124,17 +117,14 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
         return max(sample.version_max for sample in self.samples)
 
     def without_stale_tokens(self, oldest: int) -> FinishedGroup:
-        """Return the group with tokens of versions before `oldest` as context only, without samples that train none."""
+        """Return the group with tokens before `oldest` as context only."""
         if not self.samples or self.version_min >= oldest:
             return self
         samples = [fresh for sample in self.samples if (fresh := _without_stale_tokens(sample, oldest)) is not None]
         return msgspec.structs.replace(self, samples=samples)
 
     def trains_since(self, oldest: int) -> bool:
-        """Tell whether a token of version `oldest` or newer is trained, or a hinted turn of a DISTILLED group.
-
-        Copies no token: the event loop asks this of every group that waits.
-        """
+        """Tell whether a token since `oldest` is trained, or a hinted turn of a DISTILLED group. Copies no token."""
         is_distilled = self.outcome is GroupOutcome.DISTILLED
         return any(_trains_since(sample, oldest, with_hinted=is_distilled) for sample in self.samples)
 
@@ -143,7 +133,7 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trained_by_node(groups: Iterable[FinishedGroup]) -> Counter[str]:
-    """Return how many tokens the policy loss trains of each node's answers. Counts bytes, copies none."""
+    """Count the tokens of each node that the policy loss trains. Copies none."""
     tokens: Counter[str] = Counter()
     for group in groups:
         rollouts = {rollout.rollout_id: rollout for rollout in group.rollouts}
@@ -158,15 +148,11 @@ def trained_by_node(groups: Iterable[FinishedGroup]) -> Counter[str]:
 
 
 def with_advantage(sample: Sample, advantage: float) -> Sample:
-    """Return `sample` with `advantage` on each trained token."""
     return msgspec.structs.replace(sample, advantages=pack_floats(flags(sample.loss_mask) * np.float32(advantage)))
 
 
 def sdpo_only(sample: Sample) -> Sample:
-    """Return `sample` with mask and advantage 0 on every token, so that only SDPO trains on it.
-
-    Log-probabilities stay: the importance weights of its hinted turns need them.
-    """
+    """Mask a sample for SDPO alone. Its importance weights need the log-probabilities of hinted turns."""
     zeros = np.zeros(sample.num_tokens)
     return msgspec.structs.replace(sample, loss_mask=pack_flags(zeros), advantages=pack_floats(zeros))
 
@@ -185,9 +171,9 @@ def _overlaps(turn: HintedTurn, spans: Iterable[VersionSpan]) -> bool:
 
 
 def _without_stale_tokens(sample: Sample, oldest: int) -> Sample | None:
-    """Return `sample` with mask and advantage 0 on tokens of versions before `oldest`; None when nothing trains.
+    """Return `sample` with mask and advantage 0 on tokens before `oldest`; None when nothing trains.
 
-    Hinted turns that hold such a token are left out. Log-probabilities stay, as context needs none.
+    Hinted turns with such a token are left out.
     """
     stale = [span for span in sample.version_spans if span.version < oldest]
     if not stale:
@@ -214,11 +200,10 @@ def _without_stale_tokens(sample: Sample, oldest: int) -> Sample | None:
 def score_group(
     plan: GroupPlan, ended: list[CompiledRollout], config: OrchestratorConfig, channels: ChannelsConfig
 ) -> FinishedGroup:
-    """Return the group as READY with its samples, FAILED (too few finished), FILTERED or DISTILLED (no advantage).
+    """Return the group as READY, FAILED (too few finished), FILTERED or DISTILLED (no advantage).
 
-    A DISTILLED group keeps the samples with hinted turns, with mask 0 everywhere: the policy loss neither trains on
-    them nor counts them. With `config.train_truncated` off the same holds for rollouts that were cut short; their
-    rewards still count in the group's advantages.
+    A DISTILLED group keeps its hinted samples with mask 0. So do rollouts that were cut short without
+    `config.train_truncated`; their rewards still count in the advantages.
     """
     rewards = [rollout.reward for rollout, _ in ended if rollout.reward is not None]
     if len(rewards) < MIN_GROUP:
@@ -240,7 +225,7 @@ def score_group(
 def _with_advantages(
     ended: list[CompiledRollout], advantages_G: list[float], train_truncated: bool
 ) -> list[CompiledRollout]:
-    """Return the rollouts with their advantages; failed ones have no samples."""
+    """Failed rollouts have no samples."""
     following = iter(advantages_G)
     result: list[CompiledRollout] = []
     for rollout, samples in ended:
@@ -257,19 +242,19 @@ def _with_advantages(
 
 
 def _routed(rollout: FinishedRollout, samples: list[Sample]) -> list[Sample]:
-    """Return the samples; hinted ones without success get advantage 0 and still count (SRPO, arXiv 2604.02288)."""
+    """Give hinted samples without success advantage 0; they still count (SRPO, arXiv 2604.02288)."""
     if rollout.reward is None or rollout.reward >= SUCCESS:
         return samples
     return [with_advantage(sample, 0.0) if sample.distillations else sample for sample in samples]
 
 
 def group_advantages(rewards_G: Sequence[float], scaling: AdvantageScaling) -> list[float]:
-    """Return the advantage of each rollout of one group, [G]. A group of one has advantage 0.
+    """Return the advantages of one group, [G].
 
         none  A_G = r_G - mean(r)                          Dr. GRPO, arXiv 2503.20783; Composer 2, 2603.24477
         std   A_G = (r_G - mean(r)) / (std(r) + 1e-4)      GRPO, arXiv 2402.03300; std with Bessel's correction, as TRL
 
-    Raises NonFiniteError when a reward is NaN or infinite: a failed verifier must be recorded as failed, not scored.
+    A group of one has 0. Raises NonFiniteError for a reward that is NaN or infinite.
     """
     rewards = np.asarray(rewards_G, dtype=np.float64)
     if not np.isfinite(rewards).all():
@@ -285,12 +270,11 @@ def group_advantages(rewards_G: Sequence[float], scaling: AdvantageScaling) -> l
 
 
 def has_signal(advantages_G: Sequence[float]) -> bool:
-    """Tell whether a group moves the policy: equal rewards give only zeros."""
+    """Equal rewards give only zeros."""
     return any(abs(value) > 1e-12 for value in advantages_G)
 
 
 def _hinted_only(samples: list[Sample]) -> list[Sample]:
-    """Return the samples with hinted turns, without a part in the policy loss."""
     return [sdpo_only(sample) for sample in samples if sample.distillations]
 
 
@@ -298,7 +282,7 @@ def _hinted_only(samples: list[Sample]) -> list[Sample]:
 
 
 def tool_replies(turns: Sequence[MessageRecord]) -> dict[int, list[int]]:
-    """Return the positions of the tool messages that answer each assistant message, by its position."""
+    """Return where the tool messages are that answer each assistant message."""
     answers_at: dict[int, list[int]] = {index: [] for index, turn in enumerate(turns) if turn.role == "assistant"}
     for index, turn in enumerate(turns):
         caller = _caller(turns, index) if turn.role == "tool" else None
@@ -308,7 +292,7 @@ def tool_replies(turns: Sequence[MessageRecord]) -> dict[int, list[int]]:
 
 
 def _caller(turns: Sequence[MessageRecord], index: int) -> int | None:
-    """Return the assistant message that the tool message at `index` answers."""
+    """Return which assistant message a tool message answers."""
     at = turns[index].parent
     while at is not None and turns[at].role == "tool":
         at = turns[at].parent
@@ -316,7 +300,7 @@ def _caller(turns: Sequence[MessageRecord], index: int) -> int | None:
 
 
 def messages_before(turns: Sequence[MessageRecord], index: int) -> list[MessageRecord]:
-    """Return the messages that the one at `index` continues, oldest first, without it."""
+    """Return those that the one at `index` continues, oldest first."""
     path = []
     at = turns[index].parent
     while at is not None:
@@ -326,7 +310,7 @@ def messages_before(turns: Sequence[MessageRecord], index: int) -> list[MessageR
 
 
 def turn_error_rate(rollouts: Iterable[FinishedRollout]) -> float | None:
-    """Return the share of assistant messages that a tool answered with an error, as the environment marks it."""
+    """Return the share of assistant messages that a tool answered with an error."""
     turns = [
         any(rollout.turns[reply].error is not None for reply in replies)
         for rollout in rollouts

@@ -1,13 +1,13 @@
-"""One rollout: its request, its permit, its deadline, its token record, and the training samples made of that.
+"""One rollout: its request, permit, deadline, token record, and training samples.
 
     RunRollout -> RolloutRunner.run: [permit] -> worker -> reply, records -> finish_rollout (thread) -> samples
 
-`RolloutRunner` is the only place that opens and takes a gateway record, so no record is left behind, however the
-rollout ends. `Permits` bounds concurrency for training and evaluation together:
+`RolloutRunner` alone opens and takes gateway records, so none is left behind. `Permits` bounds concurrency for training
+and evaluation together:
 
     hold(taskset, order) -> waits -> granted, lowest order first within its task set -> released
 
-While both task sets wait, evaluation gets at most `eval_share` of the limit; one that waits alone may take all of it.
+While both wait, evaluation gets at most `eval_share` of the limit; one that waits alone may take all of it.
 
 Samples are made by token ids alone:
 
@@ -15,8 +15,8 @@ Samples are made by token ids alone:
     merge:     prompt_{k+1} extends prompt_k + completion_k exactly  ->  same sample, the new prompt tokens masked
     break:     it does not (history rewritten, sub-agent, re-tokenized)  ->  a new branch, one sample each
 
-Nothing is tokenized here. Each record's completion is appended to exactly one branch with mask 1. Wherever its tokens
-recur they stand in a prompt, with mask 0. So every sampled token is trained exactly once, whatever branches share it.
+Nothing is tokenized here. A completion is appended to one branch with mask 1; where its tokens recur, in a prompt, the
+mask is 0. So each sampled token is trained exactly once.
 """
 
 from __future__ import annotations
@@ -43,16 +43,15 @@ from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.workers.pool import EVAL, TRAIN, MessageRecord, RolloutFailure, RolloutReply, RunRollout, WorkerPool
 
 EVAL_SHARE = 0.25
-"""Share of the permits for evaluation while training rollouts wait."""
+"""Of the permits, while training rollouts wait."""
 _RETRY_S = 0.5
 _LONGEST_RETRY_S = 30.0
 
 
 class Permits:
-    """The rollouts that may run at once, by task set: TRAIN or EVAL."""
+    """Rollouts that may run at once, by task set."""
 
     def __init__(self, limit: int, eval_share: float = EVAL_SHARE) -> None:
-        """`limit`: rollouts that may run at a time. `eval_share` of them may evaluate while others train."""
         self.eval_share = eval_share
         self.running: dict[str, int] = {TRAIN: 0, EVAL: 0}
         self.limit = limit
@@ -62,7 +61,7 @@ class Permits:
 
     @contextlib.asynccontextmanager
     async def hold(self, taskset: str, order: int) -> AsyncIterator[None]:
-        """Hold a permit for one rollout; lower `order` goes first."""
+        """Lower `order` goes first."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting[taskset], (order, next(self._ticket), future))
         self._grant()
@@ -85,7 +84,6 @@ class Permits:
         return sum(not future.done() for _, _, future in self._waiting[taskset])
 
     def _grant(self) -> None:
-        """Grant what the limit allows now."""
         while sum(self.running.values()) < self.limit and (taskset := self._next_taskset()) is not None:
             future = heapq.heappop(self._waiting[taskset])[2]
             self.running[taskset] += 1
@@ -103,18 +101,15 @@ class Permits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRunner:
-    """Asks workers to play rollouts, with the run's sampling settings, seeds and deadlines."""
+    """Has workers play rollouts, with the run's sampling settings, seeds and deadlines."""
 
     config: OrchestratorConfig
     gateway: Gateway
-    """Answers the rollouts, records what it sampled for them, and may audit it."""
     pools: Mapping[str, WorkerPool]
-    """Environment workers by source."""
     permits: Permits
     seed: int
-    """run.seed."""
     grace_s: float = 5.0
-    """What a worker gets beyond a rollout's own limit to report that the limit was reached."""
+    """Beyond a rollout's own limit, for the worker to report that limit."""
 
     def training_request(self, plan: GroupPlan, sibling: int, attempt: int) -> RunRollout:
         return self._request(
@@ -126,7 +121,7 @@ class RolloutRunner:
         )
 
     def eval_request(self, source: str, *, step: int, task_index: int, sample: int, attempt: int) -> RunRollout:
-        """Return the request; its seed does not depend on the step."""
+        """Its seed does not depend on the step."""
         name = f"eval{step}-{source}-{task_index}-{sample}" + (f"r{attempt}" if attempt else "")
         return self._request(
             source,
@@ -156,10 +151,10 @@ class RolloutRunner:
     async def run(
         self, source: str, request: RunRollout, *, order: int, oldest_version: int = 0, redraw: Redraw | None = None
     ) -> tuple[RolloutReply, Sequence[GenerationRecord]]:
-        """Return how `request` ended on a worker of `source`. Past its deadline, that is a reply with a failure.
+        """Return how `request` ended. Past its deadline, or where audits fail, that is a failure.
 
-        Only nodes with `oldest_version` or newer weights answer it. `redraw`: the rollout that it repeats first. A
-        rollout whose audits fail is a failed one; it waits for them without its permit.
+        Only nodes with `oldest_version` or newer weights answer it. `redraw`: the rollout that it repeats first. It
+        waits for audits without its permit.
         """
         audits = self.gateway.audits
         async with self.permits.hold(request.taskset, order):
@@ -184,9 +179,9 @@ class RolloutRunner:
         step: Callable[[], int],
         group: int | None = None,
     ) -> CompiledRollout:
-        """Return the first good try of a rollout, or its last failed one, and tell `failures` how it ended.
+        """Return the first good try of a rollout, or its last failed one.
 
-        `play` gets the number of the try, from 0, and the failures of those before. A displaced one counts as none.
+        `play` gets the number of the try and earlier failures. A displaced try counts as none.
         """
         earlier: list[RolloutFailure] = []
         for number in itertools.count():
@@ -227,7 +222,6 @@ def finished_rollout(
     earlier: Sequence[RolloutFailure] = (),
     turn_nodes: Sequence[str] = (),
 ) -> FinishedRollout:
-    """Return the rollout as data."""
     versions = [span.version for record in records for span in record.answer.version_spans]
     nodes = list(dict.fromkeys(record.answer.node_id for record in records))
     return FinishedRollout(
@@ -257,7 +251,7 @@ def finish_rollout(
     earlier: Sequence[RolloutFailure] = (),
     with_tokens: bool = False,
 ) -> CompiledRollout:
-    """Return a rollout that ended, with numbered turns, and its samples; none for a failed one."""
+    """Return a rollout with numbered turns, and its samples; none for a failed one."""
     samples: list[Sample] = []
     matched: list[GenerationRecord] = []
     try:
@@ -281,10 +275,9 @@ def finish_rollout(
 
 
 def compile_rollout(plan: GroupPlan, reply: RolloutReply, records: Sequence[GenerationRecord]) -> list[Sample]:
-    """Return the samples of one rollout, advantages still zero. Branches without a sampled token give none.
+    """Return the samples of a rollout, advantages still zero, of trainable sessions alone.
 
-    Leaves out sessions that the environment marks as not trainable (a user simulator, a judge). Raises RolloutError
-    when the records contradict themselves or the worker's turns.
+    Raises RolloutError when the records contradict themselves or the worker's turns.
     """
     trainable = {session.session_id for session in reply.sessions if session.trainable}
     branches: list[Branch] = []
@@ -299,7 +292,7 @@ def compile_rollout(plan: GroupPlan, reply: RolloutReply, records: Sequence[Gene
 
 @dataclass(slots=True)
 class Branch:
-    """A token sequence that grows turn by turn."""
+    """A token sequence that grows by turns."""
 
     tokens: np.ndarray
     """int32 [T]."""
@@ -310,7 +303,7 @@ class Branch:
     turns: list[TurnSpan] = field(default_factory=list)
 
     def continues_in(self, record: GenerationRecord) -> bool:
-        """Tell whether the prompt begins with this branch, at its temperature."""
+        """Tell whether the prompt begins with this branch."""
         length = len(self.tokens)
         return (
             self.temperature == record.sampling.temperature
@@ -319,7 +312,7 @@ class Branch:
         )
 
     def extend(self, record: GenerationRecord, turn: int) -> None:
-        """Append what the record's prompt adds to this branch (mask 0) and its completion (mask 1)."""
+        """Append what the prompt adds (mask 0) and the completion (mask 1)."""
         prompt_ids = record.prompt_ids[len(self.tokens) :]
         start, count = len(record.prompt_ids), len(record.answer)
         self.tokens = np.concatenate([self.tokens, prompt_ids, record.answer.ids], dtype=np.int32)
@@ -334,10 +327,7 @@ class Branch:
 
 
 def merge(records: Iterable[GenerationRecord], first_turn: int = 0) -> list[Branch]:
-    """Return the branches of one conversation, in the order in which they began.
-
-    A record joins the longest branch that its prompt extends exactly. Its turn number is its place in the order.
-    """
+    """Return a conversation's branches. A record joins the longest one that its prompt extends exactly."""
     branches: list[Branch] = []
     for turn, record in enumerate(records, start=first_turn):
         check_record(record)
@@ -398,7 +388,7 @@ def _sample(branch: Branch, sample_id: str, plan: GroupPlan, reply: RolloutReply
 def numbered_turns(
     turns: Sequence[MessageRecord], matched: Sequence[GenerationRecord], with_tokens: bool
 ) -> list[MessageRecord]:
-    """Return the worker's messages; those that the policy sampled get turn number, finish reason and surprisal."""
+    """Give sampled turns their number, finish reason and surprisal."""
     sampled = {
         record.answer.record_id: {
             "turn": number,
@@ -417,16 +407,16 @@ def _tokens(record: GenerationRecord) -> list[tuple[int, float]]:
 
 
 def _surprisal(record: GenerationRecord) -> float | None:
-    """Return the mean of -log p of the tokens, in nats; None where unknown."""
+    """Return the mean of -log p, in nats; None where unknown."""
     mean = -float(np.mean(record.answer.token_logprobs)) if len(record.answer) else float("nan")
     return round(max(mean, 0.0), 4) if np.isfinite(mean) else None
 
 
 def matched_records(reply: RolloutReply, records: Iterable[GenerationRecord]) -> dict[str, list[GenerationRecord]]:
-    """Return of each session the records that became turns of the rollout.
+    """Return by session the records that became turns.
 
-    A reply that was lost on its way to the worker is recorded and then asked for again. The rollout never saw it, so
-    its tokens have no part in the reward. Raises RolloutError when the gateway has no record of a turn.
+    A reply that was lost on its way to the worker is recorded, and asked for again: its tokens have no part in the
+    reward. Raises RolloutError when a turn has no record.
     """
     sampled = {turn.record_id: turn for turn in reply.turns if turn.call is not None}
     by_session: dict[str, list[GenerationRecord]] = {}
@@ -440,7 +430,7 @@ def matched_records(reply: RolloutReply, records: Iterable[GenerationRecord]) ->
 
 
 def _check_turns(reply: RolloutReply, sampled: dict[str, MessageRecord], counts: dict[str, int]) -> None:
-    """Raise RolloutError unless the gateway recorded each turn, with as many tokens as the worker saw."""
+    """Raise RolloutError unless each turn is recorded, with as many tokens."""
     for record_id, turn in sampled.items():
         if record_id in counts and turn.num_tokens not in (None, counts[record_id]):
             raise RolloutError(

@@ -1,7 +1,7 @@
 """rollouts/*.jsonl: one object per rollout, for people and for `composer rollouts`.
 
-A training step's file holds the rollouts of its batch and, with another `status`, those of groups dropped since the
-batch before. Files are written whole, so a batch that is served again after a crash does not double its lines.
+A step's file holds its batch and, with another `status`, groups dropped since the batch before. It is written whole, so
+a batch that is served again after a crash does not double its lines.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ logger = logging.getLogger(__name__)
 _LOGGED_FIRST = 3
 _LOGGED_EVERY = 100
 _COUNTED = 100
-"""Causes that are counted separately. All others of a kind count as one."""
+"""Causes counted separately. Others of a kind count as one."""
 
 
 def group_lines(step: int, group: FinishedGroup) -> list[dict[str, Any]]:
-    """Return the lines of a group's rollouts."""
     status = "trained" if group.outcome is GroupOutcome.READY else group.outcome.value
     return [rollout_line(step, group.plan.source, rollout, status, group.plan.group) for rollout in group.rollouts]
 
@@ -37,7 +36,7 @@ def group_lines(step: int, group: FinishedGroup) -> list[dict[str, Any]]:
 def rollout_line(
     step: int, source: str, rollout: FinishedRollout, status: str, group: int | None = None
 ) -> dict[str, Any]:
-    """Return one rollout as plain JSON values; unknown values are null."""
+    """Return plain JSON values; unknown ones are null."""
     versions = None if rollout.version_min is None else [rollout.version_min, rollout.version_max]
     return {
         "step": step,
@@ -70,9 +69,8 @@ def rollout_line(
 
 
 def write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Replace the content of `path` by `lines`. Raises OSError."""
-    encoder = msgspec.json.Encoder()
-    write_atomic(path, b"".join(encoder.encode(line) + b"\n" for line in lines))
+    """Replace the content of `path`. Raises OSError."""
+    write_atomic(path, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
 def _failure(failure: RolloutFailure | None) -> dict[str, Any] | None:
@@ -92,17 +90,16 @@ def _turn(turn: MessageRecord) -> dict[str, Any]:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class FailureLog:
-    """Names failed rollouts at once, also before the first step."""
+    """Names failed rollouts at once."""
 
     path: Path
-    """rollouts/failed.jsonl of the run."""
     counts: dict[str, int] = field(default_factory=dict, init=False)
-    """Failed tries by kind."""
+    """Tries by kind."""
     _tries: dict[tuple[str, str], int] = field(default_factory=dict, init=False)
     _writing: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def note_try(self, source: str, rollout_id: str, failure: RolloutFailure) -> None:
-        """Count a failed try. The log gets the first ones of a cause, then every hundredth."""
+        """Log the first tries of a cause, then every hundredth."""
         self.counts[failure.kind] = self.counts.get(failure.kind, 0) + 1
         cause = failure.cause if failure.cause in self._tries or len(self._tries) < _COUNTED else (failure.kind, "")
         self._tries[cause] = count = self._tries.get(cause, 0) + 1
@@ -120,7 +117,7 @@ class FailureLog:
             )
 
     def note_end(self, step: int, source: str, rollout: FinishedRollout, group: int | None = None) -> None:
-        """Write a rollout that failed for good to disk. A full disk costs only the line."""
+        """Write a rollout that failed for good. A full disk costs only the line."""
         try:
             line = rollout_line(step, source, rollout, "failed", group)
             with self._writing:  # Rollouts end in threads of their own.
