@@ -1,6 +1,6 @@
-"""The folder with tokenizer and chat template that workers, gateway and hints read, and the errors of templates.
+"""The folder with tokenizer and chat template, and the errors of templates.
 
-It is the model's own folder, or one in the run directory where model.chat_template replaces the template.
+It is the model's, or one in the run directory where model.chat_template replaces the template.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from composer_prime.errors import ConfigError
 RENDER_ERRORS = (
     jinja2.TemplateError, LookupError, NotImplementedError, TypeError, ValueError, AssertionError, AttributeError,
 )  # fmt: skip
-"""Errors that renderers and chat templates raise for messages that they cannot render."""
+"""Of renderers and chat templates, for messages that they cannot render."""
 _SMALL_FILES = ("*.json", "*.model", "*.txt")
 
 
 def chat_folder(model_dir: Path, template: Path | None, run_root: Path) -> Path:
-    """Return the folder. Raises ConfigError for a `template` that cannot be read."""
+    """Raise ConfigError for a `template` that cannot be read."""
     if template is None:
         return model_dir
     try:
@@ -39,7 +39,7 @@ def chat_folder(model_dir: Path, template: Path | None, run_root: Path) -> Path:
     values.pop("chat_template", None)
     settings.write_text(json.dumps(values, indent=2))
     (folder / "chat_template.jinja").write_text(text)
-    # The template counts: neither the folder nor the model's published name may choose a renderer of its own.
+    # Neither the folder nor the model's published name may choose a renderer: the template counts.
     (folder / "renderer.json").unlink(missing_ok=True)
     model = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(model | {"_name_or_path": ""}))

@@ -7,13 +7,12 @@
     Dropped    a group was filtered, failed or is stale
     Formed     a batch has its groups                           (fsynced before a trainer sees it)
 
-One writer thread does all file work, in the order of the calls. A written entry is in the operating system's hands and
-survives kill -9. A Formed entry is on the disk: it survives a power cut, with everything before it.
+One writer thread does all file work, in the order of the calls. A written entry survives kill -9. A Formed entry is on
+the disk: it survives a power cut, with everything before it.
 
-The state (checkpoints/step_N/orchestrator/state.json) is small: the groups themselves are in the journal, and the state
-says which of them counted at that moment. It is taken in one step of the event loop together with the journal's
-sequence number, so the two never disagree. `resume` replays the newer entries on top of it. A group is in exactly one
-place: in flight, ready, in one formed batch, or dropped.
+The state (checkpoints/step_N/orchestrator/state.json) names the groups that counted at that moment; they themselves are
+in the journal. It is taken in one step of the event loop with the journal's sequence number, so the two never disagree.
+`resume` replays newer entries on it. A group is in one place: in flight, ready, in a formed batch, or dropped.
 """
 
 from __future__ import annotations
@@ -70,16 +69,14 @@ class Formed(msgspec.Struct, frozen=True, kw_only=True, tag="formed"):
     seq: int
     step: int
     groups: list[int]
-    """Numbers of the batch's groups, in order."""
     dropped: list[int]
-    """Groups dropped since the last batch; they are logged and counted with this one."""
+    """Since the last batch; logged and counted with this one."""
     metrics: dict[str, float]
     oldest_version: int = 0
-    """Tokens of older policy versions are context in this batch."""
+    """Older tokens are context in this batch."""
     preferences: list[Preference] = []
-    """The batch's pairs for replay-DPO."""
     pairs: PairCursor | None = None
-    """Where the pairs continue after this batch; None where none are mixed in."""
+    """Where the pairs continue after this batch."""
 
 
 Entry = Started | Finished | Dropped | Formed
@@ -90,9 +87,9 @@ class _Segment:
     path: Path
     last_seq: int = 0
     groups: set[int] = field(default_factory=set)
-    """Groups whose Finished entry is in it."""
+    """Whose Finished entry is in it."""
     steps: set[int] = field(default_factory=set)
-    """Batches whose Formed entry is in it."""
+    """Whose Formed entry is in it."""
 
     def note(self, entry: Entry) -> None:
         self.last_seq = max(self.last_seq, entry.seq)
@@ -103,13 +100,13 @@ class _Segment:
 
 
 class Journal:
-    """Open a new one with `Journal.create`. From then on only this process may write it."""
+    """Create a new one with `Journal.create`. Only this process may write it."""
 
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES, *, min_seq: int = 0) -> None:
-        """Cut off a torn tail of the newest segment. Raises CheckpointError when an older one is damaged.
+        """Cut off a torn tail of the newest segment. Raises CheckpointError for an older one's damage.
 
-        Entry numbers continue after the checkpoint's `min_seq`: compaction may have emptied the journal, and new
-        entries must not count as old ones.
+        Numbers continue after `min_seq`: compaction may have emptied the journal, and new entries must not count as
+        old.
         """
         folder.mkdir(parents=True, exist_ok=True)
         segments = [_Segment(path) for path in _segment_paths(folder)]
@@ -117,12 +114,12 @@ class Journal:
             for entry in _read(segment.path, newest=segment is segments[-1]):
                 segment.note(entry)
         self.seq = max([segment.last_seq for segment in segments] + [min_seq])
-        """Sequence number of the newest entry; each new entry takes the next."""
+        """Of the newest entry."""
         self._folder = folder
         self._segment_bytes = segment_bytes
         self._closed = segments
         self._file: BinaryIO | None = None
-        """The segment being written; None between segments."""
+        """None between segments."""
         self._current: _Segment | None = None
         self._next_number = max((int(segment.path.stem) for segment in segments), default=0) + 1
         self._encoder = msgspec.msgpack.Encoder()
@@ -130,17 +127,14 @@ class Journal:
 
     @classmethod
     def create(cls, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> Journal:
-        """Create an empty journal. Removes what an earlier run left in `folder`."""
+        """Remove what an earlier run left in `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         for path in _segment_paths(folder):
             path.unlink()
         return cls(folder, segment_bytes)
 
     def __iter__(self) -> Iterator[Entry]:
-        """Yield the entries of all closed segments in order, with one segment in memory at a time.
-
-        Raises CheckpointError when a segment is damaged.
-        """
+        """Yield the entries of closed segments, one in memory at a time. Raises CheckpointError."""
         for segment in self._closed:
             yield from _read(segment.path, newest=False)
 
@@ -149,18 +143,15 @@ class Journal:
         return self.seq
 
     def append(self, entry: Entry) -> asyncio.Future[None]:
-        """Queue `entry`, with its seq from `next_seq`. Entries are written in the order of these calls.
-
-        The future is done once the entry is written. It raises CheckpointError when that fails (a full disk).
-        """
+        """Queue `entry`, with its seq from `next_seq`. The future raises CheckpointError (a full disk)."""
         return asyncio.get_running_loop().run_in_executor(self._writer, self._append, entry)
 
     async def formed_batches(self, after: int, left_out: Set[str] = frozenset()) -> list[Batch]:
-        """Return `formed_batches` of all entries, the last one's too."""
+        """Return `formed_batches` of all entries."""
         return await asyncio.get_running_loop().run_in_executor(self._writer, self._formed_batches, after, left_out)
 
     async def compact(self, *, oldest_seq: int, groups: set[int], steps: set[int]) -> None:
-        """Delete segments without an entry newer than `oldest_seq`, one of `groups` or a batch of `steps`."""
+        """Keep segments with an entry newer than `oldest_seq`, one of `groups` or a batch of `steps`."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._writer, self._compact, oldest_seq, groups, steps)
 
@@ -220,7 +211,7 @@ def _segment_paths(folder: Path) -> list[Path]:
 
 
 def _read(path: Path, *, newest: bool) -> Iterator[Entry]:
-    """Yield a segment's entries. Cuts off the newest segment's torn tail in place."""
+    """Cut off the newest segment's torn tail."""
     raw = path.read_bytes()
     decoder = msgspec.msgpack.Decoder(Entry)
     at = len(_MAGIC) if raw.startswith(_MAGIC) else 0
@@ -242,7 +233,7 @@ def _read(path: Path, *, newest: bool) -> Iterator[Entry]:
 
 
 def _frame(raw: bytes, at: int, decoder: msgspec.msgpack.Decoder) -> tuple[Entry, int] | None:
-    """Return the entry at `at` and where the next one begins; None where there is no whole one."""
+    """Return the entry at `at`, and where the next begins; None without a whole one."""
     if at + _FRAME.size > len(raw):
         return None
     length, crc = _FRAME.unpack_from(raw, at)
@@ -260,22 +251,21 @@ def _frame(raw: bytes, at: int, decoder: msgspec.msgpack.Decoder) -> tuple[Entry
 
 
 class GroupProgress(msgspec.Struct, kw_only=True):
-    """Which groups and batches are under way."""
+    """Groups and batches under way."""
 
     next_group: int
-    """Number of the next group to be planned."""
     in_flight: list[GroupPlan]
     ready: list[int]
-    """Groups in the buffer."""
+    """In the buffer."""
     dropped: list[int]
-    """Groups dropped since the last batch was formed."""
+    """Since the last batch was formed."""
     batches: dict[int, list[int]]
-    """Formed batches that are not trained, each with its groups."""
+    """Formed and not trained, with their groups."""
     pairs: PairCursor | None = None
-    """Where the replay-DPO pairs continue; None where none are mixed in."""
+    """Where they continue."""
 
     def note(self, entry: Entry, sources: Sources) -> None:
-        """Take in what happened next, and bring the curricula of `sources` up to date."""
+        """Take in what happened next, also in the curricula."""
         match entry:
             case Started(plan=plan):
                 sources.curricula[plan.source].next_task()
@@ -302,17 +292,17 @@ class GroupProgress(msgspec.Struct, kw_only=True):
 
 
 class OrchestratorState(GroupProgress, kw_only=True):
-    """Everything about step `step` that cannot be derived from the configuration."""
+    """What the configuration does not tell of step `step`."""
 
     run_id: str
     step: int
     journal_seq: int
-    """Journal entries after this one happened after the checkpoint."""
+    """Later entries happened after the checkpoint."""
     curricula: dict[str, Any]
     """By source."""
     counters: dict[str, int]
     demonstrations: str = ""
-    """Digest of the files that SFT reads; empty where there are none."""
+    """Digest of SFT's files."""
     versions: Versions
     format: int = FORMAT
 
@@ -322,7 +312,7 @@ def state_path(run_dir: RunDir, step: int) -> Path:
 
 
 def save_state(run_dir: RunDir, state: OrchestratorState) -> None:
-    """Write the state atomically. Raises CheckpointError, for example when the disk is full."""
+    """Raise CheckpointError, as for a full disk."""
     path = state_path(run_dir, state.step)
     try:
         write_atomic(path, msgspec.json.format(msgspec.json.encode(state), indent=1) + b"\n")
@@ -331,7 +321,7 @@ def save_state(run_dir: RunDir, state: OrchestratorState) -> None:
 
 
 def load_state(run_dir: RunDir, step: int, run_id: str) -> OrchestratorState:
-    """Read the state. Raises CheckpointError: missing, unreadable, of another run."""
+    """Raise CheckpointError for a state that is missing, unreadable or of another run."""
     path = state_path(run_dir, step)
     try:
         state = msgspec.json.decode(path.read_bytes(), type=OrchestratorState)
@@ -358,24 +348,22 @@ class ResumedRun:
 
     next_group: int
     in_flight: list[GroupPlan]
-    """Groups to dispatch again."""
+    """To dispatch again."""
     ready: list[FinishedGroup] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
-    """Formed batches after the checkpoint's step."""
+    """Formed after the checkpoint."""
     dropped: list[FinishedGroup] = field(default_factory=list)
-    """Dropped since the last formed batch."""
+    """Since the last formed batch."""
     pairs: PairCursor | None = None
-    """Where the replay-DPO pairs continue."""
 
 
 def resume(
     state: OrchestratorState, entries: Iterable[Entry], sources: Sources, left_out: Set[str] = frozenset()
 ) -> ResumedRun:
-    """Replay the journal's `entries` on top of `state`; brings the curricula of `sources` up to date as well.
+    """Replay `entries`, which are read twice, on `state` and the curricula of `sources`.
 
-    `entries` are read twice. Of their groups only those are kept that are still named in the end.
-    `left_out`: samples and pairs (`pair ID`) that no batch serves again.
-    Raises CheckpointError when the journal lacks a group that the checkpoint or a formed batch names.
+    `left_out`: samples and pairs (`pair ID`) that no batch serves again. Raises CheckpointError when the journal lacks
+    a group that the checkpoint or a batch names.
     """
     sources.load_state(state.curricula)
     progress = copy.deepcopy(state)
@@ -396,7 +384,7 @@ def resume(
 
 
 def formed_batches(entries: Iterable[Entry], after: int, left_out: Set[str] = frozenset()) -> list[Batch]:
-    """Return the batches of steps > `after` whose groups `entries` hold, by step. `entries` are read twice."""
+    """Return the batches after `after` whose groups `entries`, which are read twice, hold."""
     numbers = {entry.step: entry.groups for entry in entries if isinstance(entry, Formed) and entry.step > after}
     finished, _, formed = _kept(entries, set().union(*numbers.values()), numbers.keys())
     whole = {step: groups for step, groups in numbers.items() if finished.keys() >= set(groups)}
@@ -406,7 +394,7 @@ def formed_batches(entries: Iterable[Entry], after: int, left_out: Set[str] = fr
 def _kept(
     entries: Iterable[Entry], groups: Set[int], steps: Set[int]
 ) -> tuple[dict[int, FinishedGroup], dict[int, FinishedGroup], dict[int, Formed]]:
-    """Return which of `groups` finished and which were dropped, by number, and the batches of `steps`."""
+    """Return finished and dropped ones of `groups` by number, and the batches of `steps`."""
     finished, dropped, formed = {}, {}, {}
     for entry in entries:
         if isinstance(entry, Formed) and entry.step in steps:
@@ -429,13 +417,13 @@ def _batches(
 
 
 def without_left_out(batch: Batch, left_out: Set[str]) -> Batch:
-    """Return `batch` without the samples and pairs (`pair ID`) of `left_out`."""
+    """Leave out samples and pairs (`pair ID`)."""
     if not left_out:
         return batch
-    groups = [
-        msgspec.structs.replace(group, samples=[sample for sample in group.samples if sample.sample_id not in left_out])
-        for group in batch.groups
-    ]
+    groups = []
+    for group in batch.groups:
+        kept = [sample for sample in group.samples if sample.sample_id not in left_out]
+        groups.append(msgspec.structs.replace(group, samples=kept))
     pairs = [pair for pair in batch.preferences if f"pair {pair.pair_id}" not in left_out]
     return replace(batch, groups=groups, preferences=pairs)
 

@@ -1,4 +1,4 @@
-"""Small things about the event loop: background tasks, waiting for a change, and how late the loop runs."""
+"""Background tasks, waiting for a change, and how late the event loop runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ _MAX_SAMPLES = 1 << 14
 
 
 async def until_signal(work: Coroutine[Any, Any, None], ends: tuple[signal.Signals, ...]) -> int:
-    """Run `work` and return the exit status. A signal of `ends` cancels it, which closes everything it opened.
-
-    SIGINT and SIGTERM do nothing where they are not among them.
-    """
+    """Return the exit status of `work`. A signal of `ends` cancels it; SIGINT and SIGTERM else do nothing."""
     task = asyncio.ensure_future(work)
     signals: list[int] = []
 
@@ -41,7 +38,7 @@ async def until_signal(work: Coroutine[Any, Any, None], ends: tuple[signal.Signa
 
 
 def watched(work: Coroutine[Any, Any, None], on_error: Callable[[BaseException], None]) -> asyncio.Task[None]:
-    """Run `work` as a task. `on_error` gets its failure as soon as it ends with one."""
+    """Run a task whose failure `on_error` gets at once."""
     task = asyncio.create_task(work)
 
     def ended(task: asyncio.Task[None]) -> None:
@@ -53,7 +50,7 @@ def watched(work: Coroutine[Any, Any, None], on_error: Callable[[BaseException],
 
 
 async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have ended, however that is."""
+    """Cancel tasks and wait until they have ended."""
     ending = list(tasks)
     for task in ending:
         task.cancel()
@@ -61,25 +58,24 @@ async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 class Notifier:
-    """Wakes all that wait for a change, within one event loop."""
+    """Wakes all that wait for a change."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
 
     def notify(self) -> None:
-        """Wake every current waiter."""
         self._next.set()
         self._next = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Return True at the next notification, False after `timeout_s` seconds without one."""
+        """Return whether there was a notification."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 return await self._next.wait()
         return False
 
     async def wait_for(self, condition: Callable[[], object], timeout_s: float) -> bool:
-        """Return True once `condition()` holds, False when it does not hold within `timeout_s` seconds."""
+        """Return whether `condition()` came to hold."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while not condition():
@@ -91,15 +87,13 @@ class Notifier:
 
 
 class LoopLag:
-    """Measures the running loop while `measure` runs."""
-
     def __init__(self, interval_s: float = 0.02) -> None:
         self._interval_s = interval_s
         self._samples = deque[tuple[float, float]](maxlen=_MAX_SAMPLES)
         """(lag, own share of it), in seconds."""
 
     async def measure(self) -> None:
-        """Take samples until cancelled. A window keeps its last 16384, of five minutes."""
+        """Sample until cancelled. A window keeps the last five minutes."""
         loop = asyncio.get_running_loop()
         while True:
             due, cpu_s = loop.time() + self._interval_s, time.thread_time()
@@ -108,7 +102,7 @@ class LoopLag:
             self._samples.append((lag, min(lag, time.thread_time() - cpu_s)))
 
     def window(self) -> dict[str, float]:
-        """Return the figures since the last call; nothing without a sample."""
+        """Return the figures since the last call."""
         samples = np.array(self._samples, dtype=float).reshape(-1, 2)
         self._samples.clear()
         if not len(samples):
@@ -117,5 +111,4 @@ class LoopLag:
         return {"p50_s": p50, "p99_s": p99, "max_s": most, "own_p99_s": own_p99, "own_max_s": own_most}
 
     def metrics(self) -> dict[str, float]:
-        """Return the window's figures under the names of metrics.jsonl."""
         return {f"loop_lag/{name}": round(value, 6) for name, value in self.window().items() if name != "own_max_s"}

@@ -2,7 +2,7 @@
 
 play_episodes -> worker -> environment <-> gateway; the tokens are compiled as for training
 trial_warnings -> what would make a run learn nothing
-evaluate --every (source, task, sample)--> play_held_out --> rollouts/eval_000000.jsonl, as each ends: a stop loses none
+evaluate --every (source, task, sample)--> play_held_out --> rollouts/eval_000000.jsonl, as each ends
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ async def play_episodes(
     tasks: Sequence[int],
     taskset: str = TRAIN,
 ) -> list[FinishedRollout]:
-    """Play one episode for each index in `tasks`, side by side; an index may come more than once."""
+    """Play an episode for each index in `tasks`, side by side."""
     source = pool.spec.name
     permits = Permits(config.max_concurrent, eval_share=1.0)
     runner = RolloutRunner(config=config, gateway=gateway, pools={source: pool}, permits=permits, seed=seed)
@@ -58,7 +58,7 @@ async def play_episodes(
 
 
 def trial_warnings(rollouts: Sequence[FinishedRollout], notes: Sequence[str] = ()) -> list[str]:
-    """Return one sentence for each reason why such episodes could teach nothing."""
+    """Return reasons why such episodes could teach nothing."""
     scored = [rollout for rollout in rollouts if rollout.reward is not None]
     rewards = {rollout.reward for rollout in scored}
     warnings = [*notes]
@@ -89,7 +89,7 @@ async def evaluate(
     seed: int,
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Play config.eval.tasks of each pool's source, and append the rollouts. `on_progress` gets counts."""
+    """Play each pool's held-out tasks, and append the rollouts. `on_progress` gets counts."""
     permits = Permits(config.max_concurrent, eval_share=1.0)
     runner = RolloutRunner(config=config, gateway=gateway, pools=pools, permits=permits, seed=seed)
     failures = FailureLog(path=run_dir.failed_rollouts)

@@ -8,12 +8,12 @@
     journal <── buffer ──> batch N ──> step server <──ZMQ── trainer ranks
                  (staleness)                └── StepDone(N): publish its version, evaluate, checkpoint
 
-Who waits for whom: trainer ranks wait for a batch (batch_timeout_s). The batch waits for groups, a group for its
-rollouts (source.timeout_s each), rollouts for a permit, a worker and a node (no_node_timeout_s). New groups wait for
-the trainer's next version (trainer_timeout_s). There is one event loop; packing, compiling and files are in threads.
+Trainer ranks wait for a batch (batch_timeout_s), the batch for groups, a group for its rollouts (source.timeout_s),
+rollouts for a permit, a worker and a node (no_node_timeout_s), new groups for the trainer's next version
+(trainer_timeout_s). There is one event loop; packing, compiling and files are in threads.
 
 A run has three stages. `__init__` builds what needs only the configuration. `_open` binds the addresses, so that nodes
-and the trainer can connect. `_load` starts the environments and then builds what depends on their tasks.
+and the trainer can connect. `_load` starts the environments and builds what depends on their tasks.
 """
 
 from __future__ import annotations
@@ -62,23 +62,20 @@ logger = logging.getLogger(__name__)
 
 
 TICK_S = 0.25
-"""How often limits and node versions, which change without a notification, are checked."""
+"""Between two looks at limits and node versions, which change without a notification."""
 REPORT_S = 5.0
-"""How often a status line is logged."""
+"""Between two status lines."""
 FAREWELL_S = 2.0
-"""How long, after a failure, requests of ranks are still answered with the reason."""
+"""After a failure, ranks still get the reason for so long."""
 
 
 class Pipeline:
     def __init__(self, config: Config, run_dir: RunDir, run_id: str, model_dir: Path) -> None:
-        """Needs a running event loop.
-
-        Raises CheckpointError when the checkpoint to resume from is unusable, ConfigError for an unreadable template.
-        """
+        """Needs a running event loop. Raises CheckpointError for the one to resume from, ConfigError for a template."""
         self.keys = RunKeys(run_dir.keys)
         self.store = WeightStore(run_dir.weights)
         self.state = load_state(run_dir, run_dir.newest_checkpoint(), run_id) if config.run.resume else None
-        """The checkpoint to resume from; None for a new run."""
+        """To resume from."""
         loop = asyncio.get_running_loop()
         self._rows: asyncio.Future[DemonstrationRows] = loop.create_future()
         self._loaded: asyncio.Future[RunWatchdog] = loop.create_future()
@@ -103,16 +100,15 @@ class Pipeline:
             fail=self.fail,
         )
         self.replay = build_online_replay(config, run_dir, self.opened.metrics, lambda: self.batches.trained)
-        """None unless teachers replay traces during training."""
+        """Teachers that replay traces during training."""
 
     @property
     def watchdog(self) -> RunWatchdog | None:
-        """None until the environments are loaded."""
         return self._loaded.result() if self._loaded.done() else None
 
     async def run(self) -> None:
-        """Run from the first bind to the last evaluation. Raises what ended the run early."""
-        # `outer` closes last: the answers of teachers may take a while.
+        """Raise what ended the run early."""
+        # `outer` closes last: teachers may take a while.
         async with AsyncExitStack() as outer, AsyncExitStack() as stack:
             server = await self._open(stack)
             try:
@@ -247,8 +243,8 @@ class Pipeline:
     async def _advance(self, scheduler: BatchScheduler) -> None:
         while True:
             await scheduler.advance()
-            # Nodes whose weights no future batch accepts get no work until they have caught up. While a batch is
-            # formed ahead, this may be true of all nodes. Then the newest version serves, for evaluations.
+            # Nodes with weights that no future batch accepts get no work. While a batch is formed ahead, these may be
+            # all. Then the newest version serves, for evaluations.
             router = self.gateway.router
             oldest = min(scheduler.oldest_version, router.policy.newest)
             if router.policy.oldest != oldest:
@@ -256,7 +252,7 @@ class Pipeline:
             await self.opened.changed.wait(TICK_S)
 
     async def _report(self, server: StepServer) -> None:
-        """Log a line every few seconds, and at once when the environments are loaded; until cancelled."""
+        """Log every few seconds, and at once when the environments are loaded."""
         while True:
             self._log_status(server)
             if self._loaded.done():
@@ -286,7 +282,7 @@ class Pipeline:
         self._tasks.append(watched(work, self.fail))
 
     def fail(self, error: BaseException) -> None:
-        """End the run with `error`. Only the first error counts."""
+        """End the run with its first error."""
         if not self._failure.done():
             self._failure.set_exception(error)
             self.opened.changed.notify()
@@ -299,7 +295,7 @@ class Pipeline:
         await watchdog.scheduler.step_done(message)
         if message.step < before:
             watchdog.evaluator.forget_after(message.step)
-        # A step without samples counts too. An attaching trainer took no step, but may report that the run ends here.
+        # An attaching trainer took no step, but may report that the run ends here.
         is_new = self.batches.trained > before or message.step == self.batches.last_step
         if is_new and watchdog.evaluator.due(message.step, self.batches.last_step):
             watchdog.evaluator.request(message.step, message.version)  # before any await: it may hold the next batch
@@ -310,7 +306,7 @@ class Pipeline:
         self.opened.changed.notify()
 
     async def _publish(self, version: int, *, required: bool = True) -> None:
-        """Announce `version` to the nodes. Raises CheckpointError if it is missing."""
+        """Raise CheckpointError when the store lacks `version`."""
         try:
             signed = await asyncio.to_thread(self.store.manifest, version)
         except FileNotFoundError:
@@ -341,7 +337,7 @@ class Pipeline:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the first error inside nested exception groups."""
+    """Return the first error in nested groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

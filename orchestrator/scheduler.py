@@ -4,7 +4,7 @@
                 form    batch F+1 from the lowest-numbered usable groups, at most one ahead of the step in training
                 start   as many groups as the staleness rule has room for
 
-State changes in single steps of the event loop, each with its journal entry queued in the same step. Only `form` and
+State changes in single steps of the event loop, with its journal entry queued in the same step. Only `form` and
 `checkpoint` wait for the disk, and they exclude one another.
 """
 
@@ -71,26 +71,26 @@ _FILTERED_TOO_MANY = (
     "frontier; to look: %s try MODULE -n 32"
 )
 _MAX_FILTERED_SHARE = 0.9
-"""Warn if more than this share of the groups since the last batch had equal rewards."""
+"""Of the groups since the last batch: warn if more had equal rewards."""
 _BATCHES_LEFT_OUT = 5
-"""So many batches of dropped groups are looked at before a batch is formed."""
+"""Warn once so many batches of dropped groups are left out, before a batch is formed."""
 _MAX_FAILED_GROUPS = 32
-"""Failed groups of one source in a row that end the run."""
+"""In a row, of one source: they end the run."""
 _DROPPED_WHOLE = 1024
-"""Dropped groups that are held with their texts: they must not fill memory."""
+"""Dropped groups held with their texts: they must not fill memory."""
 _HACK = "hacks/rollouts"
-"""Metric of a rollout that is 1 where an environment's monitor calls it a hack."""
+"""1 where an environment's monitor calls a rollout a hack."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Dispatcher:
-    """Groups in flight: G rollouts each, with retries and a deadline for each rollout.
+    """Groups in flight: G rollouts each, with retries and deadlines.
 
         start(plan, on_end) -> group task -> G sibling tasks -> [permit] -> worker -> compile (thread)
                                   |              +-> failed: a fresh try, at most max_retries
                                   +-> all siblings ended -> hints -> advantages, filter (thread) -> on_end(group)
 
-    Groups never wait for one another. An error that is not a rollout's own (workers gone for good) ends the run.
+    Groups never wait for one another. An error that is not a rollout's own ends the run.
     """
 
     run: OpenRun
@@ -98,26 +98,24 @@ class Dispatcher:
     failures: FailureLog
     hints: HintStage | None
     in_flight: dict[int, GroupPlan] = field(default_factory=dict, init=False)
-    """By group number."""
     retries: int = field(default=0, init=False)
     _tasks: dict[int, tuple[float, asyncio.Task[None]]] = field(default_factory=dict, init=False)
-    """By group number, in the order of their starts: monotonic seconds, and the task."""
+    """In the order of their starts: monotonic seconds, and the task."""
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="compile"), init=False
     )
 
     def start(self, plan: GroupPlan, on_end: Callable[[FinishedGroup], None]) -> None:
-        """Run the group of `plan`; `on_end` gets it once all its rollouts have ended."""
+        """`on_end` gets the group of `plan` once all its rollouts have ended."""
         task = asyncio.create_task(self._run_group(plan, on_end), name=plan.group_id)
         self.in_flight[plan.group] = plan
         self._tasks[plan.group] = time.monotonic(), task
 
     def oldest_s(self) -> float | None:
-        """Return the age in seconds of the group that started first; None without a group in flight."""
+        """Return the age of the group that started first."""
         return next((time.monotonic() - since for since, _ in self._tasks.values()), None)
 
     def metrics(self) -> dict[str, float]:
-        """Return retries, what hints cost so far, and failed tries by kind."""
         return {
             "rollouts/retries": self.retries,
             **(self.hints.metrics() if self.hints is not None else {}),
@@ -125,7 +123,7 @@ class Dispatcher:
         }
 
     async def close(self) -> None:
-        """Cancel all groups; no `on_end` is called any more."""
+        """Cancel all groups without `on_end`."""
         await end(task for _, task in self._tasks.values())
         self._threads.shutdown(wait=True)
 
@@ -142,10 +140,6 @@ class Dispatcher:
         finally:
             del self.in_flight[plan.group], self._tasks[plan.group]
 
-    def _next_step(self) -> int:
-        """Return the step that rollouts are gathered for."""
-        return self.run.batches.formed + 1
-
     async def _finish(self, plan: GroupPlan, ended: list[CompiledRollout]) -> FinishedGroup:
         scored = sum(rollout.reward is not None for rollout, _ in ended)
         # A hint that is made now must still be trained on, unless hints are only logged.
@@ -157,12 +151,12 @@ class Dispatcher:
         return await loop.run_in_executor(self._threads, score_group, plan, ended, self.run.settings, channels)
 
     async def _sibling(self, plan: GroupPlan, sibling: int) -> CompiledRollout:
-        """Return the sibling's first good try, or its last failed one."""
+        """Return the first good try, or the last failed one."""
         rollout, samples = await self.runner.play_with_retries(
             partial(self._attempt, plan, sibling),
             source=plan.source,
             failures=self.failures,
-            step=self._next_step,
+            step=lambda: self.run.batches.formed + 1,
             group=plan.group,
         )
         if rollout.metrics.get(_HACK):
@@ -187,9 +181,8 @@ class DroppedGroups:
 
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter()
-        """Groups by outcome, and batches, over the whole run."""
         self.since_batch: list[FinishedGroup] = []
-        """Dropped since the last batch was formed."""
+        """Since the last batch was formed."""
         self._failed_in_row: Counter[str] = Counter()
 
     def add(self, group: FinishedGroup) -> None:
@@ -200,7 +193,7 @@ class DroppedGroups:
         self.since_batch.append(group)
 
     def count_failures(self, group: FinishedGroup) -> None:
-        """Raise RolloutError when too many groups of a source in a row have failed."""
+        """Raise RolloutError when too many groups of a source fail in a row."""
         if group.outcome in (GroupOutcome.READY, GroupOutcome.DISTILLED, GroupOutcome.FILTERED):
             del self._failed_in_row[group.plan.source]
         elif group.outcome is GroupOutcome.FAILED:
@@ -214,11 +207,10 @@ class DroppedGroups:
 
     @property
     def num_filtered(self) -> int:
-        """Groups without advantage since the last batch."""
         return sum(group.outcome is GroupOutcome.FILTERED for group in self.since_batch)
 
     def describe(self) -> list[str]:
-        """Say how many groups were left out since the last batch."""
+        """Say how many were left out since the last batch."""
         filtered, lost = self.num_filtered, len(self.since_batch) - self.num_filtered
         parts = [f"{pluralize(filtered, 'group')} without advantage left out"] if filtered else []
         return parts + ([f"{pluralize(lost, 'group')} failed or stale"] if lost else [])
@@ -231,16 +223,16 @@ class BatchScheduler:
     journal: Journal
     dispatcher: Dispatcher
     evaluator: Evaluator
-    """May hold a batch until an evaluation is done."""
+    """May hold a batch."""
     pairs: PairMixer | None
     buffer: Buffer = field(default_factory=Buffer, init=False)
     dropped: DroppedGroups = field(default_factory=DroppedGroups, init=False)
     changed_at: float = field(default_factory=time.monotonic, init=False)
-    """When a batch was formed or trained last; monotonic seconds."""
+    """When a batch was formed or trained last, monotonic seconds."""
     _unlogged: list[tuple[int, list[FinishedGroup]]] = field(default_factory=list, init=False)
-    """(step, groups) of batches whose rollouts are still to be written to the rollout log."""
+    """(step, groups) that are still to be written to the rollout log."""
     _saved_step: int | None = field(default=None, init=False)
-    """Newest checkpoint written here since a trainer attached."""
+    """Newest one since a trainer attached."""
     _disk: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     @property
@@ -249,11 +241,11 @@ class BatchScheduler:
 
     @property
     def starved_since(self) -> float | None:
-        """Since when no formed batch waits for the trainer; None while one does."""
+        """Since when the trainer has taken every formed batch."""
         return self.changed_at if self.batches.formed == self.batches.trained else None
 
     def restore(self, state: OrchestratorState, resumed: ResumedRun) -> None:
-        """Continue where checkpoint `state` and the journal end."""
+        """Continue where `state` and the journal end."""
         self.batches.demonstrations().check_resume(state.demonstrations)
         self.sources.next_group = resumed.next_group
         self.sources.again = resumed.in_flight
@@ -273,7 +265,7 @@ class BatchScheduler:
     # -- decisions -----------------------------------------------------------------------------------------------
 
     async def advance(self) -> None:
-        """Do all that can be done now. Raises CheckpointError when the journal cannot be written."""
+        """Do all that can be done now. Raises CheckpointError for the journal."""
         self._sweep()
         while await self._form():
             self._sweep()
@@ -284,12 +276,12 @@ class BatchScheduler:
 
     @property
     def oldest_version(self) -> int:
-        """Oldest version whose tokens the next batch trains."""
+        """Whose tokens the next batch trains."""
         return oldest_accepted(self.batches.formed + 1, self.run.settings.max_staleness, self.batches.versions)
 
     @property
     def _newest_version(self) -> int:
-        """The version that the next batch is trained from, as far as it is known."""
+        """That the next batch is trained from, as far as known."""
         return self.batches.versions.before(self.batches.formed + 1)
 
     def _sweep(self) -> None:
@@ -312,7 +304,7 @@ class BatchScheduler:
             if taken is None:
                 return False
             dropped, self.dropped.since_batch = self.dropped.since_batch, []
-            groups = await asyncio.to_thread(_without_stale_tokens, taken, oldest)
+            groups = await asyncio.to_thread(lambda: [group.without_stale_tokens(oldest) for group in taken])
             metrics = await asyncio.to_thread(batch_metrics, self._newest_version, groups, dropped, taken)
             _warn_of_filtered(metrics["groups/filtered_share"], [*groups, *dropped])
             preferences = []
@@ -348,10 +340,7 @@ class BatchScheduler:
         return self.buffer.take(self.run.settings.groups_per_step, oldest, newest, with_distilled=with_distilled)
 
     def serving_version(self) -> int:
-        """Return the policy version that will probably sample a rollout that starts now.
-
-        At least half of the serving nodes have it or a newer one.
-        """
+        """Return the version that will probably sample what starts now: half of the nodes have it or a newer one."""
         router = self.run.gateway.router
         served = [node.version for node in router.serving()]
         return median_high(served) if served else router.policy.oldest
@@ -368,7 +357,7 @@ class BatchScheduler:
     # -- events --------------------------------------------------------------------------------------------------
 
     def _group_ended(self, group: FinishedGroup) -> None:
-        """Take in a group from the dispatcher. Raises RolloutError when too many groups fail."""
+        """Raise RolloutError when too many groups fail."""
         self.sources.observe(group)
         if group.outcome in (GroupOutcome.READY, GroupOutcome.DISTILLED):
             self.dropped.counters[group.outcome.value] += 1
@@ -380,7 +369,7 @@ class BatchScheduler:
         self.run.changed.notify()
 
     async def step_done(self, message: StepDone) -> None:
-        """Take in that a step is taken, or, without sample ids, that a trainer attaches after it."""
+        """A step is taken, or, without sample ids, a trainer attaches after it."""
         step, sample_ids = message.step, message.sample_ids
         if not sample_ids and step <= self.batches.trained:
             await self._attach(message)
@@ -403,10 +392,7 @@ class BatchScheduler:
         self.run.changed.notify()
 
     async def _attach(self, message: StepDone) -> None:
-        """Accept a trainer that starts after `message.step`.
-
-        Batches of steps that it lost are served again, but for samples that made a step not finite.
-        """
+        """Serve batches that the trainer lost again, but for samples that made a step not finite."""
         step, versions = message.step, self.batches.versions.after(message.step, message.version)
         self.batches.forget_layouts()
         blamed = left_out(self.run.run_dir.ledger)  # Not in a thread: a request that follows must find the batches cut.
@@ -435,8 +421,8 @@ class BatchScheduler:
     async def checkpoint(self, step: int) -> None:
         """Write the orchestrator's part of checkpoint `step`; drop journal segments that no checkpoint needs.
 
-        Do nothing if it was written last and its file exists: the trainer asks again, because the answer was lost.
-        Raises RunMismatchError when the trainer is at another step, CheckpointError when the disk refuses.
+        Does nothing if it was written last and exists: the trainer asks again, as the answer was lost. Raises
+        RunMismatchError when the trainer is at another step, and CheckpointError.
         """
         if step == self._saved_step and await asyncio.to_thread(state_path(self.run.run_dir, step).exists):
             return
@@ -453,7 +439,7 @@ class BatchScheduler:
         self._saved_step = step
 
     def state(self) -> OrchestratorState:
-        """Return the state after step `trained`, at this moment."""
+        """Return the state after step `trained`."""
         return OrchestratorState(
             run_id=self.run.run_id,
             step=self.batches.trained,
@@ -471,7 +457,7 @@ class BatchScheduler:
         )
 
     def waiting_for(self, step: int) -> str:
-        """Say in one line what batch `step` lacks."""
+        """Say what batch `step` lacks."""
         is_next = step == self.batches.formed + 1
         usable = len(self.buffer.usable(self.oldest_version, self._newest_version)) if is_next else 0
         parts = [f"batch {step}: {usable} of {pluralize(self.run.settings.groups_per_step, 'group')}"]
@@ -484,7 +470,6 @@ class BatchScheduler:
         return "; ".join([*parts, *self.dropped.describe()])
 
     def metrics(self) -> dict[str, float | None]:
-        """Return the queues' figures for the orchestrator's own line."""
         permits = self.dispatcher.runner.permits
         return {
             "queue/groups_in_flight": len(self.dispatcher.in_flight),
@@ -515,7 +500,7 @@ class BatchScheduler:
         self.journal.append(entry).add_done_callback(written)
 
     def _oldest_state(self, newest: OrchestratorState) -> OrchestratorState:
-        """Return the state of the oldest checkpoint that a resume may choose."""
+        """Return that of the oldest checkpoint that a resume may choose."""
         complete = self.run.run_dir.complete_checkpoints()
         oldest = min(complete, default=newest.step)
         return newest if oldest >= newest.step else load_state(self.run.run_dir, oldest, self.run.run_id)
@@ -526,10 +511,6 @@ def _warn_of_filtered(share: float, groups: Sequence[FinishedGroup]) -> None:
         rewards = {reward for group in groups for reward in group.rewards}
         equal = f" and every reward was {rewards.pop():g}" if len(rewards) == 1 else ""
         logger.warning(_FILTERED_TOO_MANY, 100 * share, equal, COMPOSER, extra=event("groups"))
-
-
-def _without_stale_tokens(groups: list[FinishedGroup], oldest: int) -> list[FinishedGroup]:
-    return [group.without_stale_tokens(oldest) for group in groups]
 
 
 def _log_rollouts(run_dir: RunDir, step: int, groups: list[FinishedGroup]) -> None:
