@@ -1,7 +1,6 @@
-"""The room of traces: sessions to states (`ingest`), states to pairs (`replay`).
+"""The room of traces: sessions to states (`ingest`), states to pairs (`replay`). It needs the extra `traces`.
 
 This file is its door. The core uses these functions and nothing behind them; commands are named in composer_prime/cli.
-What training reads of it is a file: composer_prime/data/pairs.py. The room needs the extra `traces`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 def build_online_replay(
     config: Config, run_dir: RunDir, metrics: MetricsFile, step: Callable[[], int]
 ) -> OnlineReplay | None:
-    """Return the replay beside a run; None without `teachers.online`. `step`: the newest trained step."""
+    """Return the replay beside a run, if any. `step`: the newest trained step."""
     if not config.teachers.online:
         return None
     from composer_prime.traces.replay.online import OnlineReplay
@@ -28,7 +27,7 @@ def build_online_replay(
 
 
 def cost_line(config: Config) -> str:
-    """Return what a replay may cost, as a line. Raises ConfigError for an unknown price."""
+    """Return what a replay may cost. Raises ConfigError for an unknown price."""
     from composer_prime.traces.replay import teacher_pool
 
     return teacher_pool.cost_line(config.teachers)

@@ -3,17 +3,13 @@
     composer ingest ──> states.zst ──> composer replay ──> pairs.jsonl, then the state's line ──> votes.jsonl
 
 A state is a recorded decision of some agent: what it saw and what it did. A file of states has one a line, as JSON
-under zstd. A state repeats the context of the one before. Compression with a long window takes that out again. `zstd
--dc` shows the lines, and a file of plain lines is read too.
+under zstd (or plain), whose long window takes out the context that states repeat.
 
-A state is done once votes.jsonl has its line with a decision, and pairs.jsonl the pairs that the line names. Where a
-crash came between the two, or pairs were lost since, the state is replayed from the cache, for free. Its pairs are
-known by their ids, so none is written twice.
+A state is done once votes.jsonl has its line with a decision, and pairs.jsonl the pairs that the line names. Else it is
+replayed from the cache, for free. Pairs are known by their ids, so none is written twice.
 
-`composer pairs report` prints two figures of them, pairs a trace and dollars a trace. Too few pairs a trace say that
-the teachers seldom agree against the student, or that most of its states were refused. Pairs are counted over the
-traces that anybody could judge, dollars over those that a teacher was asked about, an answer from the cache at what it
-cost when it was asked for. Traces that were refused would thin both out.
+`composer pairs report` counts pairs over the traces that anybody could judge, dollars over those that a teacher was
+asked about, cached answers at their first price. Refused traces would thin both out.
 """
 
 from __future__ import annotations
@@ -42,13 +38,13 @@ from composer_prime.llm.reply import storable_arguments
 
 SCHEMA_VERSION = 1
 _LEVEL, _WINDOW_LOG = 3, 27
-"""A window of 128 MiB finds the context of the state before, however long it is."""
+"""A window of 128 MiB finds the context of the state before."""
 _LONGEST_LINE = 1 << 28
-"""Bytes of a decompressed line. A damaged or hostile file must not fill the memory."""
+"""Bytes of a line. A damaged or hostile file must not fill the memory."""
 _READ_BYTES = 1 << 13
-"""Compressed bytes that are read at once: they may stand for thousands of times as many."""
+"""Compressed bytes that are read at once; they may stand for thousands of times as many."""
 _BEGINNING = b'{"trace'
-"""Lines of states, of pairs and of votes begin with it."""
+"""Begins lines of states, pairs and votes."""
 _AGAIN = "make the file again with `composer ingest`"
 
 
@@ -61,23 +57,22 @@ class TraceState(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """Number of the assistant turn within its trace, from 0."""
     messages: list[Message]
-    """What the agent saw: system, user, assistant and tool messages, without thinking. Every call has a result."""
+    """What the agent saw, without thinking. Every call has a result."""
     student_action: Message
-    """What it did: an assistant message with `content`, `tool_calls`, and its thinking as `reasoning_content`."""
+    """What it did: `content`, `tool_calls`, and its thinking as `reasoning_content`."""
     source_model: str | None
     source_family: str
-    """As composer_prime/model_families.py names it; `unknown` where the trace does not tell."""
+    """As model_families.py names it; `unknown` where the trace does not tell."""
     tools: list[dict[str, Any]]
-    """Function tools that the agent had; where the format does not list them, all that its file calls."""
+    """Function tools that the agent had, or all that its file calls."""
     error: str | None = None
-    """The first error that followed the action, cut to 500 characters; None where there was none, or none is known."""
+    """The first error that followed the action, cut to 500 characters."""
     format: str
-    """The format of the trace, with the version that the reader was written for: `claude_code/2`."""
+    """Format and the version that its reader is for: `claude_code/2`."""
     schema_version: int = SCHEMA_VERSION
 
 
 def write_state(state: TraceState) -> bytes:
-    """Return a state as one line."""
     return msgspec.json.encode(state) + b"\n"
 
 
@@ -95,13 +90,13 @@ def compressed_lines(path: Path) -> Iterator[Any]:
 
 
 def is_compressed(path: Path) -> bool:
-    """Check the first bytes of a file. Raises OSError."""
+    """Whether zstd wrote the file. Raises OSError."""
     with path.open("rb") as file:
         return file.read(len(zstandard.FRAME_HEADER)) == zstandard.FRAME_HEADER
 
 
 def state_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file of states. Raises ConfigError where it cannot be read, is damaged or ends too early."""
+    """Yield the lines of a file of states. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             yield from _decompressed_lines(file) if is_compressed(path) else file
@@ -125,10 +120,7 @@ def _decompressed_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def read_states(path: Path) -> Iterator[TraceState]:
-    """Yield every state of a file of states.
-
-    Raises ConfigError where it cannot be read, and for a line that is not a state or has another schema.
-    """
+    """Yield every state of a file of states. Raises ConfigError."""
     decoder = msgspec.json.Decoder(TraceState)
     for number, line in enumerate(state_lines(path), 1):
         try:
@@ -138,15 +130,13 @@ def read_states(path: Path) -> Iterator[TraceState]:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
             raise ConfigError(f"{path}:{number} is not a state ({error}): {_AGAIN}") from None
         if state.schema_version != SCHEMA_VERSION:
-            raise ConfigError(
-                f"{path}:{number} has schema_version {state.schema_version}, this release reads {SCHEMA_VERSION}: "
-                f"{_AGAIN}"
-            )
+            wrong = f"schema_version {state.schema_version}, this release reads {SCHEMA_VERSION}"
+            raise ConfigError(f"{path}:{number} has {wrong}: {_AGAIN}")
         yield state
 
 
 def _check_message(message: Message) -> None:
-    """Make its calls' arguments storable. Raises ValueError for a message without what every one must have."""
+    """Make its calls' arguments storable. Raises ValueError for a message that lacks something."""
     try:
         functions = [call["function"] for call in message.get("tool_calls") or []]
         texts = [message["role"], message.get("content") or "", *(function["name"] for function in functions)]
@@ -156,11 +146,11 @@ def _check_message(message: Message) -> None:
             return
     except (LookupError, TypeError):
         pass
-    raise ValueError("a message has text as its `role` and `content`, each call a `function` with name and arguments")
+    raise ValueError("a message needs text as `role` and `content`, each call a `function` with name and arguments")
 
 
 def selected_states(path: Path, select: SelectConfig) -> Iterator[TraceState]:
-    """Yield the states that `teachers.select` takes of a file, in its order. Raises as `read_states` does."""
+    """Yield the states that `teachers.select` takes of a file. Raises ConfigError."""
     taken = None if select.states is None and select.per_trace is None else _taken(path, select)
     for state in read_states(path):
         if taken is None or (state.trace_id, state.state_id) in taken:
@@ -168,14 +158,14 @@ def selected_states(path: Path, select: SelectConfig) -> Iterator[TraceState]:
 
 
 def count_selected(path: Path, select: SelectConfig) -> int:
-    """Return how many states of a file are taken. Raises ConfigError where the file cannot be read."""
+    """Return how many states of a file are taken. Raises ConfigError."""
     if select.states is None and select.per_trace is None:
         return sum(1 for _ in read_states(path))
     return len(_taken(path, select))
 
 
 def _taken(path: Path, select: SelectConfig) -> set[tuple[str, str]]:
-    """Return (trace, state) of the states that are taken: those that errors followed first, and traces by turns."""
+    """Return (trace, state) of the taken states: first those that errors followed; traces take turns."""
     failed, others = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
     for state in read_states(path):
         (others if state.error is None else failed)[state.trace_id].append(state.state_id)
@@ -188,10 +178,7 @@ def _taken(path: Path, select: SelectConfig) -> set[tuple[str, str]]:
 
 
 def check_own(path: Path, kind: type, what: str) -> None:
-    """Raise ConfigError where the first line of `path` shows that it does not hold `what`, or cannot be read.
-
-    A file that does not exist or is blank passes, and so does a first line that a crash cut short.
-    """
+    """Raise ConfigError where the first line of `path` is not one of `what`. One that a crash cut short may be."""
     if not path.is_file():
         return
     line = next((line for line in state_lines(path) if line.strip()), b"")
@@ -201,25 +188,22 @@ def check_own(path: Path, kind: type, what: str) -> None:
             msgspec.json.decode(line, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise ConfigError(
-            f"{path} does not hold {what}, for it begins with {line[:60].decode('utf-8', 'replace').rstrip()!r}. "
-            "It was left as it is: name another file, or move this one elsewhere"
+            f"{path} does not hold {what}, for it begins with {line[:60].decode('utf-8', 'replace').rstrip()!r}: "
+            "it is left as it is; name another file, or move this one elsewhere"
         ) from None
 
 
 def same_file(one: Path, other: Path) -> bool:
-    """Return whether both paths name one file, by whatever spelling or link."""
+    """Return whether both paths name one file."""
     try:
         return one.samefile(other)
     except OSError:  # one of them does not exist
         return one.resolve() == other.resolve()
 
 
-# -- votes and pairs ---------------------------------------------------------------------------------------------------
-
-
 T = TypeVar("T")
 RULES = 7
-"""By which actions are compared (voting.py). Raise it when forms change: votes by other rules are not continued."""
+"""Version of how actions are compared (voting.py). Raise it when forms change."""
 UNDECIDED = {"refused", "failed", "budget"}
 """Outcomes that the next replay tries again: a teacher may be back, a family named."""
 
@@ -230,20 +214,19 @@ class VoteRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     teacher: str
     family: str
     form: str
-    """Digest of the canonical form: equal forms, equal digests."""
+    """Digest of the canonical form."""
     agrees: bool
-    """With the student."""
     answer: str
     """Key of the answer in the cache."""
     cached: bool
     cost_usd: float
     """Paid now; 0 from the cache."""
     price_usd: float = 0.0
-    """Paid when it was first asked for."""
+    """Paid when first asked for."""
 
 
 class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The result of one state. Files of earlier releases have more fields, which are not read."""
+    """The result of one state."""
 
     trace: str
     state: str
@@ -252,44 +235,40 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     reason: str | None = None
     votes: list[VoteRecord] = []
     failed_calls: int = 0
-    """Calls of this replay that gave no vote. An answer from the cache that gives none is not one."""
+    """Calls of this replay without a vote; answers from the cache are none."""
     cost_usd: float = 0.0
     """Paid now, retries included."""
     price_usd: float = 0.0
-    """As cost_usd, with answers from the cache at what they cost when they were first asked for."""
+    """As cost_usd, with cached answers at what they cost when first asked for."""
     content: str = ""
-    """Digest of what the student saw and did. It tells apart another state with the same id."""
+    """Digest of what the student saw and did, for states that share an id."""
     pairs: list[str] = []
     rules: int = 0
     """By which the forms were compared (RULES)."""
 
     @property
     def calls(self) -> int:
-        """Calls of this replay."""
         return sum(not vote.cached for vote in self.votes) + self.failed_calls
 
 
 @contextmanager
 def only_writer(pairs: Path) -> Iterator[None]:
-    """Hold the pairs file, and with it the votes and costs beside it, for one replay. The kernel frees it at exit.
+    """Hold the pairs file, with its votes and costs, for one replay: two would each count only their own money.
 
-    Two replays at once would each count only their own money against the caps. Raises ConfigError when another replay
-    holds the file, UnwritableError when it cannot be opened for writing.
+    Raises ConfigError when another replay holds it, UnwritableError when it cannot be written.
     """
     try:
         pairs.parent.mkdir(parents=True, exist_ok=True)
         file = pairs.open("ab")
     except OSError as error:
-        raise UnwritableError(
-            f"pairs cannot be written to {pairs} ({error.strerror}): make it writable, or name another file"
-        ) from None
+        raise UnwritableError(f"pairs cannot be written to {pairs} ({error.strerror}): name another file") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"another replay writes {pairs}, and two at once could pass the caps of teachers.budget: wait for it "
-                "or stop it, or name another file of pairs"
+                f"another replay writes {pairs}, and two could pass the caps of teachers.budget: wait for it, stop "
+                "it, or name another file of pairs"
             ) from None
         yield
 
@@ -298,7 +277,7 @@ class ReplayRecords:
     """The two files of a replay. One writer at a time (`only_writer`)."""
 
     def __init__(self, pairs: Path, votes: Path) -> None:
-        """Raises ConfigError where a file holds something else or votes by other rules. It is left as it is."""
+        """Raises ConfigError where a file holds something else or votes by other rules."""
         self.pairs_path = pairs
         self.votes_path = votes
         check_own(pairs, Pair, "pairs")
@@ -310,9 +289,8 @@ class ReplayRecords:
         """Of earlier replays."""
         if other := [record.rules for record in self.history if record.votes and record.rules != RULES]:
             raise ConfigError(
-                f"{votes} holds votes compared by rules {other[0]}, this release compares by rules {RULES}: replay "
-                f"into another file of pairs (answers come from the cache, for free), or move "
-                f"{pairs.name} and {votes.name} elsewhere"
+                f"{votes} holds votes compared by rules {other[0]}, this release has rules {RULES}: replay into "
+                f"another file of pairs (cached answers are free), or move {pairs.name} and {votes.name} elsewhere"
             )
         self._ids: dict[tuple[str, str, str], str] = {}
         for pair in read_pairs(pairs):
@@ -325,8 +303,8 @@ class ReplayRecords:
         }
         """(trace, state) -> digest of the state."""
 
-    def add(self, record: StateRecord, pairs: list[Pair]) -> int:
-        """Write both down. Return how many pairs the file did not hold before. Raises OSError."""
+    def add(self, record: StateRecord, pairs: list[Pair]) -> None:
+        """Write both down. Raises OSError."""
         fresh = [pair for pair in pairs if self.written_as(pair) is None]
         _append(self.pairs_path, fresh)
         for pair in fresh:
@@ -334,12 +312,11 @@ class ReplayRecords:
         _append(self.votes_path, [record])
         if record.outcome not in UNDECIDED:
             self.done[record.trace, record.state] = record.content
-        return len(fresh)
 
     def written_as(self, pair: Pair) -> str | None:
-        """Return the id of the file's pair with this state and rejected form; None where it has none.
+        """Return the id of the file's pair with this state and rejected form, if any.
 
-        A crash may have come before its votes were written, and other votes may give another text now.
+        A crash may have come before its votes were written, and other votes may give another text.
         """
         return self._ids.get(_place(pair))
 
@@ -352,7 +329,7 @@ def read_records(path: Path) -> Iterator[StateRecord]:
 
 
 def latest(records: Iterable[StateRecord]) -> dict[tuple[str, str], StateRecord]:
-    """Return the last record of each state, by (trace, state)."""
+    """Return the last record of each (trace, state)."""
     return {(record.trace, record.state): record for record in records}
 
 
@@ -361,7 +338,6 @@ def read_pairs(path: Path) -> Iterator[Pair]:
 
 
 def votes_beside(pairs: Path) -> Path:
-    """Return the votes file of a pairs file."""
     return pairs.with_name(f"{pairs.stem}.votes.jsonl")
 
 
@@ -377,8 +353,8 @@ def digest(value: Any) -> str:
 def _place(pair: Pair) -> tuple[str, str, str]:
     """Return (trace, state, digest of the rejected form)."""
     message = pair.rejected
-    # Without the ids of its calls, which differ between traces that are equal otherwise.
-    form = [message["role"], message.get("content"), [call["function"] for call in message.get("tool_calls") or []]]
+    calls = [call["function"] for call in message.get("tool_calls") or []]  # ids differ between equal traces
+    form = [message["role"], message.get("content"), calls]
     return pair.trace, pair.state.state_id, pair.teachers.get("rejected_form") or digest(form)
 
 
@@ -392,7 +368,6 @@ def _append(path: Path, values: list[Any]) -> None:
 
 
 def _read(path: Path, kind: type[T]) -> Iterator[T]:
-    """Yield every line that is a `kind`."""
     if not path.is_file():
         return
     decoder = msgspec.json.Decoder(kind)
@@ -410,7 +385,7 @@ def _decoded(decoder: msgspec.json.Decoder[T], raw: bytes) -> T | None:
 
 
 def _end_last_line(path: Path, kind: type) -> None:
-    """Drop a last line that a crash cut short; its state is replayed. Add the newline that a whole one lacks."""
+    """Drop a last line that a crash cut short; end a whole one."""
     if not path.is_file():
         return
     with path.open("rb+") as file:
@@ -429,9 +404,7 @@ MISSED = 1
 
 
 def measure(records: Iterable[StateRecord]) -> tuple[int, int, float]:
-    """Return how many traces have a state that was not refused, how many an answer that was paid, now or when the cache
-    got it, and the dollars. A state that was tried twice found the votes of the first time in the cache: its last
-    record counts."""
+    """Return how many traces were judged, how many had an answer that was paid for once, and the dollars."""
     decided = latest(records).values()
     judged = {record.trace for record in decided if record.outcome != "refused"}
     asked = {record.trace for record in decided if record.votes or record.calls or record.price_usd}
@@ -461,10 +434,7 @@ def report_pairs(name: Path, min_pairs: float) -> int:
     doubts = Counter(round(file.read(number).epsilon, 4) for number in range(held))
     records = list(read_records(votes))
     if not records:
-        raise ConfigError(
-            f"{votes} holds no votes, so traces without a pair and the cost are not known: make pairs and votes with "
-            "`composer replay`"
-        )
+        raise ConfigError(f"{votes} holds no votes, so the cost is not known: make both with `composer replay`")
     judged, asked, usd = measure(records)
     pairs_a_trace = held / max(judged, 1)
     outcomes = Counter(record.outcome.replace("_", " ") for record in latest(records).values())

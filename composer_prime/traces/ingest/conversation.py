@@ -9,8 +9,6 @@ Messages may have OpenAI's form, its older form, Anthropic's form, or a mixture:
     calls    `tool_calls`, `function_call`, or blocks of type tool_use
     results  messages of role tool or function, or blocks of type tool_result in a user message
     text     `content`, `value` or `text`
-
-Sessions of Claude Code, whose records name their parent, have a tree of their own (formats/claude_code.py).
 """
 
 from __future__ import annotations
@@ -37,10 +35,7 @@ from composer_prime.traces.records import Message, TraceState
 
 
 class TraceBuilder:
-    """The builder of one trace's states."""
-
     def __init__(self, file: TraceFile, trace_id: object, model: object = None) -> None:
-        """The trace has the file's name where it has no `trace_id`. `model` is the one that the trace names."""
         self._maker = StateMaker(file, trace_id, model)
         self.list_tools = self._maker.list_tools
         self._context: list[tuple[Message, Collection[str], bytes]] = []
@@ -51,7 +46,7 @@ class TraceBuilder:
         self._turn_marks: set[str] = set()
 
     def context(self, role: str, text: str, *, mark: str | None = None, error: str | None = None) -> None:
-        """Add a system or user message. `error`: the error of the turn before, in formats without tool results."""
+        """Add a system or user message. `error`: of the turn before, in formats without tool results."""
         if error is not None and self._turn is not None:
             self._turn.fail(error)
         self.close()
@@ -68,10 +63,9 @@ class TraceBuilder:
         model: str | None = None,
         aside: str | None = None,
     ) -> None:
-        """Start a turn, or extend the open turn when `key` is its key (one turn written as several records).
+        """Start a turn, or extend the open one when `key` is its key (one turn written as several records).
 
-        `model` made this turn and those that follow, until another is named. None when the record names none. `aside`:
-        why the turn is context only and gives no state.
+        `model` made this turn and those that follow. `aside`: why the turn gives no state.
         """
         if self._turn is None or key is None or key != self._turn.key:
             self.close()
@@ -82,25 +76,27 @@ class TraceBuilder:
         self._turn_marks |= {mark} if mark else set()
 
     def tool_result(self, call_id: str | None, text: str, *, error: str | None = None, mark: str | None = None) -> bool:
-        """Store the result of a call of the open turn, as `Turn.answer` does. Return False when it took none."""
+        """Store the result of a call of the open turn, as `Turn.answer` does."""
         if self._turn is None or not self._turn.answer(call_id, text, error):
             return False
         self._turn_marks |= {mark} if mark else set()
         return True
 
     def names_model(self, model: str) -> None:
-        """Note the model that a record beside the turns names. A turn of two models is attributed to none."""
+        """Note the model that a record beside the turns names. A turn of two models has none."""
         turn, self._maker.model = self._turn, model
         if turn is not None:
             turn.several_models = turn.several_models or turn.model not in (None, model)
             turn.model = turn.model or model
 
     def forget(self, marks: Collection[str], summary: str, mark: str | None = None) -> None:
-        """Drop the messages of the records `marks`. Put `summary`, the record `mark`, after the leading prompt."""
+        """Replace the messages of the records `marks` by `summary`, the record `mark`, after the leading prompt."""
         self.close()
         gone = set(marks)
         kept = [(m, k) for m, k, _ in self._context if not k or not gone.issuperset(k)]
-        first = next((index for index, (m, _) in enumerate(kept) if m["role"] not in ("system", "user")), len(kept))
+        first = 0
+        while first < len(kept) and kept[first][0]["role"] in ("system", "user"):
+            first += 1
         message = self._maker.message("user", summary)
         kept = kept[:first] + ([(message, {mark} if mark else ())] if summary else []) + kept[first:]
         self._context, self._chars, self._overflow = [], 0, False
@@ -116,10 +112,8 @@ class TraceBuilder:
             messages = [message for message, _, _ in self._context]
             action = self._maker.finish(turn, messages, self._digest(), missing)
             if action is not None:
-                results = [
-                    self._maker.result(each.call_id, turn.results.get(each.call_id, NO_RESULT)) for each in turn.calls
-                ]
-                for message in (action, *results):
+                results = [(each.call_id, turn.results.get(each.call_id, NO_RESULT)) for each in turn.calls]
+                for message in (action, *(self._maker.result(*each) for each in results)):
                     self._append(message, marks)
 
     def _append(self, message: Message, marks: Collection[str]) -> None:
@@ -127,7 +121,7 @@ class TraceBuilder:
             return
         self._chars += size_of(message)
         if self._chars > self._maker.options.context_chars:
-            # No later turn can be shown with its context. Hold nothing until the context is condensed.
+            # Nothing later has its whole context until it is condensed.
             self._context, self._overflow = [], True
             return
         self._context.append((message, marks, digest_of(self._digest(), message)))
@@ -137,7 +131,7 @@ class TraceBuilder:
 
 
 def _paired_messages(kept: list[tuple[Message, Collection[str]]]) -> list[tuple[Message, Collection[str]]]:
-    """Drop results whose call is gone. A call whose result is gone gets a stand-in."""
+    """Drop results whose call is gone; a call whose result is gone gets a stand-in."""
     out: list[tuple[Message, Collection[str]]] = []
     results = {message["tool_call_id"]: message for message, _ in kept if message["role"] == "tool"}
     for message, marks in kept:
@@ -156,20 +150,19 @@ _FAILED = re.compile(
     re.MULTILINE,
 )
 _FAILED_WORDS = ("<returncode>", "xit code", "ERROR", "Error", "Traceback", "The tool exec", "The user denied")
-"""Every match of _FAILED holds one of them. Looking for words is many times faster."""
+"""Every match of _FAILED holds one; looking for words is many times faster."""
 _AS_CONTEXT = {"system": "system", "developer": "system", "user": "user", "human": "user"}
 _AS_ASSISTANT = {"assistant", "gpt", "ai", "model"}
 _AS_TOOL = {"tool", "function", "observation"}
-_LEFT_OUT = {"exit"}
-"""Roles that the agent never saw: mini-swe-agent writes how a run ended as a message."""
+_ROLES = {*_AS_CONTEXT, *_AS_ASSISTANT, *_AS_TOOL, "exit"}
+"""The agent never saw an `exit`: it says how a run of mini-swe-agent ended."""
 _UNREAD = re.compile(r"[_-](?:use|call|result|output)$")
-"""Endings of the types of blocks that hold a call or a result."""
 
 
 def feed(
     file: TraceFile, builder: TraceBuilder, records: Iterable[Any], take: Callable[[TraceBuilder, Any], str | None]
 ) -> Iterator[TraceState]:
-    """Yield the states of records, the last turn's included. `take` returns why it skips a record, if it does."""
+    """Yield the states of records. `take` returns why it skips one, if it does."""
     for record in records:
         reason = take(builder, record)
         if reason is None:
@@ -183,7 +176,7 @@ def feed(
 
 
 def take_message(builder: TraceBuilder, message: Any) -> str | None:
-    """Process one message. Return why it is skipped; None when it is not."""
+    """Process one message. Return why it is skipped, if it is."""
     if why_unreadable(message) is not None:
         return "unreadable message"
     role = _role(message)
@@ -205,7 +198,7 @@ def failure(text: str) -> str | None:
 
 
 def arguments_of(written: Any) -> dict[str, Any] | str:
-    """Return the arguments as an object, or the text as the model wrote it when it is not a JSON object."""
+    """Return the arguments as an object, or the text that is none."""
     if isinstance(written, dict):
         return written
     if not isinstance(written, str):
@@ -215,11 +208,14 @@ def arguments_of(written: Any) -> dict[str, Any] | str:
 
 
 def _context(builder: TraceBuilder, message: dict[str, Any], role: str) -> None:
-    """Add a message to the agent. Results among its blocks go to their calls; the rest is context."""
+    """Add a message to the agent. Results in it go to their calls; the rest is context."""
     content, results = _content(message), _blocks(message, "tool_result")
     paired = [block for block in results if _paired(builder, block)]
-    placed = {id(block) for block in paired}  # an equal block elsewhere is shown
-    text = text_of([block for block in content if id(block) not in placed] if isinstance(content, list) else content)
+    rest = content
+    if isinstance(content, list):
+        placed = {id(block) for block in paired}  # an equal block elsewhere is shown
+        rest = [block for block in content if id(block) not in placed]
+    text = text_of(rest)
     if text.strip() or not paired:
         builder.context(role, text, error=failure(text) if role == "user" and not paired else None)
 
@@ -240,11 +236,11 @@ def _result(builder: TraceBuilder, message: dict[str, Any], text: str) -> None:
 
 
 def why_unreadable(message: Any) -> str | None:
-    """Return why a message cannot be read; None where it can."""
+    """Return why a message cannot be read, if so."""
     if not isinstance(message, dict):
         return "a message is not an object"
     role = _role(message)
-    if role not in _AS_CONTEXT and role not in _AS_ASSISTANT and role not in _AS_TOOL and role not in _LEFT_OUT:
+    if role not in _ROLES:
         return "a message has an unknown role"
     content = _content(message)
     if not (content is None or isinstance(content, str | list)):

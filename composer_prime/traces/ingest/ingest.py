@@ -4,7 +4,7 @@
             bounded JSON     a reader    contexts, open turns  |  masking/ masks every text on entry
                              a format                          `-> Tally: a record is taken, or skipped with a reason
 
-A file's format is found by its content, never by its name alone. The command prints what was taken and skipped.
+A file's format is found by its content, never by its name alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from composer_prime.traces.ingest.trace_file import NO_TRACE, FileStart, Options
 from composer_prime.traces.records import TraceState, check_own, compressed_lines, is_compressed, same_file, write_state
 
 FORMATS = (claude_code, codex, openhands, swe_agent, atif, own_rollouts, chat_messages)
-"""Each has its NAME, the VERSION of the format that it is written for, `matches(sample)` and `read(file)`."""
+"""Each has NAME, the VERSION of the format that it reads, `matches(sample)` and `read(file)`."""
 
 
 def ingest(
@@ -48,9 +48,8 @@ def ingest(
 ) -> Iterator[TraceState]:
     """Yield the states of one file, or of one OpenHands conversation folder, in its order.
 
-    The file is read twice, first to gather the tools that it uses. Bytes appended after the start are not read. `tally`
-    is filled as states are drawn and balances at the end. `fingerprints` and `trace_ids` may be shared between files.
-    Raises OSError when the file cannot be read. Bad content is counted and never raises.
+    The file is read twice, first for the tools that it uses, and not beyond its size at the start. `tally` balances at
+    the end. `fingerprints` and `trace_ids` may be shared between files. Raises OSError; bad content is counted.
     """
     options, tally = options or Options(), Tally() if tally is None else tally
     named = [reader for reader in FORMATS if options.format == reader.NAME]
@@ -83,17 +82,14 @@ def ingest(
 NOTHING = 1
 SUFFIXES = {".jsonl", ".ndjson", ".json", ".traj"}
 _DOCUMENTATION = """\
-Reads agent sessions into states, one for each assistant turn: Claude Code sessions, Codex CLI rollouts, OpenHands,
-SWE-agent, mini-swe-agent, ATIF (Harbor), JSON lines of messages (SWE-smith), and rollouts of this project's runs.
-Folders are searched for *.jsonl, *.ndjson, *.json and *.traj. Keys, tokens, passwords, e-mail addresses and the owners
-of home folders are masked."""
+Reads agent sessions into states, one for each assistant turn: Claude Code sessions, Codex CLI rollouts,
+OpenHands, SWE-agent, mini-swe-agent, ATIF (Harbor), JSON lines of messages (SWE-smith), and own rollouts.
+Folders are searched for *.jsonl, *.ndjson, *.json and *.traj. Keys, tokens, passwords, e-mail addresses and
+the owners of home folders are masked."""
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the command. Return 0 when states were written, 1 when there were none, 130 after Ctrl-C (no output is left).
-
-    Wrong input exits with status 2.
-    """
+    """Exit status: 0 with states, 1 without any, 2 for wrong input, 130 after Ctrl-C (no output is left)."""
     options = ingest_parser().parse_args(words)
     try:
         return ingest_files(options)
@@ -108,14 +104,12 @@ def ingest_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer ingest", description=_DOCUMENTATION)
     parser.add_argument("paths", nargs="+", type=Path, help="trace files, or folders of them")
     parser.add_argument("-o", "--output", type=Path, required=True, help="file of states to write")
-    parser.add_argument(
-        "--format", choices=[reader.NAME for reader in FORMATS], help="use this format instead of detecting it"
-    )
-    parser.add_argument("--model", help="the model that made the traces, for traces that do not name it")
-    parser.add_argument(
-        "--family", type=family_named, help="the model's family (claude, gpt, qwen ...); overrides the traces"
-    )
-    parser.add_argument("--no-mask", action="store_true", help="do not mask secrets, for traces that hold none")
+    formats = [reader.NAME for reader in FORMATS]
+    parser.add_argument("--format", choices=formats, help="use this format instead of detecting it")
+    parser.add_argument("--model", help="the model that made traces which name none")
+    family_help = "the model's family (claude, gpt, qwen ...); overrides the traces"
+    parser.add_argument("--family", type=family_named, help=family_help)
+    parser.add_argument("--no-mask", action="store_true", help="do not mask secrets")
     parser.add_argument("--overwrite", action="store_true", help="replace the output file")
     return parser
 
@@ -138,10 +132,7 @@ def ingest_files(options: argparse.Namespace) -> int:
 
 
 def find_files(paths: list[Path], output: Path) -> list[Path]:
-    """Return the trace files in `paths`, without `output`. An OpenHands conversation folder counts as one file.
-
-    Raises ConfigError for a path that is missing, no file or folder, or without trace files.
-    """
+    """Return the trace files in `paths`, without `output`; an OpenHands folder counts as one. Raises ConfigError."""
     files: list[Path] = []
     for path in paths:
         _check_kind(path)
@@ -176,7 +167,7 @@ def _inside(folder: Path) -> Iterator[Path]:
 
 
 def _write(files: list[Path], options: argparse.Namespace, how: Options) -> list[tuple[str, Tally]]:
-    """Write all states to a sibling file, then rename it. The output is complete or absent."""
+    """Write all states to a sibling file, then rename it."""
     output: Path = options.output
     console = Console(stderr=True)
     partial = output.with_name(f".{output.name}.partial")
@@ -200,7 +191,7 @@ def _write(files: list[Path], options: argparse.Namespace, how: Options) -> list
 
 
 def ingest_table(tallies: list[tuple[str, Tally]]) -> list[Table]:
-    """Return two tables: the counts by file, and the count of every reason."""
+    """Return a table of counts by file, and one of reasons."""
     files = Table(title="taken and skipped", title_justify="left")
     files.add_column("file", overflow="fold")
     for name in ("format", "records", "taken", "skipped", "turns", "states"):

@@ -2,16 +2,13 @@
 
     records, results, errors ─> Turn ─> StateMaker.finish(turn, what came before) ─> TraceFile.drain(), context
 
-A reader only decides what each record means. Messages are masked once, on entry, and the states of a trace share them.
-Records (a line, an event, a message of a document) are taken or skipped, turns of the assistant give states or are
-passed over, each by reason.
+A reader only decides what each record means. Messages are masked once, on entry. Records are taken or skipped, turns
+give states or are passed over, each by reason.
 
-Many formats do not list the tools that the agent had. A teacher can only choose among the tools that it is offered, and
-the offer must not reveal what the student chose. So every state of a file offers all tools that the whole file calls
-(`ObservedTools`), gathered in a first pass over the file.
+A teacher can only choose among the tools that it is offered, and the offer must not reveal what the student chose. So
+every state of a file that lists no tools offers all that the whole file calls, gathered in a first pass.
 
-JSON values are read from files of any content in bounded memory. They come from strangers: `at`, `object_at`,
-`objects`, `string` and `text_of` take any value.
+Files come from strangers: JSON values are read in bounded memory, and `at`, `objects`, `text_of` ... take any value.
 """
 
 from __future__ import annotations
@@ -36,18 +33,18 @@ from composer_prime.traces.records import Message, TraceState
 
 CHUNK_BYTES = 1 << 20
 MAX_DEPTH = 100
-"""Nesting levels of a JSON value. A recursive walk takes a few frames of Python's stack a level."""
+"""Nesting levels of a JSON value, of which each takes frames of Python's stack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to ingest, and the most that one record or one context may hold. Larger ones are skipped."""
+    """How to ingest, and the most that one record or one context may hold."""
 
     mask: bool = True
     model: str | None = None
-    """The model that made the traces, for traces that do not name it."""
+    """The model that made traces which name none."""
     family: str | None = None
-    """The model's family. It overrides what the traces say."""
+    """The model's family, whatever the traces say."""
     format: str | None = None
     """A format's name; None detects it."""
     line_bytes: int = 16 << 20
@@ -55,7 +52,7 @@ class Options:
     context_chars: int = 2_000_000
     """Characters of a state's messages; about 500,000 tokens."""
     session_bytes: int = 64 << 20
-    """Memory for the sessions of a file whose states wait for its end (Claude Code)."""
+    """Memory for sessions whose states wait for the file's end (Claude Code)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +63,9 @@ class Bad:
 
 
 def lines(path: Path, options: Options, until: int = sys.maxsize) -> Iterator[Any]:
-    """Yield the JSON value, or `Bad`, of every line in the first `until` bytes.
+    """Yield the JSON value, or `Bad`, of every line in the first `until` bytes; blank lines are none.
 
-    Blank lines are not records. A line above the limit is skipped in pieces and never held.
+    A line above the limit is skipped in pieces and never held.
     """
     with path.open("rb", buffering=CHUNK_BYTES) as file:
         while raw := file.readline(min(options.line_bytes + 1, until)):
@@ -84,7 +81,7 @@ def lines(path: Path, options: Options, until: int = sys.maxsize) -> Iterator[An
             del raw
             if not blank:
                 yield value
-            del value  # one line's bytes and value are never held beside those of the next
+            del value  # never held beside the next
 
 
 def document(path: Path, options: Options) -> Any:
@@ -97,10 +94,11 @@ def document(path: Path, options: Options) -> Any:
 
 
 def parse_json(raw: bytes, torn: bool = False) -> Any:
-    """Return `raw` as a JSON value of at most MAX_DEPTH levels, or `Bad`. `torn` marks a last line without its end."""
+    """Return `raw` as a JSON value, or `Bad`. `torn` marks a last line without its end."""
     value = _decoded(raw, torn)
-    # Brackets inside strings count too, which makes this a cheap upper bound.
-    return Bad("nested too deeply") if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_deep(value) else value
+    # Brackets inside strings count too: a cheap upper bound.
+    may_be_deep = raw.count(b"[") + raw.count(b"{") > MAX_DEPTH
+    return Bad("nested too deeply") if may_be_deep and _is_deep(value) else value
 
 
 def _decoded(raw: bytes, torn: bool) -> Any:
@@ -108,7 +106,7 @@ def _decoded(raw: bytes, torn: bool) -> Any:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
-    # Python's reader accepts NaN, lone surrogates and the like, which msgspec's stricter one refuses.
+    # Python's reader accepts NaN, lone surrogates and the like.
     try:
         return _without_surrogates(json.loads(raw.decode("utf-8-sig")))
     except UnicodeDecodeError:
@@ -128,7 +126,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def _without_surrogates(value: Any) -> Any:
-    """Replace text that UTF-8 cannot hold and numbers that JSON cannot."""
+    """Replace what UTF-8 and JSON cannot hold."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, list):
@@ -141,30 +139,29 @@ def _without_surrogates(value: Any) -> Any:
 
 
 def at(value: Any, *keys: str) -> Any:
-    """Return the value at the end of `keys` in nested objects; None where one of them is missing."""
+    """Return the value at the end of `keys` in nested objects, if any."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
 def object_at(value: Any, *keys: str) -> dict[str, Any]:
-    """Return the object at the end of `keys`; an empty one if it is missing."""
+    """Return the object at the end of `keys`, or an empty one."""
     found = at(value, *keys)
     return found if isinstance(found, dict) else {}
 
 
 def objects(value: Any) -> list[dict[str, Any]]:
-    """Return the objects in a list; an empty list for any other value."""
+    """Return the objects in a list; of any other value none."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def string(value: Any) -> str | None:
-    """Return `value` if it is a string, else None."""
     return value if isinstance(value, str) else None
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a string, a block, or a list of either. Other content becomes a short mark such as [image]."""
+    """Return the text of a string, a block, or a list of either; a mark such as [image] for other content."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
@@ -182,7 +179,7 @@ def _text_of_block(block: dict[str, Any]) -> str:
 
 
 SAMPLE_RECORDS, SAMPLE_BYTES = 64, 4 << 20
-"""A sample ends with the record that reaches either limit. Lines without a record count no bytes."""
+"""A sample ends with the record that reaches either limit."""
 SNIFF_BYTES = 1 << 16
 
 
@@ -192,17 +189,17 @@ class FileStart:
 
     path: Path
     records: list[Any] = field(default_factory=list)
-    """The first JSON values of a file of lines."""
     document: Any = None
-    """The value of a file that is one JSON document, or `Bad`; None for a file of lines."""
+    """The value of a file that is one JSON document, or `Bad`."""
 
     def objects(self, *keys: str) -> list[dict[str, Any]]:
         """Return the records that are objects with all of `keys`."""
-        return [record for record in self.records if isinstance(record, dict) and all(key in record for key in keys)]
+        found = (record for record in self.records if isinstance(record, dict))
+        return [record for record in found if all(key in record for key in keys)]
 
 
 def take_sample(path: Path, options: Options | None = None) -> FileStart:
-    """Return the start of a file, read as one document where that works and as lines otherwise. Raises OSError."""
+    """Return the start of a file, as one document where that works and as lines otherwise. Raises OSError."""
     options = options or Options()
     if path.is_dir():
         return FileStart(path=path)
@@ -225,7 +222,7 @@ def _first(path: Path, options: Options) -> Iterator[Any]:
 
 
 def _one_document(path: Path) -> bool:
-    """Check whether a file may be one JSON document: pretty-printed, or a single line and not named *.jsonl."""
+    """Check whether a file may be one JSON document, by its name and first line."""
     with path.open("rb") as file:
         head = file.read(SNIFF_BYTES)
         lone = b"\n" not in head.strip() and len(head) < SNIFF_BYTES
@@ -235,15 +232,12 @@ def _one_document(path: Path) -> bool:
     return lone or path.suffix in (".json", ".traj") or not first_line.endswith((b"}", b"]"))
 
 
-# -- one file ----------------------------------------------------------------------------------------------------------
-
-
 NO_TRACE = "not a known trace format"
 NO_RESULT = "[no result was recorded]"
 COPY = "copy of an earlier state"
 ERROR_CHARS = 500
 MAX_TOOLS, MAX_ARGUMENTS = 128, 64
-"""Tools of one file, and arguments of one tool, that are described. A hostile file may call more."""
+"""Tools of one file, and arguments of one tool, that are described."""
 _TYPES: list[tuple[type, str]] = [
     (bool, "boolean"),
     (int, "integer"),
@@ -266,9 +260,9 @@ class Tally:
     passed_over: Counter[str] = field(default_factory=Counter)
     """Turns that became no state, by reason."""
     masked: Counter[str] = field(default_factory=Counter)
-    """Secrets by kind. Each occurrence in a distinct message counts once."""
+    """Secrets by kind, once in each distinct message."""
     format: str | None = None
-    """The reader that read the file; None when no reader matched."""
+    """The reader of the file, if any matched."""
 
     @property
     def seen(self) -> int:
@@ -279,11 +273,9 @@ class Tally:
         return self.states + self.passed_over.total()
 
     def skip(self, reason: str) -> None:
-        """Count a record that no state is made of."""
         self.skipped[reason] += 1
 
     def add(self, other: Tally) -> None:
-        """Add the counts of another file."""
         self.taken += other.taken
         self.states += other.states
         self.skipped += other.skipped
@@ -293,7 +285,7 @@ class Tally:
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """A tool call. `arguments` is the decoded JSON object, or the text itself when it is not a JSON object."""
+    """A tool call. `arguments` is the decoded object, or the text that is none."""
 
     call_id: str
     name: str
@@ -302,7 +294,7 @@ class Call:
 
 @dataclass(slots=True)
 class Turn:
-    """One answer of the model, possibly still incomplete, with the results of its calls."""
+    """One answer of the model, perhaps incomplete, with its calls' results."""
 
     key: str | None
     model: str | None
@@ -314,10 +306,10 @@ class Turn:
     results: dict[str, str] = field(default_factory=dict)
     error: str | None = None
     aside: str | None = None
-    """Why the turn is context only and gives no state."""
+    """Why the turn gives no state."""
 
     def add(self, text: str, calls: Collection[Call], reasoning: str) -> None:
-        """Add a part of the answer. Its text may contain thinking, which is split off."""
+        """Add a part of the answer. Thinking in its text is split off."""
         visible, thought = split_thinking(text)
         # `strip` would copy a text of any size.
         self.text += [visible] if visible and not visible.isspace() else []
@@ -326,10 +318,7 @@ class Turn:
         self.calls += [call for call in calls if call.call_id not in call_ids]
 
     def answer(self, call_id: str | None, text: str, error: str | None) -> bool:
-        """Store the result of a call; None stands for the first one without a result.
-
-        Return False when the turn made no such call or has its result already.
-        """
+        """Store the result of a call, or with None of the first without one. Return whether a call took it."""
         if call_id is None:
             call_id = next((call.call_id for call in self.calls if call.call_id not in self.results), None)
         if call_id is None or call_id in self.results or all(call.call_id != call_id for call in self.calls):
@@ -340,28 +329,23 @@ class Turn:
         return True
 
     def fail(self, error: str) -> None:
-        """Record the error that the turn led to, unless it has one."""
         self.error = error if self.error is None else self.error
 
 
 class ObservedTools:
-    """The tools that the turns of a file call, as function tools of OpenAI's chat completions."""
+    """The tools that a file's turns call, as OpenAI's function tools."""
 
     def __init__(self) -> None:
         self._arguments: dict[str, dict[str, str]] = {}
 
     def add(self, turn: Turn) -> None:
-        """Note the calls of a turn, with the names and types of their arguments."""
         for call in turn.calls:
             if call.name in self._arguments or len(self._arguments) < MAX_TOOLS:
                 arguments = call.arguments if isinstance(call.arguments, dict) else {}
                 _note_types(self._arguments.setdefault(call.name, {}), arguments)
 
     def schemas(self, mask: Callable[[str], str]) -> list[dict[str, Any]]:
-        """Return the tools sorted by name. The order must not reveal when they were called.
-
-        `mask` removes secrets from a name: some files hold secrets in tool names too.
-        """
+        """Return the tools by name, so that their order reveals nothing. `mask` masks names."""
         masked: dict[str, dict[str, str]] = {}
         for name, arguments in self._arguments.items():
             masked.setdefault(mask(name), {}).update({mask(key): kind for key, kind in arguments.items()})
@@ -380,17 +364,17 @@ class TraceFile:
 
     path: Path
     whole: Any
-    """The value of a file that is one JSON document, or `Bad`; None for a file of lines or a folder."""
+    """The value of a file that is one JSON document, or `Bad`; else None."""
     options: Options
     tally: Tally
     format: str
     fingerprints: set[bytes] = field(default_factory=set)
-    """States seen so far. A copied state is passed over."""
+    """States seen so far."""
     trace_ids: set[str] = field(default_factory=set)
     tools: ObservedTools | list[dict[str, Any]] = field(default_factory=list)
-    """The tools that the file calls. In the first pass, the collector that gathers them; then no state is made."""
+    """The tools that the file calls; in the first pass, which makes no state, their collector."""
     size: int = sys.maxsize
-    """Bytes of a file of lines that are read. What is appended meanwhile is left for another ingestion."""
+    """Bytes that are read; what is appended meanwhile is not."""
     ready: list[TraceState] = field(default_factory=list)
 
     def drain(self) -> list[TraceState]:
@@ -400,9 +384,9 @@ class TraceFile:
         return states
 
     def records(self) -> Iterator[Any]:
-        """Yield the values of a file of lines. `Bad` lines are skipped and counted here.
+        """Yield the values of a file of lines, and count `Bad` ones.
 
-        A reader must `del` a value before it draws the next: two large values are never held together.
+        A reader must `del` a value before it draws the next: two large ones are never held together.
         """
         if self.path.is_dir():
             self.tally.skip(NO_TRACE)
@@ -415,7 +399,7 @@ class TraceFile:
             del value
 
     def unknown(self) -> None:
-        """Skip every record: the file does not belong to the reader."""
+        """Skip every record."""
         if self.path.is_dir() or self.whole is not None:
             self.tally.skip(self.whole.reason if isinstance(self.whole, Bad) else NO_TRACE)
             return
@@ -423,7 +407,7 @@ class TraceFile:
             self.tally.skip(NO_TRACE)
 
     def observe(self, read: Callable[[TraceFile], Iterator[TraceState]]) -> None:
-        """Gather the tools that the turns call. No context is held, nothing is masked or counted."""
+        """Gather the tools that the turns call, without context, masks or counts."""
         gathered = ObservedTools()
         unmasked = replace(self.options, mask=False)
         first = replace(self, tally=Tally(), options=unmasked, fingerprints=set(), trace_ids=set(), tools=gathered)
@@ -433,7 +417,7 @@ class TraceFile:
 
 
 def unique_name(name: str, taken: set[str]) -> str:
-    """Return `name`, with a number where another trace has it, and add it to those that are taken."""
+    """Return `name`, with a number where it is taken, and note it."""
     numbered, number = name, 1
     while numbered in taken:
         number += 1
@@ -446,7 +430,7 @@ class StateMaker:
     """The states of one trace."""
 
     def __init__(self, file: TraceFile, trace_id: object, model: object = None) -> None:
-        """The trace has the file's name where it has no `trace_id`. `model` is the one that the trace names."""
+        """`trace_id`: else the file's name. `model`: the one that the trace names."""
         self._file = file
         self.options = file.options
         self._masker = Masker(file.tally.masked, file.options.mask)
@@ -458,30 +442,31 @@ class StateMaker:
         self.model = model if isinstance(model, str) and model else None
         """The model that the trace named last."""
         self.gathering = isinstance(file.tools, ObservedTools)
-        """Whether the file's tools are still gathered; then no context is held."""
+        """Whether a first pass gathers the file's tools."""
         self.tools = [] if isinstance(file.tools, ObservedTools) else file.tools
-        """The tools that the states offer. All states share this list."""
+        """What all states offer."""
         self._observed = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
         self._listed = False
         self._steps = 0
 
     def list_tools(self, tools: object, *, always: bool = False) -> None:
-        """Offer the tools that the format lists, if `tools` is such a list. `always`: an empty one counts too."""
+        """Offer the tools that the format lists, if any. `always`: an empty list counts too."""
         functions = [tool for tool in objects(tools) if isinstance(at(tool, "function", "name"), str)]
         if functions or (always and tools == []):
             self.tools = [self._with_arguments(tool) for tool in self._masker.value(functions)]
             self._listed = True
 
     def _with_arguments(self, tool: dict[str, Any]) -> dict[str, Any]:
-        """Return a listed tool, with the arguments that its calls have where it lists none."""
+        """Return a listed tool, with its calls' arguments where it lists none."""
         function = tool["function"]
         if isinstance(function.get("parameters"), dict):
             return tool
-        observed = self._observed.get(function["name"]) or _schema(function["name"], {})["function"]["parameters"]
+        name = function["name"]
+        observed = self._observed.get(name) or _schema(name, {})["function"]["parameters"]
         return {**tool, "function": {**function, "parameters": observed}}
 
     def turn(self, key: str | None, model: str | None) -> Turn:
-        """Start the next turn. `model` made it and those that follow, until another model is named."""
+        """Start the next turn. `model` made it and those that follow."""
         self.model = model or self.model
         self._steps += 1
         return Turn(key, self.model, self._steps - 1)
@@ -493,9 +478,9 @@ class StateMaker:
         return {"role": "tool", "tool_call_id": call_id, "content": self._masked(text)}
 
     def finish(self, turn: Turn, messages: list[Message], digest: bytes, missing: str | None) -> Message | None:
-        """Make the turn's state, unless it is passed over. Return what later contexts show of the action, if anything.
+        """Make the turn's state, or pass it over. Return what later contexts show of the action, if anything.
 
-        `messages`: the context of the turn, which the state keeps, and its `digest`. `missing`: why it cannot be shown.
+        `messages`: the turn's context, with its `digest`. `missing`: why it cannot be shown.
         """
         if isinstance(self._file.tools, ObservedTools):
             self._file.tools.add(turn)
@@ -519,7 +504,7 @@ class StateMaker:
         return action
 
     def _masked(self, text: str) -> str:
-        """Mask a text. A text longer than any context is never shown and needs no masking."""
+        """Mask a text, unless it is too long to be shown."""
         return text if len(text) > self.options.context_chars else self._masker.text(text)
 
     def _call(self, call: Call) -> dict[str, Any]:
@@ -565,18 +550,17 @@ class StateMaker:
 
 
 def too_long(options: Options) -> str:
-    """Return the reason that nothing after an overflow can be shown."""
+    """Return why nothing after an overflow can be shown."""
     return f"context over {options.context_chars:,} characters"
 
 
 def size_of(message: Message) -> int:
-    """Count the characters of a message."""
     size, calls = len(message.get("content") or ""), message.get("tool_calls")
     return size + sum(len(call["function"]["arguments"]) for call in calls) if calls else size
 
 
 def digest_of(before: bytes, message: Message) -> bytes:
-    """Return 8 bytes for a conversation. Call ids are left out: they differ between copies of a session."""
+    """Return 8 bytes for a conversation, the same for copies with other call ids."""
     calls = [call["function"] for call in message.get("tool_calls") or []]
     content = msgspec.json.encode([message["role"], message.get("content"), calls])
     return hashlib.blake2b(before + content, digest_size=8).digest()
@@ -584,4 +568,5 @@ def digest_of(before: bytes, message: Message) -> bytes:
 
 def _schema(name: str, arguments: dict[str, str]) -> dict[str, Any]:
     properties = {argument: {"type": kind} if kind else {} for argument, kind in arguments.items()}
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}

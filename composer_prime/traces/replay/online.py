@@ -1,14 +1,8 @@
 """Replay during training: rollouts in, pairs.jsonl of the run directory out. Replay-DPO reads it as it grows.
 
-    the run's own rollouts/step_*.jsonl as they appear ──> Replay ──> pairs.jsonl
-
-It never delays training, which uses the pairs as they come. If a cap, failing calls or an error end the replay, the log
-and metrics.jsonl report it, and the run continues with the pairs so far. A resumed run continues the replay, and no
-answer is paid for twice.
-
-The end of the run, also by Ctrl-C, waits for calls in flight, which may be charged, at most for their own deadline
-(`stop`, `end`). Calls that are dropped (the orchestrator failed, a second Ctrl-C) count at their reservation, and are
-repeated after a resume.
+It never delays training: what stops the replay is logged, and the run continues with the pairs so far. The end of the
+run waits for calls in flight, which may be charged, at most for their own deadline. Dropped calls count at their
+reservation and are repeated after a resume.
 """
 
 from __future__ import annotations
@@ -34,7 +28,6 @@ from composer_prime.traces.replay.replay import Replay, open_replay
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""How often the run directory is searched for new rollouts."""
 REPORT_S = 5.0
 END = "the run ended"
 
@@ -48,7 +41,6 @@ class OnlineReplay:
         self._step = step
         self._tally = Tally()
         self._logged = set[str]()
-        """Reasons for missing votes that the log has."""
         self._replay: Replay | None = None
         """Set while states are replayed."""
         self._ended = asyncio.Event()
@@ -57,8 +49,7 @@ class OnlineReplay:
     async def run(self) -> None:
         """Replay until something stops it or the task is canceled.
 
-        Raises ConfigError before it begins: no key, no price. Any other error ends the replay and not the
-        run, also a pairs.jsonl that cannot be written, or a costs.jsonl that does not tell what was spent.
+        Raises ConfigError before it begins: no key, no price. Any later error ends the replay, not the run.
         """
         pairs, costs = self._run_dir.root / "pairs.jsonl", self._run_dir.root / "costs.jsonl"
         begun = False
@@ -76,9 +67,8 @@ class OnlineReplay:
                     report.cancel()
                     self._log(replay)
                 if _stopped(replay):
-                    logger.error(
-                        "replay stopped, training continues: %s", replay.progress.stopped, extra=event("budget")
-                    )
+                    why = replay.progress.stopped
+                    logger.error("replay stopped, training continues: %s", why, extra=event("budget"))
         except Exception as error:
             own_files = isinstance(error, (UnwritableError, LedgerError))
             if not begun and isinstance(error, ConfigError) and not own_files:
@@ -94,8 +84,7 @@ class OnlineReplay:
             self._replay.stop(END)
 
     async def end(self) -> None:
-        """After `stop`, wait until the states under way have their answers, at most teachers.end_timeout_s. Do not wait
-        if no teacher charges. Then `run` may be canceled."""
+        """After `stop`, wait for the answers under way, at most teachers.end_timeout_s; not if no teacher charges."""
         waited_for, replay = self.waiting_for(), self._replay
         if waited_for is None or replay is None:
             return
@@ -104,8 +93,8 @@ class OnlineReplay:
             await asyncio.wait_for(self._ended.wait(), self._left_s())
         except TimeoutError:
             logger.warning(
-                "the replay did not end within %g s (teachers.timeout_s): %s in flight, counted at their reservation; "
-                "a resumed run continues these states with the answers so far",
+                "the replay did not end within %g s (teachers.timeout_s): %s in flight, counted at their "
+                "reservation; a resumed run continues these states",
                 self._config.teachers.end_timeout_s,
                 pluralize(replay.in_flight, "call"),
             )
@@ -115,7 +104,7 @@ class OnlineReplay:
         return max(since + self._config.teachers.end_timeout_s - time.monotonic(), 0.0)
 
     def waiting_for(self) -> str | None:
-        """Return what the end of the run waits for, as `subject: progress`; None while it does not wait."""
+        """Return what the end of the run waits for, as `subject: progress`, if anything."""
         if self._ending_since is None or self._replay is None or not self._config.teachers.end_timeout_s:
             return None
         calls = pluralize(self._replay.in_flight, "call")
@@ -146,7 +135,7 @@ class OnlineReplay:
 
     def _log(self, replay: Replay) -> None:
         progress = replay.progress
-        for reason in [reason for reason in progress.votes.without_vote if reason not in self._logged]:
+        for reason in progress.votes.without_vote.keys() - self._logged:
             self._logged.add(reason)
             logger.warning("no vote: %s", reason)
         self._metrics.log(

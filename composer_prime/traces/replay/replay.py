@@ -7,13 +7,10 @@
                  pairs ── length ──> ReplayRecords
                too many failed calls, budget ──> stop: what is in flight ends, the rest stays for the next replay
 
-An interrupted, killed or stopped replay continues where it was. Done states are skipped. Paid answers come from the
-cache.
+A replay continues where an earlier one was: done states are skipped, paid answers come from the cache.
 
-`composer replay` reads states from a file and prints a summary of votes and money. Exit status: 0 replayed, 2 wrong
-input, 3 stopped by a cap or failing calls or no state was decided, 130 by Ctrl-C. All are safe to repeat. The first
-Ctrl-C waits for the calls in flight, for they may be charged. A second one drops them, and they count at their
-reservation. SIGTERM works as Ctrl-C.
+Exit status of `composer replay`: 0 replayed, 2 wrong input, 3 stopped by a cap or failing calls or nothing decided,
+130 by Ctrl-C or SIGTERM. The first Ctrl-C waits for the calls in flight, which may be charged; a second drops them.
 """
 
 from __future__ import annotations
@@ -74,9 +71,9 @@ logger = logging.getLogger(__name__)
 NO_MODEL = "none"
 """The model.path of a replay without a run."""
 _MAX_LENGTH_RATIO = 4.0
-"""A pair whose longer answer exceeds this times the shorter one is dropped: it would teach length."""
+"""A longer answer over this times the shorter one would teach length: the pair is dropped."""
 _KNOWN_TEXTS = 4096
-"""Texts whose length is remembered: the states of a trace repeat their context."""
+"""Texts whose length is remembered: a trace's states repeat their context."""
 MAX_REASONS = 50
 """Reasons for missing votes that are counted separately."""
 MOST_FAILED, FEWEST_CALLS = 0.25, 20
@@ -89,10 +86,7 @@ async def open_replay(
 ) -> AsyncIterator[Replay]:
     """Open a replay with all that it needs: files, budget, local models, teachers.
 
-    `server`: the command of a server of local models, where none is served yet.
-
-    Raises ConfigError (price, key, another replay of `pairs`, a file of something else), RoleFailedError or
-    DeadlineError (local models).
+    `server`: the command that serves local models where none does. Raises ConfigError, RoleFailedError, DeadlineError.
     """
     teachers = config.teachers
     await asyncio.to_thread(check_teachers, teachers)  # it may convert a model
@@ -120,7 +114,7 @@ class VoteCounts:
     """Why teachers gave no vote."""
 
     def count_none(self, reason: str) -> None:
-        """Count why a teacher gave no vote. Endpoints may word their errors in any way."""
+        """Count why a teacher gave no vote, with a bound: endpoints word their errors in any way."""
         known = reason in self.without_vote or len(self.without_vote) < MAX_REASONS
         self.without_vote[reason if known else "other reasons"] += 1
 
@@ -140,7 +134,7 @@ class ReplayProgress:
     usd: float = 0.0
     """Paid now, also on states that were not finished."""
     cached_usd: float = 0.0
-    """What answers from the cache cost when they were asked for."""
+    """What answers from the cache cost when first asked for."""
     stopped: str | None = None
     """Why it stopped early."""
     refusals: Counter[str] = field(default_factory=Counter)
@@ -151,7 +145,7 @@ class ReplayProgress:
 
     @property
     def price_usd(self) -> float:
-        """Return the price: `usd`, with answers from the cache at what they cost when they were asked for."""
+        """Paid now, and what answers from the cache cost when first asked for."""
         return self.usd + self.cached_usd
 
 
@@ -176,14 +170,13 @@ class Replay:
         self._places = asyncio.Semaphore(config.concurrent_states)
         self._stopping = asyncio.Event()
         self._broke: Exception | None = None
-        self._seen: dict[tuple[str, str], str | None] = {}
-        """(trace, state) -> digest of the states of this replay."""
+        self._seen: dict[tuple[str, str], str | None] = {}  # (trace, state) -> digest
         self._writing = asyncio.Lock()
 
     async def run(self, states: Iterable[TraceState] | AsyncIterator[TraceState]) -> ReplayProgress:
         """Replay until the states end or something stops it, which `progress.stopped` names.
 
-        Raises OSError when a record cannot be written, and the errors of `states`, once the calls in flight have ended.
+        Raises OSError for a record that cannot be written, and the errors of `states`, after the calls in flight.
         """
         running = set[asyncio.Task[None]]()
         # A source may wait for its next state forever. A stop must not wait with it.
@@ -195,7 +188,7 @@ class Replay:
             await asyncio.gather(*running)
         finally:
             await _cancel((taking, stopping, *running))
-            # Only a canceled replay leaves calls in flight. They are counted at what is held for them.
+            # A canceled replay leaves calls in flight, counted at what is held for them.
             self.progress.usd = self._budget.spent_usd + self._budget.held_usd - self._spent_before_usd
         if self._broke is not None:
             raise self._broke
@@ -204,7 +197,6 @@ class Replay:
         return self.progress
 
     async def _take(self, source: AsyncIterator[TraceState], running: set[asyncio.Task[None]]) -> None:
-        """Begin states, concurrent_states at a time, until none are left."""
         try:
             while True:
                 await self._places.acquire()
@@ -236,7 +228,7 @@ class Replay:
         return self._budget.in_flight
 
     def _is_open(self, state: TraceState) -> bool:
-        """Return whether a state is to be voted on. Count one that was done before, or has the id of another."""
+        """Return whether to vote on a state. Count one that was done, or has another's id."""
         place, content = (state.trace_id, state.state_id), _content(state)
         progress, seen = self.progress, self._seen.setdefault(place, self._records.done.get(place))
         if seen is None:
@@ -248,8 +240,8 @@ class Replay:
         progress.left_out += 1
         if progress.why_left_out is None:
             progress.why_left_out = (
-                f"trace {state.trace_id!r} has another state {state.state_id!r}, in this file or in "
-                f"{self._records.votes_path}: give each state an id of its own, or write to another pairs file"
+                f"trace {state.trace_id!r} has another state {state.state_id!r}, here or in "
+                f"{self._records.votes_path}: give each state its own id, or write to another pairs file"
             )
             logger.warning("left out of the replay: %s", progress.why_left_out)
         return False
@@ -262,7 +254,7 @@ class Replay:
                 await asyncio.to_thread(self._records.add, record, pairs)
             self._count(record, dropped)
         except CapError as error:
-            # Not done: a replay with a larger cap takes it up again, its votes from the cache.
+            # A replay with a larger cap takes it up again.
             self.stop(str(error))
         except Exception as error:  # the other states need the disk too
             self._break_off(error)
@@ -270,12 +262,12 @@ class Replay:
             self._places.release()
 
     async def _voted(self, state: TraceState) -> tuple[StateRecord, list[Pair], int]:
-        """Return what came of a state, with the pairs to write and how many are dropped. An unexpected error fails this
-        state alone. Raises CapError and OSError."""
+        """Return what came of a state, its pairs to write and the number dropped. Raises CapError and OSError."""
         ballot: Ballot | None = None
         made, broken = list[Pair](), False
         try:
-            if self._limits is not None and (excess := await asyncio.to_thread(self._limits.excess, state)) is not None:
+            excess = await asyncio.to_thread(self._limits.excess, state) if self._limits is not None else None
+            if excess is not None:
                 raise TeacherError(excess)  # no step could train on a pair of the state
             ballot, voters = self._ballot(state)
             await ballot.fill(voters)
@@ -311,7 +303,7 @@ class Replay:
         return record, pairs, len(made) - len(pairs)
 
     def _ballot(self, state: TraceState) -> tuple[Ballot, list[Teacher]]:
-        """Return (ballot, voters). Raises TeacherError if no teacher may judge the state."""
+        """Return (ballot, voters). Raises TeacherError."""
         student = canonical(without_thinking(state.student_action), state.tools)
         if student is None:
             raise TeacherError("the student's action is empty")
@@ -335,7 +327,7 @@ class Replay:
         if self._budget.closed is not None:
             self.stop(self._budget.closed)
         elif progress.votes.calls >= FEWEST_CALLS and progress.votes.failed > MOST_FAILED * progress.votes.calls:
-            self.stop(f"{progress.votes.failed} of {progress.votes.calls} calls failed: see the reasons, and repeat")
+            self.stop(f"{progress.votes.failed} of {progress.votes.calls} calls failed: see why, and repeat")
 
 
 class TrainingLimits:
@@ -349,10 +341,9 @@ class TrainingLimits:
         self._length = lru_cache(_KNOWN_TEXTS)(self._count)
 
     def excess(self, state: TraceState) -> str | None:
-        """Return why no pair of this state can be trained; None where one may.
+        """Return why no pair of this state can be trained, if so.
 
-        Every pair holds the context and, on one side, the student's action. Only their texts are counted: what the
-        chat template adds would make them longer still.
+        Every pair holds the context and, on one side, the student's action. A chat template adds more still.
         """
         context = sum(self._tokens(message) for message in state.messages)
         side = context + self._tokens(state.student_action)
@@ -362,8 +353,8 @@ class TrainingLimits:
         ):
             if tokens > limit:
                 return (
-                    f"{what} more tokens than {setting} = {limit}, so no step could train on its pairs: raise "
-                    f"{setting}, or ingest shorter sessions"
+                    f"{what} more tokens than {setting} = {limit}, so no step could train on its pairs: "
+                    f"raise {setting}, or ingest shorter sessions"
                 )
         return None
 
@@ -377,7 +368,7 @@ class TrainingLimits:
 
 
 def training_limits(config: Config) -> TrainingLimits | None:
-    """Return the limits of a run; None without one, and, with a warning, where its tokenizer is not at hand."""
+    """Return a run's limits; None without a run, and, with a warning, without its tokenizer."""
     from tokenizers import Tokenizer
 
     path = config.model.path
@@ -415,35 +406,29 @@ async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
 SERVER = (sys.executable, "-m", "inference.model_server")
+_NO_SOURCE = [{"name": "toolsmith", "taskset": {"id": "orchestrator.environments.toolsmith"}}]
 NO_RUN = {
     "--run.name": "replay",
-    "--orchestrator.source": json.dumps(
-        [{"name": "toolsmith", "taskset": {"id": "orchestrator.environments.toolsmith"}}]
-    ),
+    "--orchestrator.source": json.dumps(_NO_SOURCE),
     "--model.path": NO_MODEL,
     "--model.max_context": str(1 << 30),
     "--trainer.micro_batch_tokens": str(1 << 31),
     "--teachers.online": "false",
 }
-"""What stands for the run where only teachers are given: no step that limits the states."""
-
-
+"""What stands for the run where only teachers are given."""
 STOPPED = 3
 INTERRUPTION = "interrupted: repeat the command to continue"
 _SHOW_S = 0.2
 _SAME_S = 0.3
-"""One signal can arrive twice: a terminal sends it to the whole process group, and `composer` passes it on as well."""
+"""One signal can arrive twice: from the terminal's process group, and passed on by `composer`."""
 USAGE = """\
 usage: composer replay STATES -o PAIRS.jsonl @ FILE.toml [--states N] [--per-trace K] [--teachers.key VALUE ...]
 
 Asks the teachers of [teachers] for an action at each state and writes preference pairs. It also writes
-PAIRS.votes.jsonl (every vote) and PAIRS.costs.jsonl (every call). Repeat the command to continue where it stopped.
+PAIRS.votes.jsonl (every vote) and PAIRS.costs.jsonl (every call). Repeat the command to continue.
 
-A teacher file is enough. If you put a run's file before it, states that are too long for the run's steps are skipped.
+A teacher file is enough. With a run's file before it, states that are too long for its steps are skipped.
 --states and --per-trace limit the states, with those followed by errors first."""
 _SHORT = {"--states": "--teachers.select.states", "--per-trace": "--teachers.select.per_trace"}
 
@@ -474,7 +459,7 @@ def parse_arguments(words: Sequence[str]) -> tuple[Path, Path, Config]:
     if len(files) != 3 or files[1] not in ("-o", "--output") or not settings:
         raise ConfigError(f"give states, -o pairs and a configuration\n{USAGE}")
     if same_file(Path(files[0]), Path(files[2])):
-        raise ConfigError(f"{files[0]} and {files[2]}, states and pairs, are one file: name another file for the pairs")
+        raise ConfigError(f"{files[0]} and {files[2]} are one file: name another file for the pairs")
     named = [(word, *word.partition("=")) for word in settings]
     settings = [_SHORT[flag] + equals + value if flag in _SHORT else word for word, flag, equals, value in named]
     layers, _ = read_layers(settings)
@@ -483,15 +468,12 @@ def parse_arguments(words: Sequence[str]) -> tuple[Path, Path, Config]:
         settings = [word for pair in NO_RUN.items() for word in pair] + settings
     config = resolve(settings)
     if not config.teachers.teacher:
-        raise ConfigError("the configuration has no [[teachers.teacher]]: add at least two, of different families")
+        raise ConfigError("the configuration has no [[teachers.teacher]]: add at least two, of two families")
     return Path(files[0]), Path(files[2]), config
 
 
 async def replay(states: Path, pairs: Path, config: Config, server: Sequence[str] = ()) -> ReplayProgress:
-    """Replay the file `states` into `pairs`, and return what was done.
-
-    Raises ConfigError when the states cannot be read, or none of them can be judged.
-    """
+    """Replay the file `states` into `pairs`. Raises ConfigError for unreadable states, or where none can be judged."""
     select = config.teachers.select
     if next(read_states(states), None) is None:
         raise ConfigError(
@@ -520,7 +502,7 @@ async def replay(states: Path, pairs: Path, config: Config, server: Sequence[str
 
 @contextmanager
 def _interruptible(run: Replay) -> Iterator[None]:
-    """Make Ctrl-C or SIGTERM end the replay after the calls in flight, and a second one drop these."""
+    """Make Ctrl-C or SIGTERM end the replay after the calls in flight; a second one drops them."""
     loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
 
     def restore() -> None:
@@ -531,10 +513,7 @@ def _interruptible(run: Replay) -> Iterator[None]:
         if run.progress.stopped is None:
             loop.call_later(_SAME_S, restore)
             run.stop(INTERRUPTION)
-            print(
-                "ending: waiting for the calls in flight; Ctrl-C again drops them, counted at their reservation",
-                file=sys.stderr,
-            )
+            print("ending: waiting for calls in flight; Ctrl-C again drops them at their reservation", file=sys.stderr)
 
     for number in signals:
         loop.add_signal_handler(number, interrupt)
@@ -557,7 +536,6 @@ async def _show(progress: ReplayProgress, total: int) -> None:
 
 
 def replay_summary(progress: ReplayProgress, pairs: Path) -> list[str]:
-    """Return what a replay did, as lines."""
     votes = progress.votes
     outcomes = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in progress.outcomes.most_common())
     lines = [

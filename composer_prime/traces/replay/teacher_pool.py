@@ -1,7 +1,4 @@
-"""Teachers: models that say what they would have done at a state, and which of them may judge which trace.
-
-Local ones are served by a process of their own, which the launcher of a run or `composer replay` starts.
-"""
+"""Teachers: models that say what they would have done at a state, and which of them may judge which trace."""
 
 from __future__ import annotations
 
@@ -30,11 +27,11 @@ from composer_prime.run.process import child_options, stop
 from composer_prime.traces.records import TraceState
 
 _PROMPT_OVERHEAD_TOKENS = 64
-"""What an endpoint's chat template may add around the messages."""
+"""What a chat template may add around the messages."""
 _BYTES_PER_TOKEN = 1.5
-"""What a call's bound assumes of its prompt. English and code have four."""
+"""A bound; English and code have four."""
 _ROUNDING = 0.01
-"""By which share OpenRouter's price may differ from the list."""
+"""Share by which OpenRouter's price may differ from the list."""
 CALLS = 8
 """Calls of one teacher in flight."""
 MAX_RETRIES = 4
@@ -57,11 +54,11 @@ class Teacher:
         *,
         base_url: str | None = None,
     ) -> None:
-        """`base_url`: where a local teacher is served. Raises ConfigError when the endpoint's key is not set."""
+        """`base_url`: where a local teacher is served. Raises ConfigError without the endpoint's key."""
         self.config = config
         self.price = price
         self._shared = shared
-        # A local teacher has another port each time: its answers depend on its weights alone.
+        # A local teacher has another port each time.
         self._identity = f"local:{weights_mark(config.model)}" if config.local else config.base_url
         self._client = ChatClient(self._endpoint(base_url or config.base_url), budget, cache)
 
@@ -87,9 +84,9 @@ class Teacher:
         )
 
     async def ask(self, state: TraceState) -> tuple[CachedAnswer, str, bool]:
-        """Return the answer to a state, its key in the cache, and whether nothing was paid for it now.
+        """Return the answer to a state, its key in the cache, and whether it came from there.
 
-        Raises NoAnswerError when there is no usable answer, CapError when the call would pass the cap.
+        Raises NoAnswerError without a usable answer, CapError when the call would pass the cap.
         """
         question = self._question(state)
         prompt_bytes = len(msgspec.json.encode([question.messages, question.tools]))
@@ -103,16 +100,16 @@ class Teacher:
         )
         answer, cached = await self._client.ask(request)
         if cached:
-            self._check_model(answer)  # it may have been kept under another `family` of this teacher
+            self._check_model(answer)  # kept under another `family` of this teacher perhaps
         return answer, request.key, cached
 
     def _check_model(self, answer: CachedAnswer) -> None:
-        """Raise NoAnswerError for an answer of another family, which may be the one that wrote the trace."""
+        """Raise NoAnswerError for another family's answer: it may have written the trace."""
         asked = self.config.model
         if answer.model and is_foreign(asked, self.family, answer.model):
             raise NoAnswerError(
-                f"an answer of {self.name} came from {answer.model}, of another family than {asked}, which was asked "
-                f"for (family {self.family!r}): see to its endpoint"
+                f"an answer of {self.name} came from {answer.model}, of another family than {asked} "
+                f"({self.family!r}): see to its endpoint"
             )
 
     async def close(self) -> None:
@@ -134,7 +131,7 @@ class Teacher:
         )
 
     def _max_price(self) -> dict[str, float]:
-        """Return USD a million tokens, above which OpenRouter gives a request to no provider:
+        """Return USD a million tokens, above which OpenRouter asks no provider:
         https://openrouter.ai/docs/features/provider-routing#max-price."""
         per_million = (1 + _ROUNDING) / PER_MILLION
         return {
@@ -144,35 +141,31 @@ class Teacher:
 
 
 def price_of(teacher: TeacherConfig) -> Price:
-    """Return the configured price, nothing for a local model, else today's price of genai-prices.
-
-    Raises ConfigError without a price: a cap needs a known cost.
-    """
+    """Return the configured price, nothing for a local model, else genai-prices'. Raises ConfigError without one."""
     if teacher.input_usd_per_mtok is not None and teacher.output_usd_per_mtok is not None:
         return Price(
-            input_usd=teacher.input_usd_per_mtok * PER_MILLION, output_usd=teacher.output_usd_per_mtok * PER_MILLION
+            input_usd=teacher.input_usd_per_mtok * PER_MILLION,
+            output_usd=teacher.output_usd_per_mtok * PER_MILLION,
         )
     if teacher.local:
         return Price(input_usd=0.0, output_usd=0.0)
     try:
         return listed_price(teacher.model, teacher.base_url)
     except LookupError as error:
+        place = f"{teacher.model} at {teacher.base_url}"
         raise ConfigError(
-            f"genai-prices has no price for teacher {teacher.name!r} ({teacher.model} at {teacher.base_url}: {error}): "
-            "set input_usd_per_mtok and output_usd_per_mtok for it"
+            f"genai-prices has no price for teacher {teacher.name!r} ({place}: {error}): set input_usd_per_mtok and "
+            "output_usd_per_mtok"
         ) from None
 
 
 def teacher_budget(config: BudgetConfig, path: Path) -> Budget:
-    """Return the budget of teachers over one costs.jsonl, the money of earlier runs in it included.
-
-    Raises LedgerError where the file does not tell what was spent.
-    """
+    """Return the budget over one costs.jsonl, with what earlier runs spent. Raises LedgerError for an unclear file."""
     return Budget(config.usd_per_run, partial(write_cost, path), spent(path).usd, "teachers.budget.usd_per_run")
 
 
 def check_teachers(config: TeachersConfig) -> None:
-    """Raise ConfigError for an unknown price, a key that is not set or a missing model, before anything is loaded."""
+    """Raise ConfigError for an unknown price, key or model, before anything is loaded."""
     for teacher in config.teacher:
         price_of(teacher)
         if teacher.local:
@@ -182,21 +175,17 @@ def check_teachers(config: TeachersConfig) -> None:
 
 
 def cost_line(config: TeachersConfig) -> str:
-    """Return what a replay may cost, as a line. Raises ConfigError for an unknown price."""
+    """Return what a replay may cost. Raises ConfigError for an unknown price."""
     if all(price_of(teacher).bound_usd(1, 1) == 0 for teacher in config.teacher):
         return "cost: nothing, all teachers are local"
     return f"cost: at most ${config.budget.usd_per_run:g}, while no call is charged above its bound"
 
 
 class TeacherPool:
-    """The teachers of a configuration: which of them may judge a trace, in which order. No others are asked."""
+    """The teachers that may judge a trace, in their order."""
 
     def __init__(self, config: TeachersConfig, budget: Budget, addresses: Mapping[str, str] | None = None) -> None:
-        """`addresses`: where each local model is served.
-
-        It takes seconds, so no event loop that has something else to do may wait for it. Raises ConfigError for an
-        unknown price or a missing key, UnwritableError where answers cannot be kept.
-        """
+        """`addresses`: where each local model is served. Takes seconds. Raises ConfigError, UnwritableError."""
         self._cache = AnswerCache(config.cache_dir.expanduser() / "answers.sqlite")
         self.config = config
         try:
@@ -212,23 +201,23 @@ class TeacherPool:
     def voters(self, state: TraceState) -> list[Teacher]:
         """Return the teachers that may judge this state, cheapest first, one of each family before a second of any.
 
-        Raises TeacherError when fewer than two families remain, or the state's own is unknown.
+        Raises TeacherError for an unknown writer, or fewer than two other families.
         """
         writer = family_named(state.source_family)
         if writer == UNKNOWN:
             writer = self.config.assume_family or UNKNOWN
         if writer == UNKNOWN:
             raise TeacherError(
-                "it is not known which model wrote the trace, so no family can be left out: ingest it with --model or "
-                "--family, or set teachers.assume_family"
+                "it is not known which model wrote the trace, so no family can be left out: ingest it with --model "
+                "or --family, or set teachers.assume_family"
             )
         allowed = [teacher for teacher in self.teachers if teacher.family != writer]
         families = {teacher.family for teacher in allowed}
         if len(families) < 2:
             names = ", ".join(sorted(families)) or "none"
             raise TeacherError(
-                f"the trace was written by family {writer!r}, which leaves {names} to judge it: two families are "
-                "needed; add teachers of others"
+                f"the trace was written by family {writer!r}, which leaves {names} to judge it: add teachers, for "
+                "two families are needed"
             )
         seen, rank = Counter[str](), dict[str, int]()
         for teacher in allowed:
@@ -237,7 +226,7 @@ class TeacherPool:
         return sorted(allowed, key=lambda teacher: rank[teacher.name])
 
     async def close(self) -> None:
-        """Close every teacher, then the cache, also where one of them raises."""
+        """Close every teacher, then the cache, whatever one of them raises."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(asyncio.to_thread, self._cache.close)
             for teacher in self.teachers:
@@ -245,9 +234,7 @@ class TeacherPool:
 
 
 def weights_mark(model: str) -> str:
-    """Return a digest that tells a model's weights from others of the same name: of the sizes, headers and ends of its
-    weight files. Raises ModelNotFoundError.
-    """
+    """Return a digest of the sizes, headers and ends of a model's weight files. Raises ModelNotFoundError."""
     digest = hashlib.blake2b(digest_size=8)
     for path in weight_files(resolve_model(model)):
         size = path.stat().st_size
@@ -260,10 +247,10 @@ def weights_mark(model: str) -> str:
 
 @asynccontextmanager
 async def models_at(models: Sequence[str], server: Sequence[str]) -> AsyncIterator[str]:
-    """Give the base URL where `models` are served: by the launcher (MODELS_VARIABLE), else by a process that ends with
-    this context. `server` is the command of a model server, empty where none may be started.
+    """Give the base URL of `models`: the launcher's, else of a process that ends with this context.
 
-    Raises RoleFailedError or DeadlineError, and ConfigError without either.
+    `server`: the command of a model server, empty where none may be started. Raises RoleFailedError or DeadlineError,
+    and ConfigError without either.
     """
     url = os.environ.get(MODELS_VARIABLE)
     if url is not None:
@@ -274,8 +261,8 @@ async def models_at(models: Sequence[str], server: Sequence[str]) -> AsyncIterat
             yield url
     else:
         raise ConfigError(
-            f"{', '.join(models)} are local teachers, and {MODELS_VARIABLE} does not name the server of local models: "
-            "start the run with `trainer`, which serves them, or serve them and set the variable"
+            f"{', '.join(models)} are local teachers, and {MODELS_VARIABLE} names no server of them: start the run "
+            "with `trainer`, which serves them, or set the variable"
         )
 
 
@@ -315,7 +302,7 @@ async def _local_models(models: Sequence[str], server: Sequence[str]) -> AsyncIt
             raise DeadlineError(f"waited {START_TIMEOUT_S:g} s for local models ({names}) to load") from None
         if not line:
             status = await process.wait()
-            raise RoleFailedError(f"the server of local models ({names}) ended with status {status}; see its message")
+            raise RoleFailedError(f"the server of local models ({names}) ended with status {status}; see above")
         yield json.loads(line)["url"]
     finally:
         await stop(process, _END_S)

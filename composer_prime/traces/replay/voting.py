@@ -12,18 +12,13 @@ Two actions are the same when they have one canonical form:
 
     shell    ("shell", tool, tokens, sorted JSON of the other arguments)
     call     ("call", name, sorted JSON arguments, paths normalized)
-    prose    ("prose",): any text without an action, and the call that ends a trace, whatever it says
+    prose    ("prose",): any text without an action, and the call that ends a trace
 
-Text beside a call does not count. A call or a command in the text is an action where the agent had no tools; elsewhere
-it is an example. Written in another way it is another action. A broken call written as text is itself.
+Text beside a call does not count. A call in the text is an action only where the agent has no tools; it is then written
+as <function=NAME><parameter=KEY>value</parameter></function> (xml) or as a command in a fenced block (fence).
 
-Two different actions of one form would make a false agreement. Two equal actions of different forms only cost a pair.
+Two different actions of one form would make a false agreement; two equal actions of different forms only cost a pair.
 So every difference counts that may be more than cosmetic: the order of calls, an argument at its default.
-
-Agents that have no tools write their actions in a prescribed way:
-
-    xml    <function=NAME><parameter=KEY>value</parameter></function>   SWE-smith, OpenHands without function calling
-    fence  a command in a fenced block                                  mini-swe-agent, SWE-agent
 """
 
 from __future__ import annotations
@@ -53,17 +48,15 @@ _COSMETIC = {"summary", "security_risk", "explanation", "thought"}
 _BESIDE_COMMANDS = _COSMETIC | {
     "description", "reason", "timeout", "timeout_ms", "timeout_s", "timeout_sec", "timeout_seconds",
 }  # fmt: skip
-"""The same beside a command. In other calls a description may be what the call is about."""
 _PATH = re.compile(r"(?i)(?:^|_)(?:path|file|filename|filepath|dir|directory|cwd)s?$|file_?(?:path|name)")
 
 BROKEN = re.compile(r"<tool_call>|<function=")
-"""What only a call begins with."""
 _FENCE = re.compile(r"```(?:mswea_bash_command|bash|sh|shell)\s*\n(.*?)```", re.DOTALL)
 _BARE_FENCE = re.compile(r"```\s*\n(.*?)```\s*$", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^<>\s]{1,200})>")
 _PARAMETER = re.compile(r"<parameter=([^<>\s]{1,200})>")
 _PLAIN = r"[\w@%+:,./-]"
-"""Characters of a command for which it makes no difference whether they are quoted."""
+"""Characters of a command that mean the same quoted or not."""
 _TOKEN = re.compile(
     r"(?P<blank>[ \t](?:[ \t]|\\\n)*)"
     r"|(?P<operator>(?<![^ \t])2>&1(?=[\s;|]|\Z)|&&|\|\||>>|[;|>\n])"
@@ -71,11 +64,10 @@ _TOKEN = re.compile(
 )
 _PIECE = re.compile(r"'([^']*)'|\"([^\"]*)\"|([^'\"]+)")
 _RESERVED = re.compile(r"if|then|elif|else|fi|for|select|in|while|until|do|done|case|esac|function|time|coproc")
-"""No longer reserved when quoted."""
 
 
 def canonical(action: Message, tools: list[dict[str, Any]]) -> Canonical | None:
-    """Return the canonical form of an assistant message in a state; None for an empty one."""
+    """Return the canonical form of an assistant message in a state, if any."""
     calls = action.get("tool_calls") or []
     if calls:
         return _turn([_call(call["function"]) for call in calls], "actions")
@@ -111,7 +103,7 @@ def _form(name: str, arguments: dict[str, Any]) -> Canonical:
     tool = name.lower()
     if tool in _ENDS:
         kept = _kept(arguments, _COSMETIC | _LAST_WORDS)
-        # Prose, unless it says more than that the task is done.
+        # Prose, unless it says more than that the task is done
         done = ("{}", '{"task_completed": "true"}', '{"task_completed": true}')
         return PROSE if kept in done else ("call", tool, kept)
     key = next((key for key in _COMMANDS if isinstance(arguments.get(key), str)), None)
@@ -140,10 +132,9 @@ def _json(value: Any) -> str:
 
 
 def shell(command: str) -> tuple[str | tuple[str, str], ...]:
-    """Return the tokens of a command: those of equal tokens do the same. Spaces and the kind of quotes do not count.
+    """Return the tokens of a command: equal tokens do the same, whatever the spaces and quotes.
 
-    A command with more than words and operators in it (an expansion, a pattern, a here-document, a comment) is one
-    token, as written: how a shell would read it takes a shell.
+    A command with more than words and operators (an expansion, a here-document ...) is one token, as written.
     """
     tokens: list[str] = []
     at, touching = 0, False
@@ -158,13 +149,12 @@ def shell(command: str) -> tuple[str | tuple[str, str], ...]:
             tokens.append(_word(match[0]))
         elif match["operator"]:
             tokens.append(match[0])
-    # Empty lines do not count.
     kept = [token for token, before in zip(tokens, ["\n", *tokens], strict=False) if not token == before == "\n"]
     return tuple(kept[:-1] if kept[-1:] == ["\n"] else kept)
 
 
 def _word(written: str) -> str:
-    """Return a word, quoted in one way; as written where it may be an assignment or a reserved word."""
+    """Return a word, quoted in one way; an assignment or a reserved word as written."""
     pieces = _PIECE.findall(written)
     value = "".join(first or second or bare for first, second, bare in pieces)
     if not written.startswith("-") and any("=" in bare for _, _, bare in pieces):
@@ -175,11 +165,11 @@ def _word(written: str) -> str:
 
 
 TextActions = tuple[Literal["xml", "fence", "broken"], list[tuple[str, dict[str, str]]]]
-"""How the actions in a text are written, and (name, arguments) of each, a command as a call of bash; none if broken."""
+"""How a text writes actions, and (name, arguments) of each, a command as a call of bash; none if broken."""
 
 
 def actions_in_text(text: str) -> TextActions | None:
-    """Return the actions; None where the text has none. A block before a function is an example, one in it a value."""
+    """Return a text's actions, if any. A block before a function is an example, one in it a value."""
     if "<function=" in _FENCE.sub("\n", text):
         calls = _functions(text)
         return ("broken", []) if calls is None else ("xml", calls)
@@ -190,7 +180,7 @@ def actions_in_text(text: str) -> TextActions | None:
 
 
 def way_of(messages: list[Message]) -> str | None:
-    """Return how an agent last wrote an action in its text: xml or fence; None where it never did."""
+    """Return how an agent last wrote an action in its text: xml or fence."""
     for message in reversed(messages):
         acts = actions_in_text(message.get("content") or "") if message["role"] == "assistant" else None
         if acts is not None and acts[0] != "broken":
@@ -199,7 +189,6 @@ def way_of(messages: list[Message]) -> str | None:
 
 
 def _functions(text: str) -> list[tuple[str, dict[str, str]]] | None:
-    """Return every function with its arguments; None where one is not whole."""
     _, *opened = _FUNCTION.split(text)
     calls = []
     for name, rest in zip(opened[::2], opened[1::2], strict=True):
@@ -246,14 +235,13 @@ class Ballot:
     max_tokens: int
     votes: list[Vote] = field(default_factory=list)
     failed: int = 0
-    """Calls that gave no vote. An answer from the cache that gives none is not one."""
+    """Calls without a vote; answers from the cache are none."""
     cached_usd: float = 0.0
-    """What answers from the cache cost when they were first asked for."""
+    """What answers from the cache cost when first asked for."""
     without_vote: list[str] = field(default_factory=list)
-    """Why teachers gave no vote."""
 
     async def fill(self, voters: list[Teacher]) -> None:
-        """Ask one teacher after another while the majority is open. Raises CapError; the votes so far stay."""
+        """Ask one teacher after another while the majority is open. Raises CapError."""
         for teacher in voters:
             if settled(self.votes, self.planned):
                 break
@@ -264,7 +252,7 @@ class Ballot:
                 self.without_vote.append(str(error))
 
     def _add(self, teacher: Teacher, answer: CachedAnswer, key: str, cached: bool) -> None:
-        """Add a teacher's vote. An answer that is cut short, filtered or empty is not one."""
+        """Add a teacher's vote, unless it is cut short, filtered or empty."""
         form, fault = canonical(answer.message, self.state.tools), None
         self.cached_usd += answer.cost_usd * cached
         if answer.finish_reason == "length":
@@ -288,7 +276,7 @@ class Ballot:
         self.votes.append(Vote(record=record, form=form, message=answer.message))
 
     def outcome(self) -> tuple[str, str | None]:
-        """Return (outcome, reason), the outcome as in StateRecord."""
+        """Return the outcome as in StateRecord, and the reason."""
         form = majority(self.votes, self.planned)
         if form is None:
             alone = len({vote.record.family for vote in self.votes}) < 2
@@ -301,9 +289,9 @@ class Ballot:
 
 
 def majority(votes: Sequence[Vote], planned: int) -> Canonical | None:
-    """Return the form that more than half of the planned voters gave; None without a majority (yet).
+    """Return the form that more than half of the planned voters gave, if any.
 
-    Models of one family err together, so the agreement of one family alone decides nothing.
+    Models of one family err together, so one family alone decides nothing.
     """
     if not votes:
         return None
@@ -313,7 +301,7 @@ def majority(votes: Sequence[Vote], planned: int) -> Canonical | None:
 
 
 def settled(votes: Sequence[Vote], planned: int) -> bool:
-    """Return whether further votes, of whichever family, cannot change the outcome."""
+    """Return whether further votes cannot change the outcome."""
     open_votes = planned - len(votes)
     if majority(votes, planned) is not None or open_votes <= 0:
         return True
@@ -327,13 +315,12 @@ def epsilon(agreeing: int, votes: int) -> float:
 
 
 def preferred(votes: Sequence[Vote], student: Message, student_form: Canonical, form: Canonical) -> list[Message]:
-    """Return the actions of a majority for `form`: the student's own where that is its form, else the votes'."""
+    """Return a majority's actions: the student's own where it agrees, else the votes'."""
     return [student] if form == student_form else [vote.message for vote in votes if vote.form == form]
 
 
 def pairs_of(ballot: Ballot) -> list[Pair]:
-    """Return the pairs that the votes give. Of agreeing answers that can run the first is chosen, which is the cheapest
-    teacher's."""
+    """Return the pairs that the votes give; chosen is the cheapest teacher's action that can run."""
     votes, state, form = ballot.votes, ballot.state, majority(ballot.votes, ballot.planned)
     if form is None:
         return []
@@ -371,10 +358,9 @@ def pairs_of(ballot: Ballot) -> list[Pair]:
 
 
 def obstacle(message: Message, form: Canonical, state: TraceState) -> str | None:
-    """Return why an action of this form cannot run in the state; None where it can, as far as its form tells.
+    """Return why an action of this form cannot run in the state, as far as its form tells.
 
-    A pair must not teach an action that could not be carried out. A call must be whole and name a tool of the state.
-    Where the agent acts in its text, an action must be written in the way that it uses.
+    A call must be whole and name a tool of the state; an action in the text must be written as the trace does.
     """
     if "broken" in (form[0], *(part[0] for part in form[1:] if isinstance(part, tuple) and part)):
         return "the call is broken"
@@ -388,13 +374,13 @@ def obstacle(message: Message, form: Canonical, state: TraceState) -> str | None
 
 
 def length_ratio(first: Message, second: Message) -> float:
-    """Return the characters of the longer answer over those of the shorter, at least 1."""
+    """Return the longer answer's characters over the shorter one's."""
     sizes = sorted(max(_size(message), _MIN_CHARS) for message in (first, second))
     return sizes[1] / sizes[0]
 
 
 def without_thinking(message: Message) -> Message:
-    """Return the message without its thinking. That of teachers is not known, so the student's is no part of a pair."""
+    """Return the message without its thinking, which is not known of teachers."""
     kept: dict[str, Any] = {"role": "assistant", "content": message.get("content")}
     if message.get("tool_calls"):
         kept["tool_calls"] = message["tool_calls"]

@@ -1,12 +1,10 @@
 """Read ATIF, the trajectory format of Harbor: one JSON document, or one a line.
 
-1. A step of the agent is a turn, with the results of its calls beside them (`observation`). Where no result has a
-   `source_call_id` they are given to the calls in order. A single one for several calls (a terminal after several
-   keystrokes) stands with the last call.
+1. A step of the agent is a turn, with the results of its calls beside them (`observation`). Results without a
+   `source_call_id` are given to the calls in order; a single one for several calls stands with the last call.
 2. Harbor writes an answer of Claude Code as several steps: its text, then each call with "Executed Bash id" as the
-   message. A text and the call that directly follows are one turn.
-3. Steps that are copied from the trajectory before (`is_copied_context`) or that no model made (`llm_call_count` 0) are
-   context only. Embedded trajectories of subagents are not read.
+   message. A text and the call that directly follow are one turn.
+3. Copied steps and steps that no model made are context only. Embedded trajectories of subagents are not read.
 4. The format has no mark for errors. What its writers use is recognized: `extra`, an exit code, a closing line.
 """
 
@@ -71,10 +69,10 @@ class _Steps:
     def __init__(self) -> None:
         self._turns = 0
         self._said = False
-        """Whether the step before was a text of the agent alone, which the call of the next one may complete."""
+        """Whether the step before was a text alone, which the next one's call may complete."""
 
     def take(self, builder: TraceBuilder, step: Any) -> str | None:
-        """Process one step. Return why it is skipped; None when it is not."""
+        """Process one step. Return why it is skipped, if it is."""
         if not isinstance(step, dict):
             return "not an object"
         source, text = step.get("source"), text_of(step.get("message"))
@@ -101,20 +99,21 @@ class _Steps:
             text = ""
         if not (self._said and calls and not text.strip()):
             self._turns += 1
-        copied, unmade = step.get("is_copied_context") is True, step.get("llm_call_count") == 0
+        copied = step.get("is_copied_context") is True
+        unmade = step.get("llm_call_count") == 0 and step["llm_call_count"] is not False
         builder.assistant(
             text,
             calls,
             string(step.get("reasoning_content")) or "",
             key=f"turn {self._turns}",
             model=string(step.get("model_name")),
-            aside=_COPIED if copied else _NO_MODEL if unmade and not isinstance(step["llm_call_count"], bool) else None,
+            aside=_COPIED if copied else _NO_MODEL if unmade else None,
         )
         observed = self._observed(builder, step, calls)
         self._said = not calls and not observed
 
     def _observed(self, builder: TraceBuilder, step: dict[str, Any], calls: list[Call]) -> bool:
-        """Give the results of a step to its calls, and show the others as context. Return whether there were any."""
+        """Give a step's results to its calls, and show the others as context. Return whether there were any."""
         results = objects(at(step, "observation", "results"))
         some_named = any(result.get("source_call_id") is not None for result in results)
         others: list[tuple[str, str | None]] = []

@@ -1,8 +1,7 @@
 """Read messages-only traces: `{"messages": [...]}` a line (SWE-smith and many data sets), `{"conversations": [...]}`
 with `from` and `value` (ShareGPT), or one list of messages; and mini-swe-agent's .traj.json, an object with `messages`.
 
-Each line is one trace and one record. A line whose messages make no conversation is skipped whole. A context with a gap
-would show a teacher something that the agent never saw.
+A line whose messages make no conversation is skipped whole: a gap would show what the agent never saw.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ def read(file: TraceFile) -> Iterator[TraceState]:
 
 
 def _trace(file: TraceFile, record: Any, unnamed: str) -> Iterator[TraceState]:
-    """Yield the states of one record. `unnamed` is its id when it has none."""
     messages = _conversation(record)
     if messages is None:
         file.tally.skip("no list of messages")
@@ -64,10 +62,7 @@ def _trace(file: TraceFile, record: Any, unnamed: str) -> Iterator[TraceState]:
 
 
 def _conversation(record: Any) -> list[Any] | None:
-    """Return the list of messages in a record, also from JSON text; None without one.
-
-    A state that was ingested already (composer_prime/traces/records.py) is not a trace.
-    """
+    """Return the messages of a record, also from JSON text. A state (records.py) is no trace."""
     messages = record
     if isinstance(record, dict):
         if "student_action" in record:

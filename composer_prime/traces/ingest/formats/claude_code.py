@@ -3,15 +3,13 @@
 1. Several lines with one `message.id` are one answer of the model, and one turn. Results and notes may be between them.
 2. A state's context is the walk along `parentUuid`. Two terminals, or a user who went back, make branches. A line
    without a parent, or whose parent is not in the file, follows the line before it.
-3. `compact_boundary` starts a new context. The summary after it is the first message. Messages that it keeps
-   (`preservedSegment`) follow the record that it names. A resumed session repeats its earlier lines: the same `uuid`s
-   in one file, equal states in two files. Both count once. After `microcompact_boundary` the results of the calls that
-   it names read CLEARED. What Claude Code attaches (a prompt typed while the agent worked, a file named with @, a
-   nested CLAUDE.md, the context of a hook) is a message of the user.
+3. `compact_boundary` starts a new context, with the summary after it. Messages that it keeps (`preservedSegment`)
+   follow the record that it names. A resumed session repeats earlier lines, which count once. After
+   `microcompact_boundary` the results of the calls that it names read CLEARED. What Claude Code attaches (a prompt
+   typed while the agent worked, a file named with @, a hook's context) is a message of the user.
 4. Sidechains (subagents) are another agent's conversation and are skipped.
 5. All records of a session are read before its first state is made. A session that does not end within
    `Options.session_bytes` gives the states of its turns so far; what it says after that is skipped.
-6. Thinking stays in the action and is never shown to anyone else. The format lists no tools (see trace_file.py).
 
     note, turn (several records) ──┬── note ── turn         a turn's context is the walk from its parent up to the root
                                    └── note ── turn ── ...
@@ -45,7 +43,7 @@ from composer_prime.traces.ingest.trace_file import (
 from composer_prime.traces.records import Message, TraceState
 
 CLEARED = "[Old tool result content cleared]"
-"""What Claude Code shows instead of a result that it took out of the context."""
+"""What Claude Code shows instead of a result that it took out."""
 Shown = tuple[Message, bytes]
 """A message with its digest."""
 
@@ -59,21 +57,20 @@ class SessionNode:
     line: int = 0
     turn: Turn | None = None
     shown: Shown | None = None
-    """The user's message, or the action of a finished turn, as later contexts show it."""
+    """The user's message, or a finished turn's action, as later contexts show it."""
     results: dict[str, tuple[int, Shown]] = field(default_factory=dict)
-    """The line and message of each result of the turn's calls."""
+    """(line, message) of each result."""
     before: int = 0
     """Characters of the context above."""
     chars: int = 0
-    """Characters of the context up to here, with the turn's results so far."""
+    """Characters of the context up to here."""
     queued: bool = False
-    """Whether it is not a prompt of its own: typed while the agent worked, or attached by its program."""
+    """Whether it was typed while the agent worked, or attached by its program."""
     cleared: tuple[str, ...] = ()
-    """Calls above whose results the agent no longer sees from here on."""
+    """Calls above whose results are no longer seen from here on."""
     latest: SessionNode | None = None
-    """The newest node below."""
     jump: tuple[SessionNode, SessionNode] | None = None
-    """(first, summary): above `first` the walk goes on at the summary of a compaction that kept messages."""
+    """(first, summary): above `first` the walk goes on at the summary that kept messages."""
 
     @property
     def nearest(self) -> SessionNode | None:
@@ -92,7 +89,7 @@ def walk(node: SessionNode | None) -> Iterator[SessionNode]:
 
 
 def context_of(turn: SessionNode) -> tuple[list[Message], bytes]:
-    """Return what the agent saw before a turn, with its digest. It did not see a result that came later."""
+    """Return what the agent saw before a turn, with its digest."""
     parts: list[list[Shown]] = []
     cleared: set[str] = set()
     line = turn.line
@@ -111,7 +108,7 @@ def context_of(turn: SessionNode) -> tuple[list[Message], bytes]:
 
 
 def cleared_chars(node: SessionNode, call_ids: Iterable[str]) -> int:
-    """Count the characters of the results above that such a microcompaction takes out of the context."""
+    """Count the characters that such a microcompaction takes out of the context."""
     chars, left = 0, set(call_ids)
     for each in walk(node):
         left.difference_update(each.cleared)
@@ -120,12 +117,11 @@ def cleared_chars(node: SessionNode, call_ids: Iterable[str]) -> int:
 
 
 def shown(message: Message) -> Shown:
-    """Return a message with its digest."""
     return message, digest_of(b"", message)
 
 
 def _result(node: SessionNode, call_id: str, line: int, cleared: bool) -> Shown:
-    """Return the result of a call as it is shown before a line."""
+    """Return a call's result as shown before a line."""
     came, result = node.results.get(call_id, (line, None))
     if result is None or came >= line:
         return shown({"role": "tool", "tool_call_id": call_id, "content": NO_RESULT})
@@ -136,7 +132,7 @@ NAME, VERSION = "claude_code", 2
 """Written for the lines of Claude Code 1 and 2."""
 SYNTHETIC = "not the model's own words (synthetic)"
 RECORD_BYTES, TRACE_BYTES = 1 << 10, 1 << 10
-"""Memory that a record's node takes beside its text, and that a trace takes beside its records."""
+"""Memory of a record's node beside its text, and of a trace beside its records."""
 LOOK_BACK = 1_000
 """Messages and turns that are searched for a queued prompt."""
 _KNOWN_ASIDE = {
@@ -153,16 +149,16 @@ _KNOWN_ASIDE = {
     "pr-link",
     "tag",
 }
-"""Records outside the conversation."""
 _USES = ("tool_use", "server_tool_use", "mcp_tool_use")
-"""Blocks of calls. Those of tools that the provider runs have no result in the session."""
+"""Those of tools that the provider runs have no result in the session."""
+_ASIDE_NAMES = {"sessionId", "leafUuid", "messageId"}
 
 
 def matches(sample: FileStart) -> bool:
     spoken = [record for record in sample.objects("type", "uuid", "message") if record["type"] in ("user", "assistant")]
     aside = [record for record in sample.objects("type") if string(record["type"]) in _KNOWN_ASIDE]
-    named = [record for record in aside if "sessionId" in record or "leafUuid" in record or "messageId" in record]
-    return bool([record for record in spoken if "parentUuid" in record or "sessionId" in record] or named)
+    linked = any("parentUuid" in record or "sessionId" in record for record in spoken)
+    return linked or any(not _ASIDE_NAMES.isdisjoint(record) for record in aside)
 
 
 def read(file: TraceFile) -> Iterator[TraceState]:
@@ -182,16 +178,16 @@ class _Memory:
     """What the tree holds."""
 
     given_up: set[str]
-    """Sessions of earlier trees, so that what they still say cannot be shown."""
+    """Sessions of earlier trees: what they still say cannot be shown."""
     held: int = 0
     """Bytes, about."""
     sessions: set[str] = field(default_factory=set)
     retries: set[str] = field(default_factory=set)
-    """uuids of the endpoint's errors and of the program's records on them."""
+    """uuids of the endpoint's errors and of records on them."""
 
 
 class _Session:
-    """The tree of the file's records. A trace is one session, or several when one continues records of another."""
+    """The tree of the file's records. A trace is a session, with those that continue it."""
 
     def __init__(self, file: TraceFile, memory: _Memory) -> None:
         self._file = file
@@ -199,28 +195,25 @@ class _Session:
         self._turns: list[SessionNode] = []
         self._line = 0
         self._nodes: dict[str, SessionNode] = {}
-        """By uuid: the node behind which what follows the record stands."""
+        """By uuid: the node behind which a following record stands."""
         self._answers: dict[str, SessionNode] = {}
         """By message.id."""
         self._tip: SessionNode | None = None
-        """The node of the last record."""
         self._seen = set[tuple[str, str]]()
         """(session, uuid) of the records that were read."""
         self._maker: StateMaker | None = None
         self._session: object = None
         self._linked = False
-        """Whether the trace's records name their parents."""
         self._kept: dict[str, Any] | None = None
         """What a compaction keeps, while its summary is still to come."""
 
     def states(self) -> Iterator[TraceState]:
-        """Yield the states of all turns."""
         for node in self._turns:
             self._finish(node)
             yield from self._file.drain()
 
     def give_up(self) -> None:
-        """Take no more of the sessions read so far. The turn that may still be open gives no state."""
+        """Take no more of the sessions so far. The last turn, perhaps open, gives no state."""
         self.memory.given_up |= self.memory.sessions
         turn = None if self._tip is None else self._tip.nearest
         if turn is not None and turn.turn is not None:
@@ -230,7 +223,6 @@ class _Session:
         return f"session not over after {self._file.options.session_bytes >> 20} MiB"
 
     def _finish(self, node: SessionNode) -> None:
-        """Make the state of a turn."""
         assert node.turn is not None
         options = self._file.options
         missing = too_long(options) if node.before > options.context_chars else None
@@ -256,7 +248,7 @@ class _Session:
                 self._aside(record, f"record type {kind}" if kind in _KNOWN_ASIDE else "unknown record type")
 
     def _unread(self, record: Any) -> str | None:
-        """Return why a record is skipped whatever it says; None where it is not."""
+        """Return why a record is skipped whatever it says, if so."""
         if not isinstance(record, dict):
             return "not an object"
         if record.get("isSidechain") is True:
@@ -279,7 +271,7 @@ class _Session:
             self._keep(record)
 
     def _parent(self, record: dict[str, Any]) -> SessionNode | None:
-        """Return the node that the record follows; None when it starts a trace."""
+        """Return the node that the record follows, if any."""
         link = string(record.get("parentUuid"))
         node = None if link is None else self._nodes.get(link)
         if link in self.memory.retries and record.get("type") == "user":
@@ -296,7 +288,6 @@ class _Session:
         return node
 
     def _begin(self, record: dict[str, Any]) -> SessionNode:
-        """Start another trace."""
         self._session = record.get("sessionId")
         self.memory.held += TRACE_BYTES
         self._maker = StateMaker(self._file, self._session)
@@ -316,7 +307,7 @@ class _Session:
         return node
 
     def _stands(self, record: dict[str, Any], node: SessionNode, read: bool = True) -> None:
-        """Make `node` the parent of what follows the record. A record that was not read may be repeated later."""
+        """Make `node` the parent of what follows. A record that was not read may come again."""
         self._tip = node
         self.memory.held += RECORD_BYTES
         self.memory.sessions.add(_session_of(record))
@@ -368,7 +359,7 @@ class _Session:
             self._file.tally.skip("tool result without its call" if results else "no text in the message")
 
     def _result(self, parent: SessionNode, block: dict[str, Any]) -> bool:
-        """Store the result of a call of the turn nearest to `parent`. Return False when it has none to store."""
+        """Store the result of a call of the turn nearest to `parent`, if there is one."""
         node = parent.nearest
         text, call_id = text_of(block.get("content")), str(block.get("tool_use_id"))
         error = (text or "error") if block.get("is_error") is True else None
@@ -383,7 +374,7 @@ class _Session:
     def _note(
         self, record: dict[str, Any], parent: SessionNode, text: str, *, queued: bool, paired: bool = False
     ) -> None:
-        """Add a text of the user. `paired`: the same record holds results of calls."""
+        """Add a text of the user. `paired`: its record holds results too."""
         message = parent.maker.message("user", text)
         self.memory.held += sys.getsizeof(text)
         repeated = _is_said(parent, message, queued)
@@ -412,9 +403,8 @@ class _Session:
             self._file.tally.skip(f"system record: {label}")
         elif subtype == "microcompact_boundary" and (parent := self._parent(record)) is not None:
             listed = object_at(record, "microcompactMetadata").get("compactedToolIds")
-            call_ids = (
-                tuple(call_id for call_id in listed if isinstance(call_id, str)) if isinstance(listed, list) else ()
-            )
+            known = listed if isinstance(listed, list) else []
+            call_ids = tuple(call_id for call_id in known if isinstance(call_id, str))
             node = self._below(parent, cleared=call_ids)
             node.chars -= cleared_chars(parent, call_ids)
             self._stands(record, node)
@@ -423,7 +413,7 @@ class _Session:
             self._aside(record, f"system record: {label}")
 
     def _keep(self, record: dict[str, Any]) -> None:
-        """Show the messages that a compaction keeps (`preservedSegment`) behind the record that it names."""
+        """Show the messages that a compaction keeps behind the record that it names."""
         kept, tip = self._kept or {}, self._tip
         uuid = string(record.get("uuid"))
         if uuid is not None and uuid == kept.get("anchorUuid") and tip is not None:
@@ -436,7 +426,7 @@ class _Session:
             self._kept = None
 
     def _aside(self, record: dict[str, Any], reason: str, read: bool = True) -> None:
-        """Skip a record without a message; what follows it takes its place."""
+        """Skip a record without a message, but for its place."""
         if record.get("subtype") == "api_error" or string(record.get("parentUuid")) in self.memory.retries:
             self.memory.retries.add(str(record.get("uuid")))
         parent = None if string(record.get("uuid")) is None else self._parent(record)
@@ -477,11 +467,12 @@ def _call(block: dict[str, Any]) -> list[Call]:
     name, call_id, written = block.get("name"), block.get("id"), block.get("input")
     if not isinstance(name, str) or not isinstance(call_id, str):
         return []
-    return [Call(call_id=call_id, name=name, arguments=written if isinstance(written, dict) else str(written or ""))]
+    arguments = written if isinstance(written, dict) else str(written or "")
+    return [Call(call_id=call_id, name=name, arguments=arguments)]
 
 
 def _attached(attachment: dict[str, Any]) -> str:
-    """Return what the model was shown of an attachment; an empty string where nothing is known of it."""
+    """Return what the model was shown of an attachment, as far as known."""
     kind, content = attachment.get("type"), attachment.get("content")
     name = attachment.get("filename") or attachment.get("path") or object_at(content).get("path")
     hook = f"{attachment.get('hookName') or attachment.get('hookEvent')} hook"
@@ -510,15 +501,12 @@ def _attached(attachment: dict[str, Any]) -> str:
 
 
 def _reminder(title: str, text: str) -> str:
-    """Return a text between the tags with which Claude Code marks what no person wrote."""
+    """Return a text as Claude Code marks what no person wrote."""
     return f"<system-reminder>\n{title}\n{text}\n</system-reminder>" if text.strip() else ""
 
 
 def _is_said(parent: SessionNode, message: Message, queued: bool) -> bool:
-    """Check whether a prompt is present already: first queued and then as a record of its own, or the reverse.
-
-    The search ends at the previous prompt.
-    """
+    """Check, back to the previous prompt, whether this one is there: first queued and then alone, or the reverse."""
     for node in islice(walk(parent), LOOK_BACK):
         if node.turn is None and node.shown is not None:
             if node.queued != queued and node.shown[0] == message:

@@ -1,12 +1,12 @@
 """Read rollouts of Codex CLI: `{"timestamp", "type", "payload"}` a line.
 
-1. A `response_item` is an item of OpenAI's Responses API: a message, a thought, a call, or a call's output. The items
-   of one answer are not marked. Those between two outputs or messages of the user are one turn.
+1. A `response_item` is an item of OpenAI's Responses API. The items of one answer are not marked: those between two
+   outputs or messages of the user are one turn.
 2. `session_meta` names the session and its prompt, `turn_context` the model. A forked session repeats the records of
    its parent: equal states in two files count once.
 3. `compacted` starts a new context: its `replacement_history`, or, in older files, the user's messages and the summary.
    `thread_rolled_back` takes the last messages of the user back, with all that followed them.
-4. An `event_msg` shows the user what an item holds already. It is skipped, by its type.
+4. An `event_msg` shows the user what an item holds already, and is skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME, VERSION = "codex", 1
 """Written for rollouts of Codex CLI 0.2x to 0.14x."""
 _LINES = {"session_meta", "response_item", "turn_context", "event_msg", "compacted", "world_state"}
 _OWN_PROMPT = re.compile(r"\s*(?:<[a-z_ ]+>|# AGENTS\.md)")
-"""What Codex itself adds as the user: instructions, the environment, notices. No message that a person typed."""
+"""Begins what Codex itself adds as the user."""
 _FAILED = re.compile(
     r'"exit_code":\s*(?!0\b)-?\d|(?:Exit code|exited with code):? (?!0\b)-?\d'
     r"|\A(?:exec(?:ution)? (?:error|failed)|failed to |error[: ]|unsupported call|aborted by user|apply_patch "
@@ -58,17 +58,17 @@ class _Rollout:
         self._began = False
         self._model: str | None = None
         self._answers = 0
-        """Number of the model's answer; all its items have this key."""
+        """Key of all items of the model's answer."""
         self._calls = 0
         self._held: list[dict[str, Any]] = []
-        """Messages of the user that wait: an image may come between the outputs of one answer's calls."""
+        """The user's messages that wait: an image may come between the outputs of one answer."""
         self._prompts = 0
-        """Messages that the user typed. A record's mark is their number: what a rollback takes back."""
+        """Messages that the user typed. Their number marks records, for rollbacks."""
         self._standing: list[int] = []
-        """Numbers of those that were not taken back."""
+        """Those that were not taken back."""
 
     def take(self, builder: TraceBuilder, record: Any) -> str | None:
-        """Process one record. Return why it is skipped; None when it is not."""
+        """Process one record. Return why it is skipped, if it is."""
         if not isinstance(record, dict):
             return "not an object"
         kind, payload = record.get("type"), object_at(record, "payload")
@@ -118,7 +118,7 @@ class _Rollout:
         return f"item {kind}" if re.fullmatch(r"[a-z_]{1,40}", kind) else "unknown item"
 
     def _release(self, builder: TraceBuilder) -> None:
-        """Show the user's messages that wait. Those at a file's end are shown to no turn."""
+        """Show the user's messages that wait."""
         held, self._held = self._held, []
         for item in held:
             text = text_of(item.get("content"))
@@ -146,7 +146,7 @@ class _Rollout:
         builder.assistant(text, calls, thought, key=key, mark=mark, model=self._model, aside=aside)
 
     def _call(self, item: dict[str, Any], kind: str) -> Call:
-        """Return a call of any kind. Kinds without a name are called by their kind, such as `web_search`."""
+        """Return a call of any kind, named by its kind where it has no name."""
         self._calls += 1
         name = string(item.get("name")) or kind.removesuffix("_call")
         space = string(item.get("namespace"))
@@ -169,9 +169,8 @@ class _Rollout:
         failed = bool(_FAILED.search(text[:20_000])) or at(output, "success") is False
         error = (text or "error") if failed else failure(text)
         self._answers += 1
-        paired = builder.tool_result(
-            None if call_id is None else str(call_id), text, error=error, mark=f"a{self._prompts}"
-        )
+        output_of = None if call_id is None else str(call_id)
+        paired = builder.tool_result(output_of, text, error=error, mark=f"a{self._prompts}")
         return None if paired else "output without its call"
 
     def _compacted(self, builder: TraceBuilder, payload: dict[str, Any]) -> None:

@@ -3,8 +3,8 @@
     *.jsonl of events, a list of them, a conversation folder (base_state.json, events/*.json)   one trace
     output.jsonl of the benchmarks, a `history` of events a line                               a trace a line
 
-A record is an event, or a line of output.jsonl that holds no history. Several calls of one answer are several events. A
-condensation forgets events, and its summary replaces the previous one. Events of OpenHands before the sdk are not read.
+Several calls of one answer are several events. A condensation forgets events, and its summary replaces the previous
+one. Events of OpenHands before the sdk are not read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _KINDS = _ASIDE | _RESULTS | {"ActionEvent", "MessageEvent", "SystemPromptEvent"
 
 
 def _take(builder: TraceBuilder, event: dict[str, Any]) -> str | None:
-    """Process one event. Return why it is skipped; None when it is not."""
+    """Process one event. Return why it is skipped, if it is."""
     kind = string(event.get("kind"))
     if kind == "ActionEvent":
         return _action(builder, event)
@@ -103,16 +103,15 @@ def _shown(observation: dict[str, Any]) -> str:
     error = observation.get("error")
     if isinstance(error, str) and error:  # the editor of the sdk's first releases, which gives no output then
         return error
-    text = _command_result(
-        text_of(observation.get("content") or observation.get("output")), object_at(observation, "metadata")
-    )
+    output = text_of(observation.get("content") or observation.get("output"))
+    text = _command_result(output, object_at(observation, "metadata"))
     if error is True:
         return f"[There was an error during command execution.]\n{text}"
     return f"[An error occurred during execution.]\n{text}" if observation.get("is_error") is True else text
 
 
 def _command_result(output: str, metadata: dict[str, Any]) -> str:
-    """Return what is shown of a command: its output with what the shell told of itself."""
+    """Return a command's output with what the shell told of itself."""
     if not metadata:
         return output
     shown = f"{string(metadata.get('prefix')) or ''}{output}{string(metadata.get('suffix')) or ''}"
@@ -137,17 +136,12 @@ def _message(builder: TraceBuilder, event: dict[str, Any]) -> str | None:
 
 
 def _openai_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool in OpenAI's form.
-
-    The sdk's own form has a schema for MCP tools only. Its other tools name a class (`action_type`); they get the
-    arguments that the agent is seen to use.
-    """
+    """Return a tool in OpenAI's form. Only MCP tools have a schema; the others get the arguments that calls have."""
     if "function" in tool:
         return tool
     mcp_tool = object_at(tool, "mcp_tool")
-    schema = (
-        tool.get("parameters") or tool.get("input_schema") or mcp_tool.get("inputSchema") or tool.get("action_type")
-    )
+    listed = (tool.get("parameters"), tool.get("input_schema"), mcp_tool.get("inputSchema"), tool.get("action_type"))
+    schema = next(filter(None, listed), None)
     function = {
         "name": tool.get("name") or mcp_tool.get("name") or tool.get("title"),
         "description": str(tool.get("description") or ""),
@@ -166,7 +160,7 @@ def _id(event: dict[str, Any]) -> str | None:
 
 
 def _key(event: dict[str, Any]) -> str | None:
-    """Return the response's id, which the calls of one answer share."""
+    """Return the response's id, which an answer's calls share."""
     return string(event.get("llm_response_id")) or None
 
 
@@ -203,7 +197,7 @@ def read(file: TraceFile) -> Iterator[TraceState]:
 
 
 def _records(file: TraceFile) -> Iterator[TraceState]:
-    """Yield the states of a file of lines: events of one trace, or whole traces by their `history`."""
+    """Yield the states of a file of lines: events of one trace, or a `history` each."""
     records = file.records()
     first = next(records, None)
     if first is None:
@@ -229,7 +223,7 @@ def _line(file: TraceFile, record: Any) -> Iterator[TraceState]:
 
 
 def _is_prompt(event: dict[str, Any]) -> bool:
-    """Check whether an event is the user's; one without a source, whether it may be."""
+    """Check whether an event is, or may be, the user's."""
     unnamed = "source" not in event and at(event, "llm_message", "role") == "user"
     return event.get("source") == "user" or unnamed
 

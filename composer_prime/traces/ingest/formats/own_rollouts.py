@@ -1,8 +1,7 @@
 """Read this project's own rollouts/*.jsonl (orchestrator/rollouts/rollout_log.py): one rollout a line.
 
-A rollout's messages form a tree by `parent`. Each branch from the first message to a leaf is read once, and a turn that
-two branches share gives one state. Evaluations are skipped: pairs from held-out tasks would train on them. The model is
-the one in the run's config.json, two folders up.
+A rollout's messages form a tree by `parent`. Each branch is read once, and a turn that two share gives one state.
+Evaluations are skipped: pairs from held-out tasks would train on them. The model is the run's, from config.json.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ def _take(builder: TraceBuilder, position: int, turn: dict[str, Any]) -> None:
     elif turn["role"] == "tool":
         error = string(turn.get("error"))
         if not builder.tool_result(None, text, error=error):
-            # No call matches, but the agent saw this text: a tool's reply to a call that was no JSON, for example.
+            # A tool's reply to a call that was no JSON, for example.
             builder.context("user", text, error=error)
     else:
         builder.context("system" if turn["role"] == "system" else "user", text)
 
 
 def _calls(position: int, turn: dict[str, Any]) -> list[Call]:
-    """Return the calls of a turn. Rollouts keep no call ids, which are made from the position."""
+    """Return a turn's calls, with ids made from the position."""
     return [
         Call(call_id=f"call_{position}_{index}", name=str(call["name"]), arguments=arguments_of(call["arguments"]))
         for index, call in enumerate(objects(turn.get("tool_calls")))
@@ -69,7 +68,7 @@ def _calls(position: int, turn: dict[str, Any]) -> list[Call]:
 
 
 def _branches(turns: list[dict[str, Any]]) -> list[list[int]]:
-    """Return the indices from the first message to each leaf. Without valid parents: all turns in order."""
+    """Return the indices to each leaf, or all turns without valid parents."""
     parents = [turn.get("parent") for turn in turns]
     sound = all(
         parent is None or (isinstance(parent, int) and 0 <= parent < index) for index, parent in enumerate(parents)

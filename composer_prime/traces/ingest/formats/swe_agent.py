@@ -1,7 +1,6 @@
-"""Read SWE-agent's .traj: one JSON document whose `history` holds all messages.
+"""Read SWE-agent's .traj: one JSON document whose `history` holds all messages that the model saw.
 
-The history is what the model saw. Entries of demonstrations and of other agents are skipped. The `trajectory` of steps
-beside it holds no prompt, so nothing is read from it.
+Entries of demonstrations and of other agents are skipped.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def _take(acting: str | None, builder: TraceBuilder, entry: Any) -> str | None:
 
 
 def _model(document: dict[str, Any]) -> str | None:
-    """Return the model's name from the configuration that newer versions write beside the trajectory."""
+    """Return the model's name from the configuration that newer versions add."""
     config = document.get("replay_config")
     value = parse_json(config.encode("utf-8", "replace")) if isinstance(config, str) else config
     return string(at(value, "agent", "model", "name"))

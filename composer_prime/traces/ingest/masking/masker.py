@@ -6,23 +6,19 @@
 
 Three choices:
 
-1. Entropy detectors stay off. Commit hashes and ids fill agent traces, and masking them would change the actions.
-2. A pattern runs only where a literal occurs that every match must hold. Ordinary text costs almost nothing.
+1. Entropy detectors stay off: commit hashes and ids fill agent traces.
+2. A pattern runs only where a literal occurs that every match must hold.
 3. The time is linear in the length of any text.
-
-What names a person are e-mail addresses and the owners of home folders. Code that only looks like them stays.
 
 An address ends in an existing domain (Public Suffix List) or in one reserved for private use. These are not addresses:
 `logo@2x.png`, `q@k.t(`, `x@self.weight`, `pkg@1.2.3-beta.rc`, `vpn@office.service`. After a common domain more text
-may follow, as in `a@example.com.json`. The login of a service, as in `git@github.com`, is not an address. The login of
-a person counts as one, because it may be one.
+may follow, as in `a@example.com.json`. The login of a service, as in `git@github.com`, is not an address.
 
 A home folder starts an absolute path, or a relative one that climbs at least two folders: `../../Users/jdoe/x`. A
 module that code imports from there is not one. `src/home/x`, `../home/x`, `~/Users/x`, `https://host/home/x` and the
-file `/home/index.html` contain none. `/home/dashboard` may be a folder or a route of a web site. It counts as a route
-if the code around it suggests one (an HTTP method, href, redirect, fetch), else as a folder: a wrongly masked route
-costs one word. In the header of a diff, `--- a/home/jdoe/x`, and below mounts it may be a folder of a project: folders
-with usual names stay.
+file `/home/index.html` contain none. `/home/dashboard` counts as a route of a web site if the code around it suggests
+one (an HTTP method, href, redirect, fetch), else as a folder: a wrongly masked route costs one word. In the header of
+a diff, `--- a/home/jdoe/x`, and below mounts it may be a folder of a project: folders with usual names stay.
 
 The long listing of `ls` names the owner of each file. Owners of a system's own stay.
 """
@@ -41,7 +37,7 @@ from composer_prime.traces.ingest.masking import named_values
 from composer_prime.traces.ingest.masking.secret_patterns import RULES
 
 _LITERALS = [(literal, number) for number, (_, literals, _) in enumerate(RULES) for literal in literals]
-"""A flat list of (literal, rule number). Most texts hold no literal, and this scan is their whole cost."""
+"""(literal, rule number). Most texts hold none, and this scan is their whole cost."""
 _PLACEHOLDER = re.compile(
     r"<.*>.*|\{.*\}.*|\$.*|%[sd]|%\(.*|\*+|[xX]{3,}|.{0,16}\.\.\.|(?i:pass(?:word|wd)?|pwd|token|secret)"
 )
@@ -52,8 +48,8 @@ _PLAIN_VALUE = re.compile(
     r"|(?=.*\b(?:characters|chars|digits|bytes|bits|must|at least|at most)\b)[\w\s.,:;!?()'/-]*"
     rf"|(?=(?:{_RULE}\|)*(?:required|nullable|sometimes|min|max|string|confirmed|encrypted|hashed)\b){_RULE}(?:\|{_RULE})*"
 )
-"""Values in quotes beside a name that hold no secret: words, punctuation, masked values, validation
-rules (`required|min:8`), and sentences without a number or about password rules. Pass phrases have numbers."""
+"""Values in quotes beside a name that hold no secret: words, punctuation, masked values, validation rules
+(`required|min:8`), and sentences without a number or about password rules. Pass phrases have numbers."""
 
 
 class Masker:
@@ -64,7 +60,7 @@ class Masker:
         self._enabled = enabled
 
     def text(self, text: str) -> str:
-        """Replace every secret in `text` by `<masked:kind>`, and the owner of a home folder or file by `user`."""
+        """Replace every secret by `<masked:kind>`, and the owner of a home folder or file by `user`."""
         if not self._enabled or len(text) < 6:
             return text
         for number in sorted({number for literal, number in _LITERALS if literal in text}):
@@ -73,7 +69,6 @@ class Masker:
         return self._person(self._named(text))
 
     def _named(self, text: str) -> str:
-        """Mask the values beside telling names."""
         lowered = lower(text)
         if any(stem in lowered for stem in named_values.STEMS) and any(quote in text for quote in "'\"`"):
             text = self._mask(text, named_values.quoted_spans(text), _is_value)
@@ -83,7 +78,6 @@ class Masker:
         return text
 
     def _person(self, text: str) -> str:
-        """Mask what names a person."""
         if "@" in text or "%40" in text:
             text = self._mask(text, addresses(text), kind="email")
         if "home" in text or "Users" in text:
@@ -93,7 +87,7 @@ class Masker:
         return text
 
     def value(self, value: Any, name: str = "") -> Any:
-        """Mask all strings of a JSON value, keys of objects included. `name` is the name beside the value."""
+        """Mask all strings of a JSON value, keys included. `name` is the name beside it."""
         if not self._enabled:
             return value
         if isinstance(value, str):
@@ -107,7 +101,7 @@ class Masker:
         return value
 
     def _members(self, members: dict[str, Any]) -> dict[str, Any]:
-        """Mask the members of an object. Keys that become equal are numbered, so that none is lost."""
+        """Mask an object. Keys that become equal are numbered."""
         masked, alike = dict[str, Any](), Counter[str]()
         for key, beside, item in named_values.beside_members(members):
             name = shown = self.text(key)
@@ -134,7 +128,7 @@ class Masker:
         is_secret: Callable[[str], bool] = bool,
         kind: str = "password",
     ) -> str:
-        """Mask the values at `spans` that are secrets. Of two overlapping spans the first is masked."""
+        """Mask the secrets at `spans`; of two overlapping ones the first."""
         parts, done = [], 0
         for start, end in sorted(spans):
             if start >= done and is_secret(text[start:end]):
@@ -145,7 +139,7 @@ class Masker:
 
 
 def lower(text: str) -> str:
-    """Return `text` in lower case with the same length. The few letters with a longer lower case stay."""
+    """Return `text` in lower case with the same length."""
     lowered = text.lower()
     if len(lowered) == len(text):
         return lowered
@@ -153,7 +147,6 @@ def lower(text: str) -> str:
 
 
 def _is_value(value: str) -> bool:
-    """Check whether a value in quotes beside a name can be a secret."""
     return len(value) >= 6 and not _PLAIN_VALUE.fullmatch(value)
 
 
@@ -161,20 +154,20 @@ _COMMON = {
     "com", "org", "net", "edu", "gov", "io", "dev", "ai", "co", "de", "ch", "fr", "uk", "ie", "nl", "be", "eu",
     "es", "pl", "cz", "gr", "se", "dk", "fi", "ru", "us", "ca", "au", "jp", "cn", "br",
 }  # fmt: skip
-"""No attribute has such a name. A bracket after it opens no call, and `self.de` is a domain."""
+"""No attribute has such a name: `self.de` is a domain."""
 _AT = re.compile(
     rf"(?:@|%40)(?!v?\d{{1,4}}\.\d|(?:self|cls|this)\.(?!(?:{'|'.join(sorted(_COMMON))})\b))"
     r"(?P<domain>(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24})\b"
 )
 _USER_CHARS = 64
 _USER = re.compile(r"(?:\\[nrt]|\\u[0-9A-Fa-f]{4}|\x1b\[[\d;]{0,12}[mK]|\b)(?P<name>[A-Za-z0-9._%+-]+)\Z")
-"""JSON escapes and terminal colors are not part of a name."""
+"""JSON escapes and terminal colors are no part of a name."""
 _SERVICES = {"git", "hg", "svn", "root", "ubuntu", "debian", "centos", "ec2-user"}
 _PRIVATE = {
     "local", "localhost", "localdomain", "internal", "intranet", "private", "lan", "home", "corp", "cluster",
     "test", "example", "invalid",
 }  # fmt: skip
-"""Domains of RFC 2606, 6761 and 6762, and others that companies use privately."""
+"""Domains of RFC 2606, 6761 and 6762, and others in private use."""
 
 _ROOT = re.compile(
     r"/(?:home|Users)\\{0,2}/|(?i:%2F)(?:home|Users)(?i:%2F)|:\\{1,2}Users\\{1,2}|-(?:home|Users)-(?=[^-])"
@@ -184,7 +177,7 @@ _PATH_BEGINS = re.compile(
     r"(?:(?<![A-Za-z0-9_.~@#%*})\]/\\-])|://|\\[nrt]|[\d\[]m|\[\d?K|(?:^|[\s\"'=,\[])-[A-Za-z])"  # "\n", colors, -I
     r"(?:/(?:(?:mnt|cygdrive|host_mnt)/)?[A-Za-z]|/(?:var|usr|export|nfs|host_mnt)|/System/Volumes/Data)?\\{0,2}\Z"
 )
-"""What may precede `/home/`, mounts of home folders included."""
+"""What may precede `/home/`, mounts included."""
 _RARE_CHARS = 192
 _RARE_BEGINS = re.compile(
     r"(?:=@|\s-(?:d|F|T|-data(?:-[a-z]{3,9})?|-json)[ =][\"']?@|\bs(?P<sep>[#@%])(?:\S{0,32}(?P=sep))?"  # curl, sed
@@ -195,7 +188,7 @@ _RARE_BEGINS = re.compile(
     r"|/(?:data|gpfs|lustre|cluster|nas|private|rootfs|chroot|proc/\d{1,9}/root)"
     r"|/[\w./-]{0,64}/overlay2/[\w-]{1,80}/(?:merged|diff)))\\{0,2}\Z"
 )
-"""Tried when _PATH_BEGINS does not match. A project may have a folder `home` in such a place too."""
+"""Tried after _PATH_BEGINS. A project may have a folder `home` there too."""
 _CLIMBS = re.compile(r"(?:(?<![\w.~@#%*})\]/-])|(?:^|[\s\"'=,\[])-[A-Za-z])(?:\.\./)*\.\./\.\.\Z")
 """What may precede `/Users/` in a relative path."""
 _IMPORTED = re.compile(r"(?:\bfrom|\bimport|\brequire\(|\bimport\(|@import)\s?[\"'`]\Z")
@@ -203,7 +196,6 @@ _LISTED = re.compile(
     r"(?:^|(?<=\n)|(?<=\\n))[ \t]{0,16}[-dlbcps](?:[r-][w-][xsS-]){2}[r-][w-][xtT-][.+@]?[ \t]{1,8}\d{1,9}[ \t]{1,16}"
     r"(?P<owner>[^\s\d]\S{0,63})[ \t]{1,64}(?P<group>\S{1,64})[ \t]{1,64}\d"
 )
-"""A line of `ls -l`."""
 _SYSTEM_OWNERS = _SERVICES | {
     "_www", "admin", "app", "bin", "circleci", "codespace", "daemon", "docker", "jenkins", "jovyan", "linuxbrew",
     "mysql", "nginx", "node", "nobody", "postgres", "runner", "staff", "sys", "systemd-network", "user", "vagrant",
@@ -214,7 +206,6 @@ _FOLDERS = {
     "lib", "locale", "management", "migrations", "models", "pages", "partials", "services", "src", "static", "styles",
     "templates", "templatetags", "test", "tests", "utils", "views",
 }  # fmt: skip
-"""Usual folder names of such a project."""
 _BEGINS = {
     "/": _PATH_BEGINS,
     "%": re.compile(r"(?<![A-Za-z0-9_.%])\Z"),
@@ -232,8 +223,7 @@ _NAMES = {
     ":": re.compile(r"(?!(?:user|Public)(?![\w-]|\.\w))(?:[\w.-]+(?: [\w.-]+){1,3}(?=\\)|[\w.-]*\w)"),
     "-": re.compile(r"(?!user(?!\w))(?!(?:page|dir|path|url)(?![\w.-]))[\w.]+"),
 }
-"""Names in letters of any script. Names of Windows users may have spaces. Claude Code names the folder of a project
-`-home-jdoe-src`; `-home-page` is an option."""
+"""Windows users may have spaces. Claude Code names a project's folder `-home-jdoe-src`; `-home-page` is an option."""
 _FILE = re.compile(
     r"\.(?i:html?|php|aspx?|jsp|[cm]?[jt]sx?|vue|svelte|astro|s?css|sass|less|py|rb|go|rs|java|kt|cs|erb|haml|ejs|hbs|tpl"
     r"|md|mdx|rst|txt|json|ya?ml|toml|xml|svg|png|jpe?g|gif|webp|ico|pdf|csv|sql|sh)\Z"
@@ -241,7 +231,7 @@ _FILE = re.compile(
 
 
 def addresses(text: str) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each e-mail address. The user of a URL is yielded without the host."""
+    """Yield (start, end) of each e-mail address, or of a URL's user."""
     for at in _AT.finditer(text):
         user = _USER.search(text[max(at.start() - _USER_CHARS, 0) : at.start()])
         end = _end_of_domain(at, text[at.end() : at.end() + 1]) if user and user["name"] not in _SERVICES else None
@@ -252,7 +242,7 @@ def addresses(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _end_of_domain(at: re.Match[str], behind: str) -> int | None:
-    """Return the end of an address's domain; None if it is not a domain. `behind` is the character after the match."""
+    """Return the end of an address's domain, if it is one. `behind`: the next character."""
     labels = at["domain"].split(".")
     last = labels[-1].lower()
     if behind not in ("(", "[") and (last in _COMMON | _PRIVATE or _suffixes().publicsuffix(at["domain"])):
@@ -264,12 +254,12 @@ def _end_of_domain(at: re.Match[str], behind: str) -> int | None:
 
 @cache
 def _suffixes() -> PublicSuffixList:
-    """Return the Public Suffix List. Loading it takes 30 ms."""
+    """Return the Public Suffix List, which takes 30 ms to load."""
     return PublicSuffixList(accept_unknown=False)
 
 
 def owners(text: str) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each name of a home folder's owner."""
+    """Yield (start, end) of each home folder's owner."""
     for root in _ROOT.finditer(text):
         name = _NAMES[root[0][0]].match(text, root.end())
         if name and _is_owner(text, root, name):
@@ -277,7 +267,7 @@ def owners(text: str) -> Iterator[tuple[int, int]]:
 
 
 def file_owners(text: str) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each name of a person in the long listings of `ls`: the owner, and a group of that name."""
+    """Yield (start, end) of each owner in the long listings of `ls`, and of a group of that name."""
     for line in _LISTED.finditer(text):
         if line["owner"] not in _SYSTEM_OWNERS:
             yield line.span("owner")
@@ -286,7 +276,7 @@ def file_owners(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _is_owner(text: str, root: re.Match[str], name: re.Match[str]) -> bool:
-    """Check whether the text before `root` makes it the start of a home folder's path."""
+    """Check whether `root` starts a home folder's path."""
     form, begin = root[0][0], root.start()
     before = text[max(begin - _BEFORE_CHARS, 0) : begin]
     if _BEGINS[form].search(before):

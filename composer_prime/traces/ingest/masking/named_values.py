@@ -5,12 +5,10 @@
     {"name": "API_KEY", "value": "..."}                                                            JSON: name or key
     ["login", "--token", "..."]                                                                    JSON: the last flag
 
-A name counts by its end: `token_count`, `secret_name` and `password_file` give nothing away. Code is full of such
-names, so a value counts only when it cannot be code or prose: no word, path, number, call, variable or sentence. A
-shell variable (upper case, no space before the value) holds its value literally; there nearly any value counts.
-
-A value in quotes may be anything behind one of detect-secrets' names (`quoted_spans`), for code seldom quotes what is
-no value there. Words, rules and sentences are told apart afterwards (masker.py).
+A name counts by its end: `token_count` and `password_file` give nothing away. Code is full of such names, so a value
+counts only when it cannot be code or prose: no word, path, number, call, variable or sentence. Beside a shell variable
+(upper case, no space before the value) nearly any value counts. A value in quotes may be anything behind one of
+detect-secrets' names (`quoted_spans`); masker.py tells words, rules and sentences apart.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 WORDS = ("key", "pass", "pwd", "secret", "token", "cookie")
-"""The name of a secret holds one of these, in lower case."""
+"""In the name of a secret, in lower case."""
 _ENDS = r"(?:[\s\"'`;&|$<>(){}\[\],\\]|$)"
 _ATTRIBUTE = rf"[A-Za-z_]{{1,64}}(?:\.[A-Za-z_]{{1,64}}){{1,8}}{_ENDS}"
 VARIABLE = (
@@ -31,8 +29,8 @@ VARIABLE = (
     r"|(?:PASSWORD|PASSWD|PGPASSWORD|SSHPASS|REDISCLI_AUTH|(?<=_)(?:PASS|PWD|PW))=)(?!=)[\"']?"
     r"(?P<secret>(?:[^\s\"'`;&|$<>(){}\\]|\\++(?![nrt\"']|u00)){6,512})"
 )
-"""Excludes `MAX_TOKEN=4096` and `API_KEY=args.api_key`: settings and code. A password may look like either.
-PAT stands for GH_PAT, GITHUB_PAT, GITLAB_PAT and AZURE_DEVOPS_EXT_PAT. Only JSON's backslashes end the value."""
+"""Excludes `MAX_TOKEN=4096` and `API_KEY=args.api_key`. A password may look like either. PAT stands for GH_PAT and
+the like. Only JSON's backslashes end the value."""
 _NAMED = re.compile(
     r"(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z])|(?<=\\[nrt]))"
     r"(?i:(?:api|access|auth|private|secret|account|client)[_-]?key(?:_base)?|secret|(?<!publickey)token|password|passwd|passphrase"
@@ -44,28 +42,25 @@ _GAP = r"[._/~-]"
 _ALGORITHM = r"[A-Za-z]+(?:25519|448|256|384|512)"
 _WORD = rf"(?:(?:{_ALGORITHM})++(?:[A-Za-z]+\d{{0,2}})?|[A-Za-z]+\d{{0,2}})"
 _CODE = re.compile(rf"{_GAP}*{_WORD}(?:{_GAP}+(?:{_WORD}|\d{{1,2}}))*{_GAP}*")
-"""Joined words with at most two digits after each: identifiers, paths, versions, X25519PrivateKey."""
+"""Joined words with at most two digits after each: identifiers, paths, versions."""
 _STRONG = re.compile(r"(?=.*[a-z])(?=.*[A-Z]).*[!@#%^*]")
 """What password rules require besides a digit."""
 _RANDOM_CHARS = 20
-"""Least length of a random value with at most one digit. A shorter one could be a name."""
+"""Least length of a random value with at most one digit."""
 _VALUE = r"[ \t]{1,8}[\"']?(?![A-Za-z_-]{1,16}=[^=])(?P<secret>[A-Za-z0-9+/=_.~!@#%^*-]{8,512})(?=[\s\"'`\\,;}&)|]|$)"
 _FLAG = re.compile(
     r"-(?<!\w-)(?:[A-Za-z0-9]{1,16}-){0,3}"
     r"(?i:(?:api|access|auth|private|secret|account|client)-?key|secret|token|password|passwd|passphrase)" + _VALUE
 )
-"""Excludes docker's `--secret id=...`."""
 _NETRC = re.compile(r"password(?<!\S.{8})" + _VALUE)
 _COOKIE = re.compile(r"cookie\\*[\"']?[ \t]{0,8}[ :=,][ \t]{0,8}\\*[\"']?")
-"""For lower-case text."""
 _COOKIES_END = re.compile(r"[\r\n\"'\\]|\Z")
 _CRUMB = re.compile(r"(?<![\w.-])(?!(?i:domain|path|expires)=)[\w.-]{1,64}=(?P<secret>[^\s;,]{8,4096})")
 _MOST_COOKIES = 4096
-"""Most characters of a cookie header."""
 
 
 def value_spans(text: str, lowered: str) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each value beside such a name. `lowered`: the text in lower case, of the same length."""
+    """Yield (start, end) of each value beside such a name. `lowered`: the text in lower case."""
     for sign, pattern in (("", _NAMED), ("-", _FLAG), ("password ", _NETRC)):
         for match in pattern.finditer(text) if sign in text else ():
             yield match.span("secret")
@@ -77,13 +72,13 @@ def value_spans(text: str, lowered: str) -> Iterator[tuple[int, int]]:
 
 
 def crumbs(text: str, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each value of the cookies listed from `start` on."""
+    """Yield (start, end) of each value of a list of cookies."""
     for crumb in _CRUMB.finditer(text, start, _end_of_cookies(text, start) if end is None else end):
         yield crumb.span("secret")
 
 
 def _end_of_cookies(text: str, start: int) -> int:
-    """Return the end of the header whose cookies begin at `start`, at most _MOST_COOKIES later."""
+    """Return the end of the cookies that begin at `start`."""
     most = min(start + _MOST_COOKIES, len(text))
     end = _COOKIES_END.search(text, start, most)
     return end.start() if end else most
@@ -98,7 +93,7 @@ def is_secret(value: str) -> bool:
 
 
 def _is_random(value: str) -> bool:
-    """Check whether the case changes as in random text: often, and with adjacent capitals, unlike in names."""
+    """Check whether the case changes as in random text: often, with adjacent capitals."""
     pairs = [pair for pair in pairwise(value) if pair[0].isalpha() and pair[1].isalpha()]
     changes = sum(first.isupper() != second.isupper() for first, second in pairs)
     capitals = sum(first.isupper() and second.isupper() for first, second in pairs)
@@ -122,7 +117,7 @@ _NAMES = [
         ),
     ),
 ]
-"""(what the name announces, pattern of the name). The first match wins."""
+"""(what the name announces, its pattern). The first match wins."""
 _REFERENCE = re.compile(r"[$<%{~/.].*|[A-Za-z]:[\\/].*|\*+|.*\s.*", re.DOTALL)
 """Variables, templates, paths, stars, sentences."""
 _CREDENTIALS = re.compile(r"(?:(?i:basic|bearer|token|apikey) +(?P<secret>[A-Za-z0-9._~+/-]{6,4096}=*))")
@@ -130,7 +125,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9+/=_.~!@#%^*-]{8,4096}")
 
 
 def secrets(name: str, value: str) -> Secret:
-    """Return what is secret in `value` because of the name beside it."""
+    """Return what the name beside `value` makes secret in it."""
     whole = [(0, len(value))]
     match _announced(name) if len(name) <= _LONGEST_NAME else None:
         case "password" if len(value) >= 6 and not _REFERENCE.fullmatch(value):
@@ -152,7 +147,7 @@ def _announced(name: str) -> str | None:
 
 
 def beside_items(items: list[Any], name: str) -> Iterator[tuple[str, Any]]:
-    """Yield (name, item) for a list beside `name`. The flag before an item replaces the name."""
+    """Yield (name, item) for a list. The flag before an item replaces the list's name."""
     flag = ""
     for item in items:
         yield flag or name, item
@@ -160,7 +155,7 @@ def beside_items(items: list[Any], name: str) -> Iterator[tuple[str, Any]]:
 
 
 def beside_members(members: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield (key, name, value) for an object. The name is the key; for a pair of name and value, the name."""
+    """Yield (key, name, value) for an object, of a pair of name and value with that name."""
     named = next((members[key] for key in ("name", "key") if isinstance(members.get(key), str)), "")
     for key, value in members.items():
         yield key, named if named and key == "value" else key, value
@@ -171,14 +166,12 @@ _QUOTED_NAMES = (
     r"|password|passwd|pwd|secret|contrase[ñn]a)"
 )
 STEMS = ("key", "pass", "pwd", "secret", "contrase")
-"""Each of those names holds one of these."""
 _QUOTED = r"(?P<quote>['\"`])(?P<secret>(?=\w)[^\r\n\v'\"]{0,1024}[^\v,'\"`])(?P=quote)"
 _NAMED_QUOTED = re.compile(
     rf"{_QUOTED_NAMES}\w{{0,64}}+(?:[\]'\"]{{0,2}}[ \t]{{0,8}}(?::|=>|={{1,3}}|!==?)[ \t]{{0,8}}{_QUOTED}"
     rf"|\S{{0,50}}?[ \t]{{0,8}}{_QUOTED.replace('quote', 'end').replace('secret', 'ended')};)",
     re.IGNORECASE,
 )
-"""Beside a sign, or before a semicolon."""
 _COMPARED = re.compile(rf"{_QUOTED}[ \t]{{0,8}}[!=]{{2,3}}[ \t]{{0,8}}\w{{0,64}}{_QUOTED_NAMES}", re.IGNORECASE)
 _SIGNS = re.compile(r"[!=]=[ \t]{0,8}\w{0,64}\Z")
 _NAMES_ALONE = re.compile(_QUOTED_NAMES, re.IGNORECASE)

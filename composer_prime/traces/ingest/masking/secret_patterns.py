@@ -1,10 +1,7 @@
-"""Patterns of secrets that their form or their context gives away.
+"""Patterns of secrets that their form or their context gives away: tokens, private keys, headers, URLs, commands.
 
-Form: tokens, most by a prefix. Context: private keys, headers, URLs, commands and shell variables.
-
-The list follows the public rules of detect-secrets and gitleaks and the providers' documentation. A token is a whole
-word. A letter or digit before it makes it part of a hash, a number or an identifier, which is not masked. Tokens that
-never occur by chance (`ghp_` and 36 characters) count after anything.
+They follow the public rules of detect-secrets and gitleaks and the providers' documentation. A token is a whole word:
+after a letter or digit it is part of a hash or an identifier. Tokens that never occur by chance count after anything.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import re
 from composer_prime.traces.ingest.masking import named_values
 
 Rule = tuple[str, tuple[str, ...], re.Pattern[str]]
-"""(kind, literals of which every match holds one, pattern). The pattern's group `secret` is masked if there is one."""
+"""(kind, literals of which every match holds one, pattern, of which the group `secret` is masked, if any)."""
 
 _ALNUM, _WORD, _HEX = "[A-Za-z0-9]", "[A-Za-z0-9_-]", "[A-Fa-f0-9]"
 _BY_PREFIX = {
@@ -64,14 +61,13 @@ _ESCAPES = (
     r"\[m", r"[\[;]\dm", r"[\[;]\d\dm", r"[\[;]\d{3}m", r"\[K", r"\[\dK",  # of colors
     "(?<![A-Za-z0-9])-[A-Za-z]",  # a short option
 )  # fmt: skip
-"""What may directly precede a word although it ends in a letter or digit. Lookbehind needs a fixed length."""
+"""What may directly precede a word although it ends in a letter or digit."""
 
 
 def begin(first: str = "", ahead: str = "") -> str:
     """Return a pattern of `first`, of fixed length, at the start of a word.
 
-    `ahead` is a lookahead, `(?=...)`, that is tried after `first` and before any lookbehind. It fails at most places
-    and costs less.
+    `ahead`, a lookahead after `first`, fails at most places and costs less than the lookbehinds.
     """
     return rf"{first}{ahead}(?:(?<![A-Za-z0-9]{first})|{'|'.join(f'(?<={item}{first})' for item in _ESCAPES)})"
 
@@ -79,7 +75,7 @@ def begin(first: str = "", ahead: str = "") -> str:
 _END = "(?![A-Za-z0-9])"
 _AWS_VALUE = r"(?P<secret>[A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])"
 _NO_DASHES = r"(?:(?!----)[\s\S])"
-"""Text up to the next header, which has four dashes or more. No pattern looks past another header."""
+"""Text up to the next header of four dashes or more."""
 _PRIVATE_KEY = (
     r"-{4,5} ?BEGIN [A-Z0-9 ]{0,32}PRIVATE KEY[A-Z ]{0,16}-{4,5}"
     # Up to the end marker, if a key is between the two. Code has the markers alone.
@@ -89,12 +85,12 @@ _PRIVATE_KEY = (
     r"|(?:(?:\s|\\+[nr]|(?:Proc-Type|DEK-Info): [^\n\\]{0,256})*+[A-Za-z0-9+/=]{16,}+)+)"
 )
 _ARGUMENT = r"(?P<quote>[\"'])?(?![$<{`])(?P<secret>(?(quote)[^\"'\n]|[^\s\"'`;&|]){1,200})"
-"""An argument of a command that is neither a variable nor a placeholder. In quotes it may have spaces."""
+"""An argument that is no variable or placeholder; in quotes it may have spaces."""
 _MYSQL = (
     r"(?<![\w./-])(?:/[\w./-]{1,64}/)?(?:mysql(?:dump|admin|import|show|check)?|mariadb(?:-dump|-admin)?)"
     r"(?=\s)[^\n|;&]{0,400}?\s-p(?![\d.]+:)"
 )
-"""Takes a password after -p without a space. -p3306:3306 is a port of docker's."""
+"""Takes a password after -p without a space. -p3306:3306 is docker's."""
 _CURL = r"\bcurl\b[^\n|;]{0,400}?\s(?:-u|--user)[ =]?[\"']?[^\s:\"']{1,100}:(?P<secret>[^\s\"'$<{][^\s\"']{0,200})"
 _RULES: list[tuple[str, str, str]] = [
     ("private-key", "PRIVATE KEY", _PRIVATE_KEY),
@@ -179,11 +175,10 @@ _RULES: list[tuple[str, str, str]] = [
     ("basic-auth", "://", r"://[^:/?#\[\]@!$&'()*+,;=\s]+:(?P<secret>[^:/?#\[\]@!$&'()*+,;=\s]+)@"),
     ("password", "KEY= SECRET= TOKEN= PASSWORD= PASSWD= PASS= _PWD= _PW= _PAT= REDISCLI_AUTH=", named_values.VARIABLE),
 ]
-"""(kind, literals, pattern)."""
 
 
 def _word(prefix: str, rest: str) -> re.Pattern[str]:
-    """Return a pattern that starts with the literal, which the engine finds fast, and then looks back."""
+    """Return a pattern that starts with a literal, which is found fast, and then looks back."""
     return re.compile(begin(re.escape(prefix)) + rest)
 
 
