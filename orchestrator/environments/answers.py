@@ -1,4 +1,4 @@
-"""Final answers in replies: where they stand, and when two are the same; and tasks of one answer."""
+"""Final answers in replies: where they stand, when two are the same, and tasks of one answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INSTRUCTIONS: dict[AnswerPlace, str] = {
     "whole": "Give only the final answer.",
     "number": "Give the final answer as a number.",
 }
-"""System prompts that ask for the answer at a place."""
+"""System prompts by the answer's place."""
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _HASHES = re.compile(r"####[ \t]*(.*)")
@@ -31,13 +31,13 @@ _NUMBER_DIGITS = 200
 
 
 class TaskRow(vf.TaskData):
-    """verifiers' row of a task, for type checkers: they take a field for required whose default is positional."""
+    """verifiers' row, for type checkers: they take a field for required whose default is positional."""
 
     artifact_max_bytes: int = Field(default=MAX_ARTIFACT_BYTES, gt=0)
 
 
 class OneAnswer:
-    """Mixed into a `vf.Task`: one model turn, whose reply holds the answer at `answer_in`."""
+    """Mixed into a `vf.Task` of one model turn, with the answer at `answer_in`."""
 
     answer_in: AnswerPlace
 
@@ -54,7 +54,6 @@ class OneAnswer:
 
 
 def find_answer(reply: str, place: AnswerPlace) -> str | None:
-    """Return the final answer in a reply, or None."""
     if place in ("tag", "hashes"):
         marked = (_TAGGED if place == "tag" else _HASHES).findall(reply)
         return marked[-1].strip() if marked else None
@@ -66,9 +65,9 @@ def find_answer(reply: str, place: AnswerPlace) -> str | None:
 
 
 def same_answer(answer: str, expected: str) -> bool:
-    """Tell whether two final answers are equal: as numbers where both are, else as text without case and spaces.
+    """Tell whether answers are equal: as numbers where both are, else as text without case and spaces.
 
-    Thousands separators, currency and percent signs count for nothing: "$1,200.00" is "1200". "1/2" is "0.5".
+    Separators, currency and percent signs count for nothing: "$1,200.00" is "1200", "1/2" is "0.5".
     """
     number, expected_number = _as_number(answer), _as_number(expected)
     if number is not None and expected_number is not None:

@@ -2,8 +2,8 @@
 
     taskset = { id = "orchestrator.environments.reasoning_gym", datasets = { chain_sum = { max_terms = 3 } } }
 
-A generator is a function of (seed, index) and often draws the same question twice. So neither another seed nor another
-range of indices separates two sets. The question's own hash decides the split, whatever seed drew it.
+A generator often draws the same question twice, so neither another seed nor another range of indices separates two
+sets: the question's own hash decides the split.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _TRIES_PER_TASK = 200
 _ANSWER_CHARS = 2000
-"""A longer answer scores 0 without being parsed: some scorers take long for what a model may write."""
+"""A longer answer scores 0: some scorers take long for what a model may write."""
 
 
 class ReasoningGymConfig(vf.TasksetConfig):
@@ -73,11 +73,9 @@ class ReasoningGymConfig(vf.TasksetConfig):
 
 
 class ReasoningGymData(TaskRow):
-    """The wire row of a task."""
-
     dataset: str
     answer: str | None
-    """reasoning-gym's own answer; None where only its scorer can judge one."""
+    """None where only the dataset's scorer can judge one."""
 
 
 class ReasoningGymTask(OneAnswer, vf.Task[ReasoningGymData]):
@@ -99,8 +97,8 @@ class ReasoningGymTask(OneAnswer, vf.Task[ReasoningGymData]):
         try:
             return float(self._dataset.score_answer(answer, self._entry))
         except (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError):
-            # The entry is reasoning-gym's own, so its scorer could not parse this answer. That is a wrong answer,
-            # not a broken environment. Dropping it would teach the policy how to avoid the loss.
+            # The entry is reasoning-gym's own, so this answer could not be parsed, and is wrong. Dropping it would
+            # teach the policy how to avoid the loss.
             logger.info("%s: its scorer failed on %r", self.data.name, answer, exc_info=True)
             return 0.0
 
@@ -117,7 +115,7 @@ class ReasoningGym(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
             yield next(streams[index % len(streams)])
 
     def _stream(self, name: str, count: int) -> Iterator[ReasoningGymTask]:
-        """Yield `count` tasks of one dataset. Raises ConfigError when it has too few questions of the split."""
+        """Raise ConfigError when the dataset has too few questions of the split."""
         config = self.config
         try:
             dataset = reasoning_gym.create_dataset(name, **{"seed": config.seed, **config.datasets[name]})

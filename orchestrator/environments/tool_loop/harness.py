@@ -4,8 +4,8 @@
        ^            waits for the reply, at most request_timeout_s      |
        +---- tool replies <---- the task's executor <---- tool calls ---+
 
-Every call in a reply gets a tool message. A call that the renderer could not parse arrives as text (chat_renderer.py)
-and gets an error message. Without it, the conversation would end, and the policy could hide its broken calls that way.
+Every call in a reply gets a tool message. One that the renderer could not parse arrives as text (chat_renderer.py) and
+gets an error: else the conversation would end, and the policy could hide its broken calls.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 INVALID_CALL = "Invalid JSON in tool call"
 BROKEN = "broken_"
-"""Begins the id of a call that could not be read, which no executor sees."""
+"""Begins the id of a call that could not be read."""
 _CONTEXT_FULL = re.compile(r"context length|context window|max_model_len", re.IGNORECASE)
 _DONE = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 def bounded(text: str, limit: int, origin: str) -> str:
-    """Return a reply with its middle cut beyond `limit` characters. `origin`: who gave it, such as `tool 'search'`."""
+    """Return a reply with its middle cut. `origin`: who gave it, such as `tool 'search'`."""
     if len(text) <= limit:
         return text
     logger.warning(
@@ -49,7 +49,7 @@ def bounded(text: str, limit: int, origin: str) -> str:
 
 
 async def reply_of(executor: Any, name: str, arguments: str) -> str:
-    """Return the text of a tool's reply. Raises ToolsetError for anything else."""
+    """Return a tool's reply. Raises ToolsetError for one that is no text."""
     reply = executor.call(name, arguments)
     while inspect.isawaitable(reply):
         reply = await reply
@@ -69,7 +69,7 @@ def schemas_of(executor: Any) -> list[dict[str, Any]]:
 
 
 def wrong_tool(executor: Any, message: str) -> ToolsetError:
-    """Return an error whose traceback ends where the executor's `call` is written, if that is a function."""
+    """Return an error whose traceback ends where the executor's `call` is written."""
     error = ToolsetError(message)
     error.status_code = 400  # pyright: ignore[reportAttributeAccessIssue]  # Another try would not help.
     if (code := getattr(inspect.unwrap(executor.call), "__code__", None)) is not None:

@@ -6,12 +6,11 @@ An episode, its tools, the user's question and the answer all follow from one se
     >>> episode.question
     'Reverse 43, then take the larger of that and 26.'
 
-The same (seed, difficulty, split) always gives the same episode, on every platform. The two splits share no question.
+The same (seed, difficulty, split) gives the same episode on every platform. The two splits share no question.
 
-All values are non-negative integers written in decimal. Every operation has several tool names, and one of them is
-drawn for each episode. A memorized name is right only sometimes, so the model must read the list in the prompt.
-
-A wrong call is data for the model. The error texts are short and do not reveal the repair; hints do that.
+All values are non-negative integers in decimal. Every operation has several tool names, and one is drawn for each
+episode: a memorized name is right only sometimes, so the model must read the list in the prompt. Error texts are short
+and do not reveal the repair; hints do that.
 """
 
 import json
@@ -30,18 +29,18 @@ from orchestrator.environments.answers import TaskRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One computation that a tool can do."""
+    """What a tool can compute."""
 
     names: tuple[str, ...]
-    """Tool names to draw from. The first is the operation's key."""
+    """To draw from; the first is the operation's key."""
     description: str
-    """The description in the tool's schema."""
+    """In the tool's schema."""
     apply: Callable[..., int]
-    """The result, an integer >= 0 for the operands that episodes draw."""
+    """An integer >= 0 for the operands that episodes draw."""
     opening: str
-    """The user's words for it as the first step; {0} and {1} are the operands in call order."""
+    """The user's words for a first step; {0} and {1} are the operands."""
     following: str
-    """The user's words for it as a later step; {1} is the second operand, the first is the last result."""
+    """The user's words for a later step; the first operand is the last result."""
 
     @property
     def key(self) -> str:
@@ -99,10 +98,10 @@ ARGUMENT_NAMES: dict[int, tuple[tuple[str, ...], ...]] = {
     1: (("a",), ("x",), ("value",), ("number",)),
     2: (("a", "b"), ("x", "y"), ("left", "right"), ("first", "second"), ("m", "n")),
 }
-"""Argument names by arity; the first entry is the canonical one."""
+"""By arity; the first is canonical."""
 
 ARGUMENT_TYPES = ("integer", "string")
-"""JSON types to draw from. A "string" argument takes the number in quotes."""
+"""To draw from: a "string" takes the number in quotes."""
 
 EVAL_SHARE = 8
 """One in this many questions is held out."""
@@ -118,7 +117,7 @@ _WRONG_TYPE = "Wrong type for argument "
 _NOT_A_NUMBER = "Not a number: "
 _OUT_OF_RANGE = "Number out of range: "
 ERROR_STARTS = (INVALID_JSON, _TOOL_NOT_FOUND, _MISSING, _UNKNOWN, _WRONG_TYPE, _NOT_A_NUMBER, _OUT_OF_RANGE)
-"""The beginnings of all error texts. No result begins like one of them."""
+"""No result begins like one of them."""
 
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 _DIGITS_LIMIT = 12
@@ -127,16 +126,15 @@ _ECHO_LIMIT = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """One tool as an episode offers it."""
+    """A tool as an episode offers it."""
 
     operation: str
-    """Key of the `Operation` behind it."""
     name: str
-    """The drawn name that the model must use."""
+    """Drawn; the model must use it."""
     arguments: tuple[str, ...]
-    """Argument names, in the operation's order."""
+    """Names, in the operation's order."""
     argument_type: str
-    """JSON type that every argument must have: "integer" or "string"."""
+    """Of every argument: "integer" or "string"."""
 
     def schema(self) -> dict[str, Any]:
         """Return the tool as an OpenAI function definition."""
@@ -150,48 +148,45 @@ class Tool:
         return {"type": "function", "function": function}
 
     def encode(self, operands: tuple[int, ...]) -> dict[str, int | str]:
-        """Return the arguments object of a correct call with these operands."""
+        """Return the arguments of a correct call."""
         values = operands if self.argument_type == "integer" else tuple(str(value) for value in operands)
         return dict(zip(self.arguments, values, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeStep:
-    """One call that the answer needs."""
+    """A call that the answer needs."""
 
     operation: str
     """Key of the `Operation`."""
     operands: tuple[int, ...]
-    """Operand values in call order. After the first step, operand 0 is the previous result."""
+    """In call order. After the first step, operand 0 is the previous result."""
     result: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """One task: its tools, question, steps and answer."""
-
     seed: int
     difficulty: int
-    """Number of calls the answer needs, 1 to 3."""
+    """Calls that the answer needs, 1 to 3."""
     split: Split
     tools: tuple[Tool, ...]
-    """The tools on offer, in prompt order; a superset of what the steps need."""
+    """In prompt order; more than the steps need."""
     steps: tuple[EpisodeStep, ...]
     question: str
     answer: str
-    """The exact text of a right final answer."""
+    """Exact text."""
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools on offer, as OpenAI function definitions."""
         return [tool.schema() for tool in self.tools]
 
     async def call(self, name: str, arguments_json: str) -> str:
-        """Run a tool call. With `schemas` this makes an episode an executor of `tool_loop`."""
+        """Make the episode an executor of `tool_loop`."""
         return run_call(self, name, arguments_json)
 
     def tool_for(self, operation: str) -> Tool:
-        """Return the tool that performs an operation. Raises KeyError where this episode offers none."""
+        """Return the tool of an operation. Raises KeyError where this episode has none."""
         return {tool.operation: tool for tool in self.tools}[operation]
 
 
@@ -260,12 +255,11 @@ def _ask(steps: tuple[EpisodeStep, ...]) -> str:
 
 
 def is_error(text: str) -> bool:
-    """Tell whether a tool's reply is one of this module's errors."""
     return text.startswith(ERROR_STARTS)
 
 
 def run_call(episode: Episode, name: str, arguments_json: str) -> str:
-    """Return the reply to one tool call: the result in decimal, or an error text."""
+    """Return the result in decimal, or an error text."""
     tool = next((tool for tool in episode.tools if tool.name == name), None)
     if tool is None:
         return _TOOL_NOT_FOUND + _echo(name)
@@ -309,26 +303,22 @@ def _echo(text: str) -> str:
 
 
 class ToolsmithData(TaskRow):
-    """The wire row of a task. The whole episode follows from three of its fields."""
+    """The whole episode follows from three of its fields."""
 
     seed: int
-    """Seed of the episode."""
     difficulty: int
-    """Calls the answer needs, 1 to 3."""
     split: Split
     answer: str
-    """The exact right answer."""
 
     def tool_executor(self) -> Episode:
         return generate(seed=self.seed, difficulty=self.difficulty, split=self.split)
 
     def is_tool_error(self, text: str) -> bool:
-        """Tell whether a tool message reports a failed call."""
         return is_error(text)
 
 
 class ToolsmithTask(vf.Task[ToolsmithData]):
-    """Scores a rollout: 1.0 where the last reply is exactly the answer, else 0.0."""
+    """1.0 where the last reply is exactly the answer, else 0.0."""
 
     @property
     def key(self) -> str:
