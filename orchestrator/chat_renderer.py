@@ -1,7 +1,6 @@
 """Choose the renderer that turns a model folder's conversations into token ids.
 
-Importing this module imports renderers. Environment workers do it; the orchestrator only inside the threads that need a
-renderer. chat_template.py has what is light.
+Imports renderers: the orchestrator imports this only inside threads. chat_template.py has what is light.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ logger = logging.getLogger(__name__)
 
 _OURS = re.compile(r"orchestrator(\.\w+)+")
 _MOVED = "orchestrator.environments.tool_loop.renderer."
-"""Where folders of earlier releases have the renderers of this module."""
+"""Of earlier releases, for renderers of this module."""
 _RUNNABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
-"""Calls to pass on. The tool loop answers an unknown name."""
+"""The tool loop answers an unknown name."""
 _PROBES: list[list[Message]] = [
     [{"role": "user", "content": "What is 2 + 2?"}],
     [
@@ -65,18 +64,15 @@ _PROBE_TOOL: Any = {
 
 
 def build_renderer(model_path: str, choice: str | dict[str, Any] | None) -> tuple[RendererConfig, Renderer]:
-    """Return the configuration and the renderer of a model folder.
-
-    The first of these decides:
+    """Return configuration and renderer of a model folder. The first of these decides:
 
     1. `choice`, a renderer's name or configuration;
-    2. the folder's own renderer.json, which may only name renderers of this package: a model must not bring code;
+    2. the folder's renderer.json, which may only name ours: a model must not bring code;
     3. the folder's published name in renderers' own map;
     4. a renderer for its architecture, if it renders like the folder's chat template, token for token;
     5. the folder's chat template itself (`ChatTemplateRenderer`).
 
-    Raises ModelNotFoundError for a folder without a tokenizer, ConfigError for an unknown renderer, and for a folder
-    without a chat template or with one that cannot be rendered.
+    Raises ModelNotFoundError without a tokenizer, ConfigError where none of these fits.
     """
     tokenizer = read_tokenizer(model_path)
     config = _choose(model_path, tokenizer, choice)
@@ -95,7 +91,7 @@ def build_renderer(model_path: str, choice: str | dict[str, Any] | None) -> tupl
 
 
 def unread_call(renderer: Renderer) -> str | None:
-    """Return a tool call as the folder's chat template writes it, where it could not be read; else None."""
+    """Return a tool call as the chat template writes it, where it could not be read."""
     if not isinstance(renderer, ChatTemplateRenderer) or renderer._tool_parser is not None:
         return None  # The others read what they write.
     name, tools = _PROBE_TOOL["function"]["name"], [_PROBE_TOOL]
@@ -139,7 +135,7 @@ def _choose(model_path: str, tokenizer: Any, choice: str | dict[str, Any] | None
 
 
 def read_tokenizer(model_path: str) -> Any:
-    """Return the folder's tokenizer, without torch where it has a tokenizer.json. Raises ModelNotFoundError."""
+    """Return the tokenizer, without torch if it has a tokenizer.json. Raises ModelNotFoundError."""
     folder = Path(model_path)
     if not (folder / "tokenizer_config.json").exists():
         raise ModelNotFoundError(
@@ -153,7 +149,7 @@ def read_tokenizer(model_path: str) -> Any:
 
 
 def published_name(model_path: str) -> str | None:
-    """Return `org/name` of a model folder, if known."""
+    """Return `org/name`, if known."""
     folder = Path(model_path)
     for parent in folder.resolve().parents:
         if parent.name.startswith("models--"):
@@ -173,7 +169,7 @@ def _explicit(choice: str | dict[str, Any] | None) -> RendererConfig:
 
 
 def _by_architecture(model_path: str, tokenizer: Any) -> str | None:
-    """Return a model-specific renderer that agrees with the folder's template on every probe conversation."""
+    """Return a renderer that agrees with the folder's template on every probe."""
     model_type = str(_read_json(Path(model_path) / "config.json").get("model_type") or "")
     name = "qwen3" if model_type in ("qwen3", "qwen3_moe") else None
     if name is None or not getattr(tokenizer, "chat_template", None):
@@ -200,13 +196,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class ChatTemplateRenderer(DefaultRenderer):
-    """A renderer for any model whose folder has a chat template, SmolLM2 among them.
-
-    It is renderers' DefaultRenderer with three differences:
+    """renderers' DefaultRenderer, for any folder with a chat template, with three differences:
 
     1. A message without content renders as an empty one; SmolLM2's own template cannot print None.
-    2. The next turn's prompt extends the tokens of the last one, wherever the template keeps history as it was written.
-       Tokenizing sampled text again could give other ids, and so another conversation to train on.
+    2. The next prompt extends the tokens of the last turn, where the template keeps history as it was: tokenizing
+       sampled text again could give other ids.
     3. Tool calls written as `<tool_call>{"name": …, "arguments": {…}}</tool_call>` are parsed.
     """
 
@@ -216,11 +210,10 @@ class ChatTemplateRenderer(DefaultRenderer):
 
     @property
     def supports_tools(self) -> bool:
-        """Tell whether the template mentions tools."""
         return self._tool_parser is not None or "tools" in (self._tokenizer.chat_template or "")
 
     def parse_response(self, token_ids: list[int], **options: Any) -> ParsedResponse:
-        """Return content and tool calls of a completion; a malformed call stays in the content."""
+        """A malformed call stays in the content."""
         parsed = super().parse_response(token_ids, **options)
         if options.get("tools") and self._tool_parser is None:
             calls = [(block, _read_call(block[1])) for block in TOOL_CALL.finditer(parsed.content)]
@@ -241,7 +234,7 @@ class ChatTemplateRenderer(DefaultRenderer):
         *,
         tools: list[ToolSpec] | None = None,
     ) -> RenderedTokens | None:
-        """Return the previous ids and those of `new_messages`; None means render all again."""
+        """Return previous and new ids; None means render all again."""
         stop = self._tokenizer.eos_token_id
         if stop is None or not previous_prompt_ids or not new_messages or reject_assistant_in_extension(new_messages):
             return None
@@ -262,10 +255,7 @@ class ChatTemplateRenderer(DefaultRenderer):
         )
 
     def _pieces(self, new_messages: list[Message], tools: list[ToolSpec] | None) -> list[str] | None:
-        """Return the template's text after an assistant turn's stop token.
-
-        One piece for each new message, then the opening of the answer. None where the template does not simply append.
-        """
+        """Return the text after a turn's stop token: of each message, then of the opening; None if not appended."""
         opening: list[Message] = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": self._MARK}]
         messages = opening + [_with_content(message) for message in new_messages]
         try:
@@ -291,26 +281,25 @@ class ChatTemplateRenderer(DefaultRenderer):
 
 
 class VisibleCalls:
-    """Mixed into a renderer of the package renderers, it keeps broken tool calls visible.
+    """Mixed into a stock renderer, it leaves a call that cannot be run in the content, as the model wrote it.
 
-    Verifiers drops every call without a name, and its text with it. Here a call that cannot be run stays in the content
-    as the text that the model wrote. So the tool loop can answer it, and rendering it again gives the same tokens.
+    verifiers drops calls without a name. In the content the tool loop can answer them, and they render to the same
+    tokens again.
     """
 
     _tokenizer: Any
     get_stop_token_ids: Any
 
     def parse_response(self, token_ids: list[int], **options: Any) -> ParsedResponse:
-        """Parse like the base class, but move each call that cannot be run into the content."""
         try:
             parsed = super().parse_response(token_ids, **options)  # pyright: ignore[reportAttributeAccessIssue]
         except (ValueError, RecursionError):
-            # json.loads fails on absurd numbers and nesting with errors that the base class does not expect.
+            # json.loads fails on absurd numbers and nesting.
             return ParsedResponse(content=self._text(token_ids))
         runnable = [call for call in parsed.tool_calls if _runnable(call)]
         broken = [call for call in parsed.tool_calls if not _runnable(call)]
         if broken and not runnable:
-            # The whole reply as it was written, white space and all, so that it renders to the same tokens again.
+            # The whole reply, white space and all: it must render to the same tokens.
             parsed.content = self._text(token_ids)
         for call in broken if runnable else ():
             start, end = call.token_span or (0, 0)
@@ -324,7 +313,7 @@ class VisibleCalls:
 
 
 class ToolQwen3Renderer(VisibleCalls, Qwen3Renderer):
-    """For models that never think, such as the tiny ones that ship here: no turn gets an empty think block."""
+    """For models that never think: no turn gets an empty think block."""
 
     config_class = Qwen3RendererConfig
 
@@ -347,7 +336,7 @@ def _runnable(call: ParsedToolCall) -> bool:
 
 
 def _encodable(call: Any) -> bool:
-    """Tell whether a call can be sent. Half a character can be escaped in JSON, and UTF-8 cannot hold it."""
+    """Half a character can be escaped in JSON, and UTF-8 cannot hold it."""
     try:
         json.dumps(call, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -21,7 +21,7 @@ _SMALL_FILES = ("*.json", "*.model", "*.txt")
 
 
 def chat_folder(model_dir: Path, template: Path | None, run_root: Path) -> Path:
-    """Raise ConfigError for a `template` that cannot be read."""
+    """Return the folder. Raises ConfigError for a `template` that cannot be read."""
     if template is None:
         return model_dir
     try:

@@ -105,8 +105,7 @@ class Journal:
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES, *, min_seq: int = 0) -> None:
         """Cut off a torn tail of the newest segment. Raises CheckpointError for an older one's damage.
 
-        Numbers continue after `min_seq`: compaction may have emptied the journal, and new entries must not count as
-        old.
+        Numbers continue after `min_seq`: compaction may have emptied the journal.
         """
         folder.mkdir(parents=True, exist_ok=True)
         segments = [_Segment(path) for path in _segment_paths(folder)]
@@ -148,7 +147,12 @@ class Journal:
 
     async def formed_batches(self, after: int, left_out: Set[str] = frozenset()) -> list[Batch]:
         """Return `formed_batches` of all entries."""
-        return await asyncio.get_running_loop().run_in_executor(self._writer, self._formed_batches, after, left_out)
+
+        def read() -> list[Batch]:
+            self._rotate()
+            return formed_batches(self, after, left_out)
+
+        return await asyncio.get_running_loop().run_in_executor(self._writer, read)
 
     async def compact(self, *, oldest_seq: int, groups: set[int], steps: set[int]) -> None:
         """Keep segments with an entry newer than `oldest_seq`, one of `groups` or a batch of `steps`."""
@@ -182,10 +186,6 @@ class Journal:
         self._current.note(entry)
         if self._file.tell() >= self._segment_bytes:
             self._rotate()
-
-    def _formed_batches(self, after: int, left_out: Set[str]) -> list[Batch]:
-        self._rotate()
-        return formed_batches(self, after, left_out)
 
     def _rotate(self) -> None:
         if self._file is None or self._current is None:
@@ -312,7 +312,7 @@ def state_path(run_dir: RunDir, step: int) -> Path:
 
 
 def save_state(run_dir: RunDir, state: OrchestratorState) -> None:
-    """Raise CheckpointError, as for a full disk."""
+    """Write the state. Raises CheckpointError, as for a full disk."""
     path = state_path(run_dir, state.step)
     try:
         write_atomic(path, msgspec.json.format(msgspec.json.encode(state), indent=1) + b"\n")
@@ -321,7 +321,7 @@ def save_state(run_dir: RunDir, state: OrchestratorState) -> None:
 
 
 def load_state(run_dir: RunDir, step: int, run_id: str) -> OrchestratorState:
-    """Raise CheckpointError for a state that is missing, unreadable or of another run."""
+    """Read the state. Raises CheckpointError: missing, unreadable, of another run."""
     path = state_path(run_dir, step)
     try:
         state = msgspec.json.decode(path.read_bytes(), type=OrchestratorState)
@@ -417,7 +417,7 @@ def _batches(
 
 
 def without_left_out(batch: Batch, left_out: Set[str]) -> Batch:
-    """Leave out samples and pairs (`pair ID`)."""
+    """Return `batch` without samples and pairs (`pair ID`) of `left_out`."""
     if not left_out:
         return batch
     groups = []

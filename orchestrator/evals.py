@@ -3,8 +3,8 @@
     request(step, version) -> nodes serve version or newer -> rollouts (evaluation's permits)
                   -> metrics, rollouts/eval_*.jsonl
 
-One evaluation runs at a time, during training. If the next one is due meanwhile, it waits; of several that wait only
-the newest runs. The first evaluation takes all permits, so that it is over before the first weight swap.
+One evaluation runs at a time. Of several that are due meanwhile only the newest waits. The first one takes all permits,
+to be over before the first weight swap.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from orchestrator.workers.pool import EVAL, RolloutFailure, WorkerPool
 
 logger = logging.getLogger(__name__)
 _VERSION_TIMEOUT_S = 600.0
-"""How long an evaluation waits for the nodes to load its weights."""
+"""For the nodes to load an evaluation's weights."""
 
 
 TaskRollouts = list[FinishedRollout]
-"""The rollouts of one held-out task."""
+"""Of one held-out task."""
 HeldOutPlace = tuple[str, int, int]
-"""A rollout of an evaluation: source, task and sample."""
+"""Source, task and sample."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -46,32 +46,32 @@ class Evaluator:
     runner: RolloutRunner
     failures: FailureLog
     running: int | None = field(default=None, init=False)
-    """Step under evaluation; None while idle."""
+    """Step under evaluation."""
     skipped: int = field(default=0, init=False)
-    """Evaluations that a newer one replaced before they began."""
+    """Replaced by a newer one before they began."""
     _requested: tuple[int, int] | None = field(default=None, init=False)
-    """Step and policy version of the next evaluation."""
+    """Step and policy version of the next."""
     _progress: str = field(default="", init=False)
 
     @property
     def sources(self) -> list[SourceConfig]:
-        """Return the sources with held-out tasks; none when evaluation is off."""
+        """Return those with held-out tasks; none when evaluation is off."""
         return [
             source for source in self.run.settings.source if source.eval_taskset and self.run.settings.eval.every_steps
         ]
 
     def due(self, step: int, last_step: int) -> bool:
-        """Tell whether to evaluate after `step`: before the first step, every every_steps, after the last."""
+        """Tell whether to evaluate after `step`."""
         return bool(self.sources) and self.run.settings.eval.due(step, last_step)
 
     def holds(self, step: int, trained: int, last_step: int) -> bool:
-        """Tell whether the batch of `step` has to wait, so that each evaluation is played with its own weights."""
+        """Tell whether a batch waits, so that an evaluation is played with its own weights."""
         if self.run.settings.groups_per_step or not self.due(step, last_step):
             return False
         return self.step is not None or any(self.due(each, last_step) for each in range(trained + 1, step))
 
     def request(self, step: int, version: int) -> None:
-        """Evaluate `version`, unless that is done (a resumed run), under way or due."""
+        """Evaluate `version`, unless that is done, under way or due."""
         if self.run.run_dir.eval_rollouts(step).exists() or step == self.running or self._requested == (step, version):
             return
         if self._requested is not None:
@@ -82,24 +82,23 @@ class Evaluator:
         self.run.changed.notify()
 
     def forget_after(self, step: int) -> None:
-        """Delete evaluations of steps after `step`: the run went back, and their weights are gone."""
+        """Delete evaluations after `step`: the run went back."""
         for path in self.run.run_dir.eval_rollouts(0).parent.glob("eval_*.jsonl"):
             if int(path.stem.removeprefix("eval_")) > step:
                 path.unlink(missing_ok=True)
 
     @property
     def step(self) -> int | None:
-        """Step of the evaluation under way, else of the one that is due; None while idle."""
+        """Step of the evaluation under way, else of the next; None while idle."""
         return self._requested[0] if self.running is None and self._requested is not None else self.running
 
     def waiting_for(self) -> str | None:
-        """Describe the progress; None while idle."""
         if self.step is None:
             return None
         return f"evaluation of step {self.step}: {'about to start' if self.running is None else self._progress}"
 
     async def serve(self) -> None:
-        """Serve requests until cancelled. Raises DeadlineError when no node gets a version in time."""
+        """Serve until cancelled. Raises DeadlineError when no node gets a version in time."""
         while True:
             while self._requested is None:
                 await self.run.changed.wait(3600)
@@ -158,7 +157,6 @@ class Evaluator:
 
 
 def held_out_places(config: OrchestratorConfig, pools: Mapping[str, WorkerPool]) -> list[HeldOutPlace]:
-    """Return what an evaluation plays."""
     return [
         (source.name, task, sample)
         for source in config.source
@@ -197,7 +195,7 @@ async def play_held_out(
 
 
 def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> dict[str, float]:
-    """Return eval/<source>/…: means over tasks with 95 % intervals. What was not measured is absent."""
+    """Return eval/<source>/…: means over tasks, with 95 % intervals where measured."""
     rollouts = [*itertools.chain(*tasks)]
     by_task = [[rollout.reward for rollout in task if rollout.reward is not None] for task in tasks]
     scored = [*filter(None, by_task)]

@@ -1,9 +1,9 @@
-"""Rows of files for each step, as token ids of the policy: replay-DPO's pairs and SFT's conversations.
+"""Rows of files as token ids of the policy: replay-DPO's pairs and SFT's conversations.
 
     pairs.jsonl -> PairMixer (cursor) -> RowTokenizer.preference -> Preference
     files       -> ConversationRow    -> RowTokenizer.demonstration -> DemonstrationRows -> TermUnit
 
-A batch's pairs and the cursor after them are journaled with the batch. Which conversations a step trains follows from
+A batch's pairs and the cursor after them are journaled with it. Which conversations a step trains follows from
 run.seed, the step and the number of rows alone.
 """
 
@@ -35,23 +35,23 @@ FILES, EVAL_FILES = "orchestrator.demonstrations.files", "orchestrator.demonstra
 
 
 class PairCursor(msgspec.Struct, frozen=True, kw_only=True):
-    """A position in a pass. Pairs that the file gained since the pass began wait for the next one."""
+    """A position in a pass. Pairs that the file gained since wait for the next one."""
 
     number: int = 0
-    """Pass, from 0."""
+    """From 0."""
     position: int = 0
-    """Pairs of the pass that were drawn."""
+    """Pairs that were drawn."""
     known: int = 0
-    """Pairs that the file held when the pass began."""
+    """Pairs in the file when the pass began."""
     digest: str = ""
-    """Digest of those pairs' lines; a resumed run's file must begin with the same lines."""
+    """Of their lines: a resumed run's file must begin with the same."""
 
 
 class RowTokenizer:
-    """Turns the messages of pairs and conversations into token ids. Not thread-safe."""
+    """Turns messages into token ids. Not thread-safe."""
 
     def __init__(self, renderer: Any, *, max_context: int, row_tokens: int = 0) -> None:
-        """`renderer`: the one of rollouts. `row_tokens`: both sides of a pair share one row."""
+        """`renderer`: of rollouts. `row_tokens`: both sides of a pair share one row."""
         self._renderer = renderer
         self._max_context = max_context
         self._row_tokens = row_tokens
@@ -60,8 +60,7 @@ class RowTokenizer:
     def preference(self, pair: Pair) -> Preference | str:
         """Return the pair as ids, or why it cannot be trained.
 
-        context_differs: the template writes the messages before an answer in other tokens than the answer would be
-        sampled after, so the ids would not be those of a rollout.
+        context_differs: the template writes what precedes an answer otherwise than an answer is sampled after.
         """
         if pair.truncated:
             return "truncated"
@@ -95,11 +94,11 @@ class RowTokenizer:
         return list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=opening))
 
     def _end(self, ids: list[int], start: int, stop: int) -> int | None:
-        """Return the position after the token that ends the answer; None before `stop`."""
+        """Return the position after the answer's last token, at most `stop`."""
         return next((at + 1 for at in range(start, stop) if ids[at] in self._stops), None)
 
     def demonstration(self, row: ConversationRow) -> TermUnit | None:
-        """Return the row as ids; None where it is too long. Raises ConfigError for the template."""
+        """Return None for a row that is too long. Raises ConfigError for the template."""
         if row.tools and not getattr(self._renderer, "supports_tools", True):
             raise ConfigError(
                 f"{row.name} has tools, but the chat template of the model writes none: use a model or a "
@@ -137,13 +136,13 @@ class RowTokenizer:
         return ids, mask
 
     def _marked_by_prefixes(self, row: ConversationRow, messages: list[dict[str, Any]], ids: list[int]) -> list[bool]:
-        """Mark from where a turn is sampled to the token that ends it."""
+        """Mark a turn from its first token to the one that ends it."""
         mask = [False] * len(ids)
         for index in row.imitated:
             if index == 0:
                 raise _unmarked(row, "the conversation begins with an answer, and it opens none without a question")
             context = self._render(messages[:index], row.tools, opening=True)
-            # A turn that ends with another token than the stop token must not reach that of a later turn.
+            # A turn that ends otherwise must not reach the stop token of a later one.
             last = min(len(ids), len(self._render(messages[: index + 1], row.tools)))
             start = len(context)
             if ids[:start] != context:
@@ -156,7 +155,7 @@ class RowTokenizer:
 
 
 def _lost(messages: list[dict[str, Any]], shown: set[int]) -> list[int]:
-    """Return the messages with text or calls that have no token."""
+    """Return messages with text or calls, and without a token."""
     return [
         index
         for index, message in enumerate(messages)
@@ -174,7 +173,7 @@ def _unmarked(row: ConversationRow, reason: str) -> ConfigError:
 
 
 class PairMixer:
-    """Each pass over the file has its own order. It reads a file: call it from one thread at a time."""
+    """Each pass over the file has its own order. Call it from one thread at a time."""
 
     def __init__(
         self,
@@ -185,22 +184,21 @@ class PairMixer:
         seed: int,
         active: Callable[[int], bool] = lambda step: True,
     ) -> None:
-        """`active(step)`: whether replay-DPO has a weight at that step; where it has none, no pair is drawn."""
+        """`active(step)`: where replay-DPO has no weight, no pair is drawn."""
         self._file = file
         self._tokenizer = tokenizer
         self._per_step = per_step
         self._seed = seed
         self._active = active
         self.cursor = PairCursor()
-        """Where the pairs continue after the last draw."""
+        """After the last draw."""
         self.metrics: dict[str, float] = {}
         """Of the last draw."""
         self._pass: list[int] = []
-        """Pairs in the order of the pass under way."""
         self._refused: dict[int, str] = {}
-        """Why a pair of the file cannot be trained, by number."""
+        """Why a pair cannot be trained, by number."""
         self._warned_at = 0
-        """Pairs in the file when it was last reported that none can be trained."""
+        """Pairs in the file when it was last said that none can be trained."""
 
     def restore(self, cursor: PairCursor) -> None:
         """Continue from `cursor`. Raises CheckpointError for a file of other pairs."""
@@ -215,7 +213,7 @@ class PairMixer:
         self._shuffle()
 
     def draw(self, step: int) -> list[Preference]:
-        """Return the next `per_step` pairs that can be trained, none twice; fewer where the file has fewer."""
+        """Return the next `per_step` pairs that can be trained, none twice; fewer in a small file."""
         available = self._file.refresh() if self._active(step) else 0
         preferences: dict[str, Preference] = {}
         for _ in range(2 * available):
@@ -241,7 +239,7 @@ class PairMixer:
         return list(preferences.values())
 
     def _next(self, available: int) -> int:
-        """Return the next pair's number. `available`: pairs in the file now, at least 1."""
+        """Return the next pair's number, of `available` > 0 in the file."""
         if self.cursor.position == self.cursor.known:
             number = self.cursor.number + (self.cursor.known > 0)
             self.cursor = PairCursor(number=number, known=available, digest=self._file.digest(available))
@@ -269,7 +267,7 @@ class PairMixer:
 
 
 class DemonstrationRows:
-    """The rows of a run, tokenized once at its start. Thread-safe."""
+    """A run's rows, tokenized at its start. Thread-safe."""
 
     def __init__(
         self,
@@ -281,7 +279,7 @@ class DemonstrationRows:
         digest: str = "",
         left_out: frozenset[str] = frozenset(),
     ) -> None:
-        """`rows`: None for one that is too long. `left_out`: rows (`row NAME`) that made a step not finite."""
+        """`rows`: None for one that is too long. `left_out`: `row NAME` of those that made a step not finite."""
         self.held_out = list(held_out)
         self.digest = digest
         self._rows = list(rows)
@@ -289,14 +287,14 @@ class DemonstrationRows:
         self._seed = seed
         self._left_out = left_out
         self._pass: tuple[int, list[int]] = (-1, [])
-        """The pass that was asked for last, and the order of its rows."""
+        """The last one that was asked for, with its order."""
 
     def leave_out(self, names: set[str]) -> None:
-        """Serve no rows of `names` from now on: they made a step not finite."""
+        """These made a step not finite."""
         self._left_out |= names
 
     def of_step(self, step: int) -> list[TermUnit]:
-        """Return the rows of `step` (from 1): each row once a pass, in an order of that pass."""
+        """Return the rows of `step` (from 1): each once a pass."""
         if not self._rows:
             return []
         number, place = divmod(step - 1, -(-len(self._rows) // self._per_step))
@@ -309,7 +307,6 @@ class DemonstrationRows:
         return [row for row in chosen if row is not None and row.name not in self._left_out]
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the figures of `step` for the trainer's line."""
         if not self._rows:
             return {}
         served = self.of_step(step)
@@ -321,7 +318,7 @@ class DemonstrationRows:
         }
 
     def check_resume(self, before: str) -> None:
-        """Raise CheckpointError unless the files are those of the checkpoint, whose digest was `before`."""
+        """Raise CheckpointError unless the digest was `before` at the checkpoint."""
         if before != self.digest:
             raise CheckpointError(
                 f"{FILES} have digest {self.digest[:12] or 'none'}, but the checkpoint was made with "
@@ -333,10 +330,7 @@ NO_ROWS = DemonstrationRows([], per_step=1, seed=0)
 
 
 def build_mixer(config: Config, chat_folder: Path, run_root: Path) -> PairMixer | None:
-    """Return None where no pairs are mixed in. Loads the renderer: call it from a thread.
-
-    Raises ConfigError when a file that the configuration names is missing; the run directory's own may come later.
-    """
+    """Load the renderer: call it from a thread. Raises ConfigError for a named file that is missing."""
     preferences = config.orchestrator.preferences
     if not preferences.pairs_per_step:
         return None
@@ -358,7 +352,7 @@ def build_mixer(config: Config, chat_folder: Path, run_root: Path) -> PairMixer 
 def build_demonstrations(
     config: Config, chat_folder: Path, left_out: frozenset[str] = frozenset()
 ) -> DemonstrationRows:
-    """Read and tokenize the files of a run. Loads the renderer: call it from a thread. Raises ConfigError."""
+    """Load the renderer, and tokenize: call it from a thread. Raises ConfigError."""
     settings = config.orchestrator.demonstrations
     if not config.run.max_steps or not (settings.files or settings.eval_files):
         return NO_ROWS

@@ -2,7 +2,7 @@
 
     orchestrator --run-dir DIR                       as the launcher starts it: reads DIR/config.json
     orchestrator @ file.toml [--section.key VALUE]   on its own: nodes and trainer connect from elsewhere
-    orchestrator invite RUN_DIR                      one string with which nodes join from elsewhere (swarm/invite.py)
+    orchestrator invite RUN_DIR                      one string with which nodes join (swarm/invite.py)
     orchestrator nodes|drain|ban RUN_DIR [NODE]      look at a live run's nodes, and send them away (swarm)
 
 Exit status: 0 finished, 1 failed, 2 wrong configuration, 130 / 143 stopped by Ctrl-C / SIGTERM.
@@ -42,7 +42,7 @@ _COMMANDS = {
     **{name: f"orchestrator.swarm.node_commands:{name}" for name in ("nodes", "drain", "ban", "unban")},
     "invite": "orchestrator.swarm.invite",
 }
-"""Words after `orchestrator`, each with the module whose `main`, or the function that, runs it."""
+"""Module with a `main`, or function, by the word after `orchestrator`."""
 _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]
        orchestrator invite RUN_DIR (orchestrator invite --help)
        orchestrator nodes RUN_DIR | drain|ban|unban RUN_DIR NODE (orchestrator nodes --help)"""
@@ -111,7 +111,7 @@ def _prepare(config: Config, run_dir: RunDir) -> None:
 
 
 def _run(config: Config, run_dir: RunDir, ends: tuple[signal.Signals, ...]) -> int:
-    """Serve until the run is done or one of the signals `ends` comes."""
+    """Serve until the run is done or a signal of `ends` comes."""
     from composer_prime.model_source import resolve_model
     from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
     from orchestrator.event_loop import until_signal

@@ -107,7 +107,7 @@ class Pipeline:
         return self._loaded.result() if self._loaded.done() else None
 
     async def run(self) -> None:
-        """Raise what ended the run early."""
+        """Run to the last evaluation. Raises what ended the run early."""
         # `outer` closes last: teachers may take a while.
         async with AsyncExitStack() as outer, AsyncExitStack() as stack:
             server = await self._open(stack)
@@ -115,7 +115,8 @@ class Pipeline:
                 watchdog = await self._load(stack, server)
                 await self._until_finished(watchdog, outer)
             except Exception as error:
-                error = root_cause(error)
+                while isinstance(error, ExceptionGroup):
+                    error = error.exceptions[0]
                 logger.error("the run failed: %s", error)
                 server.finish(f"the orchestrator failed: {error}", failed=True)
                 if not self.batches.all_trained and server.last_heard is not None:
@@ -334,10 +335,3 @@ class Pipeline:
         watchdog.note_checkpoint(step)
         logger.info("checkpoint of step %d is saved", step, extra=event("checkpoint"))
         self.opened.changed.notify()
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """Return the first error in nested groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -482,8 +482,6 @@ class BatchScheduler:
             "eval/skipped": self.evaluator.skipped or None,
         }
 
-    # -- details -------------------------------------------------------------------------------------------------
-
     def _drop(self, group: FinishedGroup) -> None:
         self.dropped.add(group)
         self._write(Dropped(seq=self.journal.next_seq(), group=self.dropped.since_batch[-1]))

@@ -1,7 +1,6 @@
 """Which task comes next: group number -> (source, task, seed).
 
-The source of group i depends only on i and run.seed: point i of a golden-ratio sequence falls into the source's share
-of [0, 1). The seed is a hash of (run.seed, i).
+The source of group i depends on i and run.seed: point i of a golden-ratio sequence falls into its share of [0, 1).
 
 Each source's curriculum chooses the task (`orchestrator.curriculum`), built as `Class(num_tasks=…, seed=…, **kwargs)`.
 After a crash the journal replays its calls in their order.
@@ -33,13 +32,13 @@ from orchestrator.workers.pool import EVAL, TRAIN, SourceSpec, WorkerPool
 logger = logging.getLogger(__name__)
 
 CURRICULA = {"shuffled": "orchestrator.tasks:Shuffled", "frontier": "orchestrator.tasks:Frontier"}
-"""By short name."""
+"""Curricula by short name."""
 WHOLE = (0, 1)
-"""The shard that holds all tasks."""
+"""The shard of all tasks."""
 _SHARD_KEY = "task_shard"
 _GOLDEN = 0.6180339887498949
 _WINDOW, _CANDIDATES, _EXPLORE = 4, 8, 0.05
-"""Of the frontier: pass rates of a task that count, tasks that are compared, and the share of draws that take any."""
+"""Of the frontier: pass rates that count, tasks that are compared, and the share of draws that take any."""
 
 
 class Sources:
@@ -48,10 +47,7 @@ class Sources:
     def __init__(
         self, config: OrchestratorConfig, *, seed: int, num_tasks: dict[str, int], shard: tuple[int, int] = WHOLE
     ) -> None:
-        """`num_tasks`: training tasks by source name. `shard`: diloco.task_shard.
-
-        Raises ConfigError for a source without a task of this shard.
-        """
+        """`num_tasks`: by source. `shard`: diloco.task_shard. Raises ConfigError for a source without a task of it."""
         self._seed = seed
         self._group_size = config.group_size
         self._num_tasks = num_tasks
@@ -62,11 +58,11 @@ class Sources:
         self._offset = derive_seed(seed, "source") / (1 << 31)
         self._first, self._every = shard
         self.next_group = 0
-        """Number of the next new group."""
+        """Of the next new one."""
         self.again: list[GroupPlan] = []
-        """Groups that a crash cut short and that are still to be dispatched again."""
+        """That a crash cut short, to be dispatched again."""
         self.curricula: dict[str, Curriculum] = {}
-        """By source; each knows this shard's tasks only."""
+        """By source, of this shard's tasks."""
         for name in self._names:
             available = num_tasks[name]
             part = len(range(self._first, available, self._every))
@@ -79,12 +75,11 @@ class Sources:
             self.curricula[name] = build_curriculum(config.curriculum, num_tasks=part, seed=curriculum_seed)
 
     def source_of(self, group: int) -> str:
-        """Return the source that group number `group` draws its task from."""
         point = (self._offset + group * _GOLDEN) % 1.0
         return self._names[min(bisect.bisect_right(self._shares, point), len(self._names) - 1)]
 
     def next(self) -> tuple[GroupPlan, bool]:
-        """Return the plan of the group that starts next, and whether it is new."""
+        """Return the next group's plan, and whether it is new."""
         if self.again:
             return self.again.pop(0), False
         plan = self.plan(self.next_group)
@@ -92,7 +87,7 @@ class Sources:
         return plan, True
 
     def plan(self, group: int) -> GroupPlan:
-        """Return the plan of the next group. Call it once for each number, in order."""
+        """Call it once for each number, in order."""
         source = self.source_of(group)
         return GroupPlan(
             group=group,
@@ -112,19 +107,18 @@ class Sources:
         return msgspec.structs.replace(plan, task_index=index)
 
     def observe(self, group: FinishedGroup) -> None:
-        """Tell the source's curriculum how the group ended."""
         index_in_part = (group.plan.task_index - self._first) // self._every
         plan = msgspec.structs.replace(group.plan, task_index=index_in_part)
         self.curricula[plan.source].observe(msgspec.structs.replace(group, plan=plan))
 
     def state(self) -> dict[str, Any]:
-        """Return the curricula's states by source, each with the part of the tasks that it is of."""
+        """Return the curricula's states by source, each with its shard."""
         shard = (self._first, self._every)
         part = {} if shard == WHOLE else {_SHARD_KEY: list(shard)}
         return {name: curriculum.state() | part for name, curriculum in self.curricula.items()}
 
     def load_state(self, states: dict[str, Any]) -> None:
-        """Load a checkpoint's state. Sources that it lacks start over, and all do after a change of task_shard."""
+        """Sources start over that the state lacks, and all after a change of task_shard."""
         for name, state in states.items():
             if name not in self.curricula:
                 continue
@@ -135,17 +129,17 @@ class Sources:
 
 
 class Curriculum(Protocol):
-    """Called from the event loop: each call must be quick."""
+    """Called from the event loop: it must be quick."""
 
     def next_task(self) -> int:
-        """Return the index of the task that the next group plays, in [0, num_tasks)."""
+        """Return the next group's task, in [0, num_tasks)."""
         ...
 
     def observe(self, group: FinishedGroup) -> None:
-        """Take in a group of this source that ended, with any outcome; `group.plan.task_index` is its task."""
+        """Take in a group of any outcome; `group.plan.task_index` is its task."""
 
     def state(self) -> dict[str, Any]:
-        """Return everything that `load_state` needs, as plain JSON values."""
+        """Return what `load_state` needs, as plain JSON values."""
         ...
 
     def load_state(self, state: dict[str, Any]) -> None: ...
@@ -153,7 +147,7 @@ class Curriculum(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Shuffled:
-    """Every task once per epoch, each epoch in its own order."""
+    """Every task once an epoch, each in its own order."""
 
     num_tasks: int
     seed: int
@@ -172,7 +166,7 @@ class Shuffled:
         return self._order[position]
 
     def observe(self, group: FinishedGroup) -> None:
-        """Do nothing: a fixed order learns nothing from results."""
+        """A fixed order learns nothing."""
 
     def state(self) -> dict[str, Any]:
         return {"drawn": self._drawn}
@@ -185,9 +179,8 @@ class Shuffled:
 class Frontier:
     """Prefers tasks with an intermediate pass rate: p(1-p) is largest where a group carries most signal.
 
-    A task's weight is 4 p (1 - p), with p the mean of its last group pass rates; an unplayed task counts as p = 1/2.
-
-    Of some tasks drawn uniformly the heaviest is played (ties: the first drawn); with probability _EXPLORE it is any.
+    p is the mean of a task's last group pass rates, 1/2 for an unplayed one. Of some tasks drawn uniformly the one with
+    the largest 4p(1-p) is played; with probability _EXPLORE it is any.
     """
 
     num_tasks: int
@@ -222,7 +215,7 @@ class Frontier:
 
 
 def build_curriculum(config: CurriculumConfig, *, num_tasks: int, seed: int) -> Curriculum:
-    """Build the curriculum of one source. Raises ConfigError for a class that does not fit."""
+    """Build a source's curriculum. Raises ConfigError for a class that does not fit."""
     key, given = "orchestrator.curriculum.import_path", {"num_tasks": num_tasks, "seed": seed}
     curriculum = build_part(config.import_path, config.kwargs, CURRICULA, key, given)
     missing = [name for name in ("next_task", "observe", "state", "load_state") if not hasattr(curriculum, name)]
@@ -234,7 +227,7 @@ def build_curriculum(config: CurriculumConfig, *, num_tasks: int, seed: int) -> 
 
 
 def worker_pools(config: Config, model_dir: Path, logs: Path) -> dict[str, WorkerPool]:
-    """Return the workers of each source, by its name; they are still to be started."""
+    """Return the workers of each source, not started."""
     return {
         source.name: WorkerPool(
             source_spec(source, config, model_dir),

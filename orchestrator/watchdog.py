@@ -1,7 +1,4 @@
-"""What the run waits for, and since when: in words for people, and as deadlines.
-
-The deadlines are those that no single wait owns: a batch that does not fill, a silent trainer.
-"""
+"""What the run waits for, in words, and deadlines that no single wait owns: an unfilled batch, a silent trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _WATCH_S = 0.25
 
 
 def describe_startup(config: Config, gateway: Gateway, pools: Mapping[str, WorkerPool]) -> str:
-    """Return what a starting run waits for. `pools`: environment workers by source."""
+    """Return what a starting run waits for."""
     loading = [name for name, pool in pools.items() if not pool.players]
     part = f"the environment workers of {', '.join(loading)}" if loading else "tasks and tokenizers"
     return f"{part} are loading; {describe_nodes(config, gateway)}"
@@ -55,22 +52,19 @@ class RunWatchdog:
     _last_checkpoint: int = field(default=0, init=False)
 
     def note_checkpoint(self, step: int) -> None:
-        """Record that the checkpoint of `step` is written."""
         self._last_checkpoint = max(self._last_checkpoint, step)
 
     @property
     def trainer_is_done(self) -> bool:
-        """Tell whether all steps are trained, and the last checkpoint is written or none is due."""
+        """Tell whether all steps are trained, and the last checkpoint is not due any more."""
         return self.run.batches.all_trained and self._last_checkpoint >= self.run.batches.last_step
 
     def next_order(self) -> str:
-        """Say what the trainer does next."""
         batches = self.run.batches
         return f"ask for checkpoint {batches.trained}" if batches.all_trained else f"train step {batches.trained + 1}"
 
     @property
     def finished(self) -> bool:
-        """Tell whether the trainer is done and the last evaluation is written."""
         return self.trainer_is_done and self.evaluator.step is None
 
     def waiting_for_batch(self, step: int) -> str:
@@ -83,7 +77,7 @@ class RunWatchdog:
         return "; ".join(reason for reason in reasons if reason)
 
     def waiting_for(self) -> str | None:
-        """Return what the orchestrator waits for now; None while everything works."""
+        """Return what the orchestrator waits for; None while everything works."""
         if self.replay is not None and (replay := self.replay.waiting_for()) is not None:
             return replay
         all_trained = self.run.batches.all_trained

@@ -13,8 +13,9 @@ from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOu
 def batch_metrics(
     version: int, groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup], whole: Sequence[FinishedGroup]
 ) -> dict[str, float]:
-    """`groups` are trained from `version` on, `dropped` ended otherwise since the batch before. `whole`: `groups`
-    before their stale tokens were cut out.
+    """Return the figures of a batch that is trained from `version` on.
+
+    `dropped` ended otherwise since the batch before. `whole`: `groups` before their stale tokens were cut out.
     """
     scored = [*groups, *(group for group in dropped if group.outcome is GroupOutcome.FILTERED)]
     everything = [*groups, *dropped]

@@ -106,7 +106,7 @@ def last_batch(version: int, max_staleness: int, max_steps: int, versions: Versi
 
 
 def free_slots(batches: int, under_way: int, groups_per_step: int) -> int:
-    """`batches`: those without groups that may use what starts now. `under_way`: groups in flight or in the buffer."""
+    """Return how many more groups may start now, for `batches` without groups, with `under_way` started or ready."""
     return max(0, batches * groups_per_step - under_way)
 
 
@@ -150,10 +150,7 @@ class Buffer:
         ]
 
     def take(self, count: int, oldest: int, newest: int, *, with_distilled: bool = True) -> list[FinishedGroup] | None:
-        """Remove and return the first `count` usable groups; None while there are fewer.
-
-        At most as many DISTILLED groups go with them. All keep their older tokens.
-        """
+        """Remove and return `count` usable groups, with at most as many DISTILLED ones; None while there are fewer."""
         numbers = self.usable(oldest, newest)[:count]
         if len(numbers) < count:
             return None
@@ -276,10 +273,7 @@ class Batches:
         return any(map(self.distils, range(first, max(first, self.last_using(self.versions.newest)) + 1)))
 
     async def of_rank(self, batch: Batch, rank: int, layout: Layout) -> bytes:
-        """Return the message of `rank`. The first rank that asks fixes the layout.
-
-        Raises RunMismatchError for another layout, ConfigError when a sample fits no row.
-        """
+        """Return the message of `rank`; the first one fixes the layout. Raises RunMismatchError and ConfigError."""
         fixed = self._layouts.setdefault(batch.step, layout)
         if fixed != layout:
             raise RunMismatchError(

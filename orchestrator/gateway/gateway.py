@@ -56,11 +56,7 @@ class Gateway:
         model_dir: Path,
         fail: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """Connect the parts in a running event loop; nothing is bound yet.
-
-        `model_dir`: has config.json, tokenizer and chat template. `fail` is called when the gateway fails.
-        Raises ModelNotFoundError.
-        """
+        """Connect the parts; needs a running event loop. `fail` gets what ends it. Raises ModelNotFoundError."""
         admission = Admission(config, keys, run_id, model_dir)
         node_socket = NodeSocket(keys, config.model.max_context, admission.is_admitted)
         self.lag = LoopLag()
@@ -119,7 +115,7 @@ class Gateway:
         self._tasks = [watched(each, self._fail) for each in work]
 
     async def close(self, *, finished: bool = False) -> None:
-        """With `finished`, nodes learn that the run is over."""
+        """Free both addresses. With `finished`, nodes learn that the run is over."""
         if finished:
             self.link.tell_all(Dismissed(reason="the run is finished", finish_first=True))
         self.control.close()
@@ -136,24 +132,19 @@ class Gateway:
         if self._on_failure is not None:
             self._on_failure(error)
 
-    # -- addresses -----------------------------------------------------------------------------------------------
-
     @property
     def http_url(self) -> str:
         return self._http.url
 
     @property
     def node_endpoint(self) -> str:
-        """`tcp://host:port` where nodes connect."""
+        """Where nodes connect, `tcp://host:port`."""
         return self.link.endpoint
 
     # -- policy versions and nodes -------------------------------------------------------------------------------
 
     def publish(self, signed: bytes) -> int:
-        """Send a signed manifest to all nodes. Return its version.
-
-        Raises WireError or SignatureError when it is not of this run.
-        """
+        """Send a signed manifest to all nodes; return its version. Raises WireError and SignatureError."""
         welcome = self.link.welcome
         verifier = Ed25519PublicKey.from_public_bytes(welcome.verify_key)
         manifest = open_signed(signed, verifier, run_id=welcome.run_id)
@@ -206,8 +197,6 @@ class Gateway:
             self.control.tick()
             if self.audits is not None:
                 self.audits.auditors.tick()
-
-    # -- state ---------------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float | None]:
         """Return the numbers for metrics.jsonl, rates since the last call."""

@@ -459,10 +459,7 @@ class _OpenRollout:
         return sum(map(len, self.sessions.get(session, ())))
 
     def repeated(self, session: str, prompt_ids: np.ndarray) -> tuple[Answer | None, np.ndarray]:
-        """Return the next turn's recorded answer, None for one to draw, and the ids that a node reads.
-
-        Raises RequestError where the rollout has left the recorded one.
-        """
+        """Return the next turn's recorded answer or None, and the ids that a node reads. Raises RequestError."""
         redraw, turn = self.redraw, self.answered(session)
         if redraw is None or turn > redraw.turn:
             return None, prompt_ids
@@ -499,7 +496,7 @@ class RolloutRecords:
     """Sessions of open rollouts, by rollout id."""
 
     def __init__(self, placing: Placing | None = None, audits: Audits | None = None) -> None:
-        """`placing` forgets sessions that end, `audits` are offered answers."""
+        """`placing` forgets sessions that end; `audits` are offered answers."""
         self._placing = placing
         self._audits = audits
         self._open: dict[str, _OpenRollout] = {}

@@ -59,8 +59,7 @@ _MAX_REMEMBERED = 4096
 _GARBAGE_BYTES = 1 << 8
 """Garbage counts as one message for each of this many: 1 MiB is the budget."""
 _UNASKED_MESSAGES = 4096
-"""That a node may send at once. Each of its places allows two more: answers to requests that were taken back come
-late."""
+"""That a node may send at once; two more for each place: answers to requests that were taken back come late."""
 _UNASKED_PER_S = 50.0
 _HELLO_COST = 16
 """In messages: a Hello attaches the node from scratch."""
@@ -265,7 +264,7 @@ class NodeLink:
         self._replies: UnderWay = {}
 
     def start(self) -> None:
-        """Raise PortInUseError, and ConfigError when keys are missing."""
+        """Bind the port. Raises PortInUseError, and ConfigError when keys are missing."""
         self.admission.open()
         self._socket.bind(self._config.orchestrator.node_address)
 
@@ -479,10 +478,7 @@ class NodeLink:
         self._router.place()
 
     def _refusal_for_now(self, identity: bytes, hello: NodeHello) -> str | None:
-        """Return why the node must restart first, or why its name is not free.
-
-        A name is free when its holder leaves, has closed its connection or counts as lost.
-        """
+        """Return why the node must restart first, or why the holder of its name keeps that."""
         if hello.run_id not in (None, self.welcome.run_id):
             return f"the node served run {hello.run_id!r}, this is run {self.welcome.run_id!r}: restart the node"
         holder = self._router.nodes.get(hello.node_id)

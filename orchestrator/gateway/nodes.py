@@ -344,7 +344,7 @@ class NodeSpeed:
         self._weight = 0.0
 
     def note(self, elapsed_s: float, *, cold: int, sampled: int, load: float) -> None:
-        """`load`: mean requests that the node held."""
+        """Take in an answer. `load`: mean requests that the node held."""
         self.answers += 1
         answer = np.array([cold, sampled * load], dtype=float)
         self._squares = _FORGET * self._squares + np.outer(answer, answer)
@@ -430,7 +430,7 @@ class Placing:
         return node.node_id == request.avoid, seconds * self.crowding(request, node), node.node_id
 
     def seconds(self, request: GatewayRequest, node: AttachedNode, *, hopeful: bool = False) -> float:
-        """With `hopeful`, an idle node that is not measured has no `fastest_s`, so that it is tried at all."""
+        """Return the time on `node`. A `hopeful` one that is not measured has no `fastest_s`, to be tried at all."""
         pace, speed = self.pace(node), node.speed
         if hopeful and speed.pace is None and speed.is_hopeful:
             pace = Pace(pace.prompt_s, pace.token_s)
@@ -438,7 +438,7 @@ class Placing:
         return pace.seconds(self.cold(request, node), sampled, len(node.leases) + 1)
 
     def pace(self, node: AttachedNode) -> Pace:
-        """A node without one is slower, the fewer places it has."""
+        """Return the pace to reckon with. A node without one is slower, the fewer places it has."""
         usual, pace = self.median, node.speed.pace
         places_share = min(node.hello.max_concurrent, UNPROVEN_PLACES) / UNPROVEN_PLACES
         if usual is None:
@@ -483,7 +483,7 @@ class Placing:
     def note_answer(
         self, request: GatewayRequest, running: Running, sampled: int, nodes: Iterable[AttachedNode]
     ) -> None:
-        """`running.node`, one of `nodes`, no longer holds the request."""
+        """Take in an answer. Its node, one of `nodes`, no longer holds the request."""
         node, session, now = running.node, request.asked.session, time.monotonic()
         load = (running.load + len(node.leases) + 1) / 2
         node.speed.note(max(now - running.placed, 1e-6), cold=running.cold, sampled=sampled, load=load)

@@ -153,7 +153,7 @@ class Router:
         return streamed
 
     def assign(self, request: GatewayRequest, node: AttachedNode) -> None:
-        """`node` continues after the tokens that others have sampled."""
+        """Send `request` to `node`, which continues after the tokens of others."""
         if request.kept and request.asked.sampling.stop and node.hello.engine not in CONTINUE:
             self._start_over(request)
         running = self.placing.note_placed(request, node)
@@ -162,7 +162,7 @@ class Router:
             self._take_away(node, "unreachable")
 
     def reissue(self, request: GatewayRequest, reason: str, *, keep: bool, cancel: bool = True) -> None:
-        """With `keep`, another node continues after the streamed tokens."""
+        """Queue a request of a node again. With `keep`, another one continues after the streamed tokens."""
         streamed = request.running.streamed if request.running is not None else NO_TOKENS
         if keep and streamed:
             request.kept = request.kept.then(streamed)

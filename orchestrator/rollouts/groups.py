@@ -90,7 +90,7 @@ class FinishedRollout(RolloutReply, frozen=True, kw_only=True, tag=False):
     nodes: list[str] = msgspec.field(default_factory=list)
     """That sampled it, in order of their first answers."""
     turn_nodes: list[int] = msgspec.field(default_factory=list)
-    """Index into `nodes` by turn number (TurnSpan)."""
+    """By turn number (TurnSpan): index into `nodes`."""
 
 
 CompiledRollout = tuple[FinishedRollout, list[Sample]]
@@ -109,7 +109,7 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def version_min(self) -> int:
-        """Of groups with samples only."""
+        """Oldest policy version of its tokens; of groups with samples only."""
         return min(sample.version_min for sample in self.samples)
 
     @property
@@ -171,10 +171,7 @@ def _overlaps(turn: HintedTurn, spans: Iterable[VersionSpan]) -> bool:
 
 
 def _without_stale_tokens(sample: Sample, oldest: int) -> Sample | None:
-    """Return `sample` with mask and advantage 0 on tokens before `oldest`; None when nothing trains.
-
-    Hinted turns with such a token are left out.
-    """
+    """Mask tokens of versions before `oldest`, and leave out hinted turns with one. None: nothing trains."""
     stale = [span for span in sample.version_spans if span.version < oldest]
     if not stale:
         return sample

@@ -61,7 +61,7 @@ class Permits:
 
     @contextlib.asynccontextmanager
     async def hold(self, taskset: str, order: int) -> AsyncIterator[None]:
-        """Lower `order` goes first."""
+        """Hold a permit; lower `order` goes first."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting[taskset], (order, next(self._ticket), future))
         self._grant()
@@ -275,10 +275,7 @@ def finish_rollout(
 
 
 def compile_rollout(plan: GroupPlan, reply: RolloutReply, records: Sequence[GenerationRecord]) -> list[Sample]:
-    """Return the samples of a rollout, advantages still zero, of trainable sessions alone.
-
-    Raises RolloutError when the records contradict themselves or the worker's turns.
-    """
+    """Return samples of trainable sessions, advantages still zero. Raises RolloutError for contradicting records."""
     trainable = {session.session_id for session in reply.sessions if session.trainable}
     branches: list[Branch] = []
     num_turns = 0

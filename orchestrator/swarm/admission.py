@@ -75,7 +75,7 @@ class ServedFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Of all chunks; 0 before the first node enrolled."""
+        """Bytes of all chunks; 0 before the first node enrolled."""
         return sum(size for _, _, size in self._places.values())
 
     def _sign(self) -> bytes:
@@ -170,7 +170,7 @@ class Admission:
         return key != self._shared_key
 
     def name_refusal(self, key: bytes, node_id: str) -> str | None:
-        """A name belongs to who enrolled with it."""
+        """Return why `key` may not speak for `node_id`: a name belongs to who enrolled with it."""
         own = self.name_of(key)
         if own is not None:
             if own == node_id:

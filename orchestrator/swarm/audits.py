@@ -139,12 +139,12 @@ class Auditors:
         return self._socket.endpoint
 
     def start(self, on_error: Callable[[BaseException], None]) -> None:
-        """Raise PortInUseError, and ConfigError when a key is missing."""
+        """Bind the port. Raises PortInUseError, and ConfigError when a key is missing."""
         self._socket.bind(self._config.orchestrator.audit.address)
         self._tasks = [watched(self._receive(), on_error)]
 
     async def close(self, *, finished: bool = False) -> None:
-        """With `finished`, auditors learn that the run is over."""
+        """Stop serving. With `finished`, auditors learn that the run is over."""
         await end(self._tasks)
         for identity in self.connected if finished else ():
             self._socket.send(identity, Dismissed(reason="the run is finished", finish_first=True))
@@ -419,8 +419,6 @@ class Audits:
         lost = f"its {len(rollouts)} unaudited rollouts are dropped unless a batch has them"
         logger.warning("%s; %s", text, lost, extra=event("node", text=text))
         self._on_quarantine(node_id, reason)
-
-    # -- state ---------------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers for metrics.jsonl, over the whole run."""

@@ -62,7 +62,7 @@ unban = partial(_act, "unban", "let a banned node connect again")
 
 
 def live_rows(run_dir: RunDir) -> list[NodeRow]:
-    """Raise NotLiveError and DeadlineError."""
+    """Return the table of a live run. Raises NotLiveError and DeadlineError."""
     return msgspec.convert(_ask(run_dir, "GET", "/control/nodes")["nodes"], list[NodeRow])
 
 

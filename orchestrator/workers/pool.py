@@ -394,10 +394,7 @@ class WorkerProcess:
     async def start(
         cls, spec: SourceSpec, number: int, *, start_timeout_s: float, hang_timeout_s: float, log_dir: Path | None
     ) -> tuple[WorkerProcess, WorkerReady]:
-        """Return a worker that has loaded its environment, and its report.
-
-        Raises the error that it reports, EnvironmentWorkerError when it ends first, and DeadlineError.
-        """
+        """Return a loaded worker and its report. Raises what it reports, EnvironmentWorkerError and DeadlineError."""
         worker = await cls._spawn(spec, number, log_dir)
         naming = asyncio.create_task(worker._name_loading())
         try:

@@ -289,7 +289,7 @@ def _check_plugin(source: str, kind: str, plugin_id: Any, load: Any) -> None:
 
 
 def to_reply(request: RunRollout, task: vf.Task, episode: Episode | None, traces: list[vf.Trace]) -> RolloutReply:
-    """`episode`: None where the deadline cut it. `traces`: in the order of their session ids."""
+    """Return an episode's reply; None: the deadline cut it. `traces`: in the order of their session ids."""
     main = next((trace for trace in traces if trace.agent.trainable), traces[0] if traces else None)
     if episode is None:
         failure = RolloutFailure(kind="timeout", message=f"no end after timeout_s = {request.timeout_s:g} s")
