@@ -58,6 +58,8 @@ class Assignment:
     """Where weight chunks outlast the process; None keeps none."""
     first: tuple[bytes, bytes, str] | None = None
     """A signed manifest, its verify key and run, in use before the node attaches."""
+    on_token: Callable[[str, int, float], None] | None = None
+    """As of the local engine."""
 
 
 def run_node(assignment: Assignment) -> int:
@@ -94,7 +96,7 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
             starting.result().stop(number.name)
 
     async with AsyncExitStack() as stack:
-        starting = asyncio.ensure_future(_start(assignment, folder, stack))
+        starting = asyncio.ensure_future(start_node(assignment, folder, stack))
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
         with suppress(asyncio.CancelledError):
@@ -102,13 +104,14 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
             await node.run()
 
 
-async def _start(assignment: Assignment, folder: Path, stack: AsyncExitStack) -> InferenceNode:
+async def start_node(assignment: Assignment, folder: Path, stack: AsyncExitStack) -> InferenceNode:
     """Return the node, its first version in use. `stack` closes its parts."""
     import torch
 
     from composer_prime.wire.node_messages import ToAuditor, ToNode
     from inference.audit import Auditor
     from inference.engines.base import build_engine
+    from inference.engines.local.local_engine import LocalEngine
     from inference.node import GatewayLink, InferenceNode
     from inference.receiver import Receiver
 
@@ -121,6 +124,8 @@ async def _start(assignment: Assignment, folder: Path, stack: AsyncExitStack) ->
     source = _weights(assignment, link, stack)
     stack.push_async_callback(asyncio.to_thread, link.close)
     engine = build_engine(inference, folder, max_context)
+    if isinstance(engine, LocalEngine):
+        engine.on_token = assignment.on_token
     on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
     tolerance = inference.canary_limit(on_cuda=on_cuda)
     stack.push_async_callback(engine.close)

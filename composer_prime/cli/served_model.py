@@ -26,6 +26,7 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore
 
 if TYPE_CHECKING:
+    from inference.serving import Assignment
     from orchestrator.gateway import Gateway
     from orchestrator.workers.pool import WorkerPool
 
@@ -44,6 +45,7 @@ async def serve(
     engine. Raises ModelNotFoundError, ConfigError, EngineError, and DeadlineError after READY_S.
     """
     from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
+    from inference.serving import Assignment
     from orchestrator.chat_template import chat_folder
     from orchestrator.gateway.gateway import Gateway
 
@@ -56,9 +58,19 @@ async def serve(
     chat = chat_folder(model_dir, config.model.chat_template, folder)
     keys = RunKeys.create(run_dir.keys)
     gateway = Gateway(_on_loopback(config), keys, "local", WeightStore(run_dir.weights), model_dir=chat)
+    assignment = Assignment(
+        node_name="node-0",
+        inference=config.inference,
+        model=config.model.path,
+        max_context=config.model.max_context,
+        keys=lambda: keys.client("node"),
+        address=lambda: gateway.node_endpoint,
+        run_dir=run_dir,
+        on_token=on_token,
+    )
     await gateway.start()
     try:
-        node = asyncio.create_task(_run_node(config, gateway, keys, model_dir, run_dir, on_token))
+        node = asyncio.create_task(_run_node(assignment, model_dir))
         try:
             await _until_served(gateway, node)
             yield gateway, chat
@@ -95,40 +107,15 @@ async def serve_with_workers(config: Config, folder: Path) -> AsyncIterator[tupl
         yield gateway, pools
 
 
-async def _run_node(
-    config: Config,
-    gateway: Gateway,
-    keys: RunKeys,
-    model_dir: Path,
-    run_dir: RunDir,
-    on_token: Callable[[str, int, float], None] | None,
-) -> None:
-    """Load the engine and serve `gateway` until cancelled."""
+async def _run_node(assignment: Assignment, model_dir: Path) -> None:
     import torch
 
-    from inference.engines.base import build_engine
-    from inference.engines.local.local_engine import LocalEngine
-    from inference.node import GatewayLink, InferenceNode
-    from inference.receiver import FolderSource, Receiver
+    from inference.serving import start_node
 
-    inference = config.inference
-    torch.set_num_threads(inference.threads)
-    engine = build_engine(inference, model_dir, config.model.max_context)
-    if isinstance(engine, LocalEngine):
-        engine.on_token = on_token
-    link = GatewayLink(lambda: gateway.node_endpoint, keys.client("node"))
-    receiver = None
-    try:
-        await engine.start()
-        on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
-        source = FolderSource(WeightStore(run_dir.weights))
-        receiver = Receiver(engine, source, model_dir, inference.canary_limit(on_cuda=on_cuda))
-        await InferenceNode("node-0", engine, link, receiver, inference, max_context=config.model.max_context).run()
-    finally:
-        await engine.close()
-        await asyncio.to_thread(link.close)
-        if receiver is not None:
-            receiver.close()
+    torch.set_num_threads(assignment.inference.threads)
+    async with AsyncExitStack() as stack:
+        node = await start_node(assignment, model_dir, stack)
+        await node.run()
 
 
 async def _until_served(gateway, node: asyncio.Task[None]) -> None:
