@@ -36,7 +36,6 @@ from composer_prime.run.process import end_with_parent
 from composer_prime.wire.node_messages import Sampling
 from inference.engines.local.local_engine import LocalEngine
 
-FAILED = 1
 _THINK = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _MAX_BODY_BYTES = 64 << 20
 
@@ -97,11 +96,11 @@ async def _with_errors(request: web.Request, handler: Callable[[web.Request], Aw
         return web.json_response({"error": {"message": str(error), "type": "server_error"}}, status=503)
 
 
-async def serve_models(models: list[str], threads: int, port: int) -> None:
+async def serve_models(models: list[str], port: int) -> None:
     import torch
 
-    torch.set_num_threads(threads)
-    config = InferenceConfig(threads=threads, local=LocalEngineConfig(max_batch=16, kv_cache_gib=1.0))
+    config = InferenceConfig(local=LocalEngineConfig(max_batch=16, kv_cache_gib=1.0))
+    torch.set_num_threads(config.threads)
     async with AsyncExitStack() as stack:
         served: Served = {}
         for name in dict.fromkeys(models):
@@ -180,17 +179,16 @@ def _decoded(call: dict[str, Any]) -> dict[str, Any]:
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m inference.model_server", description=__doc__)
     parser.add_argument("--model", action="append", required=True, help="model folder, tiny, tiny/teacher_a, ...")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     options = parser.parse_args(words)
     end_with_parent()
     start_log(logging.WARNING)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        asyncio.run(serve_models(options.model, options.threads, options.port))
+        asyncio.run(serve_models(options.model, options.port))
     except (ComposerError, OSError) as error:
         print(f"model server: {error}", file=sys.stderr)
-        return FAILED
+        return 1
     return 0
 
 

@@ -34,7 +34,7 @@ async def test_a_tiny_model_is_served(capsys, monkeypatch):
         async with session.post(path, json=body) as answer:
             return answer.status, await answer.json()
 
-    task = asyncio.create_task(serve_models(["tiny/teacher_a"], 1, 0))
+    task = asyncio.create_task(serve_models(["tiny/teacher_a"], 0))
     monkeypatch.setenv(MODELS_VARIABLE, json.loads(await first_line(task, capsys))["url"])
     chat = {"model": "tiny/teacher_a", "messages": QUESTION, "max_tokens": 8, "seed": 5}
     try:
@@ -55,7 +55,7 @@ async def test_a_tiny_model_is_served(capsys, monkeypatch):
 def test_a_model_that_is_not_there_ends_the_server(tmp_path, capsys):
     # The error names the folder, and help works without one.
     with pytest.raises(ModelNotFoundError, match="nowhere"):
-        asyncio.run(serve_models([str(tmp_path / "nowhere")], 1, 0))
+        asyncio.run(serve_models([str(tmp_path / "nowhere")], 0))
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "--model" in capsys.readouterr().out
