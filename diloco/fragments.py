@@ -77,7 +77,11 @@ def partition(parameters: Iterable[NamedParameter], count: int) -> list[Fragment
     blocks = {name: block_of(name) for name, _ in named}
     assigned: list[list[NamedParameter]] = [[] for _ in range(count)]
     weights = [0] * count
-    for name, parameter in sorted(named, key=lambda each: (blocks[each[0]] is None, -_bytes(each[1]), each[0])):
+
+    def order(each: NamedParameter) -> tuple[bool, int, str]:
+        return blocks[each[0]] is None, -_bytes(each[1]), each[0]
+
+    for name, parameter in sorted(named, key=order):
         block = blocks[name]
         target = block[1] % count if block is not None else weights.index(min(weights))
         assigned[target].append((name, parameter))
@@ -172,6 +176,6 @@ class Ranks:
         return not self.smallest([not flag])[0]
 
     def equal(self, values: Sequence[int]) -> bool:
-        """Return whether all ranks gave the same values."""
-        smallest = self.smallest([*values, *(-value for value in values)])  # and the largest, negative
-        return all(low == -high for low, high in zip(smallest[: len(values)], smallest[len(values) :], strict=True))
+        both = self.smallest([*values, *(-value for value in values)])  # and the largest, negative
+        smallest, largest = both[: len(values)], both[len(values) :]
+        return all(low == -high for low, high in zip(smallest, largest, strict=True))

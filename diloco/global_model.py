@@ -222,10 +222,7 @@ def accept(
     ranks: Ranks,
     history: Sequence[float] = (),
 ) -> AcceptedDeltas:
-    """Check this rank's part of a round. A peer that fails on one rank fails on all. A collective.
-
-    `history`: norms of this fragment's deltas before.
-    """
+    """Check this rank's part of a round; `history`: norms before. A peer fails on all ranks. A collective."""
     own: list[float] = []
     undecodable: dict[str, str] = {}
     for header, body in zip(headers, bodies, strict=True):
@@ -239,16 +236,18 @@ def accept(
     elsewhere = [peer for peer, total in squared.items() if math.isnan(total) and mine[peer] >= 0]
     another_rank = "another rank of this cluster cannot use its part: see that rank's log"
     rejections = rejected(squared, history) | dict.fromkeys(elsewhere, another_rank) | undecodable
-    counted = [(header, body) for header, body in zip(headers, bodies, strict=True) if header.peer not in rejections]
+    offered = zip(headers, bodies, strict=True)
+    counted = [(header, body) for header, body in offered if header.peer not in rejections]
     norms = {peer: math.sqrt(value) for peer, value in squared.items()}
     usual = _usual_norm(norms.values(), history)
     longest = LONG_NORM_RATIO * usual if usual else math.inf
     bound = min(LARGEST_NORM, MAX_NORM_RATIO * usual if usual else LARGEST_NORM)
+    lengths = [norms[header.peer] for header, _ in counted]
     return AcceptedDeltas(
         n=n,
         counted=counted,
         weights=_capped([header.weight for header, _ in counted]),
-        scales=[1.0 if norms[header.peer] <= longest else longest / norms[header.peer] for header, _ in counted],
+        scales=[1.0 if length <= longest else longest / length for length in lengths],
         norms=norms,
         remembered=[min(norm, bound) for norm in norms.values() if math.isfinite(norm)],
         rejections=rejections,
@@ -274,11 +273,8 @@ def rejected(squared_norms: Mapping[str, float], history: Sequence[float] = ()) 
 def _usual_norm(norms: Iterable[float], history: Sequence[float]) -> float | None:
     """Return the norm that deltas may exceed by MAX_NORM_RATIO; None when nothing is known.
 
-    It is the larger of the median of `history` and the low median of this round: what the peers of a round have in
-    common passes.
-
-    Peers train with their own rate, so half of them may have larger norms for good: of an even number the higher middle
-    one counts, at most as MAX_NORM_RATIO times the lower.
+    It is the larger of the median of `history` and the low median of this round, so what peers have in common passes.
+    Half of the peers may train with another rate: of an even number the higher middle norm counts, up to the ratio.
     """
     of_round, before = [[norm for norm in each if 0 < norm < math.inf] for each in (norms, history)]
     if not before:
@@ -291,14 +287,12 @@ def _median(norms: Sequence[float]) -> float:
 
 
 def _capped(weights: Sequence[float]) -> list[float]:
-    """Return the weights, none more than MAX_SHARE / n of their sum, for the n above 0.
-
-    One that claims 4e14 tokens must not own the model.
-    """
+    """Return the weights, none above MAX_SHARE / n of the sum of n: a claim must not own the model."""
     largest = sorted((weight for weight in weights if weight > 0), reverse=True)
     n, possible = len(largest), range(math.ceil(len(largest) / MAX_SHARE))
-    caps = [MAX_SHARE * sum(largest[count:]) / (n - MAX_SHARE * count) for count in possible]  # `count` of them get it
-    return [min([weight, *caps]) for weight in weights]  # The least cap is that of those which do get it.
+    # Where `count` of them get the cap. The least is that of those which do.
+    caps = [MAX_SHARE * sum(largest[count:]) / (n - MAX_SHARE * count) for count in possible]
+    return [min([weight, *caps]) for weight in weights]
 
 
 def squared_norm(delta_n: Tensor) -> float:
@@ -320,7 +314,9 @@ def _decode(header: DeltaHeader, body: memoryview, fragment: int, n: int) -> Ten
 def weighted_mean(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
     """Return sum_i (w_i / sum w) delta_i, float32 [numel]. Weights all 0 count the same."""
     total = sum(weights)
-    shares = [weight / total for weight in weights] if total > 0 else [1.0 / len(weights)] * len(weights)
+    shares = [1.0 / len(weights)] * len(weights)
+    if total > 0:
+        shares = [weight / total for weight in weights]
     each_n = iter(deltas)
     mean_n = next(each_n) * shares[0]
     for share in shares[1:]:

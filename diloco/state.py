@@ -77,8 +77,6 @@ class PendingDelta:
 
 
 class Replica:
-    """What one rank holds of a joint run, also in its checkpoints."""
-
     def __init__(self, fragments: Sequence[Fragment], config: DilocoConfig, ranks: Ranks) -> None:
         """Take the parameters as they are as outer step 0."""
         self.global_model = GlobalModel(fragments, config.outer)
@@ -119,10 +117,7 @@ class Replica:
     def install(
         self, fragment: int, status: DeltaStatus, pending: PendingDelta | None, before_n: Tensor | None
     ) -> None:
-        """Give the parameters their values after a round. A collective.
-
-        `pending`: this process's delta. `before_n`: global values before a missed round.
-        """
+        """Give the parameters their values. `before_n`: global values before a missed round. A collective."""
         model = self.global_model
         values_n = model.masters[fragment]
         if status == "counted" and pending is not None:
@@ -259,7 +254,8 @@ def pack_state(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> memor
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     body = torch.empty(start + end, dtype=torch.uint8)
-    body[:start] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
+    first = bytearray(len(text).to_bytes(8, "little") + text)
+    body[:start] = torch.frombuffer(first, dtype=torch.uint8)
     for name, tensor in tensors.items():
         begin, end = head[name]["data_offsets"]
         body[start + begin : start + end] = tensor.detach().contiguous().flatten().view(torch.uint8)
@@ -272,7 +268,8 @@ def unpack_state(raw: bytes | bytearray | memoryview) -> tuple[dict[str, Tensor]
         start = 8 + int.from_bytes(raw[:8], "little")
         head = json.loads(bytes(raw[8:start]))
         facts = json.loads(head.pop("__metadata__")["facts"])
-        body = torch.frombuffer(bytearray(raw) if isinstance(raw, bytes) else raw, dtype=torch.uint8)[start:]
+        writable = bytearray(raw) if isinstance(raw, bytes) else raw
+        body = torch.frombuffer(writable, dtype=torch.uint8)[start:]
         end = max((entry["data_offsets"][1] for entry in head.values()), default=0)
         if len(body) != end:
             raise ValueError(f"its header announces {end} bytes, {len(body)} follow it")

@@ -214,10 +214,7 @@ class StreamingDiLoCo:
     # -- results of rounds, alike on all ranks ---------------------------------------------------------------------
 
     def _wait(self, timeout_s: float, should_stop: Callable[[], bool] = lambda: False) -> RoundResult | Gone | None:
-        """Return the result of the current round; Gone when a rank must rejoin. A collective.
-
-        None after `timeout_s` or once `should_stop`.
-        """
+        """Return the round's result, Gone to rejoin, None after `timeout_s` or `should_stop`. A collective."""
         deadline = time.monotonic() + timeout_s
         while True:
             result = self._link.wait(min(POLL_S, timeout_s))

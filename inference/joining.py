@@ -136,10 +136,7 @@ def join_parser() -> argparse.ArgumentParser:
 
 
 def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
-    """Return `values`, the run's settings, with those of the options on top. Raises ConfigError.
-
-    The run names no code of this machine.
-    """
+    """Return the run's settings `values` with those of the options on top. Raises ConfigError."""
     values = {key: value for key, value in values.items() if key != "engine_settings"}
     if ":" in str(values.get("engine")):
         del values["engine"]
@@ -207,8 +204,6 @@ async def _pull(state: NodeState, address: str, answer: Enrolled) -> ComposerErr
 
 
 class _Machine:
-    """The nodes of this machine, from the plan to their end."""
-
     def __init__(self, options: argparse.Namespace, words: list[str], state: NodeState) -> None:
         self._options = options
         self._words = [word for word in words if word != options.invite]
@@ -324,10 +319,7 @@ def machine_text(state: Path) -> str:
 
 
 def plan_nodes(wanted: InferenceConfig, engine: str | None, here: NodeSetup) -> tuple[str, int, list[tuple[int, ...]]]:
-    """Return the engine of the nodes to start, the threads of each, and the GPUs of each.
-
-    `engine`: as asked for, None chooses. Raises ConfigError.
-    """
+    """Return the engine, threads and GPUs of the nodes. `engine` None chooses. Raises ConfigError."""
     on_gpu = wanted.device == "cuda" or (wanted.device == "auto" and here.gpus > 0)
     if wanted.device == "auto" and not here.gpus and here.has_nvidia:
         raise ConfigError(

@@ -99,10 +99,7 @@ def _files_to_pull(files: list[ModelFile], manifest: Manifest) -> list[ModelFile
 
 
 async def pull_files(source: ChunkSource, files: list[ModelFile], state: NodeState) -> None:
-    """Pull the model files that are not whole in the folder `state.model`.
-
-    Raises CorruptWeightsError, OSError, or what the source raises.
-    """
+    """Pull model files that are not whole. Raises CorruptWeightsError, OSError, or as `source`."""
     held = state.path / "model-files"
     pulled = await asyncio.to_thread(VersionFolder, source, state.model, kept=held)
     for file in files:

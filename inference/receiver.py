@@ -178,10 +178,7 @@ def _differing(manifest: Manifest, tensors: Mapping[str, torch.Tensor], parts: l
 
 
 def _published_sum(manifest: Manifest, tensors: Mapping[str, torch.Tensor], part: ReadBack) -> int | None:
-    """Return the checksum that a parameter should have; None when the tensors on the disk are wrong.
-
-    Where the types agree it is the manifest's.
-    """
+    """Return the checksum that a parameter should have; None when the disk's tensors are wrong."""
     signed = {name: manifest.tensors.get(name, "") for name in part.names}
     if part.dtype == manifest.dtype and all(signed.values()):
         return sum(int(text, 16) for text in signed.values()) % (1 << 64)
@@ -237,7 +234,8 @@ class VersionFolder:
             kept = self._scratch.path
         self.path = kept
         self.path.mkdir(parents=True, exist_ok=True)
-        self._held = {path.name for path in self.path.iterdir() if path.is_file() and self._is_intact(path.name)}
+        files = [path.name for path in self.path.iterdir() if path.is_file()]
+        self._held = set(filter(self._is_intact, files))
         for path in self.path.iterdir():
             if path.name not in self._held:
                 path.unlink()

@@ -35,10 +35,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def open_snapshot(manifest: Manifest, path_of: Callable[[ChunkRef], Path], base: Path) -> Snapshot:
-    """Return the tensors of a version; `base` is the model folder.
-
-    Raises CorruptWeightsError, MisfitError (adapters of another model), WeightError (no base).
-    """
+    """`base`: the model folder. Raises CorruptWeightsError, MisfitError (adapters), WeightError."""
     name = f"weights v{manifest.version}"
     parts, patch = ([(path_of(ref), ref.size) for ref in refs] for refs in (manifest.chunks, manifest.patch))
     if manifest.kind == "adapters":
@@ -192,8 +189,11 @@ class AdaptedSnapshot(Snapshot):
 
 def _fits(factor: str, shape: tuple[int, ...], base: Snapshot, factors: Snapshot) -> bool:
     name, _, side = factor.rpartition(".lora_")
-    whole, partner = base.shapes.get(name), factors.shapes.get(f"{name}.lora_{'B' if side == 'A' else 'A'}")
-    if side not in ("A", "B") or whole is None or partner is None or not len(shape) == len(partner) == len(whole) == 2:
+    other = {"A": "B", "B": "A"}.get(side)
+    whole, partner = base.shapes.get(name), factors.shapes.get(f"{name}.lora_{other}")
+    if other is None or whole is None or partner is None:
+        return False
+    if not len(shape) == len(partner) == len(whole) == 2:
         return False
     (rank, width), (height, of_partner) = (shape, partner) if side == "A" else (partner, shape)
     return rank == of_partner and (height, width) == whole

@@ -211,10 +211,7 @@ def _counts(batches: list[MicroBatch]) -> list[int]:
 
 
 def find_endpoint(path: Path, timeout_s: float, should_stop: Callable[[], bool]) -> str:
-    """Return the step server's address, which rank 0 reads in endpoints.json. A collective.
-
-    Raises as `wait_together` does, DeadlineError after `timeout_s`.
-    """
+    """Return the step server's address, for all ranks. Raises as `wait_together`, and DeadlineError."""
     deadline, endpoint = time.monotonic() + timeout_s, ""
 
     def is_found() -> bool:

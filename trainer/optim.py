@@ -96,10 +96,7 @@ class Optimizer:
 
 
 def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
-    """Return the optimizer of all trainable parameters. Raises ConfigError.
-
-    It is AdamW, with Muon for the matrices of the blocks, or the user's own.
-    """
+    """Return AdamW, with Muon for the blocks' matrices, or the user's own. Raises ConfigError."""
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if not trainable:
         raise ConfigError("no parameter of the model is trainable: check trainer.lora.target_modules")

@@ -424,12 +424,16 @@ def score_held_out(policy: Policy, rows: Sequence[PackedRow]) -> dict[str, float
     policy.eval()
     for row in rows:
         logprobs_R, hits_R = policy.grades(row)
-        sums += torch.stack([logprobs_R.double().sum(), hits_R.double().sum(), sums.new_tensor(float(len(hits_R)))])
+        count = sums.new_tensor(float(len(hits_R)))
+        sums += torch.stack([logprobs_R.double().sum(), hits_R.double().sum(), count])
     policy.train(was_training)
     dist.all_reduce(sums)
     logprobs, hits, tokens = sums.tolist()
-    name = "eval/demonstrations"
-    return {f"{name}/loss": -logprobs / tokens, f"{name}/token_accuracy": hits / tokens, f"{name}/tokens": tokens}
+    return {
+        "eval/demonstrations/loss": -logprobs / tokens,
+        "eval/demonstrations/token_accuracy": hits / tokens,
+        "eval/demonstrations/tokens": tokens,
+    }
 
 
 def loss_of(
@@ -444,9 +448,10 @@ def loss_of(
     """Return one row's share of the loss, and each document's count of statistics that are not finite."""
     auxiliary = auxiliary or AuxiliaryLogprobs()
     statistics = policy(row, auxiliary.teacher)
-    inputs = {
-        term.name: term.inputs(_tokens(term, row, statistics, auxiliary.references.get(term.name))) for term in terms
-    }
+    inputs = {}
+    for term in terms:
+        tokens = _tokens(term, row, statistics, auxiliary.references.get(term.name))
+        inputs[term.name] = term.inputs(tokens)
     parts = total_loss(terms, inputs, totals, step)
     bad_R = ~torch.isfinite(statistics.logprobs_R.detach())
     if statistics.divergence_D is not None:

@@ -137,7 +137,9 @@ class RequestHandler:
         if wanted and (wait := self._make_room(header, now)) is not None:
             return wait
         blob = self.joins.state(header, now)
-        return messages.Received(size=blob.received) if blob else messages.Gone(reason="this state is not wanted")
+        if blob is None:
+            return messages.Gone(reason="this state is not wanted")
+        return messages.Received(size=blob.received)
 
     def _piece(self, piece: messages.Piece) -> messages.ToPeer:
         blob, now = self._find(piece.name), self._clock()
@@ -157,8 +159,8 @@ class RequestHandler:
         blob = self._find(get.name)
         if blob is None or not blob.complete:
             return messages.Gone(reason=f"{get.name} is not kept any more")
-        length = min(get.length, PIECE_BYTES)
-        return messages.Piece(name=get.name, offset=get.offset, data=bytes(blob.data[get.offset : get.offset + length]))
+        end = get.offset + min(get.length, PIECE_BYTES)
+        return messages.Piece(name=get.name, offset=get.offset, data=bytes(blob.data[get.offset : end]))
 
     def _find(self, name: str) -> Blob | None:
         return next((blob for blob in self._blobs() if blob.name == name), None)
@@ -243,7 +245,8 @@ class RequestHandler:
         missing = sorted(peer.name for peer in training if peer.name not in contributors and not peer.standing)
         short = self.settings.min_peers - len(largest_party(contributors)) - len(missing)
         waits = [f"the deltas of {', '.join(missing)}"] if missing else []
-        waits += [f"{short} more peer(s) with the same global model (--min-peers)"] if short > 0 else []
+        if short > 0:
+            waits.append(f"{short} more peer(s) with the same global model (--min-peers)")
         if not self.may_close(now):
             absent = self.settings.start_peers - len(training)
             waits += [f"{absent} more peer(s) to train (--start-peers)" if absent > 0 else "peers that may come yet"]

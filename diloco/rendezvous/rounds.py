@@ -221,8 +221,6 @@ class Round:
 
 
 class Rounds:
-    """The rounds that are kept, and the peers that take part in them."""
-
     def __init__(self, settings: RendezvousSettings) -> None:
         self._settings = settings
         self.peers: dict[str, Peer] = {}
@@ -295,7 +293,9 @@ class Rounds:
 
     def front(self, now: float) -> int:
         """Return the next outer step, after a restart that of the first peer."""
-        return self.newest + 1 if self.newest >= 0 else max((peer.outer_step for peer in self.training(now)), default=0)
+        if self.newest >= 0:
+            return self.newest + 1
+        return max((peer.outer_step for peer in self.training(now)), default=0)
 
     def delta(self, header: DeltaHeader) -> Blob[DeltaHeader]:
         current = self.rounds.setdefault(header.outer_step, Round(header.outer_step))
@@ -319,7 +319,9 @@ class Rounds:
     def left_s(self, current: Round, now: float) -> float | None:
         """Return the seconds to the shortest deadline, if it runs."""
         deadlines_s = [self.peers[name].deadline_s for name in current.contributors(self.peers)]
-        return None if current.whole_since is None or not deadlines_s else current.whole_since + min(deadlines_s) - now
+        if current.whole_since is None or not deadlines_s:
+            return None
+        return current.whole_since + min(deadlines_s) - now
 
     def closable(self, now: float, min_peers: int) -> dict[str, Base] | None:
         """Return the largest party, once it is time to close the round."""
@@ -356,9 +358,8 @@ class Rounds:
         macs = [blob.header.mac for _, blob in sorted(current.blobs.items())]
         current.digest = hashlib.blake2b("".join(macs).encode(), digest_size=16).hexdigest()
         self.newest, self.settled = current.outer_step, True
-        kept_from = (
-            self.newest - self._settings.keep_rounds + 1 if all(peer.training for peer in self.alive(now)) else 0
-        )
+        all_train = all(peer.training for peer in self.alive(now))
+        kept_from = self.newest - self._settings.keep_rounds + 1 if all_train else 0
         self.rounds = {
             step: each
             for step, each in self.rounds.items()
@@ -384,14 +385,12 @@ class Rounds:
         return min(kept, default=self.newest + 1)
 
     def drop_oldest(self, now: float, short_s: float) -> bool:
-        """Drop the oldest closed round, if there is one to drop.
-
-        Keep the newest until all that train have it, or room is short for longer than deadlines.
-        """
-        behind = [
-            peer.deadline_s for peer in self.training(now) if peer.outer_step <= self.newest and not peer.standing
-        ]
-        if self.oldest > self.newest or (self.oldest == self.newest and short_s <= max(behind, default=-1.0)):
+        """Drop the oldest round, the newest only when all have it or room was short for long."""
+        moving = [peer for peer in self.training(now) if not peer.standing]
+        behind = [peer.deadline_s for peer in moving if peer.outer_step <= self.newest]
+        if self.oldest > self.newest:
+            return False
+        if self.oldest == self.newest and short_s <= max(behind, default=-1.0):
             return False
         del self.rounds[self.oldest]
         return True

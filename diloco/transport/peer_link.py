@@ -172,8 +172,6 @@ class PeerLink:
 
 
 class Exchange:
-    """What one rank tells the rendezvous and gets from it."""
-
     def __init__(
         self,
         config: DilocoConfig,

@@ -161,7 +161,8 @@ def _write_costs(monitor: _RunMonitor, supervisor: Supervisor, wall_s: float) ->
         for child in supervisor.children:
             lived_s = round(child.lived_s, 1)
             write_cost(path, "seconds", role=child.role.name, seconds=lived_s, gpu_seconds=lived_s * child.role.gpus)
-        for link, count in sorted(_link_bytes(Tail(supervisor.run_dir.metrics).read()[monitor.history :]).items()):
+        lines = Tail(supervisor.run_dir.metrics).read()
+        for link, count in sorted(_link_bytes(lines[monitor.history :]).items()):
             write_cost(path, "bytes", link=link, bytes=count)
 
 
@@ -180,8 +181,6 @@ def _link_bytes(lines: Sequence[Line]) -> Counter[str]:
 
 
 class _RunMonitor:
-    """Follows metrics.jsonl for view and trackers; measures memory."""
-
     def __init__(self, prepared: Prepared, view: View) -> None:
         """Read the history of a resumed run."""
         self.view = view
@@ -247,7 +246,6 @@ class _RunMonitor:
             self.peak_bytes = max(self.peak_bytes, self.memory_bytes)
 
     def process_event(self, text: str) -> None:
-        """Show what happened to a process, and keep it."""
         self.view.event(text)
         self._events.write("process", text, level="warning")
 
@@ -318,8 +316,6 @@ class _Signals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A run directory that roles can be started in."""
-
     run_dir: RunDir
     config: Config
     """As written to config.json: run.resume only where there is a checkpoint, the length divisor a number."""

@@ -199,10 +199,7 @@ class Supervisor:
             self.children.append(RoleProcess(role=role, process=process, log_offset=log_offset, started=started))
 
     def poll(self) -> Literal["running", "finished"]:
-        """Look at every child and start those again that are due.
-
-        Raises RoleFailedError, with the last lines of the failed role's log, when the run cannot continue.
-        """
+        """Look at every child, start those that are due. Raises RoleFailedError, with the end of a log."""
         crashed = [child for child in self.children if child.running and not child.poll() and child.code != 0]
         self._failed += filter(RoleProcess.is_needed, crashed)
         if self._failed and self._cause_known():

@@ -36,8 +36,11 @@ def step_line(step: Line, max_steps: int) -> str:
     """Describe a step; figures that were not reported are left out."""
     tokens, step_s = numeric_field(step, "tokens/trained"), numeric_field(step, "time/step_s")
     figures = {**step, "tokens/s": tokens / step_s} if tokens is not None and step_s else step
-    shown = (_FIGURES[name].format(value) for name in _FIGURES if (value := numeric_field(figures, name)) is not None)
-    return f"step {step['step']}/{max_steps}{''.join(shown)}"
+    text = f"step {step['step']}/{max_steps}"
+    for name, form in _FIGURES.items():
+        if (value := numeric_field(figures, name)) is not None:
+            text += form.format(value)
+    return text
 
 
 def channels_text(step: Line) -> str:
@@ -156,8 +159,10 @@ def run_summary(
     lines += [f"  run folder  {run_dir.root}", "", "next:"]
     if status != 0 and config.run.max_steps:
         cause = "" if status >= 128 else "once the cause is mended, "
-        lines.append(f"  {cause}the same command with --resume   {_resume_text(run_dir, taken, config.run.max_steps)}")
-    return "\n".join([*lines, *(f"  {COMPOSER} {command}" for command in _looks(config.run_directory, run_dir))])
+        then = _resume_text(run_dir, taken, config.run.max_steps)
+        lines.append(f"  {cause}the same command with --resume   {then}")
+    lines += [f"  {COMPOSER} {command}" for command in _looks(config.run_directory, run_dir)]
+    return "\n".join(lines)
 
 
 def _looks(folder: Path, run_dir: RunDir) -> list[str]:

@@ -79,10 +79,7 @@ def empty_model(folder: Path, attention: str, config: Config) -> PreTrainedModel
 
 
 def read_model_config(folder: Path) -> PretrainedConfig:
-    """Return the model's configuration without dropout: with it, the trained policy is not the one that sampled.
-
-    Raises ModelNotFoundError.
-    """
+    """Return the configuration, without dropout: else another policy sampled. Raises ModelNotFoundError."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:

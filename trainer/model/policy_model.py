@@ -38,7 +38,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
@@ -51,6 +50,7 @@ from composer_prime.channels.sdpo import divergence
 from composer_prime.config.channels import AVERAGES, ChannelsConfig, weight_sets
 from composer_prime.errors import ConfigError, NonFiniteError
 from composer_prime.packing.pack import Tree
+from diloco.fragments import local_shard
 from trainer.data import PackedRow, Reading, Sides, reading_of
 from trainer.head import Head, HeadTeacher, TokenStatistics, head_of, likeliest, token_statistics
 from trainer.world import gather_texts, gather_words
@@ -323,10 +323,10 @@ def _attend(
 ) -> Tensor:
     """Attend causally from the last of the keys' positions; where that takes masks, in blocks."""
     if query.is_cuda and query.dtype == torch.float32:  # its memory-efficient kernel knows no grouped heads
-        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
-    attend = partial(
-        F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
+        times = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(times, dim=1) for each in (key, value))
+    grouped = query.shape[1] != key.shape[1]
+    attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling, enable_gqa=grouped)
     length, context = query.shape[2], key.shape[2]
     binds = window is not None and context > window
     if length == context and not binds:
@@ -452,11 +452,13 @@ class SelfTeacher:
         """Return for each row how many teacher passes the rank with the most takes."""
         if self._channels.sdpo.weight == 0:
             return [0] * len(rows)
-        return [max(words) for words in zip(*gather_words([len(row.taught) for row in rows]), strict=True)]
+        of_ranks = gather_words([len(row.taught) for row in rows])
+        return [max(counts) for counts in zip(*of_ranks, strict=True)]
 
     def _read_reference(self, rows: Sequence[PackedRow], results: Sequence[AuxiliaryLogprobs]) -> None:
         for row, result in zip(rows, results, strict=True):
-            logprobs_R, head_rows = self._policy(row).logprobs_R, row.terms[PolicyTerm.name].head_rows
+            logprobs_R = self._policy(row).logprobs_R
+            head_rows = row.terms[PolicyTerm.name].head_rows
             result.references[PolicyTerm.name] = logprobs_R if head_rows is None else logprobs_R[head_rows]
 
     def _read_teacher(self, rows: Sequence[PackedRow], passes: list[int], results: Sequence[AuxiliaryLogprobs]) -> None:
@@ -485,13 +487,11 @@ class ReferenceLogprobs:
         return [any(flags) for flags in zip(*gather_words(lacking), strict=True)]
 
     def compute(self, policy: Policy, rows: list[Sides]) -> None:
-        """Score the pairs of `rows`, the base's weights in place. A collective. Raises NonFiniteError.
-
-        All ranks bring equally many rows.
-        """
+        """Score equally many `rows` a rank, under the base's weights. A collective. Raises NonFiniteError."""
         computed: dict[str, float] = {}
         for pairs in rows:
-            computed |= dict(zip(_keys(pairs), _answer_logprobs(policy, pairs).tolist(), strict=True))
+            sums = _answer_logprobs(policy, pairs).tolist()
+            computed |= zip(_keys(pairs), sums, strict=True)
         new = {key: value for key, value in computed.items() if key not in self._values}
         of_all_ranks: dict[str, float] = {}
         for text in gather_texts(json.dumps(new)):
@@ -538,7 +538,7 @@ class WeightSnapshot:
     def follow(self, rate: float) -> None:
         """Move by `rate` of the way towards the parameters; 1 takes them."""
         for name, parameter in _trained(self._module):
-            _local(self.values[name]).lerp_(_local(parameter), rate)
+            local_shard(self.values[name]).lerp_(local_shard(parameter), rate)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -555,7 +555,7 @@ class WeightSnapshot:
             if isinstance(module, FSDPModule):  # else whole parameters of a forward pass stay in use
                 module.reshard()
         for name, parameter in _trained(self._module):
-            current, other = _local(parameter), _local(self.values[name])
+            current, other = local_shard(parameter), local_shard(self.values[name])
             copy = current.clone()
             current.copy_(other)
             other.copy_(copy)
@@ -577,9 +577,4 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 
 def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return (named for named in module.named_parameters() if named[1].requires_grad)

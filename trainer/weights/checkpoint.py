@@ -56,8 +56,6 @@ PARTIAL = StateDictOptions(strict=False)
 
 @dataclass(slots=True, kw_only=True)
 class Checkpoints:
-    """Writes and reads the checkpoints of one run, on all ranks together."""
-
     run_dir: RunDir
     world: World
     policy: Policy

@@ -141,10 +141,7 @@ class Publisher:
     def _finish(
         self, version: int, written: dict[str, Tensor], canary: Canary | None, announce: Callable[[int], None]
     ) -> None:
-        """Score, write and announce a version, on the thread.
-
-        `written`: the adapters' factors where the nodes have the whole base, else all tensors of the plain model.
-        """
+        """Score, write and announce a version, on the thread. `written`: factors, or all tensors."""
         tensors = self._copies
         adapted = [] if written is tensors else [*tensors]
         canary = canary or self._canary.score(tensors)
@@ -164,11 +161,11 @@ class Publisher:
             canary=canary,
             adapter_scale=lora.alpha / lora.rank if lora else 1.0,
         )
-        self._writer.publish(manifest, {name: tensor.contiguous() for name, tensor in stored.items()}, size)
+        contiguous = {name: tensor.contiguous() for name, tensor in stored.items()}
+        self._writer.publish(manifest, contiguous, size)
         announce(version)
 
     def _copy(self, policy: Policy) -> None:
-        """Copy the parameters over the version before."""
         for name, whole in whole_parameters(policy, self._world, self.dtype):
             if self._world.first:
                 if name not in self._copies:
@@ -248,7 +245,8 @@ class CanaryScorer:
         """Take over `lm`: parameters on the meta device, real buffers. `folder` has the tokenizer."""
         self._lm = lm.eval()
         self._device = device
-        self._ids = torch.tensor([_prompt_ids(folder, lm.config.get_text_config().vocab_size)], device=device)
+        vocabulary = lm.config.get_text_config().vocab_size
+        self._ids = torch.tensor([_prompt_ids(folder, vocabulary)], device=device)
         self._tensors: Mapping[str, Tensor] = {}
         for path, module in lm.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -270,8 +268,9 @@ class CanaryScorer:
     def _fill(self, prefix: str, names: list[str], module: nn.Module, *_: object) -> None:
         for name in names:
             key = prefix + name
-            value = self._tensors[key if key in self._tensors else self._lm.all_tied_weights_keys[key]]
-            moved = value.to(self._device, non_blocking=True)  # In its own type: half the bytes, converted there.
+            source = key if key in self._tensors else self._lm.all_tied_weights_keys[key]
+            # It moves in its own type: half the bytes.
+            moved = self._tensors[source].to(self._device, non_blocking=True)
             setattr(module, name, nn.Parameter(moved.float(), requires_grad=False))
 
 
@@ -394,7 +393,8 @@ class VersionWriter:
     def continue_from(self, newest: Manifest) -> None:
         """Build on the anchor of `newest`, which nodes have. Where it is lost the next is whole."""
         self.forget()
-        if newest.kind == "adapters" or any(ref.size != self._store.chunk_bytes for ref in newest.chunks[:-1]):
+        chunk_bytes = self._store.chunk_bytes
+        if newest.kind == "adapters" or any(ref.size != chunk_bytes for ref in newest.chunks[:-1]):
             return
         start = bytearray()
         try:
@@ -411,7 +411,8 @@ class VersionWriter:
     def write(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Manifest:
         """Store the file of `tensors`; return the manifest with what a reader needs."""
         if manifest.kind == "adapters":
-            return replace(manifest, chunks=self._store.put_stream(safetensors_parts(tensors), self._in_order))
+            chunks = self._store.put_stream(safetensors_parts(tensors), self._in_order)
+            return replace(manifest, chunks=chunks)
         word = WORDS[manifest.dtype]
         sums = self._in_order(lambda tensor: f"{word_sum(_raw_bytes(tensor), word):x}", tensors.values())
         manifest = replace(manifest, tensors=dict(zip(tensors, sums, strict=True)))

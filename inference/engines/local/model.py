@@ -258,10 +258,7 @@ class EngineStep:
 
 
 def plan_step(cache: KvCache, order: list[int], prefill_tokens: int, device: torch.device) -> EngineStep:
-    """Return the next step over the running slots in `order` (of admission).
-
-    It computes one token of each decoding sequence, and at most `prefill_tokens` of prompts.
-    """
+    """Return the next step: a token of each decoding slot of `order`, and up to `prefill_tokens`."""
     slots = np.array(order)
     missing = cache.known[slots] - cache.computed[slots]
     decoding = np.sort(slots[missing == 1])
@@ -326,10 +323,7 @@ def slot_attention(
     slot_step: EngineStep | None = None,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D].
-
-    Raises EngineError for models that need more than scale, mask and window.
-    """
+    """query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D]. Raises EngineError."""
     del attention_mask
     if slot_step is None or settings.get("softcap") is not None or settings.get("s_aux") is not None:
         raise EngineError(
@@ -430,10 +424,7 @@ class LoadedModel:
 
     @torch.no_grad()
     def swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy `tensors` into the model in place: tied parameters stay tied.
-
-        Raises MisfitError; then nothing was changed.
-        """
+        """Copy `tensors` into the model in place, ties kept, or change nothing. Raises MisfitError."""
         targets, groups = self._targets, _tied_names(self.module, self._targets)
         missing = [names[0] for names in groups if not tensors.keys() & names]
         refuse_misfits(tensors, {name: tuple(target.shape) for name, target in targets.items()}, missing)
@@ -453,10 +444,7 @@ class LoadedModel:
 
 
 def load_model(folder: Path, config: InferenceConfig) -> PreTrainedModel:
-    """Return the causal language model of `folder`, with the slot attention.
-
-    Raises ModelNotFoundError, or ConfigError when CUDA is configured and missing.
-    """
+    """Return the model of `folder`, with slot attention. Raises ModelNotFoundError or ConfigError."""
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"model folder {folder} has no config.json: set model.path to a Hugging Face folder")
     on_cuda = config.device != "cpu" and torch.cuda.is_available()

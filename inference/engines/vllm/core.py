@@ -139,10 +139,7 @@ class Core:
             self._llm.abort_request([running.internal_id], internal=True)
 
     def load(self, version: int, path: str) -> None:
-        """Put the weights of `version` in place.
-
-        Requests without a token start over, so that no prompt's cache mixes two versions.
-        """
+        """Take the weights of `version`. Requests without a token start over: no cache mixes versions."""
         self._llm.collective_rpc("load_from_file", args=(path,))
         self._loads += 1
         self._llm.set_weight_version(str(version))
