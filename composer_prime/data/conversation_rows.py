@@ -2,8 +2,7 @@
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}], "tools": [...]}
 
-Assistant messages are imitated, but for those with `"weight": 0`. Other keys of a line are ignored. Blank lines are not
-rows. Imports no tokenizer; orchestrator/file_rows.py turns rows into tokens.
+Assistant messages are imitated, but for those with `"weight": 0`. orchestrator/file_rows.py turns rows into tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationRow:
-    """One line of a file."""
-
     name: str
     """`FILE:LINE`."""
     messages: list[dict[str, Any]]
@@ -33,19 +30,12 @@ class ConversationRow:
     @property
     def imitated(self) -> list[int]:
         """Indices of the messages to imitate."""
-        return [
-            index
-            for index, message in enumerate(self.messages)
-            if message["role"] == "assistant" and message.get("weight") != 0
-        ]
+        said = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return [index for index in said if self.messages[index].get("weight") != 0]
 
 
 def read_rows(files: Sequence[Path], key: str, most: int | None = None) -> list[ConversationRow]:
-    """Return all rows in order, or the first ones of each file. `key` names the setting.
-
-    Raises ConfigError with FILE:LINE: no such file, no row, a line that is not a JSON object with messages, a message
-    without a known role or with content or calls of another form, no assistant message to imitate.
-    """
+    """Return all rows in order, or the first ones of each file. `key` names the setting. Raises ConfigError."""
     return [_row(f"{path}:{number}", text) for path in files for number, text in islice(_lines(path, key), most)]
 
 
@@ -58,10 +48,7 @@ def digest(files: Sequence[Path]) -> str:
 
 
 def rollout_row(rollout: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a line of a run's rollout log as a row, up to its last answer.
-
-    None for one that failed, was cut short, has branches or answers nothing.
-    """
+    """Return a line of a run's rollout log as a row, up to its last answer, if it is whole and without branches."""
     turns = rollout.get("turns") or []
     parents = [turn.get("parent") for turn in turns]
     if rollout.get("reward") is None or rollout.get("truncated") or parents != [None, *range(len(turns) - 1)]:
@@ -76,7 +63,7 @@ def rollout_row(rollout: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _messages(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the turns as messages. A tool's message answers the first call of the turn before that has no answer."""
+    """Return the turns as messages. Tools answer the calls before in order."""
     messages: list[dict[str, Any]] = []
     unanswered: list[str] = []
     for index, turn in enumerate(turns):
@@ -97,7 +84,7 @@ def _messages(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path, key: str) -> Iterator[tuple[int, str]]:
-    """Yield (line from 1, text) of every line that is not blank."""
+    """Yield (line from 1, text) of every line with text."""
     rows = 0
     try:
         with path.expanduser().open(encoding="utf-8") as file:
@@ -121,7 +108,7 @@ def _row(name: str, text: str) -> ConversationRow:
     messages = values.get("messages") if isinstance(values, dict) else None
     if not isinstance(messages, list) or not messages:
         found = f"keys {', '.join(values) or 'none'}" if isinstance(values, dict) else type(values).__name__
-        raise ConfigError(f"{name}: {found}; a row is an object with `messages`, a list of at least one message")
+        raise ConfigError(f"{name}: {found}; a row is an object with `messages`, a list of one or more")
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ROLES:
@@ -133,14 +120,14 @@ def _row(name: str, text: str) -> ConversationRow:
     row = ConversationRow(name=name, messages=messages, tools=tools)
     if not row.imitated:
         raise ConfigError(
-            f"{name}: no assistant message to imitate among {len(messages)} (a message with weight 0 does not count): "
+            f"{name}: no assistant message to imitate among {len(messages)} (weight 0 does not count): "
             "add the assistant's turn, or remove the row"
         )
     return row
 
 
 def _check_message(where: str, message: dict[str, Any]) -> None:
-    """Raise ConfigError for content or tool calls that templates would print as something else, or leave out."""
+    """Raise ConfigError for content or calls that templates would print otherwise."""
     content, calls = message.get("content"), message.get("tool_calls")
     if not (content is None or isinstance(content, str) or _are_objects(content)):
         raise ConfigError(f"{where} has content {str(content)[:60]!r}; write a string, null or a list of parts")

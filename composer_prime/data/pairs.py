@@ -17,9 +17,9 @@ import msgspec
 from composer_prime.errors import ConfigError
 
 TINY_PAIRS = Path(__file__).parents[1] / "assets" / "tiny" / "pairs.jsonl"
-"""Made by infra/tiny_models/pairs.py from toolsmith; its README says how."""
+"""Made by infra/tiny_models/pairs.py from toolsmith."""
 EMBEDDED_PAIRS = {"tiny": TINY_PAIRS, "tiny_code": TINY_PAIRS.parents[1] / "tiny_code" / "pairs.jsonl"}
-"""The pairs that ship, by name. Those of `tiny_code` are from micro_code, made by infra/tiny_code/pairs.py."""
+"""By name; those of `tiny_code` are made by infra/tiny_code/pairs.py."""
 
 
 class PairState(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,34 +42,29 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     teachers: dict[str, Any] = {}
     """The votes, by teacher."""
     cost_usd: float = 0.0
-    """What the votes on this state cost."""
     truncated: bool = False
-    """Whether a limit cut one of the two answers short. Such a pair is not trained."""
+    """Whether a limit cut an answer short. Such a pair is not trained."""
 
     @property
     def pair_id(self) -> str:
-        """Return an id that depends on state and answers alone, wherever the line stands."""
+        """An id by state and answers alone, wherever the line stands."""
         content = msgspec.json.encode([self.chosen, self.rejected])
         return f"{self.state.state_id}/{hashlib.blake2b(content, digest_size=4).hexdigest()}"
 
 
 class PairFile:
-    """A pairs.jsonl that may grow while it is read. Lines are counted from 0. Each pair is read from disk on access."""
+    """A pairs.jsonl that may grow while it is read. Pairs are counted from 0 and read on access."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offsets: list[int] = []
-        """Where each whole line begins."""
         self._end = 0
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def refresh(self) -> int:
-        """Take in the whole lines that were appended since. Return how many pairs there are; a missing file has none.
-
-        Raises ConfigError when the file held pairs and is gone.
-        """
+        """Take in whole lines that were appended, and return how many pairs there are. Raises ConfigError."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._end)
@@ -85,7 +80,7 @@ class PairFile:
         return len(self)
 
     def digest(self, count: int) -> str:
-        """Return 32 hex digits over the lines of the first `count` pairs, byte for byte; "" of none."""
+        """Return 32 hex digits over the lines of the first `count` pairs; "" of none."""
         if not count:
             return ""
         start = self._offsets[0]
@@ -111,7 +106,7 @@ class PairFile:
         )
 
     def read(self, index: int) -> Pair:
-        """Return one pair. Raises ConfigError, which names file and line, when the line is not a pair."""
+        """Return one pair. Raises ConfigError."""
         with self._open() as file:
             file.seek(self._offsets[index])
             line = file.readline()
@@ -119,14 +114,16 @@ class PairFile:
             pair = msgspec.json.decode(line, type=Pair)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"{self.path}, pair {index + 1} is invalid ({error}): remove its line, and measure the file with "
-                f"`composer pairs report {self.path}`"
+                f"{self.path}, pair {index + 1} is invalid ({error}): remove its line, and measure the file "
+                f"with `composer pairs report {self.path}`"
             ) from None
         if not 0 <= pair.epsilon <= 0.5:
-            raise ConfigError(f"{self.path}, pair {index + 1}: epsilon is {pair.epsilon}, expected 0 <= epsilon <= 0.5")
+            raise ConfigError(f"{self.path}, pair {index + 1}: epsilon is {pair.epsilon}, expected 0 to 0.5")
         return pair
 
 
 def resolve_pairs(path: Path | None, run_root: Path) -> Path:
-    """Return the file of orchestrator.preferences.pairs: `tiny` and `tiny_code` are embedded, None is the run's."""
-    return run_root / "pairs.jsonl" if path is None else EMBEDDED_PAIRS.get(str(path)) or path.expanduser()
+    """Return the file of orchestrator.preferences.pairs: an embedded one by name, the run's for None."""
+    if path is None:
+        return run_root / "pairs.jsonl"
+    return EMBEDDED_PAIRS.get(str(path)) or path.expanduser()

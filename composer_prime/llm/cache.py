@@ -1,7 +1,4 @@
-"""Answers of models, kept in one SQLite file: what was paid for once is never asked again.
-
-One row a question: its key and the answer. `cost_usd` was used by earlier versions, as were rows without an answer.
-"""
+"""Answers of models, kept in one SQLite file: what was paid for once is never asked again."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ Message = dict[str, Any]
 VERSION = 1
 """Part of every question's key. Raise it when the meaning of a stored answer changes."""
 _BUSY_S = 30.0
-"""How long one process waits for another that writes the same file."""
+"""How long one process waits for another that writes."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer BLOB, cost_usd REAL NOT NULL DEFAULT 0);
 """
@@ -29,8 +26,6 @@ _PUT = "INSERT INTO answers (key, answer) VALUES (?, ?) ON CONFLICT (key) DO UPD
 
 
 class CachedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer as it is stored."""
-
     message: Message
     """Assistant message with `content` and `tool_calls`, without thinking."""
     finish_reason: str
@@ -57,15 +52,15 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """128 bits over all fields. The order of a dictionary's keys does not count."""
+        """128 bits over all fields; a dictionary's order does not count."""
         return hashlib.blake2b(msgspec.json.encode(self, order="deterministic"), digest_size=16).hexdigest()
 
 
 class AnswerCache:
-    """Safe to use from several threads and processes at once. A call may wait for another process that writes."""
+    """Safe to use from several threads and processes, where a call may wait for a writer."""
 
     def __init__(self, path: Path) -> None:
-        """Raises UnwritableError when the file cannot be opened or is not a cache."""
+        """Raises UnwritableError when the file is not a cache that can be written."""
         self._path = path
         self._lock = threading.Lock()
         try:
@@ -78,13 +73,12 @@ class AnswerCache:
             ) from None
 
     def get(self, key: str) -> CachedAnswer | None:
-        """Return the answer; None if it is missing, or damaged and must be requested again.
-
-        Raises OSError when the file itself is damaged.
-        """
+        """Return the answer, if it is there and whole. Raises OSError for a damaged file."""
         rows = self._execute("SELECT answer FROM answers WHERE key = ?", (key,))
+        if not rows or rows[0][0] is None:
+            return None
         try:
-            return msgspec.json.decode(rows[0][0], type=CachedAnswer) if rows and rows[0][0] is not None else None
+            return msgspec.json.decode(rows[0][0], type=CachedAnswer)
         except msgspec.DecodeError:
             return None
 
@@ -102,6 +96,6 @@ class AnswerCache:
                 return self._database.execute(statement, values).fetchall()
         except sqlite3.Error as error:
             raise OSError(
-                f"{self._path} cannot be read or written as a cache of answers ({error}): restore the file from a "
-                "copy, or move it elsewhere and pay for its answers again"
+                f"{self._path} cannot be read or written as a cache of answers ({error}): restore the file from "
+                "a copy, or move it elsewhere and pay again"
             ) from None

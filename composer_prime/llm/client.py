@@ -4,19 +4,16 @@
       └─ miss ─> [ place, pace, reserve, POST, settle ] ── retried ──> keep, answer
                                                              └──> NoAnswerError
 
-Hints, judges and teachers use it. Each attempt has a reservation of its own. A reply costs what it states, else what
-its token counts say. Its reservation stays spent where it has neither, or is unreadable, cut short or lost: the
-endpoint may have charged for it. An error status is free unless a proxy gave up waiting, and so is an attempt to which
-no connection came about.
-
-The cap on money is hard: what a call may cost at most is reserved before the call is made.
+Each attempt has a reservation of its own. A reply costs what it states, else what its token counts say. Its reservation
+stays spent where it has neither, or is unreadable, cut short or lost: the endpoint may have charged for it. An error
+status is free unless a proxy gave up waiting, and so is an attempt without a connection.
 
     reserve (refused: CapError) ──> call ──> settle(cost)        the difference is free again
                                           └──> no reply          all that was held stays spent
 
 The cap is checked with everything that is held for calls in flight. So charges up to the bounds stay within it,
-whatever the order of replies. A charge above its bound closes the budget: no further call is made. Only such charges,
-for calls then in flight, can exceed the cap. An endpoint that has not yet kept to a bound gets one call at a time.
+whatever the order of replies. A charge above its bound closes the budget: only such charges, for calls then in flight,
+can exceed the cap. An endpoint that has not yet kept to a bound gets one call at a time.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ class Reservation:
     state: str
     teacher: str
     usd: float
-    """What is held: the most that the call should cost."""
+    """The most that the call should cost."""
 
 
 class Budget:
@@ -63,10 +60,9 @@ class Budget:
         self._setting = setting
         self._record = record
         self.spent_usd = spent_usd
-        """By earlier runs too."""
         self._kept = set[str]()
         """Endpoints that kept to the bound of a call."""
-        # Summed each time: a running sum would keep a rounding error when nothing is in flight any more.
+        # Summed each time: a running sum would keep rounding errors.
         self._in_flight: dict[str, Reservation] = {}
         self._by_state: dict[str, float] = defaultdict(float)
         self._settled = asyncio.Event()
@@ -76,30 +72,28 @@ class Budget:
 
     @property
     def in_flight(self) -> int:
-        """Calls that are made and not settled."""
+        """Calls that are not settled."""
         return len(self._in_flight)
 
     @property
     def held_usd(self) -> float:
-        """What is held for the calls in flight."""
         return sum(each.usd for each in self._in_flight.values())
 
     def close(self, reason: str) -> None:
-        """Refuse every further call, and those that wait to be made."""
+        """Refuse every further call, waiting ones too."""
         self.closed = self.closed or reason
         self._settled.set()
         self._closing.set()
 
     async def pause(self, seconds: float) -> None:
-        """Wait before a call. Return at once when the budget is closed."""
+        """Wait before a call, no longer once the budget is closed."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._closing.wait(), seconds)
 
     async def reserve(self, *, state: str, teacher: str, usd: float) -> Reservation:
-        """Hold `usd`, the bound of a call.
+        """Hold `usd`, the bound of a call. Raises CapError when it does not fit.
 
-        Waits while only calls in flight stand in the way, for they rarely cost their bound, or while an endpoint makes
-        its first call. Raises CapError, which names the cap, when the call does not fit.
+        Waits while only calls in flight stand in the way, or while an endpoint makes its first call.
         """
         while True:
             self._check(teacher, usd)
@@ -114,29 +108,28 @@ class Budget:
         return held
 
     def _waits_for_the_first(self, teacher: str, usd: float) -> bool:
-        """Return whether a call of an endpoint that is not known to keep to its bounds has to wait for another such."""
-        unknown = usd > 0 and teacher not in self._kept
-        return unknown and any(each.usd > 0 and each.teacher not in self._kept for each in self._in_flight.values())
+        """Return whether a call has to wait for another of an endpoint not known to keep to its bounds."""
+        if not usd or teacher in self._kept:
+            return False
+        return any(each.usd > 0 and each.teacher not in self._kept for each in self._in_flight.values())
 
     def _check(self, teacher: str, usd: float) -> None:
-        """Raise CapError where a call with bound `usd` may not be made, whatever the calls in flight will cost."""
+        """Raise CapError where a call may not be made, whatever those in flight cost."""
         if self.closed is not None:
             raise CapError(self.closed)
         if usd and self.spent_usd + usd > self._cap_usd:
+            left = max(self._cap_usd - self.spent_usd, 0.0)
             raise CapError(
-                f"a call to {teacher} may cost ${usd:.4f}, but ${max(self._cap_usd - self.spent_usd, 0.0):.4f} of "
-                f"{self._setting} = ${self._cap_usd:g} is left: raise {self._setting}, or leave this endpoint out"
+                f"a call to {teacher} may cost ${usd:.4f}, but ${left:.4f} of {self._setting} = ${self._cap_usd:g} "
+                f"is left: raise {self._setting}, or leave this endpoint out"
             )
 
     def note_charge(self, held: Reservation, usd: float) -> None:
-        """Close the budget when an endpoint charged more than the call's bound.
-
-        Call it before the answer is stored and the call settled: no other call may be made meanwhile.
-        """
+        """Close the budget when an endpoint charged more than the call's bound. Call it before the call is settled."""
         if usd > held.usd:
             self.close(
-                f"{held.teacher} charged ${usd:.6f} for a call that may cost ${held.usd:.6f}: check that the endpoint "
-                "keeps to max_tokens and counts tokens rightly, and correct its input_usd_per_mtok and "
+                f"{held.teacher} charged ${usd:.6f} for a call that may cost ${held.usd:.6f}: check that the "
+                "endpoint keeps to max_tokens and counts tokens rightly, and correct its input_usd_per_mtok and "
                 "output_usd_per_mtok"
             )
 
@@ -151,11 +144,10 @@ class Budget:
         self._record("settled", call=held.call, teacher=held.teacher, usd=usd, status=status, **facts)
 
     def note_stop(self, reason: str) -> None:
-        """Write down that the replay ended early."""
         self._record("stopped", reason=reason)
 
     def take_state(self, state: str) -> float:
-        """Return what calls on this state cost since the last question, failed attempts included."""
+        """Return what calls on this state cost since the last question."""
         return self._by_state.pop(state, 0.0)
 
 
@@ -163,11 +155,10 @@ logger = logging.getLogger(__name__)
 
 RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
 _PROXY_GAVE_UP = {408, 504, *range(520, 525)}
-"""The endpoint behind the proxy may have answered, and charged, all the same."""
+"""The endpoint behind the proxy may have charged all the same."""
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
-"""The request was not sent, so it cannot have been charged."""
+"""The request was not sent, so not charged."""
 _CONNECT_S = 10.0
-"""The longest that a connection may take to come about."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 _MAX_REPLY_BYTES = 1 << 24
 _SHOWN_CHARS = 200
@@ -175,13 +166,11 @@ _FAILURES_BEFORE_REST = 5
 
 
 class NoAnswerError(EndpointError):
-    """Calls were made, and none of them gave an answer."""
+    """Calls were made without an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """An endpoint, and how it is asked."""
-
     name: str
     """In messages and in the cost ledger."""
     base_url: str
@@ -190,14 +179,14 @@ class Endpoint:
     api_key: str | None
     price: Price
     timeout_s: float
-    """Deadline of one attempt, a reply that drips in included."""
+    """Of one attempt, a reply that drips in included."""
     max_concurrent: int
     max_tokens_key: str = "max_tokens"
     """What the endpoint calls the limit of an answer."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     max_retries: int = 0
     rest_s: float = 0.0
-    """How long nothing is asked after five failures in a row."""
+    """Pause after five failures in a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,17 +195,14 @@ class ChatRequest:
     key: str
     """Under which the answer is cached."""
     bound_usd: float
-    """What a call should cost at most."""
     state: str
     """What the cost is booked on."""
     check: Callable[[CachedAnswer], object] | None = None
-    """Raises EndpointError for an answer of no use, which is then not cached."""
+    """Raises EndpointError for an answer not to be cached."""
 
 
 @dataclass(eq=False)
 class _FailedAttempt(Exception):
-    """One attempt without an answer."""
-
     reason: str
     status: str = ""
     """For the ledger, where it is not the reason."""
@@ -227,10 +213,7 @@ class _FailedAttempt(Exception):
 
 
 class ChatClient:
-    """One endpoint. Used by one event loop.
-
-    Building the HTTP client takes a noticeable part of a second, so build it where nothing else has to run.
-    """
+    """One endpoint. Used by one event loop; building it takes a noticeable part of a second."""
 
     def __init__(self, endpoint: Endpoint, budget: Budget, cache: AnswerCache) -> None:
         self._endpoint = endpoint
@@ -247,14 +230,13 @@ class ChatClient:
         """Questions that the cache answered."""
 
     async def close(self) -> None:
-        """Close the connections. Calls must have ended."""
+        """Close the connections, after all calls."""
         await self._http.aclose()
 
     async def ask(self, request: ChatRequest) -> tuple[CachedAnswer, bool]:
         """Return the answer, and whether it came from the cache. A canceled call counts at its reservation.
 
-        Raises CapError when a call would pass the cap, NoAnswerError when no usable answer came, EndpointError while
-        the endpoint rests.
+        Raises CapError, NoAnswerError without a usable answer, and EndpointError while the endpoint rests.
         """
         stored = await asyncio.to_thread(self._cache.get, request.key)
         if stored is not None:
@@ -263,7 +245,6 @@ class ChatClient:
         return await self._attempts(request), False
 
     async def _attempts(self, request: ChatRequest) -> CachedAnswer:
-        """Try until one attempt answers."""
         endpoint, attempt = self._endpoint, 0
         async with self._places:
             while True:
@@ -275,14 +256,13 @@ class ChatClient:
                     if self._budget.closed is not None and failed.again:
                         raise CapError(self._budget.closed) from None
                     if not failed.again or attempt == endpoint.max_retries:
-                        raise NoAnswerError(
-                            f"{endpoint.name} ({endpoint.model} at {endpoint.base_url}) gave no answer: {failed.reason}"
-                        ) from None
+                        place = f"{endpoint.name} ({endpoint.model} at {endpoint.base_url})"
+                        raise NoAnswerError(f"{place} gave no answer: {failed.reason}") from None
                     await self._budget.pause(_pause_s(attempt, failed.after_s))
                 attempt += 1
 
     async def _attempt(self, request: ChatRequest, held: Reservation, attempt: int) -> CachedAnswer:
-        """Make one call. However it ends it is settled, after its answer was kept. Raises _FailedAttempt."""
+        """Make one call, which is settled however it ends. Raises _FailedAttempt."""
         start, answered = time.monotonic(), False
         usd, tokens, status = held.usd, (0, 0), "cancelled"
         self.calls += 1
@@ -319,7 +299,8 @@ class ChatClient:
     async def _post(self, question: Question) -> bytes:
         """Return the body of a successful reply. Raises _FailedAttempt."""
         endpoint = self._endpoint
-        body = {"model": question.model, "messages": question.messages, endpoint.max_tokens_key: question.max_tokens}
+        body: dict[str, Any] = {"model": question.model, "messages": question.messages}
+        body[endpoint.max_tokens_key] = question.max_tokens
         if question.temperature is not None:
             body["temperature"] = question.temperature
         if question.tools:
@@ -358,9 +339,8 @@ class ChatClient:
         left_s = self._rests_until - time.monotonic()
         if left_s > 0:
             name = self._endpoint.name
-            raise EndpointError(
-                f"{name}: {self._failures_in_row} calls in a row failed, so it is not asked for another {left_s:.1f} s"
-            )
+            text = f"{self._failures_in_row} calls in a row failed, so it is not asked for another {left_s:.1f} s"
+            raise EndpointError(f"{name}: {text}")
 
     def _note_outcome(self, answered: bool) -> None:
         self._failures_in_row = 0 if answered else self._failures_in_row + 1
@@ -374,7 +354,7 @@ def _decode(content: bytes) -> Completion:
         value = lenient_json(content)
         try:
             completion = msgspec.convert(value, Completion)
-        except msgspec.ValidationError:  # Where only its counts cannot be read, the call costs its bound.
+        except msgspec.ValidationError:  # without readable counts the call costs its bound
             completion = msgspec.convert({**value, "usage": None}, Completion)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise _FailedAttempt(f"the reply is not a chat completion ({error})") from None
@@ -396,19 +376,18 @@ def _error_status(reply: httpx.Response, body: str) -> _FailedAttempt:
 
 
 def _pause_s(attempt: int, retry_after_s: float) -> float:
-    """Return a pause with jitter below a doubling bound. The endpoint's Retry-After counts, up to the longest pause."""
+    """Return a jittered pause below a doubling bound, or the endpoint's Retry-After up to the longest."""
     bound_s = backoff_s(attempt, first_s=FIRST_RETRY_S, longest_s=LONGEST_RETRY_S)
     return max(min(retry_after_s, LONGEST_RETRY_S), random.uniform(bound_s / 2, bound_s))
 
 
 def http_client(endpoint: Endpoint) -> httpx.AsyncClient:
-    """Return a client with the endpoint's key and deadlines."""
     headers = {"Content-Type": "application/json", "User-Agent": "composer-prime"}
     if endpoint.api_key:
         headers["Authorization"] = f"Bearer {endpoint.api_key}"
     return httpx.AsyncClient(
         headers=headers,
-        # Connecting ends before the whole attempt does, which may have been charged for.
+        # Connecting ends before the attempt, which may have been charged for.
         timeout=httpx.Timeout(endpoint.timeout_s, connect=min(endpoint.timeout_s / 2, _CONNECT_S)),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=endpoint.max_concurrent),
         follow_redirects=True,

@@ -17,7 +17,7 @@ PER_MILLION = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """What tokens cost, USD each. Where the price rises with the prompt, `tiers` has it by the prompt's length."""
+    """What tokens cost, USD each. `tiers` has a price that rises with the prompt's length."""
 
     input_usd: float
     """A prompt token, in the dearest tier."""
@@ -28,10 +28,7 @@ class Price:
     tiers: ModelPrice | None = None
 
     def cost_usd(self, input_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
-        """Return the cost of a call with a prompt of this length, of which `cached_tokens` the endpoint had cached.
-
-        A configured price has none for cached tokens, which then cost as much as others.
-        """
+        """Return the cost of a call. Without tiers `cached_tokens` cost as much as others."""
         if self.tiers is None:
             return self.bound_usd(input_tokens, output_tokens)
         from genai_prices import Usage
@@ -41,20 +38,19 @@ class Price:
         return float(self.tiers.calc_price(usage)["total_price"])
 
     def bound_usd(self, input_tokens: int, output_tokens: int) -> float:
-        """Return the most that a call with this many tokens may cost."""
+        """Return the most that so many tokens may cost."""
         return self.request_usd + input_tokens * self.input_usd + output_tokens * self.output_usd
 
 
 def listed_price(model: str, base_url: str) -> Price:
-    """Return today's price of a model at an endpoint. Raises LookupError where genai-prices does not list it,
-    ConfigError without genai-prices.
-    """
+    """Return today's price of a model at an endpoint. Raises LookupError for an unlisted one, ConfigError without
+    genai-prices."""
     try:
         from genai_prices import Usage, calc_price
     except ImportError as error:
         raise ConfigError(
-            f"prices of {model} are not known without genai-prices ({error}): run {install_command('traces')}, or set "
-            "input_usd_per_mtok and output_usd_per_mtok"
+            f"prices of {model} are not known without genai-prices ({error}): run {install_command('traces')}, "
+            "or set input_usd_per_mtok and output_usd_per_mtok"
         ) from None
     usage = Usage(input_tokens=1, output_tokens=1)
     listed = calc_price(usage, model_ref=model, provider_api_url=base_url).model_price
@@ -67,7 +63,6 @@ def listed_price(model: str, base_url: str) -> Price:
 
 
 def _dearest(price: Decimal | TieredPrices | None) -> float:
-    """Return the highest tier's price, USD a token."""
     if price is None:
         return 0.0
     steps = [price] if isinstance(price, Decimal) else [price.base, *(tier.price for tier in price.tiers)]

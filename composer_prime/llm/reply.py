@@ -1,8 +1,7 @@
 """What is read of a chat completion: the assistant's message, and what the call cost.
 
-Thinking and tool calls may stand between tags in the text of an answer. Two places treat them otherwise on purpose.
-inference/model_server.py removes closed <think> blocks only, because its clients split the rest.
-traces/replay/voting.py looks for the beginnings of calls in any agent's notation.
+Two places treat thinking and calls in the text otherwise on purpose: inference/model_server.py removes closed <think>
+blocks only, for its clients split the rest; traces/replay/voting.py reads any agent's notation.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from composer_prime.llm.cache import CachedAnswer, Message
 from composer_prime.llm.prices import Price
 
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-"""A closed call; group 1 is what should be JSON."""
+"""Group 1 is what should be JSON."""
 TOOL_CALL_OR_REST = re.compile(r"<tool_call>.*?(?:</tool_call>|$)", re.DOTALL)
-"""A call whose closing tag may be missing: then it reaches to the end."""
+"""Without a closing tag it reaches to the end."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _THINK_TAG = re.compile(r"<think(?:ing)?>|</think(?:ing)?>\s*")
 _LOOK_BACK = 200
@@ -43,7 +42,7 @@ class _ToolCall(msgspec.Struct):
 
 class _Message(msgspec.Struct):
     content: str | list[dict[str, Any]] | None = None
-    """Text, or parts of which those of type text count."""
+    """Text, or parts, of which texts count."""
     tool_calls: list[_ToolCall] | None = None
 
 
@@ -60,29 +59,26 @@ class Usage(msgspec.Struct):
     prompt_tokens: Tokens
     completion_tokens: Tokens
     prompt_tokens_details: Any = None
-    """An object with cached_tokens. What cannot be read gives no discount: the answer was paid for all the same."""
+    """An object with cached_tokens; an unreadable one gives no discount."""
     prompt_cache_hit_tokens: Any = None
     """DeepSeek's name for cached_tokens."""
     cost: float | None = None
     """USD, where the endpoint states its charge (OpenRouter)."""
     is_byok: bool | None = None
-    """Whether the model's provider charged beside that, by a key of the user's own."""
+    """Whether the provider charged beside that, by a key of the user's own."""
     cost_details: _CostDetails | None = None
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the endpoint had cached."""
         details = self.prompt_tokens_details
-        for value in (
-            details.get("cached_tokens") if isinstance(details, dict) else None,
-            self.prompt_cache_hit_tokens,
-        ):
+        listed = details.get("cached_tokens") if isinstance(details, dict) else None
+        for value in (listed, self.prompt_cache_hit_tokens):
             if isinstance(value, int | float) and 0 < value < math.inf:
                 return int(value)
         return 0
 
     def cost_usd(self, price: Price) -> float:
-        """Return the stated charge, with what the provider charged beside it, or the price list's where none is."""
+        """Return the stated charge, with what the provider charged beside it, else the price list's."""
         if self.cost is None or self.cost < 0:
             return price.cost_usd(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
         beside = self.cost_details.upstream_inference_cost if self.cost_details and self.is_byok else None
@@ -95,7 +91,6 @@ class Completion(msgspec.Struct):
     choices: list[_Choice]
     usage: Usage | None = None
     model: str | None = None
-    """The model that answered, by its own name."""
 
 
 def reply_text(content: str | list[dict[str, Any]] | None) -> str:
@@ -106,7 +101,7 @@ def reply_text(content: str | list[dict[str, Any]] | None) -> str:
 
 
 def answer_of(completion: Completion, tokens: tuple[int, int], usd: float, seconds: float) -> CachedAnswer:
-    """Return the first choice without its thinking. `tokens`: of prompt and answer."""
+    """Return the first choice without its thinking. `tokens`: (prompt, answer)."""
     choice = completion.choices[0]
     content = split_thinking(reply_text(choice.message.content))[0].strip()
     message: Message = {"role": "assistant", "content": content or None}
@@ -129,10 +124,7 @@ def answer_of(completion: Completion, tokens: tuple[int, int], usd: float, secon
 
 
 def storable_arguments(arguments: str) -> str:
-    """Return a call's arguments with "?" for each half character.
-
-    A model may escape half a character in JSON text (`"\\ud83d"`), which no file, endpoint or tokenizer takes.
-    """
+    """Return a call's arguments with "?" for each half character, which no file or tokenizer takes."""
     if not _SURROGATE.search(arguments):
         return arguments
     try:
@@ -144,7 +136,7 @@ def storable_arguments(arguments: str) -> str:
 
 
 def lenient_json(content: bytes) -> Any:
-    """Return a JSON value. Half a character, which JSON can escape and UTF-8 cannot hold, becomes "?"."""
+    """Return a JSON value, with "?" for each half character."""
     try:
         return msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -153,10 +145,10 @@ def lenient_json(content: bytes) -> Any:
 
 
 def split_thinking(text: str) -> tuple[str, str]:
-    """Return (visible text, thinking) of a text with <think> blocks, in time linear in its length.
+    """Return (visible text, thinking) of a text with <think> blocks, in linear time.
 
-    Templates of DeepSeek-R1 and Qwen3 write the opening tag into the prompt, so an answer whose first tag is a closing
-    one began with a thought. An answer that was cut within its first thought is all thought. A quoted tag is text.
+    Templates may write the opening tag into the prompt, so a first closing tag ends a thought. An answer that was cut
+    within its first thought is all thought. A quoted tag is text.
     """
     if "think" not in text:
         return text, ""
@@ -177,7 +169,7 @@ def split_thinking(text: str) -> tuple[str, str]:
 
 
 def read_tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
-    """Return (name, arguments) of the JSON object between a tool call's tags, or None for anything else."""
+    """Return (name, arguments) of the JSON object between a tool call's tags, if it is one."""
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
@@ -187,7 +179,7 @@ def read_tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def _is_quoted(text: str, tag: re.Match[str]) -> bool:
-    """Tell whether the same quote is on both sides. A backtick that closes earlier text does not count."""
+    """Tell whether the same quote is on both sides, unless a backtick closes earlier text."""
     quote = text[max(tag.start() - 1, 0) : tag.start()]
     if quote != text[tag.end() : tag.end() + 1] or quote not in ("`", "'", '"'):
         return False

@@ -1,4 +1,4 @@
-"""What in a step's figures should worry its user, each with the setting to turn. A pure function of metrics lines."""
+"""What in a step's figures should worry its user, each with the setting to turn."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from composer_prime.config.trainer import OptimConfig
 from composer_prime.monitor.metrics_file import Line, numeric_field
 
 FEW_STEPS = 10
-"""Steps in a row without reward that are said, and the fewest that have a usual value."""
+"""Steps in a row without reward that are said; the fewest with a usual value."""
 _REMEMBERED = 100
-"""The most steps of which a usual value is the median."""
+"""Steps of which a usual value is the median."""
 _TIMES_USUAL = 10.0
 _BOUNDS = {
     "optim/lr": (0.0, 5e-3, "usual are 1e-7 to 1e-3; lower trainer.optim.lr"),
     "policy/entropy": (1e-3, inf, "rollouts are all alike; raise orchestrator.sampling.temperature"),
     "rollout/truncated_share": (0.0, 0.8, "raise orchestrator.sampling.max_tokens or model.max_context"),
 }
-"""Figure -> the least and the most that is no news, and the remedy."""
+"""Figure -> least and most that is no news, and the remedy."""
 _STEADY = {
     "optim/grad_norm": (0.0, "lower trainer.optim.lr or trainer.optim.max_grad_norm"),
     "policy/mismatch_kl": (0.01, "lower trainer.optim.lr or orchestrator.max_staleness"),
 }
-"""Figure that stays near its median -> up to where a jump is no news, and the remedy."""
+"""Figure that stays near its median -> where a jump becomes news, and the remedy."""
 
 
 def alerts(lines: Mapping[int, Line], step: int, optim: OptimConfig) -> Iterator[tuple[str, str]]:
-    """Yield a name and a sentence for each thing that is wrong with `step`. `lines`: the trainer's, by step."""
+    """Yield a name and a sentence for each thing that is wrong with `step`."""
     for name, (least, most, remedy) in _BOUNDS.items():
         value = None if optim.is_own and name == "optim/lr" else numeric_field(lines[step], name)
         if value is not None and not least <= value <= most:
             yield name, f"{name} is {value:.3g}: {remedy}"
-    yield from _jumps(lines[step], [lines[each] for each in range(step - _REMEMBERED, step) if each in lines])
+    before = [lines[each] for each in range(step - _REMEMBERED, step) if each in lines]
+    yield from _jumps(lines[step], before)
     silent = list(takewhile(_is_silent, (lines[each] for each in range(step, -1, -1) if each in lines)))
     if len(silent) >= FEW_STEPS:
         remedy = "lower trainer.optim.lr if there was reward before, else change the tasks of [[orchestrator.source]]"

@@ -6,8 +6,7 @@
         --read_events--> the launcher, `composer report`, the page
 
 A line: {"time", "role", "pid", "level", "kind", "text", "count", "id", "where", "cause"}; the last two may be null.
-`where` is file:line of the code that raised, else of ours that noticed. Two lines of one event have the same `id`. Each
-process counts for itself, so `count` begins at 1 again after a resume.
+`where` is file:line of the code that raised, else of ours that noticed. Lines of one event have the same `id`.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from composer_prime.run.run_dir import RunDir
 
 OURS = ("composer_prime", "orchestrator", "trainer", "inference", "diloco")
 VARIABLE = "COMPOSER_EVENTS"
-"""Environment variable by which a role's own processes find the run directory."""
+"""Environment variable with the run directory, for a role's own processes."""
 _TEXT_CHARS = 1000
 _ID_CHARS = 120
 _MAX_IDS = 300
-"""Warnings and errors that a process tells apart; further ones of a kind count as one. Informations are few."""
+"""Warnings and errors that a process tells apart; further ones of a kind count as one."""
 _NUMBER = re.compile(r"\d+")
 
 
@@ -49,8 +48,8 @@ def event(
     """Return the `extra` of a logging call that is an event at any level.
 
     `kind`: failure, node, checkpoint, evaluation, budget, groups, demonstrations, hack, process, alert. `same_as`:
-    equal for repetitions of one event; by default texts decide that differ in numbers only. `text`: for people, where
-    the log's own is another. `count`: where the caller counts repetitions itself and logs some of them.
+    equal for repetitions; by default texts decide that differ in numbers only. `text`: for people. `count`: where the
+    caller counts repetitions itself.
     """
     return {
         "event_kind": kind,
@@ -63,14 +62,13 @@ def event(
 
 
 class EventFile:
-    """Appends events. Each line is one O_APPEND write. A disk that refuses it does not stop the run."""
+    """Appends events, each with one write. A disk that refuses it does not stop the run."""
 
     def __init__(self, run_dir: RunDir, role: str) -> None:
         self._path = run_dir.root / "events.jsonl"
         self._role = role
         self._counts: dict[str, int] = {}
         self._warnings = 0
-        """Names in _counts that belong to warnings and errors."""
 
     def write(
         self,
@@ -83,7 +81,7 @@ class EventFile:
         cause: str | None = None,
         count: int | None = None,
     ) -> None:
-        """Write the event, unless it repeats one of this process; of repetitions the tenth and each hundredth."""
+        """Write the event; of its repetitions only the tenth and each hundredth."""
         name = same_as or (text if level == "info" else _NUMBER.sub("#", text))[:_ID_CHARS]
         if name not in self._counts and level != "info":
             name = kind if self._warnings >= _MAX_IDS else name
@@ -108,7 +106,7 @@ class EventFile:
 
 
 class EventHandler(logging.Handler):
-    """Writes warnings, errors and calls with `extra=event(...)` of our loggers to an EventFile."""
+    """Writes our loggers' warnings, errors and calls with `extra=event(...)`."""
 
     def __init__(self, file: EventFile, level: int) -> None:
         super().__init__(level)
@@ -138,16 +136,13 @@ class EventHandler(logging.Handler):
 
 
 def record_events(run_dir: RunDir, role: str, *, level: int = logging.INFO) -> None:
-    """Write what this process logs and users must know to the run's events; processes that it starts can join.
-
-    `level`: the least level of a call that counts. Ranks log most warnings alike, so one of them writes those.
-    """
+    """Write what users must know of this process's log to the run's events. `level`: the least that counts."""
     os.environ[VARIABLE] = str(run_dir.root)
     logging.getLogger().addHandler(EventHandler(EventFile(run_dir, role), level))
 
 
 def join_events(role: str) -> None:
-    """Do so in a process that a role started, if that role records events."""
+    """Do so in a process that such a role started."""
     if root := os.environ.get(VARIABLE):
         record_events(RunDir(Path(root)), role)
 
@@ -161,28 +156,24 @@ def _shown_path(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-# -- reading -------------------------------------------------------------------------------------------------------
-
-
 class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
     time: float = 0.0
-    """Seconds since the epoch, of the last line about it."""
+    """Unix seconds of its last line."""
     role: str
     pid: int
-    """The process that wrote the last line."""
+    """Wrote the last line."""
     level: str
     """info, warning or error."""
     kind: str
     text: str
     count: int
-    """How often it happened at least: 1, 10, or hundreds."""
+    """At least: 1, 10, or hundreds."""
     id: str
     where: str | None = None
     cause: str | None = None
 
     @property
     def line(self) -> str:
-        """The event in one line, as the launcher shows it."""
         times = f" ({self.count} times)" if self.count > 1 else ""
         place = f" ({self.where})" if self.where and self.level != "info" and self.where not in self.text else ""
         text = self.text.replace("\n", "\n    ")
@@ -190,7 +181,7 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_event(line: dict[str, Any]) -> RunEvent | None:
-    """Return the event of one object of the file; None for any other object."""
+    """Return the event of an object of the file, if it is one."""
     try:
         return msgspec.convert(line, RunEvent)
     except msgspec.ValidationError:
@@ -198,16 +189,13 @@ def parse_event(line: dict[str, Any]) -> RunEvent | None:
 
 
 def read_events(path: Path) -> list[RunEvent]:
-    """Return every event once, by its last line, in the order of time; none without the file.
-
-    Counts of several processes, and of the starts of a resumed run, are added.
-    """
+    """Return every event once, by its last line, in the order of time. Counts of several processes are added."""
     raw_lines = path.read_bytes().splitlines() if path.is_file() else []
     by_id: dict[str, RunEvent] = {}
     counted: dict[str, dict[int, int]] = {}
-    """By event and process: how often since its last start."""
+    """By event and process, since its last start."""
     earlier: Counter[str] = Counter()
-    """By event: how often in earlier processes with the id of a later one, as containers have them."""
+    """By event, of earlier processes with the id of a later one, as in containers."""
     decode = msgspec.json.Decoder(RunEvent).decode
     for raw in raw_lines:
         try:

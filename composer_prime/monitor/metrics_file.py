@@ -19,8 +19,7 @@ Line = dict[str, Any]
 class MetricsFile:
     """Appends lines `{"step", "time", "role", ...}` to one file that all roles of a run share.
 
-    Each line is one O_APPEND write, so lines of several processes never mix. A disk that refuses the write does not
-    stop the run: the line is lost.
+    Each line is one write, so lines never mix. A disk that refuses it does not stop the run.
     """
 
     def __init__(self, path: Path, role: str) -> None:
@@ -29,7 +28,7 @@ class MetricsFile:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Append one line. Leaves out None (not measured); writes a number that is not finite as text."""
+        """Append one line, without None; a number that is not finite becomes text."""
         line: Line = {"step": step, "time": round(time.time(), 3), "role": self.role}
         for name, value in metrics.items():
             if value is not None:
@@ -40,19 +39,19 @@ class MetricsFile:
 
 
 class Tail:
-    """Reads what was appended since the last call. A torn last line waits for its end; broken ones are skipped."""
+    """Reads what was appended since. A torn last line waits for its end; broken ones are skipped."""
 
     def __init__(
         self, path: Path, valid: Callable[[Line], bool] = lambda line: isinstance(line.get("step"), int)
     ) -> None:
-        """`valid`: whether an object is a line of this file; by default one of metrics.jsonl."""
+        """`valid`: whether an object is a line of this file."""
         self.path = path
         self._valid = valid
         self._offset = 0
         self._partial = b""
 
     def read(self) -> list[Line]:
-        """Return new lines in file order; none while the file does not exist. Reads a shortened file from its start."""
+        """Return new lines in file order. Reads a shortened file from its start."""
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)
@@ -76,10 +75,7 @@ def _decode(raw: bytes) -> Line | None:
 
 
 def read_history(path: Path) -> list[Line]:
-    """Return every line of a finished or running file, without those that a resume made void.
-
-    The launcher marks a resume with {"step": C, "event": "resume"}: earlier lines of later steps no longer count.
-    """
+    """Return every line of a file, without later steps' that a resume (`"event": "resume"`) made void."""
     lines: list[Line] = []
     for line in Tail(path).read():
         if line.get("event") == "resume":
@@ -89,7 +85,7 @@ def read_history(path: Path) -> list[Line]:
 
 
 def numeric_field(line: Line, name: str) -> float | None:
-    """Return a numeric field; None when it is missing or not a number."""
+    """Return a numeric field, if it is one."""
     value = line.get(name)
     return float(value) if is_number(value) else None
 

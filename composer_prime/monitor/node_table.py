@@ -19,10 +19,10 @@ from composer_prime.monitor.metrics_file import Line, numeric_field
 from composer_prime.run.costs import NodeTotals
 
 SERVING, LOADING, SUSPENDED, DRAINING, AWAY = "serving", "loading", "suspended", "draining", "away"
-"""States of a node: takes requests; has no accepted weights yet; gets none for a while, after failures or in
-quarantine; finishes its requests; not connected."""
+"""States of a node: takes requests; has no accepted weights yet; gets none for a while; finishes its requests; not
+connected."""
 BANNED = "banned"
-"""State of a node that is not let in any more."""
+"""Not let in any more."""
 _UNKNOWN = "-"
 
 
@@ -32,22 +32,21 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     state: str
     why: str = ""
-    """Why it gets no request; empty when it serves."""
+    """Why it gets no request."""
     device: str = ""
     """As the node says."""
     engine: str = ""
     version: int | None = None
     behind: int | None = None
-    """Policy versions that the newest is ahead of it."""
+    """Policy versions behind the newest."""
     trust: float | None = None
     usd_per_hour: float | None = None
     """As the node says."""
     in_flight: int = 0
-    """Requests that it holds."""
     totals: NodeTotals = msgspec.field(default_factory=NodeTotals)
 
     def with_rates(self) -> dict[str, Any]:
-        """Return the row as a table, with rates: means over the time that the node was connected."""
+        """Return the row as a table, with mean rates while the node was connected."""
         return msgspec.to_builtins(self) | {
             "tokens_per_s": self.totals.per_second("tokens"),
             "trained_tokens_per_s": self.totals.per_second("trained_tokens"),
@@ -56,7 +55,7 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def recorded_rows(lines: Iterable[Line], totals: Mapping[str, NodeTotals]) -> list[NodeRow]:
-    """Return the rows of a run that is over, or that another process serves; rates are means over the whole run."""
+    """Return the rows of a run that is over, or that another process serves."""
     last: dict[str, dict[str, Any]] = {}
     for line in _node_lines(lines):
         last.setdefault(line["node"], {}).update(line)
@@ -80,7 +79,7 @@ def recorded_rows(lines: Iterable[Line], totals: Mapping[str, NodeTotals]) -> li
 
 
 def _node_lines(lines: Iterable[Line]) -> Iterator[Line]:
-    """Yield the lines of nodes. At a resume every node is away until its next one: a crash writes no last lines."""
+    """Yield the lines of nodes. A resume makes every node away: a crash writes no last lines."""
     last: dict[str, Line] = {}
     for line in lines:
         if isinstance(name := line.get("node"), str):
@@ -94,31 +93,29 @@ def _node_lines(lines: Iterable[Line]) -> Iterator[Line]:
                     yield last[name]
 
 
-# -- text ----------------------------------------------------------------------------------------------------------
-
 _COLUMNS = (
     "node", "state", "device", "engine", "version", "tokens/s", "trained/s", "trust", "$/h", "$/M trained", "trained",
     "weights", "held", "failed",
 )  # fmt: skip
 _LEFT = 4
-"""Columns of words; those after them are figures."""
+"""Columns of words before the figures."""
 
 
 def table_lines(rows: list[NodeRow]) -> list[str]:
-    """Return the table, then why nodes do not serve and which have no known price."""
+    """Return the table, why nodes do not serve, and which have no known price."""
     if not rows:
         return ["no node has connected yet"]
     cells = [list(_COLUMNS), *(_cells(row) for row in rows)]
     widths = [max(len(line[place]) for line in cells) for place in range(len(_COLUMNS))]
-    text = [
-        "  ".join(
-            cell.ljust(width) if place < _LEFT else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
+    text = []
+    for line in cells:
+        sized = list(zip(line, widths, strict=True))
+        padded = [cell.ljust(width) for cell, width in sized[:_LEFT]]
+        padded += [cell.rjust(width) for cell, width in sized[_LEFT:]]
+        text.append("  ".join(padded).rstrip())
     text += [f"{printable(row.name)}: {printable(row.why)}" for row in rows if row.why]
-    if unpriced := [printable(row.name) for row in rows if row.usd_per_hour is None and row.totals.usd is None]:
+    unpriced = [printable(row.name) for row in rows if row.usd_per_hour is None and row.totals.usd is None]
+    if unpriced:
         named = ", ".join(unpriced[:4]) + (f" and {len(unpriced) - 4} more" if len(unpriced) > 4 else "")
         text.append(f"price unknown for {named}: pass --price (dollars per hour) to `inference join`")
     return text
@@ -150,7 +147,7 @@ def _number(value: float | None, shape: str) -> str:
 
 
 def size_text(count: float) -> str:
-    """Return bytes with a unit of thousands: `1.2 GB`."""
+    """Return bytes as `1.2 GB`, by thousands."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 1000 or unit == "TB":
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

@@ -11,21 +11,21 @@ from composer_prime.errors import ConfigError
 from composer_prime.run.run_dir import RunDir
 
 _PROBE = "probe/cheated"
-"""A metric that earlier releases gave to tasks that nobody could solve. The reward of such a task says nothing."""
+"""A metric by which earlier releases marked tasks whose reward says nothing."""
 Rollout = dict[str, Any]
 Scores = dict[str, list[float]]
-"""Rewards of each task's rollouts, by `source/task id`."""
+"""Rewards by `source/task id`."""
 
 
 def rollout_files(run_dir: RunDir, kind: str) -> dict[int, Path]:
-    """Return the files of `kind` ("step" or "eval") by step, ascending."""
+    """Return the files of `kind` ("step" or "eval") by ascending step."""
     paths = run_dir.root.glob(f"rollouts/{kind}_*.jsonl")
     files = {int(step): path for path in paths if (step := path.stem.removeprefix(f"{kind}_")).isdigit()}
     return dict(sorted(files.items()))
 
 
 def read_rollouts(path: Path) -> Iterator[Rollout]:
-    """Yield every whole rollout of a file in order, without a torn last line."""
+    """Yield every whole rollout of a file."""
     with path.open("rb") as file:
         for raw in file:
             if not raw.endswith(b"\n"):
@@ -39,7 +39,7 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
 
 
 def failure_text(rollout: Rollout) -> str | None:
-    """Return why the rollout has no reward; None when it has one."""
+    """Return why the rollout has no reward, if so."""
     failure = rollout.get("failure") or rollout.get("error")
     if isinstance(failure, dict):
         where = failure.get("where")
@@ -48,7 +48,7 @@ def failure_text(rollout: Rollout) -> str | None:
 
 
 def rollout_text(rollout: Rollout) -> str:
-    """Return a rollout in one line: task, reward, question, calls and last reply, each cut short."""
+    """Return a rollout in one line: task, reward, question, calls and reply, each cut short."""
     reward = rollout.get("reward")
     result = f"reward {reward:g}" if isinstance(reward, int | float) else f"failed: {failure_text(rollout)}"
     turns = rollout.get("turns") or []
@@ -59,7 +59,7 @@ def rollout_text(rollout: Rollout) -> str:
 
 
 def question_and_reply(rollout: Rollout) -> tuple[str, str]:
-    """Return the first message of the user and the last text of the policy; empty where there is none."""
+    """Return the user's first message and the policy's last text, or ""."""
     turns = rollout.get("turns") or []
     asked = next((str(turn.get("text")) for turn in turns if turn.get("role") == "user"), "")
     replies = [str(turn.get("text")) for turn in turns if turn.get("role") == "assistant" and turn.get("text")]
@@ -67,7 +67,7 @@ def question_and_reply(rollout: Rollout) -> tuple[str, str]:
 
 
 def task_text(entry: Mapping[str, Any]) -> str:
-    """Return `question -> reply (expected ANSWER)` of an entry of RolloutIndex, in one line."""
+    """Return `question -> reply (expected ANSWER)` of an entry of RolloutIndex."""
     expected = f" (expected {_cut(entry['expected'])})" if entry["expected"] else ""
     return " -> ".join(_cut(entry[name]) for name in ("question", "reply") if entry[name]) + expected
 
@@ -81,7 +81,7 @@ def _cut(text: str) -> str:
 
 
 def scores(path: Path) -> Scores:
-    """Return rewards by task. Leaves out failed rollouts, which have none, and probes."""
+    """Return rewards by task, without failed rollouts and probes."""
     by_task: Scores = {}
     for rollout in read_rollouts(path):
         reward = rollout.get("reward")
@@ -91,13 +91,13 @@ def scores(path: Path) -> Scores:
 
 
 def eval_scores(run_dir: RunDir) -> dict[int, Scores]:
-    """Return the scores of every evaluation by the step before it, on the sources that the run trains on."""
+    """Return each evaluation's scores by step, on the sources that are trained on."""
     evaluations = {step: scores(path) for step, path in rollout_files(run_dir, "eval").items()}
     return without_sources(evaluations, only_evaluated(run_dir))
 
 
 def only_evaluated(run_dir: RunDir) -> list[str]:
-    """Return the sources of weight 0, which the run does not train on."""
+    """Return the sources of weight 0."""
     try:
         sources = json.loads(run_dir.config.read_bytes())["orchestrator"]["source"]
         return [source["name"] for source in sources if source.get("weight") == 0]
@@ -106,7 +106,6 @@ def only_evaluated(run_dir: RunDir) -> list[str]:
 
 
 def without_sources(evaluations: Mapping[int, Scores], names: list[str]) -> dict[int, Scores]:
-    """Return `evaluations` without the tasks of these sources."""
     prefixes = tuple(f"{name}/" for name in names)
     return {
         step: {task: rewards for task, rewards in by_task.items() if not task.startswith(prefixes)}
@@ -115,7 +114,7 @@ def without_sources(evaluations: Mapping[int, Scores], names: list[str]) -> dict
 
 
 def open_run(folder: str) -> RunDir:
-    """Return the run directory `folder`. Raises ConfigError for any other folder."""
+    """Return the run directory `folder`. Raises ConfigError."""
     run_dir = RunDir(Path(folder))
     if not (run_dir.root / "config.json").is_file():
         inside = sorted(run_dir.root.glob("*/config.json"))  # A joint run's folder holds one for each peer.

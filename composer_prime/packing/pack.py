@@ -3,10 +3,9 @@
     samples, pairs --siblings side by side--> bundles --first fit decreasing--> how many rows are needed
                    --spread evenly by FLOPs--> rows --deal--> ranks
 
-Ranks compute micro-batch k at the same time (each gathers the others' shards), so a step lasts as long as the slowest
-rank of each round: rows of a round should cost the same. Siblings in one row let the trainer compute their common
-prompt once. Where this makes ranks too uneven, samples are spread one by one: the plan with the smaller estimate wins.
-Torch-free and deterministic; the orchestrator packs, the trainer lays rows out by the same trees.
+Ranks compute micro-batch k at the same time, so a step lasts as long as the slowest rank of each round: rows of a round
+should cost the same. Siblings in one row let the trainer compute their common prompt once. Where this makes ranks too
+uneven, samples are spread one by one: the plan with the smaller estimate wins. Torch-free and deterministic.
 
     documents of a row      a b c d e | a b c d f | a b x | q r
     tree                    a b ── c d ── e
@@ -14,12 +13,11 @@ Torch-free and deterministic; the orchestrator packs, the trainer lays rows out 
                              └─── x                   q r
     computed tokens         a b c d e f x q r         9 instead of 15
 
-A hidden state depends on the tokens up to it and their positions alone, so equal beginnings have equal hidden states.
-Computing them once changes no result, and the gradients of all branches add up in the shared part.
+A hidden state depends on the tokens up to it and their positions alone, so computing equal beginnings once changes no
+result, and the gradients of all branches add up in the shared part.
 
-A bundle's parts are what must share a row: a sample with its hinted turns, or a term's unit (TermUnit).
-Teacher documents take no room in the row, so a long sample keeps all its hints: the trainer reads them in the row where
-they fit, and otherwise in passes of their own without a gradient.
+What must share a row: a sample with its hinted turns, or a term's unit (TermUnit). Teacher documents take no room in
+it: the trainer reads them in the row where they fit, and otherwise in passes of their own without a gradient.
 
     sample                    context ── turn ── tool ── turn
     teacher document          context ── hint ── turn           SDPO reads the turn in both, token by token
@@ -29,12 +27,8 @@ they fit, and otherwise in passes of their own without a gradient.
 
     row     | sample | ... | documents of a unit | ...          + what each teacher document adds
 
-A row is a micro-batch as its documents: samples, then the units of other loss terms, then teacher documents.
-
     position     all documents end to end; the wire has those before the teachers'     ids_N, starts
     document     which of the documents                              position -> document: document_of
-
-The checksum of a micro-batch shows any change since it was packed.
 """
 
 from __future__ import annotations
@@ -67,19 +61,17 @@ from composer_prime.wire.types import (
 )
 
 MIN_SAVED = 16
-"""A fork must save at least this many tokens: each costs one more call of the attention kernel in every layer."""
+"""Tokens that a fork must save: each costs one more call of the attention kernel in every layer."""
 MERGED_COST = 0.04
-"""What a fork costs for each token below it, in computed tokens: its attention to the shared run is a part of its own,
-merged in every layer. Measured as 0.011 to 0.043 at hidden size 576 (benchmarks/results/systems.md); wider models
-spend less on it."""
+"""Computed tokens that a fork costs for each token below it: its attention to the shared run is merged in every layer.
+Measured as 0.011 to 0.043 at hidden size 576 (benchmarks/results/systems.md), less in wider models."""
 MAX_NESTED = 64
-"""Nesting depth of forks; what forks deeper is computed apart. It bounds the recursion here and in the trainer, which
-would fail at about 300 in the rare row of hundreds of documents that each leave the others a little later."""
+"""Nesting depth of forks; what forks deeper is computed apart. It bounds the recursion here and in the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """A run of tokens and what follows it. Each token sees the runs above its own, and its own up to itself."""
+    """A run of tokens and what follows it. Each token sees the runs above its own."""
 
     run: int
     """Tokens of this run, at least 1."""
@@ -96,14 +88,14 @@ class Tree:
         return self.run + max((branch.longest for branch in self.branches), default=0)
 
     def pairs(self, above: int = 0) -> int:
-        """Return twice the (query, key) pairs of causal attention below `above` tokens: L^2 for a single document."""
+        """Return twice the (query, key) pairs below `above` tokens: L^2 for a single document."""
         below = above + self.run
         return below**2 - above**2 + sum(branch.pairs(below) for branch in self.branches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlopCost:
-    """FLOPs of reading trees: of a token, and of a pair; a document of L tokens has L^2 pairs."""
+    """FLOPs of reading trees; a document of L tokens has L^2 pairs."""
 
     per_token: float
     per_pair: float
@@ -117,15 +109,15 @@ class PrefixLayout:
     """How a row of N tokens is computed as M <= N tokens."""
 
     trees: tuple[Tree, ...]
-    """In order; a tree's tokens are its run, then its branches. They add up to M."""
+    """A tree's tokens are its run, then its branches; together M."""
     kept: np.ndarray
-    """int64 [M]: which tokens of the row are computed, in order of computation."""
+    """int64 [M]: tokens of the row, in order of computation."""
     where: np.ndarray
-    """int64 [N]: index among the computed tokens of the one that stands for each token of the row."""
+    """int64 [N]: for each token of the row, its index among the computed ones."""
 
 
 def prefix_layout(documents: Sequence[np.ndarray], *, share: bool = True) -> PrefixLayout:
-    """Lay out `documents` (token ids, each [T_i], T_i >= 1) as trees; without `share` each document stays alone."""
+    """Lay out `documents` (token ids, [T_i] each, T_i >= 1) as trees; without `share` each stays alone."""
     prefixes = Prefixes(documents)
     trees = prefixes.trees(range(len(documents)), share=share)
     starts, computed = np.cumsum([0, *map(len, documents)]), 0
@@ -139,30 +131,30 @@ def prefix_layout(documents: Sequence[np.ndarray], *, share: bool = True) -> Pre
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """Count equal leading tokens, at most all but one of the shorter: each document keeps a token of its own."""
+    """Count equal leading tokens, at most all but one of the shorter."""
     shorter = min(len(one), len(other)) - 1
     differs = np.flatnonzero(one[:shorter] != other[:shorter])
     return int(differs[0]) if differs.size else shorter
 
 
 Members = tuple[list[int], list[int]]
-"""Documents in the order of their tokens, and how much each has in common with the next one."""
+"""Documents in the order of their tokens, and what each has in common with the next."""
 
 
 class Prefixes:
-    """What documents have in common. Their tokens are compared once; trees of any of them then follow from counts."""
+    """What documents have in common. Tokens are compared once; trees follow from counts."""
 
     def __init__(self, documents: Sequence[np.ndarray]) -> None:
         self._lengths = [*map(len, documents)]
         order = sorted(range(len(documents)), key=lambda member: documents[member].astype(">u4").tobytes())
         self._ranks = {member: rank for rank, member in enumerate(order)}
         self._common = [common_prefix(documents[one], documents[other]) for one, other in pairwise(order)]
-        """Of each document and the next one in sorted order; two others have the least of what lies between them."""
+        """Of neighbors in sorted order; two others have the least of what lies between."""
         self.runs: list[tuple[list[int], int, int]] = []
-        """(documents, start, end) of each run of the last trees: their tokens [start, end) are computed once."""
+        """(documents, start, end) of each run of the last trees, computed once."""
 
     def trees(self, documents: Iterable[int], *, share: bool = True) -> list[Tree]:
-        """Return the trees of some of the documents, grown depth first; without `share` each stays alone."""
+        """Return the trees of some documents, grown depth first."""
         self.runs = []
         order = sorted(documents, key=self._ranks.__getitem__)
         ranks = [self._ranks[member] for member in order]
@@ -170,7 +162,7 @@ class Prefixes:
         return self._forest((order, common), 0, MAX_NESTED if share else 0)
 
     def _forest(self, members: Members, depth: int, levels: int) -> list[Tree]:
-        """Return trees of documents that are equal up to `depth`, from there on, with at most `levels` nested forks."""
+        """Return trees of documents that are equal up to `depth`, with at most `levels` nested forks."""
         if levels == 0:
             return self._apart(members, depth)
         return [tree for part in _split(members, depth) for tree in self._grow(part, depth, levels)]
@@ -185,13 +177,13 @@ class Prefixes:
         if not common or levels == 0:
             return self._apart(members, depth)
         fork = min(common)
-        if not self._pays(members, depth, fork):  # too little in common for all; smaller parts may have more
+        if not self._pays(members, depth, fork):  # smaller parts may have more in common
             return [tree for part in _split(members, fork) for tree in self._grow(part, depth, levels - 1)]
         self.runs.append((order, depth, fork))
         return [Tree(run=fork - depth, branches=tuple(self._forest(members, fork, levels - 1)))]
 
     def _pays(self, members: Members, depth: int, fork: int) -> bool:
-        """Return whether computing tokens [depth, fork) of `members` once saves more than it costs below."""
+        """Return whether computing tokens [depth, fork) once saves more than it costs below."""
         order, common = members
         saved = (fork - depth) * len(common)
         below = sum(self._lengths[member] for member in order) - fork
@@ -200,7 +192,7 @@ class Prefixes:
 
 
 def _split(members: Members, at: int) -> list[Members]:
-    """Group documents by their token at `at`; one that ends there stays alone."""
+    """Group documents by their token at `at`."""
     order, common = members
     cuts = [0, *(index for index, shared in enumerate(common, 1) if shared <= at), len(order)]
     parts = [(order[start:end], common[start : end - 1]) for start, end in pairwise(cuts)]
@@ -208,12 +200,12 @@ def _split(members: Members, at: int) -> list[Members]:
 
 
 def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
-    """Join all parts end to end, as int64."""
+    """Join all parts as int64."""
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
 TOKENS_ALONE = FlopCost(per_token=1.0, per_pair=0.0)
-"""For a model of unknown shape: rows are balanced by tokens."""
+"""For a model of unknown shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +214,7 @@ class Part:
 
     name: str
     documents: tuple[np.ndarray, ...]
-    """Token ids, int32 [T_i] each: the sample and its teacher documents, or the unit's."""
+    """int32 [T_i] each: the sample and its teacher documents, or the unit's."""
     sample: Sample | None = None
     hinted_turns: tuple[HintedTurn, ...] = ()
     """One for each document but the first."""
@@ -230,17 +222,17 @@ class Part:
 
     @property
     def tokens(self) -> int:
-        """Tokens in the row; teacher documents are not in it."""
+        """Tokens in the row, without teacher documents."""
         return sum(map(len, self.documents)) if self.unit else len(self.documents[0])
 
     @property
     def group(self) -> str:
-        """The group of rollouts; its samples start alike."""
+        """The group of rollouts, whose samples start alike."""
         return self.sample.group_id if self.sample else self.name
 
 
 Bundle = list[Part]
-"""Parts that go into one row together."""
+"""What goes into one row together."""
 
 
 @dataclass(slots=True)
@@ -267,14 +259,11 @@ def pack(
 ) -> list[list[MicroBatch]]:
     """Return the micro-batches of each rank, sealed, equally many for each; each sample and unit is in exactly one.
 
-    Pass no units of a term in a step where it has weight 0, and samples `without_hints` where SDPO has it: the rows are
-    then those of the policy loss alone. `model_flops` gives a model's `cost`. Ranks without enough rows get dummy
-    micro-batches of one masked token.
+    Pass no units of a term with weight 0, and samples `without_hints` where SDPO has it. `model_flops` gives a model's
+    `cost`. Ranks without enough rows get dummies of one masked token. Rows, teacher documents and units have at most
+    `max_tokens` each.
 
-    Rows, teacher documents and units have at most `max_tokens` each.
-
-    Raises ConfigError (longer than `max_tokens`, given twice, a first token that is trained) or RunMismatchError (a
-    hinted turn or a unit that is cut or does not match), each naming the sample or unit.
+    Raises ConfigError (too long, given twice, a first token that is trained) or RunMismatchError (cut, or no match).
     """
     parts = _parts(samples, units, max_tokens)
     together = _rows(_siblings(parts, max_tokens), cost, world_size, max_tokens)
@@ -287,10 +276,7 @@ def pack(
 
 
 def totals(samples: Sequence[Sample], units: Sequence[TermUnit] = (), *, micro_batches: int = 1) -> StepTotals:
-    """Return the losses' denominators of a step that trains these.
-
-    `micro_batches` counts those that hold samples, over all ranks.
-    """
+    """Return the losses' denominators. `micro_batches`: those that hold samples, over all ranks."""
     trained = [sample for sample in samples if sample.num_trained > 0]
     turns = [turn for sample in samples for turn in sample.distillations]
     unit_counts: Counter[str] = Counter()
@@ -310,14 +296,13 @@ def totals(samples: Sequence[Sample], units: Sequence[TermUnit] = (), *, micro_b
 
 
 def without_hints(samples: Iterable[Sample]) -> list[Sample]:
-    """Return `samples` for a step where SDPO has weight 0."""
     return [msgspec.structs.replace(sample, distillations=[]) for sample in samples]
 
 
 def model_flops(config: Mapping[str, Any]) -> FlopCost:
-    """Return what a decoder's forward pass costs, from the values of its config.json.
+    """Return what a decoder's forward pass costs, by its config.json.
 
-    Two operations a weight and token; attention is causal: 2 products x 2 operations x half the pairs.
+    Two operations a weight and token; causal attention: 2 products x 2 operations x half the pairs.
     """
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     heads = config["num_attention_heads"]
@@ -331,7 +316,6 @@ def model_flops(config: Mapping[str, Any]) -> FlopCost:
 
 
 def _parts(samples: Iterable[Sample], units: Iterable[TermUnit], max_tokens: int) -> list[Part]:
-    """Return everything that a step trains, checked; raises as `pack`."""
     parts = [_of_sample(sample) for sample in samples] + [_of_unit(unit) for unit in units]
     seen: set[str] = set()
     for part in parts:
@@ -343,7 +327,7 @@ def _parts(samples: Iterable[Sample], units: Iterable[TermUnit], max_tokens: int
 
 
 def _check_same_turn(where: str, turn: str, student: np.ndarray, teacher: np.ndarray) -> None:
-    """Raise RunMismatchError with the first difference unless both hold the same token ids."""
+    """Raise RunMismatchError with the first difference between token ids."""
     if len(student) == len(teacher) and np.array_equal(student, teacher):
         return
     if len(student) != len(teacher):
@@ -351,9 +335,7 @@ def _check_same_turn(where: str, turn: str, student: np.ndarray, teacher: np.nda
     else:
         first = int(np.flatnonzero(student != teacher)[0])
         detail = f"id {student[first]} in the sample and {teacher[first]} in the teacher document at its token {first}"
-    raise RunMismatchError(
-        f"{where}: {turn} has {detail} (a teacher document must repeat the turn's token ids, never its text)"
-    )
+    raise RunMismatchError(f"{where}: {turn} has {detail} (a teacher document must repeat the turn's token ids)")
 
 
 def _of_sample(sample: Sample) -> Part:
@@ -386,8 +368,8 @@ def _of_unit(unit: TermUnit) -> Part:
         ids, mask = ints(raw_ids), flags(raw_mask)
         if len(ids) != len(mask) or not mask.any() or mask[0]:
             raise RunMismatchError(
-                f"{unit.name}: {len(ids)} tokens with a mask of {len(mask)}, {int(mask.sum())} of them trained: a "
-                "document trains at least one token, and not its first, which has no context to predict it"
+                f"{unit.name}: {len(ids)} tokens with a mask of {len(mask)}, {int(mask.sum())} of them trained: "
+                "a document trains one or more, and not its first, which has no context to predict it"
             )
     return Part(name=unit.name, documents=tuple(map(ints, unit.documents)), unit=unit)
 
@@ -401,13 +383,12 @@ def _check_room(part: Part, max_tokens: int) -> None:
         raise ConfigError(f"{part.name} has {part.tokens} tokens in its documents, {limit} {part.tokens}")
     if first > max_tokens:
         raise ConfigError(f"{part.name} has {first} tokens, {limit} the longest sample (model.max_context)")
-    raise ConfigError(
-        f"{part.name} has a hinted turn with {longest} tokens of context and turn, {limit} {longest}, or shorten hints"
-    )
+    text = f"{part.name} has a hinted turn with {longest} tokens of context and turn"
+    raise ConfigError(f"{text}, {limit} {longest}, or shorten hints")
 
 
 def _siblings(parts: Sequence[Part], max_tokens: int) -> list[Bundle]:
-    """Bundle the parts of each group, like beginnings side by side; cut where they outgrow a row."""
+    """Bundle the parts of each group, cut where they outgrow a row."""
     bundles: list[Bundle] = []
     ordered = sorted(parts, key=lambda part: (part.group, part.documents[0].tobytes(), part.name))
     for _, group in groupby(ordered, key=lambda part: part.group):
@@ -422,8 +403,7 @@ def _siblings(parts: Sequence[Part], max_tokens: int) -> list[Bundle]:
 
 
 def _rows(bundles: list[Bundle], cost: FlopCost, world_size: int, max_tokens: int) -> list[_Row]:
-    """Put all bundles into rows, a multiple of `world_size` in number."""
-    # Common beginnings of parts that share a row count once.
+    """Put all bundles into rows, a multiple of `world_size` in number. Common beginnings count once."""
     layouts = [prefix_layout([document for part in bundle for document in part.documents]) for bundle in bundles]
     by_cost = [(cost(layout.trees), bundle) for layout, bundle in zip(layouts, bundles, strict=True)]
     by_cost.sort(key=lambda pair: (-pair[0], pair[1][0].name))
@@ -437,7 +417,7 @@ def _tokens(bundle: Bundle) -> int:
 
 
 def _first_fit(by_cost: list[tuple[float, Bundle]], max_tokens: int) -> list[_Row]:
-    """Put each bundle, most expensive first, into the first row that has room; needs few rows."""
+    """Put each bundle, most expensive first, into the first row with room."""
     rows: list[_Row] = []
     for flops, bundle in by_cost:
         row = next((row for row in rows if row.tokens + _tokens(bundle) <= max_tokens), None)
@@ -448,7 +428,7 @@ def _first_fit(by_cost: list[tuple[float, Bundle]], max_tokens: int) -> list[_Ro
 
 
 def _spread(by_cost: list[tuple[float, Bundle]], count: int, max_tokens: int) -> list[_Row] | None:
-    """Put each bundle, most expensive first, into the cheapest of `count` rows with room; None when it does not fit."""
+    """Put each bundle, most expensive first, into the cheapest of `count` rows with room, if all fit."""
     rows = [_Row() for _ in range(count)]
     for flops, bundle in by_cost:
         fitting = [row for row in rows if row.tokens + _tokens(bundle) <= max_tokens]
@@ -459,13 +439,13 @@ def _spread(by_cost: list[tuple[float, Bundle]], count: int, max_tokens: int) ->
 
 
 def _duration(rows: list[_Row], world_size: int) -> float:
-    """Add up the FLOPs of the slowest rank of each round."""
+    """Add up the FLOPs of each round's slowest rank."""
     ranks = _deal(rows, world_size)
     return sum(max(row.flops for row in round_) for round_ in zip(*ranks, strict=True))
 
 
 def _deal(rows: list[_Row], world_size: int) -> list[list[_Row]]:
-    """Deal rounds of rows of like cost; in a round the most expensive row goes to the rank with the least work."""
+    """Deal rounds of like rows; the most expensive goes to the rank with the least work."""
     ranks: list[list[_Row]] = [[] for _ in range(world_size)]
     work = [0.0] * world_size
     by_cost = sorted(rows, key=lambda row: -row.flops)
@@ -478,7 +458,7 @@ def _deal(rows: list[_Row], world_size: int) -> list[list[_Row]]:
 
 
 def _micro_batch(parts: Sequence[Part], run_id: str, step: int, rank: int, index: int) -> MicroBatch:
-    """Return the sealed micro-batch of a row's parts; one masked token when there are none."""
+    """Return the sealed micro-batch of a row's parts, or of one masked token."""
     samples = [part.sample for part in parts if part.sample is not None]
     documents, turns, units = _lay_out(parts)
     lengths = [len(document) for document in documents]
@@ -510,7 +490,7 @@ def _micro_batch(parts: Sequence[Part], run_id: str, step: int, rank: int, index
 
 
 def _lay_out(parts: Sequence[Part]) -> tuple[list[np.ndarray], list[HintedTurnInRow], list[UnitInRow]]:
-    """Return the documents in the order of the row, and where hinted turns and the units' tokens are in it."""
+    """Return the documents in order, and where hinted turns and units' tokens are."""
     documents: list[np.ndarray] = []
     turns, units, end = [], [], 0
     for part in parts:
@@ -541,18 +521,17 @@ def _spans(mask: np.ndarray, offset: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A micro-batch, cut into its documents. A position counts its N tokens."""
+    """A micro-batch, cut into its documents, N tokens in all."""
 
     batch: MicroBatch
     ids_N: np.ndarray
     starts: np.ndarray
     """int64 [documents + 1]: where each begins, and N."""
     samples: int
-    """How many of the documents are samples (1 for a dummy, which holds a masked token)."""
+    """How many documents are samples (1 for a dummy)."""
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Row:
-        """Cut `batch` at its borders."""
         ids = ints(batch.input_ids)
         starts = np.cumsum([0, *batch.lengths])
         samples = len(batch.lengths) - sum(len(unit.spans) for unit in batch.units)
@@ -570,7 +549,6 @@ class Row:
 
     @property
     def first_teacher(self) -> int:
-        """The first teacher document, after all others."""
         return len(self.batch.lengths)
 
     @property
@@ -580,43 +558,39 @@ class Row:
 
     @property
     def trained(self) -> np.ndarray:
-        """int64 [T]: the positions of the samples' trained tokens."""
+        """int64 [T]: positions of the samples' trained tokens."""
         return np.flatnonzero(flags(self.batch.loss_mask))
 
     @property
     def sampler_logprobs(self) -> np.ndarray:
-        """float32: by position, the log-probability under the sampling distribution."""
+        """float32, by position."""
         return floats(self.batch.logprobs)
 
     @property
     def advantages(self) -> np.ndarray:
-        """float32: by position, 0 where the token is not trained."""
+        """float32, by position; 0 where not trained."""
         return floats(self.batch.advantages)
 
     def document_of(self, positions: np.ndarray | int) -> np.ndarray:
-        """Return the documents that hold these positions."""
         return np.searchsorted(self.starts, positions, "right") - 1
 
     def tokens(self, document: int) -> np.ndarray:
-        """Return a document's token ids."""
         return self.ids_N[self.starts[document] : self.starts[document + 1]]
 
     def teachers(self) -> range:
         return range(self.first_teacher, len(self.starts) - 1)
 
     def units(self, term: str) -> list[UnitInRow]:
-        """Return the units of `term`, in order."""
         return [unit for unit in self.batch.units if unit.term == term]
 
     def documents(self, terms: Iterable[str]) -> list[int]:
-        """Return the documents of the units of `terms`, in order."""
+        """Return the documents of the units of `terms`."""
         names = set(terms)
-        return [
-            unit.document + index for unit in self.batch.units if unit.term in names for index in range(len(unit.spans))
-        ]
+        chosen = [unit for unit in self.batch.units if unit.term in names]
+        return [unit.document + index for unit in chosen for index in range(len(unit.spans))]
 
     def name(self, document: int) -> str:
-        """Return the sample or unit that a document belongs to."""
+        """Return the sample or unit of a document."""
         if document >= self.first_teacher:
             document = int(self.document_of(self.batch.turns[document - self.first_teacher].student))
         if document >= self.samples:
@@ -626,5 +600,5 @@ class Row:
 
 
 def span_positions(unit: UnitInRow) -> np.ndarray:
-    """Return the positions that a unit trains, document by document."""
+    """Return the positions that a unit trains."""
     return joined(np.arange(start, end) for spans in unit.spans for start, end in spans)

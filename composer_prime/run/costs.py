@@ -9,8 +9,8 @@
     {"kind": "bytes", "link": …, "bytes": …}                          bytes over a link, when the launcher ends
     {"kind": "node", "node": name, "seconds": …, "usd": …, …}         an inference node since its line before
 
-A reservation without its settlement (the process died, the reply was lost) counts as spent: it may have been paid.
-Hints have their own budget; their calls do not count as spent by teachers.
+A reservation without its settlement (the process died, the reply was lost) counts as spent. Hints have their own
+budget.
 """
 
 from __future__ import annotations
@@ -33,20 +33,18 @@ class NodeTotals:
     """What an inference node did and cost."""
 
     seconds: float = 0.0
-    """Attached."""
     usd: float | None = None
-    """By the price that it said; None while none was known."""
+    """By the price that it said, if any."""
     tokens: int = 0
-    """Sampled, of accepted answers."""
+    """Of accepted answers."""
     trained_tokens: int = 0
-    """Of these, those that the policy loss of a step trained. Steps that a resume repeats count again."""
+    """Those of them that a step's policy loss trained; repeated steps count again."""
     weight_bytes: int = 0
-    """Pulled, as the node says."""
+    """As the node says."""
     failures: int = 0
     """Requests that it returned with an error or answered badly."""
 
     def plus(self, usd: float | None, **counts: float) -> NodeTotals:
-        """Return the sums with these amounts added."""
         sums: dict[str, Any] = {name: getattr(self, name) + amount for name, amount in counts.items()}
         return replace(self, usd=self.usd if usd is None else (self.usd or 0.0) + usd, **sums)
 
@@ -57,12 +55,12 @@ class NodeTotals:
         return added if self.usd is None else {**added, "usd": round(self.usd - (earlier.usd or 0.0), 8)}
 
     def per_second(self, count: str) -> float | None:
-        """Return the mean of `tokens` or `trained_tokens` a second of the time attached; None before the first one."""
+        """Return the mean of a count a second, once attached for one."""
         return getattr(self, count) / self.seconds if self.seconds >= 1 else None
 
     @property
     def usd_per_million(self) -> float | None:
-        """Dollars for a million trained tokens; None without a price or a trained token."""
+        """Dollars for a million trained tokens, where known."""
         return None if self.usd is None or not self.trained_tokens else self.usd / self.trained_tokens * 1e6
 
 
@@ -79,12 +77,12 @@ class Spent:
     unsettled: int = 0
     failed: int = 0
     hint_usd: float = 0.0
-    """Spent on calls for hints; no other sum includes it."""
+    """In no other sum."""
     hint_calls: int = 0
     machine_usd: float = 0.0
-    """What the launcher's machine cost at run.usd_per_hour; no other sum includes it."""
+    """The launcher's machine at run.usd_per_hour; in no other sum."""
     process_s: float = 0.0
-    """Seconds of all processes of the run together."""
+    """Of all processes together."""
     gpu_s: float = 0.0
     link_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     nodes: dict[str, NodeTotals] = field(default_factory=dict)
@@ -92,13 +90,13 @@ class Spent:
 
     @property
     def total_usd(self) -> float:
-        """The machine, nodes at their prices, teachers and hints."""
+        """Machine, nodes, teachers and hints."""
         nodes = sum(node.usd or 0.0 for node in self.nodes.values())
         return self.machine_usd + nodes + self.usd + self.hint_usd
 
 
 def write_cost(path: Path, kind: str, **values: Any) -> None:
-    """Append one line, which outlives the process, though perhaps not a power cut. Raises OSError."""
+    """Append one line, which outlives the process. Raises OSError."""
     line = json.dumps({"kind": kind, "time": time.time(), **values}, separators=(",", ":"))
     append_line(path, line.encode())
 
@@ -109,10 +107,7 @@ def read_costs(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def spent(path: Path) -> Spent:
-    """Return the sums of the ledger, open reservations included.
-
-    Raises LedgerError naming the line that lacks a figure: a sum without it would be too low.
-    """
+    """Return the sums of the ledger, open reservations included. Raises LedgerError for a line without a figure."""
     total = Spent()
     open_calls: dict[str, dict[str, Any]] = {}
     for number, line in _numbered(path):
@@ -120,7 +115,7 @@ def spent(path: Path) -> Spent:
             _count(total, open_calls, line)
         except ValueError as error:
             raise LedgerError(
-                f"{path}:{number} is not a ledger line ({error}), so the amount spent is unknown: correct the line, or "
+                f"{path}:{number} is not a ledger line ({error}), so the amount spent is unknown: correct it, or "
                 "remove it if nothing was paid by it"
             ) from None
     for line in open_calls.values():
@@ -130,7 +125,7 @@ def spent(path: Path) -> Spent:
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, line) for every whole line."""
+    """Yield (line from 1, value) of every whole line."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -144,7 +139,7 @@ def _numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _count(total: Spent, open_calls: dict[str, dict[str, Any]], line: dict[str, Any]) -> None:
-    """Add one line to `total`. Raises ValueError with the reason where it cannot be summed."""
+    """Add one line to `total`. Raises ValueError."""
     match line.get("kind"):
         case "reserved":
             _number(line, "usd")

@@ -38,25 +38,25 @@ class CurvePair:
 
     @classmethod
     def read(cls, path: Path) -> CurvePair:
-        """Read a .curve file. Raises as `read_secret` does."""
+        """Read a .curve file, as `read_secret`."""
         raw = read_secret(path, 80)
         return cls(raw[:40], raw[40:])
 
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """What a connecting process needs: the server's public key and its own pair."""
+    """What a connecting process needs."""
 
     server_public: bytes
     own: CurvePair
 
     def token(self) -> str:
-        """Return these keys as one word, as in the token files."""
+        """Return these keys as one word."""
         return _PREFIX + base64.urlsafe_b64encode(self.server_public + self.own.public + self.own.secret).decode()
 
     @classmethod
     def from_token(cls, token: str) -> ClientKeys:
-        """Read what `token()` wrote. Raises ConfigError for anything else."""
+        """Read what `token()` wrote. Raises ConfigError."""
         text = token.strip()
         try:
             if not text.startswith(_PREFIX):
@@ -70,11 +70,11 @@ class ClientKeys:
 
 
 def write_secret(path: Path, data: bytes, *, replace: bool = False) -> None:
-    """Write a file that only its owner reads, unless it exists. Raises OSError.
+    """Write a file that only its owner reads, unless it exists; of several writers the first's stays. Raises OSError.
 
-    Of several processes that write it at once the first one's stays, whole; with `replace` the last one's.
+    With `replace` the last one's stays.
     """
-    if not replace and path.exists():  # Also on a disk that takes no more.
+    if not replace and path.exists():  # also on a full disk
         return
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     partial = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
@@ -87,7 +87,7 @@ def write_secret(path: Path, data: bytes, *, replace: bool = False) -> None:
             os.link(partial, path)
     except FileExistsError:
         pass
-    except OSError:  # A disk without links.
+    except OSError:  # a disk without links
         replace = not path.exists()
     if replace:
         partial.replace(path)
@@ -95,10 +95,7 @@ def write_secret(path: Path, data: bytes, *, replace: bool = False) -> None:
 
 
 def read_secret(path: Path, size: int | None = None) -> bytes:
-    """Return the bytes of a secret, `size` of them.
-
-    Raises FileNotFoundError, and ConfigError for a file that others can read or have made, a link, and another size.
-    """
+    """Return the bytes of a secret. Raises FileNotFoundError, and ConfigError for one that others can read or made."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             _check_private(path, os.fstat(file.fileno()), 0o077)
@@ -130,7 +127,7 @@ class RunKeys:
 
     @classmethod
     def create(cls, folder: Path) -> RunKeys:
-        """Create the keys that `folder` lacks. Existing keys stay: the tokens of a resumed run remain valid."""
+        """Create the keys that `folder` lacks; the others stay valid."""
         keys = cls(folder)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _check_private(folder, folder.stat(), 0o022)
@@ -143,7 +140,7 @@ class RunKeys:
         return keys
 
     def curve(self, name: str) -> CurvePair:
-        """Return the pair `server`, or that of a client. Raises ConfigError when its file is missing."""
+        """Return the pair `server`, or a client's. Raises ConfigError."""
         path = self.folder / f"{name}.curve"
         try:
             return CurvePair.read(path)
@@ -151,29 +148,28 @@ class RunKeys:
             raise ConfigError(f"key file {path} is missing: start the run with `trainer @ file.toml`") from None
 
     def client(self, name: str) -> ClientKeys:
-        """Return the keys of a client of the wire. Raises ConfigError when its token is missing or damaged."""
+        """Return the keys of a client of the wire. Raises ConfigError."""
         path = self.folder / f"{name}.token"
         try:
             return ClientKeys.from_token(read_secret(path).decode(errors="replace"))
         except FileNotFoundError:
             raise ConfigError(
-                f"{path} is missing: start the run with `trainer @ file.toml`, or copy it from the orchestrator's run "
-                "directory"
+                f"{path} is missing: start the run with `trainer @ file.toml`, or copy it from the "
+                "orchestrator's run directory"
             ) from None
 
     def operator_token(self) -> str:
-        """Return the token of commands that steer the run. The first call makes it."""
+        """Return the token of commands that steer the run, made by the first call."""
         path = self.folder / "operator.token"
         write_secret(path, secrets.token_urlsafe(24).encode() + b"\n")
         return read_secret(path, 33).decode().strip()
 
     def signer(self) -> Ed25519PrivateKey:
-        """Return the key with which the trainer signs weight manifests."""
+        """Return the key of weight manifests."""
         return Ed25519PrivateKey.from_private_bytes(read_secret(self.folder / "signing.ed25519", 32))
 
     @property
     def registry(self) -> NodeRegistry:
-        """Nodes with keys of their own."""
         return NodeRegistry(self.folder)
 
     def verifier(self) -> Ed25519PublicKey:

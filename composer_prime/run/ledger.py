@@ -4,8 +4,8 @@
     {"step": 4, "sample_ids": [], "left_out": [...]}    step 4 was not finite and trained nothing; the samples to blame
     {"rewind": 2}                        appended at a resume: lines of steps after 2 no longer count
 
-The effective ledger is what remains. It must hold each sample once, and the steps 1..n without a gap. A resume never
-serves a sample again that any line leaves out.
+The effective ledger is what remains: each sample once, and the steps 1..n. A resume never serves a sample that any line
+leaves out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def append_step(path: Path, step: int, sample_ids: list[str], left_out: Sequence
 
 
 def append_rewind(path: Path, step: int) -> None:
-    """Record that steps after `step` were lost with the process that took them."""
+    """Record that steps after `step` were lost."""
     append_line(path, json.dumps({"rewind": step}, separators=(",", ":")).encode(), sync=True)
 
 
@@ -33,23 +33,24 @@ def _parse(line: str) -> dict | None:
         entry = json.loads(line)
     except json.JSONDecodeError:
         return None
-    return entry if isinstance(entry, dict) and ("rewind" in entry or {"step", "sample_ids"} <= entry.keys()) else None
+    known = isinstance(entry, dict) and ("rewind" in entry or {"step", "sample_ids"} <= entry.keys())
+    return entry if known else None
 
 
 def _entries(path: Path) -> list[dict]:
-    return list(filter(None, map(_parse, path.read_text().splitlines() if path.exists() else [])))
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [entry for line in lines if (entry := _parse(line))]
 
 
 def left_out(path: Path) -> set[str]:
-    """Return the samples, pairs and rows that made a step not finite, of rewound steps too."""
+    """Return what made a step not finite, of rewound steps too."""
     return {name for entry in _entries(path) for name in entry.get("left_out", ())}
 
 
 def effective(path: Path) -> dict[int, list[str]]:
-    """Return sample ids by step after all rewinds.
+    """Return sample ids by step after all rewinds. Raises CheckpointError for a step that is there twice.
 
-    Skips a line that a crash cut short: a resume repeats its step. Raises CheckpointError when a step appears twice
-    without a rewind between.
+    Skips a line that a crash cut short: a resume repeats its step.
     """
     steps: dict[int, list[str]] = {}
     for entry in _entries(path):
@@ -63,7 +64,7 @@ def effective(path: Path) -> dict[int, list[str]]:
 
 
 def check_ledger(path: Path) -> list[str]:
-    """Return what is wrong with the ledger, one line per finding; nothing when each sample was trained once."""
+    """Return what is wrong with the ledger, if anything."""
     steps = effective(path)
     findings: list[str] = []
     seen: dict[str, int] = {}

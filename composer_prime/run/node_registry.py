@@ -3,9 +3,9 @@
     orchestrator invite --invite(), withdraw()--> keys/nodes.sqlite <--enroll(), is_known()-- gateway, each handshake
                                                   <--revoke(), withdraw(), admit()-- gateway, at a ban or unban
 
-Several processes read and change it, each in single transactions. Public keys only: the secret of an invite is in its
-string, that of a node on its own disk. What is revoked is refused from the next handshake on; the gateway ends
-connections that are open. Machines that hold an open invite can draw another key: a ban withdraws the invite as well.
+Several processes use it in single transactions. It holds public keys only. What is revoked is refused from the next
+handshake on; the gateway ends open connections. Machines that hold an open invite can draw another key: a ban
+withdraws it as well.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 from composer_prime.errors import ConfigError, InviteError
 
 _CHANGE_WAIT_S, _READ_WAIT_S = 2.0, 0.2
-"""How long a change, or a read, waits for the change of another process. An event loop may be what waits."""
+"""How long a change, or a read, waits for another process's change. An event loop may be what waits."""
 _KEEP_EXPIRED_S = 30 * 86400.0
-"""An expired invite is refused with its reason for this long; then its key is unknown."""
+"""For so long an expired invite is refused with its reason."""
 _TABLES = """
 create table if not exists invites (key blob primary key, uses integer not null, taken integer not null default 0,
     expires real not null);
@@ -32,7 +32,7 @@ create table if not exists nodes (key blob primary key, name text not null uniqu
     admitted real not null, revoked real, reason text not null default '', invite blob not null default x'')
 """
 _LAUNCHER_NAME = re.compile(r"node(-[0-9]+)?")
-"""The run's own nodes are node-0, node-1, ...; a second `node` would become one of them."""
+"""The run's own nodes are node-0, node-1, ..."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,55 +42,50 @@ class RegisteredNode:
     key: bytes
     """Its public CURVE key, Z85."""
     name: str
-    """The only node_id that it may use. No other node may use it."""
+    """The only node_id that it may use, and nobody else."""
     machine: str
-    """What it found on its machine, in words."""
+    """What it found there, in words."""
     admitted: float
     """Unix seconds."""
     revoked: float | None
-    """Unix seconds; None while it may connect."""
+    """Unix seconds, if so."""
     reason: str
-    """Why it was revoked."""
     invite: bytes
-    """The public key of the invite by which it came; empty for none."""
+    """The public key of its invite, if any."""
 
 
 class NodeRegistry:
-    """The file `keys/nodes.sqlite` of one run. May be used from several threads."""
+    """The file `keys/nodes.sqlite` of one run, for several threads."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        """`folder`: the run's keys/. Opens nothing: the file is made by the first change."""
+        """`folder`: the run's keys/. The first change makes the file."""
         self.path = folder / "nodes.sqlite"
         self._clock = clock
 
-    # -- nodes -------------------------------------------------------------------------------------------------------
-
     def admit(self, key: bytes, name: str, machine: str = "") -> RegisteredNode:
-        """Let `key` connect, also one that was revoked. Return it with its name, numbered where that was taken."""
+        """Let `key` connect, also a revoked one. Its name is numbered where taken."""
         with self._change() as database:
             return self._admit(database, key, name, machine)
 
     def revoke(self, key: bytes, reason: str) -> bool:
-        """Refuse `key` from now on. Return False when no such node may connect."""
+        """Refuse `key` from now on. Return whether it might connect."""
         with self._change() as database:
             sql = "update nodes set revoked = ?, reason = ? where key = ? and revoked is null"
             return database.execute(sql, (self._clock(), reason, key)).rowcount > 0
 
     def is_known(self, key: bytes) -> bool:
-        """Return whether `key` is a node's that may connect."""
+        """Return whether `key` may connect."""
         return bool(self._read("select 1 from nodes where key = ? and revoked is null", key))
 
     def find(self, key_or_name: bytes | str) -> RegisteredNode | None:
-        """Return the node with this key (bytes) or name (str), revoked or not."""
+        """Return the node with this key or name, revoked or not."""
         column = "key" if isinstance(key_or_name, bytes) else "name"
         rows = self._read(f"select * from nodes where {column} = ?", key_or_name)
         return _node(rows[0]) if rows else None
 
     def list(self) -> Sequence[RegisteredNode]:
-        """Return all nodes, revoked ones too, in the order in which they joined."""
+        """Return all nodes in the order in which they joined."""
         return [_node(row) for row in self._read("select * from nodes order by admitted")]
-
-    # -- invites -----------------------------------------------------------------------------------------------------
 
     def invite(self, key: bytes, *, uses: int, expires: float) -> None:
         """Let `uses` nodes enroll with the invite's public `key` until `expires`, Unix seconds."""
@@ -99,19 +94,15 @@ class NodeRegistry:
             database.execute("insert into invites (key, uses, expires) values (?, ?, ?)", (key, uses, expires))
 
     def is_invite(self, key: bytes) -> bool:
-        """Return whether `key` is an invite's: open, used up, expired or withdrawn."""
+        """Return whether `key` is or was an invite's."""
         return bool(self._read("select 1 from invites where key = ?", key))
 
     def open_invites(self) -> Sequence[bytes]:
-        """Return the keys of all invites with which nodes may still enroll."""
         sql = "select key from invites where uses > taken and expires > ?"
         return [key for (key,) in self._read(sql, self._clock())]
 
     def withdraw(self, key: bytes | None = None) -> int:
-        """Let no further node enroll with the invite `key`; None for all. Return how many invites were still open.
-
-        What is withdrawn is for 0 nodes.
-        """
+        """Let no further node enroll with the invite `key`, or any. Return how many invites were open."""
         with self._change() as database:
             sql = "update invites set uses = 0 where uses > taken and expires > ? and coalesce(key = ?, true)"
             return database.execute(sql, (self._clock(), key)).rowcount
@@ -119,10 +110,9 @@ class NodeRegistry:
     def enroll(
         self, invite: bytes, key: bytes, name: str, machine: str, taken_names: Collection[str] = ()
     ) -> RegisteredNode:
-        """Admit the node `key` and count a use of `invite`, both or neither. A node counts once, however often it asks.
+        """Admit the node `key` and count a use of `invite`, both or neither; a node counts once. Raises InviteError.
 
-        `taken_names`: of nodes that are not in here. Raises InviteError (expired, used up, unknown, or the node was
-        revoked).
+        `taken_names`: of nodes that are not in here.
         """
         with self._change() as database:
             row = database.execute("select * from nodes where key = ?", (key,)).fetchone()
@@ -139,8 +129,8 @@ class NodeRegistry:
             uses, taken, expires = found
             if self._clock() >= expires:
                 raise InviteError(
-                    f"the invite expired at {utc_text(expires)}, it is {utc_text(self._clock())}: make another with "
-                    "`orchestrator invite RUN_DIR`"
+                    f"the invite expired at {utc_text(expires)}, it is {utc_text(self._clock())}: make another "
+                    "with `orchestrator invite RUN_DIR`"
                 )
             if not uses:
                 raise InviteError("the invite was withdrawn: make another with `orchestrator invite RUN_DIR`")
@@ -151,8 +141,6 @@ class NodeRegistry:
                 )
             database.execute("update invites set taken = taken + 1 where key = ?", (invite,))
             return self._admit(database, key, name, machine, invite, taken_names)
-
-    # -- the file ----------------------------------------------------------------------------------------------------
 
     def _admit(
         self,
@@ -184,7 +172,7 @@ class NodeRegistry:
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, written when the block ends without an error."""
+        """One transaction, written when the block ends well."""
         if not self.path.exists():
             os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o600))
         with self._open(_CHANGE_WAIT_S) as database:
@@ -198,16 +186,15 @@ class NodeRegistry:
 
     @contextmanager
     def _open(self, wait_s: float) -> Iterator[sqlite3.Connection]:
-        """A connection of this call alone, so threads need no lock. Raises ConfigError when the file cannot be used."""
+        """A connection of this call alone, so threads need no lock. Raises ConfigError."""
         database = None
         try:
             database = sqlite3.connect(self.path, timeout=wait_s, isolation_level=None)
             database.executescript(_TABLES)
             yield database
         except sqlite3.Error as error:
-            raise ConfigError(
-                f"the registry of nodes {self.path} cannot be used: {error}; check that disk and its rights"
-            ) from error
+            text = f"the registry of nodes {self.path} cannot be used: {error}; check that disk and its rights"
+            raise ConfigError(text) from error
         finally:
             if database is not None:
                 database.close()
@@ -221,5 +208,11 @@ def utc_text(unix_s: float) -> str:
 def _node(row: tuple) -> RegisteredNode:
     key, name, machine, admitted, revoked, reason, invite = row
     return RegisteredNode(
-        key=key, name=name, machine=machine, admitted=admitted, revoked=revoked, reason=reason, invite=invite
+        key=key,
+        name=name,
+        machine=machine,
+        admitted=admitted,
+        revoked=revoked,
+        reason=reason,
+        invite=invite,
     )

@@ -7,8 +7,8 @@
     stop(process, s)     SIGTERM, s seconds, SIGKILL to the whole session
     OrphanGuard          a small process beside the parent that ends everything when the parent is killed
 
-A parent-death signal is not enough: it reaches direct children only, and a child may ignore it. The guard finds every
-process of a run by its session or by a random mark in its environment (docs/decisions/index.md).
+A parent-death signal reaches direct children only, and a child may ignore it. The guard finds every process of a run by
+its session or by a random mark in its environment (docs/decisions/index.md).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ import psutil
 from composer_prime.console import PARENT_POLL
 
 MARK_VARIABLE = "COMPOSER_LAUNCH"
-"""Environment variable that marks every process of a guarded run."""
+"""Environment variable that marks a guarded run's processes."""
 PARENT_VARIABLE = "COMPOSER_PARENT"
-"""Environment variable with the process id of a child's parent."""
+"""Environment variable with the parent's process id."""
 ORCHESTRATOR_END = signal.SIGHUP
-"""Ends the launcher's own orchestrator, which outlives a SIGTERM or SIGINT to all processes of a run: the ranks still
-need it for their last checkpoint."""
+"""Ends the launcher's own orchestrator, which outlives SIGTERM and SIGINT to a run: ranks need it for their last
+checkpoint."""
 WORKER_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
-    # A request is one small piece of work: its parallelism is that of the processes.
+    # A request is one small piece of work.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
@@ -54,10 +54,9 @@ _LOG_TAIL_BYTES = 32_768
 
 
 def child_options(environment: Mapping[str, str] | None = None, pass_fds: Iterable[int] = ()) -> dict[str, Any]:
-    """Return keyword arguments for subprocess.Popen and asyncio.create_subprocess_exec.
+    """Return keyword arguments for subprocess.Popen and asyncio.create_subprocess_exec: an own session, no input.
 
-    The child gets its own session, no standard input, and this process's environment with `environment` on top. Start
-    it from the main thread: on Linux the parent-death signal comes when the starting thread ends.
+    Start it from the main thread: on Linux the parent-death signal comes when the starting thread ends.
     """
     return {
         "stdin": subprocess.DEVNULL,
@@ -68,16 +67,13 @@ def child_options(environment: Mapping[str, str] | None = None, pass_fds: Iterab
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM, *, always: bool = False) -> None:
-    """Arrange that this process gets signal `number` when its parent dies. A child calls it first in `main`.
-
-    Does nothing in a process that was started by hand, unless `always` is set.
-    """
+    """Let this process get `number` when its parent dies; one started by hand only with `always`. Call it first."""
     parent = int(os.environ.pop(PARENT_VARIABLE, "0")) or (os.getppid() if always else 0)
     if not parent:
         return
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-        if os.getppid() != parent and not psutil.pid_exists(parent):  # It died before the call.
+        if os.getppid() != parent and not psutil.pid_exists(parent):  # it died before the call
             os.kill(os.getpid(), number)
     else:
         threading.Thread(target=_poll_parent, args=(parent, number), name=PARENT_POLL, daemon=True).start()
@@ -91,16 +87,13 @@ def _poll_parent(parent: int, number: signal.Signals) -> None:
 
 
 def signal_session(pid: int, number: signal.Signals) -> None:
-    """Send `number` to every process of the session that `pid` leads; it may have ended already."""
+    """Send `number` to the session that `pid` leads, if it is there."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
 
 
 async def stop(process: asyncio.subprocess.Process, grace_s: float, *, request: bool = True) -> None:
-    """End a child: SIGTERM, up to `grace_s` seconds, SIGKILL to what is left of its session.
-
-    Pass request=False when the child was asked to end in another way and should get no SIGTERM.
-    """
+    """End a child: SIGTERM with `request`, up to `grace_s` seconds, SIGKILL to what is left of its session."""
     if request and process.returncode is None:
         signal_session(process.pid, signal.SIGTERM)
     try:
@@ -112,7 +105,7 @@ async def stop(process: asyncio.subprocess.Process, grace_s: float, *, request: 
 
 
 def exit_text(status: int | None) -> str:
-    """Describe an exit status in words; negative values are signals."""
+    """Describe an exit status; negative values are signals."""
     if status is not None and status < 0:
         known = -status in set(signal.Signals)
         return f"was ended by {signal.Signals(-status).name if known else f'signal {-status}'}"
@@ -120,7 +113,7 @@ def exit_text(status: int | None) -> str:
 
 
 def last_words(log: os.PathLike[str], offset: int = 0, count: int = 25) -> str:
-    """Return the last `count` lines that were written to `log` after byte `offset`, indented."""
+    """Return the last lines of `log` after byte `offset`, indented."""
     try:
         with open(log, "rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -132,7 +125,7 @@ def last_words(log: os.PathLike[str], offset: int = 0, count: int = 25) -> str:
 
 
 class OrphanGuard:
-    """A process that ends all processes of a run when this one is killed. Use as a context manager.
+    """A process that ends all processes of a run when this one is killed.
 
     parent --pipe--> guard
       "PID"        a child was started; it leads session PID
@@ -142,7 +135,7 @@ class OrphanGuard:
 
     def __init__(self, grace_s: float) -> None:
         self.mark = secrets.token_hex(16)
-        """Children carry it in MARK_VARIABLE."""
+        """In the children's MARK_VARIABLE."""
         self._sessions: set[int] = set()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "composer_prime.run.process", self.mark, str(grace_s)],
@@ -155,7 +148,7 @@ class OrphanGuard:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        """Dismiss the guard. After an unexpected error it ends what is left instead."""
+        """Dismiss the guard; after an error it ends what is left."""
         assert self._process.stdin is not None
         if error_type is None:
             self._write("bye")
@@ -175,7 +168,7 @@ class OrphanGuard:
         self._write(str(pid))
 
     def members(self) -> list[psutil.Process]:
-        """Return every living process of the run except this one and the guard."""
+        """Return every living process of the run but this one and the guard."""
         return [process for process in _members(self.mark, self._sessions) if process.pid != self._process.pid]
 
     def _write(self, word: str) -> None:
@@ -209,12 +202,11 @@ def _members(mark: str, sessions: set[int]) -> list[psutil.Process]:
             if member and process.status() != psutil.STATUS_ZOMBIE:
                 members.append(process)
         except (psutil.Error, OSError, ValueError):
-            continue  # It has ended, or belongs to another user.
+            continue  # ended, or another user's
     return members
 
 
 def _guard(mark: str, grace_s: float) -> None:
-    """Run as the guard process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sessions: set[int] = set()

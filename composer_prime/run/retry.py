@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _MAX_DOUBLINGS = 60
-"""Keeps the power within floating-point range; every caller's longest pause is reached far earlier."""
+"""Keeps the power within floating-point range."""
 
 
 def backoff_s(failures: int, *, first_s: float, longest_s: float) -> float:
-    """Return the pause in seconds after failure number `failures`, counted from 0.
-
-    The pause doubles with each failure and never exceeds `longest_s`: what broke gets time to recover.
-    """
+    """Return the pause in seconds after failure number `failures` (from 0), doubling up to `longest_s`."""
     return min(first_s * 2 ** min(failures, _MAX_DOUBLINGS), longest_s)
 
 
@@ -23,10 +20,7 @@ class Restarts:
     count: int = 0
 
     def pause_s(self, lived_s: float, limit: int) -> float | None:
-        """Count a crash after `lived_s` seconds. Return the pause before the next start, None after `limit` of them.
-
-        A process that lived for ten minutes starts with none counted.
-        """
+        """Count a crash and return the pause before the next start, None after `limit`; ten minutes reset the count."""
         if lived_s > 600.0:
             self.count = 0
         if self.count >= limit:

@@ -26,17 +26,13 @@ PAID_ENTRIES = frozenset(
     ("pairs.jsonl", "pairs.votes.jsonl", "pairs.costs.jsonl", "pairs.gate.json", "pairs.svg", "costs.jsonl", "hints",
      "reference", "rentals.jsonl")
 )  # fmt: skip
-"""Entries of a run directory that stay valid for any training and may have cost money.
-
-Preference pairs with votes, verdict and chart; the costs; hints by question; what earlier releases kept: reference
-log-probabilities, and which machines were rented, which may still be billed.
-"""
+"""Entries that stay valid for any training and may have cost money, those of earlier releases too."""
 
 _PARTIAL = ".partial"
 
 
 def write_atomic(path: Path, data: bytes | memoryview) -> None:
-    """Write `data` to `path`. A reader sees the old content or all of the new, even after a power cut."""
+    """Write `data`. A reader sees the old content or all of the new, even after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{threading.get_native_id()}{_PARTIAL}")
     try:
@@ -51,7 +47,7 @@ def write_atomic(path: Path, data: bytes | memoryview) -> None:
 
 
 def write_remedy(failure: object, more: str = "") -> str:
-    """Return what to do about a failed write, by its text. `more`: another way to make room where the disk is full."""
+    """Return what to do about a failed write. `more`: another way to make room."""
     text = str(failure).lower()
     if "read-only file system" in text:
         return "the disk is mounted read-only: mount it for writing, or set run.output_dir to another one"
@@ -63,7 +59,7 @@ def write_remedy(failure: object, more: str = "") -> str:
 
 
 def append_line(path: Path, line: bytes, *, sync: bool = False) -> None:
-    """Append `line` to `path`, below a last line that a crash cut short. `sync` waits for the disk. Raises OSError."""
+    """Append `line`, below a torn last line. `sync` waits for the disk. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         if file.tell() > 0:
@@ -76,14 +72,12 @@ def append_line(path: Path, line: bytes, *, sync: bool = False) -> None:
 
 
 def remove_partials(folder: Path) -> None:
-    """Delete what `write_atomic` left in `folder` when its process was killed. Nobody may be writing there now."""
+    """Delete what a killed `write_atomic` left in `folder`, where nobody writes now."""
     for path in folder.glob(f".*{_PARTIAL}"):
         path.unlink(missing_ok=True)
 
 
 class RunDir:
-    """The paths of one run."""
-
     def __init__(self, root: Path) -> None:
         self.root = root
         self.config = root / "config.json"
@@ -96,7 +90,7 @@ class RunDir:
         self.failed_rollouts = root / "rollouts" / "failed.jsonl"
         self.checkpoints = root / "checkpoints"
         self.endpoints = root / "endpoints.json"
-        """The addresses that roles bound, as JSON; processes on this machine find one another by it."""
+        """Addresses that roles bound, as JSON, for processes on this machine."""
 
     def log(self, role: str) -> Path:
         return self.root / "logs" / f"{role}.log"
@@ -111,23 +105,23 @@ class RunDir:
         return self.checkpoints / f"step_{step:06d}"
 
     def complete_checkpoints(self) -> list[int]:
-        """Return the steps whose checkpoint has the COMPLETE marker, ascending. Ignores folders without it."""
+        """Return the steps of complete checkpoints, ascending."""
         names = (path.parent.name.removeprefix("step_") for path in self.checkpoints.glob("step_*/COMPLETE"))
         return sorted(int(name) for name in names if name.isdigit())
 
     def newest_checkpoint(self) -> int:
-        """Return the step of the newest complete checkpoint. Raises CheckpointError without one."""
+        """Return the newest complete checkpoint's step. Raises CheckpointError."""
         steps = self.complete_checkpoints()
         if not steps:
             raise CheckpointError(
-                f"--resume found no complete checkpoint below {self.checkpoints}: start without --resume, or set "
-                "run.name and run.output_dir to the run that should continue"
+                f"--resume found no complete checkpoint below {self.checkpoints}: start without --resume, or "
+                "set run.name and run.output_dir to the run that should continue"
             )
         return steps[-1]
 
 
 def create_run_id(run_dir: RunDir, name: str) -> str:
-    """Return the run's id. The first call makes it, later calls read it."""
+    """Return the run's id, made by the first call."""
     path = run_dir.root / "run_id"
     if not path.exists():
         write_atomic(path, f"{name}-{secrets.token_hex(4)}\n".encode())
@@ -135,7 +129,7 @@ def create_run_id(run_dir: RunDir, name: str) -> str:
 
 
 def read_run_id(run_dir: RunDir) -> str:
-    """Return the run's id. Raises ConfigError when the directory was never prepared."""
+    """Return the run's id. Raises ConfigError."""
     try:
         return (run_dir.root / "run_id").read_text().strip()
     except FileNotFoundError:

@@ -4,7 +4,7 @@
     close()             removes it
     owner killed        the kernel drops the lock; the next Scratch of that name removes the folder
 
-It uses a lock, not a process id in the name: ids are reused, and containers that share a folder do not share ids.
+A lock, because process ids are reused, and containers that share a folder do not share ids.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Scratch:
     """An empty folder, readable by its owner only, until `close`."""
 
     def __init__(self, name: str) -> None:
-        """Make the folder, and remove folders of this name whose owners are dead. Raises OSError."""
+        """Make the folder, and remove dead owners'. Raises OSError."""
         prefix = f"composer-prime-{name}-"
         _sweep(prefix)
         self.path, self._lock = _make(prefix)
 
     def close(self) -> None:
-        """Remove the folder with its content; a second call does nothing."""
+        """Remove the folder with its content."""
         lock, self._lock = self._lock, None
         if lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -38,7 +38,7 @@ def _make(prefix: str) -> tuple[Path, int | None]:
         path = Path(tempfile.mkdtemp(prefix=prefix))
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # Another process swept it before it was locked.
+        except FileNotFoundError:  # swept by another process
             continue
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
@@ -50,11 +50,11 @@ def _sweep(prefix: str) -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # It belongs to another user, or is gone.
+        except OSError:  # another user's, or gone
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # Its owner is alive.
+        except OSError:  # its owner is alive
             pass
         else:
             shutil.rmtree(path, ignore_errors=True)

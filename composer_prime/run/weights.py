@@ -6,13 +6,12 @@
 The trainer writes; the orchestrator reads and passes on. Torch-free: tensors come and go as named raw bytes.
 
 A manifest lists chunks; joined in order they are one safetensors file. A version is stored whole (an anchor), or as
-what differs from an anchor. An anchor may also say what differs from the anchor before, for nodes that have that one.
-The ed25519 signature covers what a message is, and its hashes cover every byte. So no source of chunks needs trust: an
-altered byte is found before a tensor is loaded.
+what differs from an anchor. An anchor may also say what differs from the one before. The ed25519 signature covers what
+a message is, and its hashes cover every byte, so no source of chunks needs trust.
 
 What differs is a stream of patches, without loss. A file of one element type is a row of words: 2 bytes for bfloat16
 and float16, 4 for float32. A patch belongs to one chunk and holds `new word - old word` (modulo 2^16 or 2^32) wherever
-that is not zero. It is small: an optimizer step changes few 16-bit values, and most of those by one unit.
+that is not zero: an optimizer step changes few 16-bit values, and most by one unit.
 
     stream of patches    one a chunk of the anchor: length of the frame (4 bytes), zstd frame
     in a frame           number of changes, bytes of gaps (4 bytes each)
@@ -20,8 +19,8 @@ that is not zero. It is small: an optimizer step changes few 16-bit values, and 
                          changes: signed numbers folded to 0, -1, 1, -2, ..., two to a byte, 15 for a larger one
                          the larger ones: all lowest bytes first
 
-Half bytes because zstd finds a repetition in any row of bytes that has so few values, and one costs more than what it
-stands for: changes of +1 and -1 take 2.1 bits as half bytes, 2.7 as bytes.
+Half bytes because zstd finds repetitions in rows of so few values, and one costs more than what it stands for: changes
+of +1 and -1 take 2.1 bits as half bytes, 2.7 as bytes.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _PULL_S = 60.0
-"""A version counts as being pulled for this long after one of its chunks was read."""
+"""How long a version counts as being pulled after a read."""
 
 
 def is_chunk_name(text: str) -> bool:
-    """Tell whether `text` is a sha256 in hexadecimal: only then may it become a file name."""
+    """Tell whether `text` is a sha256 in hexadecimal, which may be a file name."""
     return _SHA256.fullmatch(text) is not None
 
 
@@ -67,51 +66,47 @@ class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Canary(msgspec.Struct, frozen=True, kw_only=True):
-    """A fixed prompt and its log-probabilities under the trainer's own weights."""
+    """A fixed prompt and its log-probabilities by the trainer."""
 
     token_ids: list[int]
     """[T]."""
     logprobs: list[float]
-    """[T - 1]: log p(token t+1 | tokens <= t), temperature 1, computed from the published weights in float32."""
+    """[T - 1]: log p(token t+1 | tokens <= t), temperature 1, of the published weights in float32."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="weights"):
-    """One policy version."""
-
     run_id: str
     version: int
     kind: str
-    """anchor (a whole snapshot), delta (what differs from an anchor), or adapters (low-rank factors to add to the model
-    folder)."""
+    """anchor (whole), delta (what differs from an anchor), or adapters (low-rank factors)."""
     dtype: str
     """Of the version's tensors."""
     chunks: list[ChunkRef]
-    """The file of the tensors, that of the anchor, or that of the factors: NAME.lora_A [rank, in] and NAME.lora_B [out,
-    rank], float32."""
+    """The file of the tensors, of the anchor, or of the factors: NAME.lora_A [rank, in], NAME.lora_B [out, rank],
+    float32."""
     tensors: dict[str, str]
-    """By parameter name of the Hugging Face model: `word_sum` of its values, hexadecimal. Empty with adapters."""
+    """By parameter name: `word_sum` of its values, hexadecimal. Empty with adapters."""
     canary: Canary
     adapter_scale: float = 1.0
-    """With adapters: tensor NAME is that of the model folder + adapter_scale * B A, computed in float64."""
+    """With adapters: NAME is the model folder's + adapter_scale * B A, in float64."""
     patch: list[ChunkRef] = []
-    """A stream of patches. With a delta: from `chunks` to this version. With an anchor, where there is one: from `base`
-    to `chunks`."""
+    """A stream of patches: of a delta from `chunks` to this version, of an anchor from `base`, if any, to `chunks`."""
     base: list[ChunkRef] = []
     """The file of the anchor before."""
 
     @property
     def refs(self) -> list[ChunkRef]:
-        """All chunks that a node may need for this version."""
+        """All chunks that a node may need."""
         return [*self.chunks, *self.patch]
 
     @property
     def files(self) -> list[ChunkRef]:
-        """The chunks that hold this version's tensors."""
+        """The chunks with this version's tensors."""
         return self.refs if self.kind == "delta" else self.chunks
 
     @property
     def state(self) -> str:
-        """A hash of the version's files, the same for equal chunks."""
+        """A hash of the version's files."""
         return hashlib.sha256("\n".join(ref.sha256 for ref in self.files).encode()).hexdigest()
 
 
@@ -125,7 +120,7 @@ class ModelFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True, tag="model_files"):
-    """The files of the model folder: configuration and tokenizer, and the weights where versions are adapters."""
+    """Configuration and tokenizer of the model folder, and the weights where versions are adapters."""
 
     run_id: str
     files: list[ModelFile]
@@ -144,22 +139,18 @@ class Envelope(msgspec.Struct, frozen=True):
 
 
 def sign(signed: Manifest | ModelFiles, key: Ed25519PrivateKey) -> bytes:
-    """Return the wire form: msgpack of (its bytes, ed25519 signature over them)."""
+    """Return msgpack of (its bytes, ed25519 signature over them)."""
     body = msgspec.msgpack.encode(signed)
     return msgspec.msgpack.encode(Envelope(body, key.sign(body)))
 
 
 def open_signed(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> Manifest:
-    """Return the version that `raw` describes.
-
-    Raises WireError when it is no such message or names what cannot be a chunk, SignatureError when another key signed
-    it or it is of another run.
-    """
+    """Return the version that `raw` describes. Raises WireError, and SignatureError for another key or run."""
     return _opened(raw, key, run_id, Manifest)
 
 
 def open_model_files(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> ModelFiles:
-    """Return the model files that `raw` lists. Raises as `open_signed` does, and WireError for a name with a path."""
+    """Return the model files that `raw` lists. Raises as `open_signed`, and WireError for a name with a path."""
     opened = _opened(raw, key, run_id, ModelFiles)
     for file in opened.files:
         if not _FILE_NAME.fullmatch(file.name):
@@ -172,21 +163,20 @@ def _opened(raw: bytes, key: Ed25519PublicKey, run_id: str, body: type[Body]) ->
     try:
         envelope = msgspec.msgpack.decode(raw, type=Envelope)
         key.verify(envelope.signature, envelope.manifest)
-        opened = msgspec.msgpack.decode(envelope.manifest, type=Manifest | ModelFiles)  # By the tag in it.
+        opened = msgspec.msgpack.decode(envelope.manifest, type=Manifest | ModelFiles)  # by the tag in it
     except InvalidSignature:
         raise SignatureError(
-            f"the signature of this {kind} message does not match the key of run {run_id!r}: it is refused; check that "
-            "the node joined the right run, and join it with a fresh invite"
+            f"the signature of this {kind} message does not match the key of run {run_id!r}: check that the node "
+            "joined the right run, and join it with a fresh invite"
         ) from None
     except msgspec.DecodeError as error:
-        raise WireError(
-            f"{len(raw)} bytes are not a signed {kind} message: {error}; use one release everywhere"
-        ) from None
+        text = f"{len(raw)} bytes are not a signed {kind} message: {error}; use one release everywhere"
+        raise WireError(text) from None
     if not isinstance(opened, body):
-        raise WireError(f"a signed message of another kind came in place of a {kind} message: its source is wrong")
+        raise WireError(f"a signed message of another kind came for a {kind} message: its source is wrong")
     if opened.run_id != run_id:
         raise SignatureError(f"the {kind} message belongs to run {opened.run_id!r}, this is run {run_id!r}")
-    for ref in opened.refs:  # The hash becomes a file name: "../" would lead out of the folder.
+    for ref in opened.refs:  # the hash becomes a file name: "../" would lead out
         if not is_chunk_name(ref.sha256) or not 0 <= ref.size <= CHUNK_BYTES:
             raise WireError(
                 f"the {kind} message names chunk {ref.sha256[:80]!r} of {ref.size} bytes: expected a sha256 in "
@@ -196,9 +186,9 @@ def _opened(raw: bytes, key: Ed25519PublicKey, run_id: str, body: type[Body]) ->
 
 
 def safetensors_header(tensors: Iterable[tuple[str, str, Iterable[int], int]]) -> bytes:
-    """Return what comes before the values in a version's file, for tensors as (name, dtype, shape, bytes) in order.
+    """Return what comes before the values of a version's file, for (name, dtype, shape, bytes) of each tensor.
 
-    Layout: 8 bytes header length, JSON header, tensors end to end (https://huggingface.co/docs/safetensors).
+    8 bytes header length, JSON header, tensors end to end (https://huggingface.co/docs/safetensors).
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -213,14 +203,14 @@ def safetensors_header(tensors: Iterable[tuple[str, str, Iterable[int], int]]) -
 
 class WeightStore:
     def __init__(self, root: Path, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """`chunk_bytes`: size of a written chunk, at most CHUNK_BYTES, a multiple of 8."""
+        """`chunk_bytes`: of a written chunk, at most CHUNK_BYTES, a multiple of 8."""
         self.root = root
         self.chunk_bytes = chunk_bytes
         self._chunks = root / "chunks"
         self._manifests = root / "manifests"
 
     def put_chunks(self, data: bytes | bytearray | memoryview) -> list[ChunkRef]:
-        """Store `data` in pieces; pieces that exist already are not written again."""
+        """Store `data` in pieces, but for those that exist."""
         view, refs = memoryview(data), []
         for start in range(0, len(view), self.chunk_bytes):
             piece = view[start : start + self.chunk_bytes]
@@ -232,11 +222,11 @@ class WeightStore:
         return refs
 
     def put_stream(self, parts: Iterable[bytes | memoryview], run: Callable[..., Iterable] = map) -> list[ChunkRef]:
-        """Do the same as `put_chunks` of all `parts` joined, with few chunks in memory; `run` does the work of map."""
+        """Put all `parts` joined, with few chunks in memory; `run` does the work of map."""
         return [ref for refs in run(self.put_chunks, self.pieces(parts)) for ref in refs]
 
     def pieces(self, parts: Iterable[bytes | memoryview]) -> Iterator[bytearray | memoryview]:
-        """Yield the bytes of all `parts` joined, a chunk at a time."""
+        """Yield the bytes of all `parts` joined, in chunks."""
         pending = bytearray()
         for part in parts:
             view = memoryview(part)
@@ -249,17 +239,13 @@ class WeightStore:
             yield pending
 
     def read(self, ref: ChunkRef) -> bytes:
-        """Return a whole chunk for the trainer itself: `prune` does not count that as a pull.
-
-        Raises CorruptWeightsError when it is missing or altered; an altered one is dropped, so that it can be written
-        again.
-        """
+        """Return a whole chunk without a pull. Raises CorruptWeightsError, and drops an altered one."""
         path = self._chunks / ref.sha256
         try:
             status, data = path.stat(), path.read_bytes()
         except OSError as error:
             raise CorruptWeightsError(f"chunk {ref.sha256} of {self.root} cannot be read: {error}") from None
-        with suppress(OSError):  # Reading may have set the access time.
+        with suppress(OSError):  # reading may have set the access time
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
         if hashlib.sha256(data).hexdigest() != ref.sha256:
             path.unlink(missing_ok=True)
@@ -280,13 +266,13 @@ class WeightStore:
         return sorted(int(path.stem[1:]) for path in self._manifests.glob("v*.manifest") if path.stem[1:].isdigit())
 
     def rewind(self, version: int) -> None:
-        """Drop versions after `version`; the next `prune` drops their chunks."""
+        """Drop versions after `version`, and by the next `prune` their chunks."""
         for later in self.versions():
             if later > version:
                 self._manifest_path(later).unlink(missing_ok=True)
 
     def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
-        """Return up to `size` bytes of a chunk from `offset`, for a node; None when the store has no such chunk."""
+        """Return up to `size` bytes of a chunk from `offset`, for a node, if there is one."""
         path = self.pulled_path(sha256)
         if path is None:
             return None
@@ -294,14 +280,11 @@ class WeightStore:
             with path.open("rb") as file:
                 file.seek(offset)
                 return file.read(size)
-        except FileNotFoundError:  # Pruned meanwhile.
+        except FileNotFoundError:  # pruned meanwhile
             return None
 
     def pulled_path(self, sha256: str) -> Path | None:
-        """Return the file of a chunk that is given out now; None when the store has no such chunk.
-
-        Its access time is set: `prune` spares what is being pulled.
-        """
+        """Return the file of a chunk that is given out now, if there is one. `prune` spares it by its access time."""
         path = self._chunks / sha256
         try:
             if not is_chunk_name(sha256) or path.is_symlink():
@@ -309,20 +292,19 @@ class WeightStore:
             modified_ns = path.stat().st_mtime_ns
         except FileNotFoundError:
             return None
-        with suppress(OSError):  # Another user's file, or a disk mounted read-only.
+        with suppress(OSError):  # another user's, or read-only
             os.utime(path, ns=(time.time_ns(), modified_ns))
         return path
 
     def remove_partials(self) -> None:
-        """Drop what a killed trainer was writing. Only the trainer calls it, before it writes."""
+        """Drop what a killed trainer was writing, before writing again."""
         for folder in (self._chunks, self._manifests):
             remove_partials(folder)
 
     def prune(self, keep: int, decode: Callable[[bytes], Manifest]) -> None:
-        """Drop all but the newest `keep` versions and the chunks that no remaining manifest names.
+        """Drop all but the newest `keep` versions and the chunks that they name.
 
-        A slow node pulls a version for longer than it is among the newest. So up to `keep` older versions stay while
-        their chunks are read.
+        Up to `keep` older versions stay while slow nodes read their chunks.
         """
         chunks = self._named_chunks(decode)
         versions = list(chunks)
@@ -339,17 +321,17 @@ class WeightStore:
                 path.unlink(missing_ok=True)
 
     def _named_chunks(self, decode: Callable[[bytes], Manifest]) -> dict[int, set[str]]:
-        """Return the chunks that each version names. Drop the manifests that cannot be read."""
+        """Return the chunks that each version names. Drop unreadable manifests."""
         chunks: dict[int, set[str]] = {}
         for version in self.versions():
             try:
                 chunks[version] = {ref.sha256 for ref in decode(self.manifest(version)).refs}
-            except ComposerError:  # An earlier release wrote it, or it is damaged: no node can use it.
+            except ComposerError:  # of an earlier release, or damaged: no node can use it
                 self._manifest_path(version).unlink(missing_ok=True)
         return chunks
 
     def _pulled_at(self, chunks: Iterable[str]) -> float:
-        """Return when one of `chunks` was last read since it was written, Unix seconds; 0 for never."""
+        """Return when one of `chunks` was last read since it was written, Unix seconds."""
         times_s = [0.0]
         for sha256 in chunks:
             with suppress(FileNotFoundError):
@@ -358,34 +340,31 @@ class WeightStore:
         return max(times_s)
 
 
-# -- patches -----------------------------------------------------------------------------------------------------------
-
-
 WORDS = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<u2"), "float32": np.dtype("<u4")}
-"""Type of a word by the version's dtype."""
+"""By the version's dtype."""
 _HEAD = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
 _LEVEL = 1
 _SUM_WORDS = 1 << 18
 _WIDE = 15
-"""Half byte of a change that does not fit one."""
+"""Stands for a change that does not fit a half byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
     positions: np.ndarray
-    """[n] uint32, ascending: which words of the chunk change."""
+    """[n] uint32, ascending: which words change."""
     changes: np.ndarray
     """[n] words: new - old, never zero."""
 
     def apply(self, target: memoryview | bytearray, first: int = 0) -> None:
-        """Change the words in `target`, which are those of the chunk from word `first` on."""
+        """Change the words in `target`, the chunk's from word `first` on."""
         words = np.frombuffer(target, self.changes.dtype)
         start, end = np.searchsorted(self.positions, [first, first + len(words)])
         words[self.positions[start:end] - np.uint32(first)] += self.changes[start:end]
 
     def encode(self) -> bytes:
-        """Return the bytes of a frame before compression. Equal patches have equal bytes."""
+        """Return a frame before compression. Equal patches have equal bytes."""
         count, bits = len(self.positions), 8 * self.changes.itemsize
         gap_bytes = _gap_bytes(self.positions)
         signed = self.changes.view(f"<i{self.changes.itemsize}")
@@ -400,7 +379,7 @@ class Patch:
 
 
 def _gap_bytes(positions: np.ndarray) -> np.ndarray:
-    """Return the gaps between `positions`, [n] uint32, as bytes, [m] uint8. m <= n + last position / 255: 32 bits."""
+    """Return the gaps between `positions`, [n] uint32, as bytes, [m] uint8, m <= n + last position / 255."""
     gaps = np.diff(positions, prepend=np.uint32(0))
     gaps[1:] -= 1
     ends = np.cumsum(gaps // 255 + 1, dtype=np.uint32) - 1
@@ -417,13 +396,12 @@ def difference(old: bytes | memoryview, new: bytes | memoryview, word: np.dtype)
 
 
 def stream_entry(encoded: bytes) -> bytes:
-    """Return one entry of a stream of patches."""
     frame = zstandard.ZstdCompressor(level=_LEVEL).compress(encoded)
     return _LENGTH.pack(len(frame)) + frame
 
 
 def patches(stream: Iterable[bytes], sizes: Iterable[int], word: np.dtype) -> Iterator[Patch]:
-    """Yield the patches of a stream that comes in pieces, one for each of an anchor's chunks of `sizes` bytes.
+    """Yield the patches of a stream in pieces, one for each of an anchor's chunks of `sizes` bytes.
 
     Raises CorruptWeightsError; no frame takes more memory than its chunk can need.
     """
@@ -450,10 +428,7 @@ def patches(stream: Iterable[bytes], sizes: Iterable[int], word: np.dtype) -> It
 
 
 def patch_starts(read: Callable[[int, int], bytes], count: int) -> list[int]:
-    """Return where each of `count` patches of a stream starts, and where the last one ends.
-
-    `read` returns so many bytes from an offset on.
-    """
+    """Return where each of `count` patches starts, and the last one ends. `read` takes offset and size."""
     starts = [0]
     for _ in range(count):
         (length,) = _LENGTH.unpack(read(starts[-1], _LENGTH.size))
@@ -489,7 +464,7 @@ def _decode(raw: bytes, words: int, word: np.dtype, index: int) -> Patch:
     num_ends = int(np.count_nonzero(is_end))
     if num_ends != count or (gaps and not is_end[-1]):
         raise CorruptWeightsError(f"patch {index}: it has {num_ends} positions for {count} changes")
-    positions = np.cumsum(runs + is_end, dtype=np.uint32)[is_end] - 1  # An end is below 255: no byte overflows.
+    positions = np.cumsum(runs + is_end, dtype=np.uint32)[is_end] - 1  # an end is below 255: no byte overflows
     if count and positions[-1] >= words:
         raise CorruptWeightsError(f"patch {index}: it changes word {positions[-1]} of a chunk of {words}")
     changes = (folded >> 1) ^ np.negative(folded & 1)
@@ -499,10 +474,7 @@ def _decode(raw: bytes, words: int, word: np.dtype, index: int) -> Patch:
 
 
 def word_sum(raw: bytes | memoryview, word: np.dtype) -> int:
-    """Return the sum, modulo 2^64, of the squares of the words, each taken as a signed number.
-
-    Engines give the same sum of what they hold (inference/snapshot.py, word_sum). It does not depend on the order.
-    """
+    """Return the sum, modulo 2^64, of the squares of the words as signed numbers, as inference/snapshot.py does."""
     bits, total = np.frombuffer(raw, f"<i{word.itemsize}"), 0
     for start in range(0, len(bits), _SUM_WORDS):
         piece = bits[start : start + _SUM_WORDS].astype(np.int64)

@@ -1,7 +1,6 @@
 """Estimates over tasks: pass@k, and scores with confidence intervals, of one model or of the difference of two.
 
-Rollouts of one task are not independent. So a task's mean is one figure, and tasks are the random sample. A few tasks
-with equal means tell little: their interval has a width too (`bounded_interval`). Evaluation and reports share this.
+Rollouts of one task are not independent. So a task's mean is one figure, and tasks are the random sample.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import numpy as np
 from composer_prime.errors import ConfigError
 
 PASSED = 1.0
-"""The reward from which a rollout passes, and the mean reward from which a task is solved."""
+"""The reward of a pass, and the mean reward of a solved task."""
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
     """Estimate without bias the chance that at least one of k draws passes.
 
-    1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, eq. 1), with `samples` n rollouts of one task, `passed` c of them passed.
-    Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, eq. 1), with c passes in n rollouts of one task. Raises ValueError
+    unless 1 <= k <= n and 0 <= c <= n.
     """
     if not (1 <= k <= samples and 0 <= passed <= samples):
         raise ValueError(f"pass@{k} of {passed} passes in {samples} samples: k needs 1 <= k <= samples")
@@ -31,23 +30,31 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 _BOUNDS = ((1 - 0.95) / 2, (1 + 0.95) / 2)
-"""Quantiles of an interval of level 95 %."""
-_STUDENT = {2: 4.3027, 3: 3.1825, 4: 2.7765, 5: 2.5706, 6: 2.4470, 7: 2.3647, 9: 2.2622, 14: 2.1448, 29: 2.0453}
-"""97.5 % quantiles of Student's t distribution by degrees of freedom. Those between take the one below: it is wider."""
+"""Quantiles of a 95 % interval."""
+_STUDENT = {
+    2: 4.3027,
+    3: 3.1825,
+    4: 2.7765,
+    5: 2.5706,
+    6: 2.4470,
+    7: 2.3647,
+    9: 2.2622,
+    14: 2.1448,
+    29: 2.0453,
+}
+"""97.5 % quantiles of Student's t by degrees of freedom. Those between take the wider one below."""
 _ROUNDING = 1e-9
-"""Figures that differ by less are equal but for rounding."""
+"""Figures within it are equal."""
 
 
 def bounded_interval(values: Sequence[float], *, least: float, most: float) -> tuple[float, float] | None:
-    """Return the 95 % interval of the mean of `values` between `least` and `most`, one value per randomly drawn task.
+    """Return the 95 % interval of the mean of `values`, one per randomly drawn task; None for fewer than two.
 
-    This is the Bayesian bootstrap (Rubin 1981) with half an extra observation at each bound. For values only at the
-    bounds, such as passes and failures, it is the Jeffreys interval of a proportion (Brown, Cai and DasGupta 2001),
-    which about keeps its level down to few tasks and to means of 0 and 1. Resampling the values alone does not: for
-    tasks with equal values it gives an interval without width. The mean is always inside.
+    This is the Bayesian bootstrap (Rubin 1981) with half an extra observation at each bound. For values at the bounds
+    it is the Jeffreys interval of a proportion (Brown, Cai and DasGupta 2001), which about keeps its level for few
+    tasks and means of 0 and 1. Resampling alone does not: equal values would give an interval without width.
 
-    None for fewer than two values. The same values give the same interval. Raises ValueError for values
-    outside the bounds.
+    The same values give the same interval. Raises ValueError for values outside the bounds.
     """
     if len(values) < 2:
         return None
@@ -59,12 +66,12 @@ def bounded_interval(values: Sequence[float], *, least: float, most: float) -> t
     weights = np.random.default_rng(0).standard_gamma(counts, size=(4000, len(points)))
     low, high = np.quantile(weights @ points / weights.sum(axis=1), _BOUNDS)
     mean = float(data.mean())
-    # Sums are rounded: the mean of values at a bound may come out beyond it.
+    # The rounded mean of values at a bound may lie beyond it.
     return max(min(float(low), mean), least), min(max(float(high), mean), most)
 
 
 def scale_of(values: Iterable[float]) -> tuple[float, float]:
-    """Return the bounds of scores: 0 and 1, as for pass rates and most rewards, or the values beyond them."""
+    """Return the bounds of scores: 0 and 1, or the values beyond them."""
     with_bounds = [0.0, 1.0, *values]
     return min(with_bounds), max(with_bounds)
 
@@ -75,13 +82,13 @@ class Interval:
 
     mean: float
     low: float | None
-    """None with one task or seed, or when all seeds have the same figure: there is no spread."""
+    """None for one task or seed, or seeds without a spread."""
     high: float | None
     count: int
-    """Tasks or seeds that the figures come from."""
+    """Tasks or seeds."""
 
     def text(self, *, sign: bool = False) -> str:
-        """Return `0.312 [0.250, 0.375]`; with `sign`, positive numbers have a plus."""
+        """Return `0.312 [0.250, 0.375]`, with `sign` `+0.312 ...`."""
         spec = "+.3f" if sign else ".3f"
         if self.low is None or self.high is None:
             return format(self.mean, spec)
@@ -89,10 +96,7 @@ class Interval:
 
 
 def mean_interval(scores: Mapping[str, Sequence[float]]) -> Interval:
-    """Return the mean over tasks of each task's mean score. `scores`: the scores of each task's rollouts, by task.
-
-    Raises ConfigError when `scores` is empty.
-    """
+    """Return the mean over tasks of each task's mean score. Raises ConfigError without scores."""
     if not scores:
         raise ConfigError("there are no scored rollouts to take a mean of")
     means = [fmean(values) for values in scores.values()]
@@ -100,13 +104,14 @@ def mean_interval(scores: Mapping[str, Sequence[float]]) -> Interval:
 
 
 def difference_interval(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]) -> Interval:
-    """Return the paired difference second - first over shared tasks. Raises ConfigError when they share none."""
+    """Return the paired difference second - first over shared tasks. Raises ConfigError without any."""
     shared = [task for task in first if task in second]
     if not shared:
-        raise ConfigError("the two evaluations share no task, so they cannot be compared task by task")
+        raise ConfigError("the two evaluations share no task, so they cannot be compared")
     before, after = [fmean(first[task]) for task in shared], [fmean(second[task]) for task in shared]
     least, most = scale_of([*before, *after])
-    return _interval([new - old for old, new in zip(before, after, strict=True)], least - most, most - least)
+    changes = [new - old for old, new in zip(before, after, strict=True)]
+    return _interval(changes, least - most, most - least)
 
 
 def _interval(figures: list[float], least: float, most: float) -> Interval:
@@ -115,10 +120,9 @@ def _interval(figures: list[float], least: float, most: float) -> Interval:
 
 
 def seeds_interval(figures: Sequence[float]) -> Interval:
-    """Return the mean and Student t interval of one figure per seed, of one seed or more.
+    """Return the mean and Student t interval of one figure per seed.
 
-    There are no bounds below three seeds: those of two lie far outside the values that a figure can have. Nor are there
-    for equal figures, whose spread, 0, would give an interval without width.
+    There are no bounds below three seeds (they would lie far outside the figure's values), nor for equal figures.
     """
     mean, count = fmean(figures), len(figures)
     if count < 3 or max(figures) - min(figures) < _ROUNDING:

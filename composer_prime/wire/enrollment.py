@@ -4,8 +4,8 @@
     node --Enroll, under the invite's key pair--> gateway --Enrolled | Dismissed--> node
     node --ChunkRequest, under its own key pair--> gateway          model files, weights; then NodeHello as any node
 
-A node draws its own pair, keeps it, and sends the public half. Whoever holds an invite's pair may send an Enroll and
-nothing else. A node that enrolled before asks again under its own key, to learn the newest version.
+A node draws its own pair and sends the public half. Whoever holds an invite's pair may send an Enroll and nothing else.
+A node that enrolled before asks again under its own key.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ INVITE_VARIABLE = "COMPOSER_INVITE"
 INVITE_PREFIX = "cpi2."
 NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 NAME_RULE = "one to 64 letters, digits, '.', '_' and '-', the first a letter or digit"
-"""A name that a shell, a page and a file system take as it is."""
+"""A shell, a page and a file system take it as it is."""
 _CHECK_BYTES = 4
 
 
 def release() -> str:
-    """Return the installed version of composer-prime."""
     return importlib.metadata.version("composer-prime")
 
 
 def release_package() -> str | None:
-    """Return what uv installs on another machine to have this release; None where only this machine has it."""
+    """Return what uv installs elsewhere to have this release, if anything."""
     return package_of(importlib.metadata.distribution("composer-prime").read_text("direct_url.json"))
 
 
 def package_of(direct_url: str | None) -> str | None:
-    """Return the same for the direct_url.json of an installation; None: it came from an index."""
+    """Return the same for an installation's direct_url.json; None: it came from an index."""
     if direct_url is None:
         return f"composer-prime=={release()}"
     origin = json.loads(direct_url)
@@ -59,7 +58,7 @@ def package_of(direct_url: str | None) -> str | None:
 
 
 def key_proof(secret: bytes, public: bytes, connection: bytes) -> bytes:
-    """Return what only the holders of one secret of two CURVE pairs can make: one's own, and that of `public`.
+    """Return what only a holder of the secret of one of two CURVE pairs can make: one's own, and that of `public`.
 
     `connection`: the public key under which it is sent, so that nobody else can send it.
     """
@@ -69,14 +68,14 @@ def key_proof(secret: bytes, public: bytes, connection: bytes) -> bytes:
 
 
 class Invite(msgspec.Struct, frozen=True, array_like=True):
-    """What the string holds. Whoever has it can enroll nodes: hand it over as you would a password."""
+    """What the string holds. Whoever has it can enroll nodes: it is like a password."""
 
     addresses: list[str]
     """HOST:PORT, tried in turn."""
     server: bytes
     """The gateway's CURVE key, 32 bytes."""
     secret: bytes
-    """The secret half of the invite's own CURVE pair, 32 bytes."""
+    """Of the invite's own CURVE pair, 32 bytes."""
     verify_key: bytes
     """ed25519 key that signs manifests, 32 bytes."""
     run_id: str
@@ -85,23 +84,22 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
     expires: int
     """Unix seconds."""
     package: str = ""
-    """What uv installs to have the run's release; empty where that is not known."""
+    """What uv installs to have the run's release, if known."""
 
     @property
     def keys(self) -> ClientKeys:
-        """The gateway's key and the invite's pair."""
+        """(the gateway's key, the invite's pair)."""
         secret = z85.encode(self.secret)
         return ClientKeys(z85.encode(self.server), CurvePair(zmq.curve_public(secret), secret))
 
     def text(self) -> str:
-        """Return the string."""
         body = msgspec.msgpack.encode(self)
         check = hashlib.sha256(body).digest()[:_CHECK_BYTES]
         return INVITE_PREFIX + base64.urlsafe_b64encode(check + body).decode().rstrip("=")
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Raises InviteError for a string that is cut short, altered, or of another release."""
+        """Raises InviteError for a string that is cut, altered, or of another release."""
         text = "".join(text.split())
         if not text.startswith(INVITE_PREFIX):
             raise InviteError(f"{text[:20]!r} is not an invite, which starts with {INVITE_PREFIX!r}. Copy all of the "
@@ -120,8 +118,8 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
                 tcp_address(address, "the invite's address", scheme="")
         except (binascii.Error, msgspec.DecodeError, ConfigError, ValueError) as error:
             raise InviteError(
-                f"the invite of {len(text)} characters was cut or altered ({error}): copy the line whole, from "
-                f"{INVITE_PREFIX!r} to its end"
+                f"the invite of {len(text)} characters was cut or altered ({error}): copy the line whole, "
+                f"from {INVITE_PREFIX!r} to its end"
             ) from None
         run, node = (invite.release, invite.protocol), (release(), PROTOCOL)
         if run != node:
@@ -130,9 +128,9 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
 
 
 def other_release(run: tuple[str, int], node: tuple[str, int], package: str | None) -> str:
-    """Return that run and node have other releases and protocols, and the remedy. `package`: as in Invite."""
+    """Return that run and node have other releases (release, protocol), and the remedy."""
     remedy = f", such as with `uvx --from {shlex.quote(package)} inference join ...`" if package else ""
     return (
-        f"the run has composer-prime {run[0]} (protocol {run[1]}), this node {node[0]} (protocol {node[1]}): install "
-        f"the run's release{remedy}"
+        f"the run has composer-prime {run[0]} (protocol {run[1]}), this node {node[0]} (protocol {node[1]}): "
+        f"install the run's release{remedy}"
     )

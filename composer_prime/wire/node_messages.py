@@ -7,10 +7,9 @@
     node --ChunkRequest--> gateway --WeightPiece--> node                    weights, through the same link
     orchestrator --AuditRequest--> auditor --AuditVerdict--> orchestrator   the rest is as with nodes
 
-Every request carries a `lease`. An answer whose lease is no longer held (the request was reissued) is dropped. After a
-Hello the gateway holds no lease of that node: earlier requests are reissued. A node that is welcomed gets a NodeWelcome
-again for each new version, and an auditor for each version that the run keeps. Auditors have a listener of their own,
-which admits the trainer's key only: nodes do not have it.
+Every request carries a `lease`. An answer whose lease is no longer held is dropped. After a Hello the gateway holds no
+lease of that node: earlier requests are reissued. A NodeWelcome comes again for each new version. Auditors have a
+listener of their own, which admits the trainer's key only: nodes do not have it.
 
 `Answer` is the one form of what was sampled for a request, from the engine to the record and the auditor:
 
@@ -31,29 +30,25 @@ from msgspec import Meta
 from composer_prime.wire.types import INT, VersionSpan, floats, ints, pack_floats, pack_ints
 
 PROTOCOL = 7
-"""Raised with every change of messages that an older release would misread. 7: a node proves the key that it names."""
+"""Raised with every change of messages that an older release would misread."""
 POLICY = "policy"
-"""The model name under which requests ask for the policy that is trained."""
+"""The model name by which requests ask for the policy."""
 GATEWAY_TOKEN_VARIABLE = "COMPOSER_GATEWAY_TOKEN"
-"""Environment variable that holds the gateway's bearer token."""
+"""Environment variable with the gateway's bearer token."""
 RUNNING = "running"
 """The finish reason of tokens after which more come."""
 MAX_PLACES = 1 << 14
-"""Requests that a node may hold at a time."""
 
 Count = Annotated[int, Meta(ge=0, le=1 << 20)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Text = Annotated[str, Meta(max_length=2000)]
-"""Words of a node, which go into logs. Nodes cut theirs (`cut_text`)."""
+"""Words of a node for logs, cut by `cut_text`."""
 Word = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[ -~]*$")]
 Key = Annotated[bytes, Meta(min_length=40, max_length=40)]
 
 
 def context_overflow(num_prompt: int, max_context: int, num_new: int = 1) -> str:
-    """Return how the error of a prompt begins that leaves no room for `num_new` more tokens.
-
-    Clients recognize these words; renderers' own check uses them too.
-    """
+    """Return how the error of a prompt begins that leaves no room for `num_new` tokens. Clients know these words."""
     return f"Prompt length ({num_prompt}) exceeds maximum context length ({max_context}) less {num_new} for the reply"
 
 
@@ -61,7 +56,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens: all of a request, or a part of them."""
 
     token_ids: bytes = b""
-    """int32 [T], the stop token included when one ended the turn."""
+    """int32 [T], with the stop token that ended the turn."""
     logprobs: bytes = b""
     """float32 [T], under the sampling distribution (after temperature, top-k, top-p)."""
     version_spans: list[VersionSpan] = []
@@ -71,9 +66,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cached: int = 0
     """Prompt tokens whose keys and values were cached."""
     sampled_by: list[tuple[str, int]] = []
-    """Nodes in order, each with the number of tokens that it sampled. The gateway knows; nodes say nothing."""
+    """(node, its number of tokens), in order. The gateway knows; nodes say nothing."""
     record_id: str = ""
-    """The gateway's name for it; a worker's turn carries it, so that the turn and its record find each other."""
+    """The gateway's name for it, by which a worker's turn finds its record."""
 
     @classmethod
     def of(
@@ -84,7 +79,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         finish_reason: str = RUNNING,
         prompt_cached: int = 0,
     ) -> Answer:
-        """Return the answer with these tokens."""
         return Answer(
             token_ids=pack_ints(token_ids),
             logprobs=pack_floats(logprobs),
@@ -117,7 +111,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         return self.sampled_by[-1][0] if self.sampled_by else ""
 
     def then(self, more: Answer) -> Answer:
-        """Return the answer that continues with the tokens of `more`, and ends as it does."""
+        """Return the answer that continues with `more`, and ends as it does."""
         if not self.token_ids:
             return more
         start = len(self)
@@ -136,7 +130,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the body of vLLM's /inference/v1/generate, with the version spans added."""
+        """Return the body of vLLM's /inference/v1/generate, with version spans."""
         ids, logprobs = self.ids.tolist(), self.token_logprobs.tolist()
         # Renderers' client checks the form of `token`.
         content = [{"token": f"token_id:{i}", "logprob": value} for i, value in zip(ids, logprobs, strict=True)]
@@ -156,7 +150,7 @@ NO_TOKENS = Answer()
 
 
 def joined(spans: Iterable[VersionSpan], later: Iterable[VersionSpan]) -> list[VersionSpan]:
-    """Return `spans` and the `later` ones, one for each run of equal versions. Empty spans are left out."""
+    """Return all spans, one for each run of equal versions, without empty ones."""
     result = list(spans)
     for span in later:
         last = result[-1] if result else None
@@ -167,11 +161,8 @@ def joined(spans: Iterable[VersionSpan], later: Iterable[VersionSpan]) -> list[V
     return result
 
 
-# -- nodes -----------------------------------------------------------------------------------------------------------
-
-
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample. The returned logprobs are those of the distribution after temperature, top-k and top-p."""
+    """How to sample. Logprobs are those after temperature, top-k and top-p."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -180,25 +171,24 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """0 switches top-k off."""
     seed: int | None = None
     stop: list[str] = []
-    """Stop strings: generation ends with the token that completes one."""
+    """Generation ends with the token that completes one."""
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     resumed: int = 0
-    """So many tokens at the end of the prompt belong to the answer: another node sampled them. A stop string may begin
-    in them."""
+    """Tokens at the prompt's end that another node sampled of the answer. A stop string may begin in them."""
 
 
 class ComputeDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node says that it computes on. Nothing checks it."""
+    """What a node says that it computes on, unchecked."""
 
     name: Annotated[str, Meta(max_length=100)]
     """As its driver names it; `cpu` without a GPU."""
     count: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
     """GPUs, or CPU threads."""
     memory_gib: Annotated[float, Meta(ge=0, le=1 << 20)] | None = None
-    """Of all of them; None when it does not say."""
+    """Of all of them."""
     dtype: Annotated[str, Meta(max_length=20)] = ""
-    """The type of its activations, such as bfloat16; empty when it does not say."""
+    """The type of its activations, such as bfloat16."""
 
 
 class Enroll(msgspec.Struct, frozen=True, kw_only=True, tag="enroll"):
@@ -210,43 +200,42 @@ class Enroll(msgspec.Struct, frozen=True, kw_only=True, tag="enroll"):
     name: Word
     """The name that it would like."""
     machine: Annotated[str, Meta(max_length=4000, pattern=r"^[ -~]*$")] = msgspec.field(name="found", default="")
-    """What it found where it runs, for the log. Protocol 5 had a table named `machine`: its nodes must decode, to hear
-    why they are refused."""
+    """What it found where it runs, for the log. Protocol 5 had a table named `machine`: its nodes must decode, to
+    hear why they are refused."""
     proof: Annotated[bytes, Meta(max_length=32)] = b""
-    """That it holds the secret of `key` (composer_prime/wire/enrollment.py). Protocol 6 had none."""
+    """That it holds the secret of `key` (wire/enrollment.py). Protocol 6 had none."""
 
 
 class Enrolled(msgspec.Struct, frozen=True, kw_only=True, tag="enrolled"):
     """What a node needs besides weights."""
 
     node_id: str
-    """The node's name from now on."""
     model: bytes
-    """The signed ModelFiles (composer_prime/run/weights.py)."""
+    """The signed ModelFiles (run/weights.py)."""
     manifest: bytes
-    """The newest signed weight manifest, empty while none is published."""
+    """The newest signed weight manifest, if any."""
     max_context: int
     inference: bytes
-    """The run's [inference] table as JSON, without what concerns the host of the run only."""
+    """The run's [inference] table as JSON."""
     sources: list[str] = []
-    """As in NodeWelcome: copies of the weight store besides this link."""
+    """As in NodeWelcome."""
 
 
 class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     node_id: Annotated[str, Meta(max_length=400)]
     engine: Annotated[str, Meta(pattern=r"^[\w.+-]{1,40}$")]
     run_id: Annotated[str, Meta(max_length=400)] | None
-    """The run this node served before a reconnect; None on the first contact."""
+    """The run that it served before a reconnect."""
     version: int
     max_concurrent: int
     instance: Annotated[str, Meta(max_length=64)] = ""
-    """Random, drawn at process start: tells a node that reconnects from another one of the same name."""
+    """Drawn at process start: tells a node that reconnects from another of its name."""
     protocol: int = PROTOCOL
     max_context: int | None = None
-    """Tokens of prompt and answer together that it can hold, at least the run's; None when it does not say."""
+    """Tokens of prompt and answer together that it can hold, at least the run's."""
     device: ComputeDevice | None = None
     usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] | None = None
-    """What its machine costs, as its operator says (`--price`); None when unknown."""
+    """As its operator says (`--price`)."""
 
 
 class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
@@ -254,25 +243,25 @@ class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 
     run_id: str
     manifest: bytes
-    """The newest signed manifest (composer_prime.run.weights), empty while none is published."""
+    """The newest signed manifest (run/weights.py), if any."""
     verify_key: bytes
-    """ed25519 public key, 32 bytes, that signs manifests of this run."""
+    """ed25519, 32 bytes; signs this run's manifests."""
     heartbeat_s: float
     sources: list[str] = []
-    """Copies of the weight store besides this link: http:// or https:// URLs. The host `*` stands for the one that the
-    node reaches the gateway at."""
+    """Copies of the weight store besides this link: http:// or https:// URLs. The host `*` stands for that of the
+    gateway's address."""
     is_news: bool = False
-    """Whether it announces a version to a node that is attached; else it answers a Hello."""
+    """Whether it announces a version, and answers no Hello."""
 
 
 class Dismissed(msgspec.Struct, frozen=True, kw_only=True, tag="rejected"):
-    """Sends a node away. A node of protocol 5 reads its reason too."""
+    """Sends a node away. Protocol 5 reads its reason too."""
 
     reason: str
     may_return: bool = True
     """Whether the node, started again, may be let in."""
     finish_first: bool = False
-    """Take no more requests, finish the current ones, then send Goodbye."""
+    """Finish the current requests, then send Goodbye."""
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
@@ -282,7 +271,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """int32 [T]."""
     sampling: Sampling
     session: str
-    """The conversation. Its requests go to one node while that is alive, because the prefix cache is warm there."""
+    """The conversation. One node serves it while alive: its prefix cache is warm."""
 
 
 class CancelGenerate(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
@@ -293,8 +282,8 @@ class CancelGenerate(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
 class Sampled(Answer, frozen=True, kw_only=True, tag="sampled"):
     """An answer; or, while its finish reason is RUNNING, a part of one, so that another node can continue it.
 
-    A part leaves out the tokens of earlier parts. It has at least one, and not the last that max_tokens allows; only
-    proven weights sampled them. The answer has all of them once more.
+    A part has tokens that earlier ones lack, at least one, and not the last that max_tokens allows; only proven
+    weights sampled them. The answer has all of them once more.
     """
 
     request_id: str
@@ -312,37 +301,36 @@ class GenerateFailed(msgspec.Struct, frozen=True, kw_only=True, tag="generate_fa
     lease: int
     error: Text
     retryable: bool
-    """False for a request that no node could serve (for example a prompt longer than the context)."""
+    """False for a request that no node could serve, such as one beyond the context."""
     tried: bool = True
-    """False when a node that is about to leave returns the request: neither is to blame."""
+    """False when a leaving node returns the request: neither is to blame."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
-    """Heartbeat; also sent at once after a weight swap. Figures out of range do not decode."""
+    """Heartbeat, and at once after a weight swap."""
 
     version: Annotated[int, Meta(ge=0)]
     running: Count
     waiting: Count
     kv_used: Share
-    """Share of the KV cache in use, 0..1."""
     kv_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
-    """Tokens that its KV cache holds; 0 when it does not say."""
+    """Tokens that its KV cache holds; 0: not told."""
     tokens_per_s: Annotated[float, Meta(ge=0)]
-    """Sampled tokens per second since the last Status."""
+    """Since the last Status."""
     canary_error: float | None = None
-    """Largest |logprob - manifest| of the last canary, in nats; None before the first swap."""
+    """Largest |logprob - manifest| of the last canary, in nats."""
     weight_error: Text | None = None
-    """Why the newest weights are not in use; None when they are."""
+    """Why the newest weights are not in use."""
     weight_bytes: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
-    """Bytes of weights that it pulled since its process started, by any way."""
+    """Pulled since its process started, by any way."""
 
 
 class Heard(msgspec.Struct, frozen=True, kw_only=True, tag="heard"):
     """Answers a Status: the gateway is alive."""
 
     known: bool = True
-    """False when the gateway does not know this connection (it restarted, or the node counted as lost): send NodeHello.
-    Then it answers any message."""
+    """False when the gateway does not know this connection (it restarted, or the node counted as lost): send
+    NodeHello."""
 
 
 class ChunkRequest(msgspec.Struct, frozen=True, kw_only=True, tag="chunk_request"):
@@ -357,10 +345,10 @@ class WeightPiece(msgspec.Struct, frozen=True, kw_only=True, tag="piece"):
     sha256: str
     offset: int
     data: bytes | None = None
-    """None when the gateway lacks the chunk, or gives no more."""
+    """None when the gateway gives no more."""
     last: bool = False
     refusal: str | None = None
-    """Why the node gets no more through this link for now: what it pulled, what it may, and the remedy."""
+    """Why the node gets no more for now, and the remedy."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
@@ -368,37 +356,32 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
 
 
 def cut_text(error: object) -> str:
-    """Return the text of `error`, no longer than a message may have it."""
+    """Return `error` as a message may hold it."""
     return str(error)[:2000]
 
 
-# -- audits ----------------------------------------------------------------------------------------------------------
-
-
 class AuditRequest(Answer, frozen=True, kw_only=True, tag="audit"):
-    """An answer whose tokens an auditor must score again, as the nodes sent it."""
+    """An answer whose tokens an auditor must score again."""
 
     audit: int
-    """Numbers the request."""
     prompt_ids: bytes
     """int32 [T]."""
     sampling: Sampling
     """As the node got it, with the seed."""
     tolerance: float
-    """How far a draw may lie outside of its CDF interval, as a probability."""
+    """How far a draw may lie outside of its CDF interval."""
     timeout_s: float = math.inf
-    """How long after its arrival the auditor may begin a pass with it. Then it fails."""
+    """How long after its arrival a pass with it may begin."""
 
 
 class PartVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """What one node did."""
 
     tokens: int
-    """Tokens that were checked."""
     wrong: list[int]
-    """Positions in the part, ascending, of tokens that are not the draw of the seed, or whose logprob is far off."""
+    """Positions in the part of tokens that are not the seed's draw, or whose logprob is far off."""
     fault: str | None = None
-    """What is wrong with the part as a whole: its end, or the mean error of its logprobs. None for nothing."""
+    """What is wrong with the whole: its end, or the mean error of its logprobs."""
     gap_mean: float = 0.0
     """Mean |claimed - own logprob|, nats."""
     gap_max: float = 0.0
@@ -407,13 +390,12 @@ class PartVerdict(msgspec.Struct, frozen=True, kw_only=True):
 class AuditVerdict(msgspec.Struct, frozen=True, kw_only=True, tag="verdict"):
     audit: int
     parts: list[PartVerdict] = []
-    """Of the tokens of each node that sampled the answer, in order."""
+    """Of each node that sampled the answer, in order."""
     seconds: float = 0.0
-    """What the check took."""
     error: str | None = None
-    """Why the answer could not be checked: its version is gone, or the auditor's context is too small."""
+    """Why the answer could not be checked: its version is gone, the context too small."""
     retryable: bool = False
-    """Whether another auditor may be able to: the fault is this one's, such as a full disk."""
+    """Whether another auditor may be able to."""
 
 
 FromNode = Enroll | NodeHello | Sampled | GenerateFailed | Status | ChunkRequest | Goodbye

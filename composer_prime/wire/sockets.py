@@ -2,12 +2,11 @@
 
 Each context has an authenticator in a pyzmq thread; `close` stops it. What a peer can make this process hold is bounded
 before it has proven a key: by the size of a frame, by the messages that wait (`bind_router`), and over all connections
-by the bytes that nobody has read (unread.py). NodeSocket is the gateway's end of the links to inference nodes.
+by the bytes that nobody has read (unread.py).
 
-Two processes of one machine talk over a private socket pair instead (`Frames`). A frame is a little-endian uint32
-length and that many bytes of msgpack. The length is checked before anything is allocated. A frame that does not decode
-to an expected message is logged and skipped, or in a strict stream an error. A length beyond the limit ends the stream,
-because the next frame could not be found.
+Two processes of one machine talk over a private socket pair instead (`Frames`): a little-endian uint32 length, checked
+before anything is allocated, and that many bytes of msgpack. A frame that does not decode is skipped, or in a strict
+stream an error. A length beyond the limit ends the stream.
 """
 
 from __future__ import annotations
@@ -38,37 +37,33 @@ from composer_prime.wire.unread import FRAME_OVERHEAD, LEAST_FRAME_BYTES, Unread
 logger = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 1 << 30
-"""Largest message that a client takes from its server."""
+"""Of a message that a client takes."""
 MAX_REQUEST_BYTES = 4 << 20
-"""Largest message that a server takes unless it says otherwise: 30,000 names of parameters, or 80,000 of samples."""
+"""Of a message that a server takes by default: 30,000 names of parameters, or 80,000 of samples."""
 SERVER_FRAME_BYTES = 64 << 10
-"""Largest frame that a server takes. ZMQ has one limit for frames before and after a key is proven, so it is what a
-stranger can send; longer messages are cut into frames (`frames_of`)."""
+"""Of a frame that a server takes. ZMQ has one limit before and after a key is proven, so it is what a stranger can
+send; longer messages are cut (`frames_of`)."""
 _MAX_UNREAD = 64
-"""Messages of one peer that wait in the server's process."""
+"""Messages of one peer that wait."""
 _FRAMES_AT_A_TIME = 512
-"""Frames of one message that are read before the event loop gets to run something else: a valid one has a single."""
+"""Frames of one message that are read before other tasks run: a valid one has a single."""
 MAX_FRAMES = 2 * _FRAMES_AT_A_TIME
-"""A connection is closed at so many frames of a message."""
+"""Closes the connection."""
 _LEAST_MESSAGE_BYTES = 1 << 20
 _BYTES_PER_TOKEN = 32
-"""A token of a node's answer: id, logprob, and at worst a version span of its own."""
+"""Of a node's answer: id, logprob, and at worst a version span."""
 _M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 256 << 10
-"""An option of mallopt, and the size from which buffers are mapped."""
+"""An option of mallopt, and the least size of mapped buffers."""
 _ZAP_DOMAIN, _ZAP_VERSION = b"composer-prime", b"1.0"
 _SILENCE_MS = 30_000
-"""A connection on which no whole message arrives for this long is dropped and opened again.
+"""A connection without a whole message for this long is opened again.
 
-With a shorter time, a large message on a slow link would be sent again and again. A host that vanishes silently is
-noticed this much later.
+A shorter time would send a large message on a slow link again and again.
 """
 
 
 class _Authenticator(ThreadAuthenticator):
-    """Refuses a client with an unlisted public key (Z85) before its first message.
-
-    A client at whose key `is_admitted` raises is sent away for now, not for good.
-    """
+    """Refuses a client with an unlisted public key (Z85). One at whose key `is_admitted` raises may come again."""
 
     def __init__(self, context: zmq.asyncio.Context, is_admitted: Callable[[bytes], bool]) -> None:
         super().__init__(context)
@@ -80,9 +75,9 @@ class _Authenticator(ThreadAuthenticator):
     async def handle_zap_message(self, msg: list[bytes]) -> None:
         try:
             await super().handle_zap_message(msg)
-        except Exception as error:  # It must not end the thread, which admits everybody.
+        except Exception as error:  # it must not end the thread, which admits everybody
             logger.error("connections are not made for now: %s", error)
-            # 300 is a temporary error: the client hears nothing, and ZMQ connects it again after its handshake's 30 s.
+            # 300 is a temporary error: ZMQ connects the client again after 30 s.
             self.zap_socket.send_multipart([_ZAP_VERSION, msg[1], b"300", b"", b"", b""])
 
 
@@ -92,14 +87,13 @@ class FromConnection:
 
     identity: bytes
     key: bytes
-    """The public key (Z85) that the connection has proven to hold."""
+    """The public key (Z85) that it has proven to hold."""
     peer: str
-    """The IP address that it comes from."""
+    """Its IP address."""
     body: bytes
-    """All frames together; b"" where they are more than the server takes."""
+    """All frames together; b"" for too many."""
     num_frames: int
     num_bytes: int
-    """Of all frames."""
 
 
 class SecureServer:
@@ -117,9 +111,9 @@ class SecureServer:
         self.socket = socket
         self.authenticator = authenticator
         self.behind_at = -math.inf
-        """When a message of many frames was last read, monotonic seconds. Those of other peers wait for its end."""
+        """Monotonic seconds of the last message of many frames, for whose end others wait."""
         self._direct = zmq.Socket.shadow(socket)
-        """The same socket, for reads that need not wait."""
+        """For reads that need not wait."""
         self._unread: UnreadBytes | None = None
 
     def bind(self, address: str) -> None:
@@ -130,13 +124,13 @@ class SecureServer:
 
     @property
     def endpoint(self) -> str:
-        """The address really bound, with its port."""
+        """The address really bound."""
         return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def receive(self) -> FromConnection:
-        """Return the next message. All must be read with this: the watch closes connections whose messages are not.
+        """Return the next message. All must be read with this: the watch closes connections with unread ones.
 
-        A sender of more than a message's limit, or of too many frames, is disconnected.
+        A sender of too many bytes or frames is disconnected.
         """
         direct, unread = self._direct, self._unread
         assert unread is not None, "bind() comes first"
@@ -165,7 +159,12 @@ class SecureServer:
             frames = []
             unread.end(fd, peer, num_bytes + num_frames * LEAST_FRAME_BYTES)
         return FromConnection(
-            identity=identity, key=key, peer=peer, body=b"".join(frames), num_frames=num_frames, num_bytes=num_bytes
+            identity=identity,
+            key=key,
+            peer=peer,
+            body=b"".join(frames),
+            num_frames=num_frames,
+            num_bytes=num_bytes,
         )
 
     def close(self) -> None:
@@ -189,25 +188,23 @@ def bind_router(
 ) -> SecureServer:
     """Bind a CURVE ROUTER at `address` (port 0 takes a free one) for peers holding one of the public keys `clients`.
 
-    `clients` may be a function of the key, called in another thread at each handshake. Messages carry the key that
-    their connection proved: `sender_key`.
+    `clients` may be a function of the key, called in another thread at each handshake.
 
     A peer whose message is above `max_message_bytes`, or a frame above 64 KiB, is disconnected. Of each connection at
-    most `max_unread` messages are held; then the peer's own queue grows, not this process. Neither bounds what a
-    message without an end takes (wire/unread.py does). To each connection at most `max_unsent` messages wait (0: any
-    number); then sending waits, or raises zmq.Again. With `handover`, a client that names an identity takes it from
-    the connection that had
-    it. Otherwise identities stay with their connection.
+    most `max_unread` messages are held; then the peer's own queue grows. Neither bounds a message without an end
+    (unread.py does). To each at most `max_unsent` messages wait (0: any number); then sending waits, or raises
+    zmq.Again. With `handover`, a client that names an identity takes it from the connection that had it.
 
-    Raises PortInUseError when another process holds the address, ConfigError when this machine has no such address.
+    Raises PortInUseError, and ConfigError when this machine has no such address.
     """
     is_ipv6 = tcp_address(address, "the address to listen on", bind=True).is_ipv6
     context = zmq.asyncio.Context()
-    authenticator = _Authenticator(context, clients if callable(clients) else frozenset(clients).__contains__)
+    is_admitted = clients if callable(clients) else frozenset(clients).__contains__
+    authenticator = _Authenticator(context, is_admitted)
     authenticator.start()
     authenticator.configure_curve_callback(domain=_ZAP_DOMAIN.decode(), credentials_provider=authenticator)
     socket = context.socket(zmq.ROUTER)
-    # With an enforced domain, a dead authenticator refuses every peer instead of admitting all.
+    # With an enforced domain, a dead authenticator refuses every peer.
     socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -227,30 +224,29 @@ def bind_router(
 
 
 def frames_of(raw: bytes) -> list[bytes]:
-    """Cut a message into the frames that a server made by `bind_router` takes."""
+    """Cut a message into the frames that such a server takes."""
     return [raw[at : at + SERVER_FRAME_BYTES] for at in range(0, len(raw), SERVER_FRAME_BYTES)]
 
 
 def check_request(raw: bytes, name: str) -> list[bytes]:
-    """Return the frames of `raw` for a server. Raises WireError for a request that is too large."""
+    """Return the frames of `raw`. Raises WireError for too large a request."""
     if len(raw) > MAX_REQUEST_BYTES:
         raise WireError(
-            f"a {name} has {len(raw)} bytes and the other side takes at most {MAX_REQUEST_BYTES}: train fewer "
-            "parameters by name, or fewer samples a step"
+            f"a {name} has {len(raw)} bytes and the other side takes at most {MAX_REQUEST_BYTES}: train "
+            "fewer parameters by name, or fewer samples a step"
         )
     return frames_of(raw)
 
 
 def sender_key(frame: zmq.Frame) -> bytes:
-    """Return the public key (Z85) that the connection of a received frame has proven to hold."""
+    """Return the public key (Z85) that a frame's connection has proven to hold."""
     return str(frame.get("User-Id")).encode()
 
 
 def give_back_buffers() -> None:
-    """Have the C library map large buffers of this process one by one, so that freed ones leave its memory (glibc).
+    """Have glibc map large buffers of this process one by one, so that freed ones leave its memory.
 
-    By default it raises the size from which it does so to that of any buffer that was freed. Then a burst of weight
-    pieces or long messages leaves holes between what is in use, and they stay.
+    By default it stops doing so after a burst of weight pieces, which then leaves holes.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
@@ -261,7 +257,7 @@ def _cannot_bind(address: str, error: zmq.ZMQError) -> ConfigError:
     match error.errno:
         case errno.EADDRINUSE | zmq.EADDRINUSE:
             return PortInUseError(
-                f"{address} is held by another process: stop it, or set another where this one is named: --bind, "
+                f"{address} is held by another process: stop it, or set another for --bind, "
                 "orchestrator.node_address, orchestrator.step_address or orchestrator.audit.address"
             )
         case errno.EADDRNOTAVAIL | zmq.EADDRNOTAVAIL | errno.ENODEV:
@@ -276,9 +272,8 @@ def _cannot_bind(address: str, error: zmq.ZMQError) -> ConfigError:
 def dealer(context: zmq.Context, address: str, keys: ClientKeys, identity: bytes | None = None):
     """Return a DEALER, plain or asyncio as `context`, that connects to a server made by `bind_router`.
 
-    Connecting is asynchronous, and messages queue until there is a connection. A wrong key or address shows as
-    silence, so callers wait with a deadline. A host name is looked up as IPv4, because ZMQ tries only one address
-    family. Raises ConfigError unless `address` is tcp://HOST:PORT.
+    Messages queue until there is a connection. A wrong key or address shows as silence, so callers need a deadline. A
+    host name is looked up as IPv4. Raises ConfigError unless `address` is tcp://HOST:PORT.
     """
     is_ipv6 = tcp_address(address, "the address to connect to").is_ipv6
     socket = context.socket(zmq.DEALER)
@@ -300,13 +295,11 @@ def dealer(context: zmq.Context, address: str, keys: ClientKeys, identity: bytes
 
 
 class NodeSocket:
-    """The socket to all nodes, from `bind` to `close`. Nothing is sent outside of that time."""
+    """The socket to all nodes, from `bind` to `close`."""
 
     def __init__(self, keys: RunKeys, max_context: int, is_admitted: Callable[[bytes], bool] | None = None) -> None:
-        """`max_context`: tokens of the longest answer, which bound the size of a message.
-
-        `is_admitted` decides by public key who may connect, in another thread; None admits the run's shared node key.
-        """
+        """`max_context`: tokens of the longest answer. `is_admitted` decides by public key, in another thread, who may
+        connect; None admits the run's node key."""
         self.endpoint = ""
         """As bound."""
         self.max_message_bytes = max(_LEAST_MESSAGE_BYTES, _BYTES_PER_TOKEN * max_context)
@@ -316,13 +309,13 @@ class NodeSocket:
         self._encoder = msgspec.msgpack.Encoder()
 
     def bind(self, address: str) -> None:
-        """Raise PortInUseError when another process holds `address`, ConfigError when a key is missing."""
+        """Raises PortInUseError, and ConfigError when a key is missing."""
         self._server = bind_router(
             address,
             self._keys.curve("server"),
             self._is_admitted or [self._keys.curve("node").public],
             max_message_bytes=self.max_message_bytes,
-            handover=False,  # Nodes name none.
+            handover=False,  # nodes name none
         )
         give_back_buffers()
         self.endpoint = self._server.endpoint
@@ -332,37 +325,36 @@ class NodeSocket:
         return -math.inf if self._server is None else self._server.behind_at
 
     def send(self, identity: bytes, message: msgspec.Struct) -> bool:
-        """Queue `message` for a connection. Return False when the connection is gone."""
+        """Queue `message` for a connection, unless it is gone."""
         return self._queue(identity, self._encoder.encode(message)) is not None
 
     def send_all(self, identities: Iterable[bytes], message: msgspec.Struct) -> None:
-        """Queue `message` for each connection that is there. All share its bytes."""
+        """Queue `message` for each connection; all share its bytes."""
         raw = self._encoder.encode(message)
         for identity in identities:
             self._queue(identity, raw, copy=False)
 
     def send_large(self, identity: bytes, message: msgspec.Struct) -> zmq.MessageTracker | None:
-        """Queue `message` without a copy. Return a tracker that is done once it left the queue, None as False above."""
+        """Queue `message` without a copy. Return a tracker of its sending; None when the connection is gone."""
         queued = self._queue(identity, self._encoder.encode(message), copy=False, track=True)
         return None if queued is None else queued.result()
 
     async def receive(self) -> FromConnection:
-        """Return the next message."""
         assert self._server is not None, "bind() comes first"
         return await self._server.receive()
 
     async def close(self) -> None:
-        """Free the address; messages on their way get half a second."""
+        """Free the address, as SecureServer."""
         server, self._server = self._server, None
         if server is not None:
             server.socket.close(linger=500)
             await asyncio.to_thread(server.close)
 
     def _queue(self, identity: bytes, raw: bytes, **options: bool) -> Any:
-        """Return the send's future, done; None when the connection is gone."""
+        """Return the send's future, done; None for a gone connection."""
         if self._server is None:
             return None
-        # A ROUTER without a high-water mark never blocks, so the returned future is done already.
+        # A ROUTER without a high-water mark never blocks.
         socket: Any = self._server.socket
         sent = socket.send_multipart([identity, raw], flags=zmq.NOBLOCK, **options)
         error = sent.exception()
@@ -371,9 +363,6 @@ class NodeSocket:
         if isinstance(error, zmq.ZMQError) and error.errno in (errno.EHOSTUNREACH, zmq.EAGAIN):
             return None
         raise error
-
-
-# -- within one machine ------------------------------------------------------------------------------------------------
 
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -394,7 +383,7 @@ class Frames(Generic[MessageT]):
         *,
         strict: bool = False,
     ) -> None:
-        """`strict`: a lost message would leave someone waiting, so one that does not decode is a WireError."""
+        """`strict`: a message that does not decode is a WireError, because someone would wait for it."""
         self._reader = reader
         self._writer = writer
         self._peer = peer
@@ -402,13 +391,13 @@ class Frames(Generic[MessageT]):
         self._decoder = msgspec.msgpack.Decoder(receives)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message. A closed connection drops it; the reader sees the end of the stream."""
+        """Queue a message; a closed connection drops it."""
         body = _encoder.encode(message)
         if not self._writer.is_closing():
             self._writer.write(_LENGTH.pack(len(body)) + body)
 
     async def receive(self) -> MessageT | None:
-        """Return the next message, or None once the peer has closed. Raises WireError where the stream cannot go on."""
+        """Return the next message, or None once the peer has closed. Raises WireError."""
         while True:
             try:
                 (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))

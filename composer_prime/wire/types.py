@@ -8,9 +8,8 @@
 
 Ranks are DEALERs, the orchestrator's step server is a ROUTER (sockets.py).
 
-Arrays travel as little-endian bytes inside msgpack; `ints`, `floats` and `flags` read them back without a copy. A batch
-of a million tokens decodes in microseconds, and nothing is ever unpickled. `verify_batch` refuses a micro-batch of
-another run, step or rank, or with a flipped bit.
+Arrays travel as little-endian bytes inside msgpack, and are read back without a copy. `verify_batch` refuses a
+micro-batch of another run, step or rank, or with a flipped bit.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TurnSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [start, end) of a sample are the assistant turn number `turn` of its rollout (from 0)."""
+    """Tokens [start, end) of a sample are the rollout's assistant turn number `turn`, from 0."""
 
     start: int
     end: int
@@ -79,17 +78,17 @@ class HintedTurn(msgspec.Struct, frozen=True, kw_only=True):
 
     start: int
     end: int
-    """The turn is tokens [start, end) of the sample (thinking included), all sampled by the policy."""
+    """The turn is tokens [start, end) of the sample, thinking included."""
     teacher_ids: bytes
-    """int32 [U]: hinted context, then the turn's own ids; nothing after them."""
+    """int32 [U]: hinted context, then the turn's own ids."""
     teacher_start: int
     """Where the turn begins in `teacher_ids`; at least 1."""
     weight: float = 1.0
     """Factor on the turn's divergence."""
     turn: int
-    """The rollout's turn number, as in TurnSpan."""
+    """As in TurnSpan."""
     error: str
-    """Kind of error that the hint addresses (orchestrator/hints)."""
+    """Kind of error that the hint addresses."""
 
 
 class Preference(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,24 +100,24 @@ class Preference(msgspec.Struct, frozen=True, kw_only=True):
     rejected_ids: bytes
     """int32 [T_r]: the same context and the rejected answer."""
     context: int
-    """Tokens of the common context, at least 1; the rest are the answers."""
+    """Tokens of the common context, at least 1."""
     epsilon: float
     """Probability that the label is wrong, in [0, 0.5]."""
 
 
 class TermUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """Documents that a loss term trains besides the samples: a demonstration, or both sides of a preference pair."""
+    """What a loss term trains besides the samples: a demonstration, or both sides of a pair."""
 
     term: str
     """The term's table in [channels]."""
     name: str
-    """For messages: `pair ID`, or `row FILE:LINE`."""
+    """`pair ID`, or `row FILE:LINE`."""
     documents: list[bytes]
     """int32 [T_i] each."""
     masks: list[bytes]
     """uint8 [T_i] each: 1 where the term reads the token; never the first."""
     value: float = 0.0
-    """The term's own figure of the unit (replay_dpo: epsilon)."""
+    """The term's own figure (replay_dpo: epsilon)."""
 
     @property
     def num_trained(self) -> int:
@@ -126,44 +125,41 @@ class TermUnit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenArrays(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens in order, and one entry of each other array a token."""
+    """Tokens in order, and other arrays with an entry a token."""
 
     input_ids: bytes
     """int32 [T]: prompt, sampled and tool tokens."""
     loss_mask: bytes
-    """uint8 [T]: 1 where the policy sampled the token and it is to be trained."""
+    """uint8 [T]: 1 where the policy sampled the token to be trained."""
     logprobs: bytes
-    """float32 [T]: log-probability of token t under the sampling distribution; 0 where the policy did not sample it.
+    """float32 [T], under the sampling distribution; 0 where the policy did not sample the token.
 
     A sampled token with mask 0 keeps its own: SDPO computes importance weights from it.
     """
     advantages: bytes
-    """float32 [T]: advantage of token t; 0 where mask is 0."""
+    """float32 [T]; 0 where mask is 0."""
 
 
 LARGEST_REWARD = 1e30
-"""A reward beyond it is a failure: what the loss makes of one must fit into float32."""
+"""A reward beyond it is a failure: the loss must fit into float32."""
 
 
 class Sample(TokenArrays, frozen=True, kw_only=True):
-    """One root-to-leaf token sequence of a rollout; the trainer trains on samples.
-
-    Sampled tokens have mask 1 in exactly one sample of their rollout, however many branches share them.
-    """
+    """One root-to-leaf token sequence of a rollout. Each sampled token has mask 1 in one sample of its rollout."""
 
     sample_id: str
-    """`<rollout id>/<branch>`; unique within the run, the key of the exactly-once ledger."""
+    """`<rollout id>/<branch>`; the key of the exactly-once ledger."""
     group_id: str
-    """The group of G sibling rollouts that the advantage was computed in."""
+    """The G sibling rollouts by which the advantage was computed."""
     source: str
     task_id: str
     reward: float
     temperature: float
     version_spans: list[VersionSpan]
-    """Which policy version sampled which tokens; covers exactly the sampled tokens."""
+    """Cover exactly the sampled tokens."""
     turns: list[TurnSpan]
     distillations: list[HintedTurn] = []
-    """SDPO: error turns of this sample that got a hint. They do not overlap."""
+    """SDPO: error turns that got a hint, without overlap."""
 
     @property
     def num_tokens(self) -> int:
@@ -185,7 +181,7 @@ class Sample(TokenArrays, frozen=True, kw_only=True):
 class HintedTurnInRow(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [student, student + count) of a row are a turn; its teacher document ends with the same ids.
 
-    The document is the first `shared` tokens of the turn's sample, then `tail`. So a long context is not in it twice.
+    The document is the first `shared` tokens of the turn's sample, then `tail`.
     """
 
     student: int
@@ -193,7 +189,7 @@ class HintedTurnInRow(msgspec.Struct, frozen=True, array_like=True):
     weight: float
     shared: int
     tail: bytes
-    """int32 [U - shared]: what the teacher reads after the shared beginning; the hint, and then at least the turn."""
+    """int32 [U - shared]: the hint, and then at least the turn."""
 
 
 class UnitInRow(msgspec.Struct, frozen=True, array_like=True):
@@ -202,49 +198,47 @@ class UnitInRow(msgspec.Struct, frozen=True, array_like=True):
     term: str
     name: str
     document: int
-    """The first of its documents, counted in the row."""
+    """The first of its documents in the row."""
     spans: list[list[tuple[int, int]]]
-    """Of each document: the term reads tokens [start, end) of the row."""
+    """Of each document: tokens [start, end) of the row that the term reads."""
     value: float
 
 
 class MicroBatch(TokenArrays, frozen=True, kw_only=True):
     """Samples laid end to end in one row of N tokens; block-diagonal attention keeps them apart.
 
-    A row holds first the samples, in the order of `sample_ids`, then the documents of each unit. Only samples have
-    mask, logprobs and advantages. SDPO's hinted contexts are not part of the row: `turns` has what they add.
+    A row holds first the samples, in the order of `sample_ids`, then the documents of each unit, without mask,
+    logprobs and advantages. SDPO's hinted contexts are in `turns` instead.
 
-    A dummy micro-batch (no `sample_ids`) holds one masked token. It keeps the ranks' counts equal.
+    A dummy (no `sample_ids`) holds one masked token, so that ranks have equal counts.
     """
 
     run_id: str
     step: int
-    """The optimizer step (from 1) that this micro-batch belongs to."""
+    """From 1."""
     rank: int
     index: int
-    """Position within the rank's list of the step."""
+    """Within the rank's list of the step."""
     versions: tuple[int, int]
-    """The oldest and newest policy version that sampled its tokens."""
+    """The oldest and newest policy version."""
     lengths: list[int]
-    """Token count of each document in the row; sums to N."""
+    """Tokens of each document; sums to N."""
     temperatures: list[float]
-    """Sampling temperature of each document: those of units have 1."""
+    """Of each document; 1 for units."""
     sample_ids: list[str]
     task_ids: list[str] = []
-    """The task of each sample, for messages."""
+    """Of each sample, for messages."""
     turns: list[HintedTurnInRow] = []
-    """SDPO: which tokens of the row learn from which."""
     units: list[UnitInRow] = []
-    """What other loss terms train."""
     checksum: str = ""
-    """blake2b-128 over every other field; set by `seal_batch`, checked by `verify_batch`."""
+    """blake2b-128 over every other field."""
 
 
 class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """A step's counts over all ranks and micro-batches: the losses' denominators, fixed before any backward pass."""
+    """A step's counts over all ranks: the losses' denominators, fixed before any backward pass."""
 
     samples: int
-    """B: sequences (samples) with at least one trained token."""
+    """B: samples with at least one trained token."""
     tokens: int
     """Trained tokens (mask 1)."""
     distilled_tokens: int = 0
@@ -253,15 +247,15 @@ class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
     units: dict[str, int] = {}
     """Units by term; replay_dpo's are preference pairs."""
     unit_tokens: dict[str, int] = {}
-    """Tokens that units train, by term; sft's are those that are imitated."""
+    """Tokens that units train, by term."""
     own: dict[str, int] = {}
-    """What terms of the user's count in rows (Term.count), filled in by the trainer."""
+    """What terms of the user's count in rows (Term.count)."""
     micro_batches: int = 1
-    """M: micro-batches that hold samples; dummies do not count."""
+    """M: without dummies."""
 
 
 class StepRequest(msgspec.Struct, frozen=True, kw_only=True, tag="step_request"):
-    """A rank asks for its micro-batches of `step`. All ranks of a step must name the same layout."""
+    """A rank asks for its micro-batches. All ranks of a step must name the same layout."""
 
     run_id: str
     step: int
@@ -278,14 +272,14 @@ class StepReply(msgspec.Struct, frozen=True, kw_only=True, tag="step_reply"):
     micro_batches: list[MicroBatch]
     """Equal in number on all ranks."""
     metrics: dict[str, float]
-    """The orchestrator's figures of this batch (reward/mean, policy/staleness_max, ...), for the trainer's line."""
+    """The orchestrator's figures of this batch, for the trainer's line."""
     held_out: list[MicroBatch] = []
-    """Demonstrations to score, where an evaluation is due; equal in number on all ranks."""
+    """Demonstrations to score, where due; equal in number on all ranks."""
 
 
 class StepPart(msgspec.Struct, frozen=True, kw_only=True, tag="step_part"):
-    """Bytes of an encoded StepReply, in a frame of their own. They come in order, and each shows that more is on its
-    way: a reply may be larger than a message, or take longer than a rank waits for a word."""
+    """Bytes of an encoded StepReply, in a frame of their own, in order. A whole one may be larger than a message, or
+    take longer than a rank waits for a word."""
 
     step: int
     at: int
@@ -294,7 +288,7 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True, tag="step_part"):
 
 
 class BatchNotReady(msgspec.Struct, frozen=True, kw_only=True, tag="not_ready"):
-    """The batch is not complete yet: ask again. The server waits a little before it sends this, so asking is cheap."""
+    """Ask again. The server waits a little before it sends this."""
 
     step: int
     waiting_for: str
@@ -310,29 +304,29 @@ class RunFinished(msgspec.Struct, frozen=True, kw_only=True, tag="run_finished")
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
     """Step `step` is trained and policy version `version`, the newest, is in the weight store.
 
-    version = step, but in a joint run ([diloco]) the number of full sweeps that the global model has behind it.
+    version = step, but with [diloco] the number of the global model's full sweeps.
     """
 
     run_id: str
     step: int
     version: int
     sample_ids: list[str]
-    """Every sample of the step, for the ledger check; none when a trainer attaches after `step`."""
+    """Every sample of the step; none when a trainer attaches after it."""
     session: str
-    """Identifies one start of the trainer: (session, step) tells a repeated message."""
+    """One start of the trainer: (session, step) tells a repeated message."""
     last_step: int | None = None
-    """The step that ends a joint run for this cluster, as known after `step`: it follows the outer steps, which others
-    may have taken before this cluster joined. None where run.max_steps is the end."""
+    """The step that ends a joint run for this cluster, as known now: it follows the outer steps, which others may
+    have taken before. None where run.max_steps is the end."""
 
 
 class StepNoted(msgspec.Struct, frozen=True, kw_only=True, tag="step_noted"):
-    """StepDone of `step` has arrived and was handled."""
+    """StepDone of `step` was handled."""
 
     step: int
 
 
 class CheckpointRequest(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_request"):
-    """Write the orchestrator's part of checkpoint `step` now; the trainer's part is written at the same time."""
+    """Write the orchestrator's part of checkpoint `step` now."""
 
     run_id: str
     step: int
@@ -357,21 +351,19 @@ _ENCODER = msgspec.msgpack.Encoder(order="deterministic")
 
 
 def batch_checksum(batch: MicroBatch) -> str:
-    """Return the hexadecimal blake2b-128 of every field of `batch` except the checksum itself."""
+    """Return the hexadecimal blake2b-128 of every other field."""
     payload = _ENCODER.encode(msgspec.structs.replace(batch, checksum=""))
     return hashlib.blake2b(payload, digest_size=16).hexdigest()
 
 
 def seal_batch(batch: MicroBatch) -> MicroBatch:
-    """Return `batch` with its checksum filled in."""
     return msgspec.structs.replace(batch, checksum=batch_checksum(batch))
 
 
 def verify_batch(batch: MicroBatch, *, run_id: str, step: int, rank: int, versions: tuple[int, int]) -> None:
-    """Refuse a micro-batch that is not the one asked for.
+    """Refuse a micro-batch that is not the one asked for. `versions`: the oldest and newest that it may hold.
 
-    `versions`: the oldest and newest policy version that it may hold tokens of. Raises RunMismatchError when run, step,
-    rank or policy versions differ, ChecksumError when the content differs from the header.
+    Raises RunMismatchError, or ChecksumError when the content differs from the header.
     """
     for name, expected in {"run_id": run_id, "step": step, "rank": rank}.items():
         actual = getattr(batch, name)

@@ -1,8 +1,7 @@
 """Count the bytes that peers of a bound ZMQ socket have sent and nobody has read; close the worst connections.
 
-ZMQ bounds the size of a frame and the number of whole messages that wait, but not the frames of one message that has
-not ended: a peer can send them until this process has no memory. The kernel counts the bytes of each connection. Linux
-only; elsewhere nothing is counted or closed.
+ZMQ does not bound the frames of one message that has not ended: a peer can send them until this process has no memory.
+The kernel counts the bytes of each connection. Linux only; elsewhere nothing is counted or closed.
 """
 
 from __future__ import annotations
@@ -21,17 +20,16 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES = 256 << 20
-"""Of all connections together. A burst of 64 whole messages is far below."""
+"""Of all connections together."""
 FRAME_OVERHEAD = 64
-"""Bytes of a frame besides its content: encryption, length and flags, rounded up."""
+"""Bytes of a frame besides its content, rounded up."""
 LEAST_FRAME_BYTES = 32
 """The same, rounded down."""
 _FREE_BYTES_PER_S = 256.0
-"""What a connection may send uncounted: heartbeats of ZMQ itself, which are not seen as messages."""
+"""What a connection may send uncounted: ZMQ's own heartbeats."""
 _WATCH_S = 0.05
-"""Pause between two checks whether a look is due."""
 _LOOK_BYTES, _LOOK_S = 32 << 20, 5.0
-"""A look at all connections (17 us each) is due when this process has grown by so much, or after so long."""
+"""A look at all connections (17 us each) is due after so much growth of this process, or so long."""
 _FDS, _STATM = "/proc/self/fd", "/proc/self/statm"
 _BYTES_RECEIVED_AT, _TCP_INFO_SIZE = 128, 192
 """Of struct tcp_info: tcpi_bytes_received, an unsigned 64-bit number."""
@@ -47,23 +45,22 @@ class _Connection:
 
 
 class UnreadBytes:
-    """What each connection of one port has sent beyond what was read."""
+    """What each connection of a port has sent beyond what was read."""
 
     def __init__(self, port: int, max_bytes: int = MAX_UNREAD_BYTES) -> None:
         self.read: Counter[int] = Counter()
-        """Bytes read so far, by file descriptor."""
+        """Bytes so far, by file descriptor."""
         self._port = port
         self._max_bytes = max_bytes
         self._connections: dict[int, _Connection] = {}
         self._read_before: Counter[int] = Counter()
-        """`read` at the last look: what was read since then counts for a connection that is new."""
+        """`read` at the last look, for connections that are new."""
         self._looked_at = 0.0
         self._looked_resident = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="unread-bytes", daemon=True)
 
     def start(self) -> None:
-        """End the worst connections whenever a look is due, until `stop`."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -74,11 +71,10 @@ class UnreadBytes:
             if self.is_due():
                 try:
                     self.end_worst()
-                except OSError as error:  # Out of descriptors: the next look may have some.
+                except OSError as error:  # out of descriptors: the next look may have some
                     logger.warning("what peers sent and nobody read could not be counted: %s", error)
 
     def is_due(self) -> bool:
-        """Tell whether `end_worst` should be called now."""
         try:
             with open(_STATM) as file:
                 resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -92,17 +88,15 @@ class UnreadBytes:
         return True
 
     def end_worst(self) -> int:
-        """Close connections, those with the most first, while all have more than `max_bytes`. Return how many."""
+        """Close connections, those with the most first, while all have more than `max_bytes`."""
         self._measure()
         total, ended = sum(each.unread for each in self._connections.values()), 0
         for fd, each in sorted(self._connections.items(), key=lambda item: -item[1].unread):
             if total <= self._max_bytes:
                 break
-            mib = each.unread / (1 << 20)
-            logger.warning(
-                "closed the connection of %s: it sent %.0f MiB of a message that does not end", each.peer, mib
-            )
-            with suppress(OSError), _socket_of(fd) as connection:  # It may be closed already, and another's.
+            text = "closed the connection of %s: it sent %.0f MiB of a message that does not end"
+            logger.warning(text, each.peer, each.unread / (1 << 20))
+            with suppress(OSError), _socket_of(fd) as connection:  # closed already, or another's perhaps
                 if connection.getpeername() == each.peer:
                     connection.shutdown(socket.SHUT_RDWR)
             total -= each.unread
@@ -110,7 +104,7 @@ class UnreadBytes:
         return ended
 
     def end(self, fd: int, address: str, least_bytes: int) -> None:
-        """Close the connection of `address` that sent at least so many bytes. A new one may have its descriptor now."""
+        """Close the connection of `address`. A new one may have its descriptor: it has sent fewer bytes."""
         with suppress(OSError, AttributeError, struct.error), _socket_of(fd) as connection:
             is_it = connection.getpeername()[0] == address and connection.getsockname()[1] == self._port
             if is_it and _received_bytes(connection) >= least_bytes:
@@ -118,7 +112,7 @@ class UnreadBytes:
 
     def _measure(self) -> None:
         now, former = time.monotonic(), self._connections
-        accepted = list(self._accepted())  # It may raise: then the next look counts from the same state.
+        accepted = list(self._accepted())  # may raise: the next look counts from the same state
         self._connections = {}
         for fd, peer, received in accepted:
             read, last = self.read[fd], former.get(fd)
@@ -129,14 +123,14 @@ class UnreadBytes:
         self._read_before = self.read.copy()
 
     def _accepted(self) -> Iterator[tuple[int, object, int]]:
-        """Yield descriptor, peer and received bytes of each connection that the port has accepted."""
+        """Yield (descriptor, peer, received bytes) of each connection of the port."""
         for name in os.listdir(_FDS):
             try:
                 with _socket_of(int(name)) as connection:
                     if connection.getsockname()[1] == self._port:
                         yield int(name), connection.getpeername(), _received_bytes(connection)
             except (OSError, IndexError, struct.error):
-                continue  # Not a socket of this port, or closed meanwhile.
+                continue  # no socket of this port, or closed meanwhile
 
 
 def _received_bytes(connection: socket.socket) -> int:
@@ -147,10 +141,9 @@ def _received_bytes(connection: socket.socket) -> int:
 
 @contextmanager
 def _socket_of(fd: int) -> Iterator[socket.socket]:
-    """Look at the socket behind `fd`. Raises OSError when there is none.
+    """Look at the socket behind `fd`, which is not copied: closing a copy would end this process's file locks (POSIX).
 
-    The descriptor is not copied: closing a copy would end the locks that this process holds on a file (POSIX), such as
-    those of SQLite.
+    Raises OSError when there is none.
     """
     connection = socket.socket(fileno=fd)
     try:
