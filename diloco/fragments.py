@@ -1,7 +1,6 @@
 """Fragments: the trainable parameters, each in exactly one part.
 
-Transformer block i goes to fragment i mod P (arXiv 2501.18512), each parameter outside the blocks
-to the fragment that is lightest by then.
+Transformer block i goes to fragment i mod P (arXiv 2501.18512), other parameters to the lightest by then.
 
 A fragment is one flat float32 vector: the local shards of its parameters, in the order of their names.
 Tied weights appear once, frozen parameters do not.

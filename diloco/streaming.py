@@ -12,14 +12,14 @@
             └──────────────── the rounds are not kept any more <───────────────────┘
 
 All peers apply the same deltas in the same order (`_take`). The rendezvous only relays.
-Each rank hears a result over a link of its own, and waits for the others: all must take the same turn.
+Each rank hears a result over a link of its own, and waits for the others.
 
 Departures from the paper:
-1. Deltas are weighted by their tokens, and their compression error is fed back into the next.
+1. Deltas are weighted by their tokens; their compression error is fed back.
 2. H is a plan: near the deadline a peer sends the steps it has.
-3. The result of a late round is applied when it arrives, and missed rounds while they are kept.
+3. A late round's result is applied when it arrives, and missed rounds while they are kept.
 4. With mixing = "carry" the steps taken during the delay are added to the new global values.
-5. Work that an outcome lacks is kept (Replica), and a late delta is offered for the next round.
+5. Work that an outcome lacks is kept (Replica); a late delta is offered again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class StreamingDiLoCo:
         `optimizer`: its step ends an inner step; of several the one that steps last.
         `agreed`: what else all peers must have in common, as text by its key in the TOML.
         `should_stop` turning true ends the wait for a round: its delta stays on offer.
-        `on_catch_up` gets the inner steps, beyond this peer's own, of rounds that it caught up with.
+        `on_catch_up` gets the inner steps, beyond this peer's own, of rounds it caught up with.
         `on_state_replaced`: another peer's state replaced all parameters.
         """
         self.config = config
@@ -162,7 +162,7 @@ class StreamingDiLoCo:
             self._stepped_at = time.monotonic()
 
     def _complete(self, should_stop: Callable[[], bool]) -> bool:
-        """Take the due result and those closed meanwhile. Return whether a round missed this peer."""
+        """Take the due result and later ones. Return whether a round missed this peer."""
         replica = self.replica
         began, missed = time.monotonic(), replica.totals["missed"]
         late = replica.pending is not None and replica.pending.late
@@ -214,7 +214,7 @@ class StreamingDiLoCo:
     # -- results of rounds, alike on all ranks ---------------------------------------------------------------------
 
     def _wait(self, timeout_s: float, should_stop: Callable[[], bool] = lambda: False) -> RoundResult | Gone | None:
-        """Return the round's result, Gone to rejoin, None after `timeout_s` or `should_stop`. A collective."""
+        """Return the result; Gone to rejoin; None after `timeout_s` or `should_stop`. A collective."""
         deadline = time.monotonic() + timeout_s
         while True:
             result = self._link.wait(min(POLL_S, timeout_s))
@@ -252,7 +252,7 @@ class StreamingDiLoCo:
     # -- the outer step ------------------------------------------------------------------------------------------
 
     def _take(self, result: RoundResult, exposed_s: float) -> None:
-        """Advance the global model, and install it. A collective. `exposed_s`: how long training waited."""
+        """Advance the global model, and install it. `exposed_s`: how long training waited."""
         model, replica = self.replica.global_model, self.replica
         fragment = model.fragment
         accepted = self._accepted(fragment, result)
@@ -332,7 +332,7 @@ class StreamingDiLoCo:
         logger.info("peer %s takes part in run %s from outer step %d on", peer, run, model.outer_step)
 
     def _replay(self, newest: int, exposed_s: float = 0.0) -> Gone | None:
-        """Apply the rounds up to `newest` and later ones; Gone when they are not kept. A collective."""
+        """Apply the rounds up to `newest` and later ones; Gone when they are not kept."""
         model = self.replica.global_model
         began = model.outer_step
         while isinstance(result := self._next(newest, self.config.round_timeout_s), RoundResult):
@@ -345,7 +345,7 @@ class StreamingDiLoCo:
         return result
 
     def _choose_state(self, deadline: float) -> int:
-        """Take over the state that the rendezvous names, if any; return the last closed round."""
+        """Take over the state that the rendezvous names; return the last closed round."""
         model = self.replica.global_model
         self._link.request_source(model.outer_step, model.hash)
         while True:

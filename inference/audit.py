@@ -4,7 +4,7 @@
                  -> judge: is each token the draw of its seed, are its logprobs right, does it end where it says
                  -> AuditVerdict
 
-The answer that waits for longest chooses the version, and all that need that version share passes.
+The answer that waits for longest chooses the version; all that need it share passes.
 It is trusted: it holds the trainer's token.
 """
 

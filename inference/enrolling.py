@@ -80,7 +80,7 @@ async def enroll(state: NodeState, name: str, machine: str, wait_s: float) -> tu
     """Make this node known to the run, or ask again under its own key. Tries all addresses.
 
     Return the address that answered, HOST:PORT, and the answer.
-    A machine that the run knows tries for `wait_s`, any other for a minute. Raises InviteError or LostRunError.
+    A known machine tries for `wait_s`, any other for a minute. Raises InviteError or LostRunError.
     """
     invite, keys, enrolled = state.invite, state.keys(), state.enrolled.exists()
     if not enrolled and time.time() > invite.expires:

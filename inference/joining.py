@@ -158,7 +158,7 @@ def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
 
 
 async def _prepare(options: argparse.Namespace, state: NodeState) -> Assignment:
-    """Enroll this node and bring its model to this disk. Raises LostRunError or ConfigError after --wait."""
+    """Enroll and bring the model to this disk. Raises LostRunError or ConfigError after --wait."""
     machine, deadline, tries, run_id = machine_text(state.path), math.inf, 0, state.invite.run_id
     while True:
         address, answer = await enroll(state, _name(options), machine, options.wait)

@@ -164,7 +164,7 @@ class GatewayLink(ChunkSource):
 
 
 class InferenceNode:
-    """Serves one gateway until it is drained, refused, or without a gateway for too long. Use once."""
+    """Serves one gateway until it is drained, refused, or lost for too long. Use once."""
 
     def __init__(
         self,
@@ -397,8 +397,8 @@ class _Running:
 class RunningAnswers:
     """The requests of one node, a task each, and the parts of long answers.
 
-        accept   Generate -> engine.generate -> wait until the weights are proven -> Sampled | GenerateFailed
-        stream   every _LOOK_S: engine.progress -> requests with enough new tokens, or none sent for a while -> Sampled
+        accept   Generate -> engine.generate -> wait until weights are proven -> Sampled | GenerateFailed
+        stream   every _LOOK_S: engine.progress -> requests with enough new tokens, or none for a while -> Sampled
 
     Only tokens of proven weights leave.
     """

@@ -126,7 +126,7 @@ class Receiver:
     async def _roll_back(self, manifest: Manifest, error: ComposerError) -> None:
         """Load the old weights, and read back that they are.
 
-        Requests that start until they are in use count as sampled from the refused ones. Raises LostWeightsError.
+        Requests that start meanwhile count as sampled from the refused ones. Raises LostWeightsError.
         """
         try:
             await asyncio.to_thread(self.versions.drop_damaged, manifest.files)

@@ -234,7 +234,7 @@ def tensor_blocks(tensors: Mapping[str, torch.Tensor], name: str) -> Iterator[tu
 def word_sum(tensor: torch.Tensor) -> int:
     """Return the sum, modulo 2^64, of the squares of the values' bits, taken as integers.
 
-    Order does not matter: the sum of a fused tensor is that of its parts. Padding with zeros adds 0.
+    Order does not matter, the sum of a fused tensor is that of its parts, and padding adds 0.
     """
     bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
     total = 0
@@ -249,7 +249,7 @@ def fold_sums(
 ) -> list[tuple[list[str], str, str]]:
     """Return names, type and checksum of each parameter whose parts or copies several workers hold.
 
-    The sums of parts, which have the size of `shapes` together, add up. Copies that differ are returned one by one.
+    The sums of parts, of `shapes` together, add up. Copies that differ are returned one by one.
     """
     by_names: dict[tuple[str, ...], list[Held]] = defaultdict(list)
     for parameters in ranks:

@@ -133,7 +133,7 @@ def _status(is_ready: Callable[[], bool], should_stop: Callable[[], bool]) -> tu
 
 
 def first_alone(world: World, what: str, awaited: str, work: Callable[[], Result]) -> Result | None:
-    """Let rank 0 do `work`, and return its result there. A collective. Raises as `wait_together` does."""
+    """Let rank 0 do `work`, and return its result there. Raises as `wait_together` does."""
     results: list[Result] = []
     background = Background(torch.get_num_threads())
     if world.first:
@@ -211,7 +211,7 @@ def _counts(batches: list[MicroBatch]) -> list[int]:
 
 
 def find_endpoint(path: Path, timeout_s: float, should_stop: Callable[[], bool]) -> str:
-    """Return the step server's address, for all ranks. Raises as `wait_together`, and DeadlineError."""
+    """Return the step server's address. Raises as `wait_together`, and DeadlineError."""
     deadline, endpoint = time.monotonic() + timeout_s, ""
 
     def is_found() -> bool:
@@ -351,7 +351,7 @@ class StepClient:
     def _hear(
         self, request: FromTrainer, awaited: str, should_stop: Callable[[], bool], silence_s: float | None
     ) -> Iterator[ToTrainer | None]:
-        """Yield each message, and None now and then; repeat `request`. Raises DeadlineError after `silence_s`."""
+        """Yield each message, None now and then; repeat `request`. Raises DeadlineError."""
         limit = "the limit is" if silence_s is None else "the limit of an announcement is"
         silence_s = silence_s or self._silence_timeout_s
         heard = time.monotonic()

@@ -208,8 +208,7 @@ class _Job:
 
 
 class _FusedHead(torch.autograd.Function):
-    """(hidden [R, H], weight [V, H], bias [V] or None, job) -> log-probabilities [R], entropies [R], divergences [D],
-    teacher entropies [D], teacher log-probabilities [D]; differentiable except for the last two."""
+    """(hidden, weight, bias or None, job) -> log-probabilities [R], entropies [R], and as TokenStatistics [D]."""
 
     @staticmethod
     def forward(ctx: Any, hidden_RH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, job: _Job):
@@ -353,7 +352,7 @@ def _multiply(one: Tensor, other: Tensor, out: Tensor, *, add: bool = False) -> 
         torch.mm(one.to(half), other, out_dtype=out.dtype, out=out)
 
 
-# The element-wise work on a block of logits. With x a row's logits as the head gives them and T its temperature:
+# The element-wise work on a block of logits: x a row's as the head gives them, T its temperature.
 #
 #     statistics    x -> log p_y, H, Z      log p = x / T - Z,  Z = log sum exp(x / T),  H = -sum p log p
 #     gradient      x -> d loss / d (h W^T + b), in place, from the gradients of log p_y and H
@@ -391,7 +390,7 @@ def turn_into_gradient(
 ) -> None:
     """Replace x by its gradient. In x / T: d log p_y = [j = y] - p_j, dH = -p_j (log p_j + H).
 
-    `rows`: the block's, of all. `statistics`: (Z, H), `gradients`: of log p_y and H, of all rows.
+    `rows`: the block's. `statistics`: (Z, H), `gradients`: of log p_y and H, of all rows.
     `divergence_grad_BV`: in x / T; None without a teacher.
     """
     log_sum_B, entropy_B = (each[rows] for each in statistics)

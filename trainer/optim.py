@@ -1,4 +1,4 @@
-"""The optimizer of a configuration (AdamW, or Muon for matrices and AdamW for the rest), and its learning rate.
+"""The optimizer (AdamW, or Muon for matrices and AdamW for the rest), and its learning rate.
 
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/; arXiv 2502.16982) works on whole matrices; a tensor of
 fused experts [experts, rows, columns] is a matrix an expert. The ranks share the work, as many matrices at a time:
@@ -32,7 +32,7 @@ _MUON_MOMENTUM = 0.95
 
 
 def rate(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
-    """Return the learning rate of step `step` (from 1), relative to the peak, which warm-up reaches at warmup_steps."""
+    """Return the learning rate of step `step` (from 1), relative to the peak after warm-up."""
     if step <= schedule.warmup_steps:
         return step / schedule.warmup_steps
     if schedule.type == "constant":
@@ -183,7 +183,7 @@ def _orthogonal(updates: list[Any]) -> list[Tensor]:
 
 
 def _whole(matrix: Tensor) -> Tensor:
-    """Return what torch's Muon subtracts for `matrix`, or each of a stack, at rate 1 without momentum."""
+    """Return what torch's Muon subtracts for `matrix` or a stack, at rate 1 without momentum."""
     if matrix.ndim == 3:
         return torch.stack([_whole(each) for each in matrix])
     scratch = nn.Parameter(torch.zeros_like(matrix))

@@ -82,7 +82,7 @@ NAMED = 8
 
 class Trainer:
     def __init__(self, run_dir: RunDir, config: Config, stop: StopSignal) -> None:
-        """Join the other ranks, load the model and build the parts. A collective. Raises ComposerErrors."""
+        """Join the other ranks and build the parts. A collective. Raises ComposerErrors."""
         channels, trainer = config.channels, config.trainer
         self.config = config
         self.run_dir = run_dir
@@ -141,7 +141,7 @@ class Trainer:
         )
 
     def _restore(self) -> int:
-        """Return the step to continue from. Cut weight store and ledger back to it: later steps are repeated."""
+        """Return the step to continue from. Cut weight store and ledger back to it."""
         start = 0
         if self.config.run.resume:
             start = self._newest_checkpoint()
@@ -445,7 +445,7 @@ def loss_of(
     step: int = 1,
     auxiliary: AuxiliaryLogprobs | None = None,
 ) -> tuple[LossParts, Tensor]:
-    """Return one row's share of the loss, and each document's count of statistics that are not finite."""
+    """Return one row's share of the loss, and how much of each document is not finite."""
     auxiliary = auxiliary or AuxiliaryLogprobs()
     statistics = policy(row, auxiliary.teacher)
     inputs = {}
@@ -486,7 +486,7 @@ def _blame(
 ) -> NonFiniteStepError:
     """Return the same error on every rank. A collective.
 
-    Blames samples and pairs whose logits are not finite, else all of their micro-batch, else all of the step.
+    Blames samples and pairs whose logits are not finite, else all of the micro-batch, else of the step.
     """
     texts, blamed = [], []
     for index in torch.stack(losses).isfinite().logical_not().nonzero()[:, 0].tolist():

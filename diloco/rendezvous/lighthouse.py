@@ -3,7 +3,7 @@
     rendezvous --heartbeat and quorum request of each peer that contributed--> lighthouse (torchft, on loopback)
                <--the quorum: who is alive and has asked---------------------
 
-The rendezvous asks for all peers: they reach it over CURVE alone, and the lighthouse has no password.
+The rendezvous asks for all peers, which reach it over CURVE alone: the lighthouse has no password.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _ATTEMPT_S = 2 * HEARTBEAT_TIMEOUT_S
 class Lighthouse:
     """torchft's lighthouse server in this process, and a client. Calls block: run them in threads.
 
-    It grants a quorum of at least min_peers, more than half of those heard within `HEARTBEAT_TIMEOUT_S`.
-    So two halves of a split run cannot both continue.
+    A quorum is min_peers or more, and more than half of those heard within `HEARTBEAT_TIMEOUT_S`: two halves of a
+    split run cannot both continue.
 
     Its port has a kill button and no password: it is on loopback. torchft's Manager unpickles and is not used.
     """

@@ -4,10 +4,10 @@ A round is one outer step. It closes when every peer that trains has brought its
 or at the deadline, which the first whole delta starts, with those that have.
 What a round closed with never changes: late peers apply exactly these deltas too.
 
-Three rounds wait for a stalled peer (its link beats, no inner step ends); later rounds close without it.
+Three rounds wait for a stalled peer (its link beats, no inner step ends); later ones do not.
 
 Peers that start a round from different global values cannot average.
-The larger party stays (of equal parties the one with the first name). The others rejoin with its state.
+The larger party stays (of equals the one with the first name). The others rejoin with its state.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Blob(Generic[HeaderKind]):
         self._finish()
 
     def add(self, offset: int, data: bytes) -> None:
-        """Append what continues the body. Raises ChecksumError; the blob is then empty again."""
+        """Append what continues the body. Raises ChecksumError; the blob is then empty."""
         if self.complete or offset != self.received or offset + len(data) > self.header.size:
             return
         self.data[offset : offset + len(data)] = data

@@ -1,10 +1,9 @@
 """Which state a peer joins with: its own, or another peer's. Decided once for all its ranks. No I/O here.
 
-    some peer trains      the joining peer's own state will do if it is theirs or the rounds since are kept. If not, it
-                          gets another's, never one that would take it back: it waits until the others passed it.
-    no peer trains        the start, or all have stopped: those that come wait for one another, at most gather_s. The
-                          highest outer step among them wins, and rounds that were closed beyond it are void, unless
-                          a peer that ended with them is there: then the others replay them.
+    some peer trains      the joining peer's own state will do if it is theirs or the rounds since are kept. Else it
+                          gets another's, but waits until the others passed its own.
+    no peer trains        those that come wait for one another, at most gather_s. The highest outer step among them
+                          wins, and rounds closed beyond it are void, unless a peer that ended with them is there.
 
 A peer counts as training only if it was heard after the joining peer asked.
 A rendezvous that was started a moment ago listens first.

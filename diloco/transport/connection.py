@@ -1,4 +1,4 @@
-"""One rank's connection to the rendezvous: numbered requests over a DEALER socket, repeated until answered.
+"""One rank's connection to the rendezvous: numbered requests, repeated until they are answered.
 
 Bytes go in pieces, several under way at once. An interrupted transfer continues where it broke off.
 """
@@ -43,7 +43,7 @@ class RefusedError(WireError):
 
 
 class Flow:
-    """How much of one transfer is under way, by how long answers take: small pieces let beats through. No I/O."""
+    """How much of one transfer is under way, by how long answers take. No I/O."""
 
     def __init__(self) -> None:
         self.piece_bytes = LEAST_BYTES

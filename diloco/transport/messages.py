@@ -1,4 +1,4 @@
-"""What travels between trainer ranks and the rendezvous (ZMQ ROUTER/DEALER, msgpack, CURVE). No torch here.
+"""What travels between trainer ranks and the rendezvous (ZMQ, msgpack, CURVE). No torch here.
 
     PeerHello ----> BeatReply | RoundNotReady  run, layout and settings must be those of the others
     Beat ---------> BeatReply | Gone           alive; is a round open, is this peer's state wanted

@@ -82,7 +82,7 @@ class PeerLink:
             self._loop.close()
 
     def set_position(self, outer_step: int, base_hash: str, *, training: bool | None = None) -> None:
-        """Set where this rank stands; `training` is sent at once, else the next beat tells. Never waits."""
+        """Set where this rank stands, for the next beat; `training` is sent at once. Never waits."""
         before = self._exchange.hello
         self._exchange.hello = replace(
             before,
@@ -131,7 +131,7 @@ class PeerLink:
         return status.left_s - (time.monotonic() - exchange.status_at) - exchange.upload_s
 
     def request_source(self, outer_step: int, base_hash: str, *, refused: int = 0, reason: str = "") -> None:
-        """Ask which state to join with, on all ranks. `refused`: serial of one not taken, for `reason`."""
+        """Ask which state to join with. `refused`: serial of one not taken, for `reason`."""
         if self._source is not None:
             self._source.cancel()
         self._attempt += 1

@@ -1,6 +1,6 @@
 """The interface between a node and its engine, and which engine a node runs.
 
-`local` and `vllm` pass the suite tests/engines/test_engine_contract.py. An import path names an engine of one's own.
+`local` and `vllm` pass tests/engines/test_engine_contract.py. An import path names an engine of one's own.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def _misses(logits: torch.Tensor, rows: SamplingRows, tokens: np.ndarray) -> tup
 
 
 def _edge_misses(logits: torch.Tensor, rows: SamplingRows, tokens: np.ndarray, tolerance: float) -> np.ndarray:
-    """Return the misses [R] of narrowed rows, each token at the edge kept or removed in the draw's favor."""
+    """Return the misses [R] of narrowed rows, each token at the edge taken in the draw's favor."""
     ids = torch.from_numpy(tokens.astype(np.int64)).to(logits.device)[:, None]
     logits, nats, every = _tempered(logits, rows), _EDGE_NATS * tolerance, np.arange(len(tokens))
     low, high = (replace(rows, top_p=np.where(rows.top_p < 1.0, np.clip(rows.top_p + shift, 1e-6, 1.0), 1.0)

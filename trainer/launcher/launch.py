@@ -268,7 +268,7 @@ class _RunMonitor:
 
 
 def _resident_bytes(roots: list[int]) -> int:
-    """Return the memory of these processes and their descendants; on Linux shared pages are split."""
+    """Return the memory of these processes and descendants; on Linux shared pages are split."""
     total = 0
     for pid in roots:
         with suppress(psutil.Error):
@@ -318,7 +318,7 @@ class _Signals:
 class Prepared:
     run_dir: RunDir
     config: Config
-    """As written to config.json: run.resume only where there is a checkpoint, the length divisor a number."""
+    """As written to config.json: run.resume only with a checkpoint, the length divisor a number."""
     start_step: int
     """Optimizer steps already taken."""
     notes: tuple[str, ...]
@@ -376,7 +376,7 @@ def _lock(run_dir: RunDir) -> IO[bytes]:
 
 
 def _resume(run_dir: RunDir, changes: list[str]) -> tuple[int, list[str]]:
-    """Return the step to continue from and what changed since. Empty the directory when nothing was saved."""
+    """Return the step to continue from and what changed since. Without one, empty the directory."""
     steps = run_dir.complete_checkpoints()
     if steps:
         for evaluated, path in rollout_files(run_dir, "eval").items():

@@ -57,7 +57,7 @@ class RoleCommand:
     name: str
     """Name of its log: orchestrator, node-0, auditor-0, trainer-0, teachers."""
     kind: Kind
-    """An error of the orchestrator or a rank ends the run; the others are started again when they die."""
+    """An orchestrator's or rank's error ends the run; others are started again."""
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)
     """On top of the launcher's environment."""
@@ -66,7 +66,7 @@ class RoleCommand:
 
 
 def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCommand]:
-    """Return every role that runs on this machine, in start order. Raises ConfigError when there are too few GPUs."""
+    """Return every role that runs here, in start order. Raises ConfigError."""
     placement = place_processes(config, gpus)
     where = ["--run-dir", str(run_dir.root)]
     commands = [] if config.orchestrator.address is not None else _orchestrator_commands(config, where)
@@ -127,7 +127,7 @@ def _devices(devices: tuple[int, ...]) -> dict[str, str]:
 
 
 CAUSE_WAIT_S = 3.0
-"""How long to wait, after a rank failed, for a failed orchestrator that would be the cause."""
+"""How long to wait, after a rank failed, for the orchestrator as the cause."""
 STOP_GRACE_S = 15.0
 """Time between SIGTERM and SIGKILL when a role must stop."""
 _STOP_ORDER: tuple[Kind, ...] = ("rank", "node", "auditor", "orchestrator", "teachers")
@@ -147,7 +147,7 @@ class RoleProcess:
     started: float
     restarts: Restarts = field(default_factory=Restarts)
     restart_at: float | None = None
-    """When to start it again, monotonic seconds; None while it runs and after the last restart."""
+    """When to start it again, monotonic seconds; None while it runs or never."""
     lived_s: float = 0.0
     """Seconds over all starts that ended."""
     code: int | None = None
@@ -188,7 +188,7 @@ class Supervisor:
     """Roles that ended with an error, the cause first."""
     _failed_at: float = 0.0
     save_s: float = 0.0
-    """How long the ranks may take for a last checkpoint: read at the start, since a stop must not fail."""
+    """For the ranks' last checkpoint: read at the start, since a stop must not fail."""
 
     def start(self) -> None:
         """Start every role. Raises RoleFailedError when a command cannot be run."""
@@ -249,7 +249,7 @@ class Supervisor:
             child.poll(wait=True)
 
     def _can_save(self) -> bool:
-        """Return whether every process that a checkpoint needs is alive. Otherwise the ranks would wait for nothing."""
+        """Return whether all are alive that a checkpoint needs: ranks would wait for nothing."""
         started = len(self.children) == len(self.roles)
         return started and all(child.running for child in self.children if child.is_needed())
 
@@ -268,9 +268,9 @@ class Supervisor:
         return process, log_offset
 
     def _cause_known(self) -> bool:
-        """Tell whether to report now. A rank that lost the orchestrator may end before it, the cause, does.
+        """Tell whether to report now: a rank may end before the orchestrator, the cause, does.
 
-        A rank that lost another one may end at the same time as that: who fails first writes its last word first.
+        Of ranks that end at the same time, who fails first writes its last word first.
         """
         self._failed_at = self._failed_at or time.monotonic()
         with suppress(OSError):  # Its folder may be gone.
@@ -279,7 +279,7 @@ class Supervisor:
         return self._failed[0].role.kind == "orchestrator" or time.monotonic() - self._failed_at > CAUSE_WAIT_S
 
     def _plan_restart(self, child: RoleProcess) -> None:
-        """Raises RoleFailedError when the last node is lost, or a role refuses its configuration."""
+        """Raises RoleFailedError when the last node is lost or a role refuses its configuration."""
         max_restarts = self.config.inference.max_restarts
         pause_s = child.restarts.pause_s(time.monotonic() - child.started, max_restarts)
         ends_run = child.role.kind in ("node", "auditor")
@@ -301,7 +301,7 @@ class Supervisor:
         )
 
     def _report(self, failed: list[RoleProcess]) -> str:
-        """Return how roles ended, each with its last message; of the first, the cause, with its traceback, if any."""
+        """Return how roles ended, with their last messages; of the first, the cause, its traceback."""
         parts = []
         for child in failed[:3]:
             log = self.run_dir.log(child.role.name)

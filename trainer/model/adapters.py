@@ -1,6 +1,6 @@
-"""Low-rank adapters: peft puts them into the model, `merged_parameters` takes them out of the published weights.
+"""Low-rank adapters: peft puts them in, `merged_parameters` takes them out of published weights.
 
-A parameter's adapter is found by the parameter's own name: peft wraps fused experts in one module a tensor.
+A parameter's adapter is found by the parameter's name: peft wraps fused experts in one module a tensor.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def inject_adapters(lm: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def merged_parameters(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of `lm` under their names without adapters: W + (alpha / rank) B A where adapted.
+    """Yield the parameters under their names without adapters: W + (alpha / rank) B A where adapted.
 
-    The update of a linear layer is added in float64, as a node does: both round alike. A collective over shards.
+    The update of a linear layer is added in float64, as a node does: both round alike.
     """
     layers = _adapted(lm)
     for name, parameter in lm.named_parameters():
@@ -61,7 +61,7 @@ def merged_parameters(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def factors(lm: PreTrainedModel) -> dict[str, Tensor] | None:
-    """Return float32 copies on the CPU of NAME.lora_A [rank, in] and NAME.lora_B [out, rank] of each adapted parameter.
+    """Return float32 CPU copies of NAME.lora_A [rank, in] and NAME.lora_B [out, rank] of adapted parameters.
 
     None where an adapter is not of a plain linear layer. A collective where parameters are sharded.
     """

@@ -154,7 +154,7 @@ def _whole_state(config: Config, folder: Path, attention: str, policy: Policy) -
 
 
 def unreached_parameters(lm: PreTrainedModel) -> list[str]:
-    """Return the trainable parameters that text gives no gradient. A block counts whole, for its experts."""
+    """Return the trainable parameters that text gives no gradient. A block counts as a whole."""
     ids = torch.arange(PROBE_LENGTHS[0])[None] % lm.config.get_text_config().vocab_size
     with torch.enable_grad(), _plain_attention(lm):
         reached = _leaves(lm(input_ids=ids, use_cache=False).logits)

@@ -119,7 +119,7 @@ class Policy(nn.Module):
         ).last_hidden_state[0]
 
     def _masks(self, reading: Reading) -> Tensor | dict[str, Tensor] | None:
-        """Return the masks of eager attention, [1, 1, N, N] a kind of layer: gpt-oss drops the position ids."""
+        """Return eager masks, [1, 1, N, N] a kind of layer: gpt-oss drops the position ids."""
         weight = self.lm.get_input_embeddings().get_parameter("weight")
         return create_masks_for_generate(
             config=self.lm.config,
@@ -131,7 +131,7 @@ class Policy(nn.Module):
 
 
 def attention_name(setting: str, device_type: str, compute_dtype: torch.dtype) -> str:
-    """Return transformers' name of what `model.attention` means here. Raises ConfigError where it is not to be had."""
+    """Return transformers' name of what `model.attention` means here. Raises ConfigError."""
     flash = device_type == "cuda" and is_flash_attn_2_available()
     if setting == FLASH and not flash:
         raise ConfigError(
@@ -161,7 +161,7 @@ def packing_arguments(name: str, trees: tuple[Tree, ...], device: torch.device) 
 
 
 def _runs(trees: tuple[Tree, ...]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the tokens of each run, and those it sees: of the runs above it and its own. int64 indices."""
+    """Return the tokens of each run, and those it sees, also of runs above. int64 indices."""
     queries: list[np.ndarray] = []
     keys: list[np.ndarray] = []
 
@@ -283,12 +283,12 @@ class _TreeAttention(torch.autograd.Function):
 
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""What scaled_dot_product_attention runs on a CPU. Called directly it also returns the log-sum-exp."""
+"""The CPU's scaled_dot_product_attention; called directly it returns the log-sum-exp too."""
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _parts(tree: Tree) -> list[tuple[slice, slice, bool]]:
-    """Return (queries, keys, causal) of each call: every run over itself, then what lies below each fork."""
+    """Return (queries, keys, causal) of each call: every run over itself, then below each fork."""
     runs, forks = [], []
 
     def visit(tree: Tree, start: int) -> None:
@@ -307,7 +307,7 @@ def _parts(tree: Tree) -> list[tuple[slice, slice, bool]]:
 def _attend_tree(
     tree: Tree, query: Tensor, key: Tensor, value: Tensor, attend: Attend, above: tuple[Tensor, Tensor] | None = None
 ) -> list[Tensor]:
-    """Return the outputs of the tree's tokens in order. `above`: keys and values of the runs it hangs on."""
+    """Return the outputs in order. `above`: keys and values of the runs the tree hangs on."""
     sizes = [tree.run, *(branch.tokens for branch in tree.branches)]
     (q, *queries), (k, *keys), (v, *values) = (tensor.split(sizes, dim=2) for tensor in (query, key, value))
     if above is not None:
@@ -368,7 +368,7 @@ class AuxiliaryLogprobs:
 
     teacher: HeadTeacher | None = None
     references: dict[str, Tensor] = field(default_factory=dict)
-    """By term: the policy's float32 [T], for the KL penalty; replay_dpo's [2 P], each answer's sum."""
+    """By term: the policy's float32 [T]; replay_dpo's [2 P], each answer's sum."""
 
 
 class SelfTeacher:
@@ -430,7 +430,7 @@ class SelfTeacher:
             average.follow(self._rates[name])
 
     def catch_up(self, steps: int) -> None:
-        """Move the averages as `steps` steps would: other clusters took them, and the weights moved at once."""
+        """Move the averages as `steps` steps would, which other clusters took."""
         for name, average in self._averages.items():
             average.follow(1.0 - (1.0 - self._rates[name]) ** steps)
 
@@ -487,7 +487,7 @@ class ReferenceLogprobs:
         return [any(flags) for flags in zip(*gather_words(lacking), strict=True)]
 
     def compute(self, policy: Policy, rows: list[Sides]) -> None:
-        """Score equally many `rows` a rank, under the base's weights. A collective. Raises NonFiniteError."""
+        """Score equally many `rows` a rank, under the base's weights. Raises NonFiniteError."""
         computed: dict[str, float] = {}
         for pairs in rows:
             sums = _answer_logprobs(policy, pairs).tolist()
@@ -514,7 +514,7 @@ def _keys(pairs: Sides) -> list[str]:
 
 
 def _answer_logprobs(policy: Policy, pairs: Sides) -> Tensor:
-    """Return the answers' sums, float64 [2 P]. Without pairs it reads one token: ranks stay in step."""
+    """Return the answers' sums, float64 [2 P]. Without pairs read one token: ranks stay in step."""
     device = next(policy.parameters()).device
     wanted = [np.arange(start, len(ids)) for ids, start in pairs]
     answers = [ids[start:] for ids, start in pairs]

@@ -73,7 +73,7 @@ class Checkpoints:
     def save(self, step: int, client: StepClient) -> None:
         """Write checkpoint `step` with the orchestrator. A collective.
 
-        Raises CheckpointError on every rank when any part fails: the folder is gone, older ones are intact.
+        Raises CheckpointError on every rank when any part fails: older ones are intact.
         """
         self._start(step, client, self._state(step))
         if (failure := self.settle()) is not None:

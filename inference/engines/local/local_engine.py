@@ -13,7 +13,7 @@ Only that thread touches the model and the cache. A swap is exact: it happens be
 requests keep their cached keys and values, but a prompt without a token yet is computed again: an answer of one
 version has no other version's keys.
 
-Every request is checked before the compute thread sees it, so that no request can stop that thread.
+Every request is checked before, so that none can stop that thread.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     child --EngineProgress--> node
 
 Messages are msgpack with a length in front. A reply that nobody waits for is dropped.
-An error in reply to the first Ask says that vLLM failed for good. The end of the child fails every question.
+An error in reply to the first Ask: vLLM failed for good. The end of the child fails every question.
 
 vLLM's HTTP server lets anyone who reaches its port execute code.
 And a swap between two steps of the engine's own loop labels every token exactly.
@@ -60,7 +60,7 @@ ARGUMENTS: dict[str, Any] = {
     "read_back": tuple[list[str]],  # published tensors -> names, type and checksum of each parameter
     "parts": tuple[dict[int, int]],  # by Ask, how many tokens the node has -> by Ask, an Answer with what is more
 }
-"""What a method of Core takes -> what the node gets. A checksum is hexadecimal: 64 bits without a sign."""
+"""What a method of Core takes -> what the node gets. A checksum is hexadecimal."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
