@@ -328,7 +328,9 @@ def _with_content(message: Message) -> Message:
 
 def _read_call(text: str) -> ParsedToolCall | None:
     call = read_tool_call(text)
-    return ParsedToolCall(raw=text, name=call[0], arguments=call[1]) if call is not None and _encodable(call) else None
+    if call is None or not _encodable(call):
+        return None
+    return ParsedToolCall(raw=text, name=call[0], arguments=call[1])
 
 
 def _runnable(call: ParsedToolCall) -> bool:

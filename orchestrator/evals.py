@@ -72,7 +72,8 @@ class Evaluator:
 
     def request(self, step: int, version: int) -> None:
         """Evaluate `version`, unless that is done, under way or due."""
-        if self.run.run_dir.eval_rollouts(step).exists() or step == self.running or self._requested == (step, version):
+        is_done = self.run.run_dir.eval_rollouts(step).exists()
+        if is_done or step == self.running or self._requested == (step, version):
             return
         if self._requested is not None:
             self.skipped += 1
@@ -223,5 +224,7 @@ def _estimate(name: str, values: list[float]) -> dict[str, float]:
     if not values:
         return {}
     least, most = scale_of(values)
-    interval = bounded_interval(values, least=least, most=most)
-    return {name: fmean(values)} | ({f"{name}_low": interval[0], f"{name}_high": interval[1]} if interval else {})
+    figures = {name: fmean(values)}
+    if interval := bounded_interval(values, least=least, most=most):
+        figures |= {f"{name}_low": interval[0], f"{name}_high": interval[1]}
+    return figures

@@ -94,7 +94,7 @@ class RowTokenizer:
         return list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=opening))
 
     def _end(self, ids: list[int], start: int, stop: int) -> int | None:
-        """Return the position after the answer's last token, at most `stop`."""
+        """Return the position after the token that ends the answer; None before `stop`."""
         return next((at + 1 for at in range(start, stop) if ids[at] in self._stops), None)
 
     def demonstration(self, row: ConversationRow) -> TermUnit | None:
@@ -290,7 +290,7 @@ class DemonstrationRows:
         """The last one that was asked for, with its order."""
 
     def leave_out(self, names: set[str]) -> None:
-        """These made a step not finite."""
+        """Serve none of `names`, which made a step not finite."""
         self._left_out |= names
 
     def of_step(self, step: int) -> list[TermUnit]:

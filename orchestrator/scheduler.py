@@ -440,12 +440,13 @@ class BatchScheduler:
 
     def state(self) -> OrchestratorState:
         """Return the state after step `trained`."""
+        plans = [*self.dispatcher.in_flight.values(), *self.sources.again]
         return OrchestratorState(
             run_id=self.run.run_id,
             step=self.batches.trained,
             journal_seq=self.journal.seq,
             next_group=self.sources.next_group,
-            in_flight=sorted([*self.dispatcher.in_flight.values(), *self.sources.again], key=lambda plan: plan.group),
+            in_flight=sorted(plans, key=lambda plan: plan.group),
             ready=self.buffer.group_numbers,
             dropped=[group.plan.group for group in self.dropped.since_batch],
             batches={batch.step: batch.group_numbers for batch in self.batches.held()},

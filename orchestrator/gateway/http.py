@@ -191,10 +191,9 @@ class HttpServer:
         _check_no_stream(request, body.stream)
         tools = None if body.tool_choice == "none" else body.tools or None
         prompt, stop_ids = await self._chat.render(body.messages, tools)
-        sampling = SamplingFields(**{name: getattr(body, name) for name in SamplingFields.__struct_fields__})
-        sampling.stop_token_ids = [*(body.stop_token_ids or []), *stop_ids]
-        sampling.max_tokens = body.max_completion_tokens or body.max_tokens
-        answer = await self._answer(_session(request), pack_ints(prompt), sampling)
+        body.stop_token_ids = [*(body.stop_token_ids or []), *stop_ids]
+        body.max_tokens = body.max_completion_tokens or body.max_tokens
+        answer = await self._answer(_session(request), pack_ints(prompt), body)
         token_ids = answer.ids.tolist()
         message, finish_reason = await self._chat.parse(token_ids, prompt, tools, answer.finish_reason)
         return json_reply(chat_reply(body.model, len(prompt), answer, token_ids, message, finish_reason))
@@ -489,7 +488,9 @@ class _OpenRollout:
 
 def _continues(prompt: np.ndarray, before: GenerationRecord) -> bool:
     start, end = len(before.prompt_ids), len(before.prompt_ids) + len(before.answer)
-    return np.array_equal(prompt[:start], before.prompt_ids) and np.array_equal(prompt[start:end], before.answer.ids)
+    if not np.array_equal(prompt[:start], before.prompt_ids):
+        return False
+    return np.array_equal(prompt[start:end], before.answer.ids)
 
 
 class RolloutRecords:

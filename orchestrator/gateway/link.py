@@ -414,7 +414,8 @@ class NodeLink:
         is_node = self.admission.is_own(key) and self.admission.is_node(key)
         # Holders of one invite read at their own pace.
         replies = unsent(self._replies, key if is_node else identity)
-        if len(replies) < _MAX_UNSENT_REPLIES and (sent := self._socket.send_large(identity, reply)) is not None:
+        sent = self._socket.send_large(identity, reply) if len(replies) < _MAX_UNSENT_REPLIES else None
+        if sent is not None:
             replies[sent] = sent
 
     def _drop_garbage(self, received: FromConnection, node: AttachedNode | None, error: Exception) -> None:

@@ -38,7 +38,7 @@ CONTINUE = ("local", "vllm")
 _FIRST_PLACES, _TOKENS_A_PLACE = 4, 32
 """Requests that a node may hold, and tokens for each one more, until its pace is measured."""
 UNPROVEN_PLACES = 32
-"""Most places that a node counts with whose speed is not measured."""
+"""At most so many places count of a node whose speed is not measured."""
 _LEAST_ANSWERS = 3
 """Answers from which a node counts as measured."""
 _FORGET = 0.95
@@ -396,7 +396,7 @@ class Placing:
         self.mean_context = 0.0
         """Tokens of a conversation after a turn; a running mean."""
         self.warm_tokens = self.prompt_tokens = 0
-        """Of all placements: prompt tokens, and those that were cached there."""
+        """Of all placements: prompt tokens that were cached there, and all."""
         self._sessions: OrderedDict[str, WarmPrefix] = OrderedDict()
         """The one that had a turn last comes last."""
         self._sizes: Counter[str] = Counter()

@@ -101,7 +101,9 @@ class FailureLog:
     def note_try(self, source: str, rollout_id: str, failure: RolloutFailure) -> None:
         """Log the first tries of a cause, then every hundredth."""
         self.counts[failure.kind] = self.counts.get(failure.kind, 0) + 1
-        cause = failure.cause if failure.cause in self._tries or len(self._tries) < _COUNTED else (failure.kind, "")
+        cause = failure.cause
+        if cause not in self._tries and len(self._tries) >= _COUNTED:
+            cause = failure.kind, ""
         self._tries[cause] = count = self._tries.get(cause, 0) + 1
         if count <= _LOGGED_FIRST or count % _LOGGED_EVERY == 0:
             about = event(

@@ -320,8 +320,6 @@ class Audits:
         self._tainted: dict[str, None] = {}
         """Those of quarantined nodes, the oldest first."""
 
-    # -- answers -------------------------------------------------------------------------------------------------
-
     def offer(self, rollout_id: str, prompt_ids: Any, answer: Answer, sampling: Sampling) -> None:
         """Have an answer audited if it is chosen."""
         parts = answer.sampled_by

@@ -149,7 +149,7 @@ class PlayedMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled turns: Answer.record_id."""
     asked_s: float | None = None
     answered_s: float | None = None
-    """Sampled turns: request and answer, in seconds from the session's start. Between them is the tools' time."""
+    """Sampled turns: asked and answered, in seconds from the session's start. From then to the next is tools' time."""
     session: int = 0
     """Index into RolloutReply.sessions."""
     parent: int | None = None

@@ -250,7 +250,8 @@ def _env_config(spec: SourceSpec, taskset: dict[str, Any]) -> dict[str, Any]:
     agents = agent_config_fields(loaders.env_config_type(taskset["id"], "").model_validate({})) or ["agent"]
     taskset = {"runtime": spec.runtime, **taskset} if spec.runtime and _opens_boxes(taskset["id"]) else taskset
     # One server, so one client and one connection pool for all rollouts.
-    return {**{name: dict(seat) for name in agents}, "taskset": dict(taskset), "interception": {"type": "server"}}
+    config: dict[str, Any] = {"taskset": dict(taskset), "interception": {"type": "server"}}
+    return {name: dict(seat) for name in agents} | config
 
 
 def _opens_boxes(taskset_id: str) -> bool:

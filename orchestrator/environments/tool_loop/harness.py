@@ -169,8 +169,9 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
             name, reply = function["name"], f"Tool not found: {function['name']}"
             if executor is not None:
                 reply = await reply_of(executor, name, function["arguments"])
-            reply = bounded(reply, self.config.max_reply_chars, f"tool {name!r}").encode("utf-8", "replace").decode()
-            answers.append({"role": "tool", "tool_call_id": call["id"], "content": reply, "name": name})
+            reply = bounded(reply, self.config.max_reply_chars, f"tool {name!r}")
+            content = reply.encode("utf-8", "replace").decode()
+            answers.append({"role": "tool", "tool_call_id": call["id"], "content": content, "name": name})
         broken = TOOL_CALL_OR_REST.findall(message.get("content") or "")
         answers += [
             {"role": "tool", "tool_call_id": f"{BROKEN}{index}", "content": INVALID_CALL}
