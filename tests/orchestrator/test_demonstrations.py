@@ -313,7 +313,7 @@ def test_the_command_writes_the_chosen_rollouts(tmp_path, capsys):
     write(run / "rollouts" / "step_000001.jsonl", *played, {"rollout_id": "6", "reward": 1.0, "turns": branched})
     words = [str(run), "--min-reward", "1", "--limit", "1", "--messages"]
     assert rollouts_command.main([*words, str(tmp_path / "new" / "good.jsonl")]) == 0
-    assert "3 rows in" in (said := capsys.readouterr().out) and "1 rollout with branches" in said
+    assert "3 rows in" in (said := capsys.readouterr().out) and "1 rollout branched" in said
     assert len(read_rows([tmp_path / "new" / "good.jsonl"], KEY)) == 3
     with pytest.raises(ConfigError, match="none of 0 chosen rollouts can be a row"):
         rollouts_command.main([str(run), "--min-reward", "2", "--messages", str(tmp_path / "none.jsonl")])
