@@ -105,7 +105,7 @@ class Replica:
             self._carry_from_now(pending)
 
     def mark_late(self, pending: PendingDelta) -> None:
-        """From now on work is carried on whole: the outcome is late."""
+        """The outcome is late: from now on work is carried on whole."""
         pending.late = True
         if pending.due is None:
             self._carry_from_now(pending)

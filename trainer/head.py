@@ -208,7 +208,7 @@ class _Job:
 
 
 class _FusedHead(torch.autograd.Function):
-    """(hidden, weight, bias or None, job) -> log-probabilities [R], entropies [R], and as TokenStatistics [D]."""
+    """(hidden, weight, bias or None, job) -> the fields of TokenStatistics; gradients of all but the last two."""
 
     @staticmethod
     def forward(ctx: Any, hidden_RH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, job: _Job):

@@ -1,6 +1,6 @@
 """Low-rank adapters: peft puts them in, `merged_parameters` takes them out of published weights.
 
-A parameter's adapter is found by the parameter's name: peft wraps fused experts in one module a tensor.
+A parameter's adapter is found by the parameter's name: peft wraps fused experts once for each tensor.
 """
 
 from __future__ import annotations
