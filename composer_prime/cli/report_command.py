@@ -54,7 +54,7 @@ def main(words: list[str]) -> int:
     try:
         print(f"wrote {write_report(open_run(options.run[0]), file)}")
     except OSError as error:
-        raise ConfigError(f"--html {options.html} cannot be written ({error.strerror}): name another") from None
+        raise ConfigError(f"--html {options.html} cannot be written ({error.strerror}): name another file") from None
     return 0
 
 

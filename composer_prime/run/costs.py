@@ -115,8 +115,8 @@ def spent(path: Path) -> Spent:
             _count(total, open_calls, line)
         except ValueError as error:
             raise LedgerError(
-                f"{path}:{number} is not a ledger line ({error}), so the amount spent is unknown: correct it, or "
-                "remove it if nothing was paid by it"
+                f"{path}:{number} is not a ledger line ({error}), so the amount spent is unknown: correct the line, "
+                "or remove it if nothing was paid by it"
             ) from None
     for line in open_calls.values():
         total.unsettled += 1
