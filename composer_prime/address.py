@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 class Address(NamedTuple):
     host: str
-    """A name, or an IPv4 or IPv6 address without brackets; `*` is every interface of this machine."""
+    """A name, or an IP address without brackets; `*` is every interface."""
     port: int
 
     @property
@@ -28,17 +28,17 @@ class Address(NamedTuple):
 
 
 def bracketed(host: str) -> str:
-    """Return a host as it stands before a port: an IPv6 address in brackets."""
+    """Return a host as it stands before a port."""
     return f"[{host}]" if ":" in host else host
 
 
 def tcp_address(text: str, key: str, *, bind: bool = False, scheme: str = "tcp://") -> Address:
-    """Parse HOST:PORT after `scheme`. With `bind`, port 0 (a free one) and host `*` (every interface) are allowed.
+    """Parse HOST:PORT after `scheme`. Raises ConfigError, which names `key`.
 
-    Raises ConfigError, which names `key`, for anything else.
+    With `bind`, port 0 (a free one) and host `*` (every interface) are allowed.
     """
     place = text.removeprefix(scheme)
-    with suppress(ValueError):  # Of a wrong IP address, and of the port.
+    with suppress(ValueError):  # of a wrong IP address or port
         parts = urlsplit(f"//{place}")
         host, port = parts.hostname or "", parts.port
         is_whole = text == scheme + parts.netloc and place.lower().rpartition(":")[0] == bracketed(host)
@@ -48,44 +48,47 @@ def tcp_address(text: str, key: str, *, bind: bool = False, scheme: str = "tcp:/
         if is_host and is_whole and port is not None and (port or bind):
             return Address(host, port)
     raise ConfigError(
-        f"{key} is {text!r}; expected {scheme}HOST:PORT, with a port from {0 if bind else 1} to 65535 and an IPv6 "
-        "address in brackets"
+        f"{key} is {text!r}; expected {scheme}HOST:PORT, with a port from {0 if bind else 1} to 65535 and an "
+        "IPv6 address in brackets"
     )
 
 
 def endpoint_url(text: str, key: str) -> str:
-    """Return `text` where it is the URL of an OpenAI-compatible endpoint. Raises ConfigError, which names `key`."""
+    """Return the URL of an OpenAI-compatible endpoint. Raises ConfigError, which names `key`."""
     try:
         parts = urlsplit(text)
         is_prefix = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # Of brackets without an IPv6 address, and of the port.
+    except ValueError:  # of wrong brackets or port
         is_prefix = False
     if not is_prefix or re.search(r"\s|/chat/completions", text):
-        raise ConfigError(
-            f"{key} is {text!r}; expected the part before /chat/completions, as in http://127.0.0.1:8000/v1"
-        )
+        form = "the part before /chat/completions, as in http://127.0.0.1:8000/v1"
+        raise ConfigError(f"{key} is {text!r}; expected {form}")
     return text
 
 
 WILDCARDS = ("0.0.0.0", "::", "*")
-"""Interfaces to listen at that are not addresses to connect to."""
+"""Interfaces to listen at, not to connect to."""
 
 
 def reachable(endpoint: str) -> str:
-    """Return an address at which a process on this machine reaches `endpoint`, even one bound to all interfaces."""
+    """Return an address at which this machine reaches `endpoint`."""
     return endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches `host`, a name or an IP address."""
+    """Return whether only this machine reaches `host`."""
     address = _ip_address(host)
-    return host == "localhost" or host.endswith(".localhost") if address is None else address.is_loopback
+    if address is not None:
+        return address.is_loopback
+    return host == "localhost" or host.endswith(".localhost")
 
 
 def is_no_machine(host: str) -> bool:
-    """Return whether `host` is an IP address that no machine has: a wildcard, multicast, broadcast."""
+    """Return whether no machine has this IP address: a wildcard, multicast, broadcast."""
     address = _ip_address(host)
-    return address is not None and (address.is_unspecified or address.is_multicast or str(address) == "255.255.255.255")
+    if address is None:
+        return False
+    return address.is_unspecified or address.is_multicast or str(address) == "255.255.255.255"
 
 
 def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -97,7 +100,7 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
 
 
 def free_port() -> int:
-    """Return a TCP port of loopback that is free now. Bind to port 0 instead wherever the other side asks."""
+    """Return a TCP port of loopback that is free now; prefer to bind to port 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

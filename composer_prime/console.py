@@ -1,7 +1,4 @@
-"""Shared behavior of the console scripts: names, exit statuses, closed pipes, and text for people.
-
-Imports only the standard library, so that `composer --help` answers at once.
-"""
+"""Shared behavior of the console scripts. Standard library only, so that `composer --help` answers at once."""
 
 from __future__ import annotations
 
@@ -25,41 +22,40 @@ from typing import NoReturn, TextIO
 _OPEN_FILES = 16384
 
 EXIT_USAGE = 2
-"""Exit status of every wrong command line or configuration."""
+"""Of every wrong command line or configuration."""
 
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit status after Ctrl-C."""
+"""After Ctrl-C."""
 
 READER_LEFT = 128 + signal.SIGPIPE
-"""Exit status of a command whose output was not read to the end. Shells report it for every other program."""
+"""Of a command whose output was not read to the end, as shells report it."""
 
 CHECKOUT = (Path(__file__).parents[1] / "pyproject.toml").is_file()
-"""Whether this is a checkout, not an installed wheel."""
+"""Whether this is no installed wheel."""
 
 UV_RUN = "uv run " if CHECKOUT else ""
-"""How printed commands begin: in a checkout a script is on PATH only in an activated environment."""
+"""Begins printed commands: in a checkout a script may not be on PATH."""
 
 COMPOSER = f"{UV_RUN}composer"
 
 GIB = 1 << 30
 
 PARENT_POLL = "parent-poll"
-"""Name of a thread that ends with its process (composer_prime/run/process.py)."""
+"""Name of a thread that ends with its process (run/process.py)."""
 
 MAX_WARNINGS, MAX_NOTES = 60, 600
-"""Records a minute that one line of code may write to a log: warnings and errors, and others."""
+"""Records a minute of one line of code: warnings and errors, and others."""
 
 PROGRESS_INTERVAL_S = 30.0
-"""Shortest time between two lines of ProgressLines."""
+"""Shortest time between two ProgressLines."""
 
 
 def install_command(extra: str) -> str:
-    """Return the words that install `extra`."""
     return f"`uv sync --extra {extra}`" if CHECKOUT else f"`uv pip install 'composer-prime[{extra}]'`"
 
 
 def program() -> str:
-    """Return the command that the user typed, for messages: `trainer`, `composer report`."""
+    """Return the command that the user typed: `trainer`, `composer report`."""
     name = os.path.basename(sys.argv[0] or "trainer").removesuffix(".py")
     if name == "composer" and sys.argv[1:] and re.fullmatch("[a-z]+", sys.argv[1]):
         return f"composer {sys.argv[1]}"
@@ -67,7 +63,7 @@ def program() -> str:
 
 
 def duration_s(text: str) -> float:
-    """Return a duration on a command line, such as 90s, 45m, 24h or 7d, in seconds."""
+    """Return a duration such as 90s, 45m, 24h or 7d in seconds."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r}: give a number and a unit, such as 45m, 24h or 7d")
@@ -75,7 +71,7 @@ def duration_s(text: str) -> float:
 
 
 def exit_on_version_flag(words: list[str]) -> None:
-    """Print the version and exit with status 0 when `--version` is the first word. Every console script calls it."""
+    """Print the version and exit with status 0 when `--version` is the first word."""
     if words[:1] == ["--version"]:
         from importlib.metadata import version
 
@@ -84,22 +80,19 @@ def exit_on_version_flag(words: list[str]) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return `; did you mean KNOWN?` with what comes closest to `word`, or nothing. `prefix` stands before it."""
+    """Return `; did you mean KNOWN?` with what comes closest to `word`, or nothing."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 def fail(error: Exception, *, command: str | None = None) -> NoReturn:
-    """Print the message of a wrong input to stderr, without a traceback, and exit with status 2.
-
-    `command` is what the user typed, where the name of the process does not tell.
-    """
+    """Print the message of a wrong input to stderr and exit with status 2. `command`: what the user typed."""
     print(f"{command or program()}: {printable(str(error))}", file=sys.stderr)
     raise SystemExit(EXIT_USAGE)
 
 
 def console_script(name: str) -> list[str]:
-    """Return the words that start console script `name` of this installation, or its main function."""
+    """Return the words that start console script `name` of this installation."""
     script = Path(sys.executable).parent / name
     if script.is_file():
         return [str(script)]
@@ -120,14 +113,14 @@ def _until_the_reader_leaves(work: Callable[[], int]) -> int:
 def console_main(work: Callable[[], int], *, loads_engines: bool = False) -> int:
     """Return the exit status of a console script's `work()`; every script is called through this.
 
-    READER_LEFT when stdout was closed: `composer report RUN | head`. INTERRUPTED after Ctrl-C, without a traceback.
-    With `loads_engines` the process ends at once where a daemon thread still loads a model or hangs: the interpreter
-    may crash when it shuts down under it.
-    It may have _OPEN_FILES open, connections among them, or as many as the system lets it; so may what it starts.
+    READER_LEFT when stdout was closed (`composer report RUN | head`). INTERRUPTED after Ctrl-C. With `loads_engines`
+    the process ends at once where a daemon thread still loads a model: the interpreter may crash under it. The process
+    and what it starts may have _OPEN_FILES open, or as many as the system lets them.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < _OPEN_FILES:  # -1: no limit.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES if hard < 0 else min(hard, _OPEN_FILES), hard))
+    if 0 <= soft < _OPEN_FILES:  # -1: no limit
+        wanted = _OPEN_FILES if hard < 0 else min(hard, _OPEN_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     try:
         status = _until_the_reader_leaves(work)
     except KeyboardInterrupt:
@@ -146,10 +139,7 @@ def console_main(work: Callable[[], int], *, loads_engines: bool = False) -> int
 
 
 def silence() -> None:
-    """Redirect stdout to nowhere, so that neither a print nor the flush at exit raises.
-
-    Does the same for stderr where it is the same pipe (`2>&1 |`).
-    """
+    """Redirect stdout to nowhere, and stderr where it is the same pipe, so that no flush raises."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     closed = [sys.stdout.fileno()]
     if os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno()):
@@ -160,13 +150,13 @@ def silence() -> None:
 
 
 class LogHandler(logging.StreamHandler):
-    """Writes records so that nothing from outside can begin a line of the log, or fill the disk."""
+    """Writes records so that nothing from outside can begin a line, or fill the disk."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         super().__init__(stream)
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._written: dict[tuple[str, int], tuple[int, int]] = {}
-        """By line of code: the last minute in which it logged, and how many records."""
+        """By line of code: the last minute in which it logged, and its records."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record)).replace("\n", "\n    ")
@@ -184,21 +174,18 @@ class LogHandler(logging.StreamHandler):
 
 
 def start_log(level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Log to `stream`, by default stderr. Every process of a run calls it."""
+    """Log to `stream`, by default stderr."""
     logging.basicConfig(level=level, handlers=[LogHandler(stream)])
 
 
 class ProgressLines:
-    """Progress where no bar can be drawn, as in a pipe: a line now and then on stderr, the first at once."""
+    """Progress without a bar, as in a pipe: a line now and then on stderr."""
 
     def __init__(self) -> None:
         self._next_at = time.monotonic()
 
     def tell(self, text: Callable[[], str]) -> None:
-        """Print the time of day and `text()`, unless a line was printed within the last PROGRESS_INTERVAL_S.
-
-        Closed output ends the lines, never the work.
-        """
+        """Print `text()`, unless a line was printed just now. Closed output ends the lines, never the work."""
         now = time.monotonic()
         if now < self._next_at:
             return
@@ -211,7 +198,7 @@ class ProgressLines:
 
 @contextmanager
 def tell_waits(what: str) -> Iterator[None]:
-    """Print `what` to stderr when the block takes longer than 5 s. Imports may block it."""
+    """Print `what` to stderr when the block takes longer than 5 s."""
     timer = threading.Timer(5.0, print, [f"{what} ..."], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
@@ -222,14 +209,15 @@ def tell_waits(what: str) -> Iterator[None]:
 
 
 def columns() -> int | None:
-    """Return the width of the terminal in characters; None when the output is not a terminal and COLUMNS is not set."""
+    """Return the width of the terminal or COLUMNS, if there is one."""
     return shutil.get_terminal_size((0, 0)).columns or None
 
 
 def gib(count: int) -> str:
-    """Return bytes in GiB, whatever their size, so that two figures can be compared at a glance."""
+    """Return bytes in GiB, whatever their size."""
     size = count / GIB
-    return "<0.01 GiB" if 0 < size < 0.005 else f"{size:,.{2 if size < 10 else 1 if size < 100 else 0}f} GiB"
+    digits = 2 if size < 10 else 1 if size < 100 else 0
+    return "<0.01 GiB" if 0 < size < 0.005 else f"{size:,.{digits}f} GiB"
 
 
 def clock(seconds: float) -> str:
@@ -240,7 +228,7 @@ def clock(seconds: float) -> str:
 
 
 def pluralize(count: int, noun: str, plural: str | None = None) -> str:
-    """Return `1 step` or `2 steps`; `plural` where it is not the noun with an s."""
+    """Return `1 step` or `2 steps`."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
@@ -252,18 +240,17 @@ _CONTROLS = (
 
 
 def printable(text: str) -> str:
-    """Return text of a model or an environment for a terminal: control characters but line feeds and tabs as symbols.
-
-    An escape sequence could otherwise clear the screen, or set the title and the clipboard.
-    """
+    """Return text of a model or an environment without the control characters that could steer a terminal."""
     return text.translate(_CONTROLS)
 
 
 def what_is_wrong(sentences: list[str]) -> str:
-    """Return the one sentence, or how many there are and the list of them."""
-    return sentences[0] if len(sentences) == 1 else f"{len(sentences)} things are wrong:\n{bulleted(sentences)}"
+    """Return the one sentence, or the list of them."""
+    if len(sentences) == 1:
+        return sentences[0]
+    return f"{len(sentences)} things are wrong:\n{bulleted(sentences)}"
 
 
 def bulleted(entries: Iterable[str]) -> str:
-    """Return a bullet for each entry; further lines of an entry are indented below its first."""
+    """Return a bullet for each entry."""
     return "\n".join("  - " + entry.replace("\n", "\n    ") for entry in entries)

@@ -1,7 +1,4 @@
-"""The errors that composer-prime raises on purpose, from the general to the special.
-
-Each class is also the standard-library error that a caller without this module would expect.
-"""
+"""The errors that composer-prime raises on purpose, each also the fitting standard-library error."""
 
 from __future__ import annotations
 
@@ -26,19 +23,19 @@ class PortInUseError(ConfigError, OSError):
 
 
 class NotLiveError(ConfigError):
-    """A command needs a live run, and no orchestrator of that run answers on this machine."""
+    """A command needs a live run, and no orchestrator answers."""
 
 
 class InviteError(ConfigError):
-    """An invite that admits nobody: cut short, expired, used up, of another run or release. Or its node was revoked."""
+    """An invite that admits nobody, or a node that was revoked."""
 
 
 class LedgerError(ConfigError):
-    """A line of a costs.jsonl lacks what has to be summed. The message names file, line and what is wrong."""
+    """A line of a costs.jsonl that cannot be summed. The message names file and line."""
 
 
 class UnwritableError(ConfigError, OSError):
-    """A file that has to be written cannot be opened for it. The message names the file and the reason."""
+    """A file cannot be opened for writing. The message names it and the reason."""
 
 
 class WireError(ComposerError, ValueError):
@@ -70,7 +67,7 @@ class CanaryError(WeightError):
 
 
 class MisfitError(WeightError):
-    """Weights whose names or shapes are not the model's. They were refused before anything changed."""
+    """Weights that are not the model's, refused before anything changed."""
 
 
 class EngineError(ComposerError, RuntimeError):
@@ -78,15 +75,15 @@ class EngineError(ComposerError, RuntimeError):
 
 
 class LostWeightsError(EngineError):
-    """After a failed swap the old weights could not be loaded again: nothing may be sampled any more."""
+    """A failed swap lost the old weights: nothing may be sampled any more."""
 
 
 class BadRequestError(EngineError, ValueError):
-    """A request that no engine could serve, so another node would not help."""
+    """A request that no engine could serve."""
 
 
 class RequestError(ComposerError, ValueError):
-    """An HTTP request that the gateway does not serve. The message names the value and the remedy."""
+    """An HTTP request that the gateway does not serve."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
         super().__init__(message)
@@ -96,11 +93,11 @@ class RequestError(ComposerError, ValueError):
 
 
 class RolloutError(ComposerError, RuntimeError):
-    """A rollout failed. The orchestrator records it and retries; the failure never becomes a zero reward."""
+    """A rollout failed, which is recorded and retried, and is never a zero reward."""
 
 
 class EnvironmentWorkerError(RolloutError):
-    """A source's worker process failed more often than its restart limit allows."""
+    """A source's worker failed more often than its limit allows."""
 
 
 class SandboxError(ComposerError, RuntimeError):
@@ -112,15 +109,15 @@ class EndpointError(ComposerError, ConnectionError):
 
 
 class BudgetError(EndpointError):
-    """A call was not made, because its worst case does not fit into the rest of the endpoint's budget."""
+    """A call was not made: its worst case is above what is left of the budget."""
 
 
 class TeacherError(EndpointError):
-    """A teacher gave no usable answer after all retries, or may not judge a trace. Replay records it and continues."""
+    """A teacher gave no usable answer, or may not judge a trace."""
 
 
 class CapError(BudgetError):
-    """A teacher call was not made, because it would pass the cap of cost."""
+    """A teacher call was not made: it would pass the cap."""
 
 
 class CheckpointError(ComposerError, RuntimeError):
@@ -132,7 +129,7 @@ class NonFiniteError(ComposerError, ArithmeticError):
 
 
 class NonFiniteStepError(NonFiniteError):
-    """A step whose loss or gradient is not finite; nothing was changed. `samples` are those to blame, of all ranks."""
+    """A step that is not finite; nothing was changed. `samples`: those to blame, of all ranks."""
 
     def __init__(self, message: str, samples: list[str]):
         super().__init__(message)
@@ -144,11 +141,11 @@ class RoleFailedError(ComposerError, RuntimeError):
 
 
 class PullRefusedError(ComposerError, PermissionError):
-    """The gateway gives this node no more weights for now. The message has the allowance and the remedy."""
+    """The gateway gives this node no more weights for now."""
 
 
 class DeadlineError(ComposerError, TimeoutError):
-    """A wait went past its deadline. The message names what was waited for and since when."""
+    """A wait went past its deadline. The message names what for."""
 
 
 class LostRunError(DeadlineError):
@@ -157,7 +154,7 @@ class LostRunError(DeadlineError):
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Raise the first ComposerError of an exception group by itself: it is what the tasks of a TaskGroup ended by."""
+    """Raise the first ComposerError of an exception group by itself."""
     try:
         yield
     except ExceptionGroup as group:

@@ -1,7 +1,4 @@
-"""This machine: memory, cores, GPUs, ports, installed modules, and which GPUs each local process gets.
-
-Loads no torch and runs none of the modules.
-"""
+"""This machine: memory, cores, GPUs, ports, installed modules, and which GPUs each process gets. Loads no torch."""
 
 from __future__ import annotations
 
@@ -25,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine that a plan is measured against."""
+    """What a plan is measured against."""
 
     cores: int
     memory_bytes: int
-    """Physical memory, or the control group's limit when that is lower."""
+    """Physical memory, or a lower limit of the control group."""
     gpus: tuple[int, ...]
     """Memory of each visible GPU, bytes."""
 
@@ -43,11 +40,11 @@ def this_machine() -> Machine:
 
 
 def memory() -> tuple[int, int]:
-    """Return the bytes of memory, and the free ones: of this machine, or of its control group if that has less."""
+    """Return (bytes of memory, free ones) of this machine, or of a smaller control group."""
     import psutil
 
     total, free = psutil.virtual_memory()[:2]
-    for limit, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):  # Of version 2 and 1.
+    for limit, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):  # of version 2 and 1
         group = _CGROUP if limit == "max" else _CGROUP / "memory"
         with suppress(OSError, ValueError, IndexError):
             total = min(total, most := int((group / f"memory.{limit}").read_text()))
@@ -65,7 +62,7 @@ def _cuda_driver() -> Any:
 
 
 def visible_gpus() -> tuple[int, ...]:
-    """Return the memory of each CUDA device that CUDA_VISIBLE_DEVICES leaves visible; empty without a driver."""
+    """Return the memory of each visible CUDA device."""
     driver = _cuda_driver()
     count, device, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
     if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
@@ -79,7 +76,7 @@ def visible_gpus() -> tuple[int, ...]:
 
 
 def gpu_name() -> str:
-    """Return the name of the first visible CUDA device, `GPU` without one."""
+    """Return the first visible CUDA device's name, or `GPU`."""
     driver = _cuda_driver()
     name, device = ctypes.create_string_buffer(100), ctypes.c_int()
     if driver is not None and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
@@ -88,7 +85,7 @@ def gpu_name() -> str:
 
 
 def driver_cuda() -> str:
-    """Return the newest CUDA that the driver knows, such as `12.8`; empty without a driver."""
+    """Return the newest CUDA that the driver knows, such as `12.8`, or ""."""
     driver, version = _cuda_driver(), ctypes.c_int()
     if driver is None or driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
         return ""
@@ -96,7 +93,7 @@ def driver_cuda() -> str:
 
 
 def module_file(name: str) -> Path | None:
-    """Return the file of module `name` without running any of its packages; None when it is not installed.
+    """Return the file of an installed module without running any of its packages.
 
     A folder without __init__.py does not count: wandb/, which a tracker writes, would look like its package.
     """
@@ -109,12 +106,12 @@ def module_file(name: str) -> Path | None:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free space of the file system that `path` is or will be on."""
+    """Return the free space where `path` is or will be."""
     return shutil.disk_usage(existing_folder(path)).free
 
 
 def own_folder(variable: str, *below_home: str) -> Path:
-    """Return the folder that an environment variable names, else one below the user's home. Raises ConfigError."""
+    """Return the folder of an environment variable, else one below the home. Raises ConfigError."""
     try:
         return Path(os.environ.get(variable) or Path.home().joinpath(*below_home))
     except RuntimeError:
@@ -122,7 +119,7 @@ def own_folder(variable: str, *below_home: str) -> Path:
 
 
 def existing_folder(path: Path) -> Path:
-    """Return `path`, or the nearest of its parents that exists."""
+    """Return `path`, or its nearest parent that exists."""
     existing = path.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -130,7 +127,7 @@ def existing_folder(path: Path) -> Path:
 
 
 def why_not_writable(path: Path) -> str | None:
-    """Return why no folder can be made at `path`, and None where one can. A nameless file is written and vanishes."""
+    """Return why no folder can be made at `path`, if so, by writing a nameless file."""
     existing = existing_folder(path)
     if not existing.is_dir():
         return f"{existing} is a file"
@@ -144,7 +141,7 @@ def why_not_writable(path: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Device indices, counted among the visible GPUs. Empty tuples mean the CPU."""
+    """Indices of visible GPUs. Empty tuples mean the CPU."""
 
     nodes: tuple[tuple[int, ...], ...]
     """One entry a local node."""
@@ -153,12 +150,12 @@ class Placement:
 
     @property
     def shared(self) -> bool:
-        """Tell whether a node and a rank compute on the same GPU."""
+        """Whether a node and a rank compute on one GPU."""
         return bool(set(self.ranks) & {index for node in self.nodes for index in node})
 
 
 def place_processes(config: Config, gpus: int) -> Placement:
-    """Give each process its devices. Raises ConfigError when the configuration needs more than `gpus` GPUs."""
+    """Give each process its devices. Raises ConfigError for too few GPUs."""
     inference, trainer = config.inference, config.trainer
     nodes = inference.nodes
     gpus_per_node = inference.vllm.tensor_parallel if inference.engine == "vllm" else 1
@@ -167,8 +164,8 @@ def place_processes(config: Config, gpus: int) -> Placement:
     for_nodes, for_ranks = nodes * gpus_per_node * node_cuda, ranks * rank_cuda
     if (node_cuda and nodes and gpus_per_node > gpus) or for_ranks > gpus:
         raise ConfigError(
-            f"the configuration asks for {for_nodes} GPU(s) for inference ({nodes} node(s) of {gpus_per_node}) and "
-            f"{for_ranks} for trainer.ranks, but this machine has {gpus}: lower inference.nodes, "
+            f"the configuration asks for {for_nodes} GPU(s) for inference ({nodes} node(s) of {gpus_per_node}) "
+            f"and {for_ranks} for trainer.ranks, but this machine has {gpus}: lower inference.nodes, "
             "inference.vllm.tensor_parallel or trainer.ranks, or set inference.device / trainer.device to 'cpu'"
         )
     first_rank = for_nodes if for_nodes + for_ranks <= gpus else 0
@@ -182,11 +179,11 @@ def place_processes(config: Config, gpus: int) -> Placement:
 
 
 def uses_cuda(device: str, gpus: int) -> bool:
-    """Return whether `auto`, `cpu` or `cuda` means CUDA on a machine with this many visible GPUs."""
+    """Return whether a device setting means CUDA with so many visible GPUs."""
     return device == "cuda" or (device == "auto" and gpus > 0)
 
 
 def cuda_visible_devices(indices: tuple[int, ...]) -> str:
-    """Return a value of CUDA_VISIBLE_DEVICES for `indices`, which count within this process's own value."""
+    """Return CUDA_VISIBLE_DEVICES for `indices` within this process's own value."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return ",".join(visible[index] if visible else str(index) for index in indices)

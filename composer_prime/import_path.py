@@ -16,15 +16,14 @@ from composer_prime.errors import ConfigError
 def find_part(name: str, known: Mapping[str, str], setting: str) -> Any:
     """Return what `name` names: a key of `known`, whose value is an import path, or an import path itself.
 
-    `setting`: the dotted key that holds the name. Raises ConfigError for a name that leads nowhere.
+    `setting`: the dotted key that holds the name. Raises ConfigError.
     """
     path = known.get(name, name)
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
         choices = ", ".join(known) or "none"
-        raise ConfigError(
-            f"{setting} is {name!r}; expected one of {choices}, or `module:name` of your own{did_you_mean(name, known)}"
-        )
+        expected = f"one of {choices}, or `module:name` of your own"
+        raise ConfigError(f"{setting} is {name!r}; expected {expected}{did_you_mean(name, known)}")
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
@@ -36,7 +35,7 @@ def build_part(
 ) -> Any:
     """Return the part that `name` names, called with `settings` and those of `given` that it takes.
 
-    Raises ConfigError for a name that leads nowhere, and for settings that the part does not take.
+    Raises ConfigError, also for settings that the part does not take.
     """
     factory = find_part(name, known, setting)
     parameters = inspect.signature(factory).parameters
@@ -50,7 +49,7 @@ def build_part(
 
 
 def build_awaited(name: str, settings: Mapping[str, Any], setting: str) -> Any:
-    """Return the part that `name` names, which is called and awaited. Raises ConfigError as `build_part` does."""
+    """Return a part that is called and awaited. Raises ConfigError as `build_part`."""
     part = build_part(name, settings, {}, setting, {})
     call = part if inspect.isroutine(part) or not callable(part) else part.__call__
     if not inspect.iscoroutinefunction(call):
@@ -61,11 +60,13 @@ def build_awaited(name: str, settings: Mapping[str, Any], setting: str) -> Any:
 def place_of(function: Any) -> str:
     """Return `file:line, in function` of where a function is written."""
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
-    return frame_text(code.co_filename, code.co_firstlineno, code.co_name) if code is not None else repr(function)
+    if code is None:
+        return repr(function)
+    return frame_text(code.co_filename, code.co_firstlineno, code.co_name)
 
 
 def frame_text(file: str, line: str | int, function: str) -> str:
     path = Path(file)
-    with suppress(OSError, ValueError):  # An environment may delete the current folder.
+    with suppress(OSError, ValueError):  # the current folder may be gone
         path = path.relative_to(Path.cwd())
     return f"{path}:{line}, in {function}"

@@ -1,9 +1,8 @@
 """The family of a model, by its name. A teacher never judges a trace of its own family.
 
-Two models of one family share training data and habits, so their agreement tells little. Names come in every spelling
-(`us.anthropic.claude-3`, `litellm_proxy/minimax-m2.7`, `Qwen2.5-7B-GPTQ`), so whole words are searched behind the last
-slash. The part before it names the server; it counts only if the rest tells nothing. A name that no rule
-matches, or that two families share (a distilled model), is UNKNOWN: replay refuses it until the user names a family.
+Models of one family share training data and habits. Names come in every spelling (`us.anthropic.claude-3`,
+`Qwen2.5-7B-GPTQ`), so whole words are searched behind the last slash. The part before it names the server; it counts
+only if the rest tells nothing. A name that no rule matches, or that two families share, is UNKNOWN: replay refuses it.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _MAKERS = {
     "nvidia": "nemotron",
     "ibm": "granite",
 }
-"""Companies that people name for their models. Their name before a slash tells nothing."""
+"""Companies that people name for their models."""
 
 
 def _words(pattern: str) -> re.Pattern[str]:
@@ -70,22 +69,19 @@ _TINY = re.compile(r"^tiny(?:/(\w+))?$")
 
 
 def family_of(model: str | None) -> str:
-    """Return the family of `model`: a word such as `claude`, `tiny-teacher_a` for an embedded model, or UNKNOWN.
-
-    Of a folder its own name counts, not those above it.
-    """
+    """Return a family such as `claude`, `tiny-teacher_a` for an embedded model, or UNKNOWN."""
     if not model:
         return UNKNOWN
     tiny = _TINY.match(model)
     if tiny:
         return f"tiny-{tiny[1] or 'policy'}"
     whole = model.rstrip("/")
-    # A name without a slash is a model's, also where a folder has the same name.
+    # A name without a slash is a model's, whatever folder has it.
     return _of(whole, folder=whole.startswith(("/", "~", ".")) or ("/" in whole and os.path.isdir(whole)))
 
 
 def is_foreign(asked: str, family: str, answered: str) -> bool:
-    """Return whether a reply's model is another than was asked for, and known to be of another family than `family`."""
+    """Return whether a reply's model is another than asked for, of a known other family."""
     named_alike = asked.rpartition("/")[2] == answered.rpartition("/")[2]
     return not named_alike and UNKNOWN != family_of(answered) != family
 
@@ -93,7 +89,7 @@ def is_foreign(asked: str, family: str, answered: str) -> bool:
 def family_named(word: str) -> str:
     """Return the family that a person or a trace calls `word`: `Claude` and `anthropic` are `claude`.
 
-    A word that no rule matches is a family of its own, in lower case. An empty one is UNKNOWN. Folders do not count.
+    A word that no rule matches is a family of its own, an empty one UNKNOWN.
     """
     word = word.strip().lower()
     if not word or word == UNKNOWN:
@@ -103,7 +99,7 @@ def family_named(word: str) -> str:
 
 
 def _of(name: str, *, folder: bool) -> str:
-    """Return the family of a name. The part before the last slash names the server, unless it is a folder."""
+    """Return the family of a name, which may begin with its server unless it is a folder."""
     own_name = name.rpartition("/")[2]
     families = [family for family, pattern in _NAMED.items() if pattern.search(own_name)]
     if not families and not folder:

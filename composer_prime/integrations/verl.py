@@ -4,8 +4,8 @@ composer_gspo and composer_cispo.
     VERL_USE_EXTERNAL_MODULES=composer_prime.integrations.verl python -m verl.trainer.main_ppo \
         actor_rollout_ref.actor.policy_loss.loss_mode=composer_dr_grpo ...
 
-verl imports the modules of that variable in every process; importing this one registers the losses with the defaults of
-their objectives. For other settings, name a module of your own there that calls `register`.
+verl imports the modules of that variable in every process; importing this one registers the losses. For other settings,
+name a module of your own there that calls `register`.
 
 verl's interface sets the limits:
 1. mu is verl's `old_log_probs`: the actor's own at the start of the step, or the engine's in its bypass mode.
@@ -32,17 +32,14 @@ OBJECTIVES = ("dr_grpo", "grpo", "dapo", "gspo", "cispo")
 
 
 def register(name: str, policy: PolicyConfig) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
-    """Make `policy` available to verl as policy_loss.loss_mode = `name`, and return the function that verl will call.
-
-    Raises ConfigError for settings that verl's interface has no data for.
-    """
+    """Make `policy` available to verl as loss_mode `name`, and return the function. Raises ConfigError."""
     refused = {
         "denominator = micro_batch (bnpo)": policy.denominator == "micro_batch",
         "kl.weight > 0 (use actor.use_kl_loss)": policy.kl.weight > 0,
     }
     for setting, is_set in refused.items():
         if is_set:
-            raise ConfigError(f"policy loss {name!r} has {setting}: verl's interface does not provide what it needs")
+            raise ConfigError(f"policy loss {name!r} has {setting}: verl does not provide what it needs")
 
     def loss(
         old_log_prob: Tensor,
@@ -53,7 +50,7 @@ def register(name: str, policy: PolicyConfig) -> Callable[..., tuple[Tensor, dic
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """verl's interface: all tensors [batch, response]. The denominator is the policy's, not `loss_agg_mode`."""
+        """verl's interface: all tensors [batch, response]."""
         tokens = flat_tokens(log_prob, old_log_prob, advantages, response_mask, weight_BT=rollout_is_weights)
         batch_info = dict(getattr(config, "global_batch_info", None) or {})
         ranks = batch_info.get("dp_size") or 1
@@ -62,7 +59,8 @@ def register(name: str, policy: PolicyConfig) -> Callable[..., tuple[Tensor, dic
             samples=int(batch_info.get("global_batch_size") or rows),
             tokens=int(batch_info.get("batch_num_tokens") or tokens.logprobs_T.numel()),
         )
-        length = policy.max_completion_length or batch_info.get("loss_scale_factor") or response_mask.shape[-1]
+        length = policy.max_completion_length or batch_info.get("loss_scale_factor")
+        length = length or response_mask.shape[-1]
         share, sums = policy_loss(tokens, totals, policy, length)
         metrics = policy_metrics({name: value.item() for name, value in sums.items()})
         return share * ranks, {f"actor/{key.removeprefix('policy/')}": value for key, value in metrics.items()}

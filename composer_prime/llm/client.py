@@ -19,7 +19,6 @@ can exceed the cap. An endpoint that has not yet kept to a bound gets one call a
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import logging
 import random
@@ -34,6 +33,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from composer_prime.address import is_loopback
 from composer_prime.errors import CapError, EndpointError
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.prices import Price
@@ -392,16 +392,8 @@ def http_client(endpoint: Endpoint) -> httpx.AsyncClient:
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=endpoint.max_concurrent),
         follow_redirects=True,
         # A proxy leads out of this machine: what runs on it would not be found there.
-        trust_env=not _is_loopback(endpoint.base_url),
+        trust_env=not is_loopback(httpx.URL(endpoint.base_url).host),
     )
-
-
-def _is_loopback(url: str) -> bool:
-    host = httpx.URL(url).host
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _brief(error: BaseException | str) -> str:

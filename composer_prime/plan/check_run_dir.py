@@ -1,14 +1,13 @@
-"""The one check of a run's folder, used by the plan, the launcher and an orchestrator that is started on its own.
+"""The one check of a run's folder, used by the plan, the launcher and an orchestrator on its own.
 
     new run      the folder must be missing or empty, or run.overwrite empties it (only if it is a run directory)
     --resume     there must be a run in it, and its settings must agree with the new ones
 
-It changes nothing. The caller that starts the run changes the folder.
+It changes nothing.
 """
 
 from __future__ import annotations
 
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,23 +35,18 @@ BINDING = (
     "trainer.optim.type",
     "trainer.lora",
 )
-"""Keys that a resume may not change: saved state (cursor, journal, optimizer moments) has a meaning under them only."""
-
+"""Keys that a resume may not change: they give saved state its meaning."""
 NOT_LOWER = ("orchestrator.max_staleness", "trainer.micro_batch_tokens")
-"""Keys that a resume may not lower: batches that were formed before the crash are served again as they were."""
-
+"""Keys that a resume may not lower: batches that were formed are served again."""
 _DIVISOR = "channels.policy.max_completion_length"
 _FREE_IN_SOURCES = ("workers", "timeout_s", "hang_timeout_s", "eval_taskset")
 _NOT_REPORTED = ("run.resume", "run.overwrite", "run.output_dir", "run.import_from")
 _COPIED = {"keys", "run_id"}
-"""Entries that the user may have copied from a remote orchestrator's run before the first start."""
+"""Entries that a remote orchestrator's user may have copied before the first start."""
 
 
 def check_run_folder(run_dir: RunDir, config: Config, starter: Starter = "launcher") -> list[str]:
-    """Return one note for each setting that a resume changes.
-
-    Raises ConfigError when `starter` cannot use the folder in the way that `config` asks for.
-    """
+    """Return one note for each setting that a resume changes. Raises ConfigError."""
     root, run = run_dir.root, config.run
     if root.exists() and not root.is_dir():
         raise ConfigError(f"{root} is a file: set run.name or run.output_dir to another place")
@@ -61,14 +55,13 @@ def check_run_folder(run_dir: RunDir, config: Config, starter: Starter = "launch
     if not earlier_output(run_dir, starter):
         if run.resume:
             raise ConfigError(
-                f"--resume: there is no run in {root}; start without --resume, or set run.name and run.output_dir to "
-                "the run to continue"
+                f"--resume: there is no run in {root}; start without --resume, or set run.name and "
+                "run.output_dir to the run to continue"
             )
         return []
     if not is_run_directory(root):
         raise ConfigError(
-            f"{root} is not empty and is not a run directory, so nothing is written or deleted there: "
-            "set run.name or run.output_dir to another place"
+            f"{root} is not empty and is not a run directory: set run.name or run.output_dir to another place"
         )
     if run.overwrite:
         return []
@@ -84,16 +77,17 @@ def check_run_folder(run_dir: RunDir, config: Config, starter: Starter = "launch
             f"--resume found no complete checkpoint below {run_dir.checkpoints}: start over with "
             "--run.overwrite true, or set run.name and run.output_dir to the run to continue"
         )
-    from composer_prime.config.load import read_config  # takes a second of CPU time, which `composer ladder` saves
+    from composer_prime.config.load import read_config  # takes a second
 
-    return check_continuation(read_config(run_dir.config), config) if run_dir.config.is_file() else []
+    if not run_dir.config.is_file():
+        return []
+    return check_continuation(read_config(run_dir.config), config)
 
 
 def earlier_output(run_dir: RunDir, starter: Starter = "launcher") -> list[Path]:
-    """Return the entries of the folder that a new run may not begin with.
+    """Return the entries of the folder that a new run may not begin with; what was paid for may stay.
 
-    What was paid for may stay. An orchestrator on its own counts only what a run writes, because other machines may
-    have left their files in the folder.
+    An orchestrator on its own counts only what a run writes: other machines may have left files there.
     """
     if starter == "orchestrator":
         written = [run_dir.metrics, run_dir.journal, run_dir.checkpoints, run_dir.rollouts(0).parent]
@@ -106,12 +100,12 @@ def earlier_output(run_dir: RunDir, starter: Starter = "launcher") -> list[Path]
 
 
 def is_run_directory(root: Path) -> bool:
-    """Return whether the launcher or an orchestrator made this folder."""
+    """Return whether a launcher or an orchestrator made this folder."""
     return (root / "run_id").is_file() or ((root / "config.json").is_file() and (root / "keys").is_dir())
 
 
 def folder_state(run_dir: RunDir) -> str:
-    """Return what is in the folder, in a few words."""
+    """Return what is in the folder, in words."""
     if not earlier_output(run_dir):
         return "new"
     if not is_run_directory(run_dir.root):
@@ -121,7 +115,7 @@ def folder_state(run_dir: RunDir) -> str:
 
 
 def check_continuation(before: Config, now: Config) -> list[str]:
-    """Return one note for each allowed change. Raises ConfigError with both values of every change that is not."""
+    """Return one note for each allowed change. Raises ConfigError with those that are not."""
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     if broken := [*_changed_bindings(old, new), *_lowered(old, new)]:
         listed = "\n".join(f"  {line}" for line in broken)
@@ -155,8 +149,7 @@ def _lowered(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def with_length_divisor(config: Config, run_dir: RunDir) -> Config:
     """Return `config` with channels.policy.max_completion_length as a number, for config.json.
 
-    Without one a new run takes what its settings give. A resume keeps the run's own, because another divisor scales
-    the policy loss against the other terms and the optimizer's moments.
+    A resume keeps the run's own: another divisor would scale the policy loss against the rest.
     """
     from composer_prime.config.load import read_config
 
@@ -169,7 +162,7 @@ def with_length_divisor(config: Config, run_dir: RunDir) -> Config:
 
 
 def _divisor_of_run(before: Config) -> int:
-    """Return the divisor of a run that exists. One that recorded none began when model.max_context was the default."""
+    """Return a run's divisor. One that recorded none began with model.max_context."""
     return before.channels.policy.max_completion_length or before.model.max_context
 
 
@@ -177,31 +170,32 @@ def _divisor_notes(before: Config, now: Config) -> list[str]:
     kept, current = _divisor_of_run(before), now.completion_length
     if kept == current:
         return []
-    return [
-        f"{_DIVISOR} stays {kept}, with which the run began; the settings of now would give {current}: set it to "
-        "choose another"
-    ]
+    begun = f"{_DIVISOR} stays {kept}, with which the run began"
+    return [f"{begun}; the settings of now would give {current}: set it to choose another"]
 
 
 def _value_at(values: dict[str, Any], key: str) -> Any:
-    return reduce(lambda table, part: table.get(part) if isinstance(table, dict) else None, key.split("."), values)
+    value: Any = values
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def _without_free_keys(value: Any) -> Any:
-    """Return sources without the settings that may change between starts; any other value as it is."""
+    """Return sources without the settings that may change between starts."""
     if not isinstance(value, list):
         return value
     return [{name: part for name, part in source.items() if name not in _FREE_IN_SOURCES} for source in value]
 
 
 def changed_settings(old: Any, new: Any, name: str = "") -> list[tuple[str, Any, Any]]:
-    """Return (dotted name, old value, new value) of each setting at or below `name` that is not the same."""
+    """Return (dotted name, old value, new value) of each setting at or below `name` that differs."""
     if old == new:
         return []
     if isinstance(old, dict) and isinstance(new, dict):
         pairs = [(key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())]
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        pairs = [(str(index), before, after) for index, (before, after) in enumerate(zip(old, new, strict=True))]
+        pairs = [(str(index), *both) for index, both in enumerate(zip(old, new, strict=True))]
     else:
         return [(name, old, new)]
     prefix = f"{name}." if name else ""

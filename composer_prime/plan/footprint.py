@@ -1,7 +1,6 @@
 """Estimates before a run starts: parameters, memory of each process, disk.
 
-They need only the model folder's config.json and safetensors headers, and no torch. They are meant to be right within
-about a third, to stop a run that cannot fit.
+They read config.json and safetensors headers only, and are right within about a third.
 """
 
 from __future__ import annotations
@@ -20,30 +19,27 @@ from composer_prime.errors import ModelNotFoundError
 from composer_prime.model_source import described_model, tensor_shapes, text_settings, weight_files
 
 _RUNTIME_BYTES = {"rank": int(0.55 * GIB), "node": int(0.55 * GIB), "orchestrator": int(0.15 * GIB)}
-"""Resident size of a process with torch, transformers and its libraries loaded, before any tensor."""
+"""Of a process with its libraries loaded, before any tensor."""
 _WORKER_BYTES = int(0.25 * GIB)
-"""An environment worker with verifiers loaded."""
 _CUDA_CONTEXT_BYTES = int(0.6 * GIB)
 CHECKPOINT_BYTES_PER_S = 5e8
-"""What a plain disk, or one on the network, takes of a checkpoint."""
+"""What a plain disk, or one on the network, takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a decoder that memory estimates need."""
-
     parameters: int
-    """Number of parameters, tied embeddings counted once."""
+    """Tied embeddings count once."""
     hidden: int
     layers: int
     kv_width: int
-    """Key/value heads times head size: cached values of one token, layer and side."""
+    """Cached values of one token, layer and side."""
     mlp_width: int
     vocabulary: int
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
-        """Return the shape of the model in `folder`. Raises ModelNotFoundError when config.json is not a decoder's."""
+        """Return the shape of the model in `folder`. Raises ModelNotFoundError."""
         try:
             shape = cls.of(text_settings(folder))
         except KeyError as error:
@@ -55,7 +51,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, text: dict[str, Any]) -> ModelShape:
-        """Return the shape of a decoder with these config.json values (Llama- and Qwen-like blocks)."""
+        """Return the shape of a decoder (Llama- and Qwen-like blocks) by its config.json."""
         hidden, layers, vocabulary = text["hidden_size"], text["num_hidden_layers"], text["vocab_size"]
         heads = text["num_attention_heads"]
         head = text.get("head_dim") or hidden // heads
@@ -81,13 +77,13 @@ class Need:
     role: str
     host_bytes: int
     device_bytes: int
-    """On its GPU; 0 for a process that computes on the CPU."""
+    """On its GPU, if any."""
     parts: dict[str, int]
     """Bytes by purpose, runtime included."""
 
 
 def rank_need(config: Config, shape: ModelShape, *, cuda: bool) -> Need:
-    """Return the memory of a rank: float32 masters, gradients, moments (sharded); activations of a micro-batch."""
+    """Return the memory of a rank: float32 masters, gradients, moments (sharded), activations."""
     trainer, ranks = config.trainer, config.trainer.ranks
     tokens = trainer.micro_batch_tokens
     half = trainer.compute_dtype == "bfloat16" or (trainer.compute_dtype == "auto" and cuda)
@@ -95,11 +91,11 @@ def rank_need(config: Config, shape: ModelShape, *, cuda: bool) -> Need:
     trained = trained_parameters(config, shape)
     per_hidden = 1.5 if trainer.activation_checkpointing else 14 + 3 * shape.mlp_width / shape.hidden
     output_layer = 4 * shape.vocabulary * shape.hidden
-    # A chunk of logits and its copy. SDPO adds the teacher's, and a copy of its output layer.
+    # A chunk of logits and its copy; SDPO's teacher adds as much, and its output layer.
     chunk = min(tokens * shape.vocabulary, CHUNK_LOGITS["cuda" if cuda else "cpu"])
     logits = chunk * 4 * (4 if config.channels.sdpo.weight > 0 else 2)
     weights = weight_sets(config.channels)
-    # Start weights and averages in float32. Adapters keep their base anyway.
+    # In float32. Adapters keep their base anyway.
     others = weights.needed - ({"frozen"} if trainer.lora is not None else set())
     parts = {
         "masters": 4 * shape.parameters // ranks,
@@ -120,9 +116,9 @@ def rank_need(config: Config, shape: ModelShape, *, cuda: bool) -> Need:
 
 
 def node_need(config: Config, shape: ModelShape, *, cuda: bool, device_bytes: int | None = None) -> Need:
-    """Return the memory of a node: weights (twice during a swap) and the KV cache at full batch and context.
+    """Return the memory of a node: weights (twice during a swap) and a full KV cache.
 
-    vLLM on a GPU takes its configured share of `device_bytes`, whatever the model.
+    vLLM takes its share of `device_bytes`, whatever the model.
     """
     inference = config.inference
     vllm = inference.engine == "vllm"
@@ -145,22 +141,19 @@ def node_need(config: Config, shape: ModelShape, *, cuda: bool, device_bytes: in
 
 
 def _node_width(inference: InferenceConfig, *, cuda: bool) -> int:
-    """Return the bytes of a node's parameter."""
     return 2 if inference.dtype == "bfloat16" or (inference.dtype == "auto" and cuda) else 4
 
 
 def orchestrator_need(config: Config) -> Need:
-    """Return the memory of the orchestrator and its environment workers."""
     workers = sum(source.workers for source in config.orchestrator.source)
     parts = {"workers": workers * _WORKER_BYTES, "runtime": _RUNTIME_BYTES["orchestrator"]}
     return Need(role="orchestrator", host_bytes=sum(parts.values()), device_bytes=0, parts=parts)
 
 
 def disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> dict[str, int]:
-    """Return the disk space by purpose at its peak: one checkpoint and one version more than are kept.
+    """Return the peak disk space by purpose: a checkpoint and a version more than are kept.
 
-    Of versions, as many older ones stay while nodes pull them. Deltas need less, but also an anchor that is older than
-    all of these.
+    Of versions, as many older ones while nodes pull them, and an anchor.
     """
     if config.run.max_steps == 0:
         return {"weight store": 0, "checkpoints": 0, "final": 0}
@@ -174,14 +167,14 @@ def disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> dict[str, in
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the size of a checkpoint: float32 masters, moments and averages of what is trained."""
+    """Return the size of a checkpoint: float32 masters, moments and averages."""
     moments = 8 if config.trainer.optim.type == "adamw" else 5
     averages = 4 * len(weight_sets(config.channels).needed & {*AVERAGES})
     return (4 + moments + averages) * trained_parameters(config, shape)
 
 
 def stop_timeout_s(config: Config) -> float:
-    """Return the time limit of a stop: the setting, or what the model's size gives."""
+    """Return the time limit of a stop, by the setting or the model's size."""
     setting, folder = config.trainer.checkpoint.stop_timeout_s, described_model(config.model.path)
     if setting is not None or folder is None:
         return 60.0 if setting is None else setting
@@ -189,9 +182,10 @@ def stop_timeout_s(config: Config) -> float:
 
 
 def trained_parameters(config: Config, shape: ModelShape) -> int:
-    """Return the number of trained parameters: all of the model's, or those of its adapters."""
+    """Return the number of trained parameters, of the model or its adapters."""
     lora = config.trainer.lora
     if lora is None:
         return shape.parameters
-    widths = 4 * shape.hidden + 2 * (shape.hidden + shape.kv_width) + 3 * (shape.hidden + shape.mlp_width)
+    widths = 4 * shape.hidden
+    widths += 2 * (shape.hidden + shape.kv_width) + 3 * (shape.hidden + shape.mlp_width)
     return shape.layers * lora.rank * widths

@@ -1,4 +1,4 @@
-"""The plan of a run: what would start where, what a step is, how much memory and disk it takes. Imports no torch.
+"""The plan of a run: what would start where, what a step is, how much memory and disk it takes.
 
 Read `build_plan` first. The rows come from here, the problems from preflight.py.
 """
@@ -33,16 +33,14 @@ Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A checked configuration in words."""
-
     rows: Rows
-    """(label, text) in printing order; an empty label continues the row above. A caller may add further ones."""
+    """(label, text) in order; an empty label continues the row above."""
     problems: list[str]
-    """Why the run cannot start here; empty when it can."""
+    """Why the run cannot start here."""
     notes: list[str]
 
     def text(self, width: int | None = None) -> str:
-        """Return the plan as printed, with rows wrapped at `width` characters; None does not wrap."""
+        """Return the plan as printed, wrapped at `width` characters, if given."""
         lines = [line for label, text in self.rows for line in _row_lines(label, text, width)]
         lines += [f"{'note':<9} {note}" for note in self.notes]
         if self.problems:
@@ -55,12 +53,12 @@ class Plan:
 def build_plan(config: Config, machine: Machine | None = None, *, starter: Starter | None = "launcher") -> Plan:
     """Check `config` against this machine (or `machine`) and describe a run of it.
 
-    The run's folder is checked as `starter` would do. None is for a machine elsewhere: neither that folder nor memory
-    and disk of this machine are judged.
+    `starter` checks the run's folder. None is for a machine elsewhere, of which memory and disk are unknown.
     """
     machine = machine or this_machine()
     findings = check_start(config, gpus=len(machine.gpus), starter=starter)
-    rows = [*_run(config), *_model(config, findings), *_roles(config, findings), *_step(config), *_evaluation(config)]
+    rows = [*_run(config), *_model(config, findings), *_roles(config, findings)]
+    rows += [*_step(config), *_evaluation(config)]
     rows += _teachers(config, findings)
     if findings.shape is None:
         rows.append(("memory", f"no estimate of memory and disk: {findings.unknown_shape}"))
@@ -77,14 +75,22 @@ def _row_lines(label: str, text: str, width: int | None) -> list[str]:
         return [head + text]
     below = " " * len(head)
     return wrap(
-        text, width, initial_indent=head, subsequent_indent=below, break_long_words=False, break_on_hyphens=False
+        text,
+        width,
+        initial_indent=head,
+        subsequent_indent=below,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 
 def _run(config: Config) -> Rows:
     run = config.run
-    shares = [(source.name, source.weight) for source in config.orchestrator.source]
-    sources = ", ".join(f"{name} ({weight:g})" if weight else f"{name} (evaluated only)" for name, weight in shares)
+    shares = [
+        (source.name, f"{source.weight:g}" if source.weight else "evaluated only")
+        for source in config.orchestrator.source
+    ]
+    sources = ", ".join(f"{name} ({share})" for name, share in shares)
     length = f"{run.max_steps} steps" if run.max_steps else "evaluation only"
     state = folder_state(RunDir(config.run_directory))
     return [
@@ -97,7 +103,7 @@ def _run(config: Config) -> Rows:
 def _loss(config: Config) -> Rows:
     sdpo, replay, sft = config.channels.sdpo, config.channels.replay_dpo, config.channels.sft
     terms = []
-    if config.orchestrator.groups_per_step or not sft.weight:  # Without rollouts there is no policy loss.
+    if config.orchestrator.groups_per_step or not sft.weight:  # else there is no policy loss
         terms.append(_policy_text(config))
     hints = config.orchestrator.hints
     if sdpo.weight and hints is not None:
@@ -125,14 +131,10 @@ def _model(config: Config, findings: Findings) -> Rows:
     model, shape = config.model, findings.shape
     if shape is None:
         return [("model", f"{model.path}, context {model.max_context:,}")]
-    size = f"{shape.parameters / 1e9:.2f} B" if shape.parameters >= 1e9 else f"{shape.parameters / 1e6:.1f} M"
-    return [
-        (
-            "model",
-            f"{model.path}: {size} parameters, {shape.layers} layers of {shape.hidden}, "
-            f"vocabulary {shape.vocabulary:,}, context {model.max_context:,}",
-        )
-    ]
+    millions = shape.parameters / 1e6
+    size = f"{millions / 1e3:.2f} B" if millions >= 1e3 else f"{millions:.1f} M"
+    text = f"{model.path}: {size} parameters, {shape.layers} layers of {shape.hidden}"
+    return [("model", f"{text}, vocabulary {shape.vocabulary:,}, context {model.max_context:,}")]
 
 
 def _roles(config: Config, findings: Findings) -> Rows:
@@ -149,9 +151,8 @@ def _roles(config: Config, findings: Findings) -> Rows:
         devices = _devices(placement.nodes[node] if placement else None, inference.threads)
         rows.append(("", f"inference node-{node} here: engine {inference.engine}, {devices}"))
     if placement and placement.shared and inference.engine == "vllm":
-        findings.notes.append(
-            "inference and trainer share a GPU: lower inference.vllm.gpu_memory_utilization accordingly"
-        )
+        shared = "inference and trainer share a GPU: lower inference.vllm.gpu_memory_utilization accordingly"
+        findings.notes.append(shared)
     return [*rows, ("", _trainer(config, placement))]
 
 
@@ -184,16 +185,13 @@ def _step(config: Config) -> Rows:
     staleness = f"(max_staleness {orchestrator.max_staleness})"
     versions = f"step N trains on policy versions N-{1 + orchestrator.max_staleness} and newer {staleness}"
     if config.diloco is not None:
-        versions = (
-            f"a policy version is a full sweep, {config.diloco.sync_every} steps; steps use the newest {staleness}"
-        )
+        sweep = f"a policy version is a full sweep, {config.diloco.sync_every} steps"
+        versions = f"{sweep}; steps use the newest {staleness}"
+    groups = f"{orchestrator.groups_per_step} groups x {orchestrator.group_size} rollouts = {rollouts} rollouts"
+    rows = pluralize(per_rank, "micro-batch", "micro-batches")
+    tokens = f"at most {max_tokens:,} tokens in {rows} of {config.trainer.micro_batch_tokens:,} a rank"
     return [
-        (
-            "step",
-            f"{orchestrator.groups_per_step} groups x {orchestrator.group_size} rollouts = {rollouts} rollouts; "
-            f"at most {max_tokens:,} tokens in {pluralize(per_rank, 'micro-batch', 'micro-batches')} of "
-            f"{config.trainer.micro_batch_tokens:,} a rank",
-        ),
+        ("step", f"{groups}; {tokens}"),
         ("", f"{versions}; {config.run.max_steps * rollouts:,} rollouts in the whole run"),
     ]
 
@@ -233,33 +231,38 @@ def _memory(config: Config, shape: ModelShape, machine: Machine, findings: Findi
     rows: Rows = []
     for count, need in needs:
         times = f" x {count}" if count > 1 else ""
-        size = f"{gib(need.device_bytes)} GPU + {gib(need.host_bytes)}" if need.device_bytes else gib(need.host_bytes)
+        size = gib(need.host_bytes)
+        if need.device_bytes:
+            size = f"{gib(need.device_bytes)} GPU + {size}"
         largest = sorted(need.parts.items(), key=lambda part: -part[1])[:4]
         parts = ", ".join(f"{name} {gib(value)}" for name, value in largest if value)
         rows.append(("" if rows else "memory", f"about {size} {need.role}{times} ({parts})"))
-        if need.device_bytes > min(machine.gpus, default=need.device_bytes):
-            findings.notes.append(f"{need.role} may need {gib(need.device_bytes)} of a GPU's {gib(min(machine.gpus))}")
+        smallest = min(machine.gpus, default=need.device_bytes)
+        if need.device_bytes > smallest:
+            findings.notes.append(f"{need.role} may need {gib(need.device_bytes)} of a GPU's {gib(smallest)}")
     total = sum(count * need.host_bytes for count, need in needs)
     if not here:
         return [*rows, ("", f"about {gib(total)} of the machine's memory in the worst case")]
     if total > machine.memory_bytes:
         findings.notes.append(
-            f"all processes together may need {gib(total)}, this machine has {gib(machine.memory_bytes)}: lower "
-            "trainer.micro_batch_tokens, inference.local.max_batch or model.max_context"
+            f"all processes together may need {gib(total)}, this machine has {gib(machine.memory_bytes)}: "
+            "lower trainer.micro_batch_tokens, inference.local.max_batch or model.max_context"
         )
     return [*rows, ("", f"about {gib(total)} of this machine's {gib(machine.memory_bytes)} in the worst case")]
 
 
 def _needs(config: Config, shape: ModelShape, machine: Machine) -> list[tuple[int, Need]]:
-    """Return the number of processes of each role that starts here, with the memory of one."""
+    """Return (number of processes, memory of one) of each role that starts here."""
     gpus = len(machine.gpus)
     needs = [] if config.orchestrator.address else [(1, orchestrator_need(config))]
     if config.inference.nodes:
         cuda = uses_cuda(config.inference.device, gpus)
         gpu_bytes = machine.gpus[0] if machine.gpus else None
-        needs.append((config.inference.nodes, node_need(config, shape, cuda=cuda, device_bytes=gpu_bytes)))
+        node = node_need(config, shape, cuda=cuda, device_bytes=gpu_bytes)
+        needs.append((config.inference.nodes, node))
     if config.run.max_steps and not config.trainer.address:
-        needs.append((config.trainer.ranks, rank_need(config, shape, cuda=uses_cuda(config.trainer.device, gpus))))
+        rank = rank_need(config, shape, cuda=uses_cuda(config.trainer.device, gpus))
+        needs.append((config.trainer.ranks, rank))
     return needs
 
 
@@ -269,10 +272,10 @@ def _disk(config: Config, shape: ModelShape, machine: Machine, findings: Finding
     listed = ", ".join(f"{name} {gib(value)}" for name, value in parts.items())
     limit_s, size = config.trainer.checkpoint.stop_timeout_s, checkpoint_bytes(config, shape)
     if config.run.max_steps and limit_s and size > limit_s * CHECKPOINT_BYTES_PER_S:
+        seconds = size / CHECKPOINT_BYTES_PER_S
         findings.notes.append(
             f"trainer.checkpoint.stop_timeout_s is {limit_s:g}, but a checkpoint of about {gib(size)} takes "
-            f"{size / CHECKPOINT_BYTES_PER_S:.0f} s where the disk takes 0.5 GB/s: a stop may lose the steps since the "
-            "checkpoint before; raise it, or leave it out"
+            f"{seconds:.0f} s where the disk takes 0.5 GB/s: raise it, or leave it out, or a stop may lose steps"
         )
     if not here:
         return [("disk", f"about {gib(need)} ({listed})")]

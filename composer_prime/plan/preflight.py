@@ -1,7 +1,6 @@
 """Checks of a configuration before any process starts: folder, model, files, packages, own parts, GPUs, keys.
 
-`check_start` lists what would stop the run, or let it go on without what was asked for, in milliseconds. A start with
-run.overwrite empties a folder, so whatever needs no process is found before.
+A start with run.overwrite empties a folder, so whatever needs no process is found before.
 """
 
 from __future__ import annotations
@@ -35,27 +34,24 @@ from composer_prime.plan.footprint import ModelShape
 from composer_prime.run.run_dir import RunDir
 
 _OPEN_FILES = 256
-"""Files that a process opens beside the connections of its rollouts."""
+"""Of a process, beside the connections of its rollouts."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """Results of the checks."""
-
     problems: list[str] = field(default_factory=list)
-    """What would stop the run; each names the key, the value and the remedy."""
+    """What would stop the run: key, value and remedy."""
     notes: list[str] = field(default_factory=list)
     """What the user should know, but may have intended."""
     shape: ModelShape | None = None
-    """None while the model folder is not there."""
+    """None while the model is not there."""
     unknown_shape: str = ""
-    """Why the shape is not known."""
     placement: Placement | None = None
-    """None when the machine has too few GPUs."""
+    """None where GPUs lack."""
 
 
 def check_start(config: Config, *, gpus: int, starter: Starter | None = "launcher") -> Findings:
-    """Run every check; none stops the others. The run's folder is checked for `starter`, or not at all for None."""
+    """Run every check. The run's folder is checked for `starter`, if any."""
     findings = Findings()
     if starter is not None:
         try:
@@ -64,10 +60,8 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
             findings.problems.append(str(error))
         else:
             if (reason := why_not_writable(config.run_directory)) is not None:
-                findings.problems.append(
-                    f"run.output_dir is {config.run.output_dir}, but {reason}: set run.output_dir to a folder "
-                    "that can be written to"
-                )
+                place = f"run.output_dir is {config.run.output_dir}, but {reason}"
+                findings.problems.append(f"{place}: set run.output_dir to a folder that can be written to")
     findings.notes += setting_notes(config)
     for check in (_open_files, _model, _modules, _files, _weight_copies, _hints_key, _made_parts, _teachers):
         try:
@@ -83,12 +77,12 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
 
 
 def _open_files(config: Config, findings: Findings) -> None:
-    """Check that a process can hold the connections of the rollouts that run at once."""
+    """Check that a process can hold the connections of its rollouts."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= most < (needed := _OPEN_FILES + 2 * config.orchestrator.max_concurrent):
         findings.problems.append(
-            f"a process may open {most} files here, and the run needs up to {needed}: raise the limit with "
-            f"`ulimit -n {needed}`, or lower orchestrator.max_concurrent"
+            f"a process may open {most} files here, and the run needs up to {needed}: raise the limit "
+            f"with `ulimit -n {needed}`, or lower orchestrator.max_concurrent"
         )
 
 
@@ -111,13 +105,13 @@ def _model(config: Config, findings: Findings) -> None:
     positions = text_settings(described).get("max_position_embeddings")
     if positions and config.model.max_context > positions:
         findings.problems.append(
-            f"model.max_context is {config.model.max_context}, but the model {config.model.path!r} was made for "
+            f"model.max_context is {config.model.max_context}, but the model {config.model.path!r} has "
             f"max_position_embeddings = {positions}: set model.max_context <= {positions}"
         )
     if (quantized := text_settings(described).get("quantization_config")) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         findings.problems.append(
-            f"the model {config.model.path!r} is quantized ({method}): train from the folder with its full weights"
+            f"the model {config.model.path!r} is quantized ({method}): train from its full weights"
         )
     if template is None or template.is_file():
         findings.problems += _lora_problems(config, described)
@@ -126,27 +120,30 @@ def _model(config: Config, findings: Findings) -> None:
 
 
 def _lora_problems(config: Config, folder: Path) -> Iterator[str]:
-    """Yield a sentence where the model has no module of a name to adapt. Fused experts have other names in files."""
+    """Yield a sentence for an unknown module to adapt. Fused experts have other names in files."""
     names = config.trainer.lora.target_modules if config.trainer.lora else "all-linear"
     matrices = [name.rpartition(".")[0] for name, shape in tensor_shapes(folder).items() if len(shape) == 2]
     if names == "all-linear" or not matrices or any(".experts." in module for module in matrices):
         return
     modules = {*matrices, "lm_head"}
-    patterns = {names: names} if isinstance(names, str) else {name: rf"(.*\.)?{re.escape(name)}" for name in names}
+    patterns = {name: rf"(.*\.)?{re.escape(name)}" for name in names}
+    if isinstance(names, str):
+        patterns = {names: names}
     absent = [*patterns]
     with suppress(re.error):
         absent = [name for name in patterns if not any(re.fullmatch(patterns[name], module) for module in modules)]
     if absent:
+        known = ", ".join(sorted({module.rpartition(".")[2] for module in modules}))
         yield (
-            f"trainer.lora.target_modules is {names!r}, but the model {config.model.path!r} has no module {absent[0]!r}"
-            f": list some of {', '.join(sorted({module.rpartition('.')[2] for module in modules}))}, or all-linear"
+            f"trainer.lora.target_modules is {names!r}, but the model {config.model.path!r} has no module "
+            f"{absent[0]!r}: list some of {known}, or all-linear"
         )
 
 
 def check_chat_template(config: Config, folder: Path) -> None:
-    """Raise ConfigError when no messages can be rendered for the model in `folder`: it has no chat template.
+    """Raise ConfigError when no messages can be rendered for the model in `folder`.
 
-    A chosen renderer needs none, and the renderers know some published models without one.
+    A chosen renderer needs no template, and the renderers know some published models without one.
     """
     name = json.loads((folder / "config.json").read_text()).get("_name_or_path")
     is_published = name or any(parent.name.startswith("models--") for parent in folder.parents)
@@ -162,12 +159,13 @@ def check_chat_template(config: Config, folder: Path) -> None:
         )
     try:
         text = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", _template(config, folder) or "")
-        if not re.match(r'\[|\{\s*"', text):  # One or several templates, as JSON.
+        if not re.match(r'\[|\{\s*"', text):  # one or several templates, as JSON
             jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
     except jinja2.TemplateSyntaxError as error:
+        place = config.model.chat_template or config.model.path
         raise ConfigError(
-            f"the chat template of {config.model.chat_template or config.model.path} cannot be read: {error}, in line "
-            f"{error.lineno}: repair it, or set model.chat_template to another"
+            f"the chat template of {place} cannot be read: {error}, in line {error.lineno}: repair it, or set "
+            "model.chat_template to another"
         ) from None
 
 
@@ -176,8 +174,8 @@ def tool_notes(config: Config, folder: Path) -> Iterator[str]:
     template = _template(config, folder)
     if template is not None and "tools" not in template and not _has_renderer(config, folder):
         yield (
-            f"the chat template of {config.model.path!r} never names `tools`, so the model would not see the tools of "
-            "an environment: set model.chat_template to one that does, unless no source has tools"
+            f"the chat template of {config.model.path!r} never names `tools`, so the model would not see them: "
+            "set model.chat_template to one that does, unless no source has tools"
         )
 
 
@@ -186,7 +184,7 @@ def _has_renderer(config: Config, folder: Path) -> bool:
 
 
 def _template(config: Config, folder: Path) -> str | None:
-    """Return the text of the chat template that counts, all of several; None without one."""
+    """Return the text of the chat template that counts, if any."""
     for file in (config.model.chat_template, folder / "chat_template.jinja", folder / "chat_template.json"):
         if file is not None and file.is_file():
             return file.read_text()
@@ -196,15 +194,16 @@ def _template(config: Config, folder: Path) -> str | None:
 
 
 def setting_notes(config: Config) -> Iterator[str]:
-    """Yield a sentence for each setting that is allowed but makes a run do little: key, value, consequence, remedy."""
+    """Yield a sentence for each setting that makes a run do little: key, value, consequence, remedy."""
     steps, warmup = config.run.max_steps, config.trainer.schedule.warmup_steps
     if 0 < steps <= warmup:
         yield (
-            f"run.max_steps is {steps} and trainer.schedule.warmup_steps is {warmup}: all steps are warm-up, the "
-            f"learning rate ends at {steps / warmup:.0%} of its peak; for more set --trainer.schedule.warmup_steps 0"
+            f"run.max_steps is {steps} and trainer.schedule.warmup_steps is {warmup}: the learning rate ends at "
+            f"{steps / warmup:.0%} of its peak; for more set --trainer.schedule.warmup_steps 0"
         )
     if steps:
-        yield from (text for _, text in alerts({0: {"optim/lr": config.trainer.optim.lr}}, 0, config.trainer.optim))
+        optim = config.trainer.optim
+        yield from (text for _, text in alerts({0: {"optim/lr": optim.lr}}, 0, optim))
     held_out = [source.name for source in config.orchestrator.source if source.eval_taskset]
     if held_out and not config.orchestrator.eval.every_steps:
         yield (
@@ -214,7 +213,7 @@ def setting_notes(config: Config) -> Iterator[str]:
 
 
 def _modules(config: Config, findings: Findings) -> None:
-    """Check that task sets, harnesses, the curriculum and the engine are installed."""
+    """Check that task sets, harnesses, curriculum and engine are installed."""
     if config.orchestrator.address is None:
         for source in config.orchestrator.source:
             for kind, table in (("taskset", source.taskset), ("harness", source.harness)):
@@ -230,7 +229,7 @@ def _modules(config: Config, findings: Findings) -> None:
 
 
 def _missing_plugin(kind: str, table: dict[str, Any], key: str) -> list[str]:
-    """Say what is wrong with the id of a task set or a harness, without importing verifiers."""
+    """Say what is wrong with the id of a task set or a harness."""
     plugin_id = table.get("id")
     if not isinstance(plugin_id, str) or not plugin_id:
         return [f'{key}: {kind} has no id; set {kind} = {{ id = "package.module" }}']
@@ -240,14 +239,12 @@ def _missing_plugin(kind: str, table: dict[str, Any], key: str) -> list[str]:
     said = f"{key}: {kind} id {plugin_id!r} names no module (looked for {name})"
     if name.startswith("examples."):
         return [f"{said}: it is part of a checkout only, so start in the root of one"]
-    return [
-        f"{said}: install the package that brings it into this environment, put {name}.py next to the configuration "
-        "file, or correct the id"
-    ]
+    remedy = f"install its package, put {name}.py next to the configuration file, or correct the id"
+    return [f"{said}: {remedy}"]
 
 
 def _files(config: Config, findings: Findings) -> None:
-    """Check that the files which roles read are there."""
+    """Check that the files of roles are there."""
     files: list[tuple[str, Path | None]] = []
     if config.orchestrator.address is None:
         files += _orchestrator_files(config)
@@ -255,13 +252,12 @@ def _files(config: Config, findings: Findings) -> None:
     if config.diloco is not None:
         key = "diloco.key_file (make it once with `diloco keygen`, copy it to every cluster)"
         files.append((key, config.diloco.key_file))
-    findings.problems += [
-        f"{key} is {file}, but there is no such file" for key, file in files if file and not file.expanduser().is_file()
-    ]
+    for key, file in files:
+        if file and not file.expanduser().is_file():
+            findings.problems.append(f"{key} is {file}, but there is no such file")
 
 
 def _orchestrator_files(config: Config) -> Iterator[tuple[str, Path | None]]:
-    """Yield (key, file) of what the orchestrator reads."""
     orchestrator = config.orchestrator
     pairs, conversations = orchestrator.preferences, orchestrator.demonstrations
     if pairs.pairs_per_step and pairs.pairs is not None:
@@ -275,7 +271,7 @@ def _orchestrator_files(config: Config) -> Iterator[tuple[str, Path | None]]:
 
 
 def _read_rows(config: Config) -> None:
-    """Read the first rows of the files that steps train on. Raises ConfigError."""
+    """Read the first rows that steps train on. Raises ConfigError."""
     pairs, conversations = config.orchestrator.preferences, config.orchestrator.demonstrations
     for key, files in (("files", conversations.files), ("eval_files", conversations.eval_files)):
         read_rows([file for file in files if file.is_file()], f"orchestrator.demonstrations.{key}", 100)
@@ -288,18 +284,17 @@ def _read_rows(config: Config) -> None:
 
 
 def _weight_copies(config: Config, findings: Findings) -> None:
-    """Check that nodes can read the named copies of the weights."""
     if config.orchestrator.address is None:
-        findings.problems += [
-            f"orchestrator.weights.sources has {url!r}, but nodes read http:// and https:// addresses: give that of a "
-            "bucket, or serve it with `rclone serve http`"
-            for url in config.orchestrator.weights.sources
-            if not url.startswith(("http://", "https://"))
-        ]
+        for url in config.orchestrator.weights.sources:
+            if not url.startswith(("http://", "https://")):
+                findings.problems.append(
+                    f"orchestrator.weights.sources has {url!r}, but nodes read http:// and https:// addresses: "
+                    "give a bucket's, or serve it with `rclone serve http`"
+                )
 
 
 def _hints_key(config: Config, findings: Findings) -> None:
-    """Check that the environment has the key of the endpoint that writes hints."""
+    """Check that the key of the hints' endpoint is there."""
     hints = config.orchestrator.hints
     if config.orchestrator.address is not None or hints is None or hints.llm is None or not hints.asks_model:
         return
@@ -312,7 +307,7 @@ def _hints_key(config: Config, findings: Findings) -> None:
 
 
 def _own_parts(config: Config) -> Iterator[Callable[[], object]]:
-    """Yield what makes the user's losses, hint detectors and layers of the roles on this machine."""
+    """Yield what makes the user's parts of roles on this machine."""
     if config.trainer.address is None:
         yield partial(config.channels.terms, 1)
     hints = config.orchestrator.hints
@@ -325,7 +320,7 @@ def _own_parts(config: Config) -> Iterator[Callable[[], object]]:
 
 
 def _made_parts(config: Config, findings: Findings) -> None:
-    """Make the user's own parts: a role would find them wrong only after the others have started."""
+    """Make the user's own parts now: a role would only find them wrong later."""
     for build in _own_parts(config):
         try:
             build()
@@ -338,14 +333,12 @@ def _made_parts(config: Config, findings: Findings) -> None:
 def _missing_trackers(config: Config) -> Iterator[str]:
     for tracker in config.monitor.trackers:
         if module_file(tracker) is None:
-            yield (
-                f"monitor.trackers has {tracker!r}, which is not installed: run {install_command(tracker)}, or leave "
-                "it out"
-            )
+            remedy = f"run {install_command(tracker)}, or leave it out"
+            yield f"monitor.trackers has {tracker!r}, which is not installed: {remedy}"
 
 
 def _teachers(config: Config, findings: Findings) -> None:
-    """Check the keys of the teachers that are called during training."""
+    """Check the keys of teachers that are called during training."""
     teachers = config.teachers
     if not teachers.online or config.orchestrator.address is not None:
         return

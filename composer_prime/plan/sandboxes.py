@@ -13,12 +13,12 @@ from composer_prime.host import module_file
 INSTALL = "install it (`apt-get install bubblewrap`, `dnf install bubblewrap`)"
 USER_NAMESPACES = (
     "bubblewrap needs unprivileged user namespaces: allow them (sysctl kernel.unprivileged_userns_clone=1, "
-    "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces=10000; in a container run it with "
-    "--security-opt seccomp=unconfined)"
+    "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces=10000; in a container run it "
+    "with --security-opt seccomp=unconfined)"
 )
 OTHERWISE = (
-    "or set orchestrator.source.runtime.type to one that `composer doctor` lists as working here ('subprocess' works "
-    "everywhere but isolates nothing)"
+    "or set orchestrator.source.runtime.type to one that `composer doctor` lists as working here "
+    "('subprocess' works everywhere but isolates nothing)"
 )
 _PROBE_TIMEOUT_S = 30.0
 _CLOUDS = {
@@ -35,17 +35,16 @@ class SandboxProbe:
     type: str
     works: bool
     text: str
-    """What was found, and the remedy where it does not work."""
+    """What was found, and the remedy."""
 
 
 def probe_all() -> list[SandboxProbe]:
-    """Try every runtime type that can be tried without paying. Takes a second or two."""
+    """Try every runtime type that costs nothing. Takes a second or two."""
     return [probe(kind) for kind in ("bubblewrap", "subprocess", "docker", "podman", "apptainer", *_CLOUDS)]
 
 
 @functools.cache
 def probe(kind: str) -> SandboxProbe:
-    """Try one runtime type."""
     if ":" in kind:
         return SandboxProbe(type=kind, works=True, text="a class of your own; not tried")
     if kind == "subprocess":
@@ -55,23 +54,25 @@ def probe(kind: str) -> SandboxProbe:
     if kind in _CLOUDS:
         module, remedy = _CLOUDS[kind]
         works = module_file(module) is not None
-        return SandboxProbe(
-            type=kind, works=works, text="package installed; not tried" if works else f"get it: {remedy}"
-        )
+        text = "package installed; not tried" if works else f"get it: {remedy}"
+        return SandboxProbe(type=kind, works=works, text=text)
     program = shutil.which(kind)
     if program is None:
         return SandboxProbe(type=kind, works=False, text=f"the program {kind} is not installed")
     words = [program, "--version"] if kind == "apptainer" else [program, "info", "--format", "{{json .}}"]
     code, message = _run(words)
-    return SandboxProbe(type=kind, works=code == 0, text="answers" if code == 0 else f"does not answer: {message}")
+    text = "answers" if code == 0 else f"does not answer: {message}"
+    return SandboxProbe(type=kind, works=code == 0, text=text)
 
 
 def _bubblewrap() -> SandboxProbe:
     program = shutil.which("bwrap")
     if program is None:
-        return SandboxProbe(type="bubblewrap", works=False, text=f"the program bwrap is not installed: {INSTALL}")
+        text = f"the program bwrap is not installed: {INSTALL}"
+        return SandboxProbe(type="bubblewrap", works=False, text=text)
     if os.geteuid() == 0 and shutil.which("setpriv") is None:
-        return SandboxProbe(type="bubblewrap", works=False, text="as root it needs setpriv (package util-linux)")
+        text = "as root it needs setpriv (package util-linux)"
+        return SandboxProbe(type="bubblewrap", works=False, text=text)
     words = [program, "--unshare-user", "--unshare-all", "--disable-userns", "--ro-bind", "/", "/", "--proc", "/proc"]
     without_root = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all"]
     code, message = _run([*(without_root if os.geteuid() == 0 else ()), *words, "true"])
@@ -81,10 +82,11 @@ def _bubblewrap() -> SandboxProbe:
 
 
 def why_not_started(stderr: str) -> str:
-    """Return what bwrap's message means, with the remedy."""
+    """Return what bwrap's message means, with a remedy."""
     refused = any(word in stderr.lower() for word in ("namespace", "uid map", "permitted", "userns", "no space left"))
-    remedy = f". {USER_NAMESPACES}, {OTHERWISE}" if refused else f". If it is too old: {INSTALL}, {OTHERWISE}"
-    return f"bubblewrap did not start a sandbox: {stderr.rstrip('.') or 'it gave no reason'}{remedy}"
+    remedy = USER_NAMESPACES if refused else f"If it is too old: {INSTALL}"
+    reason = stderr.rstrip(".") or "it gave no reason"
+    return f"bubblewrap did not start a sandbox: {reason}. {remedy}, {OTHERWISE}"
 
 
 def _run(words: list[str]) -> tuple[int, str]:

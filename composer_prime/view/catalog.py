@@ -17,7 +17,7 @@ from composer_prime.errors import ConfigError
 from composer_prime.run.run_dir import RunDir
 
 _MAX_DEPTH = 4
-"""Levels below a folder that are searched: outputs/evals/NAME and outputs/JOINT/PEER are at two."""
+"""Levels that are searched: outputs/evals/NAME and outputs/JOINT/PEER are at two."""
 _OF_ONE_RUN = ("run.name", "run.output_dir", "run.resume", "run.overwrite", "run.import_from", "monitor.")
 """Settings that say nothing about what a run does."""
 
@@ -30,11 +30,11 @@ class FoundRun:
     """Path below the folder that was given: `a2`, `two-clusters/a`."""
     run_dir: RunDir
     joint: str | None
-    """The folder that this cluster shares with the others of its joint run; None for a run that trains alone."""
+    """The folder that it shares with the other clusters of a joint run."""
 
 
 def find_runs(folders: list[Path]) -> dict[str, FoundRun]:
-    """Return every run directory at or below `folders`, by id. Raises ConfigError for a folder that does not exist."""
+    """Return every run directory at or below `folders`, by id. Raises ConfigError."""
     runs: dict[str, FoundRun] = {}
     for folder in folders:
         if not folder.is_dir():
@@ -49,7 +49,7 @@ def find_runs(folders: list[Path]) -> dict[str, FoundRun]:
 
 
 def _names(folder: Path, root: Path) -> Iterator[str]:
-    """Yield the names that a run may have on the page, the shortest first."""
+    """Yield names for a run, the shortest first."""
     top = folder.resolve().name
     name = top if root == folder else root.relative_to(folder).as_posix()
     yield from (name, f"{top}/{name}")
@@ -73,7 +73,7 @@ def _run_directories(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def read_settings(run_dir: RunDir) -> dict[str, Any]:
-    """Return config.json; empty while it cannot be read."""
+    """Return config.json, or {}."""
     try:
         settings = json.loads(run_dir.config.read_bytes())
     except (OSError, ValueError):
@@ -82,7 +82,7 @@ def read_settings(run_dir: RunDir) -> dict[str, Any]:
 
 
 def max_steps(settings: dict[str, Any]) -> int:
-    """Return run.max_steps; 0 where the configuration does not say."""
+    """Return run.max_steps, or 0."""
     table = settings.get("run")
     steps = table.get("max_steps") if isinstance(table, dict) else None
     return steps if isinstance(steps, int) else 0
@@ -91,14 +91,14 @@ def max_steps(settings: dict[str, Any]) -> int:
 def run_state(run_dir: RunDir, step: int, settings: dict[str, Any], ended: str | None) -> str:
     """Return running, finished, evaluated, failed, interrupted, stopped or new.
 
-    `step`: the last optimizer step. `ended`: what the launcher noted at the end of metrics.jsonl, None without a note.
+    `step`: the last optimizer step. `ended`: the launcher's note, if any.
     """
     if _launcher_lives(run_dir):
         return "running"
     if ended in ("failed", "interrupted"):
         return ended
     steps = max_steps(settings)
-    if steps and (step >= steps or ended == "finished"):  # A joint run may end by its outer steps.
+    if steps and (step >= steps or ended == "finished"):  # a joint run may end by its outer steps
         return "finished"
     if steps == 0 and any(run_dir.root.glob("rollouts/eval_*.jsonl")):
         return "evaluated"
@@ -106,7 +106,7 @@ def run_state(run_dir: RunDir, step: int, settings: dict[str, Any], ended: str |
 
 
 def _launcher_lives(run_dir: RunDir) -> bool:
-    """Return whether the process that holds the run's lock lives. The lock itself is never touched."""
+    """Return whether the process that holds the run's lock lives, without touching it."""
     lock = run_dir.root / ".launcher.lock"
     try:
         holder = psutil.Process(int(lock.read_text()))
@@ -116,7 +116,7 @@ def _launcher_lives(run_dir: RunDir) -> bool:
 
 
 def flatten(value: Any, name: str = "") -> dict[str, Any]:
-    """Return settings by dotted name. Lists of tables are numbered, other lists are values."""
+    """Return settings by dotted name. Lists of tables are numbered."""
     if isinstance(value, dict) and value:
         items = value.items()
     elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
@@ -130,7 +130,7 @@ def flatten(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def distinguishing(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return for each run the settings in which it differs from most of the runs. `settings`: flat, by run id."""
+    """Return for each run the settings in which it differs from most. `settings`: flat, by run id."""
     names = {name for flat in settings.values() for name in flat if not name.startswith(_OF_ONE_RUN)}
     differs: dict[str, dict[str, Any]] = {run_id: {} for run_id in settings}
     for name in sorted(names):

@@ -1,7 +1,7 @@
 """report.html: a run in one file that opens without a server.
 
-The data is the JSON of the live page and the JavaScript is the same modules, joined into one script. The policy in the
-file allows exactly that script and that style, by hash.
+The JSON and the JavaScript are those of the live page, joined into one script. The policy allows exactly that script
+and that style, by hash.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _IMPORT = re.compile(r'^import \{[^}]*\} from "\./([a-z]+\.js)";\n', re.MULTILIN
 
 
 def report_page(run_dir: RunDir, state: str | None = None) -> str:
-    """Return the report of one run as HTML. `state`: how it ended, where its launcher still lives to say so."""
+    """Return the report of one run as HTML. `state`: how it ended, for a launcher that lives."""
     index = RolloutIndex(run_dir)
     evaluations = read_evaluations(index)
     found = FoundRun(run_id=run_dir.root.resolve().name, run_dir=run_dir, joint=None)
     run = run_payload(found, evaluations)
     data = {
-        # The full path is of no use to whom the file is sent.
+        # The full path is of no use elsewhere.
         "run": run | {"folder": found.run_id, "state": state or run["state"]},
         "chosen": chosen_rollouts(index),
         "evaluation": with_tasks(evaluation_difference(evaluations, None, None), index),
@@ -47,17 +47,17 @@ def report_page(run_dir: RunDir, state: str | None = None) -> str:
 
 
 def write_report(run_dir: RunDir, path: Path | None = None, state: str | None = None) -> Path:
-    """Write the report to `path`, by default report.html in the run directory. Returns the path. Raises OSError."""
+    """Write the report to `path`, by default into the run directory, and return it. Raises OSError."""
     target = path or run_dir.root / NAME
     write_atomic(target, report_page(run_dir, state).encode())
     return target
 
 
 def page(title: str, data: dict[str, Any]) -> str:
-    """Return a self-contained page that shows `data`."""
     style, script = (ASSETS / "style.css").read_text(), joined_script("report.js")
     text = msgspec.json.encode(data).decode().replace("<", "\\u003c")
-    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'"
+    sources = f"script-src {_hash(script)}; style-src {_hash(style)}"
+    policy = f"default-src 'none'; {sources}; img-src data:; base-uri 'none'"
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -80,10 +80,7 @@ def page(title: str, data: dict[str, Any]) -> str:
 
 
 def joined_script(entry: str) -> str:
-    """Return module `entry` and all that it imports as one script, what is imported first.
-
-    The modules' top-level names are all different, so imports and exports can go.
-    """
+    """Return module `entry` and all that it imports as one script; their top-level names are all different."""
     order: list[str] = []
 
     def add(name: str) -> None:
@@ -104,7 +101,7 @@ def _hash(text: str) -> str:
 
 
 def chosen_rollouts(index: RolloutIndex) -> list[dict[str, Any]]:
-    """Return up to three rollouts with why each was chosen: of the last evaluation, else of the last batch."""
+    """Return up to three rollouts, and why, of the last evaluation or else batch."""
     rows = _last_scored(index, "eval") or _last_scored(index, "step")
     if not rows:
         return []

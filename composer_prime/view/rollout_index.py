@@ -1,8 +1,6 @@
 """Figures of every rollout of a run, and where each stands in its file. Kept in memory; a rollout's text is not.
 
-    rollouts/{step,eval}_*.jsonl, failed.jsonl   read again when size, time or inode changed
-
-Whoever shows a rollout reads that one line.
+rollouts/{step,eval}_*.jsonl, failed.jsonl   read again when size, time or inode changed
 """
 
 from __future__ import annotations
@@ -23,11 +21,10 @@ _FAILED = "failed.jsonl"
 Entry = dict[str, Any]
 """One rollout's figures, with `file`, `offset` and `length` of its line."""
 Stamp = tuple[int, int, int]
-"""Size, time and inode of a file."""
 
 
 class RolloutIndex:
-    """The index of one run. Any thread may use it."""
+    """The index of one run, for any thread."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._folder = run_dir.root / "rollouts"
@@ -35,7 +32,7 @@ class RolloutIndex:
         self._files: dict[str, tuple[Stamp, list[Entry]]] = {}
 
     def entries(self, kind: str, step: int | None = None) -> list[Entry]:
-        """Return the entries of `kind`, of one step where given, the newest step first."""
+        """Return the entries of `kind`, perhaps of one step, the newest first."""
         with self._lock:
             self._refresh()
             prefix = _FAILED if kind == "failed" else f"{kind}_"
@@ -45,7 +42,7 @@ class RolloutIndex:
         return sorted(found, key=lambda entry: -(entry["step"] or 0))
 
     def read(self, entry: Entry) -> dict[str, Any] | None:
-        """Return the whole rollout of an entry; None when its file has changed since."""
+        """Return the whole rollout of an entry, unless its file has changed."""
         try:
             with (self._folder / entry["file"]).open("rb") as file:
                 file.seek(entry["offset"])
@@ -66,18 +63,20 @@ class RolloutIndex:
             stat = each.stat(follow_symlinks=False)
             stamp = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
             old = known.get(each.name)
-            self._files[each.name] = old if old and old[0] == stamp else (stamp, _read(self._folder / each.name))
+            if old is None or old[0] != stamp:
+                old = (stamp, _read(self._folder / each.name))
+            self._files[each.name] = old
 
 
 def _read(path: Path) -> list[Entry]:
-    """Return the entries of a file's whole lines."""
     entries, offset = [], 0
     try:
         with path.open("rb") as file:
             for raw in file:
                 line = _decode(raw) if raw.endswith(b"\n") else {}
                 if isinstance(line.get("turns"), list):
-                    entries.append({"file": path.name, "offset": offset, "length": len(raw), **_figures(path, line)})
+                    place = {"file": path.name, "offset": offset, "length": len(raw)}
+                    entries.append({**place, **_figures(path, line)})
                 offset += len(raw)
     except OSError:
         return []
@@ -85,7 +84,7 @@ def _read(path: Path) -> list[Entry]:
 
 
 def _decode(raw: bytes) -> dict[str, Any]:
-    """Return the object of a line; empty for anything else."""
+    """Return the object of a line, or {}."""
     try:
         line = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -94,7 +93,7 @@ def _decode(raw: bytes) -> dict[str, Any]:
 
 
 def _figures(path: Path, line: dict[str, Any]) -> Entry:
-    """Return what the page lists of a rollout. Odd values become None."""
+    """Return what the page lists; odd values become None."""
     turns = [turn for turn in line["turns"] if isinstance(turn, dict)]
     cost, node = line.get("cost"), line.get("node", line.get("nodes"))
     versions = line.get("policy_versions") or [None]
@@ -128,7 +127,7 @@ def _figures(path: Path, line: dict[str, Any]) -> Entry:
 
 
 def _verdict(verdict: Any) -> str | None:
-    """Return what the monitor for reward hacks says: hack, suspicious or clean; None where none looked."""
+    """Return what the hack monitor says: hack, suspicious or clean, if it looked."""
     if not isinstance(verdict, dict):
         return _text(verdict)
     if verdict.get("hack"):
@@ -139,7 +138,8 @@ def _verdict(verdict: Any) -> str | None:
 
 
 def _number(value: Any) -> float | int | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**62 else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and abs(value) < 2**62 else None
 
 
 def _text(value: Any) -> str | None:

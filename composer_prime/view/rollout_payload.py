@@ -23,7 +23,7 @@ _FAULTS: dict[str, Callable[[Entry], bool]] = {
     "truncated": lambda row: row["truncated"],
 }
 _SEARCHED = {"task": ("task_id",), "node": ("node",), "q": ("task_id", "rollout_id", "error", "question")}
-"""By filter: the columns in which its text may stand."""
+"""By filter: columns with its text."""
 _MAX_ROWS = 500
 _MAX_SIBLINGS = 16
 _HIDDEN = ("file", "offset", "length")
@@ -31,7 +31,7 @@ Query = Mapping[str, str]
 
 
 def rollout_list(index: RolloutIndex, query: Query) -> dict[str, Any]:
-    """Return the entries that pass the query's filters. Raises ConfigError for a value that is not a number."""
+    """Return the entries that pass the query's filters. Raises ConfigError."""
     kind = query.get("kind", "step")
     everything = index.entries(kind)
     rows = _sorted([row for row in everything if passes(row, query)], query.get("sort", ""))
@@ -40,15 +40,16 @@ def rollout_list(index: RolloutIndex, query: Query) -> dict[str, Any]:
     return {
         "rows": [public(row) for row in rows[offset : offset + limit]],
         "total": len(rows),
-        "facets": {
-            name: sorted({row[column] for row in everything if row[column] is not None})
-            for name, column in _FACETS.items()
-        },
+        "facets": {name: _values(everything, column) for name, column in _FACETS.items()},
     }
 
 
+def _values(rows: list[Entry], column: str) -> list[Any]:
+    return sorted({row[column] for row in rows if row[column] is not None})
+
+
 def _sorted(rows: list[Entry], order: str) -> list[Entry]:
-    """Return rows that came by step, newest first, in an order of the page. Rows without the figure come last."""
+    """Return rows, given by step, in an order of the page; those without its figure come last."""
     rows.sort(key=lambda row: (row["grp"] or 0, row["task_id"] or "", row["rollout_id"] or ""))
     rows.sort(key=lambda row: row["step"] or 0, reverse=order != "step")
     column = {"reward": "reward", "-reward": "reward", "tokens": "tokens", "errors": "tool_errors"}.get(order)
@@ -59,7 +60,7 @@ def _sorted(rows: list[Entry], order: str) -> list[Entry]:
 
 
 def passes(row: Entry, query: Query) -> bool:
-    """Return whether a row passes every filter. Text that is searched for is text, without patterns."""
+    """Return whether a row passes every filter."""
     wanted = {"step": _integer(query, "step"), "grp": _integer(query, "group")}
     wanted |= {name: query.get(name) or None for name in ("source", "status", "verdict")}
     if any(value is not None and row[name] != value for name, value in wanted.items()):
@@ -82,7 +83,7 @@ def _holds(row: Entry, columns: tuple[str, ...], text: str) -> bool:
 
 
 def one_rollout(index: RolloutIndex, query: Query) -> dict[str, Any] | None:
-    """Return a rollout with all its siblings, whole; None if it does not exist."""
+    """Return a rollout with its siblings, if it exists."""
     kind, name = query.get("kind", "step"), query.get("id", "")
     rows = index.entries(kind, _integer(query, "step"))
     entry = next((row for row in rows if row["rollout_id"] == name), None)
@@ -100,8 +101,9 @@ def one_rollout(index: RolloutIndex, query: Query) -> dict[str, Any] | None:
 
 
 def spell_tokens(rollout: dict[str, Any], model: str) -> None:
-    """Replace the ids of sampled tokens by their text; `model`: the setting model.path. Without it they stay ids."""
-    found = [turn["tokens"] for turn in rollout.get("turns") or [] if isinstance(turn, dict) and turn.get("tokens")]
+    """Replace the ids of sampled tokens by their text, where `model` is present."""
+    turns = [turn for turn in rollout.get("turns") or [] if isinstance(turn, dict)]
+    found = [turn["tokens"] for turn in turns if turn.get("tokens")]
     if not found:
         return
     from tokenizers import Tokenizer
@@ -113,22 +115,23 @@ def spell_tokens(rollout: dict[str, Any], model: str) -> None:
         return
     tokenizer = Tokenizer.from_file(str(file))
     for tokens in found:
-        with suppress(TypeError, ValueError, OverflowError):  # A line that another program wrote stays as it is.
+        with suppress(TypeError, ValueError, OverflowError):  # another program's line stays
             tokens[:] = [[tokenizer.decode([each], skip_special_tokens=False), logprob] for each, logprob in tokens]
 
 
 def read_evaluations(index: RolloutIndex) -> dict[int, Scores]:
-    """Return rewards by task of every evaluation, by step. Failed rollouts have none."""
+    """Return rewards by task of every evaluation, by step."""
     found: dict[int, Scores] = {}
     for row in reversed([row for row in index.entries("eval") if row["reward"] is not None]):
-        found.setdefault(row["step"], {}).setdefault(f"{row['source']}/{row['task_id']}", []).append(row["reward"])
+        task = f"{row['source']}/{row['task_id']}"
+        found.setdefault(row["step"], {}).setdefault(task, []).append(row["reward"])
     return found
 
 
 def evaluation_difference(evaluations: dict[int, Scores], before: int | None, after: int | None) -> dict[str, Any]:
-    """Return which held-out tasks training fixed and broke between two evaluations, the first and last by default.
+    """Return which held-out tasks training fixed and broke between two evaluations, by default first and last.
 
-    A task is solved when its mean reward is at least PASSED. Raises ConfigError for a step without evaluation.
+    A task is solved when its mean reward is at least PASSED. Raises ConfigError.
     """
     steps = sorted(step for step, scores in evaluations.items() if scores)
     result: dict[str, Any] = {"steps": steps, "threshold": PASSED}
@@ -151,7 +154,7 @@ def evaluation_difference(evaluations: dict[int, Scores], before: int | None, af
 
 
 def with_tasks(difference: dict[str, Any], index: RolloutIndex) -> dict[str, Any]:
-    """Add question, expected answer and last reply to the tasks that `evaluation_difference` calls fixed or broken."""
+    """Add question, expected answer and last reply to fixed and broken tasks."""
     played = {f"{row['source']}/{row['task_id']}": row for row in index.entries("eval", difference.get("after"))}
     for row in [*difference.get("fixed", []), *difference.get("broken", [])]:
         row |= {name: played[row["task"]][name] for name in ("question", "expected", "reply")}
@@ -162,7 +165,8 @@ def _chosen(step: int | None, steps: list[int], position: int) -> int | None:
     if step is None:
         return steps[position] if steps else None
     if step not in steps:
-        raise ConfigError(f"there is no evaluation of step {step}; there are {', '.join(map(str, steps)) or 'none'}")
+        present = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(f"there is no evaluation of step {step}; there are {present}")
     return step
 
 

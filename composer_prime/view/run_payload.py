@@ -1,7 +1,4 @@
-"""The JSON of one run's page: verdict, figures by step, evaluations, events, time, money, settings.
-
-The verdict is the first sentence of a report: what the held-out evaluations say, and nothing that they do not say.
-"""
+"""The JSON of one run's page: verdict, figures by step, evaluations, events, time, money, settings."""
 
 from __future__ import annotations
 
@@ -27,13 +24,13 @@ from composer_prime.view.catalog import FoundRun, flatten, max_steps, read_setti
 
 _NOTHING = "nothing trained or evaluated yet"
 _LOG_FOLLOWS = "\nthe end of "
-"""Between the cause of a failed run and the end of the log that shows it."""
+"""Between a failure's cause and the log that shows it."""
 
 
 def verdict(evaluations: Mapping[int, Scores], rewards: list[float]) -> dict[str, Any]:
-    """Return `text` and `tone` (good | bad | open) of a run. `rewards`: the mean reward of every trained step.
+    """Return `text` and `tone` (good | bad | open) of a run. `rewards`: of every trained step.
 
-    Only a paired interval over held-out tasks that leaves out 0 says that the model learned, or got worse.
+    Only a paired held-out interval without 0 says that the model learned, or got worse.
     """
     scored = {step: scores for step, scores in evaluations.items() if scores}
     first, last = min(scored, default=0), max(scored, default=0)
@@ -71,14 +68,13 @@ def mean_of(scores: Scores) -> float:
 
 
 _MAX_POINTS = 1200
-"""Steps of a figure that reach the page; of a longer run every n-th."""
+"""Steps that reach the page; of a longer run every n-th."""
 _MAX_EVENTS = 400
 _TOLD = ("problem", "event", "warning")
-"""Fields of metrics.jsonl that hold words for people."""
+"""Fields of metrics.jsonl for people."""
 
 
 def run_payload(found: FoundRun, evaluations: dict[int, Scores]) -> dict[str, Any]:
-    """Return the page of one run."""
     run_dir, settings = found.run_dir, read_settings(found.run_dir)
     lines = read_history(run_dir.metrics)
     trained = dict(sorted((line["step"], line) for line in lines if "loss/total" in line))
@@ -115,19 +111,20 @@ def run_payload(found: FoundRun, evaluations: dict[int, Scores]) -> dict[str, An
 
 
 def ended(lines: list[Line]) -> str | None:
-    """Return how the run ended, by the launcher's last note since the last resume."""
+    """Return how the run ended, by the launcher's note since the last resume."""
     notes = [line for line in lines if line.get("event") in ("ended", "resume")]
     return str(notes[-1].get("state")) if notes and notes[-1]["event"] == "ended" else None
 
 
 def _with_cause(lines: list[Line], text: str) -> str:
-    """Return why the run failed, then what its figures say. Of a traceback only the last line is the cause."""
-    problem = next((str(line.get("problem") or "") for line in reversed(lines) if line.get("event") == "ended"), "")
-    return f"failed: {problem.partition(_LOG_FOLLOWS)[0]}{'' if text == _NOTHING else f' ({text})'}"
+    """Return why the run failed, then what its figures say."""
+    causes = (str(line.get("problem") or "") for line in reversed(lines) if line.get("event") == "ended")
+    cause = next(causes, "").partition(_LOG_FOLLOWS)[0]
+    return f"failed: {cause}{'' if text == _NOTHING else f' ({text})'}"
 
 
 def figures(trained: dict[int, Line]) -> dict[str, Any]:
-    """Return the trainer's figures as columns: `steps`, `times`, `tokens` trained by then, and the others by name."""
+    """Return the trainer's figures as columns: `steps`, `times`, `tokens` by then, and others by name."""
     steps = list(trained)
     stride = -(-len(steps) // _MAX_POINTS) or 1
     kept = steps[::stride]
@@ -153,11 +150,10 @@ class EvaluationPoint:
     source: str
     level: Interval
     change: Interval | None
-    """Paired by task with the source's first evaluation; None for that one."""
+    """Paired by task with the source's first evaluation."""
 
 
 def evaluation_points(evaluations: dict[int, Scores]) -> list[EvaluationPoint]:
-    """Return one entry for each source of each evaluation, by step."""
     points = []
     first: dict[str, Scores] = {}
     for step, scored in sorted(evaluations.items()):
@@ -171,7 +167,7 @@ def evaluation_points(evaluations: dict[int, Scores]) -> list[EvaluationPoint]:
 
 
 def events(run_dir: RunDir, lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """Return what was said in words, newest last: lines of metrics.jsonl, and those of events.jsonl where it is."""
+    """Return what metrics.jsonl and events.jsonl say in words, newest last."""
     found = []
     for line in lines:
         for name in _TOLD:
@@ -204,7 +200,7 @@ def _span(lines: list[Line]) -> list[float] | None:
 
 
 def _paid(run_dir: RunDir) -> tuple[Spent, str]:
-    """Return the sums of costs.jsonl, and why it cannot be added up, or nothing."""
+    """Return the sums of costs.jsonl, and why there are none, or ""."""
     try:
         return spent(run_dir.root / "costs.jsonl"), ""
     except LedgerError as error:
@@ -212,7 +208,6 @@ def _paid(run_dir: RunDir) -> tuple[Spent, str]:
 
 
 def costs(run_dir: RunDir, paid: Spent) -> dict[str, Any]:
-    """Return the sums of costs.jsonl."""
     by_role: defaultdict[str, float] = defaultdict(float)
     for line in read_costs(run_dir.root / "costs.jsonl"):
         if line.get("kind") == "seconds":
@@ -233,27 +228,24 @@ def costs(run_dir: RunDir, paid: Spent) -> dict[str, Any]:
 
 
 def joint_rounds(lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """Return one entry a round of a joint run, as this cluster's trainer logged it; empty for a run alone."""
+    """Return one entry a round of a joint run, by this cluster's trainer."""
     joined = [line for line in lines if "diloco/outer_step" in line and line.get("role") == "trainer"]
     rounds = []
     for before, line in pairwise([{}, *joined]):
         if line["diloco/outer_step"] == before.get("diloco/outer_step"):
             continue
-        peers = {
-            name.split("/")[1]: line[name]
-            for name in line
-            if name.startswith("diloco/") and name.endswith("/inner_steps") and name.count("/") == 2
-        }
+        peers = {}
+        for name in line:
+            if name.startswith("diloco/") and name.endswith("/inner_steps") and name.count("/") == 2:
+                peers[name.split("/")[1]] = line[name]
         names = ("sync_s", "bytes_sent", "bytes_received", "rejected", "missed_rounds", "sweep", "cosine")
-        rounds.append(
-            {"step": line["step"], "round": line["diloco/outer_step"], "peers": peers}
-            | {name: numeric_field(line, f"diloco/{name}") for name in names}
-        )
+        figures = {name: numeric_field(line, f"diloco/{name}") for name in names}
+        rounds.append({"step": line["step"], "round": line["diloco/outer_step"], "peers": peers, **figures})
     return rounds
 
 
 def _changed(settings: Mapping[str, Any]) -> list[str]:
-    """Return the settings that are not at their default; a key without a default always counts."""
+    """Return the settings that are not at a default."""
     from composer_prime.config.problems import key_defaults, names_of
 
     defaults = key_defaults()
@@ -270,5 +262,7 @@ def _environment(run_dir: RunDir) -> dict[str, Any]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Return six significant digits; a page shows four."""
-    return None if value is None or value - value != 0 else float(f"{value:.12g}" if value > 1e8 else f"{value:.6g}")
+    """Return six significant digits."""
+    if value is None or value - value != 0:
+        return None
+    return float(f"{value:.12g}" if value > 1e8 else f"{value:.6g}")

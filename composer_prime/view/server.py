@@ -2,8 +2,7 @@
 
 What a run directory holds is text of models and environments, so it is hostile. It leaves here as JSON only, the page
 writes it as text only, and the Content-Security-Policy forbids inline scripts. A request must name a loopback host: a
-page elsewhere whose name was rebound to 127.0.0.1 names its own. A run is named by its id among the found ones, never
-by a path.
+page elsewhere whose name was rebound to 127.0.0.1 names its own. A run is named by its id, never by a path.
 """
 
 from __future__ import annotations
@@ -41,12 +40,10 @@ _HEADERS = {
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Serves one workspace on loopback."""
-
     daemon_threads = True
 
     def __init__(self, workspace: Workspace, port: int) -> None:
-        """Listen on `port`, 0 for any free one. Raises OSError when the port is taken."""
+        """Listen on `port`, 0 for any free one. Raises OSError."""
         self.answers: dict[str, Callable[[dict[str, str]], Any]] = {
             "/api/runs": lambda query: workspace.run_list(),
             "/api/run": workspace.run,
@@ -64,7 +61,7 @@ class ViewServer(ThreadingHTTPServer):
 
 
 class PageHandler(BaseHTTPRequestHandler):
-    """Answers one connection: GET and HEAD of the page."""
+    """Answers one connection."""
 
     server: ViewServer
     protocol_version = "HTTP/1.1"
@@ -109,10 +106,13 @@ def _result(answer: Callable[[dict[str, str]], Any], query: dict[str, str]) -> t
         return HTTPStatus.OK, msgspec.json.encode(answer(query))
     except ComposerError as error:
         return HTTPStatus.NOT_FOUND, msgspec.json.encode({"error": str(error)})
-    except Exception as error:  # One run that cannot be read must not end the page.
+    except Exception as error:  # an unreadable run must not end the page
         logger.exception("a question of the page failed")
-        return HTTPStatus.INTERNAL_SERVER_ERROR, msgspec.json.encode({"error": f"{type(error).__name__}: {error}"})
+        text = f"{type(error).__name__}: {error}"
+        return HTTPStatus.INTERNAL_SERVER_ERROR, msgspec.json.encode({"error": text})
 
 
 def _host_name(header: str) -> str:
-    return header.partition("]")[0].removeprefix("[") if header.startswith("[") else header.partition(":")[0].lower()
+    if header.startswith("["):
+        return header.partition("]")[0].removeprefix("[")
+    return header.partition(":")[0].lower()

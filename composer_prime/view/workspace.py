@@ -1,4 +1,4 @@
-"""All runs below the folders that were given, with what has been read of each: the state behind the page."""
+"""All runs below the given folders, with what has been read of each: the state behind the page."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ _SPARK_POINTS = 48
 
 
 class Workspace:
-    """Answers the page's questions. Any thread may ask; questions about figures are answered one after another."""
+    """Answers the page's questions, from any thread."""
 
     def __init__(self, folders: list[Path]) -> None:
-        """Search the folders. Raises ConfigError for one that does not exist."""
+        """Search the folders. Raises ConfigError."""
         self._folders = folders
         self._lock = threading.RLock()
         self._runs = find_runs(folders)
         self._searched_at = time.monotonic()
         self._figures: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {}
-        """By run id, with inode, size and time of the file that was read."""
+        """By run id, with inode, size and time of its file."""
         self._indexes: dict[str, RolloutIndex] = {}
 
     def runs(self) -> dict[str, FoundRun]:
-        """Return the runs by id. Searches again now and then: a run may have started since."""
+        """Return the runs by id, searched again now and then."""
         with self._lock:
             if time.monotonic() - self._searched_at > _SEARCH_EVERY_S:
                 self._runs = find_runs(self._folders)
@@ -59,7 +59,6 @@ class Workspace:
             return self._runs
 
     def run_list(self) -> dict[str, Any]:
-        """Return the first page."""
         with self._lock:
             found = self.runs()
             settings = {run_id: read_settings(run.run_dir) for run_id, run in found.items()}
@@ -69,7 +68,7 @@ class Workspace:
         return {"folders": [str(folder) for folder in self._folders], "runs": rows}
 
     def _list_row(self, run: FoundRun, settings: dict[str, Any], differs: dict[str, Any]) -> dict[str, Any]:
-        """Return the row of a run. Its figures are read again when its metrics.jsonl changed."""
+        """Return the row of a run; a changed metrics.jsonl is read again."""
         try:
             stat = run.run_dir.metrics.stat()
             stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
@@ -89,7 +88,7 @@ class Workspace:
         }
 
     def run(self, query: Query) -> dict[str, Any]:
-        """Return the page of one run. Raises ConfigError for an unknown run."""
+        """Return the page of one run. Raises ConfigError."""
         found = self.find(query)
         return run_payload(found, self._evaluations(found))
 
@@ -97,7 +96,7 @@ class Workspace:
         return rollout_list(self._index(self.find(query)), query)
 
     def rollout(self, query: Query) -> dict[str, Any]:
-        """Return one rollout with its siblings. Raises ConfigError if it does not exist."""
+        """Return one rollout with its siblings. Raises ConfigError."""
         found = self.find(query)
         page = one_rollout(self._index(found), query)
         if page is None:
@@ -108,9 +107,8 @@ class Workspace:
     def evaluation(self, query: Query) -> dict[str, Any]:
         """Return what training fixed and broke."""
         found = self.find(query)
-        before, after = (
-            int(text) if (text := query.get(name, "")).isdecimal() else None for name in ("before", "after")
-        )
+        texts = [query.get(name, "") for name in ("before", "after")]
+        before, after = (int(text) if text.isdecimal() else None for text in texts)
         difference = evaluation_difference(self._evaluations(found), before, after)
         return with_tasks(difference, self._index(found))
 
@@ -118,7 +116,7 @@ class Workspace:
         return read_evaluations(self._index(found))
 
     def find(self, query: Query) -> FoundRun:
-        """Return the run that the query names. Raises ConfigError: only runs that were found can be named."""
+        """Return the found run that the query names. Raises ConfigError."""
         run_id = query.get("run", "")
         found = self.runs().get(run_id)
         if found is None:
@@ -133,7 +131,6 @@ class Workspace:
 
 
 def list_figures(lines: list[Line]) -> dict[str, Any]:
-    """Return what the list of runs shows of one run's metrics."""
     progress = RunProgress()
     progress.update(lines)
     rewards = progress.rewards()
@@ -149,7 +146,7 @@ def list_figures(lines: list[Line]) -> dict[str, Any]:
 
 
 def _held_out(step: int, figures: dict[str, float]) -> dict[str, Any] | None:
-    """Return the mean over sources of one evaluation, and the interval of an only source."""
+    """Return the mean over sources of one evaluation, and an only source's interval."""
     names = [name for name in figures if name.endswith("/reward_mean")]
     if not names:
         return None
