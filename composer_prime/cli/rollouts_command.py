@@ -75,7 +75,7 @@ def export_rows(rollouts: list[Rollout], file: Path) -> str:
     except OSError as error:
         raise ConfigError(f"--messages {file} cannot be written: {error.strerror}") from None
     left_out = pluralize(len(rollouts) - len(rows), "rollout")
-    return f"{pluralize(len(rows), 'row')} in {file}; {left_out} with branches or failures, or cut short, left out"
+    return f"{pluralize(len(rows), 'row')} in {file}; {left_out} branched, failed or cut short, left out"
 
 
 def select(index: RolloutIndex, options: argparse.Namespace) -> list[Entry]:
