@@ -56,8 +56,8 @@ class HintsConfig(BaseConfig):
     `module:Class` of your own, with settings as in `detect`; see orchestrator/hints/generate.py.
     """
     templates_file: Path | None = None
-    """Additional templates (TOML, in the format of orchestrator/hints/templates.toml); tried before the built-in ones.
-    """
+    """Additional templates (TOML, in the format of orchestrator/hints/templates.toml), tried before the built-in ones;
+    also a file beside the configuration."""
     llm: EndpointConfig | None = None
     """The model of the layer `llm`."""
     max_turns: int = Field(default=1, ge=1)

@@ -87,17 +87,20 @@ def read_with_bases(name: str, *, readers: tuple[str, ...] = ()) -> list[Layer]:
     found, chain = shipped(base), (*readers, name)
     path = Path(name).parent / base if found == base else Path(found)
     if not path.is_file():
-        raise ConfigError(f"{name}: base is {base!r}, but there is no file {path}{_files_near(path)}")
+        raise ConfigError(f"{name}: base is {base!r}, but there is no file {path}{_files_near(path, name)}")
     if path.resolve() in {Path(reader).resolve() for reader in chain}:
         loop = " -> ".join([*chain, str(path)])
         raise ConfigError(f"{name}: base is {base!r}, which leads back to itself: {loop}")
     return [*read_with_bases(str(path), readers=chain), own]
 
 
+_SHIPPED = [Path(__file__).parents[up] / "configs" for up in (1, 2)]
+"""Where they may be: in a wheel and in a checkout."""
+
+
 def shipped(name: str) -> str:
     """Return the shipped file that `a1` or `smollm2/a1` names; any other name as it is."""
-    package = Path(__file__).parents[1]
-    files = [folder / "configs" / f"{name}.toml" for folder in (package, package.parent)]
+    files = [folder / f"{name}.toml" for folder in _SHIPPED]
     return next((str(file) for file in files if not Path(name).suffix and file.is_file()), name)
 
 
@@ -127,9 +130,11 @@ def read_table_file(name: str) -> dict[str, Any]:
         raise ConfigError(f"{name} is not valid {path.suffix[1:].upper()} in UTF-8: {error}") from None
 
 
-def _files_near(path: Path) -> str:
-    names = sorted(map(str, path.parent.glob("*.toml")))
-    if near := did_you_mean(str(path), names):
+def _files_near(path: Path, reader: str = "") -> str:
+    """Return what a missing file's name may have meant. `reader`: names it, and is no answer."""
+    names = sorted(str(file) for file in path.parent.glob("*.toml") if file != Path(reader))
+    configs = [file.stem for folder in _SHIPPED for file in folder.glob("*.toml")]
+    if near := did_you_mean(path.stem, configs) or did_you_mean(str(path), names):
         return near
     return f"; there is {', '.join(names[:6])}" if names else f" (the current folder is {Path.cwd()})"
 

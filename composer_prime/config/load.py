@@ -129,10 +129,13 @@ def resolve(argv: list[str]) -> Config:
     files, words = read_layers(words)
     values = merge_layers(files)
     config = _checked(values, [*files, apply_flags(values, words)])
-    folders = config.run.import_from
-    for folder in dict.fromkeys(Path(layer.origin).resolve().parent for layer in reversed(files)):
+    folders, homes = config.run.import_from, [Path(layer.origin).resolve().parent for layer in reversed(files)]
+    for folder in dict.fromkeys(homes):
         if folder not in folders and (any(folder.glob("*.py")) or any(folder.glob("*/__init__.py"))):
             folders.append(folder)
+    hints = config.orchestrator.hints
+    if hints is not None and (file := hints.templates_file) and not file.expanduser().is_file():
+        hints.templates_file = next((path for home in homes if (path := home / file).is_file()), file)
     make_importable(config)
     return config
 

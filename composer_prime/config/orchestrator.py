@@ -203,7 +203,7 @@ class OrchestratorConfig(BaseConfig):
     groups_per_step: int = Field(default=8, ge=0)
     """Groups per optimizer step; 0 plays no training rollouts, so a step contains only demonstrations."""
     group_size: int = Field(default=8, ge=2)
-    """G: rollouts of one task that are compared with one another."""
+    """G: rollouts of one task. Their advantages compare them with one another, so one alone has none."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of rollouts, those of evaluations too."""
     max_staleness: int = Field(default=1, ge=0)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_config.cli import _extract_field_docstrings
 from pydantic_core import to_jsonable_python
 
 from composer_prime.config.layers import Layer
@@ -58,8 +59,16 @@ def _sentence(location: Location, problems: list[Any], layers: Sequence[Layer]) 
     items = f"a list of sections: write [[{key}]] above each" if value[0] == "{" else f"a list, [{value}]"
     forms = {"dict_type": f"a table, such as {{ id = {value} }}", "list_type": items}
     said = [str(forms.get(each["type"], each["msg"].removeprefix("Input should be "))) for each in problems]
+    said[-1] += _meaning(location, first["type"])
     now = value_now(".".join(names_of(location)), first["input"])
     return f"{shown}: expected {' or '.join(dict.fromkeys(said))}{now}"
+
+
+def _meaning(location: Location, mistake: str) -> str:
+    """Return what the help says of a key whose number is out of range, in brackets."""
+    section = section_at(location[:-1]) if mistake.startswith(("greater_than", "less_than")) else None
+    text = _extract_field_docstrings(section).get(str(location[-1])) if section else None
+    return f" ({' '.join(text.split()).rstrip('.')})" if text else ""
 
 
 def _suggestion(location: Location, dash: str) -> str:

@@ -41,6 +41,7 @@ def said(tmp_path: Path, *words: str) -> str:
         (["--orchestrator.source.0.taskset.id", "my_tasks"], "names no module (looked for my_tasks)", "my_tasks.py"),
         (["--orchestrator.source.0.taskset.id", "examples.none"], "looked for examples.none", "a checkout only"),
         (["--orchestrator.source.0.hang_timeout_s", "1"], "source.0.hang_timeout_s = '1'", "or equal to 10"),
+        (["--orchestrator.group_size", "1"], "orchestrator.group_size = '1'", "advantages"),
         (["--orchestrator.eval.every_steps", "0"], "orchestrator.eval.every_steps is 0", "nothing is evaluated"),
         (["--trainer.schedule.warmup_steps", "60"], "trainer.schedule.warmup_steps is 60", "warmup_steps 0"),
         (["--resume"], "--resume: there is no run in", "without --resume"),

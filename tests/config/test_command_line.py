@@ -75,6 +75,7 @@ def test_wrong_bases_are_refused(base, tmp_path):
     missing = overlay(tmp_path, 'base = "bse.toml"\n')
     text = refused("@", missing)
     assert f"{missing}: base is 'bse.toml', but there is no file {tmp_path / 'bse.toml'}" in text and base in text
+    assert "did you mean a1?" in refused("@", overlay(tmp_path, 'base = "a11.toml"\n'))
     (tmp_path / "one.toml").write_text('base = "two.toml"\n')
     (tmp_path / "two.toml").write_text('base = "./one.toml"\n')
     assert "base is './one.toml', which leads back to itself" in refused("@", str(tmp_path / "one.toml"))

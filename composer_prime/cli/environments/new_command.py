@@ -27,8 +27,6 @@ KINDS = {
     },
     "reward": {"reward.py": "__name__.py", "reward.toml": "__name__.toml", "test_reward.py": "test___name__.py"},
 }
-"""By kind: the template of each file, and the file's name."""
-
 """By kind: each template of composer_prime/assets/new, and the file that it becomes."""
 
 
@@ -36,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="composer new", description="Write a module, a TOML and a test that run.", allow_abbrev=False
     )
-    parser.add_argument("kind", choices=tuple(KINDS))
+    parser.add_argument("kind", choices=tuple(KINDS), help="what to write")
     parser.add_argument("name", metavar="NAME", help="module's name: lower case, digits, underscores")
     parser.add_argument("-o", "--folder", type=Path, default=Path("."), help="where to write (default: here)")
     return parser
@@ -63,7 +61,7 @@ def write_new(kind: str, name: str, folder: Path) -> list[Path]:
         raise ConfigError(f"a module {name!r} is already installed and would come first: use another name")
     texts = {}
     for template, file in KINDS[kind].items():
-        texts[folder / _filled(file, name, folder)] = _filled(_template(template), name, folder)
+        texts[folder / _filled(file, name)] = _filled(_template(template), name)
     if present := [str(path) for path in texts if path.exists()]:
         raise ConfigError(f"{', '.join(present)} exists already: use another name, or remove it")
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,9 +76,9 @@ def _template(name: str) -> str:
     return resources.files("composer_prime").joinpath("assets", "new", f"{name}.template").read_text()
 
 
-def _filled(text: str, name: str, folder: Path) -> str:
+def _filled(text: str, name: str) -> str:
     class_name = "".join(part.capitalize() for part in name.split("_"))
-    values = {"__name__": name, "__Class__": class_name, "__folder__": folder.resolve().as_posix()}
+    values = {"__name__": name, "__Class__": class_name}
     for field, value in values.items():
         text = text.replace(field, value)
     return text
