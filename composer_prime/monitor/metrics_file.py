@@ -84,6 +84,12 @@ def read_history(path: Path) -> list[Line]:
     return lines
 
 
+def ended(lines: list[Line]) -> str | None:
+    """Return how the run ended, by the launcher's note since the last resume."""
+    notes = [line for line in lines if line.get("event") in ("ended", "resume")]
+    return str(notes[-1].get("state")) if notes and notes[-1]["event"] == "ended" else None
+
+
 def numeric_field(line: Line, name: str) -> float | None:
     """Return a numeric field, if it is one."""
     value = line.get(name)

@@ -15,14 +15,15 @@ from typing import Any
 import msgspec
 
 from composer_prime.console import printable
-from composer_prime.monitor.metrics_file import Line, numeric_field
+from composer_prime.monitor.metrics_file import Line, ended, numeric_field
 from composer_prime.run.costs import NodeTotals
+from composer_prime.run.node_registry import LAUNCHER_NAME
 
 SERVING, LOADING, SUSPENDED, DRAINING, AWAY = "serving", "loading", "suspended", "draining", "away"
 """States of a node: takes requests; has no accepted weights yet; gets none for a while; finishes its requests; not
 connected."""
-BANNED = "banned"
-"""Not let in any more."""
+BANNED, ENDED = "banned", "ended"
+"""Not let in any more; its run is over."""
 _UNKNOWN = "-"
 
 
@@ -54,19 +55,19 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-def recorded_rows(lines: Iterable[Line], totals: Mapping[str, NodeTotals]) -> list[NodeRow]:
+def recorded_rows(lines: list[Line], totals: Mapping[str, NodeTotals]) -> list[NodeRow]:
     """Return the rows of a run that is over, or that another process serves."""
     last: dict[str, dict[str, Any]] = {}
     for line in _node_lines(lines):
         last.setdefault(line["node"], {}).update(line)
-    rows = []
+    rows, is_over = [], ended(lines) is not None
     for name in dict.fromkeys([*last, *totals]):
         line, sums = last.get(name, {}), totals.get(name, NodeTotals())
         version = numeric_field(line, "node/version")
         rows.append(
             NodeRow(
                 name=name,
-                state=str(line.get("node/state", AWAY)),
+                state=ENDED if is_over else str(line.get("node/state", AWAY)),
                 device=str(line.get("node/device", "")),
                 engine=str(line.get("node/engine", "")),
                 version=None if version is None else int(version),
@@ -114,11 +115,15 @@ def table_lines(rows: list[NodeRow]) -> list[str]:
         padded += [cell.rjust(width) for cell, width in sized[_LEFT:]]
         text.append("  ".join(padded).rstrip())
     text += [f"{printable(row.name)}: {printable(row.why)}" for row in rows if row.why]
-    unpriced = [printable(row.name) for row in rows if row.usd_per_hour is None and row.totals.usd is None]
-    if unpriced:
+    if unpriced := [printable(row.name) for row in rows if _lacks_price(row)]:
         named = ", ".join(unpriced[:4]) + (f" and {len(unpriced) - 4} more" if len(unpriced) > 4 else "")
         text.append(f"price unknown for {named}: pass --price (dollars per hour) to `inference join`")
     return text
+
+
+def _lacks_price(row: NodeRow) -> bool:
+    """The run's own nodes are paid with run.usd_per_hour."""
+    return row.usd_per_hour is None and row.totals.usd is None and not LAUNCHER_NAME.fullmatch(row.name)
 
 
 def _cells(row: NodeRow) -> list[str]:

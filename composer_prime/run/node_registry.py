@@ -31,7 +31,7 @@ create table if not exists invites (key blob primary key, uses integer not null,
 create table if not exists nodes (key blob primary key, name text not null unique, machine text not null,
     admitted real not null, revoked real, reason text not null default '', invite blob not null default x'')
 """
-_LAUNCHER_NAME = re.compile(r"node(-[0-9]+)?")
+LAUNCHER_NAME = re.compile(r"node(-[0-9]+)?")
 """The run's own nodes are node-0, node-1, ..."""
 
 
@@ -156,7 +156,7 @@ class NodeRegistry:
             database.execute("update nodes set revoked = null, reason = '' where key = ?", (key,))
         else:
             taken = {name for (name,) in database.execute("select name from nodes")}.union(taken_names)
-            base = f"{name[:57]}-joined" if _LAUNCHER_NAME.fullmatch(name) else name
+            base = f"{name[:57]}-joined" if LAUNCHER_NAME.fullmatch(name) else name
             free, number = base, 2
             while free in taken:
                 free, number = f"{base[:58]}-{number}", number + 1

@@ -13,7 +13,7 @@ from typing import Any
 from composer_prime.console import pluralize
 from composer_prime.errors import LedgerError
 from composer_prime.monitor.events import read_events
-from composer_prime.monitor.metrics_file import Line, numeric_field, read_history
+from composer_prime.monitor.metrics_file import Line, ended, numeric_field, read_history
 from composer_prime.monitor.node_table import recorded_rows
 from composer_prime.monitor.progress import TREND_STEPS, RunProgress
 from composer_prime.monitor.rollouts import Scores, only_evaluated, without_sources
@@ -108,12 +108,6 @@ def run_payload(found: FoundRun, evaluations: dict[int, Scores]) -> dict[str, An
         "changed": _changed(flatten(settings)),
         "environment": _environment(run_dir),
     }
-
-
-def ended(lines: list[Line]) -> str | None:
-    """Return how the run ended, by the launcher's note since the last resume."""
-    notes = [line for line in lines if line.get("event") in ("ended", "resume")]
-    return str(notes[-1].get("state")) if notes and notes[-1]["event"] == "ended" else None
 
 
 def _with_cause(lines: list[Line], text: str) -> str:

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from composer_prime.errors import ConfigError
-from composer_prime.monitor.metrics_file import Line, numeric_field, read_history
+from composer_prime.monitor.metrics_file import Line, ended, numeric_field, read_history
 from composer_prime.monitor.progress import TREND_STEPS, RunProgress, averaged
 from composer_prime.monitor.rollouts import Scores
 from composer_prime.view.catalog import (
@@ -31,7 +31,7 @@ from composer_prime.view.rollout_payload import (
     spell_tokens,
     with_tasks,
 )
-from composer_prime.view.run_payload import ended, run_payload
+from composer_prime.view.run_payload import run_payload
 
 _SEARCH_EVERY_S = 2.0
 _SPARK_POINTS = 48

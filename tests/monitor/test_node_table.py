@@ -24,6 +24,15 @@ def test_the_table_names_what_is_unknown():
     assert head.index("engine") == first.index("vllm") == second.index("-", second.index("-") + 1)
 
 
+# The run's own nodes are priced with the machine that they are on; and no node is away from a run that is over.
+def test_nodes_of_a_laptop():
+    assert len(table_lines([NodeRow(name="node-0", state="serving")])) == 2
+    end = {"step": 0, "time": 9.5, "event": "ended", "state": "finished"}
+    assert {row.state for row in recorded_rows([*LINES, end], {})} == {"ended"}
+    lines = [*LINES, end, {"step": 0, "time": 12.0, "event": "resume"}, line(13.0, "b", "serving", 1, 0)]
+    assert [row.state for row in recorded_rows(lines, {})] == ["away", "serving"]
+
+
 # Text of a node cannot steer the terminal.
 def test_names_are_printable():
     text = "\n".join(table_lines([NodeRow(name="\x1b[2J", state="away", device="\x07", engine="e")]))
