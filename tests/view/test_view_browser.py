@@ -6,6 +6,7 @@ Skipped where Chromium, chromedriver or selenium is missing (Debian: apt-get ins
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -253,6 +254,7 @@ def test_the_list_fits_a_phone(browser, server):
         page.until("Held-out")
         hidden = "const box = document.querySelector('.scroll'); return box.scrollWidth - box.clientWidth"
         assert browser.execute_script(hidden) <= 0
+        assert not re.search(r"(^|[^\d])\.\d", page.text())  # Every number has its digit before the point.
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 

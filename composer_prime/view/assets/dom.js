@@ -43,11 +43,11 @@ export function figure(value, digits = 4) {
   return value.toPrecision(digits - 1).replace("-", "−");
 }
 
-// `.52`, with `sign` `+.52`, and `.003` near 0: as in the verdict.
+// `0.52`, with `sign` `+0.52`, and `0.003` near 0.
 export function short(value, sign = false) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  const text = size.toFixed(size && size < 0.005 ? 3 : 2).replace(/^0/, "");
+  const text = size.toFixed(size && size < 0.005 ? 3 : 2);
   const mark = value < 0 && Number(text) !== 0 ? "−" : sign ? "+" : "";
   return mark + text;
 }
