@@ -160,9 +160,10 @@ class Dispatcher:
             group=plan.group,
         )
         if rollout.metrics.get(_HACK):
-            hack = event("hack", same_as=f"{plan.source}/hack")
-            said = "the monitor judged rollout %s of %s a hack; its rule: %s rollouts RUN --hacks"
-            logger.warning(said, rollout.rollout_id, plan.source, COMPOSER, extra=hack)
+            worst = (rollout.verdict.get("findings") or [{}])[0]
+            hack = event("hack", where=worst.get("place"), same_as=f"{plan.source}/hack")
+            said = "the monitor judged rollout %s of %s a hack, rule %s: %s rollouts RUN --hacks"
+            logger.warning(said, rollout.rollout_id, plan.source, worst.get("rule"), COMPOSER, extra=hack)
         return rollout, samples
 
     async def _attempt(

@@ -20,7 +20,7 @@ from orchestrator.gateway.http import RolloutRecords
 from orchestrator.rollouts.groups import GroupOutcome
 from orchestrator.rollouts.rollout import Permits, RolloutRunner
 from orchestrator.scheduler import DroppedGroups
-from orchestrator.workers.pool import RolloutFailure, RunRollout
+from orchestrator.workers.pool import RolloutFailure, RolloutReply, RunRollout
 
 BROKEN = RolloutFailure(kind="sandbox", message="the sandbox is gone", retryable=True)
 HOPELESS = RolloutFailure(kind="context_overflow", message="the prompt is too long", retryable=False)
@@ -80,6 +80,25 @@ async def test_a_group_with_too_few_rollouts_is_dropped_and_counted(open_run, ru
         assert counters["failed"] > 0
         assert run.pipeline.watchdog.scheduler.dispatcher.retries == 0
         assert all(reply.metrics["batch/groups"] == 2 for [reply] in trainer.steps.values())
+
+
+class HackingPool(ScriptedPool):
+    async def run(self, *words: Any, **options: Any) -> RolloutReply:
+        reply = await super().run(*words, **options)
+        verdict = {"findings": [{"rule": "process-exit", "place": "m.py:3"}]}
+        return msgspec.structs.replace(reply, metrics={"hacks/rollouts": 1.0}, verdict=verdict)
+
+
+async def test_the_place_of_a_hack_is_named(open_run, run_dir, tmp_path, caplog):
+    """With its rule; not the line of ours that reports it."""
+    async with (
+        open_run(make_config(tmp_path), HackingPool(mixed)) as run,
+        PeerTrainer(run_dir, run.step_endpoint) as trainer,
+    ):
+        await trainer.attach(0)
+        await trainer.train(1)
+    found = [record for record in caplog.records if getattr(record, "event_kind", "") == "hack"]
+    assert {record.event_where for record in found} == {"m.py:3"} and "process-exit" in found[0].getMessage()
 
 
 def test_failures_in_a_row_are_counted_by_source(monkeypatch):
