@@ -119,8 +119,8 @@ def join_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--name", help="this node's name in the run")
     parser.add_argument("--settings", type=Path, help="TOML file with an [inference] table; flags override it")
-    parser.add_argument("--engine", choices=["local", "vllm"])
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--engine", choices=["local", "vllm"], help="instead of the run's")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="instead of the run's")
     parser.add_argument("--threads", type=int, help="CPU threads of the engine")
     parser.add_argument("--tensor-parallel", type=int, metavar="GPUS", help="how many GPUs a node of vLLM takes")
     parser.add_argument(

@@ -37,8 +37,15 @@ usage: composer eval RUN                                    the final model agai
 MODEL is a model folder, a run directory (its final/), a Hub id, tiny, or smollm2. All models get the same
 tasks with the same seeds. Rollouts go to OUTPUT_DIR/evals/NAME-MODEL[-NUMBER]. `composer report RUN` has
 what the run itself has evaluated.
-Useful flags: --orchestrator.eval.tasks 256 --orchestrator.eval.samples 4 --orchestrator.eval.pass_k 1 4;
-with --env also --taskset.KEY VALUE and --eval_taskset.KEY VALUE."""
+
+options:
+  -h, --help                            show this help message and exit
+  --env ENV                             the task set, without a configuration
+  --taskset.KEY, --eval_taskset.KEY     its settings
+  --orchestrator.eval.tasks 256         tasks of each source
+  --orchestrator.eval.samples 4         rollouts of a task
+  --orchestrator.eval.pass_k 1 4        k of pass@k
+  --section.key VALUE                   any other setting"""
 
 _NAMED = 12
 """Flipped tasks that are named; `composer rollouts` has all."""

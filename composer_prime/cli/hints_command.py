@@ -1,4 +1,4 @@
-"""`composer hints probe RUN|MODEL`: what hints are worth to a model, before any training with them.
+"""Measure what hints are worth to a model, before any training with them: `composer hints probe RUN|MODEL`.
 
 Turns that went wrong are drawn again: without a hint, with their own, with another task's.
 A hint whose redraws score no higher has nothing to teach. What another task's hint lifts is

@@ -1,4 +1,4 @@
-"""`composer ladder run CONFIG ... -o FOLDER` trains arms; `composer ladder FOLDER` prints their verdicts.
+"""Train arms: `composer ladder run CONFIG ... -o FOLDER`. Print their verdicts: `composer ladder FOLDER`.
 
 An arm is a configuration that is trained with several seeds.
 What is compared, and by which rule, is registered before the first run.

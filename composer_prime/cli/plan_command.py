@@ -14,11 +14,15 @@ from composer_prime.plan.plan import build_plan
 USAGE = """\
 usage: composer plan @ FILE.toml [@ OVERLAY.toml ...] [--section.key VALUE ...] [--gpus COUNTxGIB] [--resume]
 
-Checks a configuration and prints its plan: roles and their places, batch sizes, memory, disk, costs of
-teachers and the link to other clusters. It starts no role, loads no task set and writes nothing.
+Check a configuration and print its plan: roles and their places, batch sizes, memory, disk, costs of
+teachers and the link to other clusters. No role starts, no task set is loaded, nothing is written.
 
-  --gpus 8x80    assume 8 GPUs of 80 GiB each instead of this machine's
-  --resume       check that the run in its folder can continue with this configuration
+options:
+  -h, --help             show this help message and exit
+  @ FILE.toml            a configuration; later ones win
+  --section.key VALUE    a setting, which wins over files
+  --gpus 8x80            assume 8 GPUs of 80 GiB each instead of this machine's
+  --resume               check that the run in its folder can continue with this configuration
 
 `trainer @ FILE.toml --dry-run` does the same for this machine; `trainer --help` lists every key.
 Exit status: 0 if the run can start here, else 2."""

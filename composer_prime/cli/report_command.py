@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from time import localtime, strftime
@@ -24,7 +23,7 @@ from composer_prime.view.run_payload import evaluation_points, joint_rounds
 _INDENT = " " * 15
 _EVENTS_SHOWN = 8
 _ROWS = 10
-"""Lines of the reward table."""
+"""Lines of the reward table, at most."""
 _COLUMNS = {
     "reward/mean": "8.3f",
     "loss/total": "+9.4f",
@@ -37,7 +36,7 @@ _COLUMNS = {
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="composer report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="composer report", description="Report how training of runs went.")
     parser.add_argument("run", nargs="+", help="run directory")
     html_help = "write a page with charts and rollouts for any browser (default: report.html in the run)"
     parser.add_argument("--html", nargs="?", type=Path, const=Path(), metavar="FILE", help=html_help)
@@ -90,11 +89,11 @@ def _curve(trained: list[Line], progress: RunProgress) -> list[str]:
     text = [f"  steps        {len(steps)}", f"  reward       {sparkline(progress.rewards())}"]
     text += _moved("mean", trained, "reward/mean", ".3f", "training tasks, others at each step")
     text.append("      steps         reward     loss  entropy  mismatch_kl  staleness  filtered")
-    count = min(_ROWS, len(steps))
-    for start, end in pairwise(round(index * len(steps) / count) for index in range(count + 1)):
-        part = [latest[step] for step in steps[start:end]]
-        cells = [_mean(part, name, shape) for name, shape in _COLUMNS.items()]
-        text.append(f"      {steps[start]:>5} - {steps[end - 1]:<5} {' '.join(cells)}")
+    size = -(-len(steps) // _ROWS)
+    for part in (steps[start : start + size] for start in range(0, len(steps), size)):
+        cells = [_mean([latest[step] for step in part], name, shape) for name, shape in _COLUMNS.items()]
+        last = f"- {part[-1]}" if len(part) > 1 else ""
+        text.append(f"      {part[0]:>5} {last:<7} {' '.join(cells)}")
     return text
 
 

@@ -1,4 +1,4 @@
-"""`composer rollouts RUN`: list rollouts of a run, or show one turn by turn."""
+"""List rollouts of a run, or show one turn by turn: `composer rollouts RUN [ID]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`composer view [FOLDER ...]`: a web page over all runs below the folders, on this machine only.
+"""Serve a web page over all runs below the folders, on this machine only: `composer view [FOLDER ...]`.
 
 It only reads the runs. From another machine: ssh -L 8410:127.0.0.1:8410 HOST, then the same address.
 """

@@ -413,7 +413,7 @@ def measure(records: Iterable[StateRecord]) -> tuple[int, int, float]:
 
 def main(words: list[str] | None = None) -> int:
     """Exit status: 0, 1 with fewer pairs a trace than --min-pairs, 2 for wrong input."""
-    description = "Says how many pairs a trace gave, and what a trace cost."
+    description = "Say how many pairs a trace gave, and what a trace cost."
     parser = argparse.ArgumentParser(prog="composer pairs report", description=description)
     parser.add_argument("pairs", type=Path, help="pairs.jsonl of a replay or a run, or tiny, tiny_code")
     parser.add_argument("--min-pairs", type=float, default=0.0, help="exit with 1 where a trace gave fewer pairs")

@@ -23,12 +23,12 @@ from orchestrator.coding.formats.conversion import import_tasks, in_order, why_u
 from orchestrator.coding.task import TREES_FOLDER, CodeTask, check_path, read_tasks
 
 _MAKE = """\
-Makes coding tasks from packages that have tests. SOURCE is a folder, or a git repository, of which the last commit is
+Make coding tasks from packages that have tests. SOURCE is a folder, or a git repository, of which the last commit is
 taken. Every task is proven in a sandbox: some tests fail before and pass after, others pass all the time, three times
 over."""
 
 _IMPORT = """\
-Makes coding tasks of records in the form of SWE-bench (also Lite, Verified, SWE-Gym, SWE-smith) or HumanEval. The
+Make coding tasks of records in the form of SWE-bench (also Lite, Verified, SWE-Gym, SWE-smith) or HumanEval. The
 fields of a record decide its form. A record becomes a task when its own solution passes its tests in a sandbox and an
 empty patch does not. The others are in refused.jsonl, with the reason."""
 
@@ -60,7 +60,7 @@ def _paths(text: str) -> tuple[str, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer tasks", description="Make, check and show coding tasks.")
-    commands = parser.add_subparsers(required=True, metavar="make | import | check | show")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
     make = commands.add_parser("make", description=_MAKE, help="make tasks from packages")
     make.set_defaults(work=make_tasks)
     make.add_argument("source", nargs="+", help="folder or git repository")
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         "--history", type=_at_least(0), default=0, metavar="N", help="also make tasks from the N newest commits"
     )
     make.add_argument("--limit", type=_at_least(1), help="maximum tasks per source")
-    make.add_argument("--seed", type=int, default=0)
+    make.add_argument("--seed", type=int, default=0, help="orders the candidates (default 0)")
     make.add_argument("--hide-tests", action="store_true", help="the agent does not see the files of the failing tests")
     make.add_argument(
         "--suite-timeout", dest="suite_timeout_s", type=_at_least(0.1), default=180.0, help="seconds of all tests (180)"
@@ -90,12 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     published.add_argument("--unproven", action="store_true", help="import tasks without running their tests")
     check = commands.add_parser("check", help="grade a sample of tasks again: solutions and empty patches")
     check.set_defaults(work=check_folder)
-    check.add_argument("folder", type=Path)
+    check.add_argument("folder", type=Path, help="folder of tasks")
     check.add_argument("--sample", type=_at_least(1), default=200, help="tasks (default 200)")
-    check.add_argument("--seed", type=int, default=0)
+    check.add_argument("--seed", type=int, default=0, help="draws the sample (default 0)")
     show = commands.add_parser("show", help="show tasks of a folder, or one task")
     show.set_defaults(work=show_tasks)
-    show.add_argument("folder", type=Path)
+    show.add_argument("folder", type=Path, help="folder of tasks")
     show.add_argument("id", nargs="?", help="task to show whole")
     for command in (make, published):
         command.add_argument(

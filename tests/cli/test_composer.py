@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -73,8 +75,16 @@ def output(capsys, command, *words: str) -> str:
 def test_report_shows_curve_evaluations_and_change(run_dir, capsys):
     # Reward bins, the means of the first and last steps (none in both), held-out intervals with the paired change.
     text = output(capsys, report_command, str(run_dir))
-    assert "first 3 0.200, last 3 0.500" in text and "6 - 6" in text
+    assert "first 3 0.200, last 3 0.500" in text
+    assert ["6", "0.600"] in [line.split()[:2] for line in text.splitlines()]
     assert "after     6 steps  0.500" in text and "change +0.500" in text
+
+
+def test_bins_of_the_report_have_equal_sizes(run_dir, capsys, monkeypatch):
+    # But for the last one, which is shorter where they do not fit.
+    monkeypatch.setattr(report_command, "_ROWS", 4)
+    rows = [line.split()[:3] for line in output(capsys, report_command, str(run_dir)).splitlines() if " - " in line]
+    assert rows == [["1", "-", "2"], ["3", "-", "4"], ["5", "-", "6"]]
 
 
 def test_report_of_a_run_that_has_not_trained(tmp_path, capsys):
@@ -254,6 +264,19 @@ def test_every_listed_command_has_its_module():
     # The help lists only commands that work.
     for module, _ in main.COMMANDS.values():
         assert callable(importlib.import_module(module).main)
+
+
+# Every flag of every help has its meaning beside it or below it.
+@pytest.mark.parametrize("name", [*main.COMMANDS, "ladder run", *(f"tasks {each}" for each in ("make", "check"))])
+def test_every_option_is_explained(name, capsys):
+    command = name if name in main.COMMANDS else name.split()[0]
+    with suppress(SystemExit):
+        importlib.import_module(main.COMMANDS[command][0]).main([*name.removeprefix(command).split(), "--help"])
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: composer {name}")
+    text = said.partition("options:\n")[2].partition("\n\n")[0]
+    starts = re.split(r"\n  (?=\S)", text.removeprefix("  "))
+    assert text and all(re.search(r"\S(  +|\n +)\S", start) for start in starts), starts
 
 
 # Ctrl-C ends a command with one line and its own status.

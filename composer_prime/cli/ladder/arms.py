@@ -53,6 +53,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def parser() -> argparse.ArgumentParser:
     text = argparse.ArgumentParser(
+        prog="composer ladder run",
         description="Train several configurations with several seeds, one run after another, and compare "
         "them. Repeat the command to continue.",
         epilog="`@ FILE` and `--section.key VALUE` apply to every run. `composer ladder FOLDER` repeats the "

@@ -82,7 +82,7 @@ def ingest(
 NOTHING = 1
 SUFFIXES = {".jsonl", ".ndjson", ".json", ".traj"}
 _DOCUMENTATION = """\
-Reads agent sessions into states, one for each assistant turn: Claude Code sessions, Codex CLI rollouts,
+Read agent sessions into states, one for each assistant turn: Claude Code sessions, Codex CLI rollouts,
 OpenHands, SWE-agent, mini-swe-agent, ATIF (Harbor), JSON lines of messages (SWE-smith), and own rollouts.
 Folders are searched for *.jsonl, *.ndjson, *.json and *.traj. Keys, tokens, passwords, e-mail addresses and
 the owners of home folders are masked."""

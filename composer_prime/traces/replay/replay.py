@@ -425,11 +425,17 @@ _SAME_S = 0.3
 USAGE = """\
 usage: composer replay STATES -o PAIRS.jsonl @ FILE.toml [--states N] [--per-trace K] [--teachers.key VALUE ...]
 
-Asks the teachers of [teachers] for an action at each state and writes preference pairs. It also writes
+Ask the teachers of [teachers] for an action at each state and write preference pairs, and beside them
 PAIRS.votes.jsonl (every vote) and PAIRS.costs.jsonl (every call). Repeat the command to continue.
 
 A teacher file is enough. With a run's file before it, states that are too long for its steps are skipped.
---states and --per-trace limit the states, with those followed by errors first."""
+
+options:
+  -h, --help              show this help message and exit
+  -o PAIRS.jsonl          file of pairs to write
+  --states N              states at most, those followed by errors first
+  --per-trace K           states of a trace at most
+  --teachers.key VALUE    a setting of [teachers]"""
 _SHORT = {"--states": "--teachers.select.states", "--per-trace": "--teachers.select.per_trace"}
 
 
