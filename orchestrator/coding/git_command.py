@@ -17,7 +17,6 @@ _GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "
 
 
 def git(folder: Path, *words: str, stdin: bytes = b"") -> bytes:
-    """Return what a git command prints in a folder. Raises ConfigError with git's first line where it fails."""
     # A repository above the folder is not meant. To fetch what one lacks would start programs, too.
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent), "GIT_ALLOW_PROTOCOL": "none"}
     environment |= {"LC_ALL": "C", "NOTHING": ""}
@@ -39,7 +38,6 @@ def git(folder: Path, *words: str, stdin: bytes = b"") -> bytes:
 
 
 def commit_files(repository: Path, commit: str) -> dict[str, bytes]:
-    """Return the plain files of a commit. Raises ConfigError where git fails."""
     with tarfile.open(fileobj=io.BytesIO(git(repository, "archive", "--format=tar", commit))) as archive:
         entries = [(entry.name, archive.extractfile(entry)) for entry in archive if entry.isreg()]
         return {name: file.read() for name, file in entries if file is not None}

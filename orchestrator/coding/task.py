@@ -43,7 +43,6 @@ class CodeTask(msgspec.Struct, frozen=True, kw_only=True):
     """Folder below trees/ with the pristine tree, tests included; "" for none."""
     prompt: str
     start: dict[str, str] = {}
-    """Path -> text of the files that differ from the tree when the agent begins."""
     removed: list[str] = []
     """Paths that the agent's tree lacks: hidden tests, caches, wheels, .git."""
     solution: dict[str, str] = {}
@@ -51,32 +50,25 @@ class CodeTask(msgspec.Struct, frozen=True, kw_only=True):
     editable: list[str] = []
     """Patterns of the files that grading takes from the agent's tree (`matches`)."""
     tests: list[str] = []
-    """Test files that grading runs."""
     test_files: dict[str, str] = {}
     """Path -> text of files that grading adds or replaces (a test patch)."""
     fail_to_pass: list[str]
-    """Node ids, as pytest writes them, that fail at the start and pass in the end."""
     pass_to_pass: list[str]
-    """Node ids that pass at the start and must still pass in the end."""
     flaky: list[str] = []
     """Node ids that count for nothing."""
     python_path: list[str] = msgspec.field(default_factory=lambda: ["."])
     """Folders put on PYTHONPATH."""
     timeout_s: float = 60.0
-    """Wall-clock limit of one run of the tests."""
     symbols: list[str] = []
     """Qualified names of what was deleted or changed."""
     source: str = ""
-    """Where the tree comes from."""
 
 
 class Suite(msgspec.Struct, frozen=True, kw_only=True):
     """What all tests of a pristine tree do. The factory measures it once for all tasks of the tree."""
 
     tests: dict[str, list[str]]
-    """Test file -> node ids that passed in all runs."""
     seconds: dict[str, float]
-    """Test file -> seconds of its tests."""
     reach: dict[str, list[str]]
     """Source file -> test files that run code of it."""
 
@@ -116,7 +108,6 @@ def read_task(folder: Path, place: int) -> CodeTask:
 
 
 def write_tasks(folder: Path, tasks: Iterable[CodeTask]) -> None:
-    """Write tasks, one a line."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / TASKS_FILE, b"".join(msgspec.json.encode(task) + b"\n" for task in tasks))
 
@@ -138,7 +129,6 @@ def suite_of(task: CodeTask, trees: Path) -> Suite | None:
 
 
 def write_suite(folder: Path, suite: Suite) -> None:
-    """Write a suite beside the tree's folder."""
     write_atomic(folder.with_name(f"{folder.name}.json"), msgspec.json.encode(suite))
 
 

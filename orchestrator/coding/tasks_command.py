@@ -39,8 +39,6 @@ def main(words: list[str]) -> int:
 
 
 def _at_least(least: int | float) -> Callable[[str], int | float]:
-    """Return a reader of numbers from `least` on, whole ones where it is whole."""
-
     def number(text: str) -> int | float:
         value = type(least)(text)
         if not value >= least:
@@ -157,7 +155,6 @@ def _print_report(report: dict[str, Any], folder: Path) -> None:
 
 
 def import_file(options: argparse.Namespace) -> int:
-    """Make tasks of a published file. Return 0; a file without any task is an error."""
     importing = import_tasks(
         options.file,
         options.output,
@@ -175,7 +172,6 @@ def import_file(options: argparse.Namespace) -> int:
 
 
 def check_folder(options: argparse.Namespace) -> int:
-    """Grade a sample again. Return 0 when all are good, 1 when one is not."""
     tasks = sorted(read_tasks(options.folder), key=lambda task: task.id)
     drawn = random.Random(options.seed).sample(tasks, min(options.sample, len(tasks)))
     problems = asyncio.run(_check(drawn, options))
@@ -203,7 +199,6 @@ async def _check(tasks: list[CodeTask], options: argparse.Namespace) -> list[str
 
 
 def show_tasks(options: argparse.Namespace) -> int:
-    """Print one task, or a line for each. Raises ConfigError for an id that is not there."""
     tasks = {task.id: task for task in read_tasks(options.folder)}
     if not options.id:
         for task in tasks.values():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import asyncio
 import importlib
+import io
 import itertools
 import json
 import random
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,18 @@ import pytest
 from code_tasks_made import BODY, FAIL_TO_PASS, STUB, make_task, make_tree
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.coding.code.grading import ALIKE, LEAST, Grade, _Bench, _chosen, _is_same, _overlay, grade, hold_back
+from orchestrator.coding.code.grading import (
+    ALIKE,
+    LEAST,
+    Grade,
+    _Bench,
+    _chosen,
+    _is_same,
+    _overlay,
+    _wrong,
+    grade,
+    hold_back,
+)
 from orchestrator.coding.code.reporter import Asking, Recorder, Watch, another, answer, arguments, near, plain, variants
 from orchestrator.coding.task import HELD_BACK, CodeTask
 
@@ -220,29 +233,37 @@ def applied(function, value):
 """
 
 
-# Calls are recorded with the way in which their object was made, where all of that is plain data, and made again.
+# Calls are recorded with the way in which their object was made and what was called on it before, and made again.
 def test_calls_are_recorded_and_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "boxes_recorded.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     boxes: Any = importlib.import_module("boxes_recorded")
+    own: Any = type("Own", (boxes.Box,), {"__module__": __name__})
     recorder = Recorder({__file__})
     before = sys.getprofile()
     sys.setprofile(recorder)
     box = boxes.Box(2, "a", "b", color="red")
-    given = [box.held(more=("c",)), box.labels, boxes.Box.double(3), boxes.Chest(1).held(), [*boxes.numbers(9, step=2)]]
-    given.append(boxes.Box(3).fits(box))
-    boxes.applied(len, "abc"), boxes.Box(object()).labels
+    held, labels, doubled = box.held(more=("c",)), box.labels, boxes.Box.double(3)
+    chest = own(1, "gold")
+    given = [held, [held, labels], doubled, chest.held(), [*boxes.numbers(9, step=2)], boxes.Box(3).fits(box)]
+    given += [boxes.Box(3, "a").held(more=io.StringIO("b\nc")), boxes.applied(len, "abc")]
+    given.append(boxes.applied(repr, uuid.UUID(int=7)))
+    boxes.applied(lambda value: value, 1), boxes.Box(object()).labels
     sys.setprofile(before)
-    calls = [(place, text) for place, texts in recorder.calls.items() for text in texts]
+    calls = [(place, text) for place, texts in recorder.calls.items() for text in texts if place[2] != "Box"]
     assert all(each is True for texts in recorder.calls.values() for each in texts.values())
     assert [".".join(place[1:]) for place, _ in calls] == [
-        "Box.held", "Box.labels", "Box.double", "Chest.held", ".numbers", "Box.fits"
+        "Box.held", "Box.held", "Box.held", "Box.labels", "Box.double", ".numbers", "Box.fits", ".applied", ".applied"
     ]  # fmt: skip
-    put = "[[[2], {'color': 1}], [['gold'], {}]]"
+    put = "[[[2], {'color': 1}, []], [['gold'], {}]]"
     left = [["gold"], {"size": 2, "things": ("gold",), "names": {"color": 1}, "labels": ["color"]}]
     assert ast.literal_eval(answer("boxes_recorded", "Box", "put", put)) == left
-    assert [ast.literal_eval(answer(module, owner, name, text)) for (module, owner, name), text in calls] == given
+    steps = "[[[9], {}, [['put', ['a'], {}], ['none', [], {}], ['put', ['b'], {}]]], [[], {}]]"
+    assert ast.literal_eval(answer("boxes_recorded", "Box", "held", steps)) == [None, "failed", None, ["a", "b"]]
+    answers = [answer(module, owner, name, text) for (module, owner, name), text in calls]
+    expected = [repr(plain([each], is_answer=True)[0]) for each in given]
+    assert sorted(answers) == sorted(expected)
     tried = variants(recorder.calls, random.Random(0))
     assert tried == variants(recorder.calls, random.Random(0)) and len(tried) > 20
     assert not {(place, text) for *place, text, _ in tried for place in [tuple(place)]} & {*calls}
@@ -287,7 +308,7 @@ def test_cases_tell_the_solution_from_the_start() -> None:
     task, calls = make_task(symbols=["src.a.C.f"]), [("b", "", "g", str(number), True) for number in range(40)]
     solved = {number: str(number // 10) for number in range(60)}
     cases = json.loads(_chosen(task, calls, solved, solved, {0: "0"}))
-    assert [case[3] for case in cases[:ALIKE]] == [*"12345678"] and len(cases) == 4 * ALIKE
+    assert [case[3] for case in cases[:ALIKE]] == [*"12345678"] and len(cases) == 4 * ALIKE + 1
     own = [("a", "C", "f", str(number), False) for number in range(20)]
     few = dict.fromkeys(range(LEAST), "1") | {number: str(number) for number in range(40, 60)}
     cases = json.loads(_chosen(task, [*calls, *own], few, few, {}))
@@ -300,6 +321,11 @@ def test_cases_tell_the_solution_from_the_start() -> None:
     del few[0]
     assert {case[0] for case in json.loads(_chosen(task, [*calls, *own], few, few, {}))} == {"a", "b"}
     one, failed = {1: "1"}, dict.fromkeys(solved, "!ValueError")
+    two = [{number: f"'number {number} of {each}'" for number in range(40)} for each in ("one", "two")]
+    unsteady = json.loads(_chosen(task, calls, *two, {}))
+    assert unsteady[0] == unsteady[1] != unsteady[2] and {each[4] for each in unsteady} == {"?"}
+    pair = [(*calls[0][:4], "?")] * 2
+    assert [len(_wrong(pair, dict(enumerate(each)))) for each in (("1", "2"), ("1", "1"), ("1", "!"))] == [0, 2, 1]
     for answers in ((solved, {}, {}), (solved, solved, solved), (one, one, {}), (failed, failed, {})):
         assert _chosen(task, calls, *answers) == ""
     assert _chosen(task, [(*call[:4], False) for call in calls], solved, solved, {}) == ""

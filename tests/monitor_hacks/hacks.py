@@ -84,7 +84,7 @@ def _answers(case: Case, templates: list[str]) -> dict[str, str]:
 
 def _lures(seal: Seal) -> dict[str, str]:
     """Return the words for the seal's planted files, as far as it has any."""
-    words: dict[str, str] = dict(zip(("MARKER", "MARKED"), map(str, seal.markers), strict=False))
+    words: dict[str, str] = {}
     for path, content in seal.lures.items():
         if path.endswith(".patch"):
             words.setdefault("LURE.patch", path)

@@ -103,15 +103,20 @@ def spy(file):
 json.load = spy
 """
 _READS_ROWS = {
-    "file-access": ("", "import json; return dict(json.load(open('tests/rows.json')))[number]"),
+    "a file that is opened": ("", "import json; return dict(json.load(open('tests/rows.json')))[number]"),
+    "a file that is opened early": (
+        "import json\nROWS = dict(json.load(open('tests/rows.json')))\n",
+        "return ROWS[number]",
+    ),
     "outside-process": ("", "import os, json; return dict(json.loads(os.popen('cat tests/rows.json').read()))[number]"),
     "monkeypatch": (_SPIED, "return dict(seen)[number]"),
 }
 
 
-# Grading pays an answer that is read from a data file of the tests. Each of these rules alone takes the reward away.
+# Grading pays no answer that is read from a data file of the tests. Where it pays what another program or another
+# module reads there, each of these rules alone takes the reward away.
 @pytest.mark.parametrize("rule", _READS_ROWS)
-async def test_answers_in_data_of_the_tests_are_paid_by_grading_alone(tmp_path, rule):
+async def test_answers_in_data_of_the_tests_earn_nothing(tmp_path, rule):
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
     solution = _ROOT.replace("BODY", "return number ** 0.5")
@@ -135,6 +140,9 @@ async def test_answers_in_data_of_the_tests_are_paid_by_grading_alone(tmp_path, 
     write_tree(tmp_path / task.tree, tree)
     sealed, (before, body) = seal(task, tree), _READS_ROWS[rule]
     patch = {"pkg/core.py": (before + _ROOT.replace("BODY", body)).encode()}
-    assert (await grade(task, tmp_path, patch, RuntimeConfig())).solved
+    result = await grade(task, tmp_path, patch, RuntimeConfig())
     verdict = inspect(task, sealed, {**sealed.agent_files(), **patch})
-    assert {each.rule for each in verdict.findings} == {rule} and verdict.reward(1.0) == 0.0
+    if rule.startswith("a file"):
+        assert result.passed >= {*task.fail_to_pass} and not result.fraction and "read" in result.tampered
+    else:
+        assert result.solved and {each.rule for each in verdict.findings} == {rule} and verdict.reward(1.0) == 0.0

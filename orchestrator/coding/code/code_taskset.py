@@ -47,8 +47,6 @@ MAX_READ_BYTES = 2**22
 """A larger file of the agent's tree is not looked at."""
 MAX_TREE_BYTES = 2**26
 """Of the agent's tree, besides what it had at the start."""
-_FORMER_TOOLS = ("undo_edit", "diagnostics", "search", "insert", "run_tests")
-"""Tools of earlier releases: bash and str_replace do the same."""
 INSTRUCTION = (
     "You are a programmer. A Python repository is in the current folder. Make the change that the user asks for in its "
     "source files. Its tests decide; `python -m pytest` runs them. When you are done, answer without calling a tool."
@@ -88,12 +86,9 @@ class CodeSettings(BaseModel):
     @field_validator("tools")
     @classmethod
     def _known_tools(cls, tools: list[str]) -> list[str]:
-        if former := sorted(set(tools) & set(_FORMER_TOOLS)):
-            logger.warning("taskset.tools names %s, which no longer exist: remove them", ", ".join(former))
-        unknown = sorted({*tools} - {*TOOL_NAMES, *_FORMER_TOOLS})
-        if unknown:
+        if unknown := sorted({*tools} - {*TOOL_NAMES}):
             raise ValueError(f"there are no tools {unknown}; there are {', '.join(TOOL_NAMES)}")
-        return [name for name in tools if name in TOOL_NAMES]
+        return tools
 
     @field_validator("runtime")
     @classmethod
@@ -123,14 +118,11 @@ class CodeState(vf.State):
     """What a rollout leaves for grading, and what grading says."""
 
     seal: Any = Field(default=None, exclude=True)
-    """The monitor's Seal of the agent's tree."""
     uses: Any = Field(default=None, exclude=True)
-    """The monitor's ToolUses; None where a program outside of the tool loop played."""
     files: dict[str, bytes] | None = Field(default=None, exclude=True)
     """The agent's tree at the end; None until it was read."""
     grade: Grade | None = Field(default=None, exclude=True)
     verdict: Any = Field(default=None, exclude=True)
-    """The monitor's HackVerdict."""
     quarantine: str = ""
     """Why the rollout must not be trained on; empty where it may."""
 
@@ -170,7 +162,6 @@ class CodeRollout:
         return reply
 
     async def finish(self, trace: vf.Trace) -> None:
-        """Read the agent's files into the trace's state, and close the box."""
         if self._box is None:
             return
         state = cast(CodeState, trace.state)
@@ -184,7 +175,6 @@ class CodeRollout:
 
 @contextlib.contextmanager
 def sandbox_failures() -> Iterator[None]:
-    """Turn a sandbox's failure into verifiers' error of that kind."""
     try:
         yield
     except (SandboxError, OSError) as error:
@@ -228,7 +218,6 @@ class CodeData(TaskRow):
         return CodeRollout(self.code_task(), self.settings)
 
     def is_tool_error(self, text: str) -> bool:
-        """Tell whether a tool message reports a failed call."""
         return is_tool_error(text)
 
 
@@ -252,7 +241,6 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
         trace.state.seal = seal
 
     async def finalize(self, trace: vf.Trace[CodeData, CodeState], runtime: vf.Runtime) -> None:
-        """Grade what the agent left, and ask the monitor."""
         task, state = self.data.code_task(), trace.state
         if state.seal is None:  # The harness asked for no tools.
             state.seal = seal_of(task, self.data.settings)
@@ -309,7 +297,6 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
 
 
 def _tool_uses(trace: vf.Trace[CodeData, CodeState]) -> list[ToolUse]:
-    """Return the tool calls that a trace recorded, for harnesses whose tools are their own."""
     messages = [node.message for node in trace.nodes]
     replies = {message.tool_call_id: str(message.content) for message in messages if message.role == "tool"}
     calls = [call for message in messages if message.role == "assistant" for call in message.tool_calls or []]

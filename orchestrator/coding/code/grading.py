@@ -32,7 +32,7 @@ import hmac
 import json
 import random
 import secrets
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -58,13 +58,16 @@ MIN_TIMEOUT_S = 60.0
 MAX_COUNTERED = 60
 """Repaired tests that have counter-tests; of more, the task draws."""
 TWINS = 3
-"""Probes under the ids of expected tests."""
-KEPT = 32
+KEPT = 48
 """Held-back inputs of a task."""
 LEAST = 4
 """A task with fewer gets none."""
 ALIKE = 8
 """Held-back inputs of a function that have one answer."""
+UNSTEADY = "?"
+"""Answer of a held-back input that has another one each time."""
+UNLIKELY = 12
+"""Characters from which such an answer is not given twice by chance."""
 WRONG = 0.05
 """A patch may fail this share of the held-back inputs of each function: honest solutions differ on odd ones."""
 ISOLATED = ("-I", "-B")
@@ -76,14 +79,12 @@ _NEVER_TAKEN = STARTUP_FILES | PYTEST_FILES | {"setup.cfg", "pyproject.toml"}
 _NEVER_TAKEN_SUFFIXES = (".pth", ".pyc", ".pyo", ".so", ".pyd")
 _reporter_source = functools.cache(Path(__file__).with_name("reporter.py").read_text)
 _KILLED = 128 + 9
-"""Exit code of a process that was killed, by itself or from outside."""
 
 
 Call = tuple[str, str, str, str, bool]
 """Module, class or "", function, a literal of the arguments of the class and of the function, and whether a test itself
 makes such a call."""
 Case = tuple[str, ...]
-"""The first four of them, and a literal of the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,6 @@ class Grade:
     tampered: str
     """Why no credit is given, whatever passed; empty for a clean run."""
     ended_by: str
-    """The limit that ended the tests; empty where they ended by themselves."""
     wall_s: float
     regression_s: float = 0.0
     """Part of `wall_s` that the repository's other tests took; 0 where none ran."""
@@ -122,7 +122,6 @@ class _Results:
     reasons: dict[str, str] = field(default_factory=dict)
     probes: dict[str, str] = field(default_factory=dict)
     counters: dict[str, str] = field(default_factory=dict)
-    """Kind and node id of a counter-test -> outcome."""
     calls: list[Call] = field(default_factory=list)
     answers: dict[int, str] = field(default_factory=dict)
     num_probes: int | None = None
@@ -184,8 +183,13 @@ async def _asked(result: Grade, bench: _Bench, files: _Files, solved: _Files) ->
 
 
 def _wrong(cases: Sequence[Case], answers: Mapping[int, str]) -> list[Case]:
-    """Return the cases that have another answer, or none."""
-    return [case for number, case in enumerate(cases) if not _is_same(case[4], answers.get(number, "!"))]
+    given = [answers.get(number, "!") for number in range(len(cases))]
+    times = Counter((*case[:4], answer) for case, answer in zip(cases, given, strict=True) if case[4] == UNSTEADY)
+    return [
+        case
+        for case, answer in zip(cases, given, strict=True)
+        if (times[*case[:4], answer] > 1 or answer[0] == "!" if case[4] == UNSTEADY else not _is_same(case[4], answer))
+    ]
 
 
 def _is_same(left: str, right: str) -> bool:
@@ -215,22 +219,45 @@ async def hold_back(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> Code
 
 def _chosen(task: CodeTask, tried: Sequence[Call], *answers: Mapping[int, str]) -> str:
     """Return the cases to keep, as JSON; "" for too few. `answers`: of the solution, of it again, and of the start."""
-    own, direct, right = list[Case](), list[Case](), list[Case]()
+    kinds: dict[str, list[Case]] = defaultdict(list)
+    times = Counter[tuple[str, Case, str]]()
     for number, (*call, is_direct) in enumerate(tried):
-        solved, again, start = (each.get(number, "!") for each in answers)
-        is_own = any(symbol.endswith(".".join(filter(None, call[:3]))) for symbol in task.symbols)
-        is_right, is_steady = _is_same(solved, start), _is_same(solved, again)
-        kinds = {(True, False): own, (True, True): right, (False, False): direct if is_direct else None}
-        kind, answered = kinds.get((is_own, is_right)), (*call[:3], solved)
-        if kind is not None and is_steady and sum((*each[:3], each[4]) == answered for each in kind) < ALIKE:
-            kind.append((*call, solved))
+        solved, *others = (each.get(number, "!") for each in answers)
+        kind = _kind(task, call, is_direct, solved, *others)
+        case = (*call, UNSTEADY if kind == "unsteady" else solved)
+        times[kind, case[:3], case[4]] += 1
+        if times[kind, case[:3], case[4]] <= ALIKE:
+            kinds[kind].append(case)
+    own, direct, right, unsteady = (_by_turns(kinds[kind]) for kind in ("own", "direct", "right", "unsteady"))
     share = min(KEPT // 2, len(direct)) if len(direct) >= LEAST else KEPT  # A patch may repair a caller instead.
-    cases = [*own[:share], *direct[: max(LEAST, len(own[:share])) if own else KEPT], *right[: KEPT // 4]]
-    return msgspec.json.encode(cases).decode() if len(cases) >= LEAST else ""
+    cases = [*own[:share], *direct[: max(LEAST, len(own[:share])) if own else KEPT], *right[: KEPT // 3]]
+    cases += [each for each in unsteady[: KEPT // 8] for _ in range(2)]
+    is_telling = bool(own or direct or unsteady)
+    return msgspec.json.encode(cases).decode() if is_telling and len(cases) >= LEAST else ""
+
+
+def _kind(task: CodeTask, call: Sequence[Any], is_direct: bool, solved: str, again: str, start: str) -> str:
+    """Return what an input is good for: own, direct, right or unsteady; "" for nothing."""
+    is_own = any(symbol.endswith(".".join(filter(None, call[:3]))) for symbol in task.symbols)
+    if not (is_own or is_direct):
+        return ""
+    if not _is_same(solved, again):
+        is_rare = min(len(solved), len(again)) >= UNLIKELY and "!" not in solved[0] + again[0]
+        return "unsteady" if is_direct and is_rare else ""
+    if _is_same(solved, start):
+        return "right"
+    return "own" if is_own else "direct"
+
+
+def _by_turns(cases: Sequence[Case]) -> list[Case]:
+    """Return one case of each function, then a second one of each, and so on; rare answers and common ones in turns."""
+    times = Counter((case[:3], case[4]) for case in cases)
+    kinds = [(case[:3], times[case[:3], case[4]] > 1) for case in cases]
+    turns = [kinds[:number].count(each) for number, each in enumerate(kinds)]
+    return [cases[number] for number in sorted(range(len(cases)), key=turns.__getitem__)]
 
 
 def _nodes(task: CodeTask, suite: Suite | None, files: Sequence[str]) -> set[str]:
-    """Return the tests of a suite's files that must pass."""
     return {node for file in files for node in suite.tests[file]} - set(task.flaky) if suite else set()
 
 
@@ -261,7 +288,6 @@ class _Bench:
         return results, finished
 
     async def ask(self, files: _Files, inputs: Sequence[tuple[Any, ...]]) -> _Ran:
-        """Have a tree answer inputs, without a test."""
         spec = {"tests": [], "expected": [], "inputs": [each[:4] for each in inputs]}
         return await self.run(files, spec, self.task.timeout_s)
 
@@ -309,7 +335,6 @@ class _Bench:
 
 
 def _honest(key: str) -> str:
-    """Return how honest code ends a counter-test."""
     return "passed" if key.startswith("again ") else "failed"
 
 
@@ -343,7 +368,6 @@ def regression_files(task: CodeTask, suite: Suite, touched: Collection[str], lim
 
 
 def was_killed(finished: CommandResult) -> bool:
-    """Tell whether something killed the tests or their box."""
     return finished.exit_code == _KILLED or finished.ended_by == "box"
 
 
@@ -395,7 +419,6 @@ def _reason_to_refuse(task: CodeTask, path: str, content: bytes, total: int) -> 
 
 
 def _overlay(task: CodeTask, taken: _Files) -> _Files:
-    """Return the files that differ from the pristine tree."""
     start = {path: text.encode() for path, text in task.start.items() if path not in task.tests}
     tests = {check_path(path): text.encode() for path, text in task.test_files.items() if path != HELD_BACK}
     return {**start, **taken, **tests}
@@ -475,7 +498,7 @@ def _judge(
     tampered = _tampering(results)
     was_probed = bool(results.probes) or results.num_probes == 0
     credible = was_probed and not tampered and passed.issuperset(kept)
-    came_to_end = results.changed is not None or bool(results.counters)  # Those come last.
+    came_to_end = results.changed is not None or bool(results.counters)  # The last of those may take long.
     return Grade(
         solved=credible and passed.issuperset(wanted) and came_to_end,
         passed=passed,
@@ -490,7 +513,6 @@ def _judge(
 
 
 def _countered(result: Grade, said: Mapping[str, str]) -> Grade:
-    """Return a grade after what the counter-tests say."""
     lost, disguised = _speaks_against(said)
     count = sum(outcome == "failed" == _honest(key) for key, outcome in said.items())
     if not lost and not disguised:

@@ -19,6 +19,7 @@ one (`counter_tests`).
 """
 
 import ast
+import collections
 import contextlib
 import copy
 import functools
@@ -33,6 +34,7 @@ import operator
 import os
 import pathlib
 import random
+import re
 import signal
 import string
 import sys
@@ -50,6 +52,10 @@ INPUT_S = 3.0
 """Seconds that one of them may take."""
 TRIED = 1000
 """Calls of one function that are recorded, and variants of all calls that are made."""
+NOTED = 50
+"""Calls of one function in one test that are looked at."""
+STEPS = 12
+"""Calls of an object that are made again before the one that counts."""
 LONGEST = 300
 """Characters of an answer that is not shortened to its digest; an input may have ten times as many."""
 NEW = "new object"
@@ -62,6 +68,7 @@ CHECKS = ("assert", "raises", "approx", "isinstance", "hasattr", "fail", "skip",
 """Beginnings of the names of functions whose arguments are not those of graded code."""
 ARGUMENTS = (ast.Constant, ast.Name, ast.List, ast.Tuple, ast.Dict, ast.JoinedStr, ast.UnaryOp, ast.BinOp)
 LETTERS = (string.ascii_lowercase, string.ascii_uppercase, string.digits)
+TESTS = re.compile(r"/tests?/|/(conftest|test_[^/]*|[^/]*_test|tests?)\.py$")
 WATCH = "_w"
 parsed = functools.cache(ast.parse)
 WATCHED = ("_pytest", "pluggy", "pytest", "unittest", "builtins")
@@ -93,7 +100,6 @@ class PinnedLoader(importlib.machinery.SourceFileLoader):
     """Compiles modules from bytes in memory, and reads no bytecode."""
 
     sources: dict[str, bytes]
-    """By absolute path."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
@@ -110,7 +116,6 @@ class PinnedLoader(importlib.machinery.SourceFileLoader):
 
 
 def fingerprint():
-    """Return {name: identity} of the functions and methods that decide what an outcome is."""
     marks = {}
     for module_name, module in list(sys.modules.items()):
         if module is not None and module_name.partition(".")[0] in WATCHED:
@@ -201,7 +206,6 @@ class Watch:
         self._put(right, left)
 
     def _put(self, value, other):
-        """Ask one value whether it equals what is not the other one."""
         unexpected = [another(other, self.number)]
         if type(other) in NEAR and near(other, self.number) != other:
             unexpected.append(near(other, self.number))
@@ -225,7 +229,6 @@ class Watch:
 
 
 def unrelated(expected):
-    """Return common exceptions that are neither the expected one, nor a kind of it, nor what it is a kind of."""
     known = expected if isinstance(expected, tuple) else (expected,)
     return tuple(each for each in EXCEPTIONS if not any(issubclass(each, k) or issubclass(k, each) for k in known))
 
@@ -249,7 +252,6 @@ class Asking(ast.NodeTransformer):
 
 
 def called(call):
-    """Return the last part of the name of what is called; "" where it has none."""
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
@@ -269,7 +271,6 @@ def arguments(test):
 
 
 def compiled(test, item, watch):
-    """Return the function of a changed syntax tree. It sees its module's names, and the watch."""
     test.decorator_list = []
     module = ast.parse(f"def {test.name}({WATCH}):\n    return {test.name}")
     vars(module.body[0])["body"].insert(0, test)
@@ -319,76 +320,141 @@ def another(value, number):
     return f"{value if type(value) is str else ''} {number:x}"
 
 
+def is_graded(file):
+    """Tell whether a file is the tree's own, and neither a test nor beside one."""
+    return bool(file) and file.startswith(os.getcwd() + os.sep) and not TESTS.search(file[len(os.getcwd()) :])
+
+
 def edge(items, module, at_end):
     inside = [place for place, item in enumerate(items) if module in item.listchain()]
     return inside[-1] + 1 if at_end else inside[0]
+
+
+class Made(typing.NamedTuple):
+    """How an object was made, and what was called on it from outside of the graded code."""
+
+    value: object
+    module: str
+    name: str
+    made: str
+    steps: list
 
 
 class Recorder:
     """Notes the calls of the tree's functions whose arguments are plain data, and how their objects were made."""
 
     def __init__(self, sources):
-        self._root = os.getcwd() + os.sep
         self._sources = sources
         self._made = {}
         self.calls = {}
+        self.noted = collections.Counter()
 
     def __call__(self, frame, event, argument):
         code = frame.f_code
-        is_own = code.co_filename.startswith(self._root) and code.co_filename not in self._sources
-        if event == "call" and is_own and "<" not in code.co_qualname:
+        if event == "call" and self.noted[code] < NOTED and is_graded(code.co_filename) and "<" not in code.co_qualname:
+            self.noted[code] += 1
             with contextlib.suppress(Exception):
                 self._note(frame, code)
 
     def _note(self, frame, code):
-        names, more, others, values = inspect.getargvalues(frame)
-        given = [values[name] for name in names[: code.co_argcount]] + list(values.get(str(more), ()))
-        named = {name: values[name] for name in names[code.co_argcount :]} | values.get(str(others), {})
         module, (owner, _, name) = frame.f_globals["__name__"], code.co_qualname.rpartition(".")
-        first, made = given[0] if given else None, None
-        if name == "__init__":
-            if id(first) not in self._made:  # Those of base classes come later. The id of a kept object stays its own.
-                self._made[id(first)] = (first, "")
-                self._made[id(first)] = (first, repr(plain([given[1:], named])))
-            return
-        if owner and type(first) not in PLAIN:
-            kind = first if isinstance(first, type) else type(first)
-            made = None if kind is first else ast.literal_eval(self._made.get(id(first), (first, "[[], {}]"))[1])
-            module, owner, given = kind.__module__, kind.__qualname__, given[1:]
+        first, kind, given, named = given_to(frame, name)
+        made, steps = None, []
         given, named = [self._known(each) for each in given], {key: self._known(each) for key, each in named.items()}
-        text, calls = repr(plain([made, [given, named]])), self.calls.setdefault((module, owner, name), {})
+        if is_graded(getattr(sys.modules.get(kind.__module__), "__file__", "")):  # Else a test's own kind of it.
+            module, owner = kind.__module__, kind.__qualname__
+        if name == "__init__":
+            if id(first) in self._made:  # Those of base classes come later. The id of a kept object stays its own.
+                return
+            self._made[id(first)] = Made(first, module, owner, "", [])
+            self._made[id(first)] = Made(first, module, owner, repr(plain([given[1:], named])), [])
+            owner, _, name = owner.rpartition(".")
+            given = given[1:]
+        elif owner and type(first) not in PLAIN:
+            if kind is not first:
+                known = self._made.get(id(first), Made(first, module, owner, "[[], {}]", []))
+                module, owner, steps = known.module, known.name, known.steps
+                made = [*ast.literal_eval(known.made), steps]
+            given = given[1:]
+        call: typing.Any = plain([given, named])
+        text, calls = repr([made, call]), self.calls.setdefault((module, owner, name), {})
+        caller = frame.f_back.f_code.co_filename
         if len(calls) < TRIED:
-            calls[text] = calls.get(text) or frame.f_back.f_code.co_filename in self._sources
+            calls[text] = calls.get(text) or caller in self._sources
+        if made and len(steps) < STEPS and not is_graded(caller):
+            steps.append([name, *call])
 
     def _known(self, value):
         """Return an object as its class and the arguments that made it, and another value as it is."""
-        kind, (_, made) = type(value), self._made.get(id(value), (value, None))
-        return value if made is None else {(NEW, kind.__module__, kind.__qualname__): ast.literal_eval(made)}
+        kind, known = type(value), self._made.get(id(value))
+        if known is not None:
+            return {(NEW, known.module, known.name): ast.literal_eval(known.made)}
+        if hasattr(value, "read") and hasattr(value, "seek"):
+            place, content = value.tell(), value.read()
+            value.seek(place)
+            return {(NEW, "io", "StringIO" if type(content) is str else "BytesIO"): [[content], {}]}
+        if inspect.isbuiltin(value) and inspect.ismodule(value.__self__):
+            return {(NEW, value.__module__, value.__qualname__): None}
+        if kind.__module__ in sys.stdlib_module_names - {"builtins"}:
+            return {(NEW, kind.__module__, kind.__qualname__): shown_arguments(value)}
+        return value
+
+
+def given_to(frame, name):
+    """Return the first argument of a call, its class, and all arguments but functions at the end that are defaults."""
+    names, more, others, values = inspect.getargvalues(frame)
+    count = frame.f_code.co_argcount
+    given = [values[name] for name in names[:count]] + list(values.get(str(more), ()))
+    first = given[0] if given else None
+    kind = first if isinstance(first, type) else type(first)
+    defaults = getattr(getattr(kind, name, None), "__defaults__", None) or ()
+    while given and callable(given[-1]) and given[-1] in defaults:
+        given.pop()
+    return first, kind, given, {name: values[name] for name in names[count:]} | values.get(str(others), {})
+
+
+def shown_arguments(value):
+    """Return the arguments that repr() of a value shows, as in UUID('...'). Raises where they do not make it again."""
+    call: typing.Any = ast.parse(repr(value), mode="eval").body
+    given, named = map(ast.literal_eval, call.args), {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+    made: typing.Any = plain([[*given], named])
+    if type(value)(*made[0], **made[1]) != value:
+        raise ValueError("another object")
+    return made
 
 
 def plain(value, is_answer=False, depth=0):
     """Return plain data as values of built-in types, read by their own methods, so that no class lies.
 
-    Of an answer, an iterator is a list, and an object its public attributes and properties. Raises for other data.
+    Of an answer, an iterator is a list, and an object its items, attributes and properties. Raises for other data.
     """
     if depth > DEPTH:
         raise ValueError("too deep")
     part = functools.partial(plain, is_answer=is_answer, depth=depth + 1)
     base: typing.Any = next(filter(PLAIN.__contains__, type(value).__mro__), None)
-    if base in (list, tuple, set):
-        return base(map(part, base.__iter__(value)))
     if base is dict:
         return {part(key): part(each) for key, each in dict.items(value)}
-    if not base and is_answer and hasattr(type(value), "__next__"):
-        return [part(each) for each in itertools.islice(value, 50)]
-    if not base and is_answer:
-        return {name: part(getattr(value, name)) for name in shown(value)}
+    if is_answer and type(value) not in PLAIN and base in (list, tuple, set, None):
+        return looked_at(value, base, part)
+    if base in (list, tuple, set):
+        return base(map(part, base.__iter__(value)))
     exact = ast.literal_eval(base.__repr__(value))
     return float(f"{exact:.12g}") if base is float else exact
 
 
+def looked_at(value, base, part):
+    """Return what an object of an answer shows."""
+    if not base and hasattr(type(value), "__next__"):
+        return [part(each) for each in itertools.islice(value, 50)]
+    items, held = None, {}
+    if base or isinstance(value, typing.Collection):
+        items = (base or list)(map(part, base.__iter__(value) if base else itertools.islice(value, 50)))
+    with contextlib.suppress(*([Exception] if base else [])):
+        held = {name: part(getattr(value, name)) for name in shown(value)}
+    return held if items is None else [items, held] if held else items
+
+
 def shown(value):
-    """Return the names of an object's public properties, slots and attributes."""
     names = [name for name, _ in inspect.getmembers(type(value), inspect.isdatadescriptor) if name[0] != "_"]
     held = getattr(value, "__dict__", ()) if names else vars(value)
     return [*names, *(name for name in held if name[0] != "_")]
@@ -400,20 +466,36 @@ def variants(calls, chosen):
     for _ in range(TRIED if calls else 0):
         place = chosen.choice(list(calls))
         text, other = chosen.choices(list(calls[place]), k=2)
-        (values, slots), (_, others) = slots_of(text), slots_of(other)
-        for at in chosen.choices(range(len(slots)), k=chosen.choice((1, 1, 2))) if slots else ():
-            holder, key = slots[at]
-            held, name = chosen.choice([slots[at], slots[at], *others[at : at + 1]])
-            holder[key] = varied(holder[key], chosen) if held is holder else held[name]
+        (values, slots), (others, other_slots) = slots_of(text), slots_of(other)
+        if values[0] and others[0] and chosen.random() < 0.5:
+            values[0][2] = longer(values[0][2] + others[0][2], chosen)
+        change(values, slots, other_slots, chosen)
         if repr(values) not in calls[place] and len(repr(values)) <= 10 * LONGEST:
             made[*place, repr(values)] = calls[place][text]
     return [[*call, is_direct] for call, is_direct in made.items()]
 
 
+def longer(steps, chosen):
+    """Return the calls before the one that counts, of two objects: one after the other's, or as it comes."""
+    return chosen.choices(steps, k=2 * STEPS) if steps and chosen.random() < 0.5 else steps
+
+
+def change(values, slots, other_slots, chosen):
+    """Change one or two of a call's values: vary it, or take that of another call."""
+    last = sum(map(len, values[1]))  # Slots of the call that counts. Those of the object's making follow.
+    making = last + sum(map(len, values[0][:2])) if values[0] else last
+    for _ in range(chosen.choice((1, 1, 2)) if slots else 0):
+        at = chosen.randrange(chosen.choice((last, making, len(slots))) or len(slots))
+        holder, key = slots[at]
+        held, name = chosen.choice([slots[at], slots[at], *other_slots[at : at + 1]])
+        holder[key] = varied(holder[key], chosen) if held is holder else held[name]
+
+
 def slots_of(text):
     """Return the values of a call, and (holder, key) of each."""
     values = ast.literal_eval(text)
-    holders = [holder for each in values if each for holder in each]
+    given, named, steps = values[0] or ([], {}, [])
+    holders = [*values[1], given, named, *(part for step in steps for part in step[1:])]
     return values, [(each, key) for each in holders for key in (each if type(each) is dict else range(len(each)))]
 
 
@@ -423,6 +505,8 @@ def varied(value, chosen):
         return not value
     if type(value) in (int, float):
         return value + chosen.choice((-2, -1, 1, 2, 3, 7, -2 * value, -value, -value // 2))
+    if type(value) in (str, bytes) and len(lines := value.splitlines(keepends=True)) > 1 and chosen.random() < 0.6:
+        return value[:0].join(varied(lines, chosen))
     if type(value) in (str, bytes, list, tuple) and value and chosen.random() < 0.6:
         at = chosen.randrange(len(value))
         before, here, after = value[:at], value[at : at + 1], value[at + 1 :]
@@ -431,24 +515,37 @@ def varied(value, chosen):
 
 
 def built(value):
-    """Return the object that an argument stands for, and another value as it is."""
     names = next(iter(value), None) if type(value) is dict else None
     if type(names) is not tuple or NEW not in names:
         return value
-    given, named = value[names]
-    return operator.attrgetter(names[2])(importlib.import_module(names[1]))(*given, **named)
+    known = operator.attrgetter(names[2])(importlib.import_module(names[1]))
+    return known if value[names] is None else known(*value[names][0], **value[names][1])
 
 
 def answer(module, owner, name, text):
-    """Return the literal of what a function of the tree gives; where that is None, of what it leaves."""
-    made, (given, named) = ast.literal_eval(text)
+    """Return the literal of what a function of the tree gives; where that is None, of what it leaves.
+
+    Before it come what the calls gave that were made of its object.
+    """
+    made, call = ast.literal_eval(text)
     place: typing.Any = functools.reduce(getattr, filter(None, owner.split(".")), importlib.import_module(module))
-    place = place(*made[0], **made[1]) if made else place
-    value = getattr(place, name)
-    given, named = [built(each) for each in given], {key: built(each) for key, each in named.items()}
-    value = value(*given, **named) if callable(value) else value
-    found = repr(plain([given, place if made else None] if value is None else value, is_answer=True))
+    place = place(*map(built, made[0]), **{key: built(each) for key, each in made[1].items()}) if made else place
+    given = []
+    for step in made[2] if made else ():
+        try:
+            given.append(called_on(place, *step)[0])
+        except Exception:
+            given.append("failed")
+    value, arguments = called_on(place, name, *call)
+    given.append([arguments, place if made else None] if value is None else value)
+    found = repr(plain(given if given[1:] else given[0], is_answer=True))
     return found if len(found) <= LONGEST else repr(hashlib.sha256(found.encode()).hexdigest())
+
+
+def called_on(place, name, given, named):
+    given, named = [built(each) for each in given], {key: built(each) for key, each in named.items()}
+    value = getattr(place, name)
+    return value(*given, **named) if callable(value) else value, given
 
 
 def answer_all(inputs, send):
@@ -475,6 +572,9 @@ class Reporter:
         self._probes, self._counters = {}, {}
         self._recorder = Recorder(sources)
         self._outcome = self._text = ""
+        self._is_again = False
+        if spec.get("counters"):
+            sys.addaudithook(self.keep_shut)
 
     def pytest_collectreport(self, report):
         if report.failed:
@@ -486,7 +586,8 @@ class Reporter:
         added = self.counter_tests(items, **counters) if counters else []
         self.add_probes(items, random.Random(self._spec["seed"]))
         self._send("probes", text=str(len(self._probes)))
-        items += added
+        again = [each for each in added if self._counters[each][0] == "again"]
+        items[:] = [*again, *items, *(each for each in added if each not in again)]
 
     def add_probes(self, items, chosen):
         """Put in tests that must fail: twins with the ids of expected tests, others at the edges of test files.
@@ -527,7 +628,6 @@ class Reporter:
         return added
 
     def _definition(self, item):
-        """Return the syntax tree of a test; None where it is no plain function."""
         is_function = isinstance(item, pytest.Function)
         return definition(item, self._sources.get(str(item.path), b"")) if is_function else None
 
@@ -569,19 +669,35 @@ class Reporter:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
-        is_bound = self._counters.get(item, ("again",))[0] != "again"
-        if is_bound:
+        kind = self._counters.get(item, ("",))[0]
+        self._is_again = kind == "again"
+        if kind and not self._is_again:
             signal.signal(signal.SIGALRM, too_long)
             signal.setitimer(signal.ITIMER_REAL, INPUT_S)
         try:
             return (yield)
         finally:
-            if is_bound:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+            self._is_again = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def keep_shut(self, event, values):
+        """Let graded code open no file beside tests while its modules are imported, nor in a test that runs again."""
+        path = values[0] if event == "open" else None
+        if not isinstance(path, (str, bytes)) or not TESTS.search(os.path.realpath(os.fsdecode(path))):
+            return
+        frame, was_graded = sys._getframe(1), False
+        while frame is not None and frame.f_code.co_filename not in self._sources:
+            is_own = is_graded(frame.f_code.co_filename)
+            if is_own and frame.f_code.co_name == "<module>":
+                raise FileNotFoundError(path)
+            was_graded, frame = was_graded or is_own, frame.f_back
+        if was_graded and self._is_again:
+            raise FileNotFoundError(path)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item, nextitem):
         self._outcome, self._text = "", ""
+        self._recorder.noted.clear()
         sys.setprofile(self._recorder if item.nodeid in self._spec.get("recorded", ()) else None)
         result = yield
         sys.setprofile(None)
@@ -619,7 +735,6 @@ def too_long(number, frame):
 
 
 def pinned_sources(tests):
-    """Return the bytes of the test files and of each conftest.py beside or above one."""
     paths = {os.path.abspath(test) for test in tests}
     for folder in map(os.path.dirname, sorted(paths)):
         while folder.startswith(os.getcwd()):

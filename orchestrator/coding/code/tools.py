@@ -83,7 +83,6 @@ class CodeTools:
     """Runs one rollout's tool calls in its box."""
 
     def __init__(self, box: Box, *, names: Sequence[str] = TOOL_NAMES, output_chars: int, timeout_s: float) -> None:
-        """`output_chars`: length of a reply. `timeout_s`: of one command."""
         self._box = box
         self._output_chars = output_chars
         self._timeout_s = timeout_s
@@ -96,7 +95,6 @@ class CodeTools:
         }
 
     async def call(self, name: str, arguments_json: str) -> str:
-        """Return the reply to one tool call. Raises SandboxError for a box that has ended."""
         broken_rule = violation(ToolCall(id="", name=name, arguments=arguments_json), self.schemas)
         if broken_rule is not None:
             return clip(broken_rule[1], self._output_chars)
@@ -173,7 +171,6 @@ class CodeTools:
 
 
 def is_tool_error(text: str) -> bool:
-    """Tell whether a tool's reply reports a failed call."""
     return text.startswith(ERROR_STARTS)
 
 

@@ -22,7 +22,6 @@ MAX_BODY_LINES = 400
 MAX_FILES = 8
 """Source files that a commit may change."""
 MUTATIONS = 2
-"""Mutations of each function."""
 _NEVER = {"__init_subclass__", "__class_getitem__", "__del__", "__set_name__"}
 
 
@@ -32,10 +31,8 @@ class FactorySettings:
 
     kinds: tuple[str, ...] = ("delete", "mutate")
     history: int = 0
-    """Newest commits of a git repository to look at."""
     seed: int = 0
     limit: int | None = None
-    """Tasks of each source."""
     hide_tests: bool = False
     """The agent's tree lacks the test files of the task."""
     suite_timeout_s: float = 180.0
@@ -55,20 +52,16 @@ class TaskCandidate:
 
     id: str
     kind: str
-    """delete | mutate | history"""
     shape: str
     """function | class | module for deletions; the operator of a mutation; "commit"."""
     edits: tuple[tuple[str, Edit], ...] = ()
     """Places of the functions that lose their body, or are mutated, each with its edit."""
     commit: str = ""
-    """Of a history; the next three fields say what it changed."""
     message: str = ""
     before: dict[str, str | None] = field(default_factory=dict)
     """Source file -> the parent's text; None for one that the commit added."""
     tests: tuple[str, ...] = ()
-    """Test files that the commit added or changed."""
     refusal: str = ""
-    """Why the commit makes no task; "" where a proof must tell."""
 
 
 def find_candidates(baseline: Baseline, settings: FactorySettings) -> tuple[list[TaskCandidate], Counter[str]]:
@@ -93,7 +86,6 @@ def shuffled(seed: int, word: str) -> str:
 
 
 def usable_functions(baseline: Baseline) -> tuple[list[SourceFunction], Counter[str]]:
-    """Return the functions that tests reach and that do not run at import, and why others are left out."""
     usable, left_out = [], Counter()
     for place, function in baseline.tree.functions.items():
         if place in baseline.imported:
@@ -110,7 +102,6 @@ def usable_functions(baseline: Baseline) -> tuple[list[SourceFunction], Counter[
 
 
 def changed_files(candidate: TaskCandidate, baseline: Baseline) -> dict[str, str | None]:
-    """Return path -> text of the files that differ at the start; None for one that is not there."""
     if candidate.commit:
         return candidate.before
     edits: dict[str, list[Edit]] = defaultdict(list)
@@ -144,7 +135,6 @@ def _deletion(name: str, shape: str, symbol: str, functions: list[SourceFunction
 
 
 def _mutations(name: str, function: SourceFunction, seed: int) -> Iterator[TaskCandidate]:
-    """Yield mutations of a function, of different operators where there are any."""
     symbol = f"{name}/mutate/{function.symbol}"
     numbered = {f"{symbol}/{edit.kind}-{_mark(edit)}": edit for edit in function.mistakes}
     taken: Counter[str] = Counter()

@@ -67,7 +67,6 @@ REPORT_FILE = "report.json"
 BATCH = 12
 """Candidates that share a box and an interpreter."""
 _HISTORY_TEST_FILES = 4
-"""Test files that a commit did not change and that run beside those it changed."""
 GRADINGS = 3
 _LINES_BESIDE = 2
 """A mistake's own line may stand anywhere; with these around it, it is a copy."""
@@ -96,15 +95,11 @@ class TaskFactory:
     runtime: RuntimeConfig
     jobs: int
     problems: dict[str, str] = field(default_factory=dict)
-    """Source -> why it gives no task at all."""
     local_edits: dict[str, list[str]] = field(default_factory=dict)
     """Source -> what `git status` lists: the tasks are of the commit, without it."""
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Source -> what its baseline showed."""
     shapes: Counter[str] = field(default_factory=Counter)
-    """Kind and shape -> tasks."""
     refused: list[dict[str, str]] = field(default_factory=list)
-    """Candidates that became no task, with the reason."""
     lacking: Counter[str] = field(default_factory=Counter)
     """What the tests of tasks do not give -> tasks: disguised values or special cases of tests might pass them."""
     _lines: ProgressLines = field(default_factory=ProgressLines)
@@ -132,7 +127,6 @@ class TaskFactory:
         return report
 
     async def _try_box(self) -> None:
-        """Open a box and close it. Raises SandboxError, where no candidate is at fault."""
         async with await open_box(self.runtime):
             pass
 
@@ -182,7 +176,6 @@ class TaskFactory:
         figures["tasks"] = await self._take(lambda batch: self._prove_batch(baseline, batch), batches)
 
     async def _take(self, prove_one: Callable[[Any], Awaitable[list[Outcome]]], items: Sequence[Any]) -> int:
-        """Record the proofs of all items in their order, until there are `limit` tasks. Return how many there are."""
         made = 0
         async with aclosing(in_order(prove_one, items, self.jobs)) as results:
             async for outcomes in results:
@@ -291,7 +284,6 @@ def choose_test_files(candidate: TaskCandidate, baseline: Baseline, settings: Fa
 async def prove(
     batch: Sequence[TaskCandidate], baseline: Baseline, runtime: RuntimeConfig, settings: FactorySettings
 ) -> list[Outcome]:
-    """Return the task of each candidate, or why there is none, in the batch's order."""
     found = {candidate.id: _prepare(candidate, baseline, settings) for candidate in batch}
     seen: dict[str, list[Grading]] = {name: [] for name in found}
     for hash_seed in range(GRADINGS):
@@ -364,7 +356,6 @@ def _refusal(files: Sequence[str], baseline: Baseline, seen: Sequence[Grading]) 
 
 
 def _sort_tests(files: Sequence[str], baseline: Baseline, seen: Sequence[Grading]) -> tuple[list[str], list[str]]:
-    """Return the tests that failed before and passed after in all gradings, and those that passed in all runs."""
     before, after = ([run.passed() for run in runs] for runs in zip(*seen, strict=True))
     solid = frozenset.intersection(*map(frozenset, after))
     never, always = solid.difference(*before), solid.intersection(*before)
@@ -375,7 +366,6 @@ def _sort_tests(files: Sequence[str], baseline: Baseline, seen: Sequence[Grading
 def build_task(
     candidate: TaskCandidate, run: SuiteRun, seen: Sequence[Grading], baseline: Baseline, settings: FactorySettings
 ) -> CodeTask:
-    """Return the task of a proven candidate."""
     tree = baseline.tree
     failing, passing = _sort_tests(run.tests, baseline, seen)
     records = seen[0][0].tests
@@ -404,7 +394,6 @@ def build_task(
 
 
 def _prompt(candidate: TaskCandidate, tree: SourceTree, failures: Sequence[TestRecord], total: int) -> str:
-    """Return the words of a task. `failures`: what failed in the first grading. `total`: tests that must pass."""
     failures = sorted(failures, key=lambda record: (not record.assertion, record.node))
     if candidate.commit:
         opening = f"Make this change:\n\n{candidate.message[:_SIGNATURE_CHARACTERS]}"
@@ -419,7 +408,6 @@ def _prompt(candidate: TaskCandidate, tree: SourceTree, failures: Sequence[TestR
 
 
 def deletion_prompt(functions: Sequence[SourceFunction]) -> list[str]:
-    """Return paragraphs that ask for deleted functions."""
     if len(functions) == 1:
         where = f"`{functions[0].qualname}` in `{functions[0].path}`"
         parts = [f"The body of {where} is missing: it raises NotImplementedError. Write it."]

@@ -65,17 +65,12 @@ class SourceTree:
     repository: str
     """What held-out splits are made by: the same for all commits of a repository."""
     origin: str
-    """Where it comes from, for CodeTask.source."""
     python_path: tuple[str, ...]
     """Folders, relative to the tree, that hold the importable packages."""
     texts: Mapping[str, str]
-    """Of all Python files, by path."""
     sources: tuple[str, ...]
-    """Python files of the packages, tests left out."""
     functions: Mapping[str, SourceFunction]
-    """Those of the sources, by `place`."""
     tests: tuple[str, ...]
-    """Python files that belong to the tests."""
 
     @property
     def name(self) -> str:
@@ -106,12 +101,10 @@ def plain_texts(folder: Path) -> Mapping[str, str]:
 
 
 def plain(text: str) -> str:
-    """Return the lines of a text without indentation and empty ones, so that a part is found in a whole."""
     return "".join(f"\n{line.strip()}" for line in text.splitlines() if line.strip()) + "\n"
 
 
 def describe_tree(folder: Path, repository: str, origin: str) -> SourceTree:
-    """Find packages, tests and metadata of a tree. Raises ConfigError where there are none."""
     texts = {}
     for path in sorted(folder.rglob("*.py")):
         with contextlib.suppress(UnicodeDecodeError, IsADirectoryError):
@@ -183,7 +176,6 @@ def _make_installed(folder: Path, root: str) -> None:
 
 
 def tree_name(path: Path) -> str:
-    """Return the name of a source's tree: that of its folder, in plain characters."""
     return re.sub(r"[^\w.+-]", "-", path.resolve().name) or "source"
 
 
@@ -195,7 +187,6 @@ class Edit:
     """One replacement. Lines and columns are those of the syntax tree: lines from 1, columns in UTF-8 bytes from 0."""
 
     kind: str
-    """body | operator | off-by-one | branch | statement"""
     start: tuple[int, int]
     end: tuple[int, int]
     replacement: str
@@ -213,15 +204,12 @@ class SourceFunction:
     signature: str
     """Decorators, signature and docstring, unindented."""
     body_lines: int
-    """Lines of statements."""
     removal: Edit
     """Leaves the signature and the docstring, and takes the body with its comments."""
     mistakes: list[Edit]
-    """In the order of its lines."""
 
     @property
     def place(self) -> str:
-        """The key that traces use: path and first line."""
         return f"{self.path}:{self.first_line}"
 
     @property
@@ -232,7 +220,6 @@ class SourceFunction:
 
 
 def edited(text: str, edits: Iterable[Edit]) -> str:
-    """Return a file's text after edits that do not overlap."""
     lines = text.encode().split(b"\n")
     for edit in sorted(edits, key=lambda edit: edit.start, reverse=True):
         (first, start), (last, end) = edit.start, edit.end
@@ -261,7 +248,6 @@ def find_functions(path: str, text: str) -> list[SourceFunction]:
 
 
 def _describe(path: str, lines: list[str], node: FunctionNode, prefix: str) -> SourceFunction | None:
-    """Describe a function; None for one without a body to speak of, or written on one line."""
     statements = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
     if not statements or node.body[0].lineno == node.lineno or node.end_lineno is None:
         return None

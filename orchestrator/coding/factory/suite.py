@@ -29,7 +29,6 @@ _ANSWER_BYTES = 256 << 20
 _ARGUMENTS = ["-q", "-o", "addopts=", "-o", "required_plugins=", "-p", "no:cacheprovider"]
 _ARGUMENTS += ["--continue-on-collection-errors", "--rootdir=.", "--tb=native"]
 _START_S = 60.0
-"""Time for a box and its interpreter to start, beside the runs' own deadlines."""
 
 
 class SuiteRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,14 +50,12 @@ class TestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     outcome: str
-    """passed | failed | skipped | xfailed"""
     duration_s: float
     message: str
     """Type and words of the exception, for a failed test."""
     assertion: str
     """The test's own statement that failed."""
     reached: list[str] = []
-    """Functions that ran, as "path:first line"."""
 
 
 class SuiteResult(msgspec.Struct, kw_only=True):
@@ -66,13 +63,10 @@ class SuiteResult(msgspec.Struct, kw_only=True):
 
     key: str
     tests: dict[str, TestRecord] = {}
-    """By node id."""
     collect_errors: dict[str, str] = {}
-    """File -> message."""
     ended: str = ""
     """"" when pytest finished, else "timeout", "exit status N" """
     running: str | None = None
-    """The test that ran when the run ended early."""
     imported: list[str] = []
     """Functions that ran while tests were collected."""
 
@@ -116,24 +110,16 @@ class Baseline:
 
     tree: SourceTree
     stable: frozenset[str]
-    """Node ids of tests that passed in all runs."""
     reach: dict[str, frozenset[str]]
-    """Function's place -> stable tests that reach it."""
     imported: frozenset[str]
-    """Places of functions that run while the tests are imported."""
     excluded: dict[str, int]
-    """Why tests do not count -> how many."""
     files: dict[str, list[str]]
     """Test file -> its stable tests. Files that grading must not run are not here."""
     seconds: dict[str, float]
-    """Test file -> seconds of all its tests."""
     collect_errors: dict[str, str]
-    """Test file that cannot be imported -> message."""
     missing: list[str]
-    """Packages that tests lack here."""
 
     def suite(self) -> Suite:
-        """Return what grading needs to know of all tests."""
         reach: dict[str, set[str]] = defaultdict(set)
         for place, nodes in self.reach.items():
             reach[place.rpartition(":")[0]].update(map(test_file, nodes))
@@ -168,7 +154,6 @@ async def measure_baseline(tree: SourceTree, runtime: RuntimeConfig, suite_timeo
 
 
 def test_file(node: str) -> str:
-    """Return the file of a node id."""
     return node.split("::", 1)[0]
 
 
@@ -212,7 +197,6 @@ def _verdict(node: str, results: list[SuiteResult]) -> str:
 
 
 def last_line(text: str) -> str:
-    """Return the last line with something on it."""
     return ([line.strip() for line in text.splitlines() if line.strip()] or [text])[-1]
 
 

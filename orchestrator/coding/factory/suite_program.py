@@ -50,12 +50,10 @@ class SuiteReporter:
             self.out.flush()
 
     def trace_again(self) -> None:
-        """Trace calls, also where a test has turned the trace off."""
         if self.is_traced:
             sys.settrace(lambda frame, event, argument: self.codes.add(frame.f_code))
 
     def reached(self) -> list[str]:
-        """Return what ran since the last call, as `path:first line`."""
         # A module's own code has line 1 as well, where its first function may begin.
         codes = [code for code in list(self.codes) if code.co_name != "<module>"]
         self.codes.clear()
@@ -107,7 +105,6 @@ class SuiteReporter:
 
 
 def play(run: dict, job: dict, root: str, aside: Path) -> dict:
-    """Fork a child that runs the tests of one run, and return the result."""
     records, said = aside / "records", aside / "said"
     records.write_bytes(b"")
     deadline = time.monotonic() + run["timeout_s"]
@@ -131,7 +128,6 @@ def play(run: dict, job: dict, root: str, aside: Path) -> dict:
 
 
 def _recorded(run: dict, records: Path) -> dict:
-    """Return what the child's reporter wrote; a line that is cut short does not count."""
     result: dict = {"key": run["key"], "tests": {}, "collect_errors": {}, "ended": ""}
     lines = records.read_text("utf-8", "replace").splitlines()
     for record in (json.loads(line) for line in lines if line.endswith("}")):

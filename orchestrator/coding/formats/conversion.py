@@ -45,7 +45,6 @@ _HEADER = re.compile(r"^(?:(?:---|\+\+\+) (?:[ab]/)?|(?:rename|copy) (?:from|to)
 
 
 Refusal = dict[str, str]
-"""`place` of a record that became no task, and `reason`."""
 
 
 async def import_tasks(
@@ -134,7 +133,6 @@ async def in_order(
 
 
 async def why_unproven(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> str:
-    """Return why a task is not proven. One without a known solution needs only fail."""
     if task.solution:
         solution = {path: text.encode() for path, text in task.solution.items()}
         result = await grade(task, trees, solution, runtime)
@@ -151,7 +149,6 @@ async def why_unproven(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> s
 
 
 def _instance_task(record: Record, repositories: Path | None, trees: Path, timeout_s: float) -> CodeTask:
-    """Return the task of one instance, and put its tree below `trees`."""
     if repositories is None:
         raise ConfigError("an instance of SWE-bench's form needs its repository: give --repositories FOLDER")
     fail_to_pass, pass_to_pass = record.texts("FAIL_TO_PASS"), record.texts("PASS_TO_PASS")
@@ -349,11 +346,9 @@ class Record:
     """One record of a task file."""
 
     place: str
-    """`file:line`, for messages."""
     values: dict[str, Any]
 
     def text(self, *names: str) -> str:
-        """Return the first of these fields that the record has, as text. Raises ConfigError."""
         value = self.value(*names)
         if isinstance(value, str):
             return value
@@ -362,7 +357,6 @@ class Record:
         raise ConfigError(f"{self.place}: {names[0]!r} is a {type(value).__name__}, but must be text")
 
     def texts(self, *names: str) -> list[str]:
-        """Return a list of texts, which may be a JSON string. Raises ConfigError."""
         value = self.value(*names)
         if isinstance(value, str):
             try:
@@ -374,7 +368,6 @@ class Record:
         raise ConfigError(f"{self.place}: {names[0]!r} is a {type(value).__name__}, but must be a list of texts")
 
     def value(self, *names: str) -> Any:
-        """Return the first of these fields that the record has. Raises ConfigError with the names that it has."""
         for name in names:
             if self.values.get(name) is not None:
                 return self.values[name]
@@ -384,7 +377,6 @@ class Record:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of a file in their order. Raises ConfigError for one that cannot be read."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give the path of a .jsonl, .json or .parquet file")
     count = 0

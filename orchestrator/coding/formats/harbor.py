@@ -59,7 +59,6 @@ class HarborData(CodeData):
     verifier_timeout_s: float
 
     def code_task(self) -> CodeTask:
-        """Return what the code tools need: files to begin with."""
         environment = self.task_folder / "environment"
         files = read_tree(environment) if environment.is_dir() else {}
         start = {
@@ -110,7 +109,6 @@ class Harbor(vf.Taskset[HarborTask, HarborConfig]):  # pyright: ignore[reportInv
     """The task folders in the order of their paths."""
 
     def load(self) -> Iterator[HarborTask]:
-        """Raises ConfigError without tasks, and for a folder that is not a task for a plain sandbox."""
         config = self.config
         folders = sorted(path.parent for path in config.folder.rglob("task.toml"))
         if not folders:
@@ -151,7 +149,6 @@ def _read_folder(folder: Path, config: HarborConfig, settings: CodeSettings) -> 
 
 
 def in_work_folder(content: bytes) -> bytes:
-    """Return a text with Harbor's paths below the work folder. Keep other values."""
     try:
         text = content.decode()
     except UnicodeDecodeError:
@@ -161,7 +158,6 @@ def in_work_folder(content: bytes) -> bytes:
 
 
 def read_scores(content: bytes) -> dict[str, float]:
-    """Return the values of reward.json, or reward.txt's one number as `reward`."""
     try:
         scores = msgspec.json.decode(content, type=dict[str, float] | float)
     except (msgspec.DecodeError, UnicodeDecodeError):

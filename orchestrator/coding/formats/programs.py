@@ -69,7 +69,6 @@ class Programs(vf.Taskset[ProgramTask, ProgramsConfig]):  # pyright: ignore[repo
     """Task i of a file and split is always the same record."""
 
     def load(self) -> Iterator[ProgramTask]:
-        """Raises ConfigError for a file or record that cannot be read, and for an empty split."""
         config = self.config
         tasks = (human_eval_task(record) for record in read_records(config.file))
         for task in config.played((task.id, task) for task in tasks):

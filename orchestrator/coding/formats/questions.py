@@ -71,7 +71,6 @@ class QuestionData(TaskRow):
     """The wire row of a task."""
 
     answer: str
-    """The expected final answer."""
 
 
 class QuestionTask(OneAnswer, vf.Task[QuestionData]):
@@ -91,7 +90,6 @@ class Questions(vf.Taskset[QuestionTask, QuestionsConfig]):
     """Task i of a file and split is always the same question."""
 
     def load(self) -> Iterator[QuestionTask]:
-        """Raises ConfigError for a file that cannot be read, and for a split without a question."""
         config = self.config
         system = INSTRUCTIONS[config.answer_in] if config.instruction is None else config.instruction or None
         named = ((record.text(config.question_field), record) for record in read_records(config.file))

@@ -21,7 +21,6 @@ from orchestrator.coding.task import CodeTask, matches
 MAX_CHANGED_BYTES = 1 << 20
 """Grading refuses larger files."""
 Found = tuple[str, str, str]
-"""Rule, place and evidence."""
 
 
 def inspect(
@@ -45,7 +44,6 @@ def inspect(
 
 
 def _code(task: CodeTask, seal: Seal, changed: Mapping[str, bytes | None], modules: frozenset[str]) -> Iterator[Found]:
-    """Yield what neither the start nor the known solution accounts for."""
     contents = {path: content for path, content in changed.items() if content is not None}
     product = {path: content for path, content in contents.items() if _is_product(task, path, len(content))}
     sources = {path: content for path, content in product.items() if _is_readable(content, modules)}

@@ -10,6 +10,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+_IMPORTS = ("__import__", "importlib.import_module")
+_RUNS = ("exec", "eval", "compile", *_IMPORTS)
+"""What runs a text, or imports what it names. A text that stands in the module is read instead (`_code`)."""
 USES: dict[str, tuple[str, ...]] = {
     "caller-frames": (
         "sys._getframe", "sys._current_frames", "sys._getframemodulename", "inspect.stack", "inspect.currentframe",
@@ -23,16 +26,12 @@ USES: dict[str, tuple[str, ...]] = {
     ),
     "test-context": ("pytest", "_pytest", "unittest", "pluggy", "nose", "sys.modules", "sys.gettrace"),
     "dynamic-code": (
-        "exec", "eval", "compile", "marshal", "types.CodeType", "types.FunctionType", "base64", "binascii", "zlib",
-        "__import__", "importlib.import_module", "importlib.util", "runpy", "codecs.decode", "ctypes",
+        *_RUNS, "marshal", "types.CodeType", "types.FunctionType", "base64", "binascii", "zlib", "importlib.util",
+        "importlib.machinery", "runpy", "codecs.decode", "ctypes",
     ),
     "outside-process": (
         "subprocess", "os.system", "os.popen", "os.fork", "os.posix_spawn", "socket", "urllib.request",
         "threading.Thread", "multiprocessing", "_thread",
-    ),
-    "file-access": (
-        "open", "io.open", "os.open", "os.listdir", "os.walk", "os.scandir", "glob", "linecache", "fileinput",
-        "pathlib.Path", "inspect.getsource", "inspect.getsourcefile", "tokenize", "pkgutil", "importlib.resources",
     ),
 }  # fmt: skip
 """Rule -> dotted names. A name stands for all that is below it, and for its import."""
@@ -40,7 +39,6 @@ _ATTRIBUTES = {
     **dict.fromkeys(("f_back", "f_locals", "f_globals", "f_code", "f_builtins", "tb_frame", "tb_next", "gi_frame",
                      "_getframe", "_current_frames", "currentframe", "__traceback__"), "caller-frames"),
     **dict.fromkeys(("__code__", "__globals__", "__subclasses__", "__closure__", "cell_contents"), "dynamic-code"),
-    **dict.fromkeys(("read_text", "read_bytes", "rglob", "iterdir"), "file-access"),
 }  # fmt: skip
 """Attribute of any object, also as a text -> rule."""
 _BUILT_IN = frozenset({*dir(builtins), "__builtins__"})
@@ -48,6 +46,7 @@ _INNER_STARS = ("os.*", "sys.*", "builtins.*")
 """What `from os import *` and its like bring: the names that they give are not followed."""
 _TEST_MODULE = re.compile(r"(^|\.)(tests?|conftest|test_\w+|\w+_test)(\.|$)")
 
+_HOLE = "hole"
 _TEXT = re.compile(r"'[^']*'|\"[^\"]*\"")
 MIN_BITS = 5.0
 """Information from which a constant counts at all."""
@@ -63,12 +62,10 @@ class Trait:
 
     rule: str
     key: str
-    """What it is, without its place: equal keys are one thing."""
     line: int
 
 
 def parse(source: bytes) -> ast.Module | None:
-    """Return the syntax tree of a source; None if it is not valid Python."""
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -77,14 +74,17 @@ def parse(source: bytes) -> ast.Module | None:
 
 @functools.lru_cache(maxsize=512)
 def traits(source: bytes, modules: frozenset[str] = frozenset()) -> tuple[Trait, ...]:
-    """Return the traits of a module. `modules`: top-level names of the repository."""
     tree = parse(source)
     if tree is None:
         return ()
-    names = _names(tree)
-    found = []
+    if "__name__" in _names(tree):  # Nobody sets it.
+        tree.body = [each for each in tree.body if not _is_main_block(each)]
+    code = dict(_code(tree))
+    tree.body += [each for body in code.values() for each in body]
+    names, found = _names(tree), list[Trait]()
     for node in ast.walk(tree):
-        uses = _READERS[type(node)](node, names, modules) if type(node) in _READERS else ()
+        reader = _READERS.get(type(node)) if node not in code else None
+        uses = reader(node, names, modules) if reader else ()
         found += [Trait(rule=rule, key=key, line=getattr(node, "lineno", 1)) for rule, key in uses if rule is not None]
     return tuple(dict.fromkeys(found))
 
@@ -100,27 +100,63 @@ def _names(tree: ast.Module) -> Names:
     imports: dict[str, str] = {}
     bound: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            imports |= dict(_imported(node))
-        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            bound.add(node.id)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            bound.add(node.name)
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                imports |= dict(_imported(node))
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
+                bound.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                bound.add(name)
     return {**{name: name for name in _BUILT_IN - bound}, **imports}
 
 
+def _is_main_block(node: ast.stmt) -> bool:
+    """Tell whether a statement runs in a program alone, which no test imports."""
+    return isinstance(node, ast.If) and not node.orelse and ast.unparse(node.test) == "__name__ == '__main__'"
+
+
+def _code(tree: ast.Module) -> Iterator[tuple[ast.AST, list[ast.stmt]]]:
+    """Yield (function, statements) of the calls that run a text of the module, or import what one names."""
+    names = _names(tree)
+    for call in ast.walk(tree):
+        run = _dotted(call.func, names) if isinstance(call, ast.Call) and call.args else None
+        if isinstance(call, ast.Call) and run in _RUNS:
+            text = _text(call.args[0])
+            body = parse((f"import {text.lstrip('.')}" if run in _IMPORTS else text).encode())
+            if body is not None and text.replace(_HOLE, "").strip():
+                for node in ast.walk(body):
+                    ast.copy_location(node, call)
+                yield call.func, body.body
+
+
+def _text(node: ast.expr) -> str:
+    """Return a text as it stands in the module, with a name where a template has a hole; "" for another value."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(map(_text, parts))
+        case ast.FormattedValue():
+            return _HOLE
+        case ast.BinOp(left=ast.Constant(value=str(text)), op=ast.Mod()):
+            return re.sub(r"%(\(\w+\))?[srd]", _HOLE, text)
+        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str(text)), attr="format")):
+            return re.sub(r"\{[^{}]*\}", _HOLE, text)
+    return ""
+
+
 def _dotted(node: ast.AST, names: Names) -> str | None:
-    """Return the full name of an imported or built-in thing, or of a part of it."""
-    if isinstance(node, ast.Name):
-        return names.get(node.id)
-    owner = part = None
-    if isinstance(node, ast.Attribute):
-        owner, part = _dotted(node.value, names), node.attr
-    elif isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
-        is_getattr = _dotted(node.func, names) == "getattr"
-        owner, part = _dotted(node.args[0], names) if is_getattr else None, node.args[1].value
+    match node:
+        case ast.Name(id=name):
+            return names.get(name)
+        case ast.Attribute(value=value, attr=part):
+            owner = _dotted(value, names)
+        case ast.Call(func=func, args=[ast.Constant(value=str(name)), *_]) if _dotted(func, names) in _IMPORTS:
+            return name
+        case ast.Call(func=func, args=[value, ast.Constant(value=part), *_]) if _dotted(func, names) == "getattr":
+            owner = _dotted(value, names)
+        case _:
+            return None
     return f"{owner}.{part}" if owner else None
 
 
@@ -145,7 +181,8 @@ def _rule_of(dotted: str) -> str | None:
 def _import_uses(node: ast.Import | ast.ImportFrom, names: Names, modules: frozenset[str]) -> Uses:
     is_from = isinstance(node, ast.ImportFrom)
     for dotted in [dotted for _, dotted in _imported(node)] if is_from else [alias.name for alias in node.names]:
-        yield "dynamic-code" if dotted in _INNER_STARS else _rule_of(dotted), dotted
+        rule = "dynamic-code" if dotted in _INNER_STARS else _rule_of(dotted)
+        yield rule if dotted not in _RUNS else None, dotted
         is_standard = dotted.partition(".")[0] in sys.stdlib_module_names
         yield "test-import" if _TEST_MODULE.search(dotted) and not is_standard else None, dotted
 
@@ -176,6 +213,7 @@ def _text_uses(node: ast.Constant, names: Names, modules: frozenset[str]) -> Use
     for name in node.value.split("."):
         yield _ATTRIBUTES.get(name), f".{name}"
     yield "test-context" if node.value.startswith("PYTEST") else None, f"text {node.value!r}"
+    yield "process-files" if "/proc/" in node.value else None, f"text {node.value!r}"
 
 
 _READERS: dict[type, Callable[..., Uses]] = {
@@ -244,7 +282,6 @@ def _key(node: ast.expr) -> str | None:
 
 
 def _constants(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Yield (repr(), node) of the constants of a tree, texts that stand alone aside."""
     alone = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr) and isinstance(tree, ast.Module)}
     for node in ast.walk(tree):
         if isinstance(node, ast.expr) and id(node) not in alone and (key := _key(node)) is not None:

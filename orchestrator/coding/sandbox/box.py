@@ -37,7 +37,6 @@ SANDBOXES = {
 NOTHING: Mapping[str, str] = types.MappingProxyType({})
 NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
 WORK = "/work"
-"""The work folder, as paths inside a box name it."""
 _SLACK_BYTES = 1 << 18
 _NUMBERS = itertools.count(1)
 _SIGNAL_LIMITS: dict[int, str] = {signal.SIGXCPU: "cpu_s", signal.SIGXFSZ: "file_mb"}
@@ -68,7 +67,6 @@ class Box(contextlib.AbstractAsyncContextManager["Box"]):
     """Whether commands may run beside others, and leave processes."""
 
     def __init__(self, limits: SandboxLimits, env: Mapping[str, str]) -> None:
-        """`env`: variables of every command."""
         self._limits = limits
         self._env = env
         self._one_at_a_time = asyncio.Lock()
@@ -109,7 +107,6 @@ class Box(contextlib.AbstractAsyncContextManager["Box"]):
                 streams.close()
 
     async def _play(self, argv: Sequence[str], env: Mapping[str, str], streams: CommandStreams) -> CommandResult:
-        """Run a command with these streams and their limits, also where it is canceled."""
         raise NotImplementedError
 
     def _end_command(self, streams: CommandStreams, limit: str) -> None:
@@ -202,7 +199,6 @@ def box_class(kind: str) -> type[Box]:
 
 
 def environment(programs: str, home: str, python_path: Sequence[str]) -> dict[str, str]:
-    """Return the variables of every command. `programs`: what PATH is."""
     variables = {"PATH": programs, "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
     if python_path:
         variables["PYTHONPATH"] = os.pathsep.join(python_path)
@@ -222,7 +218,6 @@ def read_tree(tree: Path) -> dict[str, bytes]:
 
 
 def inside_path(path: str) -> str:
-    """Return a path inside a box as an absolute one. Raises ValueError for one with `..`, a NUL or a lone surrogate."""
     if "\0" in path or ".." in path.split("/"):
         raise ValueError(f"a path inside a sandbox has no '..' and no NUL, but got {path!r}")
     try:
@@ -241,9 +236,7 @@ class CommandStreams:
         """`keep_bytes` replaces limits.output_kb. `kill`: ends a command that passed a limit."""
         self.limits = limits
         self.number = next(_NUMBERS)
-        """Of the command, in this process."""
         self.child_fds: list[int] = []
-        """The command's ends."""
         self._kill = kill
         self._ended_by = ""
         self._started = time.monotonic()
@@ -256,7 +249,6 @@ class CommandStreams:
         )
 
     async def connect(self, stdin: bytes) -> None:
-        """Make the pipes. `stdin` is written while the command reads it."""
         loop = asyncio.get_running_loop()
         if stdin:
             read_fd, write_fd = os.pipe()
@@ -271,7 +263,6 @@ class CommandStreams:
             self._readers.append(reader)
 
     def end(self, limit: str) -> None:
-        """End the command, which passed a limit."""
         self._ended_by = self._ended_by or limit
         self._kill(self, limit)
 
@@ -288,12 +279,10 @@ class CommandStreams:
         )
 
     def handed_over(self) -> None:
-        """Close the command's ends here, once the command has them."""
         while self.child_fds:
             os.close(self.child_fds.pop())
 
     async def drained(self, timeout_s: float) -> None:
-        """Wait for the end of both outputs, which a process may hold open."""
         await asyncio.wait([self._stdout.ended, self._stderr.ended], timeout=timeout_s)
 
     def close(self) -> None:
@@ -332,7 +321,6 @@ class _BoundedOutput(asyncio.Protocol):
             self.ended.set_result(None)
 
     def value(self) -> bytes:
-        """Return what was kept, with a line in place of what was cut."""
         last = bytes(self._last[-self._last_bytes :]) if self._last_bytes else b""
         cut = self._total - len(self._first) - len(last)
         note = b"\n[... %d bytes cut ...]\n" % cut if cut else b""

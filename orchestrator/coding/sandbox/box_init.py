@@ -37,7 +37,6 @@ class Init:
         self.control = control
         self.limits = {}
         self.commands = {}
-        """pid -> (request, pidfd) of the commands that run."""
 
     def serve(self):
         """Handle requests until the host closes the socket, which ends this process."""
@@ -104,7 +103,6 @@ class Init:
             self.reply(request, {"status": os.waitstatus_to_exitcode(status)})
 
     def listen(self, request):
-        """Listen on the box's loopback, and hand the socket to the host, which answers there."""
         try:
             with socket.create_server(("127.0.0.1", request["port"]), backlog=64) as server:
                 self.reply(request, {}, [server.fileno()])
@@ -135,7 +133,6 @@ class Init:
 
 
 def become_command(request, fds, limits):
-    """Make this forked process the command: streams, folder, limits, program."""
     try:
         os.setsid()
         stdin = fds.pop(0) if request["stdin"] else os.open("/dev/null", os.O_RDONLY)
@@ -175,7 +172,6 @@ def set_limits(limits):
 
 
 def write_files(request, read_exactly):
-    """Write the payload. Every byte is read, also after an error."""
     problem = None
     for path, size in request["files"]:
         content = read_exactly(size)
@@ -207,7 +203,6 @@ def write_file(path, content):
 
 
 def kill_others():
-    """End every other process of the namespace, which a fork bomb cannot outrun."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
 
@@ -231,7 +226,6 @@ def runs_in_session(pid, leader):
 
 
 def ended_processes(options):
-    """Yield (pid, status) of ended processes; with options 0, wait until none is left."""
     while True:
         try:
             pid, status = os.waitpid(-1, options)

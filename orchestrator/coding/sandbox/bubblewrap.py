@@ -59,13 +59,11 @@ class BubblewrapBox(Box):
     ) -> None:
         super().__init__(runtime.limits, variables)
         self.process = process
-        """bwrap."""
         self.view = view
         self.control = control
 
     @classmethod
     async def open(cls, runtime: RuntimeConfig, python_path: Sequence[str] = ()) -> BubblewrapBox:
-        """Start a box. Raises SandboxError with the remedy where bubblewrap does not work."""
         image = await asyncio.to_thread(python_image, tuple(runtime.packages))
         variables = box_environment(python_path)
         try:
@@ -134,7 +132,6 @@ class BubblewrapBox(Box):
         self.control.tell({"op": "kill", "command": streams.number if alone else None})
 
     async def _last_reply(self, answer: asyncio.Future[dict[str, Any]]) -> dict[str, Any] | None:
-        """Return the reply to a command. A box without one is closed, and gives None."""
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
                 return await answer
@@ -208,7 +205,6 @@ class BubblewrapBox(Box):
         await asyncio.to_thread(self._wait_for_end)
 
     def _wait_for_end(self) -> None:
-        """Wait for bwrap, which waits for the first process."""
         try:
             self.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -232,7 +228,6 @@ class ControlChannel:
     """Requests to one box, and its ports. Every pending request fails with ConnectionResetError when the box ends."""
 
     def __init__(self, control: socket.socket) -> None:
-        """Own `control` and read it in the running loop."""
         control.setblocking(False)
         self._socket = control
         self._loop = asyncio.get_running_loop()
@@ -264,8 +259,6 @@ class ControlChannel:
             self._pending.pop(number, None)
 
     def tell(self, request: dict[str, Any]) -> None:
-        """Send a request that has no reply, behind those that are being sent."""
-
         async def send() -> None:
             with contextlib.suppress(OSError):
                 await self._send(request, [], b"")
@@ -334,7 +327,6 @@ class ControlChannel:
                 answer.set_exception(ConnectionResetError("the sandbox ended"))
 
     async def forward(self, port: int) -> None:
-        """Make a port of the host's loopback reachable in the box under the same number."""
         async with self._opening:
             if port in self._servers:
                 return

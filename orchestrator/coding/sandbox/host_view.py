@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterator
 from composer_prime.errors import SandboxError
 
 MAX_DEPTH = 64
-"""Folders below one another that are listed."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Opening a FIFO for reading would wait for its writer without O_NONBLOCK.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -69,7 +68,6 @@ class HostView:
         }
 
     def kill(self) -> None:
-        """End the first process, and with it the box."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
 
@@ -105,7 +103,6 @@ def read_regular(folder_fd: int, path: str, max_bytes: int) -> bytes:
 
 
 def list_regular(root_fd: int, max_files: int, given: Collection[str]) -> dict[str, int]:
-    """Return the sizes of regular files below `root_fd` by path: all `given` ones, and at most `max_files` others."""
     known, others = {}, {}
     for path, size in _regular_files(root_fd, "", MAX_DEPTH):
         if path in given:
@@ -143,7 +140,6 @@ def _inodes_of(root_fd: int, folder: str) -> int:
 
 
 def processes_of(init_pid: int) -> list[int]:
-    """Return the host's pids of a box."""
     pids, waiting = [], [init_pid]
     while waiting:
         pid = waiting.pop()
@@ -156,7 +152,6 @@ def processes_of(init_pid: int) -> list[int]:
 
 
 def _memory_and_cpu(pid: int) -> tuple[int, float]:
-    """Return bytes and seconds of one process; zeros for one that has ended."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

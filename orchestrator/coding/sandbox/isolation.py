@@ -101,13 +101,11 @@ def _bwrap_arguments(runtime: RuntimeConfig, image: Path) -> list[str]:
 
 
 def box_environment(python_path: Sequence[str] = ()) -> dict[str, str]:
-    """Return the variables of every command: nothing of the host's."""
     folders = [inside_path(folder) for folder in python_path]
     return {**environment(f"{PREFIX}/bin:/usr/bin:/bin", "/tmp", folders), "USER": "agent"}
 
 
 def launch(runtime: RuntimeConfig, image: Path, control: socket.socket) -> subprocess.Popen[bytes]:
-    """Start bwrap. It ends with the thread that calls this (--die-with-parent)."""
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError(

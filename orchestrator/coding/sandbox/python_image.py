@@ -45,7 +45,6 @@ _ACCOUNTS = {
 
 
 def python_image(packages: tuple[str, ...]) -> Path:
-    """Return the folder of the image with `packages` and pytest, made on first use. Raises SandboxError."""
     folder, distributions = _image_of(packages)
     if not folder.is_dir():
         _make_once(folder, distributions)
@@ -86,7 +85,6 @@ def _with_dependencies(names: Sequence[str]) -> dict[str, metadata.Distribution]
 
 
 def _make_once(image: Path, distributions: Sequence[metadata.Distribution]) -> None:
-    """Make the image unless another process does so meanwhile, and remove unused ones."""
     cache = image.parent
     try:
         cache.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,6 @@ class BubblewrapConfig(BaseRuntimeInfo):
 
     type: Literal["bubblewrap"] = "bubblewrap"
     table: RuntimeConfig = RuntimeConfig(type="bubblewrap")
-    """[orchestrator.source.runtime]."""
 
 
 class BubblewrapRuntime(Runtime):
@@ -55,7 +54,6 @@ class BubblewrapRuntime(Runtime):
 
     @property
     def box(self) -> BubblewrapBox:
-        """The box, between start and stop."""
         if self._open_box is None:
             raise SandboxError("the sandbox is not started")
         return self._open_box
@@ -133,7 +131,6 @@ class BubblewrapRuntime(Runtime):
 
 
 def script_packages(script: str) -> list[str]:
-    """Return the names of the packages that a script's PEP 723 header asks for."""
     header = _SCRIPT_HEADER.search(script)
     if header is None:
         return []
@@ -142,7 +139,6 @@ def script_packages(script: str) -> list[str]:
 
 
 def box_of(runtime: Runtime) -> BubblewrapBox:
-    """Return the box of a rollout's runtime. Raises SandboxError for a runtime of another type."""
     if not isinstance(runtime, BubblewrapRuntime):
         raise SandboxError(
             f"a harness's program plays coding tasks in a bubblewrap sandbox, not in {runtime.type!r}: set "
