@@ -67,7 +67,7 @@ class GlobalModel:
 
     @property
     def hash(self) -> str:
-        """Of this rank's masters and the outer step, blake2b-128, hexadecimal."""
+        """Return the hash of this rank's masters and the outer step: blake2b-128, hexadecimal."""
         return _hash(self.outer_step, self._digests)
 
     @property

@@ -48,6 +48,7 @@ from orchestrator.evals import Evaluator
 from orchestrator.event_loop import Notifier, end, watched
 from orchestrator.file_rows import DemonstrationRows, build_demonstrations, build_mixer
 from orchestrator.gateway import Gateway
+from orchestrator.hints.redraws import build_redraws
 from orchestrator.hints.stage import build_hints
 from orchestrator.rollouts.rollout import Permits, RolloutRunner
 from orchestrator.rollouts.rollout_log import FailureLog
@@ -192,7 +193,8 @@ class Pipeline:
         hints = await asyncio.to_thread(build_hints, config, run.model_dir, run.run_dir.root)
         if hints is not None:
             stack.push_async_callback(hints.close)
-        dispatcher = Dispatcher(run=run, runner=runner, failures=failures, hints=hints)
+        redraws = build_redraws(config, hints, runner, run.run_dir.licence, self.batches.trained)
+        dispatcher = Dispatcher(run=run, runner=runner, failures=failures, hints=hints, redraws=redraws)
         stack.push_async_callback(dispatcher.close)
         scheduler = BatchScheduler(
             run=run,

@@ -47,6 +47,7 @@ from orchestrator.durability import (
 from orchestrator.evals import Evaluator
 from orchestrator.event_loop import end
 from orchestrator.file_rows import PairMixer
+from orchestrator.hints.redraws import RedrawnPairs
 from orchestrator.hints.stage import HintStage
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import (
@@ -97,6 +98,8 @@ class Dispatcher:
     runner: RolloutRunner
     failures: FailureLog
     hints: HintStage | None
+    redraws: RedrawnPairs | None = None
+    """Of hinted turns, for the licence of hints."""
     in_flight: dict[int, GroupPlan] = field(default_factory=dict, init=False)
     retries: int = field(default=0, init=False)
     _tasks: dict[int, tuple[float, asyncio.Task[None]]] = field(default_factory=dict, init=False)
@@ -119,12 +122,15 @@ class Dispatcher:
         return {
             "rollouts/retries": self.retries,
             **(self.hints.metrics() if self.hints is not None else {}),
+            **(self.redraws.metrics() if self.redraws is not None else {}),
             **{f"rollouts/failed/{kind}": count for kind, count in sorted(self.failures.counts.items())},
         }
 
     async def close(self) -> None:
         """Cancel all groups without `on_end`."""
         await end(task for _, task in self._tasks.values())
+        if self.redraws is not None:
+            await self.redraws.close()
         self._threads.shutdown(wait=True)
 
     async def _run_group(self, plan: GroupPlan, on_end: Callable[[FinishedGroup], None]) -> None:
@@ -138,6 +144,8 @@ class Dispatcher:
         except Exception as error:
             self.run.fail(error)
         finally:
+            if self.redraws is not None:
+                self.redraws.forget(plan)
             del self.in_flight[plan.group], self._tasks[plan.group]
 
     async def _finish(self, plan: GroupPlan, ended: list[CompiledRollout]) -> FinishedGroup:
@@ -146,6 +154,8 @@ class Dispatcher:
         is_due = self.hints is not None and (not self.hints.distil or self.run.batches.sdpo_ahead())
         if self.hints is not None and is_due and scored >= MIN_GROUP:
             ended = await self.hints.attach(ended)
+            if self.redraws is not None:
+                self.redraws.consider(plan, ended)
         channels = self.run.config.channels
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, score_group, plan, ended, self.run.settings, channels)
@@ -172,6 +182,8 @@ class Dispatcher:
         request = self.runner.training_request(plan, sibling, attempt)
         self.retries += bool(earlier)
         reply, records = await self.runner.run(plan.source, request, order=plan.group)
+        if self.redraws is not None:
+            self.redraws.remember(plan, request.rollout_id, records)
         about = {"seed": request.seed or 0, "earlier": earlier, "with_tokens": self.runner.config.record_tokens}
         finish = partial(finish_rollout, plan, reply, records, sibling=sibling, **about)
         return await asyncio.get_running_loop().run_in_executor(self._threads, finish)
@@ -389,6 +401,8 @@ class BatchScheduler:
             )
         self.run.gateway.control.note_trained(step, trained_by_node(batch.groups))
         self.batches.done(step, message.version, message.last_step)
+        if (redraws := self.dispatcher.redraws) is not None:
+            redraws.licence.note_step(step, message.divergence)
         self.changed_at = time.monotonic()
         self.run.changed.notify()
 
@@ -407,6 +421,8 @@ class BatchScheduler:
                     f"{self.batches.trained} and no longer has all batches in between: start both with --resume"
                 )
             logger.warning("the trainer went back from step %d to step %d", self.batches.trained, step)
+            if self.dispatcher.redraws is not None:
+                self.dispatcher.redraws.licence.resume(step)
         else:
             # The trainer may have ended between the line in the ledger and its StepDone.
             batches = [without_left_out(batch, blamed) for batch in self.batches.held() if batch.step > step]

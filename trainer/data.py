@@ -284,7 +284,13 @@ class StepClient:
                     raise RunMismatchError(f"step {step}: micro-batch {index} says that it is number {batch.index}")
 
     def announce(
-        self, step: int, version: int, sample_ids: list[str], last_step: int | None, should_stop: Callable[[], bool]
+        self,
+        step: int,
+        version: int,
+        sample_ids: list[str],
+        divergence: dict[str, float],
+        last_step: int | None,
+        should_stop: Callable[[], bool],
     ) -> None:
         """Report that `version` is in the weight store, and which step ends the run, until it is acknowledged.
 
@@ -301,6 +307,7 @@ class StepClient:
             version=version,
             sample_ids=sample_ids,
             session=self._session,
+            divergence=divergence,
             last_step=last_step,
         )
 

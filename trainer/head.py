@@ -69,7 +69,7 @@ class HeadTeacher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStatistics:
-    """Of the head's R rows, in nats; float32 (float64 for float64 hidden states)."""
+    """Figures of the head's R rows, in nats; float32 (float64 for float64 hidden states)."""
 
     logprobs_R: Tensor
     """[R], with gradient."""

@@ -30,7 +30,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -117,7 +117,7 @@ class Trainer:
             self.outer or contextlib.nullcontext(),
             _told_first(),
         ):
-            self._publish(client, start, [])
+            self._publish(client, start, [], {})
             # Before that the orchestrator may serve a batch that was packed for an older trainer.
             awaited = f"the orchestrator to note that this trainer starts after step {start}"
             wait_together(f"step {start + 1}", awaited, self.publisher.background.is_idle, self._should_stop)
@@ -244,7 +244,7 @@ class Trainer:
         sample_ids = _gather_lines([sample_id for row in rows for sample_id in row.sample_ids])
         if self.world.first:
             append_step(self.run_dir.ledger, step, [] if left_out else sample_ids, left_out)
-        bytes_published = self._publish(client, step, sample_ids)
+        bytes_published = self._publish(client, step, sample_ids, metrics)
         published_at = time.monotonic()
         if config.orchestrator.eval.due(step, self._last_step(step)):
             metrics |= self._score(reply)
@@ -304,13 +304,16 @@ class Trainer:
         logger.warning(text)
         return {"loss/total": math.nan, "tokens/trained": 0.0}
 
-    def _publish(self, client: StepClient, step: int, sample_ids: list[str]) -> int:
+    def _publish(self, client: StepClient, step: int, sample_ids: list[str], metrics: Mapping[str, float]) -> int:
         """Publish the version of `step` and tell the orchestrator, in the background. Return its bytes."""
-
         last_step = self._last_step(step) if self.outer else None
+        of_hints = "sdpo/jsd/"
+        divergence = {
+            name.removeprefix(of_hints): value for name, value in metrics.items() if name.startswith(of_hints)
+        }
 
         def announce(version: int) -> None:
-            client.announce(step, version, sample_ids, last_step, self.publisher.background.is_closing)
+            client.announce(step, version, sample_ids, divergence, last_step, self.publisher.background.is_closing)
 
         return self.publisher.publish(self.policy, step, announce)
 

@@ -28,6 +28,8 @@ Departures from SDPO (arXiv 2601.20802) and OPSD (arXiv 2601.18734):
 from __future__ import annotations
 
 import math
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -118,6 +120,7 @@ class SdpoTerm(Term):
             "sampler_logprobs": row.sampler_logprobs[hinted],
             "weight": np.array([turn.weight for turn in turns], dtype=np.float32)[turn_D],
             "turn": turn_D,
+            "kind": np.array([_code(turn.kind) for turn in turns], dtype=np.int64)[turn_D],
             "sample_tokens": np.bincount(sample_R, minlength=1)[row.document_of(hinted)],
         }
         return TermRows(positions=hinted, arrays=arrays, counts={"turns": len(turns), "row_tokens": len(sample_R)})
@@ -130,6 +133,7 @@ class SdpoTerm(Term):
             sampler_logprobs_D=tokens.arrays["sampler_logprobs"],
             weight_D=tokens.arrays["weight"],
             turn_D=tokens.arrays["turn"],
+            kind_D=tokens.arrays["kind"],
             turns=tokens.counts["turns"],
             row_tokens=tokens.counts["row_tokens"],
             sample_tokens_D=tokens.arrays["sample_tokens"],
@@ -139,7 +143,8 @@ class SdpoTerm(Term):
 
     def loss(self, inputs: SdpoTokens, totals: StepTotals) -> tuple[Tensor, Sums]:
         divisor = self._policy.divisor(totals, inputs.row_tokens, inputs.sample_tokens_D)
-        return sdpo_loss(inputs, divisor, self._config)
+        loss, sums = sdpo_loss(inputs, divisor, self._config)
+        return loss, sums | _sums_by_kind(inputs, totals.hint_kinds)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return sdpo_metrics(sums)
@@ -159,6 +164,8 @@ class SdpoTokens:
     """float [D]: weight of the token's turn; 0 drops the token."""
     turn_D: Tensor
     """int64 [D]: the token's turn within the micro-batch."""
+    kind_D: Tensor
+    """int64 [D]: the code of its turn's kind of error."""
     turns: int
     """Hinted turns in the micro-batch."""
     row_tokens: int
@@ -212,6 +219,22 @@ def _sums(tokens: SdpoTokens, importance_D: Tensor) -> Sums:
     }
 
 
+def _code(kind: str) -> int:
+    """Return a number for a kind of error, the same on every rank."""
+    return zlib.crc32(kind.encode())
+
+
+@without_gradient
+def _sums_by_kind(tokens: SdpoTokens, kinds: Sequence[str]) -> Sums:
+    """Return the divergence and the number of the tokens of each kind of error in the step."""
+    divergence_D = tokens.divergence_D.detach()
+    sums = {}
+    for kind in kinds:
+        is_kind_D = (tokens.kind_D == _code(kind)).to(divergence_D.dtype)
+        sums |= {f"jsd/{kind}": (divergence_D * is_kind_D).sum(), f"tokens/{kind}": is_kind_D.sum()}
+    return sums
+
+
 _COUNTS = ("turns", "tokens")
 _OVER_TURNS = ("hint_log_ratio", "endorsed")
 """Sums that are means over turns; all others are means over tokens."""
@@ -220,14 +243,15 @@ _OVER_TURNS = ("hint_log_ratio", "endorsed")
 def sdpo_metrics(sums: dict[str, float]) -> dict[str, float]:
     """Return a step's metrics: sdpo/turns and sdpo/tokens always, means only with tokens.
 
-    sdpo/jsd is the mean divergence of a token. sdpo/hint_log_ratio is the mean of
-    log T(turn) - log S(turn), and sdpo/endorsed the share of turns where it is above 0.
+    sdpo/jsd is the mean divergence of a token, and sdpo/jsd/<kind> that of the hints for one kind of error.
+    sdpo/hint_log_ratio is the mean of log T(turn) - log S(turn), and sdpo/endorsed the share of turns with one above 0.
     """
     counts = {"sdpo/turns": sums["turns"], "sdpo/tokens": sums["tokens"]}
     if sums["tokens"] == 0:
         return counts
-    divisors = {name: sums["turns" if name in _OVER_TURNS else "tokens"] for name in sums if name not in _COUNTS}
-    return counts | {f"sdpo/{name}": sums[name] / divisor for name, divisor in divisors.items()}
+    means = {name: sums["turns" if name in _OVER_TURNS else "tokens"] for name in sums if not name.startswith(_COUNTS)}
+    means |= {name: sums[name.replace("jsd", "tokens", 1)] for name in sums if name.startswith("jsd/")}
+    return counts | {f"sdpo/{name}": sums[name] / divisor for name, divisor in means.items() if divisor}
 
 
 def divergence(student_logits_CV: Tensor, teacher_logits_CV: Tensor, config: SdpoConfig, targets_C: Tensor) -> Tensor:

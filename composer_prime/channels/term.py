@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from composer_prime.channels.policy import PolicyTerm
 
 Sums = dict[str, "Tensor"]
-"""Scalars that add up over micro-batches and ranks. The names depend on the configuration alone."""
+"""Scalars that add up over micro-batches and ranks. The names depend on the configuration and the totals."""
 
 
 class WeightSchedule(BaseConfig):

@@ -43,6 +43,17 @@ class EndpointConfig(BaseConfig):
         return endpoint_url(url, "base_url of an endpoint")
 
 
+class LicenceConfig(BaseConfig):
+    """A kind of hint is distilled only while redraws of hinted turns show that it helps, and the divergence falls."""
+
+    share: float = Field(default=0.05, gt=0, le=1)
+    """Redraws per rollout, at most."""
+    trust: bool = False
+    """Whether a kind of which nothing is shown yet teaches: then each does until it is seen to end."""
+    file: Path | None = None
+    """Redraws that `composer hints probe --save` measured for this model: they count as well."""
+
+
 class HintsConfig(BaseConfig):
     detect: list[str | PartConfig] = ["tool_error", "exception", "test_failure", "schema"]
     """Rules that find error turns: a reply that reports a failed call; an exception or a failed test in a tool's
@@ -73,6 +84,9 @@ class HintsConfig(BaseConfig):
     hint and are not distilled.
     """
 
+    licence: LicenceConfig | None = None
+    """Whether each kind of hint must earn its weight. None: every kind has it from the start."""
+
     @field_validator("detect")
     @classmethod
     def _known_rules(cls, detect: list[str | PartConfig]) -> list[str | PartConfig]:
@@ -93,6 +107,15 @@ class HintsConfig(BaseConfig):
             raise ValueError(
                 f"orchestrator.hints.layers is {self.layers}, but orchestrator.hints.llm names no endpoint: set "
                 "orchestrator.hints.llm.base_url and .model, or leave out 'llm'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _licence_of_turns(self) -> HintsConfig:
+        if self.licence is not None and self.scope != "turn":
+            raise ValueError(
+                f"orchestrator.hints.scope is {self.scope!r}, but [orchestrator.hints.licence] tries a hint before the "
+                "error turn: set scope = 'turn', or remove the licence"
             )
         return self
 

@@ -229,6 +229,22 @@ def _evaluation(config: Config) -> Iterator[str]:
         )
 
 
+def _licence_has_a_divergence(config: Config) -> Iterator[str]:
+    sdpo, hints = config.channels.sdpo, config.orchestrator.hints
+    if hints is None or hints.licence is None:
+        return
+    if sdpo.kind == "sampled" or sdpo.clip is not None:
+        yield (
+            f"channels.sdpo.kind is {sdpo.kind!r} and clip is {sdpo.clip}, but [orchestrator.hints.licence] reads the "
+            "divergence: set kind = 'full' or 'top_k' without a clip, or remove the licence"
+        )
+    if config.run.max_steps and not sdpo.weight:
+        yield (
+            "channels.sdpo.weight is 0, so [orchestrator.hints.licence] would redraw turns from which nothing learns: "
+            "set the weight, or remove the licence"
+        )
+
+
 def _loss_terms_have_input(config: Config) -> Iterator[str]:
     channels = config.channels
     sdpo, replay = channels.sdpo.weight, channels.replay_dpo.weight
@@ -293,6 +309,7 @@ _RULES = (
     _whole_distribution,
     _family_of_own_rollouts,
     _evaluation,
+    _licence_has_a_divergence,
     _loss_terms_have_input,
     _demonstrations,
     _concurrency_covers_a_group,

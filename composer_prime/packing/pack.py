@@ -289,6 +289,7 @@ def totals(samples: Sequence[Sample], units: Sequence[TermUnit] = (), *, micro_b
         tokens=sum(sample.num_trained for sample in trained),
         distilled_tokens=sum(turn.end - turn.start for turn in turns),
         distilled_turns=len(turns),
+        hint_kinds=tuple(sorted({turn.error for turn in turns})),
         units=dict(unit_counts),
         unit_tokens=dict(unit_tokens),
         micro_batches=micro_batches,
@@ -500,7 +501,9 @@ def _lay_out(parts: Sequence[Part]) -> tuple[list[np.ndarray], list[HintedTurnIn
         for turn, teacher in zip(part.hinted_turns, part.documents[1:], strict=True):
             shared = common_prefix(ids[: turn.start + 1], teacher[: turn.teacher_start + 1])
             tail = pack_ints(teacher[shared:])
-            turns.append(HintedTurnInRow(end + turn.start, turn.end - turn.start, turn.weight, shared, tail))
+            turns.append(
+                HintedTurnInRow(end + turn.start, turn.end - turn.start, turn.weight, shared, tail, turn.error)
+            )
         documents.append(ids)
         end += len(ids)
     with_units = [part.unit for part in parts if part.unit is not None]

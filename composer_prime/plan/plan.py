@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from composer_prime.config import Config
+from composer_prime.config.hints import HintsConfig
 from composer_prime.config.part import as_parts
 from composer_prime.console import bulleted, gib, pluralize
 from composer_prime.errors import ConfigError
@@ -105,10 +106,8 @@ def _loss(config: Config) -> Rows:
     terms = []
     if config.orchestrator.groups_per_step or not sft.weight:  # else there is no policy loss
         terms.append(_policy_text(config))
-    hints = config.orchestrator.hints
-    if sdpo.weight and hints is not None:
-        layers = " then ".join(part.name for part in as_parts(hints.layers))
-        terms.append(f"{sdpo.weight:g} x sdpo, teacher {sdpo.teacher.kind}, hints by {layers}")
+    if sdpo.weight and config.orchestrator.hints is not None:
+        terms.append(f"{sdpo.weight:g} x sdpo, teacher {sdpo.teacher.kind}, {_hints_text(config.orchestrator.hints)}")
     if replay.weight:
         pairs = config.orchestrator.preferences.pairs_per_step
         terms.append(f"{replay.weight:g} x replay_dpo ({replay.loss}), {pairs} pairs per step")
@@ -118,6 +117,11 @@ def _loss(config: Config) -> Rows:
         files = ", ".join(map(str, settings.files))
         terms.append(f"{sft.weight:g} x sft on {files}")
     return [("" if number else "loss", f"+ {term}" if number else term) for number, term in enumerate(terms)]
+
+
+def _hints_text(hints: HintsConfig) -> str:
+    layers = " then ".join(part.name for part in as_parts(hints.layers))
+    return f"hints by {layers}" + (", each kind while it has its licence" if hints.licence is not None else "")
 
 
 def _policy_text(config: Config) -> str:

@@ -29,6 +29,7 @@ from composer_prime.host import Placement, module_file, place_processes, why_not
 from composer_prime.import_path import build_awaited
 from composer_prime.model_source import described_model, model_ready, tensor_shapes, text_settings
 from composer_prime.monitor.alerts import alerts
+from composer_prime.monitor.licence import read_pairs
 from composer_prime.plan.check_run_dir import Starter, check_run_folder
 from composer_prime.plan.footprint import ModelShape
 from composer_prime.run.run_dir import RunDir
@@ -63,7 +64,7 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
                 place = f"run.output_dir is {config.run.output_dir}, but {reason}"
                 findings.problems.append(f"{place}: set run.output_dir to a folder that can be written to")
     findings.notes += setting_notes(config)
-    for check in (_open_files, _model, _modules, _files, _weight_copies, _hints_key, _made_parts, _teachers):
+    for check in (_open_files, _model, _modules, _files, _weight_copies, _hints_key, _licence, _made_parts, _teachers):
         try:
             check(config, findings)
         except ComposerError as error:
@@ -304,6 +305,13 @@ def _hints_key(config: Config, findings: Findings) -> None:
             f"orchestrator.hints.llm.api_key_var is {variable!r}, but the environment has no such variable: "
             "export it, or leave the setting out for an endpoint without a key"
         )
+
+
+def _licence(config: Config, findings: Findings) -> None:
+    """Read the redraws of an earlier probe. Raises ConfigError."""
+    hints = config.orchestrator.hints
+    if config.orchestrator.address is None and hints is not None and hints.licence is not None and hints.licence.file:
+        read_pairs(hints.licence.file, config.model.path)
 
 
 def _own_parts(config: Config) -> Iterator[Callable[[], object]]:

@@ -4,6 +4,7 @@
       config.json  metrics.jsonl  rollouts/step_000001.jsonl  logs/<role>.log
       journal/                     finished groups and formed batches, which a crash must not lose
       ledger.jsonl                 which samples each step trained
+      licence.jsonl                what redraws and divergences say of each kind of hint
       checkpoints/step_000010/{trainer,orchestrator,COMPLETE}
       weights/                     the weight store
       keys/                        CURVE and signing keys, readable by the owner only
@@ -83,6 +84,7 @@ class RunDir:
         self.config = root / "config.json"
         self.metrics = root / "metrics.jsonl"
         self.ledger = root / "ledger.jsonl"
+        self.licence = root / "licence.jsonl"
         self.journal = root / "journal"
         self.weights = root / "weights"
         self.keys = root / "keys"

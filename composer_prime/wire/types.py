@@ -190,6 +190,8 @@ class HintedTurnInRow(msgspec.Struct, frozen=True, array_like=True):
     shared: int
     tail: bytes
     """int32 [U - shared]: the hint, and then at least the turn."""
+    kind: str = ""
+    """Of the error that the hint addresses."""
 
 
 class UnitInRow(msgspec.Struct, frozen=True, array_like=True):
@@ -244,6 +246,8 @@ class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
     distilled_tokens: int = 0
     """SDPO: tokens of all hinted turns."""
     distilled_turns: int = 0
+    hint_kinds: tuple[str, ...] = ()
+    """SDPO: kinds of error of the hinted turns, sorted."""
     units: dict[str, int] = {}
     """Units by term; replay_dpo's are preference pairs."""
     unit_tokens: dict[str, int] = {}
@@ -314,6 +318,8 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
     """Every sample of the step; none when a trainer attaches after it."""
     session: str
     """One start of the trainer: (session, step) tells a repeated message."""
+    divergence: dict[str, float] = {}
+    """SDPO: mean divergence of a token in the step, in nats, by kind of error."""
     last_step: int | None = None
     """The step that ends a joint run for this cluster, as known now: it follows the outer steps, which others may
     have taken before. None where run.max_steps is the end."""

@@ -138,7 +138,7 @@ class Gateway:
 
     @property
     def node_endpoint(self) -> str:
-        """Where nodes connect, `tcp://host:port`."""
+        """Return the address for nodes, `tcp://host:port`."""
         return self.link.endpoint
 
     # -- policy versions and nodes -------------------------------------------------------------------------------

@@ -473,7 +473,7 @@ class _OpenRollout:
         return None, prompt_ids if redraw.hinted_ids is None else redraw.hinted_ids
 
     def append(self, record: GenerationRecord, order: int) -> None:
-        """Where a record continues the one before, its prompt is the memory of all earlier ones."""
+        """Keep a record. Where it continues the one before, its prompt is the memory of all earlier ones."""
         chains, prompt = self.sessions.setdefault(record.session, []), record.prompt_ids
         self.num_bytes += prompt.nbytes + len(record.answer.token_ids) + len(record.answer.logprobs)
         before = chains[-1][-1][1] if chains else None
@@ -535,5 +535,5 @@ class RolloutRecords:
             rollout.append(record, order)
             if self.on_record is not None:
                 self.on_record(record)
-            if self._audits is not None:
+            if self._audits is not None and rollout.redraw is None:  # no node drew what a redraw repeats
                 self._audits.offer(rollout.rollout_id, record.prompt_ids, record.answer, record.sampling)

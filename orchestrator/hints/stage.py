@@ -19,7 +19,7 @@ import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,8 @@ class HintStage:
     """The model that writes hints."""
     distil: bool = True
     """When False, hints are logged, but nothing learns from them."""
+    weight_of: Callable[[str], float] = field(default=lambda kind: 1.0, kw_only=True)
+    """The licence of a kind of error, a factor on its weight; hints of kinds with 0 are logged, and not distilled."""
     _num_failures: int = field(default=0, init=False)
 
     async def close(self) -> None:
@@ -193,8 +195,9 @@ class HintStage:
         if isinstance(hinted, str):
             return hinted
         work.mark(error, hint)
-        for turn in hinted if self.distil else ():
-            work.attach(turn)
+        for turn in hinted:
+            if self.distil and turn.weight > 0:
+                work.attach(turn)
         return None
 
     async def _write_hint(self, work: _HintedRollout, request: HintRequest) -> str | None:
@@ -220,7 +223,7 @@ class HintStage:
             spans = spans[next(index for index, span in enumerate(spans) if span.turn == error.turn) :]
         first = next(turn for turn in work.turns if turn.turn == spans[0].turn)
         role = "user" if first.parent is None else work.turns[first.parent].role
-        weight = self.config.weights.get(error.kind, 1.0)
+        weight = self.config.weights.get(error.kind, 1.0) * self.weight_of(error.kind)
         spans = spans[: 1 if self.config.scope == "turn" else None]
         hinted = self.placer.place(sample, spans, hint, role=role, weight=weight, kind=error.kind)
         if isinstance(hinted, str):

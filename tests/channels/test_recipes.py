@@ -82,6 +82,7 @@ def loss_of(settings, logits, *, hinted=(0, 1), advantages=(0.0, 0.0), gap=1, te
             sampler_logprobs_D=sampler[taught],
             weight_D=torch.ones(int(taught.sum()), dtype=torch.float64),
             turn_D=SAMPLE[taught] - SAMPLE[taught].min(),
+            kind_D=SAMPLE[taught],
             turns=len(set(SAMPLE[taught].tolist())),
             row_tokens=int(of_row.sum()),
             sample_tokens_D=torch.tensor([4, 2])[SAMPLE[taught]],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import zlib
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ class Turns:
             sampler_logprobs_D=self.sampler_D[part],
             weight_D=self.weight_D[part],
             turn_D=self._turn_of(own),
+            kind_D=torch.zeros(sum(own), dtype=torch.long),
             turns=len(own),
             row_tokens=sum(own),
             sample_tokens_D=torch.tensor(own)[self._turn_of(own)] if own else torch.zeros(0, dtype=torch.long),
@@ -143,6 +145,19 @@ def test_metrics_by_hand():
     loss, sums = sdpo_loss(nothing.tokens(nothing.divergence_D), 1.0, SdpoConfig())
     assert loss == 0
     assert sdpo_metrics({name: value.item() for name, value in sums.items()}) == {"sdpo/turns": 0, "sdpo/tokens": 0}
+
+
+def test_the_divergence_by_kind():
+    # Two kinds in the step, of which this rank has one: both have sums, and a mean stands for tokens alone.
+    turns = Turns(seed=5, lengths=[2, 3])
+    divergence_D = torch.arange(5.0, dtype=torch.float64)
+    codes = torch.tensor([zlib.crc32(b"a")] * 5)
+    totals = StepTotals(samples=2, tokens=5, hint_kinds=("a", "b"))
+    tokens = dataclasses.replace(turns.tokens(divergence_D), kind_D=codes)
+    _, sums = SdpoTerm(SdpoConfig(), PolicyTerm(PolicyConfig(), 10)).loss(tokens, totals)
+    metrics = sdpo_metrics({name: value.item() for name, value in sums.items()})
+    assert metrics["sdpo/jsd/a"] == metrics["sdpo/jsd"] == 2.0 and "sdpo/jsd/b" not in metrics
+    assert (sums["tokens/b"], sums["jsd/b"]) == (0, 0)
 
 
 def test_missing_tokens_are_refused():

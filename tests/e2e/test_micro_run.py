@@ -44,3 +44,18 @@ def test_the_coding_ladder_trains(tmp_path):
         assert all(line["dpo/pairs"] > 0 for line in lines) and any(line["sdpo/turns"] > 0 for line in lines)
     finally:
         run.stop()
+
+
+# With a licence to earn, the run redraws hinted turns beside training, and until one is earned it distills none.
+def test_hints_earn_their_weight(tmp_path):
+    run = QuickRun(tmp_path, f"licence-{os.getpid()}", steps=4, config="configs/a2.toml")
+    run.settings += ["--orchestrator.hints.licence.share", "1"]
+    try:
+        assert run.start().wait() == 0, run.output()[-3000:]
+        first, _, *lines = [json.loads(line) for line in run.run_dir.licence.read_text().splitlines()]
+        assert first == {"model": "tiny"} and any("kind" in line for line in lines)
+        assert all(line["sdpo/turns"] == 0 for line in run.trainer_lines())
+        rollouts = [json.loads(line) for line in run.run_dir.rollouts(1).read_text().splitlines()]
+        assert any(turn["hint"] for row in rollouts for turn in row["turns"])
+    finally:
+        run.stop()

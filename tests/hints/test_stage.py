@@ -415,3 +415,11 @@ def test_a_group_of_rollouts_that_were_cut_short_is_one_without_advantage():
     # Its rewards differ, and yet there is nothing for the policy loss: no place of a batch is filled with it.
     cut = {"cut": (0, 1), "train_truncated": False}
     assert finished(0.0, 1.0, **cut).outcome is GroupOutcome.DISTILLED
+
+
+# A kind without a licence gets its hint, for the log and for redraws, and is not distilled.
+def test_a_kind_without_a_licence_is_not_distilled():
+    made = stage(weight_of=lambda kind: float(kind == "argument_name"))
+    [done] = attached(made, play("tiny", "Add 1 and 2.", [WRONG, OTHER, LAST]))
+    assert [turn.error for turn in done.samples[0].distillations] == ["argument_name"]
+    assert done.rollout.hints["hinted"] == 2

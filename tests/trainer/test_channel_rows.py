@@ -89,7 +89,7 @@ def oracle(samples, pairs, references: Tensor) -> Tensor:
             divergence_D=join([part[0] for part in distil]), logprobs_D=join([part[1] for part in distil]),
             sampler_logprobs_D=join([part[2] for part in distil]),
             weight_D=join([torch.full((len(part[0]),), part[3]) for part in distil]),
-            turn_D=join(numbers).long(), turns=len(distil), row_tokens=0,
+            turn_D=join(numbers).long(), kind_D=join(numbers).long(), turns=len(distil), row_tokens=0,
             sample_tokens_D=join([torch.full((len(part[0]),), part[4]) for part in distil]).long(),
             teacher_entropy_D=join([part[1] for part in distil]), teacher_logprobs_D=join([part[1] for part in distil]),
         ),
