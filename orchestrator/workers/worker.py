@@ -65,6 +65,8 @@ _PLAYED: ContextVar[str] = ContextVar("played", default="")
 """The rollout that a task belongs to."""
 _FORKS: list[str] = []
 """Where the user's code forked this process."""
+_ALARM = "the environment sets an alarm, of which there is one for all rollouts of a worker: use asyncio.timeout"
+_FLOOD = 10_000_000
 _COMPARED = 512
 """Held-out prompts that are looked for among training prompts."""
 
@@ -106,7 +108,6 @@ class Worker:
             loop = asyncio.get_running_loop()
             loop.set_task_factory(_named_task)
             os.register_at_fork(before=_note_fork, after_in_child=partial(loop.call_soon, _end_child))
-            loop.add_signal_handler(signal.SIGALRM, logger.warning, "signal.alarm rang, and nothing handles it")
             heartbeats = asyncio.create_task(self._heartbeats(ready))
             try:
                 while (message := await self._frames.receive()) is not None:
@@ -184,10 +185,31 @@ class Worker:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _note_fork() -> None:
+def _own_place() -> str:
+    """Return where this thread stands in the user's code, if it does."""
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
     codes = ((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in frames)
-    _FORKS.append(next((frame_text(*code) for code in codes if is_own(code[0])), ""))
+    return next((frame_text(*code) for code in codes if is_own(code[0])), "")
+
+
+def _note_fork() -> None:
+    _FORKS.append(_own_place())
+
+
+def telling(call: Any, text: str, spare: int = 0) -> Any:
+    """Return `call`, which says where the user's code calls it; with `spare`, for so many characters once."""
+    left = spare
+
+    def told(*words: Any) -> Any:
+        nonlocal left
+        left -= len(words[0]) if spare else 1
+        if left < 0:
+            left, place = spare, _own_place()
+            if place or spare:
+                logger.warning(text, extra=event("warning", where=place, same_as=f"{text} {place}"))
+        return call(*words)
+
+    return told
 
 
 def _end_child() -> None:
@@ -281,6 +303,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
     end_with_parent(signal.SIGKILL)
     start_log(logging.WARNING)
+    signal.signal(signal.SIGALRM, lambda *_: None)  # SIG_IGN would be inherited by what the user's code starts.
+    signal.alarm, signal.setitimer = telling(signal.alarm, _ALARM), telling(signal.setitimer, _ALARM)
+    for stream in (sys.stdout, sys.stderr):
+        stream.write = telling(stream.write, f"the environment printed {_FLOOD:,} characters: print less", _FLOOD)
     join_events("environment")
     faulthandler.enable()
     try:

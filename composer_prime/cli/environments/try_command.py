@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import sys
 import tempfile
 import time
@@ -24,6 +25,7 @@ from composer_prime.config.removed import present_name
 from composer_prime.console import pluralize, printable
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import model_folder, resolve_model, text_settings
+from composer_prime.monitor.events import VARIABLE, read_events
 from composer_prime.monitor.rollouts import failure_text
 from composer_prime.run.run_dir import RunDir
 
@@ -181,6 +183,7 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
 
     taskset = EVAL if options.eval else TRAIN
     with closing(Scratch("try")) as scratch:
+        os.environ[VARIABLE] = str(scratch.path)
         async with serve_with_workers(config, scratch.path) as (gateway, pools):
             pool = pools[source.name]
             loaded = time.monotonic()
@@ -205,13 +208,14 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
             finally:
                 await end([heartbeat])
             ended = time.monotonic()
+        told = [each.line for each in read_events(scratch.path / "events.jsonl") if each.level != "info"]
     lines = [rollout_line(0, source.name, rollout, "played") for rollout in rollouts]
     shown = lines if options.all else chosen(lines)
     print(printable("\n".join([*_transcripts(shown), *_summary(lines)])))
     if left_out := len(lines) - len(shown):
         print(f"{pluralize(left_out, 'transcript')} not shown; --all prints every one")
     print(f"loaded in {loaded - began:.1f} s, played in {ended - loaded:.1f} s")
-    for warning in trial_warnings(rollouts, pool.ready.notes if pool.ready else []):
+    for warning in [*told, *trial_warnings(rollouts, pool.ready.notes if pool.ready else [])]:
         print(f"warning: {printable(warning)}")
     return 0 if any(line["reward"] is not None for line in lines) else FAILED
 
