@@ -213,6 +213,15 @@ def columns() -> int | None:
     return shutil.get_terminal_size((0, 0)).columns or None
 
 
+def fitted(line: str, indent: int, width: int | None) -> str:
+    """Return the line in `width` characters, if given, with whole words; what goes on below is indented."""
+    import textwrap
+
+    wrap = textwrap.TextWrapper(width or 0, subsequent_indent=" " * indent, break_long_words=False)
+    wrap.break_on_hyphens = False
+    return wrap.fill(line) if width else line
+
+
 def gib(count: int) -> str:
     """Return bytes in GiB, whatever their size."""
     size = count / GIB

@@ -109,27 +109,16 @@ def join_parser() -> argparse.ArgumentParser:
         "invite", nargs="?", metavar="INVITE", help="the output of `orchestrator invite` (default: $COMPOSER_INVITE)"
     )
     parser.add_argument("--state-dir", type=Path, help="where the node keeps its key, model and weights")
-    parser.add_argument(
-        "--wait",
-        type=duration_s,
-        default="12h",
-        metavar="TIME",
-        help="how long nodes that lost the run try to reach it again, and that may pull no more "
-        "weights for now wait for them: 45m, 2d; default 12h",
-    )
+    wait_help = "how long to try to reach a lost run, or to wait for weights: 45m, 2d; default 12h"
+    parser.add_argument("--wait", type=duration_s, default="12h", metavar="TIME", help=wait_help)
     parser.add_argument("--name", help="this node's name in the run")
     parser.add_argument("--settings", type=Path, help="TOML file with an [inference] table; flags override it")
     parser.add_argument("--engine", choices=["local", "vllm"], help="instead of the run's")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="instead of the run's")
     parser.add_argument("--threads", type=int, help="CPU threads of the engine")
     parser.add_argument("--tensor-parallel", type=int, metavar="GPUS", help="how many GPUs a node of vLLM takes")
-    parser.add_argument(
-        "--price",
-        type=float,
-        dest="usd_per_hour",
-        metavar="USD",
-        help="dollars per hour and GPU of this machine, or for a whole machine without GPUs",
-    )
+    price_help = "dollars per hour and GPU of this machine, or for a whole machine without GPUs"
+    parser.add_argument("--price", type=float, dest="usd_per_hour", metavar="USD", help=price_help)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings and stop")
     parser.add_argument("--slot", type=int, help=argparse.SUPPRESS)  # Which node of the machine this process is.
     return parser

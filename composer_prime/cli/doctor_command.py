@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from composer_prime.console import GIB, UV_RUN, install_command, pluralize
+from composer_prime.console import GIB, UV_RUN, columns, fitted, install_command, pluralize
 from composer_prime.errors import ComposerError
 from composer_prime.host import existing_folder, free_bytes, module_file, this_machine, why_not_writable
 from composer_prime.model_source import model_ready
@@ -82,7 +82,7 @@ def main(words: list[str]) -> int:
     bad = []
     for level, name, text in checks(parser.parse_args(words).output_dir):
         bad += [name] if level == "bad" else []
-        print(f"{level:<5} {name:<11} {text}", flush=True)
+        print(fitted(f"{level:<5} {name:<11} {text}", 18, columns()), flush=True)
     if bad:
         print(f"\n{pluralize(len(bad), 'problem')} to fix before anything can run: {', '.join(bad)}")
         return 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from time import localtime, strftime
 
-from composer_prime.console import COMPOSER, gib, pluralize, printable
+from composer_prime.console import COMPOSER, columns, fitted, gib, pluralize, printable
 from composer_prime.errors import ConfigError, LedgerError
 from composer_prime.monitor.events import read_events
 from composer_prime.monitor.metrics_file import Line, numeric_field, read_history
@@ -43,7 +43,8 @@ def main(words: list[str]) -> int:
     options = parser.parse_args(words)
     if options.html is None:
         for folder in options.run:
-            print(printable("\n".join([*report_run(open_run(folder)), ""])))
+            lines = printable("\n".join([*report_run(open_run(folder)), ""])).split("\n")
+            print("\n".join(fitted(line, len(_INDENT), columns()) for line in lines))
         return 0
     if len(options.run) > 1:
         raise ConfigError(f"--html shows one run, not {len(options.run)}: report them one by one")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from composer_prime.console import COMPOSER, pluralize, printable
+from composer_prime.console import COMPOSER, columns, fitted, pluralize, printable
 from composer_prime.data.conversation_rows import rollout_row
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import Rollout, failure_text, open_run, task_text
@@ -38,7 +38,7 @@ def main(words: list[str]) -> int:
         lines.append(listed(entry))
         rollout = (index.read(entry) if options.hacks else None) or {}
         lines += [f"{'':>6}{_finding(each)}" for each in _findings(rollout) if each.get("severity") != "note"]
-    print(printable("\n".join(lines)))
+    print("\n".join(fitted(printable(line), 6, columns()) for line in lines))
     steps = sorted({entry["step"] for entry in chosen})
     of_step = f" of step {steps[0]}" if len(steps) == 1 else ""
     count = f"{len(shown)} of {pluralize(len(chosen), 'rollout')}{of_step}"

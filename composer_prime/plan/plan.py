@@ -6,12 +6,11 @@ Read `build_plan` first. The rows come from here, the problems from preflight.py
 from __future__ import annotations
 
 from dataclasses import dataclass
-from textwrap import wrap
 
 from composer_prime.config import Config
 from composer_prime.config.hints import HintsConfig
 from composer_prime.config.part import as_parts
-from composer_prime.console import bulleted, gib, pluralize
+from composer_prime.console import bulleted, fitted, gib, pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.host import Machine, Placement, free_bytes, this_machine, uses_cuda
 from composer_prime.plan.check_run_dir import Starter, folder_state
@@ -42,7 +41,7 @@ class Plan:
 
     def text(self, width: int | None = None) -> str:
         """Return the plan as printed, wrapped at `width` characters, if given."""
-        lines = [line for label, text in self.rows for line in _row_lines(label, text, width)]
+        lines = [fitted(f"{label:<9} {text}", 10, width) for label, text in self.rows]
         lines += [f"{'note':<9} {note}" for note in self.notes]
         if self.problems:
             keep = "keeps" if len(self.problems) == 1 else "keep"
@@ -68,21 +67,6 @@ def build_plan(config: Config, machine: Machine | None = None, *, starter: Start
         rows += _memory(config, findings.shape, machine, findings, here=here)
         rows += _disk(config, findings.shape, machine, findings, here=here)
     return Plan(rows=rows, problems=findings.problems, notes=findings.notes)
-
-
-def _row_lines(label: str, text: str, width: int | None) -> list[str]:
-    head = f"{label:<9} "
-    if width is None:
-        return [head + text]
-    below = " " * len(head)
-    return wrap(
-        text,
-        width,
-        initial_indent=head,
-        subsequent_indent=below,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _run(config: Config) -> Rows:

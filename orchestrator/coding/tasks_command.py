@@ -65,18 +65,14 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("-o", "--output", type=Path, required=True, help="folder of the tasks")
     kinds = ("delete", "mutate")
     make.add_argument("--kinds", nargs="+", choices=kinds, default=kinds, help="default: both")
-    make.add_argument(
-        "--history", type=_at_least(0), default=0, metavar="N", help="also make tasks from the N newest commits"
-    )
+    make.add_argument("--history", type=_at_least(0), default=0, metavar="N", help="also of the N newest commits")
     make.add_argument("--limit", type=_at_least(1), help="maximum tasks per source")
     make.add_argument("--seed", type=int, default=0, help="orders the candidates (default 0)")
     make.add_argument("--hide-tests", action="store_true", help="the agent does not see the files of the failing tests")
     make.add_argument(
         "--suite-timeout", dest="suite_timeout_s", type=_at_least(0.1), default=180.0, help="seconds of all tests (180)"
     )
-    make.add_argument(
-        "--overlay", type=_paths, default=(), metavar="FILES", help="files that git leaves out, from SOURCE, by comma"
-    )
+    make.add_argument("--overlay", type=_paths, default=(), metavar="FILES", help="of SOURCE, not in git, by comma")
     make.add_argument("--first-tests", type=_at_least(1), default=60, help="reaching tests that prove a task (60)")
     make.add_argument("--first-seconds", dest="first_s", type=_at_least(0.1), default=8.0, help="of their files (8)")
     published = commands.add_parser("import", description=_IMPORT, help="make tasks from a published task file")
@@ -96,16 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("folder", type=Path, help="folder of tasks")
     show.add_argument("id", nargs="?", help="task to show whole")
     for command in (make, published):
-        command.add_argument(
-            "--packages", type=_names, default=(), help="installed packages that tests need beside pytest, by comma"
-        )
+        command.add_argument("--packages", type=_names, default=(), help="that tests need beside pytest, by comma")
     for command in (make, published, check):
-        command.add_argument(
-            "--jobs", type=_at_least(1), default=os.cpu_count() or 1, help="sandboxes at a time (default: CPUs)"
-        )
-        command.add_argument(
-            "--runtime", choices=["auto", "bubblewrap", "subprocess"], default="auto", help="kind of sandbox"
-        )
+        command.add_argument("--jobs", type=_at_least(1), default=os.cpu_count() or 1, help="sandboxes at once (CPUs)")
+        command.add_argument("--runtime", choices=["auto", "bubblewrap", "subprocess"], default="auto", help="sandbox")
     return parser
 
 

@@ -87,6 +87,16 @@ def test_bins_of_the_report_have_equal_sizes(run_dir, capsys, monkeypatch):
     assert rows == [["1", "-", "2"], ["3", "-", "4"], ["5", "-", "6"]]
 
 
+@pytest.mark.parametrize("command", [report_command, rollouts_command])
+def test_lines_fit_the_terminal(command, run_dir, capsys, monkeypatch):
+    # Words stay whole, such as the run's path. A pipe gets whole lines.
+    whole = output(capsys, command, str(run_dir))
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = output(capsys, command, str(run_dir)).splitlines()
+    assert all(len(line) <= 60 or " " not in line.strip() for line in lines[:-1])
+    assert " ".join(whole.split()) == " ".join(" ".join(lines).split())
+
+
 def test_report_of_a_run_that_has_not_trained(tmp_path, capsys):
     # No step yet is said, not a division by zero.
     (tmp_path / "config.json").write_text("{}")
