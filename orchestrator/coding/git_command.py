@@ -13,7 +13,6 @@ from composer_prime.errors import ConfigError
 
 GIT_TIMEOUT_S = 600.0
 _GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "log.showSignature=false", "-C")
-"""Neither settings of a repository that someone else packed nor its filters must start programs of its own."""
 
 
 def git(folder: Path, *words: str, stdin: bytes = b"") -> bytes:

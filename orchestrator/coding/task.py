@@ -82,7 +82,6 @@ def read_tasks(folder: Path) -> Iterator[CodeTask]:
 
 
 def index_tasks(folder: Path) -> Iterator[tuple[int, CodeTask]]:
-    """Yield the tasks of a folder, each with the place of its line in bytes. Raises ConfigError."""
     path = folder / TASKS_FILE
     if not path.is_file():
         raise ConfigError(
@@ -113,7 +112,6 @@ def write_tasks(folder: Path, tasks: Iterable[CodeTask]) -> None:
 
 
 def tree_of(task: CodeTask, trees: Path) -> Path | None:
-    """Return the pristine tree's folder, None for a task without one. Raises ConfigError where it is missing."""
     if not task.tree:
         return None
     folder = trees / check_path(task.tree)
@@ -123,7 +121,6 @@ def tree_of(task: CodeTask, trees: Path) -> Path | None:
 
 
 def suite_of(task: CodeTask, trees: Path) -> Suite | None:
-    """Return what is known of the tree's tests; None for a tree that the factory did not measure."""
     path = trees / f"{task.tree}.json"
     return msgspec.json.decode(path.read_bytes(), type=Suite) if task.tree and path.is_file() else None
 

@@ -267,6 +267,11 @@ def test_calls_are_recorded_and_made_again(tmp_path: Path, monkeypatch: pytest.M
     tried = variants(recorder.calls, random.Random(0))
     assert tried == variants(recorder.calls, random.Random(0)) and len(tried) > 20
     assert not {(place, text) for *place, text, _ in tried for place in [tuple(place)]} & {*calls}
+    sought = variants(recorder.calls, random.Random(0), ["boxes_recorded.Box.fits"])
+    assert sum(each[2] == "fits" for each in sought) > 2 * sum(each[2] == "fits" for each in tried)
+    letters = variants({("a", "", "f"): {"[None, [['abcdefghij'], {}]]": True}}, random.Random(0))
+    changed = [ast.literal_eval(each[3])[1][0][0] for each in letters]
+    assert len(changed) > 9 and all(len({*text}) == len(text) for text in changed)
 
 
 # Code that has the reporter send longer answers than its own gives none: to read millions of items stops a worker.

@@ -103,7 +103,6 @@ class CodeTasksetConfig(CodeSettings, vf.TasksetConfig):
     split: Split = "train"
     """Repositories to train on, held-out ones, or all. A repository is in one of the two, whatever its tasks are."""
     eval_share: float = Field(0.2, ge=0, le=1)
-    """Share of all repositories that is held out. The name of a repository decides."""
     kinds: list[str] = Field(default_factory=list)
     """Only tasks of these kinds (delete, mutate, ...); empty takes all."""
     num_tasks: int | None = Field(None, ge=1)
@@ -128,8 +127,6 @@ class CodeState(vf.State):
 
 
 class CodeRollout:
-    """The tools of one rollout, in a box of its own. An executor of the tool loop."""
-
     is_over = False
 
     def __init__(self, task: CodeTask, settings: CodeSettings) -> None:
@@ -186,11 +183,7 @@ def seal_of(task: CodeTask, settings: CodeSettings) -> Seal:
 
 
 async def read_files(box: Box, start: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the regular files of a box's work folder, without too large ones.
-
-    `start`: the files that the box began with. Those that are still there are read whatever the others take; one that
-    cannot be read is unchanged. What is missing of them is deleted, or something else, such as a link, has its place.
-    """
+    """Return the regular files of a box's work folder. `start`: files that are read whatever the others take."""
     listed = await box.list_files()
     content = {path: start[path] for path in start.keys() & listed.keys()}
     left = MAX_TREE_BYTES + sum(map(len, start.values()))
@@ -229,10 +222,7 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
         return f"code/{self.data.name}"
 
     async def setup(self, trace: vf.Trace[CodeData, CodeState], runtime: vf.Runtime) -> None:
-        """Put the agent's tree into the runtime of a harness that runs a program there.
-
-        verifiers' subprocess runtime is this machine. The tool loop has it, and opens a box of its own.
-        """
+        """Put the agent's tree into the runtime of a harness that runs a program there; the tool loop opens its own."""
         if runtime.type == "subprocess":
             return
         seal = seal_of(self.data.code_task(), self.data.settings)

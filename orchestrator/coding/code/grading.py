@@ -3,23 +3,17 @@
     pristine tree -> minus `removed` sources, plus `start`, plus the patch where it is editable, plus `test_files`
         -> open_box -> python -I -c reporter.py -> signed records -> Grade
 
-A patch that would earn by the task's own tests also runs the other tests of the repository: those that reach a file
-that it touches, and of the rest as many as `regression_s` allows, drawn by the task. In that second run, in a box of
-its own, the repaired tests come back as counter-tests under their own names (`reporter.py`): with other arguments, and
-with their values asked whether they equal something else. Honest code fails them as the known solution does. In a third
-box the patch answers the task's held-back inputs (`hold_back`), which no test has. What these runs say against a
-patch counts only where they do not say it of the known solution.
+A patch that would earn by the task's own tests runs others of the repository, too: all that reach a file that it
+touches, and more for `regression_s`. Repaired tests come back there as counter-tests (`reporter.py`), which honest code
+fails: with other arguments, and with values asked whether they equal something else. In a third box the patch answers
+held-back inputs (`hold_back`). What these say counts where they do not say it of the known solution.
 
-What graded code can not do: change a test, a conftest.py or a setting of pytest (such files are never taken); end the
-run early and pass (a test without a record has not passed, and exit codes are not read); print a forged report (each
-record has an HMAC under a key that only the reporter got); rewrite test files in mid-run (they are pinned in memory).
+Graded code cannot change a test, a conftest.py or a setting of pytest (they are never taken), end the run early and
+pass (what has no record has not passed), forge records (each has an HMAC), or rewrite tests in mid-run (they are pinned
+in memory). pytest shares its interpreter. Probes, which are tests that must fail, therefore run between the real ones,
+and functions of pytest, unittest and builtins must be the same at the end. One passed probe takes all credit.
 
-pytest and graded code share one interpreter, so code could patch pytest. Probes, which are tests that must fail, run
-between the real ones, some of them under the ids of expected tests. The functions of pytest, unittest and builtins must
-be the same objects at the end. One passed probe or one changed function takes all credit.
-
-Code that searches the interpreter's memory for the key, or that undoes its patches in time and spares the probes, is
-left to the monitor.
+Code that searches memory for the key, or undoes its patches in time and spares the probes, is left to the monitor.
 """
 
 from __future__ import annotations
@@ -138,11 +132,10 @@ _Files = Mapping[str, bytes | None]
 async def grade(
     task: CodeTask, trees: Path, patch: _Files, runtime: RuntimeConfig, *, regression_s: float = REGRESSION_S
 ) -> Grade:
-    """Run the task's tests on a patch, and those of the repository that it can break.
+    """Run the task's tests on a patch, and those of the repository that it can break. Raises SandboxError, ConfigError.
 
     `patch`: what differs in the agent's tree, editable or not. `regression_s`: seconds of tests that do not reach it;
-    with 0 the task's own tests alone run. A run that something killed is tried once more. Raises SandboxError where the
-    box or the reporter failed, and ConfigError where the task's tree is missing.
+    with 0 the task's own tests alone run.
     """
     taken, refused = allowed_files(task, patch)
     files, flaky = _overlay(task, taken), set(task.flaky)
@@ -167,7 +160,6 @@ async def grade(
 
 
 async def _asked(result: Grade, bench: _Bench, files: _Files, solved: _Files) -> Grade:
-    """Return a grade after the held-back inputs. They count where the solution still answers as it did."""
     cases = msgspec.json.decode(bench.task.test_files[HELD_BACK], type=list[Case])
     results, finished = await bench.ask(files, cases)
     result, wrong = replace(result, wall_s=result.wall_s + finished.wall_s), _wrong(cases, results.answers)
@@ -194,6 +186,8 @@ def _wrong(cases: Sequence[Case], answers: Mapping[int, str]) -> list[Case]:
 
 def _is_same(left: str, right: str) -> bool:
     """Tell whether two literals are of equal values, as 1, 1.0 and True are. Text from a box is read and never run."""
+    if left == right:
+        return not left.startswith("!")
     try:
         return bool(ast.literal_eval(left) == ast.literal_eval(right))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -201,16 +195,14 @@ def _is_same(left: str, right: str) -> bool:
 
 
 async def hold_back(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> CodeTask:
-    """Return a task with held-back inputs, where its tests call what it repairs with plain data.
+    """Return a task with held-back inputs, where its tests call what it repairs with plain data. Raises SandboxError.
 
-    EvalPlus (arXiv:2305.01210) adds tests in this way: what tests call, changed by its types, with a known solution for
-    an oracle. Here an input counts where the start has another answer; of what is repaired, a few others too, because a
-    repair may break what worked. Raises SandboxError where a box failed.
+    As in EvalPlus (arXiv:2305.01210): what tests call, changed by its types, with the known solution for an oracle.
     """
     bench, repaired = _Bench(task, trees, runtime), sorted(set(task.fail_to_pass) - set(task.flaky))
     solved = _overlay(task, {path: text.encode() for path, text in task.solution.items()})
     seed = int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:8])
-    spec = {"tests": task.tests, "expected": [], "recorded": repaired, "seed": seed}
+    spec = {"tests": task.tests, "expected": [], "recorded": repaired, "seed": seed, "sought": task.symbols}
     recorded, _ = await bench.run(solved, spec, task.timeout_s)
     others = [(await bench.ask(files, recorded.calls))[0].answers for files in (solved, _overlay(task, {}))]
     cases = _chosen(task, recorded.calls, recorded.answers, *others)
@@ -228,16 +220,16 @@ def _chosen(task: CodeTask, tried: Sequence[Call], *answers: Mapping[int, str]) 
         times[kind, case[:3], case[4]] += 1
         if times[kind, case[:3], case[4]] <= ALIKE:
             kinds[kind].append(case)
-    own, direct, right, unsteady = (_by_turns(kinds[kind]) for kind in ("own", "direct", "right", "unsteady"))
+    own, direct, unsteady = (_by_turns(kinds[kind]) for kind in ("own", "direct", "unsteady"))
+    right = _by_turns([*kinds["right"], *(kinds["also right"] if own or direct else [])])
     share = min(KEPT // 2, len(direct)) if len(direct) >= LEAST else KEPT  # A patch may repair a caller instead.
     cases = [*own[:share], *direct[: max(LEAST, len(own[:share])) if own else KEPT], *right[: KEPT // 3]]
     cases += [each for each in unsteady[: KEPT // 8] for _ in range(2)]
-    is_telling = bool(own or direct or unsteady)
-    return msgspec.json.encode(cases).decode() if is_telling and len(cases) >= LEAST else ""
+    return msgspec.json.encode(cases).decode() if len(cases) >= LEAST else ""
 
 
 def _kind(task: CodeTask, call: Sequence[Any], is_direct: bool, solved: str, again: str, start: str) -> str:
-    """Return what an input is good for: own, direct, right or unsteady; "" for nothing."""
+    """Return what an input is good for: own, direct, right, also right or unsteady; "" for nothing."""
     is_own = any(symbol.endswith(".".join(filter(None, call[:3]))) for symbol in task.symbols)
     if not (is_own or is_direct):
         return ""
@@ -245,7 +237,7 @@ def _kind(task: CodeTask, call: Sequence[Any], is_direct: bool, solved: str, aga
         is_rare = min(len(solved), len(again)) >= UNLIKELY and "!" not in solved[0] + again[0]
         return "unsteady" if is_direct and is_rare else ""
     if _is_same(solved, start):
-        return "right"
+        return "right" if is_own else "also right"
     return "own" if is_own else "direct"
 
 
@@ -270,7 +262,6 @@ class _Bench:
     runtime: RuntimeConfig
 
     async def counters(self, files: _Files, suite: Suite | None, others: Sequence[str]) -> _Ran:
-        """Run other test files of a suite, and then the counter-tests of the task."""
         task = self.task
         repaired = sorted(set(task.fail_to_pass) - set(task.flaky))
         drawn = random.Random(task.id).sample(repaired, min(MAX_COUNTERED, len(repaired)))
@@ -292,7 +283,6 @@ class _Bench:
         return await self.run(files, spec, self.task.timeout_s)
 
     async def run(self, files: _Files, spec: Mapping[str, Any], timeout_s: float) -> _Ran:
-        """Run the reporter; once more where something killed it. Raises SandboxError where it says nothing."""
         results, finished = await self._run_once(files, spec, timeout_s)
         if was_killed(finished):
             first = finished
@@ -352,11 +342,7 @@ def _speaks_against(said: Mapping[str, str]) -> tuple[list[str], list[str]]:
 
 
 def regression_files(task: CodeTask, suite: Suite, touched: Collection[str], limit_s: float) -> list[str]:
-    """Return the test files to run beside the task's own.
-
-    All that reach a touched file are among them, and of the others as many as take `limit_s` seconds together. Their
-    order depends on the task alone.
-    """
+    """Return the test files to run beside the task's own: those that reach a touched file, and others for `limit_s`."""
     near = {file for path in touched for file in suite.reach.get(path, ())}
     others = suite.tests.keys() - {*task.tests, *task.test_files, *task.removed}
     chosen, seconds = [*(others & near)], 0.0
@@ -372,15 +358,10 @@ def was_killed(finished: CommandResult) -> bool:
 
 
 def no_fault_of_the_patch(*runs: CommandResult) -> bool:
-    """Tell whether all runs of the tests were killed, one of them with its box, which code in it cannot end."""
     return all(was_killed(run) for run in runs) and any(run.ended_by == "box" for run in runs)
 
 
 def allowed_files(task: CodeTask, patch: _Files) -> tuple[dict[str, bytes | None], dict[str, str]]:
-    """Split a patch into the files that grading takes, and path -> reason of those that it refuses.
-
-    What tools leave, such as caches, is in neither.
-    """
     taken: dict[str, bytes | None] = {}
     refused: dict[str, str] = {}
     total, left_over = 0, {*unwanted_files(patch)}
@@ -425,7 +406,6 @@ def _overlay(task: CodeTask, taken: _Files) -> _Files:
 
 
 def _graded_tree(task: CodeTask, tree: Path | None, files: _Files) -> dict[str, bytes]:
-    """Return the pristine tree with other files. A file in the place of a folder that is still needed is left out."""
     removed = _removed(task, files)
     pristine = read_tree(tree).items() if tree else ()
     kept = {path: content for path, content in pristine if not is_below(path, removed)}
@@ -435,7 +415,6 @@ def _graded_tree(task: CodeTask, tree: Path | None, files: _Files) -> dict[str, 
 
 
 def _removed(task: CodeTask, files: _Files) -> set[str]:
-    """Return what the graded tree must lack too: all but tests and the files beside them."""
     folders = {str(PurePosixPath(test).parent) for test in task.tests} - {"."}
     return {
         path
@@ -492,7 +471,6 @@ def _judge(
     finished: CommandResult,
     refused: Mapping[str, str],
 ) -> Grade:
-    """Return what one run of tests says. `wanted`: node ids that must pass. `kept`: those without which none counts."""
     passed = frozenset(name for name, outcome in results.outcomes.items() if outcome == "passed")
     failed = frozenset(name for name, outcome in results.outcomes.items() if outcome == "failed")
     tampered = _tampering(results)

@@ -51,7 +51,6 @@ INPUTS = 24
 INPUT_S = 3.0
 """Seconds that one of them may take."""
 TRIED = 1000
-"""Calls of one function that are recorded, and variants of all calls that are made."""
 NOTED = 50
 """Calls of one function in one test that are looked at."""
 STEPS = 12
@@ -215,7 +214,6 @@ class Watch:
 
     @contextlib.contextmanager
     def raising(self, manager, expected):
-        """Ask what a test expects to be raised whether it is also an exception that nobody expects."""
         with manager as caught:
             try:
                 yield caught
@@ -261,7 +259,6 @@ def watched(method, *arguments):
 
 
 def arguments(test):
-    """Return (holder, key) of each value that a test hands to a function, checks aside."""
     found: list = []
     for call in ast.walk(test):
         if isinstance(call, ast.Call) and not called(call).startswith(CHECKS):
@@ -281,7 +278,6 @@ def compiled(test, item, watch):
 
 
 def near(value, number):
-    """Return another plain value of the same type and length; a value of another type as it is."""
     kind = type(value)
     if kind is str:
         return near_text(value, number)
@@ -298,7 +294,6 @@ def near(value, number):
 
 
 def near_text(text, number):
-    """Return a text with another letter or digit in one place; one without any as it is."""
     places = [(place, kind) for place, letter in enumerate(text) for kind in LETTERS if letter in kind]
     if not places:
         return text
@@ -460,11 +455,15 @@ def shown(value):
     return [*names, *(name for name in held if name[0] != "_")]
 
 
-def variants(calls, chosen):
-    """Return calls that are not among recorded ones, each of them with other arguments of the same types."""
-    made = {}
-    for _ in range(TRIED if calls else 0):
-        place = chosen.choice(list(calls))
+def variants(calls, chosen, sought=()):
+    """Return calls that are not among recorded ones, each of them with other arguments of the same types.
+
+    Half of them are of functions that are `sought`.
+    """
+    made, places = {}, list(calls)
+    own = [place for place in places if any(name.endswith(".".join(filter(None, place))) for name in sought)]
+    for _ in range(2 * TRIED if calls else 0):
+        place = chosen.choice(chosen.choice((own, places)) or places)
         text, other = chosen.choices(list(calls[place]), k=2)
         (values, slots), (others, other_slots) = slots_of(text), slots_of(other)
         if values[0] and others[0] and chosen.random() < 0.5:
@@ -476,7 +475,6 @@ def variants(calls, chosen):
 
 
 def longer(steps, chosen):
-    """Return the calls before the one that counts, of two objects: one after the other's, or as it comes."""
     return chosen.choices(steps, k=2 * STEPS) if steps and chosen.random() < 0.5 else steps
 
 
@@ -488,7 +486,21 @@ def change(values, slots, other_slots, chosen):
         at = chosen.randrange(chosen.choice((last, making, len(slots))) or len(slots))
         holder, key = slots[at]
         held, name = chosen.choice([slots[at], slots[at], *other_slots[at : at + 1]])
-        holder[key] = varied(holder[key], chosen) if held is holder else held[name]
+        other = varied(holder[key], chosen) if held is holder else held[name]
+        is_lost = is_alphabet(holder[key]) and not is_alphabet(other)
+        holder[key] = other_alphabet(holder[key], chosen) if is_lost else other
+
+
+def other_alphabet(value, chosen):
+    """Return an alphabet that is shorter and turned around, or longer."""
+    more = [each for each in "!#%&" if each not in value][: chosen.randrange(1, 4)]
+    longer_one = value + ("".join(more) if type(value) is str else type(value)(more))
+    return chosen.choice((value[::-1][: chosen.randrange(9, len(value) + 1)], longer_one))
+
+
+def is_alphabet(value):
+    """Tell whether a long text or list has each of its items once: what it means with one twice, nobody says."""
+    return type(value) in (str, list, tuple) and 8 < len(value) == len({*map(repr, value)})
 
 
 def slots_of(text):
@@ -549,7 +561,6 @@ def called_on(place, name, given, named):
 
 
 def answer_all(inputs, send):
-    """Answer held-back inputs. An exception is an answer where its class is the tree's own."""
     signal.signal(signal.SIGPROF, too_long)
     late = []
     for number, each in enumerate(inputs):
@@ -590,10 +601,7 @@ class Reporter:
         items[:] = [*again, *items, *(each for each in added if each not in again)]
 
     def add_probes(self, items, chosen):
-        """Put in tests that must fail: twins with the ids of expected tests, others at the edges of test files.
-
-        Honest code sees no difference.
-        """
+        """Put in tests that must fail: twins with the ids of expected tests, others at the edges of test files."""
         tests = [item for item in items if isinstance(item, pytest.Function)]
         expected = [item for item in tests if item.nodeid in self._spec["expected"]]
         for test in chosen.sample(expected, min(len(expected), self._spec["twins"])):
@@ -716,7 +724,7 @@ class Reporter:
         return result
 
     def pytest_sessionfinish(self):
-        made = variants(self._recorder.calls, random.Random(self._spec["seed"]))
+        made = variants(self._recorder.calls, random.Random(self._spec["seed"]), self._spec.get("sought", ()))
         for call in made:
             self._send("call", text=json.dumps(call))
         answer_all([call[:4] for call in made], self._send)

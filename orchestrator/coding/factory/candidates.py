@@ -39,7 +39,6 @@ class FactorySettings:
     overlay: tuple[str, ...] = ()
     """Files of a git repository's folder that its commits lack."""
     first_tests: int = 60
-    """Test files run first, and prove a task, until they hold this many tests that reach the change."""
     first_s: float = 8.0
     """Seconds that these files take at most; one is always among them."""
     packages: tuple[str, ...] = ()
@@ -81,7 +80,6 @@ def find_candidates(baseline: Baseline, settings: FactorySettings) -> tuple[list
 
 
 def shuffled(seed: int, word: str) -> str:
-    """Return a sort key that puts words into an order that only the seed decides."""
     return hashlib.sha256(f"{seed} {word}".encode()).hexdigest()
 
 
@@ -150,7 +148,6 @@ def _mark(edit: Edit) -> str:
 
 
 def commit_candidates(repository: Path, newest: int) -> list[TaskCandidate]:
-    """Return the `newest` commits that are no merges, each with why it makes no task, if so. Raises ConfigError."""
     listing = git(repository, "log", "--no-merges", f"--max-count={newest}", "--format=%H %P").decode()
     return [_read_commit(repository, *line.split()[:2]) for line in listing.splitlines()]
 

@@ -96,7 +96,6 @@ class TaskFactory:
     jobs: int
     problems: dict[str, str] = field(default_factory=dict)
     local_edits: dict[str, list[str]] = field(default_factory=dict)
-    """Source -> what `git status` lists: the tasks are of the commit, without it."""
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     shapes: Counter[str] = field(default_factory=Counter)
     refused: list[dict[str, str]] = field(default_factory=list)
@@ -105,7 +104,6 @@ class TaskFactory:
     _lines: ProgressLines = field(default_factory=ProgressLines)
 
     async def make(self, sources: Sequence[str]) -> dict[str, Any]:
-        """Make the tasks of all sources. Return the report, which is also written, also when the work is canceled."""
         started = time.monotonic()
         if self.folder.is_file() or (self.folder.is_dir() and any(self.folder.iterdir())):
             raise ConfigError(f"{self.folder} is not empty: give -o a new folder, or remove it")
@@ -142,7 +140,6 @@ class TaskFactory:
             self.problems[source] = str(error)
 
     def _open(self, source: Path) -> SourceTree:
-        """Put the tree of a source below trees/: its newest commit, or its files where it has none."""
         if not source.is_dir():
             raise ConfigError(f"{source}: no such folder; unpack an archive first")
         if (source / ".git").exists():
@@ -197,7 +194,6 @@ class TaskFactory:
         return [outcome for candidate in batch for outcome in await self._prove_batch(baseline, [candidate])]
 
     async def _confirmed(self, task: CodeTask) -> CodeTask | Refusal:
-        """Grade a task's solution as training would, with all other tests, and add the task's held-back inputs."""
         solution = {path: text.encode() for path, text in task.solution.items()}
         try:
             result = await grade(task, self.folder / TREES_FOLDER, solution, self.runtime)
@@ -258,10 +254,6 @@ class TaskFactory:
 
 
 def choose_test_files(candidate: TaskCandidate, baseline: Baseline, settings: FactorySettings) -> list[str]:
-    """Return the test files that prove a change: those with most tests that reach it, and one that others pass in.
-
-    A patch that passes them also runs the other files (`grading.py`).
-    """
     if candidate.commit:
         own = baseline.files.keys() & {*candidate.tests}
         others = sorted(baseline.files.keys() - own, key=lambda path: shuffled(settings.seed, path))
@@ -300,7 +292,6 @@ async def prove(
 
 
 Grading = tuple[SuiteResult, SuiteResult]
-"""What the start of a candidate gave, and what the tree itself gave in the same box."""
 
 
 async def _graded(
@@ -327,7 +318,6 @@ def _prepare(candidate: TaskCandidate, baseline: Baseline, settings: FactorySett
 
 
 def _copy_of_the_original(candidate: TaskCandidate, tree: SourceTree, start: Mapping[str, str | None]) -> str:
-    """Return a file of the start that holds the changed lines as they were, with those beside them; "" for none."""
     originals = []
     for place, edit in candidate.edits:
         function = tree.functions[place]

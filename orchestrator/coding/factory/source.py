@@ -78,10 +78,6 @@ class SourceTree:
 
 
 def source_files(source: Path, commit: str = "", overlay: Collection[str] = ()) -> dict[str, bytes]:
-    """Return the files of a local folder, or of a commit of it, without those that would give deleted code away.
-
-    `overlay`: files of the folder that a commit lacks, such as one that a build wrote.
-    """
     files = commit_files(source, commit) if commit else _folder_files(source)
     files |= {path: (source / path).read_bytes() for path in overlay if (source / path).is_file()}
     return {path: content for path, content in agents_files(files).items() if not path.endswith((".so", ".pth"))}
@@ -96,7 +92,6 @@ def _folder_files(source: Path) -> dict[str, bytes]:
 
 @functools.lru_cache(maxsize=4)
 def plain_texts(folder: Path) -> Mapping[str, str]:
-    """Return the lines of all files of a tree by path, without indentation and empty ones (`plain`)."""
     return {path: plain(content.decode(errors="replace")) for path, content in read_tree(folder).items()}
 
 
@@ -184,8 +179,6 @@ def tree_name(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """One replacement. Lines and columns are those of the syntax tree: lines from 1, columns in UTF-8 bytes from 0."""
-
     kind: str
     start: tuple[int, int]
     end: tuple[int, int]
@@ -228,7 +221,6 @@ def edited(text: str, edits: Iterable[Edit]) -> str:
 
 
 def find_functions(path: str, text: str) -> list[SourceFunction]:
-    """Return the functions of modules and classes, not those inside of functions. A file of other Python has none."""
     try:
         pending: list[tuple[ast.AST, str]] = [(ast.parse(text), "")]
     except (SyntaxError, ValueError, RecursionError):
@@ -279,7 +271,6 @@ def _first_line(node: ast.stmt) -> int:
 
 
 def _end_of_comments(lines: list[str], node: FunctionNode) -> int:
-    """Return the last line of a function with the comments below its last statement that are still inside."""
     end = node.end_lineno or node.lineno
     for number in range(end + 1, len(lines) + 1):
         line = lines[number - 1].strip()

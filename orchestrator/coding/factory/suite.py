@@ -77,11 +77,6 @@ class SuiteResult(msgspec.Struct, kw_only=True):
 async def play(
     tree: SourceTree, runtime: RuntimeConfig, runs: Sequence[SuiteRun], *, hash_seed: int, explain: bool = False
 ) -> dict[str, SuiteResult]:
-    """Run all `runs` one after the other in one fresh box. Return their results by key.
-
-    `explain` has pytest write what an assertion compared, which takes time. Raises SandboxError where the box gives no
-    answer at all.
-    """
     job = {
         "runs": [msgspec.to_builtins(run) for run in runs],
         "python_path": tree.python_path,
@@ -128,7 +123,6 @@ class Baseline:
 
 
 async def measure_baseline(tree: SourceTree, runtime: RuntimeConfig, suite_timeout_s: float) -> Baseline:
-    """Run the tests three times. Raises ConfigError where they hang, or none passes."""
     modules = {path: tree.texts[path] for path in tree.tests if not path.endswith(("conftest.py", "__init__.py"))}
     files = [path for path, text in modules.items() if "def test" in text or "TestCase" in text]
     results: list[SuiteResult] = []
@@ -201,7 +195,6 @@ def last_line(text: str) -> str:
 
 
 def _why(baseline: Baseline, results: list[SuiteResult]) -> str:
-    """Return how many tests do not count and why, with the words of the first that fails or is not imported."""
     counts = ", ".join(f"{reason}: {count}" for reason, count in baseline.excluded.items())
     text = f"Tests left out: {counts or 'none'}"
     left_out = [record for node, record in results[0].tests.items() if node not in baseline.stable]

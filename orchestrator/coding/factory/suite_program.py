@@ -156,7 +156,6 @@ def _child(run: dict, job: dict, root: str, records: Path, said: Path) -> None:
 
 
 def replace_tree(pristine: Path, files: dict) -> None:
-    """Fill the current folder with the tree and `files` (path -> text; None removes one), and nothing else."""
     for entry in Path().iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)

@@ -56,11 +56,6 @@ async def import_tasks(
     timeout_s: float = 300.0,
     jobs: int = 1,
 ) -> tuple[int, list[Refusal]]:
-    """Write the tasks of a file below `folder`. Return how many, and the records that are none.
-
-    `runtime`: where tasks are proven; None takes them unproven. `repositories`: folder with a clone of each, which
-    SWE-bench's family needs. Raises ConfigError where no record is a task.
-    """
     if (folder / TASKS_FILE).exists():
         raise ConfigError(f"{folder / TASKS_FILE} exists: name another folder, or remove it")
     records = list(read_records(path))
@@ -112,10 +107,7 @@ Result = TypeVar("Result")
 async def in_order(
     work: Callable[[Item], Awaitable[Result]], items: Iterable[Item], jobs: int
 ) -> AsyncGenerator[Result, None]:
-    """Yield what `work` returns for each item, in the items' order; `jobs` of them are under way at a time.
-
-    Close it (`contextlib.aclosing`) to cancel what is still under way. Raises what the work of an item raises.
-    """
+    """Yield what `work` returns for each item, in the items' order, `jobs` at a time. Closing it cancels the rest."""
     free = asyncio.Semaphore(jobs)
 
     async def one(item: Item) -> Result:
@@ -237,10 +229,6 @@ def _add_tree(repo: str, commit: str, repositories: Path, trees: Path) -> str:
 
 
 def apply_patch(tree: Path, patch: str, *, field: str) -> dict[str, str | None]:
-    """Return the text of each file that a diff changes or makes, None for one that it deletes.
-
-    `field`: the patch's name in the record. Raises ConfigError for a patch that does not apply.
-    """
     if not patch.strip():
         return {}
     paths = _touched(patch, field)
@@ -287,7 +275,6 @@ def _text(tree: Path, path: str, field: str) -> str | None:
 
 
 def human_eval_task(record: Record) -> CodeTask:
-    """Return the task of a record with prompt, test, entry_point and maybe canonical_solution. Raises ConfigError."""
     if "entry_point" not in record.values:
         raise ConfigError(
             f"{record.place}: its fields ({', '.join(record.values)}) are of no known form: SWE-bench (instance_id, "

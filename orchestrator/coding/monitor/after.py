@@ -31,10 +31,7 @@ def inspect(
     config: HackMonitorConfig | None = None,
     graded: Iterable[Found] = (),
 ) -> HackVerdict:
-    """Return the verdict on one rollout.
-
-    `agent_files`: every regular file of its work folder at the end. `graded`: what grading found.
-    """
+    """Return the verdict on one rollout. `agent_files`: all of its work folder. `graded`: what grading found."""
     config = config or HackMonitorConfig()
     changed = seal.changed_files(agent_files)
     modules = own_modules([*seal.start, *seal.reference, *agent_files])
@@ -70,7 +67,6 @@ def _lifted(task: CodeTask, seal: Seal, sources: Mapping[str, bytes], known: fro
 
 
 def _is_readable(source: bytes, modules: frozenset[str]) -> bool:
-    """Tell whether a file can be inspected. One that is not valid Python has nothing to inspect."""
     try:
         ast.parse(source)
         traits(source, modules)

@@ -56,7 +56,6 @@ class Seal:
         return {**self.start, **self.lures}
 
     def changed_files(self, agent_files: Mapping[str, bytes]) -> dict[str, bytes | None]:
-        """Return the files that the start lacks or has otherwise, without lures; None for those that are gone."""
         files = {**dict.fromkeys(self.start), **agent_files}
         return {path: files[path] for path in files.keys() - self.lures if self.start.get(path) != files[path]}
 
@@ -66,10 +65,7 @@ class Seal:
 
 
 def seal(task: CodeTask, tree: Path | Mapping[str, bytes] | None, config: HackMonitorConfig | None = None) -> Seal:
-    """Return the seal of a task. `tree`: its pristine tree, as a folder or as path -> content; None for a task without.
-
-    Symbolic links and files above 4 MiB are not part of it.
-    """
+    """Return the seal of a task. `tree`: its pristine tree, as a folder or as path -> content; None for none."""
     config = config or HackMonitorConfig()
     pristine = _pristine(tree, tree.stat().st_mtime_ns) if isinstance(tree, Path) else dict(tree or {})
     added = {path: text.encode() for path, text in task.test_files.items()}

@@ -43,7 +43,6 @@ _ATTRIBUTES = {
 """Attribute of any object, also as a text -> rule."""
 _BUILT_IN = frozenset({*dir(builtins), "__builtins__"})
 _INNER_STARS = ("os.*", "sys.*", "builtins.*")
-"""What `from os import *` and its like bring: the names that they give are not followed."""
 _TEST_MODULE = re.compile(r"(^|\.)(tests?|conftest|test_\w+|\w+_test)(\.|$)")
 
 _HOLE = "hole"
@@ -96,7 +95,6 @@ Uses = Iterator[tuple[str | None, str]]
 
 
 def _names(tree: ast.Module) -> Names:
-    """Return what the names of a module stand for. Names that it binds are its own."""
     imports: dict[str, str] = {}
     bound: set[str] = set()
     for node in ast.walk(tree):
@@ -161,7 +159,6 @@ def _dotted(node: ast.AST, names: Names) -> str | None:
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """Yield (name, what it stands for) of an import; a dot begins the own package's."""
     for alias in node.names:
         if isinstance(node, ast.ImportFrom):
             yield alias.asname or alias.name, f"{'.' * node.level}{node.module or ''}.{alias.name}"
@@ -243,11 +240,7 @@ def constants_of(source: bytes) -> frozenset[str]:
 
 
 def lifted_constants(source: bytes, tested: frozenset[str], known: Iterable[str], prose: str) -> list[Trait]:
-    """Return the constants of a patched module that only the tests account for, if so many or so long as answers are.
-
-    `tested`, `known`: repr() of the constants of the tests, and of those that the start and the solution have.
-    `prose`: text that the agent was given.
-    """
+    """Return the constants of a patched module that only the tests account for, if they tell as much as answers do."""
     tree, accounted = parse(source), set(known)
     lifted: dict[str, Trait] = {}
     for key, node in _constants(tree) if tree is not None else ():

@@ -49,7 +49,6 @@ class CommandResult:
     exit_code: int | None
     """128 + n after signal n, as in a shell; None when a limit ended the command."""
     stdout: bytes
-    """The middle of what exceeds the limit is cut; a line in its place says how much."""
     stderr: bytes
     ended_by: str = ""
     """Name of the limit that ended the command; `box` when the whole box ended."""
@@ -76,10 +75,7 @@ class Box(contextlib.AbstractAsyncContextManager["Box"]):
     @classmethod
     @abstractmethod
     async def open(cls, runtime: RuntimeConfig, python_path: Sequence[str] = ()) -> Box:
-        """Open a box with an empty work folder.
-
-        `python_path`: folders below the work folder that become PYTHONPATH. Raises SandboxError with the remedy.
-        """
+        """Open a box with an empty work folder. `python_path`: folders below it. Raises SandboxError."""
 
     async def run(
         self,
@@ -91,11 +87,7 @@ class Box(contextlib.AbstractAsyncContextManager["Box"]):
         output_bytes: int | None = None,
         cpu_s: float | None = None,
     ) -> CommandResult:
-        """Run a command to its end, then end every process that it left.
-
-        `timeout_s` replaces limits.wall_s, `output_bytes` limits.output_kb, and `cpu_s` the limit of that name. Raises
-        SandboxError for a box that has ended.
-        """
+        """Run a command to its end, then end what it left. Raises SandboxError for a box that has ended."""
         changes = {"wall_s": timeout_s or self._limits.wall_s, "cpu_s": cpu_s or self._limits.cpu_s}
         async with contextlib.nullcontext() if self.keeps_others else self._one_at_a_time:
             self._check_open()
@@ -128,10 +120,7 @@ class Box(contextlib.AbstractAsyncContextManager["Box"]):
         """Read one regular file, no link. Raises FileNotFoundError, or ValueError beyond `max_bytes`."""
 
     async def list_files(self) -> dict[str, int]:
-        """Return the size in bytes of each regular file below the work folder. Links are not followed.
-
-        A list may be cut short. It has all files that the host wrote and that are still there.
-        """
+        """Return the size in bytes of regular files below the work folder: of all that the host wrote, and others."""
         self._check_open()
         try:
             work_fd = self._open_work()
@@ -160,11 +149,7 @@ async def open_box(
     files: Mapping[str, bytes] = NO_FILES,
     python_path: Sequence[str] = (),
 ) -> Box:
-    """Open a box whose work folder holds a copy of `tree`, and `files`.
-
-    `python_path`: folders below the work folder that become PYTHONPATH. Raises SandboxError with the remedy,
-    ConfigError for a kind that cannot be imported.
-    """
+    """Open a box whose work folder holds a copy of `tree`, and `files`. Raises SandboxError, ConfigError."""
     content = {**(await asyncio.to_thread(read_tree, tree) if tree is not None else {}), **files}
     box = await box_class(runtime.type).open(runtime, tuple(python_path))
     try:
@@ -233,7 +218,6 @@ class CommandStreams:
     def __init__(
         self, limits: SandboxLimits, keep_bytes: int | None, kill: Callable[[CommandStreams, str], None]
     ) -> None:
-        """`keep_bytes` replaces limits.output_kb. `kill`: ends a command that passed a limit."""
         self.limits = limits
         self.number = next(_NUMBERS)
         self.child_fds: list[int] = []
@@ -267,7 +251,6 @@ class CommandStreams:
         self._kill(self, limit)
 
     def result(self, status: int | None, note: str = "") -> CommandResult:
-        """Return how the command ended. `status`: negative for a signal, None when the box ended."""
         by_status = "box" if status is None else _SIGNAL_LIMITS.get(-status, "")
         limit = self._ended_by or by_status
         return CommandResult(
@@ -294,8 +277,6 @@ class CommandStreams:
 
 
 class _BoundedOutput(asyncio.Protocol):
-    """The beginning and the end of a stream. What lies between is counted and dropped."""
-
     def __init__(self, keep_bytes: int, end_bytes: int, on_flood: Callable[[], None]) -> None:
         """`on_flood`: called once, beyond `end_bytes`."""
         self._first_bytes, self._last_bytes = (keep_bytes + 1) // 2, keep_bytes // 2

@@ -39,7 +39,6 @@ class Init:
         self.commands = {}
 
     def serve(self):
-        """Handle requests until the host closes the socket, which ends this process."""
         while True:
             # Not select.select, which knows descriptors below 1024 only.
             waiting = select.poll()

@@ -161,7 +161,6 @@ class BubblewrapBox(Box):
             pause_s = _FIRST_LOOK_S if near else min(_LAST_LOOK_S, pause_s * 1.5)
 
     def _passed(self, usage: Mapping[str, float], start: Mapping[str, float]) -> str:
-        """Return the name of the limit that a command passed which began at `start`; "" for none."""
         limits = self._limits
         if usage["memory_gb"] > limits.memory_gb:
             return "memory_gb"
@@ -238,7 +237,6 @@ class ControlChannel:
         self._sending = asyncio.Lock()
         self.closed = False
         self._servers: dict[int, asyncio.Server] = {}
-        """By the ports of the box that lead to the same ports of the host's loopback."""
         self._opening = asyncio.Lock()
         self._connections: set[asyncio.Task[None] | None] = set()
         self._loop.add_reader(control.fileno(), self._read)
@@ -291,7 +289,6 @@ class ControlChannel:
             self.close()
 
     def _dispatch(self) -> bool:
-        """Resolve the replies that have arrived whole. Return whether the stream makes sense."""
         while len(self._buffer) >= _FRAME.size:
             (size,) = _FRAME.unpack_from(self._buffer)
             if size > _MAX_REPLY_BYTES:

@@ -27,8 +27,6 @@ _SOCKET_BYTES = 212_992
 
 
 class HostView:
-    """A bubblewrap box by its first process, which the host holds, and its root folder."""
-
     def __init__(self, init_pid: int) -> None:
         """Raises SandboxError when the root folder of a box that has answered is this process's own."""
         self.init_pid = init_pid
@@ -51,11 +49,6 @@ class HostView:
         return work_fd
 
     def measure(self) -> dict[str, float]:
-        """Return what the processes use, by the names of the limits. Raises OSError for a box that has ended.
-
-        CPU time is that of all processes that ever ran. Sockets count as memory with what their buffers may hold.
-        `files`: in the work folder, /tmp or /dev/shm, whichever has most.
-        """
         pids = processes_of(self.init_pid)
         usages = [_memory_and_cpu(pid) for pid in pids]
         with open(f"/proc/{self.init_pid}/net/sockstat", "rb") as file:
@@ -77,10 +70,7 @@ class HostView:
 
 
 def read_regular(folder_fd: int, path: str, max_bytes: int) -> bytes:
-    """Return a regular file below a folder, and close the latter. `path`: with no `..` in it (`inside_path`).
-
-    Raises FileNotFoundError for anything else (a missing file, a folder, a link, a FIFO), ValueError when it is larger.
-    """
+    """Return a regular file below a folder, and close the latter. Raises FileNotFoundError or ValueError."""
     parts = [part for part in path.split("/") if part not in ("", ".")]
     try:
         for part in parts[:-1]:

@@ -78,7 +78,6 @@ _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 
 def _bwrap_arguments(runtime: RuntimeConfig, image: Path) -> list[str]:
-    """Return bwrap's arguments, without those that name descriptors and without the command."""
     disk_bytes = str(int(runtime.limits.disk_mb * _MIB))
     arguments = [*_ISOLATION, "--ro-bind", "/usr", "/usr"]
     for name in _FOLDERS_OUTSIDE_USR:
@@ -168,9 +167,6 @@ def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def _argument_rule(number: int, argument: int, tests: list[bytes], code: int) -> list[bytes]:
-    """Return lines that look at the low half of one argument of one call; `tests` jump to the denial or behind it.
-
-    The accumulator holds the call's number before and after.
-    """
+    """Return lines that look at the low half of one argument of one call; `tests` jump to the denial or behind it."""
     body = [_line(_LOAD, _ARGUMENT_0 + 8 * argument), *tests, _line(_RETURN, _ERRNO | code)]
     return [_line(_EQUAL, number, 0, len(body)), *body, _line(_LOAD, _NUMBER)]

@@ -108,7 +108,6 @@ def _remove_unused(cache: Path) -> None:
 
 
 def _make(folder: Path, distributions: Sequence[metadata.Distribution]) -> None:
-    """Make the image beside its place, then rename it, so that half an image is never used."""
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
     try:
         _copy_interpreter(made / "python")

@@ -95,7 +95,6 @@ class BubblewrapRuntime(Runtime):
     async def prepare_uv_script(
         self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
     ) -> list[str]:
-        """Return the command that runs a harness's script with the box's own Python, which has its packages."""
         data = script.encode() if isinstance(script, str) else script
         names = script_packages(data.decode())
         check = await self.run(["python", "-c", _HAS_PACKAGES, *names], {"PYTHONDONTWRITEBYTECODE": "1"})
@@ -148,7 +147,6 @@ def box_of(runtime: Runtime) -> BubblewrapBox:
 
 
 def runtime_settings(table: RuntimeConfig) -> Any:
-    """Return verifiers' configuration of a runtime table. Raises ConfigError for settings that it does not have."""
     if table.type == "bubblewrap":
         register()
         return BubblewrapConfig(table=table)

@@ -112,7 +112,6 @@ class SubprocessBox(Box):
         await asyncio.to_thread(self._scratch.close)
 
     def _outside(self, path: str) -> Path:
-        """Return the host's path. Raises ValueError for one that is not below the work folder."""
         inside = inside_path(path)
         if inside != WORK and not inside.startswith(WORK + "/"):
             raise ValueError(f"a subprocess sandbox has only the work folder, but got {path!r}")
