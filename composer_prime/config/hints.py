@@ -69,6 +69,8 @@ class HintsConfig(BaseConfig):
     templates_file: Path | None = None
     """Additional templates (TOML, in the format of orchestrator/hints/templates.toml), tried before the built-in ones;
     also a file beside the configuration."""
+    template: list[dict[str, str]] = []
+    """Templates as in a file of them: tables [[orchestrator.hints.template]]; tried before those of the file."""
     llm: EndpointConfig | None = None
     """The model of the layer `llm`."""
     max_turns: int = Field(default=1, ge=1)

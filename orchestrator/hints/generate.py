@@ -17,7 +17,7 @@ import logging
 import os
 import string
 import tomllib
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -164,13 +164,13 @@ class Templates:
         return {OTHER, *(template.kind for template in self._templates)}
 
     @classmethod
-    def load(cls, extra: Path | None = None) -> Templates:
-        """Load the user's file `extra`, then the shipped templates. Raises ConfigError."""
+    def load(cls, extra: Path | None = None, tables: Sequence[Mapping[str, str]] = ()) -> Templates:
+        """Load the user's `tables` and file `extra`, then the shipped templates. Raises ConfigError."""
         shipped = resources.files("orchestrator.hints").joinpath("templates.toml").read_text()
-        users = []
+        users = _made({"template": list(tables)}, "orchestrator.hints.template")
         if extra is not None:
             try:
-                users = _parse(extra.expanduser().read_text(), str(extra))
+                users += _parse(extra.expanduser().read_text(), str(extra))
             except (OSError, UnicodeDecodeError) as error:
                 message = f"orchestrator.hints.templates_file is {extra}, which cannot be read: {error}"
                 raise ConfigError(message) from None
@@ -200,10 +200,17 @@ class Templates:
 
 def _parse(text: str, origin: str) -> list[HintTemplate]:
     try:
-        tables = dict[Literal["template"], list[HintTemplate]]
-        return msgspec.convert(tomllib.loads(text), tables, dec_hook=_compiled).get("template", [])
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{origin} is not a file of hint templates: {error}") from None
+        return _made(tomllib.loads(text), origin)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{origin} holds no hint templates: {error}") from None
+
+
+def _made(tables: dict[str, Any], origin: str) -> list[HintTemplate]:
+    try:
+        made = msgspec.convert(tables, dict[Literal["template"], list[HintTemplate]], dec_hook=_compiled)
+        return made.get("template", [])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{origin} holds no hint templates: {error}") from None
 
 
 def _compiled(kind: type, value: Any) -> string.Template | regex.Pattern:

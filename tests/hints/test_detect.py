@@ -200,8 +200,8 @@ def test_a_users_templates_come_first(tmp_path):
         ("[[template]]\nkind = 'a'\nhint = '$'", r"a lone \$"),
         ("[[template]]\nkind = 'a'\nhint = '$nothing'", r"uses \['nothing'\], which is not a field"),
         ("[[template]]\nkind = 'a'\nhint = 'x'\ndetects = 'exception'", "together with a pattern"),
-        ("[[template]]\nkind = 'a'\nhnt = 'x'", "not a file of hint templates"),
-        ("kind = ", "not a file of hint templates"),
+        ("[[template]]\nkind = 'a'\nhnt = 'x'", "own\.toml"),
+        ("kind = ", "own\.toml"),
     ],
 )
 def test_a_wrong_templates_file_is_refused_by_name(tmp_path, text, said):
@@ -262,3 +262,12 @@ def test_the_turn_error_rate_counts_turns_not_messages():
     rollouts = [play("tiny", "Add.", [wrong, Step("3")]).rollout, play("tiny", "Add.", [Step("3")]).rollout]
     assert turn_error_rate(rollouts) == pytest.approx(1 / 3)
     assert turn_error_rate([]) is None
+
+
+# Templates may stand in the configuration: they are tried first, and a wrong one is named with its table.
+def test_templates_in_the_configuration():
+    made = Templates.load(tables=[{"kind": "bad_json", "hint": "Write JSON."}])
+    error = ErrorTurn(message=0, turn=0, kind="bad_json", text="Invalid JSON")
+    assert made.fill(error) == "Write JSON." != TEMPLATES.fill(error)
+    with pytest.raises(ConfigError, match=r"orchestrator\.hints\.template"):
+        Templates.load(tables=[{"kind": "bad_json", "hint": "$nothing"}])
