@@ -200,8 +200,8 @@ def test_a_users_templates_come_first(tmp_path):
         ("[[template]]\nkind = 'a'\nhint = '$'", r"a lone \$"),
         ("[[template]]\nkind = 'a'\nhint = '$nothing'", r"uses \['nothing'\], which is not a field"),
         ("[[template]]\nkind = 'a'\nhint = 'x'\ndetects = 'exception'", "together with a pattern"),
-        ("[[template]]\nkind = 'a'\nhnt = 'x'", "own\.toml"),
-        ("kind = ", "own\.toml"),
+        ("[[template]]\nkind = 'a'\nhnt = 'x'", r"own\.toml"),
+        ("kind = ", r"own\.toml"),
     ],
 )
 def test_a_wrong_templates_file_is_refused_by_name(tmp_path, text, said):
