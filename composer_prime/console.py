@@ -214,9 +214,14 @@ def columns() -> int | None:
 
 
 def fitted(line: str, indent: int, width: int | None) -> str:
-    """Return the line in `width` characters, if given, with whole words; what goes on below is indented."""
+    """Return the line in `width` characters, if given, with whole words; what goes on below is indented.
+
+    The row of a table, by its gaps, stays as it is.
+    """
     import textwrap
 
+    if line.strip().count("  ") > 3:
+        return line
     wrap = textwrap.TextWrapper(width or 0, subsequent_indent=" " * indent, break_long_words=False)
     wrap.break_on_hyphens = False
     return wrap.fill(line) if width else line

@@ -115,8 +115,8 @@ def wrong_schedule(period: int, parts: int, delay: int, key: Callable[[str], str
         lower = max((count for count in range(1, parts) if period % count == 0), default=1)
         more = (period // parts + 1) * parts
         return (
-            f"{key('sync_every')} is {period} and {key('fragments')} is {parts}: fragments take turns at equal "
-            f"distances; set {key('fragments')} to {lower} or {key('sync_every')} to {more}"
+            f"{key('sync_every')} is {period} and {key('fragments')} is {parts}: fragments must divide the "
+            f"period; set {key('fragments')} to {lower} or {key('sync_every')} to {more}"
         )
     distance = period // parts
     if delay >= distance:

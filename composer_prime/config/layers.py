@@ -134,7 +134,7 @@ def _files_near(path: Path, reader: str = "") -> str:
     """Return what a missing file's name may have meant. `reader`: names it, and is no answer."""
     names = sorted(str(file) for file in path.parent.glob("*.toml") if file != Path(reader))
     configs = [file.stem for folder in _SHIPPED for file in folder.glob("*.toml")]
-    if near := did_you_mean(path.stem, configs) or did_you_mean(str(path), names):
+    if near := did_you_mean(str(path), names) or did_you_mean(path.stem, configs):
         return near
     return f"; there is {', '.join(names[:6])}" if names else f" (the current folder is {Path.cwd()})"
 

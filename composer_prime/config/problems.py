@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic_config.cli import _extract_field_docstrings
 from pydantic_core import to_jsonable_python
 
 from composer_prime.config.layers import Layer
@@ -16,6 +15,14 @@ from composer_prime.config.removed import value_now, what_holds_now
 from composer_prime.config.root import Config, DisagreementError
 from composer_prime.console import did_you_mean, what_is_wrong
 from composer_prime.errors import ConfigError
+
+try:
+    from pydantic_config.cli import _extract_field_docstrings
+except ImportError:  # a later release may keep them elsewhere: then a message goes without
+
+    def _extract_field_docstrings(cls: type) -> dict[str, str]:
+        return {}
+
 
 COMMAND_LINE = "the command line"
 Location = tuple[str | int, ...]
@@ -68,7 +75,7 @@ def _meaning(location: Location, mistake: str) -> str:
     """Return what the help says of a key whose number is out of range, in brackets."""
     section = section_at(location[:-1]) if mistake.startswith(("greater_than", "less_than")) else None
     text = _extract_field_docstrings(section).get(str(location[-1])) if section else None
-    return f" ({' '.join(text.split()).rstrip('.')})" if text else ""
+    return f" ({' '.join(text.split()).removeprefix('* ').rstrip('.')})" if text else ""
 
 
 def _suggestion(location: Location, dash: str) -> str:

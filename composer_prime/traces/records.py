@@ -434,7 +434,9 @@ def report_pairs(name: Path, min_pairs: float) -> int:
     doubts = Counter(round(file.read(number).epsilon, 4) for number in range(held))
     records = list(read_records(votes))
     if not records:
-        raise ConfigError(f"{votes} holds no votes, so the cost is not known: make both with `composer replay`")
+        raise ConfigError(
+            f"{votes} holds no votes, so the cost is not known: make pairs and votes with `composer replay`"
+        )
     judged, asked, usd = measure(records)
     pairs_a_trace = held / max(judged, 1)
     outcomes = Counter(record.outcome.replace("_", " ") for record in latest(records).values())

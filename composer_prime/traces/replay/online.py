@@ -135,7 +135,7 @@ class OnlineReplay:
 
     def _log(self, replay: Replay) -> None:
         progress = replay.progress
-        for reason in progress.votes.without_vote.keys() - self._logged:
+        for reason in [reason for reason in progress.votes.without_vote if reason not in self._logged]:
             self._logged.add(reason)
             logger.warning("no vote: %s", reason)
         self._metrics.log(
