@@ -7,6 +7,7 @@ replaced whole.
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 import tomllib
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.config.removed import without_removed
-from composer_prime.console import did_you_mean
 from composer_prime.errors import ConfigError
 
 
@@ -133,9 +133,10 @@ def read_table_file(name: str) -> dict[str, Any]:
 def _files_near(path: Path, reader: str = "") -> str:
     """Return what a missing file's name may have meant. `reader`: names it, and is no answer."""
     names = sorted(str(file) for file in path.parent.glob("*.toml") if file != Path(reader))
-    configs = [file.stem for folder in _SHIPPED for file in folder.glob("*.toml")]
-    if near := did_you_mean(str(path), names) or did_you_mean(path.stem, configs):
-        return near
+    shipped = [file.stem for folder in _SHIPPED for file in folder.glob("*.toml")]
+    known = {**{name: name for name in shipped}, **{Path(name).stem: name for name in names}}
+    if near := difflib.get_close_matches(path.stem, known, n=1):
+        return f"; did you mean {known[near[0]]}?"
     return f"; there is {', '.join(names[:6])}" if names else f" (the current folder is {Path.cwd()})"
 
 
