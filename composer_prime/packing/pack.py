@@ -71,7 +71,7 @@ MAX_NESTED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """A run of tokens and what follows it. Each token sees the runs above its own."""
+    """A run of tokens and what follows it. Each token sees the runs above its own, and its own up to itself."""
 
     run: int
     """Tokens of this run, at least 1."""
@@ -88,14 +88,14 @@ class Tree:
         return self.run + max((branch.longest for branch in self.branches), default=0)
 
     def pairs(self, above: int = 0) -> int:
-        """Return twice the (query, key) pairs below `above` tokens: L^2 for a single document."""
+        """Return twice the (query, key) pairs of causal attention below `above` tokens: L^2 for a single document."""
         below = above + self.run
         return below**2 - above**2 + sum(branch.pairs(below) for branch in self.branches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlopCost:
-    """FLOPs of reading trees; a document of L tokens has L^2 pairs."""
+    """FLOPs of reading trees: of a token, and of a pair; a document of L tokens has L^2 pairs."""
 
     per_token: float
     per_pair: float
@@ -109,7 +109,7 @@ class PrefixLayout:
     """How a row of N tokens is computed as M <= N tokens."""
 
     trees: tuple[Tree, ...]
-    """A tree's tokens are its run, then its branches; together M."""
+    """In order; a tree's tokens are its run, then its branches. They add up to M."""
     kept: np.ndarray
     """int64 [M]: tokens of the row, in order of computation."""
     where: np.ndarray
@@ -131,7 +131,7 @@ def prefix_layout(documents: Sequence[np.ndarray], *, share: bool = True) -> Pre
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """Count equal leading tokens, at most all but one of the shorter."""
+    """Count equal leading tokens, at most all but one of the shorter: each document keeps a token of its own."""
     shorter = min(len(one), len(other)) - 1
     differs = np.flatnonzero(one[:shorter] != other[:shorter])
     return int(differs[0]) if differs.size else shorter
@@ -200,12 +200,12 @@ def _split(members: Members, at: int) -> list[Members]:
 
 
 def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
-    """Join all parts as int64."""
+    """Join all parts end to end, as int64."""
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
 TOKENS_ALONE = FlopCost(per_token=1.0, per_pair=0.0)
-"""For a model of unknown shape."""
+"""For a model of unknown shape: rows are balanced by tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +214,7 @@ class Part:
 
     name: str
     documents: tuple[np.ndarray, ...]
-    """int32 [T_i] each: the sample and its teacher documents, or the unit's."""
+    """Token ids, int32 [T_i] each: the sample and its teacher documents, or the unit's."""
     sample: Sample | None = None
     hinted_turns: tuple[HintedTurn, ...] = ()
     """One for each document but the first."""
@@ -259,11 +259,12 @@ def pack(
 ) -> list[list[MicroBatch]]:
     """Return the micro-batches of each rank, sealed, equally many for each; each sample and unit is in exactly one.
 
-    Pass no units of a term with weight 0, and samples `without_hints` where SDPO has it. `model_flops` gives a model's
-    `cost`. Ranks without enough rows get dummies of one masked token. Rows, teacher documents and units have at most
-    `max_tokens` each.
+    Pass no units of a term with weight 0, and samples `without_hints` where SDPO has it: the rows are then those of the
+    policy loss alone. `model_flops` gives a model's `cost`. Ranks without enough rows get dummies of one masked token.
+    Rows, teacher documents and units have at most `max_tokens` each.
 
-    Raises ConfigError (too long, given twice, a first token that is trained) or RunMismatchError (cut, or no match).
+    Raises ConfigError (a sample, hinted turn or unit of more than `max_tokens`, one given twice, a first token that is
+    trained) or RunMismatchError (a hinted turn or unit that is cut or does not match), each naming the sample or unit.
     """
     parts = _parts(samples, units, max_tokens)
     together = _rows(_siblings(parts, max_tokens), cost, world_size, max_tokens)
@@ -276,7 +277,10 @@ def pack(
 
 
 def totals(samples: Sequence[Sample], units: Sequence[TermUnit] = (), *, micro_batches: int = 1) -> StepTotals:
-    """Return the losses' denominators. `micro_batches`: those that hold samples, over all ranks."""
+    """Return the losses' denominators of a step that trains these.
+
+    `micro_batches`: those that hold samples, over all ranks.
+    """
     trained = [sample for sample in samples if sample.num_trained > 0]
     turns = [turn for sample in samples for turn in sample.distillations]
     unit_counts: Counter[str] = Counter()
@@ -297,11 +301,12 @@ def totals(samples: Sequence[Sample], units: Sequence[TermUnit] = (), *, micro_b
 
 
 def without_hints(samples: Iterable[Sample]) -> list[Sample]:
+    """Return `samples` for a step where SDPO has weight 0."""
     return [msgspec.structs.replace(sample, distillations=[]) for sample in samples]
 
 
 def model_flops(config: Mapping[str, Any]) -> FlopCost:
-    """Return what a decoder's forward pass costs, by its config.json.
+    """Return what a decoder's forward pass costs, from the values of its config.json.
 
     Two operations a weight and token; causal attention: 2 products x 2 operations x half the pairs.
     """
@@ -531,10 +536,11 @@ class Row:
     starts: np.ndarray
     """int64 [documents + 1]: where each begins, and N."""
     samples: int
-    """How many documents are samples (1 for a dummy)."""
+    """How many documents are samples (1 for a dummy, which holds a masked token)."""
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Row:
+        """Cut `batch` at its borders, and append the teacher documents."""
         ids = ints(batch.input_ids)
         starts = np.cumsum([0, *batch.lengths])
         samples = len(batch.lengths) - sum(len(unit.spans) for unit in batch.units)
@@ -552,6 +558,7 @@ class Row:
 
     @property
     def first_teacher(self) -> int:
+        """The first teacher document, after all others."""
         return len(self.batch.lengths)
 
     @property
@@ -566,34 +573,38 @@ class Row:
 
     @property
     def sampler_logprobs(self) -> np.ndarray:
-        """float32, by position."""
+        """float32: by position, the log-probability under the sampling distribution."""
         return floats(self.batch.logprobs)
 
     @property
     def advantages(self) -> np.ndarray:
-        """float32, by position; 0 where not trained."""
+        """float32: by position, 0 where the token is not trained."""
         return floats(self.batch.advantages)
 
     def document_of(self, positions: np.ndarray | int) -> np.ndarray:
+        """Return the documents that hold these positions."""
         return np.searchsorted(self.starts, positions, "right") - 1
 
     def tokens(self, document: int) -> np.ndarray:
+        """Return a document's token ids."""
         return self.ids_N[self.starts[document] : self.starts[document + 1]]
 
     def teachers(self) -> range:
+        """Return the teacher documents, one for each of the batch's `turns`."""
         return range(self.first_teacher, len(self.starts) - 1)
 
     def units(self, term: str) -> list[UnitInRow]:
+        """Return the units of `term`, in order."""
         return [unit for unit in self.batch.units if unit.term == term]
 
     def documents(self, terms: Iterable[str]) -> list[int]:
-        """Return the documents of the units of `terms`."""
+        """Return the documents of the units of `terms`, in order."""
         names = set(terms)
         chosen = [unit for unit in self.batch.units if unit.term in names]
         return [unit.document + index for unit in chosen for index in range(len(unit.spans))]
 
     def name(self, document: int) -> str:
-        """Return the sample or unit of a document."""
+        """Return the sample or unit that a document belongs to."""
         if document >= self.first_teacher:
             document = int(self.document_of(self.batch.turns[document - self.first_teacher].student))
         if document >= self.samples:
@@ -603,5 +614,5 @@ class Row:
 
 
 def span_positions(unit: UnitInRow) -> np.ndarray:
-    """Return the positions that a unit trains."""
+    """Return the positions that a unit trains, document by document."""
     return joined(np.arange(start, end) for spans in unit.spans for start, end in spans)

@@ -63,7 +63,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TurnSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [start, end) of a sample are the rollout's assistant turn number `turn`, from 0."""
+    """Tokens [start, end) of a sample are the assistant turn number `turn` of its rollout, from 0."""
 
     start: int
     end: int
@@ -78,15 +78,15 @@ class HintedTurn(msgspec.Struct, frozen=True, kw_only=True):
 
     start: int
     end: int
-    """The turn is tokens [start, end) of the sample, thinking included."""
+    """The turn is tokens [start, end) of the sample, thinking included, all sampled by the policy."""
     teacher_ids: bytes
-    """int32 [U]: hinted context, then the turn's own ids."""
+    """int32 [U]: hinted context, then the turn's own ids; nothing after them."""
     teacher_start: int
     """Where the turn begins in `teacher_ids`; at least 1."""
     weight: float = 1.0
     """Factor on the turn's divergence."""
     turn: int
-    """As in TurnSpan."""
+    """The rollout's turn number, as in TurnSpan."""
     error: str
     """Kind of error that the hint addresses."""
 
@@ -100,24 +100,24 @@ class Preference(msgspec.Struct, frozen=True, kw_only=True):
     rejected_ids: bytes
     """int32 [T_r]: the same context and the rejected answer."""
     context: int
-    """Tokens of the common context, at least 1."""
+    """Tokens of the common context, at least 1; the rest are the answers."""
     epsilon: float
     """Probability that the label is wrong, in [0, 0.5]."""
 
 
 class TermUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loss term trains besides the samples: a demonstration, or both sides of a pair."""
+    """Documents that a loss term trains besides the samples: a demonstration, or both sides of a preference pair."""
 
     term: str
     """The term's table in [channels]."""
     name: str
-    """`pair ID`, or `row FILE:LINE`."""
+    """For messages: `pair ID`, or `row FILE:LINE`."""
     documents: list[bytes]
     """int32 [T_i] each."""
     masks: list[bytes]
     """uint8 [T_i] each: 1 where the term reads the token; never the first."""
     value: float = 0.0
-    """The term's own figure (replay_dpo: epsilon)."""
+    """The term's own figure of the unit (replay_dpo: epsilon)."""
 
     @property
     def num_trained(self) -> int:
@@ -130,36 +130,39 @@ class TokenArrays(msgspec.Struct, frozen=True, kw_only=True):
     input_ids: bytes
     """int32 [T]: prompt, sampled and tool tokens."""
     loss_mask: bytes
-    """uint8 [T]: 1 where the policy sampled the token to be trained."""
+    """uint8 [T]: 1 where the policy sampled the token and it is to be trained."""
     logprobs: bytes
-    """float32 [T], under the sampling distribution; 0 where the policy did not sample the token.
+    """float32 [T]: log-probability of token t under the sampling distribution; 0 where the policy did not sample it.
 
     A sampled token with mask 0 keeps its own: SDPO computes importance weights from it.
     """
     advantages: bytes
-    """float32 [T]; 0 where mask is 0."""
+    """float32 [T]: advantage of token t; 0 where mask is 0."""
 
 
 LARGEST_REWARD = 1e30
-"""A reward beyond it is a failure: the loss must fit into float32."""
+"""A reward beyond it is a failure: what the loss makes of one must fit into float32."""
 
 
 class Sample(TokenArrays, frozen=True, kw_only=True):
-    """One root-to-leaf token sequence of a rollout. Each sampled token has mask 1 in one sample of its rollout."""
+    """One root-to-leaf token sequence of a rollout; the trainer trains on samples.
+
+    Sampled tokens have mask 1 in exactly one sample of their rollout, however many branches share them.
+    """
 
     sample_id: str
-    """`<rollout id>/<branch>`; the key of the exactly-once ledger."""
+    """`<rollout id>/<branch>`: unique within the run, the key of the exactly-once ledger."""
     group_id: str
-    """The G sibling rollouts by which the advantage was computed."""
+    """The group of sibling rollouts that the advantage was computed in."""
     source: str
     task_id: str
     reward: float
     temperature: float
     version_spans: list[VersionSpan]
-    """Cover exactly the sampled tokens."""
+    """Which policy version sampled which tokens; covers exactly the sampled tokens."""
     turns: list[TurnSpan]
     distillations: list[HintedTurn] = []
-    """SDPO: error turns that got a hint, without overlap."""
+    """SDPO: error turns of this sample that got a hint. They do not overlap."""
 
     @property
     def num_tokens(self) -> int:
@@ -189,7 +192,7 @@ class HintedTurnInRow(msgspec.Struct, frozen=True, array_like=True):
     weight: float
     shared: int
     tail: bytes
-    """int32 [U - shared]: the hint, and then at least the turn."""
+    """int32 [U - shared]: what the teacher reads after the shared beginning; the hint, and then at least the turn."""
     kind: str = ""
     """Of the error that the hint addresses."""
 
@@ -209,35 +212,37 @@ class UnitInRow(msgspec.Struct, frozen=True, array_like=True):
 class MicroBatch(TokenArrays, frozen=True, kw_only=True):
     """Samples laid end to end in one row of N tokens; block-diagonal attention keeps them apart.
 
-    A row holds first the samples, in the order of `sample_ids`, then the documents of each unit, without mask,
-    logprobs and advantages. SDPO's hinted contexts are in `turns` instead.
+    A row holds first the samples, in the order of `sample_ids`, then the documents of each unit. Only samples have
+    mask, logprobs and advantages. SDPO's hinted contexts are not part of the row: `turns` has what they add.
 
-    A dummy (no `sample_ids`) holds one masked token, so that ranks have equal counts.
+    A dummy (no `sample_ids`) holds one masked token. It keeps the ranks' counts equal.
     """
 
     run_id: str
     step: int
-    """From 1."""
+    """The optimizer step (from 1) that it belongs to."""
     rank: int
     index: int
-    """Within the rank's list of the step."""
+    """Position within the rank's list of the step."""
     versions: tuple[int, int]
-    """The oldest and newest policy version."""
+    """The oldest and newest policy version that sampled its tokens."""
     lengths: list[int]
-    """Tokens of each document; sums to N."""
+    """Token count of each document in the row; sums to N."""
     temperatures: list[float]
-    """Of each document; 1 for units."""
+    """Sampling temperature of each document: those of units have 1."""
     sample_ids: list[str]
     task_ids: list[str] = []
-    """Of each sample, for messages."""
+    """The task of each sample, for messages."""
     turns: list[HintedTurnInRow] = []
+    """SDPO: which tokens of the row learn from which teacher document."""
     units: list[UnitInRow] = []
+    """What other loss terms train."""
     checksum: str = ""
-    """blake2b-128 over every other field."""
+    """blake2b-128 over every other field; set by `seal_batch`, checked by `verify_batch`."""
 
 
 class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """A step's counts over all ranks: the losses' denominators, fixed before any backward pass."""
+    """A step's counts over all ranks and micro-batches: the losses' denominators, fixed before any backward pass."""
 
     samples: int
     """B: samples with at least one trained token."""
@@ -251,15 +256,15 @@ class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
     units: dict[str, int] = {}
     """Units by term; replay_dpo's are preference pairs."""
     unit_tokens: dict[str, int] = {}
-    """Tokens that units train, by term."""
+    """Tokens that units train, by term; sft's are those that are imitated."""
     own: dict[str, int] = {}
-    """What terms of the user's count in rows (Term.count)."""
+    """What terms of the user's count in rows (Term.count), filled in by the trainer."""
     micro_batches: int = 1
-    """M: without dummies."""
+    """M: micro-batches that hold samples; dummies do not count."""
 
 
 class StepRequest(msgspec.Struct, frozen=True, kw_only=True, tag="step_request"):
-    """A rank asks for its micro-batches. All ranks of a step must name the same layout."""
+    """A rank asks for its micro-batches of `step`. All ranks of a step must name the same layout."""
 
     run_id: str
     step: int
@@ -276,9 +281,9 @@ class StepReply(msgspec.Struct, frozen=True, kw_only=True, tag="step_reply"):
     micro_batches: list[MicroBatch]
     """Equal in number on all ranks."""
     metrics: dict[str, float]
-    """The orchestrator's figures of this batch, for the trainer's line."""
+    """The orchestrator's figures of this batch (reward/mean, policy/staleness_max, ...), for the trainer's line."""
     held_out: list[MicroBatch] = []
-    """Demonstrations to score, where due; equal in number on all ranks."""
+    """Demonstrations to score, where an evaluation is due; equal in number on all ranks."""
 
 
 class StepPart(msgspec.Struct, frozen=True, kw_only=True, tag="step_part"):
@@ -292,7 +297,7 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True, tag="step_part"):
 
 
 class BatchNotReady(msgspec.Struct, frozen=True, kw_only=True, tag="not_ready"):
-    """Ask again. The server waits a little before it sends this."""
+    """The batch is not complete yet: ask again. The server waits a little before it sends this, so asking is cheap."""
 
     step: int
     waiting_for: str
@@ -315,9 +320,9 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
     step: int
     version: int
     sample_ids: list[str]
-    """Every sample of the step; none when a trainer attaches after it."""
+    """Every sample of the step, for the ledger check; none when a trainer attaches after `step`."""
     session: str
-    """One start of the trainer: (session, step) tells a repeated message."""
+    """Identifies one start of the trainer: (session, step) tells a repeated message."""
     divergence: dict[str, float] = {}
     """SDPO: mean divergence of a token in the step, in nats, by kind of error."""
     last_step: int | None = None
@@ -326,13 +331,13 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
 
 
 class StepNoted(msgspec.Struct, frozen=True, kw_only=True, tag="step_noted"):
-    """StepDone of `step` was handled."""
+    """StepDone of `step` has arrived and was handled."""
 
     step: int
 
 
 class CheckpointRequest(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_request"):
-    """Write the orchestrator's part of checkpoint `step` now."""
+    """Write the orchestrator's part of checkpoint `step` now; the trainer's part is written at the same time."""
 
     run_id: str
     step: int
@@ -357,19 +362,21 @@ _ENCODER = msgspec.msgpack.Encoder(order="deterministic")
 
 
 def batch_checksum(batch: MicroBatch) -> str:
-    """Return the hexadecimal blake2b-128 of every other field."""
+    """Return the hexadecimal blake2b-128 of every field of `batch` except the checksum itself."""
     payload = _ENCODER.encode(msgspec.structs.replace(batch, checksum=""))
     return hashlib.blake2b(payload, digest_size=16).hexdigest()
 
 
 def seal_batch(batch: MicroBatch) -> MicroBatch:
+    """Return `batch` with its checksum filled in."""
     return msgspec.structs.replace(batch, checksum=batch_checksum(batch))
 
 
 def verify_batch(batch: MicroBatch, *, run_id: str, step: int, rank: int, versions: tuple[int, int]) -> None:
-    """Refuse a micro-batch that is not the one asked for. `versions`: the oldest and newest that it may hold.
+    """Refuse a micro-batch that is not the one asked for.
 
-    Raises RunMismatchError, or ChecksumError when the content differs from the header.
+    `versions`: the oldest and newest policy version that it may hold tokens of. Raises RunMismatchError when run, step,
+    rank or policy versions differ, ChecksumError when the content differs from its checksum.
     """
     for name, expected in {"run_id": run_id, "step": step, "rank": rank}.items():
         actual = getattr(batch, name)
