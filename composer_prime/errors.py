@@ -23,15 +23,15 @@ class PortInUseError(ConfigError, OSError):
 
 
 class NotLiveError(ConfigError):
-    """A command needs a live run, and no orchestrator answers."""
+    """A command needs a live run, and no orchestrator of that run answers on this machine."""
 
 
 class InviteError(ConfigError):
-    """An invite that admits nobody, or a node that was revoked."""
+    """An invite that admits nobody: cut short, expired, used up, of another run or release. Or its node was revoked."""
 
 
 class LedgerError(ConfigError):
-    """A line of a costs.jsonl that cannot be summed. The message names file and line."""
+    """A line of a costs.jsonl lacks what has to be summed. The message names file, line and what is wrong."""
 
 
 class UnwritableError(ConfigError, OSError):
@@ -67,7 +67,7 @@ class CanaryError(WeightError):
 
 
 class MisfitError(WeightError):
-    """Weights that are not the model's, refused before anything changed."""
+    """Weights whose names or shapes are not the model's. They were refused before anything changed."""
 
 
 class EngineError(ComposerError, RuntimeError):
@@ -75,15 +75,15 @@ class EngineError(ComposerError, RuntimeError):
 
 
 class LostWeightsError(EngineError):
-    """A failed swap lost the old weights: nothing may be sampled any more."""
+    """After a failed swap the old weights could not be loaded again: nothing may be sampled any more."""
 
 
 class BadRequestError(EngineError, ValueError):
-    """A request that no engine could serve."""
+    """A request that no engine could serve, so another node would not help."""
 
 
 class RequestError(ComposerError, ValueError):
-    """An HTTP request that the gateway does not serve."""
+    """An HTTP request that the gateway does not serve. The message names the value and the remedy."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
         super().__init__(message)
@@ -93,11 +93,11 @@ class RequestError(ComposerError, ValueError):
 
 
 class RolloutError(ComposerError, RuntimeError):
-    """A rollout failed, which is recorded and retried, and is never a zero reward."""
+    """A rollout failed. The orchestrator records it and retries; the failure never becomes a zero reward."""
 
 
 class EnvironmentWorkerError(RolloutError):
-    """A source's worker failed more often than its limit allows."""
+    """A source's worker process failed more often than its restart limit allows."""
 
 
 class SandboxError(ComposerError, RuntimeError):
@@ -109,15 +109,15 @@ class EndpointError(ComposerError, ConnectionError):
 
 
 class BudgetError(EndpointError):
-    """A call was not made: its worst case is above what is left of the budget."""
+    """A call was not made, because its worst case does not fit into the rest of the endpoint's budget."""
 
 
 class TeacherError(EndpointError):
-    """A teacher gave no usable answer, or may not judge a trace."""
+    """A teacher gave no usable answer after all retries, or may not judge a trace. Replay records it and continues."""
 
 
 class CapError(BudgetError):
-    """A teacher call was not made: it would pass the cap."""
+    """A teacher call was not made, because it would pass the cap of cost."""
 
 
 class CheckpointError(ComposerError, RuntimeError):
@@ -129,7 +129,7 @@ class NonFiniteError(ComposerError, ArithmeticError):
 
 
 class NonFiniteStepError(NonFiniteError):
-    """A step that is not finite; nothing was changed. `samples`: those to blame, of all ranks."""
+    """A step whose loss or gradient is not finite; nothing was changed. `samples` are those to blame, of all ranks."""
 
     def __init__(self, message: str, samples: list[str]):
         super().__init__(message)
@@ -141,11 +141,11 @@ class RoleFailedError(ComposerError, RuntimeError):
 
 
 class PullRefusedError(ComposerError, PermissionError):
-    """The gateway gives this node no more weights for now."""
+    """The gateway gives this node no more weights for now. The message has the allowance and the remedy."""
 
 
 class DeadlineError(ComposerError, TimeoutError):
-    """A wait went past its deadline. The message names what for."""
+    """A wait went past its deadline. The message names what was waited for and since when."""
 
 
 class LostRunError(DeadlineError):
@@ -154,7 +154,7 @@ class LostRunError(DeadlineError):
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Raise the first ComposerError of an exception group by itself."""
+    """Raise the first ComposerError of an exception group by itself: it is what the tasks of a TaskGroup ended by."""
     try:
         yield
     except ExceptionGroup as group:

@@ -25,7 +25,7 @@ def flat_tokens(
 ) -> PolicyTokens:
     """Return the tokens where `mask_BT` is not 0; every row is one sequence. `advantages_BT` may be [B, 1].
 
-    A sampler's log-probability that is NaN counts as the policy's own.
+    A sampler's log-probability that is NaN (the engine could not score the token) counts as the policy's own: ratio 1.
     """
     mask_BT = mask_BT.bool()
     rows_BT = torch.arange(mask_BT.shape[0], device=mask_BT.device)[:, None].expand_as(mask_BT)
@@ -45,7 +45,10 @@ def flat_tokens(
 
 
 def make_po_config(objective: str = "dr_grpo", **settings: Any) -> PolicyConfig:
-    """Return the settings of `objective`, with its paper's defaults. Raises ConfigError."""
+    """Return the settings of `objective`: denominator, ratio, clip range and scaling of its paper unless given.
+
+    Raises ConfigError for an unknown objective or setting (with the nearest known one) or a wrong value.
+    """
     try:
         return PolicyConfig.model_validate({"objective": objective, **settings})
     except ValidationError as error:

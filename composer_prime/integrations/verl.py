@@ -32,7 +32,10 @@ OBJECTIVES = ("dr_grpo", "grpo", "dapo", "gspo", "cispo")
 
 
 def register(name: str, policy: PolicyConfig) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
-    """Make `policy` available to verl as loss_mode `name`, and return the function. Raises ConfigError."""
+    """Make `policy` available to verl as policy_loss.loss_mode = `name`, and return the function that verl will call.
+
+    Raises ConfigError for settings that verl's interface has no data for: denominator `micro_batch`, or a KL weight.
+    """
     refused = {
         "denominator = micro_batch (bnpo)": policy.denominator == "micro_batch",
         "kl.weight > 0 (use actor.use_kl_loss)": policy.kl.weight > 0,
@@ -50,7 +53,7 @@ def register(name: str, policy: PolicyConfig) -> Callable[..., tuple[Tensor, dic
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """verl's interface: all tensors [batch, response]."""
+        """verl's interface: tensors [batch, response]. The policy has the denominator: `loss_agg_mode` is ignored."""
         tokens = flat_tokens(log_prob, old_log_prob, advantages, response_mask, weight_BT=rollout_is_weights)
         batch_info = dict(getattr(config, "global_batch_info", None) or {})
         ranks = batch_info.get("dp_size") or 1

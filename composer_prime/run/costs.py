@@ -33,6 +33,7 @@ class NodeTotals:
     """What an inference node did and cost."""
 
     seconds: float = 0.0
+    """Attached."""
     usd: float | None = None
     """By the price that it said, if any."""
     tokens: int = 0
@@ -55,12 +56,12 @@ class NodeTotals:
         return added if self.usd is None else {**added, "usd": round(self.usd - (earlier.usd or 0.0), 8)}
 
     def per_second(self, count: str) -> float | None:
-        """Return the mean of a count a second, once attached for one."""
+        """Return the mean of `tokens` or `trained_tokens` a second of the time attached; None before the first one."""
         return getattr(self, count) / self.seconds if self.seconds >= 1 else None
 
     @property
     def usd_per_million(self) -> float | None:
-        """Dollars for a million trained tokens, where known."""
+        """Dollars for a million trained tokens; None without a price or a trained token."""
         return None if self.usd is None or not self.trained_tokens else self.usd / self.trained_tokens * 1e6
 
 
@@ -77,12 +78,12 @@ class Spent:
     unsettled: int = 0
     failed: int = 0
     hint_usd: float = 0.0
-    """In no other sum."""
+    """Spent on calls for hints; no other sum includes it."""
     hint_calls: int = 0
     machine_usd: float = 0.0
     """The launcher's machine at run.usd_per_hour; in no other sum."""
     process_s: float = 0.0
-    """Of all processes together."""
+    """Seconds of all processes of the run together."""
     gpu_s: float = 0.0
     link_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     nodes: dict[str, NodeTotals] = field(default_factory=dict)
@@ -96,7 +97,7 @@ class Spent:
 
 
 def write_cost(path: Path, kind: str, **values: Any) -> None:
-    """Append one line, which outlives the process. Raises OSError."""
+    """Append one line, which outlives the process, though perhaps not a power cut. Raises OSError."""
     line = json.dumps({"kind": kind, "time": time.time(), **values}, separators=(",", ":"))
     append_line(path, line.encode())
 

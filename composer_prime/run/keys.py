@@ -45,7 +45,7 @@ class CurvePair:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """What a connecting process needs."""
+    """What a connecting process needs: the server's public key and its own pair."""
 
     server_public: bytes
     own: CurvePair
@@ -56,7 +56,7 @@ class ClientKeys:
 
     @classmethod
     def from_token(cls, token: str) -> ClientKeys:
-        """Read what `token()` wrote. Raises ConfigError."""
+        """Read what `token()` wrote. Raises ConfigError for anything else."""
         text = token.strip()
         try:
             if not text.startswith(_PREFIX):
@@ -95,7 +95,10 @@ def write_secret(path: Path, data: bytes, *, replace: bool = False) -> None:
 
 
 def read_secret(path: Path, size: int | None = None) -> bytes:
-    """Return the bytes of a secret. Raises FileNotFoundError, and ConfigError for one that others can read or made."""
+    """Return the bytes of a secret, `size` of them.
+
+    Raises FileNotFoundError, and ConfigError for a file that others can read or have made, a link, and another size.
+    """
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             _check_private(path, os.fstat(file.fileno()), 0o077)
@@ -140,7 +143,7 @@ class RunKeys:
         return keys
 
     def curve(self, name: str) -> CurvePair:
-        """Return the pair `server`, or a client's. Raises ConfigError."""
+        """Return the pair `server`, or that of a client. Raises ConfigError when its file is missing."""
         path = self.folder / f"{name}.curve"
         try:
             return CurvePair.read(path)
@@ -148,7 +151,7 @@ class RunKeys:
             raise ConfigError(f"key file {path} is missing: start the run with `trainer @ file.toml`") from None
 
     def client(self, name: str) -> ClientKeys:
-        """Return the keys of a client of the wire. Raises ConfigError."""
+        """Return the keys of a client of the wire. Raises ConfigError when its token is missing or damaged."""
         path = self.folder / f"{name}.token"
         try:
             return ClientKeys.from_token(read_secret(path).decode(errors="replace"))
@@ -165,11 +168,12 @@ class RunKeys:
         return read_secret(path, 33).decode().strip()
 
     def signer(self) -> Ed25519PrivateKey:
-        """Return the key of weight manifests."""
+        """Return the key with which the trainer signs weight manifests."""
         return Ed25519PrivateKey.from_private_bytes(read_secret(self.folder / "signing.ed25519", 32))
 
     @property
     def registry(self) -> NodeRegistry:
+        """Nodes with keys of their own."""
         return NodeRegistry(self.folder)
 
     def verifier(self) -> Ed25519PublicKey:

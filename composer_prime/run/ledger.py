@@ -43,12 +43,12 @@ def _entries(path: Path) -> list[dict]:
 
 
 def left_out(path: Path) -> set[str]:
-    """Return what made a step not finite, of rewound steps too."""
+    """Return the samples, pairs and rows that made a step not finite, of rewound steps too."""
     return {name for entry in _entries(path) for name in entry.get("left_out", ())}
 
 
 def effective(path: Path) -> dict[int, list[str]]:
-    """Return sample ids by step after all rewinds. Raises CheckpointError for a step that is there twice.
+    """Return sample ids by step after all rewinds. Raises CheckpointError when a step is there twice without one between.
 
     Skips a line that a crash cut short: a resume repeats its step.
     """
@@ -64,7 +64,7 @@ def effective(path: Path) -> dict[int, list[str]]:
 
 
 def check_ledger(path: Path) -> list[str]:
-    """Return what is wrong with the ledger, if anything."""
+    """Return what is wrong with the ledger, one line per finding; nothing when each sample was trained once."""
     steps = effective(path)
     findings: list[str] = []
     seen: dict[str, int] = {}

@@ -48,8 +48,9 @@ class RegisteredNode:
     admitted: float
     """Unix seconds."""
     revoked: float | None
-    """Unix seconds, if so."""
+    """Unix seconds; None while it may connect."""
     reason: str
+    """Why it was revoked."""
     invite: bytes
     """The public key of its invite, if any."""
 
@@ -78,13 +79,13 @@ class NodeRegistry:
         return bool(self._read("select 1 from nodes where key = ? and revoked is null", key))
 
     def find(self, key_or_name: bytes | str) -> RegisteredNode | None:
-        """Return the node with this key or name, revoked or not."""
+        """Return the node with this key (bytes) or name (str), revoked or not."""
         column = "key" if isinstance(key_or_name, bytes) else "name"
         rows = self._read(f"select * from nodes where {column} = ?", key_or_name)
         return _node(rows[0]) if rows else None
 
     def list(self) -> Sequence[RegisteredNode]:
-        """Return all nodes in the order in which they joined."""
+        """Return all nodes, revoked ones too, in the order in which they joined."""
         return [_node(row) for row in self._read("select * from nodes order by admitted")]
 
     def invite(self, key: bytes, *, uses: int, expires: float) -> None:
@@ -94,15 +95,16 @@ class NodeRegistry:
             database.execute("insert into invites (key, uses, expires) values (?, ?, ?)", (key, uses, expires))
 
     def is_invite(self, key: bytes) -> bool:
-        """Return whether `key` is or was an invite's."""
+        """Return whether `key` is an invite's: open, used up, expired or withdrawn."""
         return bool(self._read("select 1 from invites where key = ?", key))
 
     def open_invites(self) -> Sequence[bytes]:
+        """Return the keys of all invites with which nodes may still enroll."""
         sql = "select key from invites where uses > taken and expires > ?"
         return [key for (key,) in self._read(sql, self._clock())]
 
     def withdraw(self, key: bytes | None = None) -> int:
-        """Let no further node enroll with the invite `key`, or any. Return how many invites were open."""
+        """Let no further node enroll with the invite `key`; None for all. Return how many invites were still open."""
         with self._change() as database:
             sql = "update invites set uses = 0 where uses > taken and expires > ? and coalesce(key = ?, true)"
             return database.execute(sql, (self._clock(), key)).rowcount
@@ -110,9 +112,9 @@ class NodeRegistry:
     def enroll(
         self, invite: bytes, key: bytes, name: str, machine: str, taken_names: Collection[str] = ()
     ) -> RegisteredNode:
-        """Admit the node `key` and count a use of `invite`, both or neither; a node counts once. Raises InviteError.
+        """Admit the node `key` and count a use of `invite`, both or neither; a node counts once.
 
-        `taken_names`: of nodes that are not in here.
+        `taken_names`: of nodes that are not in here. Raises InviteError (expired, used up, unknown, of a revoked node).
         """
         with self._change() as database:
             row = database.execute("select * from nodes where key = ?", (key,)).fetchone()

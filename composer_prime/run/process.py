@@ -54,9 +54,10 @@ _LOG_TAIL_BYTES = 32_768
 
 
 def child_options(environment: Mapping[str, str] | None = None, pass_fds: Iterable[int] = ()) -> dict[str, Any]:
-    """Return keyword arguments for subprocess.Popen and asyncio.create_subprocess_exec: an own session, no input.
+    """Return keyword arguments for subprocess.Popen and asyncio.create_subprocess_exec.
 
-    Start it from the main thread: on Linux the parent-death signal comes when the starting thread ends.
+    The child gets its own session, no standard input, and this process's environment with `environment` on top. Start
+    it from the main thread: on Linux the parent-death signal comes when the starting thread ends.
     """
     return {
         "stdin": subprocess.DEVNULL,
@@ -67,7 +68,10 @@ def child_options(environment: Mapping[str, str] | None = None, pass_fds: Iterab
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM, *, always: bool = False) -> None:
-    """Let this process get `number` when its parent dies; one started by hand only with `always`. Call it first."""
+    """Let this process get signal `number` when its parent dies. A child calls it first in `main`.
+
+    Does nothing in a process that was started by hand, unless `always` is set.
+    """
     parent = int(os.environ.pop(PARENT_VARIABLE, "0")) or (os.getppid() if always else 0)
     if not parent:
         return
@@ -87,7 +91,7 @@ def _poll_parent(parent: int, number: signal.Signals) -> None:
 
 
 def signal_session(pid: int, number: signal.Signals) -> None:
-    """Send `number` to the session that `pid` leads, if it is there."""
+    """Send `number` to every process of the session that `pid` leads; it may have ended already."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
 
@@ -113,7 +117,7 @@ def exit_text(status: int | None) -> str:
 
 
 def last_words(log: os.PathLike[str], offset: int = 0, count: int = 25) -> str:
-    """Return the last lines of `log` after byte `offset`, indented."""
+    """Return the last `count` lines that were written to `log` after byte `offset`, indented."""
     try:
         with open(log, "rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -125,7 +129,7 @@ def last_words(log: os.PathLike[str], offset: int = 0, count: int = 25) -> str:
 
 
 class OrphanGuard:
-    """A process that ends all processes of a run when this one is killed.
+    """A process that ends all processes of a run when this one is killed. Use as a context manager.
 
     parent --pipe--> guard
       "PID"        a child was started; it leads session PID

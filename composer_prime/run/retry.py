@@ -20,7 +20,10 @@ class Restarts:
     count: int = 0
 
     def pause_s(self, lived_s: float, limit: int) -> float | None:
-        """Count a crash and return the pause before the next start, None after `limit`; ten minutes reset the count."""
+        """Count a crash after `lived_s` seconds. Return the seconds to pause before the next start, None after `limit`.
+
+        A process that lived for ten minutes starts with none counted.
+        """
         if lived_s > 600.0:
             self.count = 0
         if self.count >= limit:

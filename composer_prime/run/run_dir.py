@@ -33,7 +33,7 @@ _PARTIAL = ".partial"
 
 
 def write_atomic(path: Path, data: bytes | memoryview) -> None:
-    """Write `data`. A reader sees the old content or all of the new, even after a power cut."""
+    """Write `data` to `path`. A reader sees the old content or all of the new, even after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{threading.get_native_id()}{_PARTIAL}")
     try:
@@ -48,7 +48,7 @@ def write_atomic(path: Path, data: bytes | memoryview) -> None:
 
 
 def write_remedy(failure: object, more: str = "") -> str:
-    """Return what to do about a failed write. `more`: another way to make room."""
+    """Return what to do about a failed write, by its text. `more`: another way to make room where the disk is full."""
     text = str(failure).lower()
     if "read-only file system" in text:
         return "the disk is mounted read-only: mount it for writing, or set run.output_dir to another one"
@@ -79,6 +79,8 @@ def remove_partials(folder: Path) -> None:
 
 
 class RunDir:
+    """The paths of one run."""
+
     def __init__(self, root: Path) -> None:
         self.root = root
         self.config = root / "config.json"
@@ -107,12 +109,12 @@ class RunDir:
         return self.checkpoints / f"step_{step:06d}"
 
     def complete_checkpoints(self) -> list[int]:
-        """Return the steps of complete checkpoints, ascending."""
+        """Return the steps whose checkpoint has the COMPLETE marker, ascending."""
         names = (path.parent.name.removeprefix("step_") for path in self.checkpoints.glob("step_*/COMPLETE"))
         return sorted(int(name) for name in names if name.isdigit())
 
     def newest_checkpoint(self) -> int:
-        """Return the newest complete checkpoint's step. Raises CheckpointError."""
+        """Return the step of the newest complete checkpoint. Raises CheckpointError without one."""
         steps = self.complete_checkpoints()
         if not steps:
             raise CheckpointError(
@@ -131,7 +133,7 @@ def create_run_id(run_dir: RunDir, name: str) -> str:
 
 
 def read_run_id(run_dir: RunDir) -> str:
-    """Return the run's id. Raises ConfigError."""
+    """Return the run's id. Raises ConfigError when the directory was never prepared."""
     try:
         return (run_dir.root / "run_id").read_text().strip()
     except FileNotFoundError:

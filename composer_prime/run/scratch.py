@@ -20,13 +20,13 @@ class Scratch:
     """An empty folder, readable by its owner only, until `close`."""
 
     def __init__(self, name: str) -> None:
-        """Make the folder, and remove dead owners'. Raises OSError."""
+        """Make the folder, and remove folders of this name whose owners are dead. Raises OSError."""
         prefix = f"composer-prime-{name}-"
         _sweep(prefix)
         self.path, self._lock = _make(prefix)
 
     def close(self) -> None:
-        """Remove the folder with its content."""
+        """Remove the folder with its content; a second call does nothing."""
         lock, self._lock = self._lock, None
         if lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)

@@ -66,7 +66,7 @@ class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Canary(msgspec.Struct, frozen=True, kw_only=True):
-    """A fixed prompt and its log-probabilities by the trainer."""
+    """A fixed prompt and its log-probabilities under the trainer's own weights."""
 
     token_ids: list[int]
     """[T]."""
@@ -75,6 +75,8 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="weights"):
+    """One policy version."""
+
     run_id: str
     version: int
     kind: str
@@ -85,10 +87,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="weights"):
     """The file of the tensors, of the anchor, or of the factors: NAME.lora_A [rank, in], NAME.lora_B [out, rank],
     float32."""
     tensors: dict[str, str]
-    """By parameter name: `word_sum` of its values, hexadecimal. Empty with adapters."""
+    """By parameter name of the Hugging Face model: `word_sum` of its values, hexadecimal. Empty with adapters."""
     canary: Canary
     adapter_scale: float = 1.0
-    """With adapters: NAME is the model folder's + adapter_scale * B A, in float64."""
+    """With adapters: tensor NAME is that of the model folder + adapter_scale * B A, computed in float64."""
     patch: list[ChunkRef] = []
     """A stream of patches: of a delta from `chunks` to this version, of an anchor from `base`, if any, to `chunks`."""
     base: list[ChunkRef] = []
@@ -139,13 +141,17 @@ class Envelope(msgspec.Struct, frozen=True):
 
 
 def sign(signed: Manifest | ModelFiles, key: Ed25519PrivateKey) -> bytes:
-    """Return msgpack of (its bytes, ed25519 signature over them)."""
+    """Return the wire form: msgpack of (its bytes, ed25519 signature over them)."""
     body = msgspec.msgpack.encode(signed)
     return msgspec.msgpack.encode(Envelope(body, key.sign(body)))
 
 
 def open_signed(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> Manifest:
-    """Return the version that `raw` describes. Raises WireError, and SignatureError for another key or run."""
+    """Return the version that `raw` describes.
+
+    Raises WireError when it is no such message or names what cannot be a chunk, SignatureError when another key signed
+    it or it is of another run.
+    """
     return _opened(raw, key, run_id, Manifest)
 
 
@@ -222,7 +228,7 @@ class WeightStore:
         return refs
 
     def put_stream(self, parts: Iterable[bytes | memoryview], run: Callable[..., Iterable] = map) -> list[ChunkRef]:
-        """Put all `parts` joined, with few chunks in memory; `run` does the work of map."""
+        """Do the same as `put_chunks` of all `parts` joined, with few chunks in memory; `run` does the work of map."""
         return [ref for refs in run(self.put_chunks, self.pieces(parts)) for ref in refs]
 
     def pieces(self, parts: Iterable[bytes | memoryview]) -> Iterator[bytearray | memoryview]:
@@ -239,7 +245,10 @@ class WeightStore:
             yield pending
 
     def read(self, ref: ChunkRef) -> bytes:
-        """Return a whole chunk without a pull. Raises CorruptWeightsError, and drops an altered one."""
+        """Return a whole chunk for the trainer itself: `prune` does not count that as a pull.
+
+        Raises CorruptWeightsError when it is missing or altered; an altered one is dropped.
+        """
         path = self._chunks / ref.sha256
         try:
             status, data = path.stat(), path.read_bytes()
@@ -272,7 +281,7 @@ class WeightStore:
                 self._manifest_path(later).unlink(missing_ok=True)
 
     def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
-        """Return up to `size` bytes of a chunk from `offset`, for a node, if there is one."""
+        """Return up to `size` bytes of a chunk from `offset`, for a node; None when the store has no such chunk."""
         path = self.pulled_path(sha256)
         if path is None:
             return None
@@ -284,7 +293,7 @@ class WeightStore:
             return None
 
     def pulled_path(self, sha256: str) -> Path | None:
-        """Return the file of a chunk that is given out now, if there is one. `prune` spares it by its access time."""
+        """Return the file of a chunk for a node; None when the store has none. `prune` spares it by its access time."""
         path = self._chunks / sha256
         try:
             if not is_chunk_name(sha256) or path.is_symlink():
@@ -396,6 +405,7 @@ def difference(old: bytes | memoryview, new: bytes | memoryview, word: np.dtype)
 
 
 def stream_entry(encoded: bytes) -> bytes:
+    """Return one entry of a stream of patches."""
     frame = zstandard.ZstdCompressor(level=_LEVEL).compress(encoded)
     return _LENGTH.pack(len(frame)) + frame
 
@@ -428,7 +438,7 @@ def patches(stream: Iterable[bytes], sizes: Iterable[int], word: np.dtype) -> It
 
 
 def patch_starts(read: Callable[[int, int], bytes], count: int) -> list[int]:
-    """Return where each of `count` patches starts, and the last one ends. `read` takes offset and size."""
+    """Return where each of `count` patches of a stream starts, and the last one ends. `read` takes offset and size."""
     starts = [0]
     for _ in range(count):
         (length,) = _LENGTH.unpack(read(starts[-1], _LENGTH.size))
@@ -474,7 +484,10 @@ def _decode(raw: bytes, words: int, word: np.dtype, index: int) -> Patch:
 
 
 def word_sum(raw: bytes | memoryview, word: np.dtype) -> int:
-    """Return the sum, modulo 2^64, of the squares of the words as signed numbers, as inference/snapshot.py does."""
+    """Return the sum, modulo 2^64, of the squares of the words as signed numbers. It does not depend on the order.
+
+    Engines give the same sum of what they hold (inference/snapshot.py, word_sum).
+    """
     bits, total = np.frombuffer(raw, f"<i{word.itemsize}"), 0
     for start in range(0, len(bits), _SUM_WORDS):
         piece = bits[start : start + _SUM_WORDS].astype(np.int64)

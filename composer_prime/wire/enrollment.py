@@ -38,11 +38,12 @@ _CHECK_BYTES = 4
 
 
 def release() -> str:
+    """Return the installed version of composer-prime."""
     return importlib.metadata.version("composer-prime")
 
 
 def release_package() -> str | None:
-    """Return what uv installs elsewhere to have this release, if anything."""
+    """Return what uv installs on another machine to have this release; None where only this machine has it."""
     return package_of(importlib.metadata.distribution("composer-prime").read_text("direct_url.json"))
 
 
@@ -84,7 +85,7 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
     expires: int
     """Unix seconds."""
     package: str = ""
-    """What uv installs to have the run's release, if known."""
+    """What uv installs to have the run's release; empty where that is not known."""
 
     @property
     def keys(self) -> ClientKeys:
@@ -93,6 +94,7 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
         return ClientKeys(z85.encode(self.server), CurvePair(zmq.curve_public(secret), secret))
 
     def text(self) -> str:
+        """Return the string."""
         body = msgspec.msgpack.encode(self)
         check = hashlib.sha256(body).digest()[:_CHECK_BYTES]
         return INVITE_PREFIX + base64.urlsafe_b64encode(check + body).decode().rstrip("=")

@@ -32,12 +32,13 @@ from composer_prime.wire.types import INT, VersionSpan, floats, ints, pack_float
 PROTOCOL = 7
 """Raised with every change of messages that an older release would misread."""
 POLICY = "policy"
-"""The model name by which requests ask for the policy."""
+"""The model name under which requests ask for the policy that is trained."""
 GATEWAY_TOKEN_VARIABLE = "COMPOSER_GATEWAY_TOKEN"
 """Environment variable with the gateway's bearer token."""
 RUNNING = "running"
 """The finish reason of tokens after which more come."""
 MAX_PLACES = 1 << 14
+"""Requests that a node may hold at a time."""
 
 Count = Annotated[int, Meta(ge=0, le=1 << 20)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -56,7 +57,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens: all of a request, or a part of them."""
 
     token_ids: bytes = b""
-    """int32 [T], with the stop token that ended the turn."""
+    """int32 [T], the stop token included when one ended the turn."""
     logprobs: bytes = b""
     """float32 [T], under the sampling distribution (after temperature, top-k, top-p)."""
     version_spans: list[VersionSpan] = []
@@ -66,7 +67,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cached: int = 0
     """Prompt tokens whose keys and values were cached."""
     sampled_by: list[tuple[str, int]] = []
-    """(node, its number of tokens), in order. The gateway knows; nodes say nothing."""
+    """Nodes in order, each with the number of tokens that it sampled. The gateway knows; nodes say nothing."""
     record_id: str = ""
     """The gateway's name for it, by which a worker's turn finds its record."""
 
@@ -162,7 +163,7 @@ def joined(spans: Iterable[VersionSpan], later: Iterable[VersionSpan]) -> list[V
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample. Logprobs are those after temperature, top-k and top-p."""
+    """How to sample. The returned logprobs are those of the distribution after temperature, top-k and top-p."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -171,7 +172,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """0 switches top-k off."""
     seed: int | None = None
     stop: list[str] = []
-    """Generation ends with the token that completes one."""
+    """Stop strings: generation ends with the token that completes one."""
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     resumed: int = 0
@@ -186,9 +187,9 @@ class ComputeDevice(msgspec.Struct, frozen=True, kw_only=True):
     count: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
     """GPUs, or CPU threads."""
     memory_gib: Annotated[float, Meta(ge=0, le=1 << 20)] | None = None
-    """Of all of them."""
+    """Of all of them; None when it does not say."""
     dtype: Annotated[str, Meta(max_length=20)] = ""
-    """The type of its activations, such as bfloat16."""
+    """The type of its activations, such as bfloat16; empty when it does not say."""
 
 
 class Enroll(msgspec.Struct, frozen=True, kw_only=True, tag="enroll"):
@@ -210,13 +211,14 @@ class Enrolled(msgspec.Struct, frozen=True, kw_only=True, tag="enrolled"):
     """What a node needs besides weights."""
 
     node_id: str
+    """The node's name from now on."""
     model: bytes
     """The signed ModelFiles (run/weights.py)."""
     manifest: bytes
-    """The newest signed weight manifest, if any."""
+    """The newest signed weight manifest, empty while none is published."""
     max_context: int
     inference: bytes
-    """The run's [inference] table as JSON."""
+    """The run's [inference] table as JSON, without what concerns the host of the run only."""
     sources: list[str] = []
     """As in NodeWelcome."""
 
@@ -225,17 +227,17 @@ class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     node_id: Annotated[str, Meta(max_length=400)]
     engine: Annotated[str, Meta(pattern=r"^[\w.+-]{1,40}$")]
     run_id: Annotated[str, Meta(max_length=400)] | None
-    """The run that it served before a reconnect."""
+    """The run that it served before a reconnect; None on the first contact."""
     version: int
     max_concurrent: int
     instance: Annotated[str, Meta(max_length=64)] = ""
-    """Drawn at process start: tells a node that reconnects from another of its name."""
+    """Random, drawn at process start: tells a node that reconnects from another one of the same name."""
     protocol: int = PROTOCOL
     max_context: int | None = None
-    """Tokens of prompt and answer together that it can hold, at least the run's."""
+    """Tokens of prompt and answer together that it can hold, at least the run's; None when it does not say."""
     device: ComputeDevice | None = None
     usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] | None = None
-    """As its operator says (`--price`)."""
+    """What its machine costs, as its operator says (`--price`); None when unknown."""
 
 
 class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
@@ -243,15 +245,15 @@ class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 
     run_id: str
     manifest: bytes
-    """The newest signed manifest (run/weights.py), if any."""
+    """The newest signed manifest (run/weights.py), empty while none is published."""
     verify_key: bytes
-    """ed25519, 32 bytes; signs this run's manifests."""
+    """ed25519 public key, 32 bytes, that signs manifests of this run."""
     heartbeat_s: float
     sources: list[str] = []
     """Copies of the weight store besides this link: http:// or https:// URLs. The host `*` stands for that of the
     gateway's address."""
     is_news: bool = False
-    """Whether it announces a version, and answers no Hello."""
+    """Whether it announces a version to a node that is attached; else it answers a Hello."""
 
 
 class Dismissed(msgspec.Struct, frozen=True, kw_only=True, tag="rejected"):
@@ -261,7 +263,7 @@ class Dismissed(msgspec.Struct, frozen=True, kw_only=True, tag="rejected"):
     may_return: bool = True
     """Whether the node, started again, may be let in."""
     finish_first: bool = False
-    """Finish the current requests, then send Goodbye."""
+    """Take no more requests, finish the current ones, then send Goodbye."""
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
@@ -307,22 +309,23 @@ class GenerateFailed(msgspec.Struct, frozen=True, kw_only=True, tag="generate_fa
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
-    """Heartbeat, and at once after a weight swap."""
+    """Heartbeat; also sent at once after a weight swap. Figures out of range do not decode."""
 
     version: Annotated[int, Meta(ge=0)]
     running: Count
     waiting: Count
     kv_used: Share
+    """Share of the KV cache in use, 0..1."""
     kv_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
-    """Tokens that its KV cache holds; 0: not told."""
+    """Tokens that its KV cache holds; 0 when it does not say."""
     tokens_per_s: Annotated[float, Meta(ge=0)]
-    """Since the last Status."""
+    """Sampled tokens per second since the last Status."""
     canary_error: float | None = None
-    """Largest |logprob - manifest| of the last canary, in nats."""
+    """Largest |logprob - manifest| of the last canary, in nats; None before the first swap."""
     weight_error: Text | None = None
-    """Why the newest weights are not in use."""
+    """Why the newest weights are not in use; None when they are."""
     weight_bytes: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
-    """Pulled since its process started, by any way."""
+    """Bytes of weights that it pulled since its process started, by any way."""
 
 
 class Heard(msgspec.Struct, frozen=True, kw_only=True, tag="heard"):
@@ -345,10 +348,10 @@ class WeightPiece(msgspec.Struct, frozen=True, kw_only=True, tag="piece"):
     sha256: str
     offset: int
     data: bytes | None = None
-    """None when the gateway gives no more."""
+    """None when the gateway lacks the chunk, or gives no more."""
     last: bool = False
     refusal: str | None = None
-    """Why the node gets no more for now, and the remedy."""
+    """Why the node gets no more through this link for now: what it pulled, what it may, and the remedy."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
@@ -356,12 +359,12 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
 
 
 def cut_text(error: object) -> str:
-    """Return `error` as a message may hold it."""
+    """Return the text of `error`, no longer than a message may have it."""
     return str(error)[:2000]
 
 
 class AuditRequest(Answer, frozen=True, kw_only=True, tag="audit"):
-    """An answer whose tokens an auditor must score again."""
+    """An answer whose tokens an auditor must score again, as the nodes sent it."""
 
     audit: int
     prompt_ids: bytes
@@ -369,19 +372,20 @@ class AuditRequest(Answer, frozen=True, kw_only=True, tag="audit"):
     sampling: Sampling
     """As the node got it, with the seed."""
     tolerance: float
-    """How far a draw may lie outside of its CDF interval."""
+    """How far a draw may lie outside of its CDF interval, as a probability."""
     timeout_s: float = math.inf
-    """How long after its arrival a pass with it may begin."""
+    """How long after its arrival the auditor may begin a pass with it. Then it fails."""
 
 
 class PartVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """What one node did."""
 
     tokens: int
+    """Tokens that were checked."""
     wrong: list[int]
-    """Positions in the part of tokens that are not the seed's draw, or whose logprob is far off."""
+    """Positions in the part, ascending, of tokens that are not the draw of the seed, or whose logprob is far off."""
     fault: str | None = None
-    """What is wrong with the whole: its end, or the mean error of its logprobs."""
+    """What is wrong with the part as a whole: its end, or the mean error of its logprobs. None for nothing."""
     gap_mean: float = 0.0
     """Mean |claimed - own logprob|, nats."""
     gap_max: float = 0.0
@@ -390,12 +394,13 @@ class PartVerdict(msgspec.Struct, frozen=True, kw_only=True):
 class AuditVerdict(msgspec.Struct, frozen=True, kw_only=True, tag="verdict"):
     audit: int
     parts: list[PartVerdict] = []
-    """Of each node that sampled the answer, in order."""
+    """Of the tokens of each node that sampled the answer, in order."""
     seconds: float = 0.0
+    """What the check took."""
     error: str | None = None
-    """Why the answer could not be checked: its version is gone, the context too small."""
+    """Why the answer could not be checked: its version is gone, or the auditor's context is too small."""
     retryable: bool = False
-    """Whether another auditor may be able to."""
+    """Whether another auditor may be able to: the fault is this one's, such as a full disk."""
 
 
 FromNode = Enroll | NodeHello | Sampled | GenerateFailed | Status | ChunkRequest | Goodbye

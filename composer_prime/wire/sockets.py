@@ -37,9 +37,9 @@ from composer_prime.wire.unread import FRAME_OVERHEAD, LEAST_FRAME_BYTES, Unread
 logger = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 1 << 30
-"""Of a message that a client takes."""
+"""Largest message that a client takes from its server."""
 MAX_REQUEST_BYTES = 4 << 20
-"""Of a message that a server takes by default: 30,000 names of parameters, or 80,000 of samples."""
+"""Largest message that a server takes by default: 30,000 names of parameters, or 80,000 of samples."""
 SERVER_FRAME_BYTES = 64 << 10
 """Of a frame that a server takes. ZMQ has one limit before and after a key is proven, so it is what a stranger can
 send; longer messages are cut (`frames_of`)."""
@@ -130,7 +130,7 @@ class SecureServer:
     async def receive(self) -> FromConnection:
         """Return the next message. All must be read with this: the watch closes connections with unread ones.
 
-        A sender of too many bytes or frames is disconnected.
+        A sender of more than a message's limit, or of too many frames, is disconnected.
         """
         direct, unread = self._direct, self._unread
         assert unread is not None, "bind() comes first"
@@ -229,7 +229,7 @@ def frames_of(raw: bytes) -> list[bytes]:
 
 
 def check_request(raw: bytes, name: str) -> list[bytes]:
-    """Return the frames of `raw`. Raises WireError for too large a request."""
+    """Return the frames of `raw` for a server. Raises WireError for a request that is too large."""
     if len(raw) > MAX_REQUEST_BYTES:
         raise WireError(
             f"a {name} has {len(raw)} bytes and the other side takes at most {MAX_REQUEST_BYTES}: train "
@@ -309,7 +309,7 @@ class NodeSocket:
         self._encoder = msgspec.msgpack.Encoder()
 
     def bind(self, address: str) -> None:
-        """Raises PortInUseError, and ConfigError when a key is missing."""
+        """Raises PortInUseError when another process holds `address`, ConfigError when a key is missing."""
         self._server = bind_router(
             address,
             self._keys.curve("server"),
@@ -325,7 +325,7 @@ class NodeSocket:
         return -math.inf if self._server is None else self._server.behind_at
 
     def send(self, identity: bytes, message: msgspec.Struct) -> bool:
-        """Queue `message` for a connection, unless it is gone."""
+        """Queue `message` for a connection. Return False when the connection is gone."""
         return self._queue(identity, self._encoder.encode(message)) is not None
 
     def send_all(self, identities: Iterable[bytes], message: msgspec.Struct) -> None:
@@ -397,7 +397,7 @@ class Frames(Generic[MessageT]):
             self._writer.write(_LENGTH.pack(len(body)) + body)
 
     async def receive(self) -> MessageT | None:
-        """Return the next message, or None once the peer has closed. Raises WireError."""
+        """Return the next message, or None once the peer has closed. Raises WireError where the stream cannot go on."""
         while True:
             try:
                 (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
