@@ -48,9 +48,10 @@ def left_out(path: Path) -> set[str]:
 
 
 def effective(path: Path) -> dict[int, list[str]]:
-    """Return sample ids by step after all rewinds. Raises CheckpointError when a step is there twice without one between.
+    """Return sample ids by step after all rewinds.
 
-    Skips a line that a crash cut short: a resume repeats its step.
+    Skips a line that a crash cut short: a resume repeats its step. Raises CheckpointError when a step is there twice
+    without a rewind between.
     """
     steps: dict[int, list[str]] = {}
     for entry in _entries(path):
