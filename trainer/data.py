@@ -16,8 +16,8 @@ A micro-batch becomes what the forward pass, the head and the loss terms need, a
     teacher documents    of the hinted turns, in passes of their own
 
 A position counts the tokens of all documents (composer_prime/packing/pack.py); terms name those that they read.
-`computed_N` leads from it to its place in the forward pass, `head_row_N` to its row of the head (-1: none).
-The state of the token before predicts a token: source_R is computed_N[position - 1].
+`computed_N` leads from it to its place in the forward pass (-1: not read), `head_row_N` to its row of the head
+(-1: none). The state of the token before predicts a token: source_R is computed_N[position - 1].
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ from trainer.world import POLL_S, Background, World, gather_texts, gather_words
 REPEAT_S, LONGEST_REPEAT_S = 5.0, 80.0
 """Silence after which a request is repeated; doubles each time."""
 ATTACH_S = 3600.0
-"""Silence that an announcement allows: the orchestrator loads task sets before it notes anything."""
+"""Silence that an announcement allows: the orchestrator loads task sets before it notes anything and may be busy later.
+While steps are taken, the requests for a batch find out that it is gone."""
 LOG_EVERY_S = 30.0
 """How often the log repeats what a wait is for."""
 _DECODER = msgspec.msgpack.Decoder(ToTrainer)
@@ -106,8 +107,9 @@ def wait_together(
 ) -> None:
     """Return on all ranks together, before `what` begins, once `is_ready` on each of them. A collective.
 
-    `is_ready` takes a fraction of a second. It and `should_stop` may raise ComposerError or Stopped; then every rank
-    raises: its own error, RoleFailedError with the others', or Stopped.
+    `is_ready` takes a fraction of a second, so no rank waits for long in a collective, whatever one of them waits for.
+    It and `should_stop` may raise ComposerError or Stopped. Raises on every rank when any failed: its own error, or
+    RoleFailedError with the others'. Raises Stopped when any rank was stopped.
     """
     log_at = time.monotonic() + LOG_EVERY_S
     while True:
@@ -133,7 +135,10 @@ def _status(is_ready: Callable[[], bool], should_stop: Callable[[], bool]) -> tu
 
 
 def first_alone(world: World, what: str, awaited: str, work: Callable[[], Result]) -> Result | None:
-    """Let rank 0 do `work`, and return its result there. Raises as `wait_together` does."""
+    """Let rank 0 do `work`, and return its result there; the others get None, after as long as it takes. A collective.
+
+    Raises as `wait_together` does.
+    """
     results: list[Result] = []
     background = Background(torch.get_num_threads())
     if world.first:
@@ -143,7 +148,11 @@ def first_alone(world: World, what: str, awaited: str, work: Callable[[], Result
 
 
 def next_batch(client: StepClient, step: int, versions: tuple[int, int]) -> StepReply | RunFinished:
-    """Return the batch of `step` once all ranks have theirs. Raises as `wait_together` does."""
+    """Return the batch of `step` on this rank, once all ranks have theirs and their counts match the totals.
+
+    A collective. Raises as `wait_together` does: a stop of one rank ends the wait of all. Raises RunMismatchError when
+    the ranks' counts differ from the totals.
+    """
     reply: StepReply | RunFinished | None = None
     asking = client.asking(step, versions)
 
@@ -211,7 +220,10 @@ def _counts(batches: list[MicroBatch]) -> list[int]:
 
 
 def find_endpoint(path: Path, timeout_s: float, should_stop: Callable[[], bool]) -> str:
-    """Return the step server's address. Raises as `wait_together`, and DeadlineError."""
+    """Return the step server's address, which rank 0 reads in `path` (endpoints.json) once that server listens.
+
+    A collective: every rank must call it. Raises as `wait_together` does, DeadlineError after `timeout_s` without one.
+    """
     deadline, endpoint = time.monotonic() + timeout_s, ""
 
     def is_found() -> bool:
@@ -230,7 +242,7 @@ def find_endpoint(path: Path, timeout_s: float, should_stop: Callable[[], bool])
 
 
 class StepClient:
-    """One DEALER socket to the step server, for one thread."""
+    """One DEALER socket to the step server, for one thread. It polls `should_stop` often while it waits."""
 
     def __init__(
         self,
@@ -242,7 +254,7 @@ class StepClient:
         silence_timeout_s: float,
         name: str = "trainer",
     ) -> None:
-        """`rank`: a request of this rank. `silence_timeout_s`: of the orchestrator."""
+        """`rank`: a request of this rank, for any step. `silence_timeout_s`: of the orchestrator, at most."""
         self._endpoint = endpoint
         self._keys = keys
         self._rank = rank
@@ -263,10 +275,10 @@ class StepClient:
         self._context.term()
 
     def asking(self, step: int, versions: tuple[int, int]) -> Iterator[StepReply | RunFinished | None]:
-        """Yield this rank's verified micro-batches of `step`, or RunFinished; before, None now and then.
+        """Yield this rank's verified micro-batches of `step`, or RunFinished; before, None each fraction of a second.
 
         `versions`: oldest and newest policy version that they may hold tokens of. Raises DeadlineError (silence),
-        RunMismatchError, ChecksumError, WireError, or Stopped.
+        RunMismatchError (another run, step or rank), ChecksumError, WireError (no protocol message), or Stopped.
         """
         request = msgspec.structs.replace(self._rank, step=step)
         for reply in self._ask(request, f"the batch of step {step}", lambda m: _is_batch(m, step), self._should_stop):
@@ -292,9 +304,10 @@ class StepClient:
         last_step: int | None,
         should_stop: Callable[[], bool],
     ) -> None:
-        """Report that `version` is in the weight store, and which step ends the run, until it is acknowledged.
+        """Report that `version`, the newest after `step`, is in the weight store, and which step ends the run.
 
-        For another thread. Raises DeadlineError, or Stopped when `should_stop` turns true.
+        Uses a connection for another thread, and returns when it is acknowledged. Raises DeadlineError, or Stopped when
+        `should_stop` turns true.
         """
         if self._announcer is None:
             silence_s = self._silence_timeout_s
@@ -318,9 +331,9 @@ class StepClient:
         next(filter(None, self._announcer._ask(done, awaited, notes, should_stop, ATTACH_S)))
 
     def checkpoint(self, step: int) -> CheckpointSaved:
-        """Have the orchestrator write its part of checkpoint `step`, also during a stop.
+        """Have the orchestrator write its part of checkpoint `step`. It must have noted every step that was taken.
 
-        It must have noted every step that was taken. Raises as `asking` does, but never Stopped.
+        Raises as `asking` does, but never Stopped: a checkpoint that was begun is finished, also during a stop.
         """
         request = CheckpointRequest(run_id=self._rank.run_id, step=step)
         awaited = f"the orchestrator's part of checkpoint {step}"
@@ -358,7 +371,10 @@ class StepClient:
     def _hear(
         self, request: FromTrainer, awaited: str, should_stop: Callable[[], bool], silence_s: float | None
     ) -> Iterator[ToTrainer | None]:
-        """Yield each message, None now and then; repeat `request`. Raises DeadlineError."""
+        """Yield each message, and None each fraction of a second without one; repeat `request` meanwhile.
+
+        Raises DeadlineError after `silence_s` without any message; None takes the rank's silence_timeout_s.
+        """
         limit = "the limit is" if silence_s is None else "the limit of an announcement is"
         silence_s = silence_s or self._silence_timeout_s
         heard = time.monotonic()
@@ -430,7 +446,7 @@ class Reading:
     trees: tuple[Tree, ...]
     """Which tokens attend to which: one tree a document, or several as branches of one."""
     source_R: Tensor
-    """int64 [R]: the hidden state that predicts each of these tokens."""
+    """int64 [R]: index of the hidden state that predicts each of these tokens, that of the token before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -444,7 +460,7 @@ class TermRow:
 
 
 Sides = list[tuple[np.ndarray, int]]
-"""Documents whose ends the frozen base scores: int32 ids, and where those begin."""
+"""Documents whose ends the frozen base scores: their int32 ids, and where the scored tokens begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,9 +476,9 @@ class PackedRow(Reading):
     terms: Mapping[str, TermRow]
     """By the term's name."""
     taught: tuple[Reading, ...]
-    """Passes over the teacher documents; they predict the head's last D rows."""
+    """The passes that read the teacher documents; their D predicted tokens are the head's last D rows."""
     scored: Sides
-    """What the frozen base scores (preference pairs)."""
+    """What the frozen base scores (preference pairs); none where no term asks for it."""
     names: tuple[str, ...]
     """The sample or unit of each document."""
     packed_tokens: int
@@ -475,7 +491,7 @@ def unpack(
 ) -> PackedRow:
     """Make the tensors of a checked micro-batch for `terms`. Documents of other terms are not read.
 
-    `share` merges common beginnings. `max_tokens`: of a pass over teacher documents.
+    `share` merges common beginnings. Teacher documents are read in passes of at most `max_tokens` computed tokens.
     """
     put = partial(_tensor, device=device)
     asked = {term.name: term.rows(row) for term in terms}
@@ -541,7 +557,7 @@ def _taught(row: Row, device: torch.device, share: bool, max_tokens: int | None)
 def reading_of(
     documents: list[np.ndarray], predicted: list[np.ndarray], device: torch.device, *, share: bool
 ) -> Reading:
-    """Make the forward pass over `documents` (ids, [T_i] each) for their tokens `predicted` (indices >= 1).
+    """Make the forward pass over `documents` (ids, [T_i] each) for their tokens `predicted` (indices >= 1 within each).
 
     Without documents it reads one token, so that ranks stay in step.
     """
@@ -582,7 +598,8 @@ def _teacher_passes(row: Row, *, share: bool, max_tokens: int | None) -> list[ra
 def checked_row(batch: MicroBatch, vocabulary: int) -> Row:
     """Cut `batch` into its documents, after a check of what the packer does not know.
 
-    Raises RunMismatchError (lengths, temperatures, token ids, a trained first token) or NonFiniteError.
+    Raises RunMismatchError (lengths or temperatures that do not fit, token ids outside the vocabulary, a first token
+    that is trained) or NonFiniteError (NaN or infinity among logprobs or advantages). Both name what is at fault.
     """
     where = f"micro-batch {batch.index} of step {batch.step} (samples {', '.join(batch.sample_ids) or 'none'})"
     count = len(ints(batch.input_ids))

@@ -36,7 +36,7 @@ _LOG_ZERO = -1e4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """logits(h) = cap * tanh(scale * (h W^T + b) / cap); without a cap, scale * (h W^T + b)."""
+    """The output layer: logits(h) = cap * tanh(scale * (h W^T + b) / cap); without a cap, scale * (h W^T + b)."""
 
     weight_VH: Tensor
     bias_V: Tensor | None = None
@@ -62,21 +62,21 @@ class HeadTeacher:
     """The teacher of the head's last D rows."""
 
     hidden_DH: Tensor
-    """[D, H], detached: the states behind the hint."""
+    """[D, H], detached: the states that predict the hinted turns' tokens behind the hint."""
     head: Head
     divergence: Divergence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStatistics:
-    """Figures of the head's R rows, in nats; float32 (float64 for float64 hidden states)."""
+    """Statistics of the head's R rows, in nats; float32 (float64 for float64 hidden states)."""
 
     logprobs_R: Tensor
     """[R], with gradient."""
     entropy_R: Tensor
     """[R], with gradient."""
     divergence_D: Tensor | None = None
-    """[D], with gradient; None without a teacher."""
+    """[D], with gradient: the last D rows against their teacher; None without one."""
     teacher_entropy_D: Tensor | None = None
     """[D], detached."""
     teacher_logprobs_D: Tensor | None = None
@@ -95,7 +95,7 @@ def token_statistics(
     """Return statistics of `targets_R` int64 [R] under softmax(head(hidden_RH) / temperature_R).
 
     hidden_RH is [R, H], temperature_R float [R] or None for 1; the teacher's logits are divided by it too.
-    With R = 0 the results are attached to the graph. `chunk_rows` None takes the device's budget.
+    With R = 0 the results are empty and attached to the graph. `chunk_rows` None takes what the device's budget allows.
     """
     budget = CHUNK_LOGITS.get(hidden_RH.device.type, CHUNK_LOGITS["cpu"])
     count = len(targets_R) + (len(teacher.hidden_DH) if teacher else 0)
@@ -121,7 +121,7 @@ def token_statistics(
 
 @torch.no_grad()
 def likeliest(head: Head, hidden_RH: Tensor) -> Tensor:
-    """Return the likeliest token of each row, int64 [R]."""
+    """Return the likeliest token of each row, int64 [R]. Scaling and soft cap keep the order of the logits."""
     rows = max(1, CHUNK_LOGITS.get(hidden_RH.device.type, CHUNK_LOGITS["cpu"]) // head.vocabulary)
     weight_VH = head.weight_VH.to(hidden_RH.dtype)
     bias_V = None if head.bias_V is None else head.bias_V.to(hidden_RH.dtype)
@@ -130,9 +130,10 @@ def likeliest(head: Head, hidden_RH: Tensor) -> Tensor:
 
 
 def head_of(lm: PreTrainedModel) -> Head:
-    """Return the output layer of `lm`, with its family's scaling or soft cap. Raises ConfigError.
+    """Return the output layer of `lm`, with the scaling or soft cap that some families apply behind it.
 
-    An adapted layer counts as W + (alpha / rank) B A, and as W while adapters are off.
+    An adapted layer counts as W + (alpha / rank) B A, without the adapters' dropout, and as W while they are off.
+    Raises ConfigError for an output layer that is not linear.
     """
     module: Any = lm.get_output_embeddings()
     layer = getattr(module, "base_layer", module)  # peft's layers; an isinstance would import peft, which takes seconds
@@ -424,4 +425,5 @@ def _slope(logits_BV: Tensor, head: Head, temperature_B: Tensor | None) -> Tenso
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of sums and statistics: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -5,8 +5,9 @@ fused experts [experts, rows, columns] is a matrix an expert. The ranks share th
 
     all ranks: momentum on their shards --gather--> rank r orthogonalizes matrix r --scatter--> updates of the shards
 
-torch.optim.Muon multiplies shards of one matrix across ranks, in bfloat16, so two ranks end elsewhere than one
-(measured: 10 % of an update). Here any number of ranks takes the same step.
+torch.optim.Muon multiplies shards of one matrix across ranks in each of its five iterations, in bfloat16, so two ranks
+end elsewhere than one (measured: 10 % of an update). Here one rank orthogonalizes each matrix whole, and any number of
+ranks takes the same step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ _MUON_MOMENTUM = 0.95
 
 
 def rate(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
-    """Return the learning rate of step `step` (from 1), relative to the peak after warm-up."""
+    """Return the learning rate of step `step` (from 1), relative to the peak.
+
+    Linear warm-up that reaches 1 at step warmup_steps, then constant, or a cosine down to final_ratio at max_steps.
+    """
     if step <= schedule.warmup_steps:
         return step / schedule.warmup_steps
     if schedule.type == "constant":
@@ -42,7 +46,7 @@ def rate(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
 
 
 class Optimizer:
-    """One or two torch optimizers that step together."""
+    """One or two torch optimizers that step together. It keeps the peak rates, so each step can set its own."""
 
     def __init__(self, parts: list[torch.optim.Optimizer], max_grad_norm: float | None) -> None:
         self.parts = parts
@@ -64,12 +68,12 @@ class Optimizer:
         return [group for part in self.parts for group in part.param_groups]
 
     def settings(self) -> list[dict[str, Any]]:
-        """Return each group's hyper-parameters but its rate."""
+        """Return the hyper-parameters of each group but its rate, which each step sets."""
         left_out = ("params", "param_names", "lr")
         return [{name: value for name, value in group.items() if name not in left_out} for group in self.groups()]
 
     def grad_norm(self) -> Tensor:
-        """Return the global L2 norm of the gradients; a scalar on the device."""
+        """Return the global L2 norm of the gradients over all ranks; a scalar on the device. A collective."""
         norm = get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -84,7 +88,7 @@ class Optimizer:
         return self.parts[0].param_groups[0]["lr"]
 
     def skip(self) -> None:
-        """Run the hooks of a step, and change nothing: other clusters count the steps."""
+        """Run the hooks of a step without changing anything: other clusters count the steps of this one."""
         self.skipped += 1
         self.zero_grad()
         for part in self.parts:
@@ -96,7 +100,11 @@ class Optimizer:
 
 
 def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
-    """Return AdamW, with Muon for the blocks' matrices, or the user's own. Raises ConfigError."""
+    """Return AdamW for all trainable parameters, Muon for the matrices of the blocks and AdamW for the rest, or the
+    user's optimizer for all.
+
+    Raises ConfigError when nothing is trainable, or an optimizer of the user's cannot be built.
+    """
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if not trainable:
         raise ConfigError("no parameter of the model is trainable: check trainer.lora.target_modules")
@@ -134,7 +142,10 @@ def _matrices(lm: PreTrainedModel) -> list[nn.Parameter]:
 
 
 class ShardedMuon(torch.optim.Optimizer):
-    """torch.optim.Muon (nesterov, rate times sqrt(max(1, rows / columns))) for DTensors and tensors."""
+    """torch.optim.Muon (nesterov, rate times sqrt(max(1, rows / columns))) for DTensors and tensors.
+
+    A tensor [experts, rows, columns] is a stack of matrices, each taken for itself.
+    """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -183,7 +194,10 @@ def _orthogonal(updates: list[Any]) -> list[Tensor]:
 
 
 def _whole(matrix: Tensor) -> Tensor:
-    """Return what torch's Muon subtracts for `matrix` or a stack, at rate 1 without momentum."""
+    """Return what torch's Muon subtracts for a gradient `matrix` at rate 1 without momentum: one step from zero.
+
+    A tensor with three dimensions is a stack of matrices, each taken for itself.
+    """
     if matrix.ndim == 3:
         return torch.stack([_whole(each) for each in matrix])
     scratch = nn.Parameter(torch.zeros_like(matrix))

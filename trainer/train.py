@@ -73,16 +73,21 @@ from trainer.world import LEAVE_S, StopSignal, gather_texts, gather_words
 
 logger = logging.getLogger("trainer")
 MAX_SKIPPED_STEPS = 3
-"""Steps in a row that may be skipped because they are not finite; one more ends the run."""
+"""Steps in a row that may be skipped because loss or gradient is NaN or infinite; one more ends the run."""
 ORCHESTRATOR_TIMEOUT_S = 120.0
-"""The orchestrator answers every few seconds, even without a batch."""
+"""Silence of the orchestrator, which answers every few seconds even if no batch is ready."""
 NAMED = 8
-"""The most samples that a message lists."""
+"""The most samples that a message lists; the ledger has all of them."""
 
 
 class Trainer:
+    """One rank of a run."""
+
     def __init__(self, run_dir: RunDir, config: Config, stop: StopSignal) -> None:
-        """Join the other ranks and build the parts. A collective. Raises ComposerErrors."""
+        """Join the other ranks, load the model and build the parts. A collective.
+
+        Raises ConfigError, ModelNotFoundError or another ComposerError when a part cannot be built.
+        """
         channels, trainer = config.channels, config.trainer
         self.config = config
         self.run_dir = run_dir
@@ -153,7 +158,7 @@ class Trainer:
         return start
 
     def _newest_checkpoint(self) -> int:
-        """Return what rank 0 sees: a shared disk may show others an older state."""
+        """Return the newest complete checkpoint that rank 0 sees: a shared disk may show others an older state."""
         steps = self.run_dir.complete_checkpoints()
         (newest,), *_ = gather_words([steps[-1] if steps else 0])
         return newest or self.run_dir.newest_checkpoint()
@@ -377,10 +382,11 @@ def train_step(
     step: int,
     auxiliary: Sequence[AuxiliaryLogprobs] | None = None,
 ) -> dict[str, float]:
-    """Take one step, and return metrics of the whole step, all ranks.
+    """Take one step, and return metrics of the whole step, all ranks. A collective.
 
-    `terms` are those that are on, the policy loss first; `step` sets their weights. Every rank brings as many rows;
-    `auxiliary` has one entry a row. Raises NonFiniteStepError on all ranks, before anything is changed.
+    `terms` are those of the loss that are on, the policy loss first; `step` sets their weights. Every rank must bring
+    the same number of rows; `auxiliary` has one entry a row. Raises NonFiniteStepError, on all ranks alike, before
+    anything is changed.
     """
     assert isinstance(policy, FSDPModule)
     started = time.monotonic()
@@ -421,7 +427,7 @@ def train_step(
 
 
 def score_held_out(policy: Policy, rows: Sequence[PackedRow]) -> dict[str, float]:
-    """Return loss (nats a token) and token accuracy, over all ranks. A collective."""
+    """Return loss (nats a token) and token accuracy of held-out demonstrations, over all ranks. A collective."""
     sums = torch.zeros(3, dtype=torch.float64, device=next(policy.parameters()).device)
     was_training = policy.training
     policy.eval()
@@ -448,7 +454,7 @@ def loss_of(
     step: int = 1,
     auxiliary: AuxiliaryLogprobs | None = None,
 ) -> tuple[LossParts, Tensor]:
-    """Return one row's share of the loss, and how much of each document is not finite."""
+    """Return one row's share of the step's loss, and how many statistics of each of its documents are not finite."""
     auxiliary = auxiliary or AuxiliaryLogprobs()
     statistics = policy(row, auxiliary.teacher)
     inputs = {}
@@ -523,7 +529,7 @@ def _gather_lines(lines: Sequence[str]) -> list[str]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak since the process began: allocated GPU memory, or resident memory."""
+    """Return the peak since the process began: allocated GPU memory on CUDA, resident memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -45,7 +45,10 @@ class World:
 
 
 def join(config: TrainerConfig) -> World:
-    """Join the ranks of torchrun's environment; without one this rank is alone. Raises ConfigError."""
+    """Join the other ranks that torchrun's environment describes; without one this is the only rank.
+
+    A collective. Raises ConfigError when the device is missing.
+    """
     torch.set_num_threads(config.threads)
     device = _device(config)
     if config.compute_dtype == "auto":
@@ -79,7 +82,10 @@ def leave() -> None:
 
 
 def gather_words(words: list[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
-    """Return every rank's integers, [world][len(words)], over gloo: no accelerator is synchronized."""
+    """Return every rank's integers, [world][len(words)], over gloo on the CPU: no accelerator is synchronized.
+
+    A collective of `group`: of all ranks; None is that of the main threads.
+    """
     of_rank = torch.tensor(words, dtype=torch.int64)
     rows = [torch.empty_like(of_rank) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, of_rank, group)
@@ -87,7 +93,7 @@ def gather_words(words: list[int], group: dist.ProcessGroup | None = None) -> li
 
 
 def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Return every rank's text, as plain bytes: nothing is unpickled."""
+    """Return every rank's text, of any length, as plain bytes: nothing is unpickled. A collective."""
     raw = text.encode()
     lengths = [row[0] for row in gather_words([len(raw)], group)]
     padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
@@ -116,7 +122,7 @@ POLL_S = 0.2
 
 
 class Background:
-    """One piece of work at a time beside training, on a thread. The next call raises its failure."""
+    """One piece of work at a time beside training, on a thread. A failure is raised by the next call, on this one."""
 
     def __init__(self, threads: int) -> None:
         """`threads` is torch's number of threads for the work."""
@@ -126,7 +132,7 @@ class Background:
         self._closing = threading.Event()
 
     def start(self, what: str, work: Callable[[], None]) -> None:
-        """Begin `work`, called `what`, once nothing else is under way."""
+        """Begin `work` once nothing else is under way; `what` names it in an error: "it failed"."""
 
         def run() -> None:
             try:
@@ -157,7 +163,7 @@ class Background:
             raise self._failure
 
     def close(self) -> None:
-        """End the thread; a version that is not complete stays unannounced."""
+        """End the thread before its process leaves; a version that is not complete stays unannounced."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()

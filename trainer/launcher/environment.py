@@ -25,6 +25,7 @@ def record_environment(run_dir: RunDir) -> None:
 
 
 def environment() -> dict[str, Any]:
+    """Return machine and versions. Packages that are not installed are left out."""
     found: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):

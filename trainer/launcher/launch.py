@@ -64,7 +64,8 @@ Commands = Callable[[Config, RunDir], list[RoleCommand]]
 def launch(config: Config, commands: Commands | None = None) -> int:
     """Run `config` to its end and return the exit status: 0 finished, 1 failed, 130 interrupted.
 
-    `commands` makes the processes; by default the roles of the configuration. Raises ConfigError.
+    `commands` makes the processes to start; by default they are the roles of the configuration. Raises ConfigError when
+    the run directory cannot be used.
     """
     with tell_waits("preparing the run directory"):
         prepared = prepare(config)
@@ -316,9 +317,11 @@ class _Signals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
+    """A run directory that roles can be started in."""
+
     run_dir: RunDir
     config: Config
-    """As written to config.json: run.resume only with a checkpoint, the length divisor a number."""
+    """As written to config.json: run.resume is on only with a checkpoint to resume, and the length divisor is a number."""
     start_step: int
     """Optimizer steps already taken."""
     notes: tuple[str, ...]
@@ -328,7 +331,7 @@ class Prepared:
 
 
 def prepare(config: Config) -> Prepared:
-    """Make the run directory ready. Raises ConfigError."""
+    """Make the run directory ready. Raises ConfigError when it cannot be used as configured."""
     run_dir = RunDir(config.run_directory.absolute())
     changes = check_run_folder(run_dir, config)
     config = with_length_divisor(config, run_dir)

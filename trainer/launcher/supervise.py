@@ -57,7 +57,7 @@ class RoleCommand:
     name: str
     """Name of its log: orchestrator, node-0, auditor-0, trainer-0, teachers."""
     kind: Kind
-    """An orchestrator's or rank's error ends the run; others are started again."""
+    """An error of the orchestrator or a rank ends the run; the others are started again when they die."""
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)
     """On top of the launcher's environment."""
@@ -66,7 +66,7 @@ class RoleCommand:
 
 
 def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCommand]:
-    """Return every role that runs here, in start order. Raises ConfigError."""
+    """Return every role that runs on this machine, in start order. Raises ConfigError when there are too few GPUs."""
     placement = place_processes(config, gpus)
     where = ["--run-dir", str(run_dir.root)]
     commands = [] if config.orchestrator.address is not None else _orchestrator_commands(config, where)
@@ -199,7 +199,10 @@ class Supervisor:
             self.children.append(RoleProcess(role=role, process=process, log_offset=log_offset, started=started))
 
     def poll(self) -> Literal["running", "finished"]:
-        """Look at every child, start those that are due. Raises RoleFailedError, with the end of a log."""
+        """Look at every child and start those again that are due.
+
+        Raises RoleFailedError, with the last lines of the failed role's log, when the run cannot continue.
+        """
         crashed = [child for child in self.children if child.running and not child.poll() and child.code != 0]
         self._failed += filter(RoleProcess.is_needed, crashed)
         if self._failed and self._cause_known():

@@ -78,7 +78,7 @@ class Feeder:
         self._thread.start()
 
     def put(self, step: int, numbers: Numbers) -> None:
-        """Queue a line without blocking; one that finds no room is lost."""
+        """Queue a line without blocking. A tracker that lags behind by the whole queue loses lines."""
         if not self.failed and numbers:
             with contextlib.suppress(queue.Full):
                 self._lines.put_nowait((step, numbers))
@@ -106,6 +106,7 @@ class Feeder:
 
 
 def start_trackers(config: Config, folder: Path, warn: Callable[[str], None]) -> list[Feeder]:
+    """Start a feeder for each of monitor.trackers. Reports failures once through `warn`."""
     return [
         Feeder(name, lambda name=name: _MAKERS[name](config, folder), warn)
         for name in dict.fromkeys(config.monitor.trackers)

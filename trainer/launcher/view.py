@@ -62,6 +62,7 @@ def channels_text(step: Line) -> str:
 
 
 def round_text(step: Line) -> str:
+    """Describe the last outer step of a joint run, as a step's line tells of it."""
     sent, waited_s = numeric_field(step, "diloco/bytes_sent") or 0.0, numeric_field(step, "diloco/sync_s") or 0.0
     return (
         f"round {step['diloco/outer_step']:.0f}, {pluralize(int(step['diloco/participants']), 'peer')}, "
@@ -85,7 +86,7 @@ class View:
         """By role: the wait that was shown since the last step."""
 
     def begin(self, progress: RunProgress) -> None:
-        """Take in what earlier starts of the run have shown."""
+        """Take in what earlier starts of the run have shown. Called once, before the first refresh."""
         self._evals_shown = {step: len(figures) for step, figures in progress.evals.items()}
         if (last := progress.last_step) is not None:
             self._round_shown = progress.steps[last].get("diloco/outer_step", 0)
@@ -145,7 +146,10 @@ def eval_text(figures: dict[str, float]) -> str:
 def run_summary(
     config: Config, run_dir: RunDir, start_step: int, progress: RunProgress, status: int, peak_bytes: int
 ) -> str:
-    """Return the last lines: results, where the files are, the next commands."""
+    """Return the launcher's last lines: results, where the files are, and the next commands.
+
+    Figures that the run did not produce are left out.
+    """
     taken = start_step if progress.last_step is None else progress.last_step
     state = "finished" if status == 0 else "was interrupted" if status >= 128 else "failed"
     length = f" after {taken} of {config.run.max_steps} steps" if config.run.max_steps else " (evaluation only)"

@@ -1,4 +1,4 @@
-"""Low-rank adapters: peft puts them in, `merged_parameters` takes them out of published weights.
+"""Low-rank adapters: peft puts them into the model, `merged_parameters` takes them out of the published weights.
 
 A parameter's adapter is found by the parameter's name: peft wraps fused experts once for each tensor.
 """
@@ -23,7 +23,10 @@ _FACTOR = re.compile(r"\.lora_\w+\.")
 
 
 def inject_adapters(lm: PreTrainedModel, config: LoraConfig) -> None:
-    """Replace the target modules of `lm`; only adapters still require gradients. Raises ConfigError."""
+    """Replace the target modules of `lm` by adapted ones; only the adapters still require gradients.
+
+    Raises ConfigError when no module matches, or when one cannot be adapted.
+    """
     import peft  # it takes seconds to import
 
     peft_config = peft.LoraConfig(
@@ -49,9 +52,10 @@ def inject_adapters(lm: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def merged_parameters(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters under their names without adapters: W + (alpha / rank) B A where adapted.
+    """Yield the parameters of `lm` under their names without adapters: W + (alpha / rank) B A where adapted.
 
-    The update of a linear layer is added in float64, as a node does: both round alike.
+    The update of a linear layer is added in float64, as a node does that gets the factors: both round the same values
+    to the published type. A collective where parameters are sharded: every rank must call it.
     """
     layers = _adapted(lm)
     for name, parameter in lm.named_parameters():
@@ -61,9 +65,10 @@ def merged_parameters(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def factors(lm: PreTrainedModel) -> dict[str, Tensor] | None:
-    """Return float32 CPU copies of NAME.lora_A [rank, in] and NAME.lora_B [out, rank] of adapted parameters.
+    """Return a float32 copy on the CPU of NAME.lora_A [rank, in] and NAME.lora_B [out, rank] of each adapted parameter.
 
-    None where an adapter is not of a plain linear layer. A collective where parameters are sharded.
+    None where an adapter is not that of a plain linear layer, such as one of fused experts. A collective where
+    parameters are sharded.
     """
     layers = _adapted(lm)
     if not all(map(_is_linear, layers.values())):

@@ -42,9 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 def build_policy(config: Config, folder: Path, world: World) -> Policy:
-    """Return the policy, sharded over all ranks, with the weights of `folder` as float32 masters.
+    """Return the policy of `config`, sharded over all ranks, with the weights of `folder` as float32 masters.
 
-    Raises ModelNotFoundError, or ConfigError (attention, or a model that packed rows cannot train).
+    A collective. Raises ModelNotFoundError (no loadable model) or ConfigError (a model that packed rows cannot train;
+    attention that is not to be had here).
     """
     attention = attention_name(config.model.attention, world.device.type, world.compute_dtype)
     torch.manual_seed(config.run.seed)
@@ -68,7 +69,7 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
 
 
 def empty_model(folder: Path, attention: str, config: Config) -> PreTrainedModel:
-    """Return the architecture with adapters: parameters on the meta device, real buffers."""
+    """Return the architecture of `folder` with parameters on the meta device and real buffers; adapters included."""
     with init_empty_weights(include_buffers=False):
         lm = AutoModelForCausalLM.from_config(
             read_model_config(folder), dtype=torch.float32, attn_implementation=attention
@@ -79,7 +80,10 @@ def empty_model(folder: Path, attention: str, config: Config) -> PreTrainedModel
 
 
 def read_model_config(folder: Path) -> PretrainedConfig:
-    """Return the configuration, without dropout: else another policy sampled. Raises ModelNotFoundError."""
+    """Return the configuration of the model in `folder`, without dropout.
+
+    With dropout the trained policy would not be the one that sampled. Raises ModelNotFoundError without a usable one.
+    """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -119,7 +123,7 @@ def blocks(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def shard_policy(policy: Policy, world: World) -> None:
-    """Apply FSDP2 to each block and to the rest. Gradients are summed over ranks, in float32."""
+    """Apply FSDP2 to each block and to the rest; gradients are summed over ranks in float32, not averaged."""
     half = world.compute_dtype != torch.float32
     precision = MixedPrecisionPolicy(
         param_dtype=world.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=half
@@ -154,7 +158,10 @@ def _whole_state(config: Config, folder: Path, attention: str, policy: Policy) -
 
 
 def unreached_parameters(lm: PreTrainedModel) -> list[str]:
-    """Return the trainable parameters that text gives no gradient. A block counts as a whole."""
+    """Return the names of trainable parameters that get no gradient from text.
+
+    A block counts as a whole: an expert that a short text does not choose is still trained.
+    """
     ids = torch.arange(PROBE_LENGTHS[0])[None] % lm.config.get_text_config().vocab_size
     with torch.enable_grad(), _plain_attention(lm):
         reached = _leaves(lm(input_ids=ids, use_cache=False).logits)
@@ -207,10 +214,10 @@ def _scatter(policy: Policy, state: dict[str, Tensor], world: World) -> None:
 
 @torch.no_grad()
 def check_packing(lm: PreTrainedModel) -> float:
-    """Score two short documents alone and in one row; return the largest difference in nats.
+    """Score two short documents alone and in one row; return the largest difference, nats on the CPU in float32.
 
-    Alone is transformers' own forward pass, in one row the trainer's. Leaks between documents or a head with an
-    unknown scaling show here. Raises ConfigError above PROBE_TOLERANCE.
+    Alone is transformers' own forward pass, in one row the trainer's. Leaks between documents, state carried along a
+    row, or a head with an unknown scaling show here. Raises ConfigError above PROBE_TOLERANCE.
     """
     draw = torch.Generator().manual_seed(0)
     vocabulary = lm.config.get_text_config().vocab_size

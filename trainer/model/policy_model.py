@@ -62,12 +62,12 @@ FORWARD_METHODS = ("states", "scores", "grades", "head")
 PACKED = "composer_packed"
 FLASH = "flash_attention_2"
 SHARING = (PACKED, FLASH)
-"""They can compute a common beginning of documents once."""
+"""The attentions that can compute a common beginning of documents once."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Policy(nn.Module):
-    """A causal language model as the trainer sees it; its parameters keep their names below `lm.`."""
+    """A Hugging Face causal language model as the trainer sees it; its parameters keep their names below `lm.`."""
 
     def __init__(self, lm: PreTrainedModel, attention: str, *, adapted: bool = False) -> None:
         """`attention` is transformers' name; `adapted`: `lm` carries low-rank adapters."""
@@ -78,6 +78,7 @@ class Policy(nn.Module):
 
     @property
     def shares_prefixes(self) -> bool:
+        """Tell whether this attention can compute a common beginning of documents once."""
         return self.attention in SHARING
 
     @property
@@ -90,11 +91,11 @@ class Policy(nn.Module):
         return token_statistics(head, hidden_NH[row.source_R], row.targets_R, row.temperature_R, teacher)
 
     def states(self, reading: Reading) -> Tensor:
-        """Return the states [R, H] that predict the reading's wanted tokens."""
+        """Return the hidden states [R, H] that predict the reading's wanted tokens."""
         return self._hidden(reading)[reading.source_R]
 
     def scores(self, reading: Reading, targets_R: Tensor) -> Tensor:
-        """Return the log-probabilities [R] of `targets_R`, at temperature 1."""
+        """Return the log-probabilities [R] of `targets_R` at the reading's wanted places, at temperature 1."""
         hidden_RH = self._hidden(reading)[reading.source_R]
         return token_statistics(head_of(self.lm), hidden_RH, targets_R).logprobs_R
 
@@ -106,7 +107,7 @@ class Policy(nn.Module):
         return logprobs_R, likeliest(head, hidden_RH) == row.targets_R
 
     def head(self) -> Head:
-        """Return a copy of the output layer."""
+        """Return a copy of the output layer as it is now."""
         return head_of(self.lm).copied()
 
     def _hidden(self, reading: Reading) -> Tensor:
@@ -131,7 +132,10 @@ class Policy(nn.Module):
 
 
 def attention_name(setting: str, device_type: str, compute_dtype: torch.dtype) -> str:
-    """Return transformers' name of what `model.attention` means here. Raises ConfigError."""
+    """Return transformers' name of the attention that `model.attention` means on this device.
+
+    Raises ConfigError for flash_attention_2 where it is not to be had; the configuration refuses it in float32.
+    """
     flash = device_type == "cuda" and is_flash_attn_2_available()
     if setting == FLASH and not flash:
         raise ConfigError(
@@ -144,7 +148,10 @@ def attention_name(setting: str, device_type: str, compute_dtype: torch.dtype) -
 
 
 def packing_arguments(name: str, trees: tuple[Tree, ...], device: torch.device) -> dict[str, object]:
-    """Return what the forward pass tells the attention `name`; `eager` has masks instead."""
+    """Return the keyword arguments of the forward pass that tell the attention `name` how a row is packed.
+
+    `eager` has masks of its own instead, and cannot share prefixes.
+    """
     if name == PACKED:
         return {"packed_trees": trees}
     if name != FLASH:
@@ -203,7 +210,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attend with transformers' signature: query [1, heads, N, D], key and value [1, key-value heads, N, D].
 
-    Return [1, N, heads, D]. Raises ConfigError for a model that needs more than a causal window.
+    Of transformers' `options` it follows dropout, scaling and sliding_window. Return ([1, N, heads, D], None). Raises
+    ConfigError for a model whose attention needs more than a causal window.
     """
     has_sinks, has_cap = options.get("s_aux") is not None, options.get("softcap") is not None
     if packed_trees is None or has_cap or has_sinks or attention_mask is not None:
@@ -359,7 +367,7 @@ def _window_mask(length: int, context: int, window: int, device: torch.device) -
 
 
 _REFERENCE_RATE = 0.01
-"""Of the trained weights, taken by the reference's average at each step."""
+"""Share of the trained weights added at each step to the reference's average."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -368,7 +376,7 @@ class AuxiliaryLogprobs:
 
     teacher: HeadTeacher | None = None
     references: dict[str, Tensor] = field(default_factory=dict)
-    """By term: the policy's float32 [T]; replay_dpo's [2 P], each answer's sum."""
+    """By term: the policy's float32 [T], for the KL penalty; replay_dpo's [2 P], each answer's sum."""
 
 
 class SelfTeacher:
@@ -393,7 +401,7 @@ class SelfTeacher:
 
     @torch.no_grad()
     def prepare(self, rows: Sequence[PackedRow]) -> list[AuxiliaryLogprobs]:
-        """Read what `rows` need under other weights. A collective."""
+        """Read what `rows` need under every set of weights that is not the policy's. A collective."""
         results = [AuxiliaryLogprobs() for _ in rows]
         passes = self._teacher_passes(rows)
         uncached = self._uncached(rows)
@@ -425,12 +433,12 @@ class SelfTeacher:
         return [pairs for pairs, is_missing in zip(scored, missing, strict=True) if is_missing]
 
     def follow(self) -> None:
-        """Move the averages towards the new weights, after each step."""
+        """Move the averages towards the new weights; called after each step."""
         for name, average in self._averages.items():
             average.follow(self._rates[name])
 
     def catch_up(self, steps: int) -> None:
-        """Move the averages as `steps` steps would, which other clusters took."""
+        """Move the averages as far as `steps` steps would: other clusters took them, and the weights moved at once."""
         for name, average in self._averages.items():
             average.follow(1.0 - (1.0 - self._rates[name]) ** steps)
 
@@ -440,16 +448,16 @@ class SelfTeacher:
             average.follow(1.0)
 
     def averages(self) -> dict[str, dict[str, Tensor]]:
-        """Return the averages by name; checkpoints load into these tensors."""
+        """Return the moving averages by name, for the checkpoint; loading writes into these tensors."""
         return {name: average.values for name, average in self._averages.items()}
 
     def begin(self, name: str) -> None:
-        """Begin the average `name`, which the checkpoint lacks, at the present weights."""
+        """Begin the average `name`, which the checkpoint lacks, at the policy's present weights."""
         logger.info("the checkpoint holds no moving average for the %s: it starts from the policy's weights", name)
         self._averages[name].follow(1.0)
 
     def _teacher_passes(self, rows: Sequence[PackedRow]) -> list[int]:
-        """Return for each row how many teacher passes the rank with the most takes."""
+        """Return for each row how many teacher passes the rank with the most takes. A collective."""
         if self._channels.sdpo.weight == 0:
             return [0] * len(rows)
         of_ranks = gather_words([len(row.taught) for row in rows])
@@ -462,7 +470,7 @@ class SelfTeacher:
             result.references[PolicyTerm.name] = logprobs_R if head_rows is None else logprobs_R[head_rows]
 
     def _read_teacher(self, rows: Sequence[PackedRow], passes: list[int], results: Sequence[AuxiliaryLogprobs]) -> None:
-        """A rank with fewer passes than another reads one token."""
+        """Read each row's teacher documents. A rank with fewer passes than another reads one token."""
         head, sdpo = self._policy.head(), self._channels.sdpo
         for row, count, result in zip(rows, passes, results, strict=True):
             idle = [reading_of([], [], row.input_ids.device, share=False)] * (count - len(row.taught))
@@ -476,18 +484,24 @@ class SelfTeacher:
 
 
 class ReferenceLogprobs:
-    """Summed log-probabilities of pairs' answers under the frozen base, kept on every rank."""
+    """The summed log-probabilities of pairs' answers under the frozen base: computed once, remembered on every rank.
+
+    A key is the hash of a side's token ids with the answer's beginning. A resumed run computes its pairs' again.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
 
     def missing(self, rows: list[Sides]) -> list[bool]:
-        """Return for each row whether any rank lacks a side. A collective."""
+        """Return for each row whether any rank lacks a side. A collective; ranks bring equally many rows."""
         lacking = [int(any(key not in self._values for key in _keys(pairs))) for pairs in rows]
         return [any(flags) for flags in zip(*gather_words(lacking), strict=True)]
 
     def compute(self, policy: Policy, rows: list[Sides]) -> None:
-        """Score equally many `rows` a rank, under the base's weights. Raises NonFiniteError."""
+        """Score the pairs of `rows`, with the base's weights in place. A collective; ranks bring equally many rows.
+
+        Raises NonFiniteError when the base gives NaN or infinity.
+        """
         computed: dict[str, float] = {}
         for pairs in rows:
             sums = _answer_logprobs(policy, pairs).tolist()
@@ -504,7 +518,7 @@ class ReferenceLogprobs:
         self._values |= of_all_ranks
 
     def of(self, pairs: Sides) -> Tensor:
-        """Return the answers' sums, float32 [2 P] on the CPU."""
+        """Return the answers' sums, float32 [2 P] on the CPU, in the order of the sides."""
         return torch.tensor([self._values[key] for key in _keys(pairs)], dtype=torch.float32)
 
 
@@ -527,7 +541,7 @@ def _answer_logprobs(policy: Policy, pairs: Sides) -> Tensor:
 
 
 class WeightSnapshot:
-    """A second value for each trained parameter, at first its own; sharded alike, float32."""
+    """A second value for each trained parameter of `module`, at first the parameter's own; sharded alike, float32."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -536,13 +550,13 @@ class WeightSnapshot:
 
     @torch.no_grad()
     def follow(self, rate: float) -> None:
-        """Move by `rate` of the way towards the parameters; 1 takes them."""
+        """Move by `rate` of the way towards the parameters, which is the moving average of a step; 1 takes them."""
         for name, parameter in _trained(self._module):
             local_shard(self.values[name]).lerp_(local_shard(parameter), rate)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Let the module compute with these values inside the block."""
+        """Let the module compute with these values inside the block, and with its own again after it."""
         self._exchange()
         try:
             yield
@@ -563,7 +577,10 @@ class WeightSnapshot:
 
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Scale the adapters to 0 inside the block; peft's switch would change what is trained."""
+    """Scale the adapters of `module` to 0 inside the block: with adapters, the start weights are the base model.
+
+    Switching them off through peft would change what is trained.
+    """
     from peft.tuners.lora import LoraLayer  # peft takes seconds to import
 
     layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]

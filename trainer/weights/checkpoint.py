@@ -51,11 +51,13 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 PARTIAL = StateDictOptions(strict=False)
-"""Frozen parameters are in the model folder. One that never got a gradient has no moments."""
+"""The model folder has the frozen parameters. A parameter that never got a gradient has no moments in a checkpoint."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Checkpoints:
+    """Writes and reads the checkpoints of one run, on all ranks together."""
+
     run_dir: RunDir
     world: World
     policy: Policy
@@ -68,21 +70,21 @@ class Checkpoints:
     _failure: CheckpointError | None = None
     background: Background = field(default_factory=partial(Background, 1))
     _group: Any = field(default_factory=partial(dist.new_group, backend="gloo"))
-    """The threads' own, beside the collectives of training."""
+    """In it the threads of all ranks agree, beside the collectives of training."""
 
     def save(self, step: int, client: StepClient) -> None:
         """Write checkpoint `step` with the orchestrator. A collective.
 
-        Raises CheckpointError on every rank when any part fails: older ones are intact.
+        Raises CheckpointError on every rank when any part fails. The folder is then gone, and older ones are intact.
         """
         self._start(step, client, self._state(step))
         if (failure := self.settle()) is not None:
             raise failure
 
     def begin(self, step: int, client: StepClient) -> None:
-        """Write checkpoint `step` from a copy, beside training: `settle` waits. A collective.
+        """Write checkpoint `step` as `save` does, from a copy and beside training: `settle` waits. A collective.
 
-        Where a machine has no room for the copy, training waits here.
+        Where the memory of a machine has no room for the copy, training waits here.
         """
         state, has_room = self._state(step), self._has_room()
         if has_room:
@@ -97,7 +99,7 @@ class Checkpoints:
         return self._failure
 
     def _has_room(self) -> bool:
-        """Return whether each machine has twice a copy's memory."""
+        """Return whether each machine has twice the memory that a copy takes. A collective."""
         trained = sum(parameter.nbytes for parameter in self.policy.parameters() if parameter.requires_grad)
         needed = 2 * 3 * trained * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // self.world.size
         return all(room for (room,) in gather_words([int(memory()[1] > needed)]))
@@ -129,7 +131,10 @@ class Checkpoints:
             self._failure = error
 
     def load(self, step: int) -> None:
-        """Restore checkpoint `step`, whatever number of ranks wrote it. A collective. Raises CheckpointError."""
+        """Restore checkpoint `step`, whatever number of ranks wrote it. A collective.
+
+        Raises CheckpointError when it does not fit this model and optimizer or cannot be read.
+        """
         folder = self.run_dir.checkpoint(step) / "trainer"
         state = self._state(step)
         try:
@@ -158,7 +163,7 @@ class Checkpoints:
         self._load_outer(folder)
 
     def _agree(self, folder: Path, failure: str) -> None:
-        """Raise CheckpointError on every rank when any has a `failure`."""
+        """Raise CheckpointError on every rank when `failure` is not empty on any. A collective of the threads."""
         failures = [text for text in gather_texts(failure, self._group) if text]
         if not failures:
             return
@@ -210,7 +215,7 @@ class Checkpoints:
 def write_checkpoint_model(run_dir: RunDir, step: int, target: Path) -> None:
     """Write the model of checkpoint `step` to the new folder `target`: adapters merged, float32, on the CPU.
 
-    Runs alone, outside a run. Raises CheckpointError.
+    Runs outside a run, alone. Raises CheckpointError for a checkpoint that cannot be read.
     """
     config = read_config(run_dir.config)
     trainer = config.trainer.model_copy(update={"device": "cpu", "compute_dtype": "float32"})

@@ -110,8 +110,8 @@ class Publisher:
     def publish(self, policy: Policy, step: int, announce: Callable[[int], None] = lambda version: None) -> int:
         """Copy the version of `step`, and write it in the background unless it is there. Return the bytes of tensors.
 
-        `announce` gets the version there once it is complete. Ranks but the first return 0. A collective.
-        Waits for the publication before, and raises as `settle` does.
+        `announce` is called in the background with the version when it is complete. A collective; ranks but the first
+        return 0 and do no more. Waits for the publication before, and raises as `settle` does.
         """
         self.settle()
         version = self._version_of(step) if self._is_needed(step) else self.version
@@ -135,7 +135,7 @@ class Publisher:
         return size
 
     def settle(self) -> None:
-        """Wait until no publication is under way. A collective. Raises what failed on every rank."""
+        """Wait until no publication is under way on rank 0. A collective. Raises what failed there on every rank."""
         wait_together("the next publication", "the one before", self.background.is_idle)
 
     def _finish(
@@ -175,12 +175,15 @@ class Publisher:
             torch.cuda.synchronize(self._world.device)
 
     def rewind(self, step: int) -> None:
-        """Drop the versions after that of `step`: a resume takes those steps again."""
+        """Drop the versions after that of `step`: they belong to steps that a resume takes again."""
         if self._world.first:
             self._writer.rewind(self._version_of(step), self.dtype)
 
     def export(self, policy: Policy, target: Path) -> None:
-        """Write final/ in the published type. Raises CheckpointError. A collective."""
+        """Write final/ to `target` in the published type. A collective; rank 0 writes.
+
+        Raises CheckpointError when `target` cannot be written.
+        """
         export(policy, self._config, self._folder, target, self._world, self.dtype)
 
     def _begin(self, work: Callable[[], None]) -> None:
@@ -190,7 +193,8 @@ class Publisher:
     def accepted_versions(self, step: int) -> tuple[int, int]:
         """Return the oldest and newest version that the batch of `step` may hold tokens of.
 
-        In a joint run only the orchestrator bounds the oldest: while this peer catches up, several versions pass.
+        In a joint run only the orchestrator bounds the oldest: when this peer catches up on rounds, several versions
+        pass between the forming of a batch and its training.
         """
         if self._outer:
             return 0, self._highest_version
@@ -212,7 +216,7 @@ def whole_parameters(policy: Policy, world: World, dtype: torch.dtype) -> Iterat
     """Yield every parameter of the plain model, gathered in `dtype`, on its device. A collective.
 
     Adapters are merged, and tied parameters are there once. One CPU rank gets its parameters themselves, in their own
-    type: read, never write.
+    type, unless they are merged: read, never write.
     """
     for module in policy.modules():
         if isinstance(module, FSDPModule):  # a forward pass without a backward leaves whole parameters
@@ -228,7 +232,7 @@ def whole_parameters(policy: Policy, world: World, dtype: torch.dtype) -> Iterat
 
 
 def plain_model(config: Config, folder: Path) -> PreTrainedModel:
-    """Return the published architecture, without adapters, on the meta device."""
+    """Return the published architecture: no adapters, ordinary attention, parameters on the meta device."""
     trainer = config.trainer.model_copy(update={"lora": None})
     attention = "eager" if config.model.attention == "eager" else "sdpa"
     return empty_model(folder, attention, config.model_copy(update={"trainer": trainer}))
@@ -258,7 +262,7 @@ class CanaryScorer:
 
     @torch.no_grad()
     def score(self, tensors: Mapping[str, Tensor]) -> Canary:
-        """Return log p(token t+1 | tokens <= t) at temperature 1. `tensors`: by name, tied ones once."""
+        """Return log p(token t+1 | tokens <= t) at temperature 1. `tensors`: by parameter name, tied ones once."""
         self._tensors = tensors
         logits_TV = self._lm(input_ids=self._ids, use_cache=False).logits[0, :-1].float()
         self._tensors = {}
@@ -295,8 +299,9 @@ def _prompt_ids(folder: Path, vocabulary: int) -> list[int]:
 def export(policy: Policy, config: Config, folder: Path, target: Path, world: World, dtype: torch.dtype) -> None:
     """Write final/, a folder that AutoModelForCausalLM.from_pretrained loads, to `target`, replacing it whole.
 
-    All but weights and config.json is copied from the model folder; a configured chat template takes precedence.
-    A collective; rank 0 writes. Raises CheckpointError.
+    Everything but weights and config.json is copied from the model folder (tokenizer, generation settings, license); a
+    configured chat template takes precedence. A collective; rank 0 writes. Raises CheckpointError when `target` cannot
+    be written.
     """
     wholes = whole_parameters(policy, world, dtype)
     tensors = {name: whole.to("cpu", dtype).contiguous() for name, whole in wholes if world.first}
@@ -338,13 +343,19 @@ _LARGEST_SHARE = 1 / 3
 
 
 class VersionWriter:
-    """The weight store as its trainer writes it. Used by one thread at a time."""
+    """The weight store of a run, as its trainer writes it: every version has a signed manifest.
+
+    Used by one thread at a time.
+    """
 
     def __init__(
         self, store: WeightStore, signer: Ed25519PrivateKey, run_id: str, *, keep: int,
         anchor_every: int = ANCHOR_EVERY, threads: int = 1,
     ) -> None:  # fmt: skip
-        """`keep` versions stay, every `anchor_every`-th is whole, `threads` work on chunks."""
+        """`keep` versions stay in the store. `anchor_every` versions after an anchor the next one is whole.
+
+        `threads` of them hash, compare, compress and write chunks.
+        """
         self.run_id = run_id
         self._store = store
         self._signer = signer
@@ -361,7 +372,7 @@ class VersionWriter:
         """So many versions are not compared: a step changed too many words."""
 
     def publish(self, manifest: Manifest, tensors: Mapping[str, Tensor], size: int) -> None:
-        """Write the version of contiguous CPU `tensors`, and drop old ones. Raises WeightError."""
+        """Write the version of contiguous CPU `tensors` of `size` bytes, and drop old ones. Raises WeightError."""
         version = manifest.version
         try:
             manifest = self.write(manifest, tensors)
@@ -374,7 +385,7 @@ class VersionWriter:
             ) from error
 
     def rewind(self, version: int, dtype: torch.dtype) -> None:
-        """Drop later versions. The next one builds on the newest there was, if that has `dtype`."""
+        """Drop the versions after `version`. The next one builds on the newest there was, if that has `dtype`."""
         newest, versions = None, self._store.versions()
         with contextlib.suppress(ComposerError, OSError):  # Of another release, or damaged.
             newest = self._open(self._store.manifest(versions[-1])) if versions else None
@@ -391,7 +402,10 @@ class VersionWriter:
         self._anchor = []
 
     def continue_from(self, newest: Manifest) -> None:
-        """Build on the anchor of `newest`, which nodes have. Where it is lost the next is whole."""
+        """Build on the anchor of the store's `newest`, from whatever version training continues: files are compared.
+
+        Nodes that have that anchor pull no other one. The store may have lost it: then the next version is whole.
+        """
         self.forget()
         chunk_bytes = self._store.chunk_bytes
         if newest.kind == "adapters" or any(ref.size != chunk_bytes for ref in newest.chunks[:-1]):
@@ -409,7 +423,7 @@ class VersionWriter:
         self._header = bytes(start[: 8 + int.from_bytes(start[:8], "little")])
 
     def write(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Manifest:
-        """Store the file of `tensors`; return the manifest with what a reader needs."""
+        """Store the file of contiguous CPU `tensors`, and return the manifest with what a reader needs."""
         if manifest.kind == "adapters":
             chunks = self._store.put_stream(safetensors_parts(tensors), self._in_order)
             return replace(manifest, chunks=chunks)
@@ -468,7 +482,7 @@ class VersionWriter:
 
 
 def safetensors_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield a safetensors file piece by piece, without a second copy of the model."""
+    """Yield the bytes of a safetensors file of CPU tensors, piece by piece, without a second copy of the model."""
     yield safetensors_header(
         (name, str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.nbytes)
         for name, tensor in tensors.items()
