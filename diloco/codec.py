@@ -1,9 +1,9 @@
-"""How a pseudo-gradient travels: a float32 vector [n] to bytes and back. CPU tensors.
+"""How a pseudo-gradient travels: a flat float32 vector [n] to bytes and back. CPU tensors.
 
     fp32, bf16      every element on its own: exact, or rounded to 16 bits
     int8, int4      symmetric integers with one bfloat16 scale a block, entropy coded
 
-All peers decode the same values. `ErrorFeedback` adds what an encoding lost to the next delta.
+All peers decode the same values. `ErrorFeedback` adds what one encoding lost to the next delta.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ def codec_of(name: str) -> Codec:
 
 
 class ErrorFeedback:
-    """What encoding lost is added to the next delta (arXiv 1901.09847)."""
+    """The residual of every fragment: what encoding lost is added to the next delta (arXiv 1901.09847)."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.residuals: list[Tensor] = [torch.zeros(size) for size in sizes]
         """float32 [numel] a fragment."""
 
     def encode(self, fragment: int, delta_n: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
-        """Encode delta plus residual. Return bytes, uint8, and what they lack, float32 [numel]."""
+        """Encode the delta plus the residual. The new one counts from `settle` on.
+
+        Return the bytes, uint8, and what they lack, float32 [numel].
+        """
         target_n = delta_n + self.residuals[fragment]
         data = codec.encode(target_n)
         return data, target_n - codec.decode(data, target_n.numel())
@@ -87,7 +90,8 @@ _LEVEL = 1
 class IntegerCodec:
     """Symmetric integers: q = round(x / s), s = max |x| / (2^(bits-1) - 1); 4 bits shifted by 8.
 
-    Wire form: a byte that names the form, then a zstd frame or the plain bytes, whichever is shorter:
+    Wire form: a byte that names the form, then a zstd frame or, where that is not shorter, the plain bytes:
+    the scales [blocks] bfloat16, then the codes, at 4 bits two to a byte.
     """
 
     def __init__(self, name: str) -> None:
@@ -150,7 +154,7 @@ Codec = FloatCodec | IntegerCodec
 
 
 def in_scale(blocks: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return bfloat16-rounded scales [blocks, 1], a subnormal one as 0, and `blocks` divided by them."""
+    """Return the scales [blocks, 1], as bfloat16 rounds them (a subnormal one as 0), and `blocks` divided by them."""
     scales = (blocks.abs().amax(dim=1, keepdim=True) / top).to(SCALE).to(torch.float32)
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, torch.zeros_like(scales), scales)
     return scales, blocks / torch.where(scales == 0, torch.ones_like(scales), scales)
@@ -160,15 +164,15 @@ def in_scale(blocks: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return uint8 [bytes]."""
+    """Return the memory of `tensor` as uint8 [bytes]."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an aligned copy of uint8 [bytes] as `dtype`."""
+    """Return a copy of uint8 [bytes] as [elements] of `dtype`; the copy is aligned."""
     return data.clone().view(dtype)
 
 
 def shared_bytes(body: memoryview) -> Tensor:
-    """Return uint8 [bytes] in the memory of `body`, which must be writable."""
+    """Return uint8 [bytes] that shares the memory of `body`, which must be writable."""
     return torch.frombuffer(body, dtype=torch.uint8) if len(body) else torch.empty(0, dtype=torch.uint8)

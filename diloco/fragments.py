@@ -64,12 +64,15 @@ class Fragment:
 
 
 def local_shard(parameter: Tensor) -> Tensor:
-    """Return this rank's part; it shares the parameter's memory."""
+    """Return the part that this rank holds; it shares memory with the parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
 
 
 def partition(parameters: Iterable[NamedParameter], count: int) -> list[Fragment]:
-    """Return `count` fragments of all that is trained. Raises ConfigError."""
+    """Return `count` fragments of all trainable parameters.
+
+    Raises ConfigError when none is trainable, two have one name, or a fragment would be empty.
+    """
     named = _trainable(parameters)
     if len({name for name, _ in named}) < len(named):
         raise ConfigError("diloco: two different parameters have the same name; give whole models, not lists of parts")
@@ -129,7 +132,7 @@ def parameter_layout(fragments: Sequence[Fragment]) -> list[TensorLayout]:
 
 
 def frozen_digest(parameters: Iterable[NamedParameter]) -> str:
-    """Return the blake2b-128 of this rank's frozen shards: peers must agree on them, bit for bit."""
+    """Return the hexadecimal blake2b-128 of this rank's frozen shards: peers must agree on them, bit for bit."""
     digest = hashlib.blake2b(digest_size=16)
     frozen = {name: parameter for name, parameter in parameters if not parameter.requires_grad}
     for name in sorted(frozen):
@@ -148,7 +151,7 @@ class Ranks:
     """The trainer ranks of this cluster. Every method is a collective."""
 
     def __init__(self) -> None:
-        """The default group must carry CPU tensors. Without one this rank is alone."""
+        """The default group must carry CPU tensors (gloo). Without one this rank is alone."""
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
         self.size = dist.get_world_size() if distributed else 1
@@ -175,6 +178,7 @@ class Ranks:
         return not self.smallest([not flag])[0]
 
     def equal(self, values: Sequence[int]) -> bool:
+        """Return whether all ranks gave the same values."""
         both = self.smallest([*values, *(-value for value in values)])  # and the largest, negative
         smallest, largest = both[: len(values)], both[len(values) :]
         return all(low == -high for low, high in zip(smallest, largest, strict=True))

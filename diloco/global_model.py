@@ -37,13 +37,13 @@ REMEMBERED_NORMS = 16
 MAX_NORM_RATIO = 10.0
 """A delta is rejected whose norm exceeds this many times the usual one."""
 MAX_SHARE = 1.5
-"""Of n peers, none counts more than this over n."""
+"""The weights of one peer, of n that bring any, count at most as this over n of a round."""
 LONG_NORM_RATIO = 3.0
-"""A delta is shortened to this many times the usual norm."""
+"""A delta that is longer than this many times the usual norm is shortened to it. A late one covers more steps."""
 LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
 """The squares of larger values are infinite in float32."""
 MAX_WEIGHT = 1e15
-"""Tokens; above what any round trains on."""
+"""In tokens; above what any round trains on."""
 _LANES = 1 << 14
 
 
@@ -67,12 +67,12 @@ class GlobalModel:
 
     @property
     def hash(self) -> str:
-        """Return the hash of this rank's masters and the outer step: blake2b-128, hexadecimal."""
+        """Hash of this rank's masters and the outer step, blake2b-128, hexadecimal."""
         return _hash(self.outer_step, self._digests)
 
     @property
     def fragment(self) -> int:
-        """Which one the coming outer step synchronizes: each in turn."""
+        """Which fragment the coming outer step synchronizes: each in turn."""
         return self.outer_step % len(self.fragments)
 
     @property
@@ -88,7 +88,7 @@ class GlobalModel:
     def advance(
         self, fragment: int, deltas: Iterable[Tensor], weights: Sequence[float], norms: Sequence[float] = ()
     ) -> None:
-        """Take one outer step along the mean delta, if any. `norms`: for later comparison."""
+        """Take one outer step along the mean delta, if any. `norms`: what later deltas are compared with."""
         mean_n = weighted_mean(deltas, weights) if weights else None
         with self.lock:
             if norms:
@@ -110,7 +110,7 @@ class GlobalModel:
         self.masters[fragment].sub_(direction_n if self.lr == 1.0 else direction_n * self.lr)
 
     def mixed(self, fragment: int, mixing: float, due_n: Tensor | None) -> Tensor:
-        """Return alpha due + (1 - alpha) global + (now - due), float32 [numel]. `due_n`: None for now."""
+        """Return alpha due + (1 - alpha) global + (now - due), float32 [numel]. Without `due_n`, due is now."""
         master_n = self.masters[fragment]
         if mixing == 0 and due_n is None:
             return master_n
@@ -198,16 +198,16 @@ class AcceptedDeltas:
     """What was accepted, encoded, in order of the peers' names."""
     weights: list[float]
     scales: list[float]
-    """Multiplies each counted delta: 1, or less of one that is too long."""
+    """What each counted delta is multiplied by: 1 or, of one that is too long, less."""
     norms: dict[str, float]
     """L2 norm over all ranks, by peer."""
     remembered: list[float]
-    """For later rounds, none above what would have been accepted."""
+    """Norms that later rounds are compared with, none above what would have been accepted."""
     rejections: dict[str, str]
     """Why a peer's delta does not count."""
 
     def deltas(self) -> Iterator[Tensor]:
-        """Decode float32 [n] one by one: host memory is bounded."""
+        """Decode float32 [n] one by one, to bound the peak of host memory."""
         for (header, body), scale in zip(self.counted, self.scales, strict=True):
             delta_n = codec_of(header.codec).decode(shared_bytes(body), self.n)
             yield delta_n if scale == 1.0 else delta_n * scale
@@ -222,7 +222,7 @@ def accept(
     ranks: Ranks,
     history: Sequence[float] = (),
 ) -> AcceptedDeltas:
-    """Check this rank's part of a round; `history`: norms before. A peer fails on all ranks. A collective."""
+    """Check this rank's part of a round; a peer fails on all ranks. `history`: norms of deltas before. A collective."""
     own: list[float] = []
     undecodable: dict[str, str] = {}
     for header, body in zip(headers, bodies, strict=True):
@@ -255,7 +255,7 @@ def accept(
 
 
 def rejected(squared_norms: Mapping[str, float], history: Sequence[float] = ()) -> dict[str, str]:
-    """Return why each rejected peer's delta does not count."""
+    """Return why each rejected peer's delta does not count, by the norms of whole deltas."""
     norms = {peer: math.sqrt(value) for peer, value in squared_norms.items() if math.isfinite(value)}
     reasons = {peer: "it holds NaN or infinity" for peer in squared_norms if peer not in norms}
     usual = _usual_norm(norms.values(), history)
@@ -296,7 +296,7 @@ def _capped(weights: Sequence[float]) -> list[float]:
 
 
 def squared_norm(delta_n: Tensor) -> float:
-    """Return the sum of squares in float64, with the same bits on any machine."""
+    """Return the sum of squares in float64, with the same bits on any machine: by lanes, which are rounded once."""
     lanes = torch.zeros(_LANES, dtype=torch.float64)
     for part in delta_n.split(_LANES):
         lanes[: len(part)] += part.to(torch.float64).square_()
@@ -312,7 +312,7 @@ def _decode(header: DeltaHeader, body: memoryview, fragment: int, n: int) -> Ten
 
 
 def weighted_mean(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return sum_i (w_i / sum w) delta_i, float32 [numel]. Weights all 0 count the same."""
+    """Return sum_i (w_i / sum w) delta_i, float32 [numel], one delta at a time. Weights all 0 count the same."""
     total = sum(weights)
     shares = [1.0 / len(weights)] * len(weights)
     if total > 0:

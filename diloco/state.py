@@ -77,6 +77,8 @@ class PendingDelta:
 
 
 class Replica:
+    """What one rank holds of a joint run, from the start of the run to its checkpoints."""
+
     def __init__(self, fragments: Sequence[Fragment], config: DilocoConfig, ranks: Ranks) -> None:
         """Take the parameters as they are as outer step 0."""
         self.global_model = GlobalModel(fragments, config.outer)
@@ -99,13 +101,13 @@ class Replica:
         self.held = [held.plus(work) for held in self.held]
 
     def offer(self, pending: PendingDelta, due: int) -> None:
-        """`due`: after how many inner steps the outcome is."""
+        """Note that this delta was prepared now; `due`: after how many inner steps its outcome is."""
         self.pending, self.due = pending, due
         if self._mixing == "carry":
             self._carry_from_now(pending)
 
     def mark_late(self, pending: PendingDelta) -> None:
-        """The outcome is late: from now on work is carried on whole."""
+        """Note that the outcome is late: what is trained from now on is carried on whole."""
         pending.late = True
         if pending.due is None:
             self._carry_from_now(pending)
@@ -117,7 +119,11 @@ class Replica:
     def install(
         self, fragment: int, status: DeltaStatus, pending: PendingDelta | None, before_n: Tensor | None
     ) -> None:
-        """Give the parameters their values. `before_n`: global values before a missed round. A collective."""
+        """Give the parameters their values after a round. A collective.
+
+        `pending`: this process's delta where counted or shut out by a predecessor.
+        `before_n`: the fragment's global values before the round, where missed.
+        """
         model = self.global_model
         values_n = model.masters[fragment]
         if status == "counted" and pending is not None:
@@ -163,7 +169,7 @@ class Replica:
         self.pending, self.inner = None, 0
 
     def take_over(self, tensors: Mapping[str, Tensor], outer_step: int) -> float:
-        """Hold another peer's global model; return the tokens given up."""
+        """Hold another peer's global model; return the tokens whose work is given up for it."""
         self.global_model.load(tensors, outer_step)
         tokens_given_up = self.tokens_held()
         self.global_model.install(self.global_model.masters)
@@ -176,7 +182,7 @@ class Replica:
     # -- checkpoints, and the state for others ---------------------------------------------------------------------
 
     def state_to_serve(self) -> tuple[memoryview, int, str]:
-        """Return a copy of the global model, its outer step and hash; from any thread."""
+        """Return a packed copy of the global model, its outer step and hash; from any thread."""
         model = self.global_model
         with model.lock:
             return pack_state(model.tensors(), {}), model.outer_step, model.hash
@@ -244,7 +250,7 @@ _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def pack_state(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> memoryview:
-    """Return a safetensors file of CPU `tensors` (float32 or uint8) with `facts`."""
+    """Return a safetensors file of `tensors` (float32 or uint8, on the CPU), with `facts` in its metadata."""
     head: dict[str, Any] = {"__metadata__": {"facts": json.dumps(facts)}}
     end = 0
     for name, tensor in tensors.items():

@@ -59,13 +59,14 @@ class StreamingDiLoCo:
         on_catch_up: Callable[[int], None] = lambda steps: None,
         on_state_replaced: Callable[[], None] = lambda: None,
     ) -> None:
-        """A collective. Raises ConfigError.
+        """`optimizer`: its step ends an inner step; of several the one that steps last. A collective.
 
-        `optimizer`: its step ends an inner step; of several the one that steps last.
         `agreed`: what else all peers must have in common, as text by its key in the TOML.
-        `should_stop` turning true ends the wait for a round: its delta stays on offer.
-        `on_catch_up` gets the inner steps, beyond this peer's own, of rounds it caught up with.
-        `on_state_replaced`: another peer's state replaced all parameters.
+        `should_stop` turning true ends the wait for a round: its delta stays on offer and in `state`.
+        `on_catch_up` gets the inner steps, beyond this peer's own, of rounds that it caught up with.
+        `on_state_replaced` is called when another peer's state replaced all parameters.
+
+        Raises ConfigError: parameters that `partition` refuses, or no key in diloco.key_file.
         """
         self.config = config
         named, ranks = list(parameters), Ranks()
@@ -96,7 +97,10 @@ class StreamingDiLoCo:
         self._hook: torch.utils.hooks.RemovableHandle | None = None
 
     def __enter__(self) -> StreamingDiLoCo:
-        """Join the other peers. Raises RunMismatchError or DeadlineError."""
+        """Join the other peers, and take over their global model if needed. A collective.
+
+        Raises RunMismatchError (other settings or layout) or DeadlineError (diloco.heal_timeout_s).
+        """
         try:
             self._link.start(self.global_model.outer_step, self.global_model.hash)
             self._join()
@@ -162,7 +166,7 @@ class StreamingDiLoCo:
             self._stepped_at = time.monotonic()
 
     def _complete(self, should_stop: Callable[[], bool]) -> bool:
-        """Take the due result and later ones. Return whether a round missed this peer."""
+        """Take the due result and later ones. Return whether a round ended without this peer. A collective."""
         replica = self.replica
         began, missed = time.monotonic(), replica.totals["missed"]
         late = replica.pending is not None and replica.pending.late
@@ -187,7 +191,7 @@ class StreamingDiLoCo:
     # -- when rounds and steps do not go together ----------------------------------------------------------------
 
     def _go_on_alone(self) -> None:
-        """Train on without the due result. A collective. Raises DeadlineError."""
+        """Train on without the due result. A collective. Raises DeadlineError after diloco.offline_timeout_s."""
         silent_s, pending = time.monotonic() - self._in_step_at, self.replica.pending
         if self.replica.ranks.any(silent_s > self.config.offline_timeout_s):
             limit_s, where = self.config.offline_timeout_s, self.config.rendezvous
@@ -214,7 +218,7 @@ class StreamingDiLoCo:
     # -- results of rounds, alike on all ranks ---------------------------------------------------------------------
 
     def _wait(self, timeout_s: float, should_stop: Callable[[], bool] = lambda: False) -> RoundResult | Gone | None:
-        """Return the result; Gone to rejoin; None after `timeout_s` or `should_stop`. A collective."""
+        """Return the result; Gone when a rank must rejoin; None after `timeout_s` or `should_stop`. A collective."""
         deadline = time.monotonic() + timeout_s
         while True:
             result = self._link.wait(min(POLL_S, timeout_s))
@@ -225,7 +229,7 @@ class StreamingDiLoCo:
                 return agreed
 
     def _agreed(self, result: RoundResult | Gone | None, lowest: int) -> RoundResult | Gone | None:
-        """Return what all ranks take, None to ask again. `lowest`: of their ratings."""
+        """Return what all ranks take, None to ask again. `lowest`: of the ranks' ratings. A collective."""
         if lowest == 1:
             return result if isinstance(result, Gone) else Gone(reason="another rank was left behind")
         if isinstance(result, RoundResult) and lowest == 2:
@@ -252,7 +256,10 @@ class StreamingDiLoCo:
     # -- the outer step ------------------------------------------------------------------------------------------
 
     def _take(self, result: RoundResult, exposed_s: float) -> None:
-        """Advance the global model, and install it. `exposed_s`: how long training waited."""
+        """Advance the global model, and give the parameters their values. A collective.
+
+        `exposed_s`: how long training waited for the result.
+        """
         model, replica = self.replica.global_model, self.replica
         fragment = model.fragment
         accepted = self._accepted(fragment, result)
@@ -313,7 +320,7 @@ class StreamingDiLoCo:
     # -- joining ---------------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        """Catch up with the others. A collective. Raises DeadlineError."""
+        """Catch up with the others. A collective. Raises DeadlineError after diloco.heal_timeout_s."""
         replica, model = self.replica, self.replica.global_model
         self._link.set_position(model.outer_step, model.hash, training=False)
         before, deadline = model.hash, time.monotonic() + self.config.heal_timeout_s
@@ -332,7 +339,7 @@ class StreamingDiLoCo:
         logger.info("peer %s takes part in run %s from outer step %d on", peer, run, model.outer_step)
 
     def _replay(self, newest: int, exposed_s: float = 0.0) -> Gone | None:
-        """Apply the rounds up to `newest` and later ones; Gone when they are not kept."""
+        """Apply the rounds up to `newest` and those that close meanwhile; Gone when they are not kept. A collective."""
         model = self.replica.global_model
         began = model.outer_step
         while isinstance(result := self._next(newest, self.config.round_timeout_s), RoundResult):
@@ -345,7 +352,10 @@ class StreamingDiLoCo:
         return result
 
     def _choose_state(self, deadline: float) -> int:
-        """Take over the state that the rendezvous names; return the last closed round."""
+        """Take over the state that the rendezvous names; return the last closed round.
+
+        A collective. Raises DeadlineError.
+        """
         model = self.replica.global_model
         self._link.request_source(model.outer_step, model.hash)
         while True:
@@ -399,7 +409,10 @@ class StreamingDiLoCo:
 
     @property
     def run_step(self) -> int:
-        """The coming inner step, from 1: a peer that joins late does not warm up."""
+        """The coming inner step of the run, from 1, over all outer steps.
+
+        Schedules follow it, so a peer that joins late does not warm up.
+        """
         return self.outer_step * self.config.interval + self.replica.inner + 1
 
     @property
@@ -407,7 +420,7 @@ class StreamingDiLoCo:
         return self.global_model.sweep
 
     def global_values(self, *, swept: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Install the global model within the context; `swept`: as of the last sweep."""
+        """Give the parameters the global model within the context; with `swept`, as of the last sweep."""
         return self.global_model.installed(swept=swept)
 
     def state(self) -> memoryview:
@@ -415,13 +428,14 @@ class StreamingDiLoCo:
         return self.replica.packed()
 
     def load(self, raw: bytes | memoryview) -> None:
-        """Continue from `state`, before entering the context. Raises CheckpointError."""
+        """Continue from `state`, before entering the context. Raises CheckpointError. Parameters are the caller's."""
         self.replica.load(raw)
 
     def finish(self) -> dict[str, int | str]:
-        """End this peer's part, after the round under way if that ends in time. A collective.
+        """End this peer's part: take the result of a round under way if it ends in time. A collective.
 
-        Return the last outer step and hash, and the outer step of a delta left behind.
+        Return the outer step and hash that the global model ended with, and
+        `diloco/final_left_behind`: the outer step of a delta whose round did not end in time.
         """
         replica = self.replica
         if replica.pending is not None:

@@ -228,7 +228,10 @@ class RequestHandler:
         return messages.RoundNotReady(waiting_for=self._missing(ask.outer_step, now))
 
     def may_close(self, now: float) -> bool:
-        """Return whether rounds may end: after a start peers must have had time. Call it all the time."""
+        """Return whether rounds may end: after a (re)start peers must have had time to be heard.
+
+        Call it all the time: that time begins with the last call while rounds were settled.
+        """
         if self.rounds.settled:
             self._unsettled_since = now
             return True

@@ -136,7 +136,7 @@ def leading(peers: Sequence[Peer]) -> list[Peer]:
 
 
 def check_same_run(hello: PeerHello, other: Peer) -> None:
-    """Raises RunMismatchError when settings or layout differ."""
+    """Raises RunMismatchError when settings or layout differ from those of `other`."""
     report = other.reports.get(hello.rank, other.reports[0])
     settings = report.hello.settings
     # The ranks first: where they differ, so do digests and layouts.
@@ -174,7 +174,10 @@ class Blob(Generic[HeaderKind]):
         self._finish()
 
     def add(self, offset: int, data: bytes) -> None:
-        """Append what continues the body. Raises ChecksumError; the blob is then empty."""
+        """Append bytes, or drop those that do not continue the body.
+
+        Raises ChecksumError when it is whole and wrong; the blob is then empty again.
+        """
         if self.complete or offset != self.received or offset + len(data) > self.header.size:
             return
         self.data[offset : offset + len(data)] = data
@@ -221,6 +224,8 @@ class Round:
 
 
 class Rounds:
+    """The rounds that are kept, and the peers that take part in them."""
+
     def __init__(self, settings: RendezvousSettings) -> None:
         self._settings = settings
         self.peers: dict[str, Peer] = {}
@@ -235,7 +240,7 @@ class Rounds:
     # -- peers -----------------------------------------------------------------------------------------------------
 
     def admit(self, hello: PeerHello, now: float) -> str | None:
-        """Enter a rank; return what to wait for first, if anything. Raises RunMismatchError."""
+        """Enter a rank; return what to wait for when it cannot be entered yet. Raises RunMismatchError."""
         peer = self.peers.get(hello.peer)
         if peer is not None and peer.instance != hello.instance:
             if now - peer.heard < self._settings.beat_timeout_s:
@@ -254,7 +259,7 @@ class Rounds:
         return None
 
     def report(self, peer: str, rank: int, instance: int, now: float) -> RankReport | None:
-        """Return the report of a rank heard now, if it said hello. Raises RunMismatchError."""
+        """Return the report of a rank that was heard now, if this start of it said hello. Raises RunMismatchError."""
         self.check_not_replaced(peer, instance)
         known = self.peers.get(peer)
         report = known.reports.get(rank) if known is not None and known.instance == instance else None
@@ -385,7 +390,7 @@ class Rounds:
         return min(kept, default=self.newest + 1)
 
     def drop_oldest(self, now: float, short_s: float) -> bool:
-        """Drop the oldest round, the newest only when all have it or room was short for long."""
+        """Drop the oldest closed round; the newest only when all that train have it or room was short for long."""
         moving = [peer for peer in self.training(now) if not peer.standing]
         behind = [peer.deadline_s for peer in moving if peer.outer_step <= self.newest]
         if self.oldest > self.newest:

@@ -65,7 +65,10 @@ class Flow:
 
 
 def free_again(free_at: float, now: float, seconds: float, burst_s: float) -> float:
-    """Return when a link is free after what takes `seconds`; `burst_s` may pass at once."""
+    """Return when a limited link is free again after what takes `seconds` of it.
+
+    Who waits for that keeps the limit over any long time; what takes `burst_s` may pass at once.
+    """
     return max(free_at, now - burst_s) + seconds
 
 
@@ -91,7 +94,10 @@ class Connection:
         self._context.term()
 
     async def call(self, request: messages.FromPeer, timeout_s: float = float("inf")) -> messages.ToPeer:
-        """Return the answer; requests are repeated. Raises DeadlineError or RefusedError."""
+        """Return the answer to `request`, which is sent again every few seconds.
+
+        Raises DeadlineError after `timeout_s`, or RefusedError.
+        """
         began = time.monotonic()
         while (left := timeout_s - (time.monotonic() - began)) > 0:
             with contextlib.suppress(TimeoutError):
@@ -156,9 +162,9 @@ class Connection:
                         break
 
     async def download(self, header: messages.BlobHeader, progress: str = "") -> bytearray | None:
-        """Return a blob's body; None when it is not kept. Raises ChecksumError, WireError, RefusedError.
+        """Return a blob's body; None when it is not kept any more. `progress`: its name in the log.
 
-        `progress`: its name in the log.
+        Raises ChecksumError, WireError, RefusedError.
         """
         body, done, checksum, flow = bytearray(header.size), 0, messages.running_checksum(), Flow()
         logged_at = time.monotonic()

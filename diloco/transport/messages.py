@@ -61,7 +61,7 @@ class JointKey:
 
     @classmethod
     def read(cls, path: Path) -> JointKey:
-        """Raises ConfigError when `path` holds no key, or others can read it. A link is followed."""
+        """Raises ConfigError when `path` is missing, is not a key, or is readable by others. A link is followed."""
         path = path.expanduser().resolve()  # Secrets of a cluster are mounted as links.
         try:
             text = read_secret(path)

@@ -82,7 +82,10 @@ class PeerLink:
             self._loop.close()
 
     def set_position(self, outer_step: int, base_hash: str, *, training: bool | None = None) -> None:
-        """Set where this rank stands, for the next beat; `training` is sent at once. Never waits."""
+        """Set where this rank stands, for the next beat; no round waits for it while it is not training.
+
+        A value of `training` is sent at once. Never waits.
+        """
         before = self._exchange.hello
         self._exchange.hello = replace(
             before,
@@ -121,17 +124,21 @@ class PeerLink:
 
     @property
     def rendezvous_restarted(self) -> bool:
+        """The rendezvous was restarted since the current round began."""
         return self._round_hellos != self._exchange.hellos
 
     def time_left_s(self, outer_step: int) -> float | None:
-        """Return how long a delta begun now may take to meet a running deadline."""
+        """Return the seconds until a delta begun now misses this round's deadline; None when that does not run."""
         exchange, status = self._exchange, self._exchange.status
         if status is None or status.open_round != outer_step or status.left_s is None:
             return None
         return status.left_s - (time.monotonic() - exchange.status_at) - exchange.upload_s
 
     def request_source(self, outer_step: int, base_hash: str, *, refused: int = 0, reason: str = "") -> None:
-        """Ask which state to join with. `refused`: serial of one not taken, for `reason`."""
+        """Ask which state to join with; all ranks of the peer must.
+
+        `refused`: serial of a state that cannot be taken over, for that `reason`.
+        """
         if self._source is not None:
             self._source.cancel()
         self._attempt += 1
@@ -172,6 +179,8 @@ class PeerLink:
 
 
 class Exchange:
+    """What one rank tells the rendezvous and gets from it, in the link's thread."""
+
     def __init__(
         self,
         config: DilocoConfig,
@@ -179,7 +188,7 @@ class Exchange:
         hello: messages.PeerHello,
         state_to_serve: Callable[[], tuple[memoryview, int, str]],
     ) -> None:
-        """`state_to_serve` returns a copy of the state, its outer step and hash."""
+        """`state_to_serve` returns a copy of the state, its outer step and hash, in another thread."""
         self._config = config
         self._key = key
         self._state_to_serve = state_to_serve
@@ -234,7 +243,7 @@ class Exchange:
             await asyncio.sleep(0.2)
 
     async def keep_beating(self) -> None:
-        """Beat, and serve the state when it is wanted. Raises RunMismatchError."""
+        """Beat, and serve the state when it is wanted. Raises RunMismatchError when refused."""
         serving: asyncio.Task[bool] | None = None
         silent, last = False, 0
         while self.status is not None:

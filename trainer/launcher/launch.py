@@ -321,7 +321,7 @@ class Prepared:
 
     run_dir: RunDir
     config: Config
-    """As written to config.json: run.resume is on only with a checkpoint to resume, and the length divisor is a number."""
+    """As in config.json: run.resume is on only with a checkpoint to resume, and the length divisor is a number."""
     start_step: int
     """Optimizer steps already taken."""
     notes: tuple[str, ...]
