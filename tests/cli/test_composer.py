@@ -233,10 +233,7 @@ def test_eval_looks_for_every_model_before_it_evaluates_one(tmp_path):
 
 def test_eval_splits_models_from_the_configuration():
     # Models first, then the configuration's words.
-    assert eval_command.split_models(["tiny", "out/final", "@", "f.toml"]) == (
-        ["tiny", "out/final"],
-        ["@", "f.toml"],
-    )
+    assert eval_command.split_models(["tiny", "out/final", "@", "f.toml"]) == (["tiny", "out/final"], ["@", "f.toml"])
     for words in (["@", "f.toml"], ["tiny", "tiny", "@", "f.toml"]):
         with pytest.raises(ConfigError):
             eval_command.split_models(words)

@@ -128,8 +128,7 @@ def test_feedback_forgets_what_is_not_finite(bad):
 # Bits a parameter of a large model, as the configuration's help states them: the codec's own for the dense
 # ones, about what normally distributed deltas take for those with an entropy code.
 @pytest.mark.parametrize(
-    ("kind", "bits", "within"),
-    [("fp32", 32, 0), ("bf16", 16, 0), ("int8", 7.5, 0.1), ("int4", 3.4, 0.1)],
+    ("kind", "bits", "within"), [("fp32", 32, 0), ("bf16", 16, 0), ("int8", 7.5, 0.1), ("int4", 3.4, 0.1)]
 )
 def test_bits_per_parameter(kind, bits, within):
     n = 1 << 20

@@ -40,10 +40,7 @@ def test_git_ignores_the_key():
             ["rendezvous", "--run", "r", "--key-file", "none", "--bind", "127.0.0.1:29613"],
             "--bind is '127.0.0.1:29613'",
         ),
-        (
-            ["rendezvous", "--run", "r", "--key-file", "none", "--bind", "tcp://127.0.0.1:99999"],
-            "from 0 to 65535",
-        ),
+        (["rendezvous", "--run", "r", "--key-file", "none", "--bind", "tcp://127.0.0.1:99999"], "from 0 to 65535"),
         (["rendezvous", "--run", "r", "--key-file", "none", "--memory-gb", "0.2"], "messages alone take up to 0.27"),
         (["rendezvous", "--run", "r", "--key-file", "none", "--memory-gb", "0"], "--memory-gb is 0; expected a value"),
     ],

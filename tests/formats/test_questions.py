@@ -131,8 +131,7 @@ def test_one_file_can_hold_both_splits(tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("reply", "reward"),
-    [("12 * 3 - 4 <answer>32.0</answer>", 1.0), ("<answer>36</answer>", 0.0), ("It is 32.", 0.0)],
+    ("reply", "reward"), [("12 * 3 - 4 <answer>32.0</answer>", 1.0), ("<answer>36</answer>", 0.0), ("It is 32.", 0.0)]
 )
 async def test_a_rollout_of_gsm8k_is_scored_by_its_number(tmp_path: Path, reply: str, reward: float) -> None:
     file = write_lines(tmp_path / "gsm8k.jsonl", GSM8K)

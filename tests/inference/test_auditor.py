@@ -89,7 +89,4 @@ async def test_an_answer_that_waits_for_too_long_is_dropped():
         while len(sent) < 3:
             await asyncio.sleep(0)
         assert engine.checks == 2
-        assert {outcome.error is None: outcome.audit for outcome in sent if outcome.audit != 1} == {
-            True: 3,
-            False: 2,
-        }
+        assert {outcome.error is None: outcome.audit for outcome in sent if outcome.audit != 1} == {True: 3, False: 2}

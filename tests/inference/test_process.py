@@ -48,11 +48,7 @@ def run_dir(tmp_path, folder, keys):
 @pytest.mark.process
 def test_help_and_dry_run_load_no_torch(run_dir):
     # --help and --dry-run use light modules only.
-    commands = [
-        ["--help"],
-        ["join", "--help"],
-        ["--run-dir", str(run_dir.root), "--dry-run"],
-    ]
+    commands = [["--help"], ["join", "--help"], ["--run-dir", str(run_dir.root), "--dry-run"]]
     code = f"""
 import sys
 from inference.main import main

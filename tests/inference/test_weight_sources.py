@@ -93,10 +93,7 @@ async def check(node: VersionFolder, training: Training, version: int) -> None:
 # A copy gives a snapshot and what differs from it, bit for bit, and the gateway is not asked.
 async def test_a_copy_gives_versions(training, tmp_path):
     training.train(range(3))
-    async with (
-        served(training.store.root) as url,
-        pulling(tmp_path, Untouchable(), [url]) as (node, _),
-    ):
+    async with served(training.store.root) as url, pulling(tmp_path, Untouchable(), [url]) as (node, _):
         await check(node, training, 2)
 
 

@@ -16,10 +16,7 @@ from composer_prime.traces.records import TraceState
 def test_openhands_events(tmp_path: Path) -> None:
     states, tally = taken(lines(tmp_path / "e.jsonl", *OPENHANDS))
     assert (tally.format, tally.taken, tally.seen) == ("openhands/1", 7, 7)
-    assert [roles(state) for state in states] == [
-        ["system", "user"],
-        ["system", "user", "assistant", "tool", "tool"],
-    ]
+    assert [roles(state) for state in states] == [["system", "user"], ["system", "user", "assistant", "tool", "tool"]]
     assert states[0].error == "pwd: not allowed" and states[0].tools == TOOLS
     assert states[0].student_action["reasoning_content"] == "hm"
 

@@ -145,10 +145,7 @@ def test_a_policy_learns_under_verl_s_ppo_loss(objective):
 
 @pytest.mark.parametrize(
     ("objective", "settings", "words"),
-    [
-        ("bnpo", {}, "denominator = micro_batch"),
-        ("dapo", {"kl": {"weight": 0.1}}, "use actor.use_kl_loss"),
-    ],
+    [("bnpo", {}, "denominator = micro_batch"), ("dapo", {"kl": {"weight": 0.1}}, "use actor.use_kl_loss")],
 )
 def test_what_verl_cannot_serve_is_refused_at_registration(objective, settings, words):
     # Settings that need what verl does not pass to a policy loss: an error that names where verl has them.

@@ -358,10 +358,7 @@ async def test_without_rollouts_an_evaluation_is_played_with_its_own_weights(ope
     values["inference"]["nodes"] = 1
     pool, over = ScriptedPool(), asyncio.Event()
     pool.gates = {("eval0", 1): over}
-    async with (
-        open_run(Config.model_validate(values), pool) as run,
-        PeerTrainer(run_dir, run.step_endpoint) as trainer,
-    ):
+    async with open_run(Config.model_validate(values), pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
         first = asyncio.create_task(trainer.train(1))
         async with asyncio.timeout(100):
@@ -386,10 +383,7 @@ def served(reply: StepReply) -> list[str]:
 
 async def test_a_run_without_rollouts_serves_rows_and_resumes_with_the_next_ones(open_run, run_dir, tmp_path):
     """Steps are conversations alone, held-out ones come where they are due, a resume serves what would have come."""
-    async with (
-        open_run(talking(tmp_path), node=False) as run,
-        PeerTrainer(run_dir, run.step_endpoint) as trainer,
-    ):
+    async with open_run(talking(tmp_path), node=False) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
         replies = [(await trainer.train(step))[0] for step in (1, 2)]
         assert (await trainer.checkpoint(2)).error is None

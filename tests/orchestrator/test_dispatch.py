@@ -219,14 +219,7 @@ async def test_a_rollout_past_its_deadline_is_a_failure_of_kind_timeout(tmp_path
     pool.pause_s = lambda request: 60.0
     source = {"name": "s", "taskset": {"id": "x"}, "timeout_s": 0.1}
     config = make_config(tmp_path, source=[source]).orchestrator
-    runner = RolloutRunner(
-        config=config,
-        gateway=gateway,
-        seed=1,
-        pools=pools,
-        permits=Permits(1),
-        grace_s=0.1,
-    )
+    runner = RolloutRunner(config=config, gateway=gateway, seed=1, pools=pools, permits=Permits(1), grace_s=0.1)
     reply, sampled = await runner.run("s", runner.training_request(plan(0), 0, 0), order=0)
     failure = reply.failure
     assert failure is not None and failure.kind == "timeout" and failure.retryable

@@ -209,10 +209,7 @@ async def test_evaluation_goes_on_while_a_batch_is_formed_ahead(open_run, run_di
 async def test_a_step_whose_samples_are_all_left_out_is_evaluated(open_run, run_dir, tmp_path):
     """Its StepDone names no samples, as that of a trainer that attaches; the run waits for its last evaluation."""
     options = {"max_steps": 2, "eval": {"every_steps": 1, "tasks": 2}}
-    async with (
-        open_run(make_config(tmp_path, **options)) as run,
-        PeerTrainer(run_dir, run.step_endpoint) as trainer,
-    ):
+    async with open_run(make_config(tmp_path, **options)) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         blamed = await stop_with_batch_2_formed(trainer)
         ledger.append_step(run_dir.ledger, 2, [], left_out=blamed)
         ledger.append_rewind(run_dir.ledger, 1)

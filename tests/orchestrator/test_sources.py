@@ -94,12 +94,7 @@ def test_the_frontier_prefers_tasks_that_sometimes_pass():
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"import_path": "no_such_module:X"},
-        {"kwargs": {"speed": 3}},
-        {"import_path": "collections:Counter"},
-    ],
+    "settings", [{"import_path": "no_such_module:X"}, {"kwargs": {"speed": 3}}, {"import_path": "collections:Counter"}]
 )
 def test_a_curriculum_that_cannot_be_made_is_a_config_error(settings):
     with pytest.raises(ConfigError, match=r"orchestrator\.curriculum"):

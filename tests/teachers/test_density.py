@@ -9,15 +9,7 @@ import pytest
 from loopback import call
 
 from composer_prime.data.pairs import Pair, PairState
-from composer_prime.traces.records import (
-    RULES,
-    ReplayRecords,
-    StateRecord,
-    VoteRecord,
-    main,
-    measure,
-    votes_beside,
-)
+from composer_prime.traces.records import RULES, ReplayRecords, StateRecord, VoteRecord, main, measure, votes_beside
 
 
 def record(trace: str, number: int, *, outcome: str = "overruled", usd: float = 0.2, price: float = 0.0) -> StateRecord:

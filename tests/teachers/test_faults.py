@@ -10,19 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from loopback import (
-    FAULTS,
-    USD,
-    Endpoint,
-    call,
-    configured,
-    overrule,
-    play,
-    replayed,
-    run_config,
-    serving,
-    state,
-)
+from loopback import FAULTS, USD, Endpoint, call, configured, overrule, play, replayed, run_config, serving, state
 
 from composer_prime.errors import CapError, ConfigError
 from composer_prime.monitor.metrics_file import MetricsFile

@@ -41,10 +41,7 @@ async def test_rollouts_are_replayed_as_they_appear(tmp_path: Path) -> None:
     run_dir.rollouts(1).parent.mkdir(parents=True)
     async with serving(Endpoint(answers=overrule)) as endpoint:
         online = OnlineReplay(
-            run_config(tmp_path, endpoint.url, online=True),
-            run_dir,
-            MetricsFile(run_dir.metrics, "test"),
-            lambda: 1,
+            run_config(tmp_path, endpoint.url, online=True), run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1
         )
         run_dir.rollouts(1).write_bytes(rollout(0) + rollout(1))
         task = asyncio.create_task(online.run())

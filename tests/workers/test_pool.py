@@ -172,10 +172,7 @@ async def test_a_crash_fails_the_rollouts_and_the_worker_comes_back(
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setattr("orchestrator.workers.pool._STOP_GRACE_S", 60.0)
     spec = source(model_path, {"crash_at": 3, "sleep_at": 5, "sleep_s": 600, "mark": str(mark)})
-    async with (
-        Peer(delay_s=1) as peer,
-        started(WorkerPool(spec, start_timeout_s=START_S, log_dir=logs)) as pool,
-    ):
+    async with Peer(delay_s=1) as peer, started(WorkerPool(spec, start_timeout_s=START_S, log_dir=logs)) as pool:
         bystander = asyncio.create_task(pool.run(rollout(peer, "bystander")))
         await until(lambda: peer.running == 1)
         crashed = await pool.run(rollout(peer, "crash", 3))

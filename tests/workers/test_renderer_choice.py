@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from tokenizers_made import CHATML, write_tokenizer
 
 from composer_prime.errors import ConfigError, ModelNotFoundError
-from orchestrator.chat_renderer import (
-    ChatTemplateRenderer,
-    build_renderer,
-    published_name,
-    read_tokenizer,
-    unread_call,
-)
+from orchestrator.chat_renderer import ChatTemplateRenderer, build_renderer, published_name, read_tokenizer, unread_call
 from orchestrator.chat_template import chat_folder
 
 TINY = Path(__file__).parents[2] / "composer_prime" / "assets" / "tiny" / "policy"
