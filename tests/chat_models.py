@@ -1,7 +1,5 @@
 """Renderers of three chat templates, as rollouts use them: the tiny model's, SmolLM2's, and Qwen3's with thinking."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from pathlib import Path

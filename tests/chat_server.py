@@ -1,7 +1,5 @@
 """Loopback HTTP servers for tests of what asks such endpoints."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 

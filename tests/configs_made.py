@@ -1,7 +1,5 @@
 """The smallest configuration of a run, with changes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from composer_prime.config import Config

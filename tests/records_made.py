@@ -1,7 +1,5 @@
 """Answered requests as the gateway records them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

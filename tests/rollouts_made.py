@@ -1,7 +1,5 @@
 """Finished rollouts with their samples, played in the test: real token ids of a real renderer, without a model."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """HOST:PORT as people write it, and the sockets bound and connected there."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import socket

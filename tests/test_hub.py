@@ -1,7 +1,5 @@
 """A model by its Hub id, from a server on loopback that has the few routes of the Hub that a download needs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Waiting for what another task or process does."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

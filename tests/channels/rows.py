@@ -1,7 +1,5 @@
 """Random rows for the policy loss, padded as TRL takes them and flat as this project's losses take them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The configuration of the loss terms: each objective's own defaults, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import ValidationError
 

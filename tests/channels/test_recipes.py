@@ -6,8 +6,6 @@ tokens, each one turn; 7 words. A figure is the loss, 5 entries of its gradient 
 and the sum of all entries times sin(1 + 7 i + j).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

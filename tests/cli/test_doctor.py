@@ -1,7 +1,5 @@
 """The results of `composer doctor`, and its conclusions."""
 
-from __future__ import annotations
-
 import pytest
 
 from composer_prime.cli.doctor_command import main

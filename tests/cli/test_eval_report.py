@@ -1,7 +1,5 @@
 """`composer eval`: two models, pass@k, folders, and environments without a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

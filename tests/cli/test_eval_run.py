@@ -1,7 +1,5 @@
 """`composer eval` for real: the same roles as in training, evaluation only."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

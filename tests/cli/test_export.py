@@ -1,7 +1,5 @@
 """`composer export`: a folder that holds the model's weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

@@ -1,7 +1,5 @@
 """Commands answer at once: they load what they need, and none of the heavy packages that only roles need."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A registered ladder: what is announced holds, and the verdict follows from held-out rewards by the stated rule."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The lines of `composer report` about time, hints, pairs and joint runs, from metrics written here."""
 
-from __future__ import annotations
-
 import json
 
 from composer_prime.cli.report_command import hint_lines, joint_lines, pair_lines, report_run

@@ -1,7 +1,5 @@
 """SDPO and replay-DPO are refused without what they need of the orchestrator."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

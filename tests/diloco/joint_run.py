@@ -1,7 +1,5 @@
 """Small joint runs: a rendezvous in a thread, peers in threads or processes, and a plain oracle of the algorithm."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import threading

@@ -1,7 +1,5 @@
 """Peers as real processes that can be killed or stopped, each at a step that the test names."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing

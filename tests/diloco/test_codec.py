@@ -1,7 +1,5 @@
 """Codecs: exact sizes, bounds of what a round trip loses, and error feedback."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 

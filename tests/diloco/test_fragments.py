@@ -1,7 +1,5 @@
 """Fragments cover every trainable parameter exactly once; layouts that differ are told apart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

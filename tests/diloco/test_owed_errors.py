@@ -1,7 +1,5 @@
 """What compression still owes after a round, and after a state was taken over: what the global model lacks, no more."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from joint_run import Blocks, adamw, inner_step, settings

@@ -1,7 +1,5 @@
 """A packed state is a safetensors file for every reader."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

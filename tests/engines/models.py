@@ -4,8 +4,6 @@ Their weights are drawn wide, so that distributions are peaked and every positio
 or caches then moves logprobs by far more than the suite's tolerance.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """The worker of vLLM as it is on a GPU, for a CPU: linear layers compute with loaded weights, not with packed ones."""
 
-from __future__ import annotations
-
 import torch
 from vllm.model_executor.layers import utils
 

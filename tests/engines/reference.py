@@ -1,7 +1,5 @@
 """A started engine under test, and what its answers are compared with: a plain forward in float32."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Sums of several workers' parts, on tensors that are split by hand as vLLM splits them."""
 
-from __future__ import annotations
-
 import torch
 
 from inference.snapshot import Held, fold_sums, word_sum

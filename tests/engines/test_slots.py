@@ -1,7 +1,5 @@
 """The slots of the cache: what a prompt may reuse, checked against a model of what the cache holds."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """A loss term from outside, named by its import path, is trained with settings of its own."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The small package of shapes_made.toml in a folder."""
 
-from __future__ import annotations
-
 import subprocess
 import tomllib
 from pathlib import Path

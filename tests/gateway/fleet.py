@@ -1,7 +1,5 @@
 """A router by itself, with nodes that answer when the test says so."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A small configuration for a gateway on loopback, invites to it, and plain HTTP calls on it."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

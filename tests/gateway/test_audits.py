@@ -1,7 +1,5 @@
 """Audits behind a real gateway: real nodes and an auditor with the shipped tiny model, over loopback."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

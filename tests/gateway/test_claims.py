@@ -1,7 +1,5 @@
 """What nodes claim about themselves is bounded, checked, and counts only as far as their answers bear it out."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

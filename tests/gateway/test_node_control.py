@@ -1,7 +1,5 @@
 """Drain, ban and unban, on a router by itself."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path

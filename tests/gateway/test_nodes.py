@@ -1,7 +1,5 @@
 """Requests and runs survive nodes that come, go, come back, lag behind or send false data."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Requests leave a node that hangs, and reach one whose context is large enough."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """One tiny model, its later versions published into a weight store, and a started local engine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The gateway's side of the node wire, spoken by hand: a real CURVE ROUTER that tests script."""
 
-from __future__ import annotations
-
 import asyncio
 
 import msgspec

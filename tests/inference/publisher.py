@@ -1,7 +1,5 @@
 """Publishes made-up weight versions as the trainer does: chunks, hashes, canary, signature."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Versions that hold adapters alone: a node adds them to its own base."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 import safetensors.torch

@@ -1,7 +1,5 @@
 """The command lines that start an auditor."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

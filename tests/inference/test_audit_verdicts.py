@@ -1,7 +1,5 @@
 """What an auditor says of an answer whose tokens it has scored."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from composer_prime.wire.node_messages import AuditRequest, PartVerdict, Sampling

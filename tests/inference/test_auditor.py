@@ -1,7 +1,5 @@
 """In what order an auditor checks answers, with an engine that takes as long as the test says."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import asynccontextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which nodes a machine gets, and why it gets none: numbers in, plan or error out."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The server of local teachers: it imports, loads a tiny model and answers over loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

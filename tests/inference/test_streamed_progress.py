@@ -1,7 +1,5 @@
 """What a node streams of an answer that is not complete, and how an engine goes on from there."""
 
-from __future__ import annotations
-
 import asyncio
 
 from composer_prime.wire.node_messages import Generate, Sampled, Sampling

@@ -1,7 +1,5 @@
 """The pages name what exists."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Small synthetic traces, and reading with the accounts checked."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Real sessions of other projects, from SWE_TRACES or ../shared/fixtures/traces; their states were counted by hand."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The other formats, on synthetic traces, and which tools a trace is offered."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Mutated records of every format: no crash, and taken + skipped = seen = what was written."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

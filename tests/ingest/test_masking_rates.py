@@ -1,8 +1,6 @@
 """How much ordinary code is masked, and how many secrets stay: bounds on both, over the standard library's sources and
 over random secrets in the places where agents meet them."""
 
-from __future__ import annotations
-
 import string
 import sysconfig
 from collections import Counter

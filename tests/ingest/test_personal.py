@@ -1,7 +1,5 @@
 """E-mail addresses and owners of home folders leave a trace; code that looks like them stays. Every name is made up."""
 
-from __future__ import annotations
-
 import tomllib
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The file of states, and thinking that is split off."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

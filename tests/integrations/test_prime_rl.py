@@ -4,8 +4,6 @@ prime-rl is not on the package index. The stand-in holds the documented dataclas
 a custom loss: import it by path, call it once a sequence with the kwargs, add up, divide by the step's trained tokens.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import sys

@@ -5,8 +5,6 @@
 SCENARIO names, for each role, the Python text it runs; RUN_DIR is its working directory.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The launcher starts auditors where the configuration asks for them."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

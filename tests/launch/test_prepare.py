@@ -1,7 +1,5 @@
 """The run directory before a start: what is refused, what is kept, what goes on."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Groups made up for tests."""
 
-from __future__ import annotations
-
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, pack_flags, pack_floats, pack_ints
 from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOutcome, GroupPlan
 from orchestrator.workers.pool import MessageRecord, RolloutFailure

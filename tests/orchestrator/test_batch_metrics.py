@@ -1,7 +1,5 @@
 """A batch's figures and the rollout log's lines."""
 
-from __future__ import annotations
-
 import json
 
 import msgspec

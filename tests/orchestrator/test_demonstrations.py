@@ -1,7 +1,5 @@
 """Recorded conversations on their way into a step: tokens to imitate, rows of a step, what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

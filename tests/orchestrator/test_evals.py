@@ -1,7 +1,5 @@
 """Evaluation: unbiased pass@k, intervals, failures left out, the version range, the schedule."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """How the event loop's delays are measured."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

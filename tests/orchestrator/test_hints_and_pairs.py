@@ -1,7 +1,5 @@
 """What SDPO and replay-DPO add to buffer, batches, journal and resume, and a whole orchestrator with both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

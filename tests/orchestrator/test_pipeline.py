@@ -1,7 +1,5 @@
 """The whole orchestrator between a real node link and a real trainer link."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Pairs on their way into a batch: order, cursor, tokens, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

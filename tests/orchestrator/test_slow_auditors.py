@@ -1,7 +1,5 @@
 """Auditors that are slow, hang, fail or leave, as the test plays them: what they held is not audited."""
 
-from __future__ import annotations
-
 import asyncio
 
 from audit_peers import STATUS, offer, record, verdict

@@ -1,7 +1,5 @@
 """Key files: what is read as a key, and who makes one."""
 
-from __future__ import annotations
-
 import os
 import resource
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Invites and identities: each change is whole, counted once, and seen by every process."""
 
-from __future__ import annotations
-
 import pytest
 
 from composer_prime.errors import InviteError

@@ -1,7 +1,5 @@
 """Patches of words: exact, and read with bounded memory whatever the bytes are."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a stranger can make a server hold before it has proven a key."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -1,7 +1,5 @@
 """Connections that pile up bytes which nobody can read are closed, others are not."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import fcntl

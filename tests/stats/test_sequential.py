@@ -1,7 +1,5 @@
 """Bets that may be looked at at any time: exact over all sequences of a fair coin."""
 
-from __future__ import annotations
-
 from itertools import product
 from statistics import fmean
 

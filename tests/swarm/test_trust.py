@@ -1,7 +1,5 @@
 """What audits do to the trust in a node."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from composer_prime.wire.node_messages import PartVerdict

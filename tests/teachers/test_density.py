@@ -1,7 +1,5 @@
 """`composer pairs report`: its two figures against counts by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

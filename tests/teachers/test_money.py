@@ -1,7 +1,5 @@
 """Prices, the cost ledger and the cache."""
 
-from __future__ import annotations
-
 import sqlite3
 import threading
 from contextlib import closing

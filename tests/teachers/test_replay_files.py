@@ -1,7 +1,5 @@
 """Files that a replay did not write are left as they are; what it wrote and lost is made again."""
 
-from __future__ import annotations
-
 import os
 import tracemalloc
 from pathlib import Path

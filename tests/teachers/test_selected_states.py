@@ -1,7 +1,5 @@
 """Which states of a file are replayed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Samples with hinted turns, and preference pairs, for the trainer's tests."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 from small_runs import VOCABULARY, make_samples

@@ -1,7 +1,5 @@
 """All three loss terms from one packed row: index tensors, losses against documents computed alone, wrong input."""
 
-from __future__ import annotations
-
 import copy
 
 import msgspec

@@ -1,7 +1,5 @@
 """Checkpoints hold what is trained, and load where a parameter has no moments."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

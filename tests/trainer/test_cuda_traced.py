@@ -1,7 +1,5 @@
 """The trainer's CUDA path without a GPU: fake tensors carry device, type and shape through the real code."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """The optimizer against AdamW and clipping as their papers state them, in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Other weights in the policy's place: exchanges, averages, the three teachers, cached reference log-probabilities."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hinted_runs import make_hinted, make_pairs, three_channels

@@ -1,7 +1,5 @@
 """A rank's side of the step protocol, in this process: refused answers, deadlines, repetitions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Run directories written by hand in the real form, with text that attacks the page."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

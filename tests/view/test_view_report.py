@@ -1,7 +1,5 @@
 """report.html: a run in one file."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The index of rollouts: it follows the files, filters, and reads one rollout without reading all."""
 
-from __future__ import annotations
-
 import json
 
 import msgspec

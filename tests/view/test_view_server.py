@@ -1,7 +1,5 @@
 """The web server: loopback hosts only, GET only, no path out of the found runs, no cached surprise, live."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A model folder with a small byte-level tokenizer, and workers that can import the plugins of this folder."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

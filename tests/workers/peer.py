@@ -1,7 +1,5 @@
 """A gateway stand-in on loopback: answers /inference/v1/generate with seeded ids after a fixed delay."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from typing import Any, Self

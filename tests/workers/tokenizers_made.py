@@ -1,7 +1,5 @@
 """A ChatML tokenizer folder, built in the test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 CHATML = (

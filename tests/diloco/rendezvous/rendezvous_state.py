@@ -1,7 +1,5 @@
 """The rendezvous without sockets and with a clock of its own: what it answers, without waiting."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from diloco.rendezvous.request_handler import RequestHandler

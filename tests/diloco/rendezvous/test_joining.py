@@ -1,7 +1,5 @@
 """Which global model a peer joins with: what decides the outer step, and that all ranks of a peer get one answer."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

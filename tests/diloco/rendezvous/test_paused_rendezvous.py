@@ -1,7 +1,5 @@
 """A rendezvous whose process stood still: it could hear no peer meanwhile, so none counts as silent."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

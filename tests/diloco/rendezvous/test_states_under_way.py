@@ -1,7 +1,5 @@
 """States that take long to bring over: the rounds since stay meanwhile, as far as the memory allows."""
 
-from __future__ import annotations
-
 import pytest
 from rendezvous_state import BEAT_TIMEOUT_S, RendezvousState
 
