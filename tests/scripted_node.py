@@ -17,11 +17,7 @@ from orchestrator.workers.pool import RolloutReply, RunRollout, SourceSpec
 from tests.workers.peer import Peer, generated
 
 POLICY = str(Path(__file__).parents[1] / "composer_prime/assets/tiny/policy")
-RENDERER = {
-    "name": "custom",
-    "import_path": "orchestrator.chat_renderer.ToolQwen3Renderer",
-    "thinking_retention": "all",
-}
+RENDERER = dict(name="custom", import_path="orchestrator.chat_renderer.ToolQwen3Renderer", thinking_retention="all")
 TOOL_LOOP = "orchestrator.environments.tool_loop"
 ONE_TURN = {"id": TOOL_LOOP, "max_turns": 1}
 FULL = "the context is full"

@@ -7,13 +7,13 @@ import json
 import subprocess
 import sys
 import textwrap
-import time
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 import pytest
+from waiting import wait_until
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
@@ -172,27 +172,27 @@ def test_make_refuses_what_a_copy_gives_away(tmp_path: Path) -> None:
     assert report["refused_by_reason"] == {"the original stands elsewhere": report["candidates"]}
 
 
-# A package of which no test passes is refused with the reason: a test with its last words, or the import error.
+# A package of which no test passes is refused with the reason: a test with its last words, the import error, what a
+# conftest.py that cannot be imported lacks, or the place where a suite hangs before its first test.
 @pytest.mark.parametrize(
-    ("test", "words"),
+    ("file", "text", "words"),
     [
-        ("import shapes_made.fast\ndef test_a(): pass", "ModuleNotFoundError"),
-        ("def test_a():\n    assert 1 + 1 == 3", r"failed: 1, \D*::test_a \(AssertionError: assert 1 \+ 1 == 3\)"),
-        ("def test_a(): pass", "only one of its tests"),
+        ("test_shapes", "import shapes_made.fast\ndef test_a(): pass", "ModuleNotFoundError"),
+        (
+            "test_shapes",
+            "def test_a():\n    assert 1 + 1 == 3",
+            r"failed: 1, \D*::test_a \(AssertionError: assert 1 \+ 1 == 3\)",
+        ),
+        ("test_shapes", "def test_a(): pass", "only one of its tests"),
+        ("conftest", "import package_that_is_missing\n", "No module named 'package_that_is_missing'"),
+        ("test_shapes", "import time\ntime.sleep(600)\ndef test_a(): pass", "--suite-timeout"),
     ],
-    ids=["import", "fails", "one test"],
+    ids=["import", "fails", "one test", "conftest", "hangs"],
 )
-def test_make_names_why_no_test_passes(tmp_path: Path, test: str, words: str) -> None:
-    source = write_package(tmp_path / "shapes_made", tests__test_shapes=test)
+def test_make_names_why_no_test_passes(tmp_path: Path, file: str, text: str, words: str) -> None:
+    source = write_package(tmp_path / "shapes_made", **{f"tests__{file}": text})
     with pytest.raises(ConfigError, match=words):
-        make(source, tmp_path / "out")
-
-
-# A conftest.py that cannot be imported is refused with what it lacks.
-def test_make_names_what_a_conftest_lacks(tmp_path: Path) -> None:
-    source = write_package(tmp_path / "shapes_made", tests__conftest="import package_that_is_missing\n")
-    with pytest.raises(ConfigError, match="No module named 'package_that_is_missing'"):
-        make(source, tmp_path / "out")
+        make(source, tmp_path / "out", *(["--suite-timeout", "5"] if "sleep" in text else []))
 
 
 # Files that a build writes and git ignores come from the folder, for the last commit and for those before it.
@@ -230,15 +230,6 @@ def test_make_deletes_a_function_on_the_first_line(tmp_path: Path) -> None:
     assert make(source, tmp_path / "out", "--kinds", "delete") == 0
     assert [task.symbols for task in read_tasks(tmp_path / "out")] == [["shapes_made.shapes.area"]]
     assert report_of(tmp_path / "out")["tasks_without_counter_tests"] == 1
-
-
-# A suite that hangs before its first test is refused with the place.
-def test_make_refuses_a_hanging_import(tmp_path: Path) -> None:
-    source = write_package(
-        tmp_path / "shapes_made", tests__test_shapes="import time\ntime.sleep(600)\ndef test_a(): pass"
-    )
-    with pytest.raises(ConfigError, match="--suite-timeout"):
-        make(source, tmp_path / "out", "--suite-timeout", "5")
 
 
 # Tests that see no behavior give no task: exit status 1, and the report has a reason for each candidate.
@@ -303,10 +294,7 @@ def test_make_ends_on_sigterm(tmp_path: Path) -> None:
     words = ["tasks", "make", str(source), "-o", str(out), "--jobs", "1", *RUNTIME]
     run = subprocess.Popen([sys.executable, "-m", "composer_prime.cli.main", *words], stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 200
-        while not (out / "tasks.jsonl").is_file():
-            assert time.monotonic() < deadline and run.poll() is None, "no task within 200 s"
-            time.sleep(0.01)
+        wait_until(lambda: run.poll() is not None or (out / "tasks.jsonl").is_file(), "a task")
         run.terminate()
         assert run.wait(200) == 130
     finally:

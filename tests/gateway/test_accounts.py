@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fleet import Fleet, status
+from waiting import Clock
 
 from composer_prime.monitor.metrics_file import read_history
 from composer_prime.monitor.node_table import recorded_rows
@@ -16,14 +17,6 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node_messages import ComputeDevice, NodeHello
 from orchestrator.gateway.node_control import NodeControl
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def accounts_of(fleet: Fleet, clock: Clock, folder: Path) -> NodeControl:

@@ -120,23 +120,15 @@ async def test_a_bad_answer_goes_to_another_node_and_counts_against_the_first(
         assert complaint in caplog.text
 
 
-async def test_a_retryable_failure_is_tried_again_up_to_a_bound(open_gateway, node_keys):
-    """Three failures end the request with a 502 that carries the node's words."""
+@pytest.mark.parametrize(("retryable", "code", "tries"), [(True, 502, 3), (False, 400, 1)])
+async def test_a_retryable_failure_is_tried_again_up_to_a_bound(open_gateway, node_keys, retryable, code, tries):
+    """Three failures end the request with a 502 of the node's words; what no node could serve is the caller's 400."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0") as node:
-        node.answer = lambda request: failed(request, "engine out of memory", retryable=True)
+        node.answer = lambda request: failed(request, "engine out of memory", retryable=retryable)
         status, reply = await post(gateway.http_url, generate_body(5))
-        assert status == 502 and "engine out of memory" in reply["error"]["message"]
-        assert len(node.generates) == 3
-        assert len({g.lease for g in node.generates}) == 3
-
-
-async def test_a_final_failure_is_not_tried_again(open_gateway, node_keys):
-    """What no node could serve is the caller's 400."""
-    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0") as node:
-        node.answer = lambda request: failed(request, "the context length is exceeded", retryable=False)
-        status, reply = await post(gateway.http_url, generate_body(5))
-        assert status == 400 and "context length" in reply["error"]["message"]
-        assert len(node.generates) == 1
+        assert status == code and "engine out of memory" in reply["error"]["message"]
+        assert len(node.generates) == tries
+        assert len({g.lease for g in node.generates}) == tries
 
 
 async def test_turns_of_two_agents_keep_their_order_and_session(open_gateway, node_keys):

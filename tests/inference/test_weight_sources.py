@@ -18,6 +18,7 @@ import pytest
 import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from waiting import Clock
 
 from composer_prime.errors import CorruptWeightsError, DeadlineError
 from composer_prime.run.weights import CHUNK_BYTES, WeightStore
@@ -248,16 +249,6 @@ def test_an_answer_is_bounded():
 
 
 # -- which of several is asked -----------------------------------------------------------------------------------------
-
-
-class Clock:
-    """Seconds that pass as a test says."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def hosting(store: WeightStore, asked: list[str]):

@@ -63,13 +63,7 @@ def test_openhands_folder(tmp_path: Path) -> None:
 
 def _statistics(model: str) -> dict:
     value = {"usage_to_metrics": {"default": {"model_name": model}}}
-    return {
-        "kind": "ConversationStateUpdateEvent",
-        "id": model,
-        "source": "environment",
-        "key": "stats",
-        "value": value,
-    }
+    return dict(kind="ConversationStateUpdateEvent", id=model, source="environment", key="stats", value=value)
 
 
 # Statistics that name another model while a turn is open may mean that turn: it is nobody's.
@@ -244,13 +238,7 @@ def test_model_and_family_from_the_user(tmp_path: Path) -> None:
     assert {state.source_family for state in taken(path, family="mine")[0]} == {"mine"}
 
 
-METADATA = {
-    "exit_code": 2,
-    "working_dir": "/repo",
-    "py_interpreter_path": "/bin/python",
-    "prefix": "",
-    "suffix": "\n[x]",
-}
+METADATA = dict(exit_code=2, working_dir="/repo", py_interpreter_path="/bin/python", prefix="", suffix="\n[x]")
 SHOWN = "ls: x\n[x]\n[Current working directory: /repo]\n[Python interpreter: /bin/python]\n"
 SHOWN += "[Command finished with exit code 2]"
 

@@ -142,15 +142,7 @@ def test_an_unexpected_error_leads_and_its_traceback_follows(stand):
 def test_a_problem_is_shown_and_the_cause_is_the_last_word(stand):
     # What the orchestrator reports of a failed rollout is on the screen; the error ends the output, below the summary.
     text = "KeyError: 'answer' (my_env.py:12, in right)"
-    told = {
-        "role": "orchestrator",
-        "level": "warning",
-        "kind": "failure",
-        "text": text,
-        "id": "a",
-        "count": 1,
-        "pid": 1,
-    }
+    told = dict(role="orchestrator", level="warning", kind="failure", text=text, id="a", count=1, pid=1)
     fails = f"open('events.jsonl', 'a').write(json.dumps({told!r}) + '\\n'); print({text!r}); sys.exit(1)"
     status, output = stand({"orchestrator": fails, "trainer-0": STEADY}).finish()
     assert status == 1

@@ -267,12 +267,7 @@ def test_a_run_without_sources_needs_no_nodes(tmp_path):
 
 
 def turn(role: str, text: str, parent: int | None, *calls: str) -> dict[str, Any]:
-    return {
-        "role": role,
-        "text": text,
-        "parent": parent,
-        "tool_calls": [{"name": name, "arguments": "{}"} for name in calls],
-    }
+    return dict(role=role, text=text, parent=parent, tool_calls=[{"name": name, "arguments": "{}"} for name in calls])
 
 
 PLAYED = [turn("user", "Add.", None), turn("assistant", "", 0, "add"), turn("tool", "3", 1), turn("assistant", "3", 2)]

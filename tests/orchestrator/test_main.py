@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from orch_peers import RUN_ID, PeerTrainer, RunNode, make_config
+from waiting import wait_until
 
 from composer_prime.config import load
 from composer_prime.run.keys import RunKeys
@@ -57,14 +58,6 @@ def started(run_dir: RunDir) -> Iterator[subprocess.Popen]:
         for child in [*psutil.Process(process.pid).children(recursive=True), process] if process.poll() is None else []:
             child.kill()
         process.communicate()
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 200.0) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
 
 
 @pytest.fixture
@@ -143,7 +136,7 @@ def test_a_signal_ends_it_and_its_workers(prepared, monkeypatch, launched):
         monkeypatch.setenv(PARENT_VARIABLE, str(os.getpid()))
     with started(run_dir) as process:
         parent = psutil.Process(process.pid)
-        children = until(lambda: parent.children(recursive=True))
+        children = wait_until(lambda: parent.children(recursive=True))
         for each in [signal.SIGTERM, signal.SIGINT, number] if launched else [number]:
             process.send_signal(each)
             time.sleep(0.2)
@@ -157,9 +150,9 @@ def test_alone_it_prepares_its_run_directory_and_stops_at_ctrl_c(tmp_path, call)
     words = ["@", str(ROOT / "configs/a1.toml"), "--run.output_dir", str(tmp_path), "--run.name", "alone"]
     run_dir = RunDir(tmp_path / "alone")
     process = subprocess.Popen([*COMMAND, *words], stderr=subprocess.DEVNULL)
-    until(run_dir.endpoints.exists)
+    wait_until(run_dir.endpoints.exists)
     assert (run_dir.keys / "node.token").exists()
-    until(run_dir.metrics.exists)
+    wait_until(run_dir.metrics.exists)
     process.send_signal(signal.SIGINT)
     assert process.wait(100) == 130
     status, said = call(*words)
@@ -175,8 +168,8 @@ def test_it_does_not_outlive_its_parent(prepared):
     code = f"import subprocess; subprocess.run({command!r})"
     launcher = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     parent = psutil.Process(launcher.pid)
-    until(run_dir.endpoints.exists)
-    family = until(lambda: parent.children(recursive=True) if len(parent.children(recursive=True)) > 1 else None)
+    wait_until(run_dir.endpoints.exists)
+    family = wait_until(lambda: parent.children(recursive=True) if len(parent.children(recursive=True)) > 1 else None)
     launcher.kill()
     launcher.wait()
     assert not psutil.wait_procs(family, timeout=100)[1]

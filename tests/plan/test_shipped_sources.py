@@ -19,11 +19,7 @@ SHIPPED = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.tom
 SIZES: dict[str, dict[str, int | None]] = {}
 """Tasks of the task sets of each source that was opened."""
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"}]
-TOOL = {
-    "name": "add",
-    "description": "Adds.",
-    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-}
+TOOL = dict(name="add", description="Adds.", parameters={"type": "object", "properties": {"a": {"type": "integer"}}})
 
 
 def renderer_of(config, folder: Path):

@@ -1,22 +1,18 @@
 """Invites and identities: each change is whole, counted once, and seen by every process."""
 
 import pytest
+from waiting import Clock
 
 from composer_prime.errors import InviteError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import NodeRegistry
 
 
-class Clock:
-    now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    clock = Clock()
+    clock.now = 1_700_000_000.0
+    return clock
 
 
 @pytest.fixture

@@ -103,9 +103,8 @@ def test_steps_in_a_row_that_are_not_finite_end_the_run(make_run):
     samples_of = lambda step: (overflowing if step in (1, 3, 4, 5, 6) else make_samples)(step)
     with StepPeer(run.dir, samples_of, max_steps=9) as peer:
         codes, outputs = run.train(2)
-    assert codes == [1, 1] and run.dir.complete_checkpoints() == [6] and peer.checkpoints == [2, 4, 6], "\n".join(
-        outputs
-    )
+    assert codes == [1, 1] and run.dir.complete_checkpoints() == [6], "\n".join(outputs)
+    assert peer.checkpoints == [2, 4, 6]
     reason = r"4 steps in a row, up to step 6, were not finite.*trainer.optim.lr"
     assert all(re.search(reason, output) for output in outputs)
     run.write(run.config.model_copy(update={"run": run.config.run.model_copy(update={"resume": True, "max_steps": 7})}))
@@ -187,9 +186,8 @@ def test_a_failed_checkpoint_does_not_stop_the_run(make_run):
         codes, outputs = run.train(2, file_limit_bytes=100_000)
     assert codes == [1, 1], "\n".join(outputs)
     assert "no checkpoint of step 1" in outputs[0] and "File too large" in outputs[0], "\n".join(outputs)
-    assert (
-        "CheckpointError: checkpoint" in outputs[0] and "free some space or lower trainer.checkpoint.keep" in outputs[0]
-    )
+    assert "CheckpointError: checkpoint" in outputs[0]
+    assert "free some space or lower trainer.checkpoint.keep" in outputs[0]
     assert [done.step for done in peer.done] == [0, 1, 2] and peer.checkpoints == [1, 2]
     assert list(run.dir.checkpoints.iterdir()) == [] and (run.dir.final / "model.safetensors").is_file()
     assert [json.loads(line)["checkpoint/failed"] for line in run.dir.metrics.read_text().splitlines()] == [False, True]

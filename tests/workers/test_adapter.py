@@ -51,13 +51,7 @@ def play(env: Environment, peer: Peer, **request: Any) -> RolloutReply:
 
     async def scenario() -> RolloutReply:
         async with peer, env.serving():
-            defaults = {
-                "rollout_id": "r",
-                "task_index": 0,
-                "model": "policy",
-                "timeout_s": 20.0,
-                "gateway_url": peer.url,
-            }
+            defaults = dict(rollout_id="r", task_index=0, model="policy", timeout_s=20.0, gateway_url=peer.url)
             return await env.run(RunRollout(**defaults | request))
 
     return asyncio.run(scenario())

@@ -201,14 +201,7 @@ def test_copies_are_one_task(tmp_path, monkeypatch) -> None:
     (tmp_path / "copies.py").write_text(block("python").replace("draw.sample(range(100), 2)", "(made % 3 * 4, 9)"))
     monkeypatch.syspath_prepend(tmp_path)
     env = environment(TINY, {"id": "copies", "split": "any", "num_tasks": 6}, harness=TOOL_LOOP)
-    assert [env.describe(index)[0] for index in range(6)] == [
-        "task-0",
-        "task-1",
-        "task-2",
-        "task-0",
-        "task-1",
-        "task-2",
-    ]
+    assert [env.describe(index)[0] for index in range(6)] == ["task-0", "task-1", "task-2"] * 2
     note = env.repeated
     assert note is not None and "its 6 tasks are copies of 3" in note
 
