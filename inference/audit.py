@@ -64,9 +64,9 @@ class OpenAudit:
 
 
 def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
-    """Return the verdict on a scored answer. `stop`: where a stop rule ends it, if one does.
+    """Return the verdict on a scored answer. `stop`: after how many tokens a stop rule ends it, if one does.
 
-    Each part is judged alone. A logprob of -inf of its own is rounding at the edge of top-k or top-p.
+    Each part is judged alone. A logprob of -inf of its own is rounding at the edge of top-k or top-p: the draw counts.
     """
     request, claimed = audit.request, audit.request.token_logprobs
     bounds = np.full(len(claimed), request.tolerance)

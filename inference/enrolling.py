@@ -53,7 +53,7 @@ class NodeState:
         self.enrolled = self.path / f"node-{slot}.enrolled"
 
     def keys(self) -> ClientKeys:
-        """Return the gateway's key and this node's pair, drawn at the first call. Raises OSError."""
+        """Return the gateway's key and this node's own pair, drawn at the first call. Raises OSError."""
         path = self.chunks.with_suffix(".curve")
         write_secret(path, b"".join(zmq.curve_keypair()))
         return ClientKeys(self.invite.keys.server_public, CurvePair.read(path))

@@ -125,7 +125,10 @@ def join_parser() -> argparse.ArgumentParser:
 
 
 def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
-    """Return the run's settings `values` with those of the options on top. Raises ConfigError."""
+    """Return `values`, the run's settings, with those of the options on top. Raises ConfigError.
+
+    The run names no code of this machine.
+    """
     values = {key: value for key, value in values.items() if key != "engine_settings"}
     if ":" in str(values.get("engine")):
         del values["engine"]
@@ -308,7 +311,10 @@ def machine_text(state: Path) -> str:
 
 
 def plan_nodes(wanted: InferenceConfig, engine: str | None, here: NodeSetup) -> tuple[str, int, list[tuple[int, ...]]]:
-    """Return the engine, threads and GPUs of the nodes. `engine` None chooses. Raises ConfigError."""
+    """Return the engine of the nodes to start, the threads of each, and the GPUs of each.
+
+    `engine`: as asked for, None chooses. Raises ConfigError.
+    """
     on_gpu = wanted.device == "cuda" or (wanted.device == "auto" and here.gpus > 0)
     if wanted.device == "auto" and not here.gpus and here.has_nvidia:
         raise ConfigError(

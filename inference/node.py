@@ -89,9 +89,9 @@ class GatewayLink(ChunkSource):
         chunk_timeout_s: float = CHUNK_TIMEOUT_S,
         messages: Any = ToNode,
     ) -> None:
-        """`address` is called for each connection, and returns None before one is bound.
+        """`address` is called for each connection: a restarted orchestrator may bind another port.
 
-        `messages`: the union of what may arrive.
+        It returns None before one is bound. `messages`: the union of what may arrive.
         """
         self._address = address
         self._keys = keys
@@ -164,7 +164,7 @@ class GatewayLink(ChunkSource):
 
 
 class InferenceNode:
-    """Serves one gateway until it is drained, refused, or lost for too long. Use once."""
+    """Serves one gateway until it is drained, refused, or without a gateway for too long. Use once."""
 
     def __init__(
         self,

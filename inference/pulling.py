@@ -60,7 +60,7 @@ async def _listen(link: GatewayLink) -> None:
 
 
 async def pull_model(source: ChunkSource, state: NodeState, answer: Enrolled, link: ChunkSource | None = None) -> None:
-    """Bring the newest version and the files of the model to `state.model`.
+    """Bring the newest version and the files of the model to the folder `state.model`.
 
     `link`: the gateway, which alone has the model's own files; None where `source` has them.
     Raises CorruptWeightsError, DeadlineError, OSError (the disk is full), WireError or SignatureError.
@@ -99,7 +99,10 @@ def _files_to_pull(files: list[ModelFile], manifest: Manifest) -> list[ModelFile
 
 
 async def pull_files(source: ChunkSource, files: list[ModelFile], state: NodeState) -> None:
-    """Pull model files that are not whole. Raises CorruptWeightsError, OSError, or as `source`."""
+    """Pull the model files that are not whole in the folder `state.model`.
+
+    Raises CorruptWeightsError, OSError, or what the source raises.
+    """
     held = state.path / "model-files"
     pulled = await asyncio.to_thread(VersionFolder, source, state.model, kept=held)
     for file in files:

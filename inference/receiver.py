@@ -6,12 +6,12 @@
     anchor, pulled once --patch--> any version of it          a node that followed, joined or fell behind
     anchor in use --patch--> the next anchor, made here       a node that has the anchor before
 
-Names and shapes are compared before anything changes (MisfitError). After any failure the engine keeps the weights it
-had, or the node ends. While a swap is unproven, `settled` is unset: the node waits for it, then looks at `rollbacks`,
-before it sends tokens. No source is trusted: every byte is checked against the signed manifest.
+Names and shapes are compared with the model in use before anything changes (MisfitError). After any failure the engine
+keeps the weights it had, or the node ends. A node that starts with the manifest's version on its disk checks signature
+and canary alone. While a swap is unproven, `settled` is unset: the node waits for it, then looks at `rollbacks`, before
+it sends tokens. No source of chunks is trusted: every byte is checked against the signed manifest before it is loaded.
 
-A swap is proven by the checksums of what the engine reads back, and by the canary's logprobs. A node that starts with
-the manifest's version checks the canary alone.
+A swap is proven twice: by the checksums of what the engine reads back, and by the canary's logprobs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CHUNKS_AT_ONCE = 4
 
 
 class Receiver:
-    """Brings one engine to a run's versions. Used by one task at a time."""
+    """Brings one engine to the versions that one run publishes. Used by one task at a time."""
 
     def __init__(
         self,
@@ -77,8 +77,9 @@ class Receiver:
     async def install(self, signed: bytes, verify_key: bytes, run_id: str) -> None:
         """Bring the engine to the version of `signed`, unless it is in use already.
 
-        Raises WireError, SignatureError, CorruptWeightsError, MisfitError, CanaryError (rolled back), EngineError,
-        OSError (no room), or what the source raises. After LostWeightsError the engine must not be used.
+        Raises WireError, SignatureError, CorruptWeightsError, MisfitError (another model), CanaryError (rolled back),
+        EngineError, OSError (no room on the disk), or what the source raises. After LostWeightsError the engine must
+        not be used.
         """
         if signed == self.installed:
             return
@@ -101,9 +102,10 @@ class Receiver:
     # -- swap ----------------------------------------------------------------------------------------------------
 
     async def _swap(self, manifest: Manifest, tensors: Snapshot) -> None:
-        """Load new weights and prove them, or load the old ones again and raise.
+        """Load new weights and prove them. Without a proof, load the old ones again and raise the error.
 
-        Answers are held back from the first change on, for good after LostWeightsError.
+        Answers are held back from the first weight that changes on. Raises LostWeightsError, with `settled` unset for
+        good, without old weights.
         """
         try:
             try:
@@ -126,7 +128,7 @@ class Receiver:
     async def _roll_back(self, manifest: Manifest, error: ComposerError) -> None:
         """Load the old weights, and read back that they are.
 
-        Requests that start meanwhile count as sampled from the refused ones. Raises LostWeightsError.
+        Requests that start until they are in use count as sampled from the refused ones. Raises LostWeightsError.
         """
         try:
             await asyncio.to_thread(self.versions.drop_damaged, manifest.files)
@@ -178,7 +180,10 @@ def _differing(manifest: Manifest, tensors: Mapping[str, torch.Tensor], parts: l
 
 
 def _published_sum(manifest: Manifest, tensors: Mapping[str, torch.Tensor], part: ReadBack) -> int | None:
-    """Return the checksum that a parameter should have; None when the disk's tensors are wrong."""
+    """Return the checksum that a parameter should have; None when the tensors on the disk are not the published ones.
+
+    Where the types agree it is the manifest's, else that of the tensors on this node's disk.
+    """
     signed = {name: manifest.tensors.get(name, "") for name in part.names}
     if part.dtype == manifest.dtype and all(signed.values()):
         return sum(int(text, 16) for text in signed.values()) % (1 << 64)
@@ -208,7 +213,7 @@ class ChunkSource(Protocol):
         """Take the copies of the store that the gateway names."""
 
     def refuse(self, sha256: str) -> bool:
-        """Note that the chunk is wrong. Return whether to read it elsewhere."""
+        """Note that the chunk is wrong. Return whether to read it again, from elsewhere."""
         return False
 
 
@@ -223,7 +228,7 @@ class FolderSource(ChunkSource):
 
 
 class VersionFolder:
-    """The versions on this disk, one file a chunk. Used by one task at a time."""
+    """The versions on this node's disk, one file a whole chunk. Used by one task at a time."""
 
     def __init__(self, source: ChunkSource, model_folder: Path, *, kept: Path | None = None) -> None:
         self.source = source
@@ -256,9 +261,9 @@ class VersionFolder:
         return sum(size - len(self._begun.get(sha256, b"")) for sha256, size in missing.items())
 
     async def fetch(self, manifest: Manifest) -> Snapshot:
-        """Bring a version to the disk, every hash checked; the version in use stays.
+        """Bring a version to the disk, with every hash checked; the version in use stays.
 
-        Raises CorruptWeightsError, MisfitError, OSError (no room), or what the source raises.
+        Raises CorruptWeightsError, MisfitError, OSError (no room on the disk), or what the source raises.
         """
         if manifest.kind not in ("anchor", "delta", "adapters") or (manifest.patch and manifest.dtype not in WORDS):
             raise CorruptWeightsError(
@@ -283,7 +288,7 @@ class VersionFolder:
             raise
 
     async def pull(self, what: str, refs: Iterable[ChunkRef]) -> None:
-        """Pull the chunks of `what` that are not here. Raises as `fetch` does."""
+        """Pull the chunks of `what` that are not here, equal ones once. Raises as `fetch` does."""
         gate = asyncio.Semaphore(_CHUNKS_AT_ONCE)
         unique = {ref.sha256: ref for ref in refs}
         pulls = [asyncio.ensure_future(self._pull(what, ref, gate)) for ref in unique.values()]

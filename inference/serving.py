@@ -163,7 +163,7 @@ def _device(inference: InferenceConfig, *, on_cuda: bool) -> ComputeDevice:
 
 
 def _model_context(folder: Path) -> int:
-    """Raises ConfigError when the model does not say."""
+    """Raises ConfigError when the model does not say for how many tokens it was made."""
     limit = text_settings(folder).get("max_position_embeddings")
     if limit is None:
         raise ConfigError(f"{folder}/config.json names no max_position_embeddings: pass --max-context")

@@ -25,7 +25,7 @@ _DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 Held = tuple[list[str], str, str, int]
-"""Of a worker's parameter: published names, type, checksum, and values without padding."""
+"""Of a worker's parameter: published names, type, checksum in hexadecimal, and values without padding."""
 Parts = list[tuple[Path, int]]
 """Of a file: path and bytes."""
 _BLOCK_BYTES = 4 << 20
@@ -35,7 +35,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def open_snapshot(manifest: Manifest, path_of: Callable[[ChunkRef], Path], base: Path) -> Snapshot:
-    """`base`: the model folder. Raises CorruptWeightsError, MisfitError (adapters), WeightError."""
+    """Return the tensors of a version; `base` is the model folder.
+
+    Raises CorruptWeightsError, MisfitError (adapters of another model), WeightError (no base).
+    """
     name = f"weights v{manifest.version}"
     parts, patch = ([(path_of(ref), ref.size) for ref in refs] for refs in (manifest.chunks, manifest.patch))
     if manifest.kind == "adapters":
@@ -56,7 +59,7 @@ class Snapshot(Mapping[str, torch.Tensor]):
     """Named tensors of safetensors files. Each lookup reads the tensor again, into new memory."""
 
     def __init__(self, name: str, files: list[Parts], patch: Parts | None = None, word: np.dtype = _NO_WORD) -> None:
-        """`patch`: a stream of patches, one a part of the one file. Raises CorruptWeightsError."""
+        """`patch`: a stream of patches of such words, one for each part of the one file. Raises CorruptWeightsError."""
         self._name = name
         self._patch = patch
         self._word = word
@@ -84,7 +87,7 @@ class Snapshot(Mapping[str, torch.Tensor]):
         return next(self.blocks(name, whole))[1].reshape(self.shapes[name])
 
     def blocks(self, name: str, elements: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield start and values [n] of blocks of at most `elements`, 4 MiB by default."""
+        """Yield start and values [n] of a tensor's blocks of at most `elements`, 4 MiB by default."""
         parts, offset, dtype = self._places[name]
         whole = math.prod(self.shapes[name])
         elements = max(1, elements or _BLOCK_BYTES // dtype.itemsize)
@@ -150,9 +153,9 @@ class Snapshot(Mapping[str, torch.Tensor]):
 
 
 class AdaptedSnapshot(Snapshot):
-    """A model folder plus low-rank updates: W + scale * B A, in float64, then in the version's type.
+    """The tensors of a model folder plus low-rank updates: W + scale * B A, in float64, then in the version's type.
 
-    A tensor's blocks are always the same ones, and so is their rounding.
+    A tensor's blocks are always the same ones, so that every look-up rounds the same.
     """
 
     def __init__(self, base: Snapshot, factors: Snapshot, manifest: Manifest) -> None:
@@ -232,9 +235,9 @@ def tensor_blocks(tensors: Mapping[str, torch.Tensor], name: str) -> Iterator[tu
 
 
 def word_sum(tensor: torch.Tensor) -> int:
-    """Return the sum, modulo 2^64, of the squares of the values' bits, taken as integers.
+    """Return the sum, modulo 2^64, of the squares of the values' bits, each taken as one integer.
 
-    Order does not matter, the sum of a fused tensor is that of its parts, and padding adds 0.
+    Order does not matter: the sum of a fused tensor is that of its parts. Padding with zeros adds 0.
     """
     bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
     total = 0
@@ -249,7 +252,8 @@ def fold_sums(
 ) -> list[tuple[list[str], str, str]]:
     """Return names, type and checksum of each parameter whose parts or copies several workers hold.
 
-    The sums of parts, of `shapes` together, add up. Copies that differ are returned one by one.
+    Parts have the size of `shapes` together, and their sums add up. Copies have it each, and those that differ are
+    returned one by one. What is neither is left out.
     """
     by_names: dict[tuple[str, ...], list[Held]] = defaultdict(list)
     for parameters in ranks:

@@ -45,7 +45,7 @@ class Engine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Load the model and be ready. Raises ModelNotFoundError or EngineError."""
+        """Load the model folder and be ready to serve. Raises ModelNotFoundError or EngineError."""
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Answer:
         """Sample one continuation. Cancelling the awaiting task frees its place.
@@ -56,7 +56,7 @@ class Engine(Protocol):
         ...
 
     async def progress(self, sent: Mapping[str, int]) -> dict[str, Answer]:
-        """Return what the requests `sent` have sampled beyond their first `sent[id]` tokens."""
+        """Return what the running requests `sent` have sampled beyond their first `sent[id]` tokens, if anything."""
         ...
 
     async def load_weights(
@@ -69,7 +69,7 @@ class Engine(Protocol):
         """
 
     async def read_back(self, names: list[str]) -> list[ReadBack]:
-        """Return what the parameters of `names` hold, without those that cannot be read."""
+        """Return what the parameters of the published tensors `names` hold, without those that cannot be read."""
         ...
 
     async def score(self, token_ids: list[int]) -> list[float]:
@@ -81,7 +81,7 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop and free everything; leave an engine behind that hangs."""
+        """Stop and free everything. An engine that hangs is left behind after some seconds."""
 
 
 def build_engine(inference: InferenceConfig, model_folder: Path, max_context: int) -> Engine:
@@ -99,7 +99,7 @@ def refuse_misfits(
     missing: list[str],
     optional: Collection[str] = (),
 ) -> None:
-    """Raises MisfitError: `tensors` lack `missing`, or are not `expected`, or misshapen."""
+    """Raises MisfitError naming those of `tensors` that are `missing`, not `expected`, or of another shape."""
     shapes = getattr(tensors, "shapes", None) or {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     faults = {
         "missing": missing,

@@ -93,7 +93,7 @@ class SamplingRows:
 
 
 def uniforms(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """float64 [R] in [0, 1), multiples of 2^-32: two rounds of splitmix64's finalizer."""
+    """Return float64 [R] in [0, 1), multiples of 2^-32: two rounds of splitmix64's finalizer over seed and position."""
     with np.errstate(over="ignore"):
         mixed = _mix(_mix(seed + np.uint64(0x9E3779B97F4A7C15)) ^ (position * np.uint64(0xD1342543DE82EF95)))
     return (mixed >> np.uint64(32)).astype(np.float64) * 2.0**-32
@@ -106,7 +106,10 @@ def _mix(bits: np.ndarray) -> np.ndarray:
 
 
 def warp(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Return the logits [R, V] that are sampled from: temperature, top-k, top-p. Greedy rows keep theirs."""
+    """Return the logits [R, V] of the distributions that are sampled from: temperature, then top-k, then top-p.
+
+    Greedy rows (temperature 0) keep theirs.
+    """
     logits = _tempered(logits, rows)
     narrowed = rows.narrowed(logits.shape[1])
     if narrowed.any():
@@ -133,7 +136,7 @@ def _weights_and_cdf(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
     """Draw one token per row. logits [R, V] -> (tokens int64 [R], logprobs float32 [R]).
 
-    Greedy rows report log-probabilities at temperature 1, non-finite logits a non-finite one.
+    Greedy rows report the log-probability at temperature 1, rows with non-finite logits a non-finite one.
     """
     logits = warp(logits, rows)
     top, cdf = _weights_and_cdf(logits)
@@ -157,10 +160,10 @@ def draw_misses(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Say how far the uniform number of each draw lies outside of the CDF interval of its token.
 
-    logits [R, V], tokens int64 [R] -> (misses float64 [R], logprobs float32 [R]). A miss is a probability, of a greedy
-    row what the likeliest token has more. A token that top-k or top-p removes has log-probability -inf.
+    logits [R, V], tokens int64 [R] -> (misses float64 [R], logprobs float32 [R]). A miss is a probability. For a greedy
+    row it is what the likeliest token has more. A token that top-k or top-p removes has log-probability -inf.
 
-    `tolerance`: tokens this near to that edge are kept or removed in the draw's favor.
+    `tolerance`: tokens this near to the edge of top-k or top-p are kept or removed in the draw's favor.
     """
     count = max(16, _CHECK_BYTES // (16 * logits.shape[1]))
     parts = []
@@ -265,7 +268,10 @@ def _top_p(logits: torch.Tensor, top_p: np.ndarray) -> torch.Tensor:
 def stop_rule(
     sampling: Sampling, eos: frozenset[int], decode: Callable[[list[int]], str] | None
 ) -> Callable[[np.ndarray], bool]:
-    """Return what tells whether a completion's newest token (of int32 [T_new]) ends it early."""
+    """Return what tells whether the newest token of a completion (int32 [T_new]) ends it before its length limit.
+
+    Without `decode` stop strings are ignored.
+    """
     token_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos)
     strings = [one for one in sampling.stop if one]
     # A token is at least one byte. The slack: decoders drop the space before the first token of a text.

@@ -92,7 +92,7 @@ class EngineRequest:
 
 
 class LocalEngine:
-    """The Engine on transformers, of one event loop."""
+    """Implements inference.engines.base.Engine on transformers. One instance serves one event loop."""
 
     def __init__(
         self, model_folder: Path, inference: InferenceConfig, max_context: int, computer: type[Computer] | None = None
@@ -167,7 +167,10 @@ class LocalEngine:
     async def check_draws(
         self, token_ids: np.ndarray, start: int, sampling: Sampling, tolerance: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return misses and logprobs, each [T - start], as `draw_misses` does. Raises BadRequestError."""
+        """Return misses and logprobs, each [T - start], of the tokens of `token_ids`, int32 [T], as `draw_misses` does.
+
+        Raises BadRequestError.
+        """
         computer = self._serving()
         check_prompt(token_ids.tolist(), vocab=computer.vocab, max_context=self._context, new_tokens=0)
         check_sampling(sampling)
@@ -180,7 +183,7 @@ class LocalEngine:
         return await computer.mail.call(next, counts, None)
 
     def stats(self) -> Status:
-        """Leave out the cache's tokens: a short conversation takes a whole slot."""
+        """Return the node's status, without the cache's tokens: a short conversation takes a whole slot."""
         computer, now = self._computer, time.monotonic()
         if computer is None:
             return Status(version=0, running=0, waiting=0, kv_used=0.0, tokens_per_s=0.0)
@@ -297,6 +300,7 @@ class Computer:
         max_context: int,
         on_token: Callable[[str, int, float], None] | None,
     ) -> None:
+        """`on_token` is called on the event loop with session, token and log-probability of each draw."""
         self._folder = folder
         self._config = config
         self._context = max_context

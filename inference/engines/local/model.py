@@ -83,8 +83,8 @@ class KvCache:
     def place(self, prompt: np.ndarray, session: str) -> tuple[int, int] | None:
         """Give a slot to a request with `prompt` (int32 [T]) of conversation `session`.
 
-        Return the slot and how many of its first columns are right. Return None while every slot runs, or a
-        longer prefix is being computed: of siblings the first computes, the others copy.
+        Return the slot and how many of its first columns are right, some of them copied. Return None while every slot
+        runs, or a longer prefix of the prompt is being computed: of siblings the first computes, the others copy.
         """
         idle = [slot for slot in range(self.high) if self.session[slot] == session and not self.running[slot]]
         held, coming = self._shared(prompt)
@@ -225,7 +225,7 @@ class EngineStep:
     """int64 [N]: where keys and values are stored; None stores nothing (scoring)."""
     groups: list[DecodeGroup] = field(default_factory=list)
     lengths: torch.Tensor | None = None
-    """int64 [B]: of each decoding sequence, its new token included. None without any."""
+    """int64 [B]: length of each decoding sequence, its new token included. None without decoding sequences."""
     slots: list[int] = field(default_factory=list)
     """[R]: those that sample."""
     _masks: dict = field(default_factory=dict)
@@ -258,7 +258,10 @@ class EngineStep:
 
 
 def plan_step(cache: KvCache, order: list[int], prefill_tokens: int, device: torch.device) -> EngineStep:
-    """Return the next step: a token of each decoding slot of `order`, and up to `prefill_tokens`."""
+    """Return the next step over the running slots in `order` (of admission).
+
+    It computes one token of each decoding sequence, and at most `prefill_tokens` of prompts.
+    """
     slots = np.array(order)
     missing = cache.known[slots] - cache.computed[slots]
     decoding = np.sort(slots[missing == 1])
@@ -323,7 +326,10 @@ def slot_attention(
     slot_step: EngineStep | None = None,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D]. Raises EngineError."""
+    """query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D].
+
+    Raises EngineError for models that need more than scale, mask and window.
+    """
     del attention_mask
     if slot_step is None or settings.get("softcap") is not None or settings.get("s_aux") is not None:
         raise EngineError(
@@ -424,7 +430,10 @@ class LoadedModel:
 
     @torch.no_grad()
     def swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy `tensors` into the model in place, ties kept, or change nothing. Raises MisfitError."""
+        """Copy `tensors`, by published name, into the model. In-place copies keep tied parameters tied.
+
+        Raises MisfitError; then nothing was changed.
+        """
         targets, groups = self._targets, _tied_names(self.module, self._targets)
         missing = [names[0] for names in groups if not tensors.keys() & names]
         refuse_misfits(tensors, {name: tuple(target.shape) for name, target in targets.items()}, missing)
@@ -444,7 +453,10 @@ class LoadedModel:
 
 
 def load_model(folder: Path, config: InferenceConfig) -> PreTrainedModel:
-    """Return the model of `folder`, with slot attention. Raises ModelNotFoundError or ConfigError."""
+    """Return the causal language model of `folder`, with the slot attention.
+
+    Raises ModelNotFoundError, or ConfigError when CUDA is configured and missing.
+    """
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"model folder {folder} has no config.json: set model.path to a Hugging Face folder")
     on_cuda = config.device != "cpu" and torch.cuda.is_available()
@@ -490,7 +502,10 @@ class _NoCopies(TorchFunctionMode):
 
 
 def published_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return where published tensors are copied, by name, tied ones under each: views of fused tensors too."""
+    """Return what published tensors are copied into, by published name, a tied parameter under each of its names.
+
+    Fused tensors have views here, such as one for each expert. Others have no place.
+    """
     held = {name: tensor.detach() for name, tensor in model.named_parameters(remove_duplicate=False)}
     held |= {name: model.get_buffer(name) for name in _persistent(model)}
     with _NoCopies():

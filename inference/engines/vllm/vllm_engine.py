@@ -104,7 +104,10 @@ class VllmEngine:
         self._rate_from = (time.monotonic(), 0)
 
     async def start(self) -> None:
-        """Start the child and wait for it. Raises ModelNotFoundError, EngineError or DeadlineError."""
+        """Start the child and wait until it serves.
+
+        Raises ModelNotFoundError, EngineError (with vLLM's last log lines) or DeadlineError.
+        """
         check_model_folder(self._folder, str(self._folder))
         self._shapes = tensor_shapes(self._folder)
         self._vocab = vocabulary_size(self._folder)
@@ -152,7 +155,10 @@ class VllmEngine:
     async def load_weights(
         self, version: int, tensors: Mapping[str, torch.Tensor], begin: Callable[[], None] = lambda: None
     ) -> None:
-        """See Engine. A private file is written while sampling continues. Raises DeadlineError."""
+        """See Engine. The tensors pass through a private file, written while sampling continues.
+
+        Raises DeadlineError after _SWAP_TIMEOUT_S.
+        """
         self._serving()
         assert self._private is not None
         optional = {"lm_head.weight"} if self._tied else set()
