@@ -129,10 +129,10 @@ def test_a_lost_step_done_is_repeated(make_run, monkeypatch):
     run = make_run()
     with StepPeer(run.dir, make_samples, max_steps=3) as peer, connected(run, peer) as client:
         peer.lost_first = {1, 3}
-        client.announce(0, 0, [], None, never)
+        client.announce(0, 0, [], {}, None, never)
         for step in (1, 2, 3):
             next(filter(None, client.asking(step, (0, step - 1))))
-            client.announce(step, step, [f"s{step}"], None, never)
+            client.announce(step, step, [f"s{step}"], {}, None, never)
         client.checkpoint(3)
         assert peer.checkpoints == [3]
     assert list(dict.fromkeys(message.step for message in peer.done)) == [0, 1, 2, 3]
