@@ -103,9 +103,9 @@ class Journal:
     """Create a new one with `Journal.create`. Only this process may write it."""
 
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES, *, min_seq: int = 0) -> None:
-        """Cut off a torn tail of the newest segment. Raises CheckpointError for an older one's damage.
+        """Cut off a torn tail of the newest segment. Raises CheckpointError when an older one is damaged.
 
-        Numbers continue after `min_seq`: compaction may have emptied the journal.
+        Entry numbers continue after the checkpoint's `min_seq`: compaction may have emptied the journal.
         """
         folder.mkdir(parents=True, exist_ok=True)
         segments = [_Segment(path) for path in _segment_paths(folder)]
@@ -126,7 +126,7 @@ class Journal:
 
     @classmethod
     def create(cls, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> Journal:
-        """Remove what an earlier run left in `folder`."""
+        """Create an empty journal. Removes what an earlier run left in `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         for path in _segment_paths(folder):
             path.unlink()
@@ -142,7 +142,10 @@ class Journal:
         return self.seq
 
     def append(self, entry: Entry) -> asyncio.Future[None]:
-        """Queue `entry`, with its seq from `next_seq`. The future raises CheckpointError (a full disk)."""
+        """Queue `entry`, with its seq from `next_seq`. Entries are written in the order of these calls.
+
+        The future is done once the entry is written. It raises CheckpointError when that fails (a full disk).
+        """
         return asyncio.get_running_loop().run_in_executor(self._writer, self._append, entry)
 
     async def formed_batches(self, after: int, left_out: Set[str] = frozenset()) -> list[Batch]:
@@ -265,7 +268,7 @@ class GroupProgress(msgspec.Struct, kw_only=True):
     """Where they continue."""
 
     def note(self, entry: Entry, sources: Sources) -> None:
-        """Take in what happened next, also in the curricula."""
+        """Take in what happened next, and bring the curricula of `sources` up to date."""
         match entry:
             case Started(plan=plan):
                 sources.curricula[plan.source].next_task()
@@ -312,7 +315,7 @@ def state_path(run_dir: RunDir, step: int) -> Path:
 
 
 def save_state(run_dir: RunDir, state: OrchestratorState) -> None:
-    """Write the state. Raises CheckpointError, as for a full disk."""
+    """Write the state atomically. Raises CheckpointError, for example when the disk is full."""
     path = state_path(run_dir, state.step)
     try:
         write_atomic(path, msgspec.json.format(msgspec.json.encode(state), indent=1) + b"\n")
@@ -384,7 +387,7 @@ def resume(
 
 
 def formed_batches(entries: Iterable[Entry], after: int, left_out: Set[str] = frozenset()) -> list[Batch]:
-    """Return the batches after `after` whose groups `entries`, which are read twice, hold."""
+    """Return the batches of steps > `after` whose groups `entries` hold, by step. `entries` are read twice."""
     numbers = {entry.step: entry.groups for entry in entries if isinstance(entry, Formed) and entry.step > after}
     finished, _, formed = _kept(entries, set().union(*numbers.values()), numbers.keys())
     whole = {step: groups for step, groups in numbers.items() if finished.keys() >= set(groups)}

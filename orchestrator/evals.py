@@ -46,7 +46,7 @@ class Evaluator:
     runner: RolloutRunner
     failures: FailureLog
     running: int | None = field(default=None, init=False)
-    """Step under evaluation."""
+    """Step under evaluation; None while idle."""
     skipped: int = field(default=0, init=False)
     """Replaced by a newer one before they began."""
     _requested: tuple[int, int] | None = field(default=None, init=False)
@@ -61,7 +61,7 @@ class Evaluator:
         ]
 
     def due(self, step: int, last_step: int) -> bool:
-        """Tell whether to evaluate after `step`."""
+        """Tell whether to evaluate after `step`: before the first step, every every_steps, after the last."""
         return bool(self.sources) and self.run.settings.eval.due(step, last_step)
 
     def holds(self, step: int, trained: int, last_step: int) -> bool:

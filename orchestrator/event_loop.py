@@ -68,14 +68,14 @@ class Notifier:
         self._next = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Return whether there was a notification."""
+        """Return True at the next notification, False after `timeout_s` seconds without one."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 return await self._next.wait()
         return False
 
     async def wait_for(self, condition: Callable[[], object], timeout_s: float) -> bool:
-        """Return whether `condition()` came to hold."""
+        """Return True once `condition()` holds, False when it does not hold within `timeout_s` seconds."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while not condition():

@@ -98,7 +98,7 @@ class RowTokenizer:
         return next((at + 1 for at in range(start, stop) if ids[at] in self._stops), None)
 
     def demonstration(self, row: ConversationRow) -> TermUnit | None:
-        """Return None for a row that is too long. Raises ConfigError for the template."""
+        """Return the row as ids; None where it is too long. Raises ConfigError for the template."""
         if row.tools and not getattr(self._renderer, "supports_tools", True):
             raise ConfigError(
                 f"{row.name} has tools, but the chat template of the model writes none: use a model or a "
@@ -318,7 +318,7 @@ class DemonstrationRows:
         }
 
     def check_resume(self, before: str) -> None:
-        """Raise CheckpointError unless the digest was `before` at the checkpoint."""
+        """Raise CheckpointError unless the files are those of the checkpoint, whose digest was `before`."""
         if before != self.digest:
             raise CheckpointError(
                 f"{FILES} have digest {self.digest[:12] or 'none'}, but the checkpoint was made with "
@@ -330,7 +330,10 @@ NO_ROWS = DemonstrationRows([], per_step=1, seed=0)
 
 
 def build_mixer(config: Config, chat_folder: Path, run_root: Path) -> PairMixer | None:
-    """Load the renderer: call it from a thread. Raises ConfigError for a named file that is missing."""
+    """Return None where no pairs are mixed in. Loads the renderer: call it from a thread.
+
+    Raises ConfigError when a file that the configuration names is missing; the run directory's own may come later.
+    """
     preferences = config.orchestrator.preferences
     if not preferences.pairs_per_step:
         return None
@@ -352,7 +355,7 @@ def build_mixer(config: Config, chat_folder: Path, run_root: Path) -> PairMixer 
 def build_demonstrations(
     config: Config, chat_folder: Path, left_out: frozenset[str] = frozenset()
 ) -> DemonstrationRows:
-    """Load the renderer, and tokenize: call it from a thread. Raises ConfigError."""
+    """Read and tokenize the files of a run. Loads the renderer: call it from a thread. Raises ConfigError."""
     settings = config.orchestrator.demonstrations
     if not config.run.max_steps or not (settings.files or settings.eval_files):
         return NO_ROWS

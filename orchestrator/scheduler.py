@@ -115,7 +115,7 @@ class Dispatcher:
         self._tasks[plan.group] = time.monotonic(), task
 
     def oldest_s(self) -> float | None:
-        """Return the age of the group that started first."""
+        """Return the age in seconds of the group that started first; None without a group in flight."""
         return next((time.monotonic() - since for since, _ in self._tasks.values()), None)
 
     def metrics(self) -> dict[str, float]:
@@ -278,7 +278,7 @@ class BatchScheduler:
     # -- decisions -----------------------------------------------------------------------------------------------
 
     async def advance(self) -> None:
-        """Do all that can be done now. Raises CheckpointError for the journal."""
+        """Do all that can be done now. Raises CheckpointError when the journal cannot be written."""
         self._sweep()
         while await self._form():
             self._sweep()
@@ -289,7 +289,7 @@ class BatchScheduler:
 
     @property
     def oldest_version(self) -> int:
-        """Whose tokens the next batch trains."""
+        """Oldest version whose tokens the next batch trains."""
         return oldest_accepted(self.batches.formed + 1, self.run.settings.max_staleness, self.batches.versions)
 
     @property

@@ -87,7 +87,7 @@ class Sources:
         return plan, True
 
     def plan(self, group: int) -> GroupPlan:
-        """Call it once for each number, in order."""
+        """Return the plan of the next group. Call it once for each number, in order."""
         source = self.source_of(group)
         return GroupPlan(
             group=group,
@@ -129,17 +129,17 @@ class Sources:
 
 
 class Curriculum(Protocol):
-    """Called from the event loop: it must be quick."""
+    """Called from the event loop: each call must be quick."""
 
     def next_task(self) -> int:
-        """Return the next group's task, in [0, num_tasks)."""
+        """Return the index of the task that the next group plays, in [0, num_tasks)."""
         ...
 
     def observe(self, group: FinishedGroup) -> None:
-        """Take in a group of any outcome; `group.plan.task_index` is its task."""
+        """Take in a group of this source that ended, with any outcome; `group.plan.task_index` is its task."""
 
     def state(self) -> dict[str, Any]:
-        """Return what `load_state` needs, as plain JSON values."""
+        """Return everything that `load_state` needs, as plain JSON values."""
         ...
 
     def load_state(self, state: dict[str, Any]) -> None: ...

@@ -13,9 +13,10 @@ from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOu
 def batch_metrics(
     version: int, groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup], whole: Sequence[FinishedGroup]
 ) -> dict[str, float]:
-    """Return the figures of a batch that is trained from `version` on.
+    """Return the figures of a batch that is trained from policy version `version` on.
 
-    `dropped` ended otherwise since the batch before. `whole`: `groups` before their stale tokens were cut out.
+    `groups` are trained, some perhaps for SDPO alone; `dropped` ended otherwise since the batch before. `whole`: the
+    `groups` before their stale tokens were cut out.
     """
     scored = [*groups, *(group for group in dropped if group.outcome is GroupOutcome.FILTERED)]
     everything = [*groups, *dropped]

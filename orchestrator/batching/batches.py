@@ -74,6 +74,7 @@ class Versions:
 
     trained: int = 0
     newest: int = 0
+    """Published version."""
     since: int = 0
     """The step that `newest` was published after."""
     period: int = 1
@@ -96,7 +97,7 @@ class Versions:
 
 
 def oldest_accepted(step: int, max_staleness: int, versions: Versions) -> int:
-    """Return the oldest version whose tokens batch `step` may train."""
+    """Return the oldest policy version whose tokens batch `step` may train."""
     return max(0, versions.before(step) - max_staleness)
 
 
@@ -111,7 +112,7 @@ def free_slots(batches: int, under_way: int, groups_per_step: int) -> int:
 
 
 class Buffer:
-    """Taken in order of group number: data order depends on which groups are ready alone."""
+    """Groups are taken in order of group number: data order depends on which groups are ready and on nothing else."""
 
     def __init__(self) -> None:
         self._ready: dict[int, FinishedGroup] = {}
@@ -125,24 +126,25 @@ class Buffer:
         return sorted(self._ready)
 
     def add(self, group: FinishedGroup) -> None:
-        """Take in a READY or DISTILLED group. Raises ValueError for a number that is here."""
+        """Take in a READY or DISTILLED group. Raises ValueError when its number is here already."""
         number = group.plan.group
         if number in self._ready:
             raise ValueError(f"group {number} is in the buffer already")
         self._ready[number] = group
 
     def sweep(self, oldest: int) -> list[FinishedGroup]:
-        """Remove and return the groups without a token since `oldest` to train."""
+        """Remove and return the groups without a token of version `oldest` or newer to train."""
         return self.remove(lambda group: not group.trains_since(oldest))
 
     def remove(self, unwanted: Callable[[FinishedGroup], bool]) -> list[FinishedGroup]:
+        """Remove and return the groups that are `unwanted`."""
         removed = [group for group in self._ready.values() if unwanted(group)]
         for group in removed:
             del self._ready[group.plan.group]
         return removed
 
     def usable(self, oldest: int, newest: int, outcome: GroupOutcome = GroupOutcome.READY) -> list[int]:
-        """Return the groups with tokens since `oldest` and none newer than `newest`."""
+        """Return the numbers, ascending, of the groups with tokens since `oldest` and none newer than `newest`."""
         return [
             number
             for number, group in sorted(self._ready.items())
@@ -176,7 +178,7 @@ class Batch:
 
 
 Layout = tuple[int, int]
-"""Ranks of a step, and tokens of a row."""
+"""What the ranks of one step must agree on: how many they are, and the token budget of one row."""
 
 
 @dataclass(slots=True, eq=False)
@@ -189,13 +191,13 @@ class Batches:
     run_id: str
     config: Config
     cost: FlopCost = TOKENS_ALONE
-    """By which packing balances."""
+    """FLOPs a token and a token pair, by which packing balances."""
     demonstrations: Callable[[], DemonstrationRows] = lambda: NO_ROWS
     versions: Versions = field(init=False)
     formed: int = field(default=0, init=False)
     """Newest batch with groups."""
     last_step: int = field(init=False)
-    """By the trainer's last word."""
+    """The step that ends the run, by the trainer's last word."""
     _batches: dict[int, Batch] = field(default_factory=dict, init=False)
     _packed: dict[int, tuple[Layout, asyncio.Future[list[bytes]]]] = field(default_factory=dict, init=False)
     """By step: messages of the ranks."""
@@ -234,7 +236,7 @@ class Batches:
         self._last_layout = None
 
     def add(self, batch: Batch) -> None:
-        """Pack it at once when the last step's layout is known."""
+        """Take in the next batch. Pack it at once when the layout is known from the step before."""
         assert batch.step == self.formed + 1, f"batch {batch.step} after batch {self.formed}"
         self._batches[batch.step] = batch
         self.formed = batch.step
@@ -249,7 +251,7 @@ class Batches:
         return self._batches.get(step)
 
     def done(self, step: int, version: int, last_step: int | None = None) -> None:
-        """The trainer took `step`, and has `version`."""
+        """Drop the batches up to `step`: the trainer took it, and `version` is its newest policy version."""
         self.last_step = self.config.run.max_steps if last_step is None else last_step
         self.versions = self.versions.after(step, version)
         for old in [held for held in self._batches if held <= step]:
@@ -257,6 +259,7 @@ class Batches:
                 held.pop(old, None)
 
     def distils(self, step: int) -> bool:
+        """Tell whether SDPO has a weight at `step`."""
         return self.config.channels.sdpo.weight_at(self._run_step(step)) > 0
 
     def _run_step(self, step: int) -> int:
@@ -273,7 +276,10 @@ class Batches:
         return any(map(self.distils, range(first, max(first, self.last_using(self.versions.newest)) + 1)))
 
     async def of_rank(self, batch: Batch, rank: int, layout: Layout) -> bytes:
-        """Return the message of `rank`; the first one fixes the layout. Raises RunMismatchError and ConfigError."""
+        """Return the message of `rank`. The first rank that asks fixes the batch's layout.
+
+        Raises RunMismatchError when another rank named another layout, ConfigError when a sample does not fit a row.
+        """
         fixed = self._layouts.setdefault(batch.step, layout)
         if fixed != layout:
             raise RunMismatchError(

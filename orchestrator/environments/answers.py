@@ -54,6 +54,7 @@ class OneAnswer:
 
 
 def find_answer(reply: str, place: AnswerPlace) -> str | None:
+    """Return the final answer in a reply, or None."""
     if place in ("tag", "hashes"):
         marked = (_TAGGED if place == "tag" else _HASHES).findall(reply)
         return marked[-1].strip() if marked else None

@@ -36,7 +36,10 @@ class ChatFormat:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def render(self, messages: Messages, tools: Tools) -> tuple[list[int], list[int]]:
-        """Return the prompt ids up to the assistant's turn, and the ids that end it. Raises RequestError."""
+        """Return the prompt ids up to the assistant's turn, and the ids that end that turn.
+
+        Raises RequestError when the renderer or the chat template does not take these messages.
+        """
         for index, message in enumerate(messages):
             if (problem := _message_problem(message)) is not None:
                 raise RequestError(f"messages[{index}] has {problem}", param="messages")

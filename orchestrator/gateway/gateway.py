@@ -134,6 +134,7 @@ class Gateway:
 
     @property
     def http_url(self) -> str:
+        """`http://127.0.0.1:PORT`; OpenAI clients add `/v1`."""
         return self._http.url
 
     @property
@@ -144,7 +145,7 @@ class Gateway:
     # -- policy versions and nodes -------------------------------------------------------------------------------
 
     def publish(self, signed: bytes) -> int:
-        """Send a signed manifest to all nodes; return its version. Raises WireError and SignatureError."""
+        """Send this run's signed manifest to all nodes; return its version. Else raises WireError or SignatureError."""
         welcome = self.link.welcome
         verifier = Ed25519PublicKey.from_public_bytes(welcome.verify_key)
         manifest = open_signed(signed, verifier, run_id=welcome.run_id)
@@ -162,7 +163,7 @@ class Gateway:
         return self.router.policy.newest if self.link.welcome.manifest else None
 
     def require_version(self, oldest: int) -> None:
-        """Give nodes with older weights no new request."""
+        """Give nodes with weights older than `oldest` no new request until they have caught up."""
         self.router.policy.oldest = oldest
         self.router.place()
 

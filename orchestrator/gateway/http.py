@@ -376,7 +376,10 @@ def _error(error: RequestError) -> web.Response:
 
 
 def to_sampling(fields: SamplingFields, *, num_prompt: int, max_context: int) -> Sampling:
-    """Cut the reply where the context ends. Raises RequestError for what no engine has, and without room."""
+    """Return the sampling parameters for a node. The reply is cut where the context ends.
+
+    Raises RequestError for a parameter that is not supported and for a prompt that leaves no room.
+    """
     for name in UnsupportedFields.__struct_fields__:
         value, neutral = getattr(fields, name), getattr(_NEUTRAL, name)
         if value is not None and value != neutral:
@@ -405,7 +408,7 @@ def to_sampling(fields: SamplingFields, *, num_prompt: int, max_context: int) ->
 
 
 def turn_seed(seed: int, turn: int, draw: int = 0) -> int:
-    """Return the seed of a session's turn, from 0, and of a draw of it: no two have the same noise."""
+    """Return the seed of a session's turn, counted from 0, and of a draw of it: no two have the same noise."""
     if draw:
         return _hashed_seed(f"{seed}/{turn}/{draw}")
     return _hashed_seed(f"{seed}/{turn}") if turn else seed
@@ -506,16 +509,20 @@ class RolloutRecords:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of token ids and logprobs held."""
         return sum(rollout.num_bytes for rollout in self._open.values())
 
     def open(self, rollout_id: str, oldest_version: int = 0, redraw: Redraw | None = None) -> None:
-        """Record a rollout from now on. Older policies may not answer it; `redraw`: what it repeats."""
+        """Record a rollout from now on. Older policies may not answer it; `redraw`: what it repeats.
+
+        Raises ValueError when it is open already: every attempt at a rollout needs its own id.
+        """
         if rollout_id in self._open:
             raise ValueError(f"rollout {rollout_id!r} is open already: every attempt at a rollout needs its own id")
         self._open[rollout_id] = _OpenRollout(rollout_id, oldest_version, redraw)
 
     def take(self, rollout_id: str) -> list[GenerationRecord]:
-        """Close a rollout, and return its records in the order of their requests; none if it is not open."""
+        """Close a rollout, and return its records in the order in which its requests began; none if it is not open."""
         rollout = self._open.pop(rollout_id, None)
         if rollout is None:
             return []
@@ -526,10 +533,11 @@ class RolloutRecords:
         return [record for _, record in sorted(turns, key=lambda turn: turn[0])]
 
     def find(self, session: str) -> _OpenRollout | None:
+        """Return the open rollout that `session` belongs to."""
         return self._open.get(session) or self._open.get(_AGENT.sub("", session))
 
     def append(self, record: GenerationRecord, order: int) -> None:
-        """Keep `record` if its rollout is open."""
+        """Keep `record` if its rollout is open. `order` tells when its request began."""
         rollout = self.find(record.session)
         if rollout is not None:
             rollout.append(record, order)

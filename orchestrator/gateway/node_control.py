@@ -99,7 +99,7 @@ class NodeControl:
     # -- the operator's words --------------------------------------------------------------------------------------
 
     def drain(self, name: str) -> str:
-        """Give a node no further request, and send it away once it has answered. Raises RequestError."""
+        """Give a node no further request, and send it away once it has answered. RequestError: away, or drained."""
         node = self._attached(name)
         held = len(node.leases)
         if name in self._leaving or node.draining:
@@ -113,7 +113,7 @@ class NodeControl:
         return f"node {name} is drained: it gets no new request and leaves {rest}{alone}"
 
     def drain_now(self, name: str) -> str:
-        """Send a node away before it has answered. Raises RequestError."""
+        """Send a node away before it has answered what it holds. Raises RequestError when it is not attached."""
         node = self._attached(name)
         if name not in self._leaving and not node.draining:
             self.drain(name)
@@ -122,7 +122,7 @@ class NodeControl:
         return f"node {name} leaves within seconds; other nodes finish what is left of its {held}"
 
     def ban(self, name: str) -> str:
-        """Revoke the key of a node. Raises RequestError."""
+        """Revoke the key of node `name`. Return what happened. Raises RequestError where that cannot be."""
         node = self._registry.find(name)
         if node is None:
             self._known(name)
@@ -284,7 +284,7 @@ class NodeControl:
         return SERVING if node.cannot_serve(policy) is None else SUSPENDED
 
     def routes(self, run_id: str) -> list[web.RouteDef]:
-        """Return those of the table, and of the actions on a node."""
+        """Return GET /control/nodes (the table) and POST /control/nodes/ACTION?node=NAME."""
 
         async def show(_: web.Request) -> web.Response:
             return json_reply({"run_id": run_id, "nodes": self.rows()})

@@ -507,7 +507,10 @@ class Waits:
 
 
 def check_sampled(message: Sampled, request: GatewayRequest, running: Running, policy: ServedPolicy) -> Answer:
-    """Return the answer in `message`, or the part after what was streamed, to `request`, which `running` holds."""
+    """Return the answer in `message`, or the part that comes after what was streamed.
+
+    `running` holds `request`. Raises WireError naming what is wrong with the message.
+    """
     streamed, node, max_tokens = running.streamed, running.node, request.num_left
     count = _check_numbers(message, policy.vocab_size)
     if message.is_part:

@@ -25,12 +25,12 @@ _SEED_MASK = (1 << 31) - 1
 SUCCESS = 0.5
 """From this reward on a task is solved, for hints (as in SDPO and SRPO)."""
 MIN_GROUP = 2
-"""An advantage compares two."""
+"""Finished rollouts that a group needs: an advantage compares two."""
 _STD_FLOOR = 1e-4
 
 
 def derive_seed(*parts: object) -> int:
-    """Return 31 bits of the parts' text, the same in every process."""
+    """Return a 31-bit seed from the parts' text: the same on every machine and in every process."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & _SEED_MASK
 
@@ -79,18 +79,18 @@ class FinishedRollout(RolloutReply, frozen=True, kw_only=True, tag=False):
     seed: int
     advantage: float | None = None
     hints: dict[str, int] = msgspec.field(default_factory=dict)
-    """Of the hint stage."""
+    """Counts of what the hint stage did with it (orchestrator/hints/stage.py)."""
     failed_attempts: list[RolloutFailure] = msgspec.field(default_factory=list)
     version_min: int | None = None
     version_max: int | None = None
     prompt_tokens: int | None = None
-    """Of its samples, not sampled by the policy; None without a sample."""
+    """Tokens of its samples that the policy did not sample; None for a rollout that gave no sample."""
     sampled_tokens: int = 0
-    """In this attempt."""
+    """Tokens that the policy sampled in this attempt."""
     nodes: list[str] = msgspec.field(default_factory=list)
-    """That sampled it, in order of their first answers."""
+    """The inference nodes that sampled it, in order of their first answers."""
     turn_nodes: list[int] = msgspec.field(default_factory=list)
-    """By turn number (TurnSpan): index into `nodes`."""
+    """By turn number of its samples (TurnSpan): which of `nodes` sampled it."""
 
 
 CompiledRollout = tuple[FinishedRollout, list[Sample]]
@@ -117,7 +117,7 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
         return max(sample.version_max for sample in self.samples)
 
     def without_stale_tokens(self, oldest: int) -> FinishedGroup:
-        """Return the group with tokens before `oldest` as context only."""
+        """Return the group with tokens of versions before `oldest` as context only, without samples that train none."""
         if not self.samples or self.version_min >= oldest:
             return self
         samples = [fresh for sample in self.samples if (fresh := _without_stale_tokens(sample, oldest)) is not None]
@@ -152,7 +152,7 @@ def with_advantage(sample: Sample, advantage: float) -> Sample:
 
 
 def sdpo_only(sample: Sample) -> Sample:
-    """Mask a sample for SDPO alone. Its importance weights need the log-probabilities of hinted turns."""
+    """Return `sample` with mask and advantage 0, for SDPO alone. Log-probabilities stay, for its importance weights."""
     zeros = np.zeros(sample.num_tokens)
     return msgspec.structs.replace(sample, loss_mask=pack_flags(zeros), advantages=pack_floats(zeros))
 
@@ -267,7 +267,7 @@ def group_advantages(rewards_G: Sequence[float], scaling: AdvantageScaling) -> l
 
 
 def has_signal(advantages_G: Sequence[float]) -> bool:
-    """Equal rewards give only zeros."""
+    """Tell whether a group moves the policy: equal rewards give only zeros."""
     return any(abs(value) > 1e-12 for value in advantages_G)
 
 

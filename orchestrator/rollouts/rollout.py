@@ -109,7 +109,7 @@ class RolloutRunner:
     permits: Permits
     seed: int
     grace_s: float = 5.0
-    """Beyond a rollout's own limit, for the worker to report that limit."""
+    """What a worker gets beyond a rollout's own limit to report that the limit was reached."""
 
     def training_request(self, plan: GroupPlan, sibling: int, attempt: int) -> RunRollout:
         return self._request(
@@ -121,7 +121,7 @@ class RolloutRunner:
         )
 
     def eval_request(self, source: str, *, step: int, task_index: int, sample: int, attempt: int) -> RunRollout:
-        """Its seed does not depend on the step."""
+        """Return the request; its seed does not depend on the step."""
         name = f"eval{step}-{source}-{task_index}-{sample}" + (f"r{attempt}" if attempt else "")
         return self._request(
             source,
@@ -385,7 +385,7 @@ def _sample(branch: Branch, sample_id: str, plan: GroupPlan, reply: RolloutReply
 def numbered_turns(
     turns: Sequence[MessageRecord], matched: Sequence[GenerationRecord], with_tokens: bool
 ) -> list[MessageRecord]:
-    """Give sampled turns their number, finish reason and surprisal."""
+    """Return the worker's messages; those that the policy sampled get turn number, finish reason and surprisal."""
     sampled = {
         record.answer.record_id: {
             "turn": number,

@@ -90,7 +90,7 @@ def _notes(addresses: list[str], *, has_free_port: bool, package: str) -> Iterat
 
 
 def create_invite(run_dir: RunDir, *, nodes: int, expires_s: float, addresses: list[str], package: str = "") -> Invite:
-    """Make an invite and let the run's gateway know it. Raises ConfigError.
+    """Make an invite and let the run's gateway know it. Raises ConfigError without the run's keys.
 
     `addresses`: HOST:PORT of the gateway, tried in turn. `package`: what uv installs on those machines.
     """

@@ -64,7 +64,7 @@ class NodeTrust:
     answers: SequentialTest = field(default_factory=lambda: SequentialTest(_P_WRONG_ANSWER))
 
     def expectation(self, now: float) -> float | None:
-        """Return the expected share of right answers, None before the first audit."""
+        """Return the expected share of right answers: 0 in quarantine, None before the first audit."""
         if now < self.quarantined_until:
             return 0.0
         is_audited = self.clean or self.doubtful or self.quarantines
@@ -76,14 +76,14 @@ class NodeTrust:
         return self.clean < _NEW_ANSWERS
 
     def share(self, floor: float) -> float:
-        """Return the share to audit, in [floor, 1]."""
+        """Return the share of its answers to audit, in [floor, 1]."""
         if self.is_new:
             return 1.0
         wrong = (1 + self.doubtful) / (2 + self.doubtful + self.clean)
         return min(1.0, max(floor, _SHARE_OF_DOUBT * wrong))
 
     def note(self, verdict: PartVerdict) -> bool:
-        """Return whether the node must be quarantined."""
+        """Take in an audit. Return whether the node must be quarantined."""
         if is_clean(verdict):
             self.clean += 1
         else:

@@ -72,7 +72,7 @@ class SourceSpec(msgspec.Struct, frozen=True, kw_only=True, tag="source"):
     tasksets: dict[str, dict[str, Any]]
     """By name; each has `id`, an importable module, and its own settings."""
     harness: dict[str, Any]
-    """As a task set."""
+    """`id`, an importable module, and its own settings."""
     model_path: str
     """The policy's folder, with tokenizer and chat template."""
     runtime: dict[str, Any] = {}
@@ -105,7 +105,7 @@ class RunRollout(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     gateway_url: str
     """http://host:port/v1"""
     timeout_s: float
-    """Of the whole rollout, scoring included."""
+    """Wall-clock limit of the whole rollout, including its scoring."""
     taskset: str = TRAIN
     seed: int | None = None
     temperature: float = 1.0
@@ -142,18 +142,18 @@ class PlayedMessage(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     """The first line of a tool message that reports a failed call."""
     num_tokens: int | None = None
-    """That it added to the context; of an assistant turn: those sampled."""
+    """Tokens this message added to the context (for an assistant turn: those sampled)."""
     call: int | None = None
     """Sampled turns: number among the session's answered requests, in order of start."""
     record_id: str = ""
-    """Sampled turns: Answer.record_id."""
+    """Sampled turns: the gateway's record of its tokens (Answer.record_id)."""
     asked_s: float | None = None
     answered_s: float | None = None
     """Sampled turns: asked and answered, in seconds from the session's start. From then to the next is tools' time."""
     session: int = 0
     """Index into RolloutReply.sessions."""
     parent: int | None = None
-    """Index of the preceding one in `turns`. Two turns with one parent are a branch."""
+    """Index of the preceding message in `turns`; None for the first. Two turns with one parent are a branch."""
     tool_calls: list[ToolCall] = []
     reasoning: str | None = None
 
@@ -193,9 +193,9 @@ class RolloutFailure(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     retryable: bool = True
     detail: str | None = None
-    """End of the traceback."""
+    """End of the traceback, where there is one."""
     where: str | None = None
-    """`file:line, in function` of the code that raised."""
+    """`file:line, in function` of the code that raised, where it is known."""
 
     def text(self) -> str:
         return f"{self.kind}: {self.message}{f' ({self.where})' if self.where else ''}"
@@ -207,14 +207,14 @@ class RolloutFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
-    """A reward or a failure, which is never a zero reward."""
+    """The outcome of one rollout: a reward or a failure, which is data, never a zero reward."""
 
     rollout_id: str
     task_id: str = ""
     reward: float | None = None
-    """Weighted sum; None exactly when `failure` is set."""
+    """Weighted sum of the reward functions; None exactly when `failure` is set."""
     parts: dict[str, float] = {}
-    """By reward function, before its weight."""
+    """Score of each reward function, before its weight."""
     metrics: dict[str, float] = {}
     turns: list[MessageRecord] = []
     sessions: list[SessionRecord] = []
@@ -224,7 +224,7 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     """A limit cut it short."""
     failure: RolloutFailure | None = None
     verdict: dict[str, Any] = {}
-    """`HackVerdict.record`; empty without a monitor."""
+    """The hack monitor's verdict (`HackVerdict.record`); empty without a monitor."""
     wall_s: float | None = None
 
 
@@ -266,7 +266,7 @@ class WorkerPool:
         """Since `start`."""
 
     async def start(self) -> None:
-        """Wait until all have loaded. Raises what `WorkerProcess.start` raises."""
+        """Start every worker and wait until all have loaded. Raises what `WorkerProcess.start` raises."""
         self._supervisors = [watched(self._keep_alive(number), self._fail) for number in range(self._workers)]
         loaded = lambda: self.ready is not None and len(self._children) == self._workers
         try:
@@ -463,7 +463,7 @@ class WorkerProcess:
         return len(self._rollouts)
 
     async def run(self, request: RunRollout) -> RolloutReply:
-        """A worker that ends answers with a retryable error."""
+        """Run a rollout. A worker that ends answers with a retryable error."""
         if self.ended.done():
             return self._lost(request.rollout_id)
         future = self._rollouts[request.rollout_id] = asyncio.get_running_loop().create_future()

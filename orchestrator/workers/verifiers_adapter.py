@@ -124,14 +124,14 @@ class Environment:
 
     @property
     def repeated(self) -> str | None:
-        """Say how many tasks are copies of others."""
+        """Say how many tasks are copies of others; None where none is."""
         distinct = len(set(self._first))
         if distinct == self.num_tasks:
             return None
         return f"taskset {self.name!r}: its {self.num_tasks} tasks are copies of {distinct}, which alone count as tasks"
 
     def describe(self, index: int) -> tuple[str, str]:
-        """Return id and prompt of a task."""
+        """Return id and prompt of a task. Raises IndexError past the end."""
         task = self._tasks[index]
         return self._id(index), task.data.prompt_text
 

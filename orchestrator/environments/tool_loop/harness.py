@@ -35,7 +35,7 @@ _DONE = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 def bounded(text: str, limit: int, origin: str) -> str:
-    """Return a reply with its middle cut. `origin`: who gave it, such as `tool 'search'`."""
+    """Return a reply with its middle cut beyond `limit` characters. `origin`: who gave it, such as `tool 'search'`."""
     if len(text) <= limit:
         return text
     logger.warning(
@@ -49,7 +49,7 @@ def bounded(text: str, limit: int, origin: str) -> str:
 
 
 async def reply_of(executor: Any, name: str, arguments: str) -> str:
-    """Return a tool's reply. Raises ToolsetError for one that is no text."""
+    """Return the text of a tool's reply. Raises ToolsetError for anything else."""
     reply = executor.call(name, arguments)
     while inspect.isawaitable(reply):
         reply = await reply
