@@ -35,7 +35,7 @@ class NodeTotals:
     seconds: float = 0.0
     """Attached."""
     usd: float | None = None
-    """By the price that it said, if any."""
+    """By the price that it said; None while none was known."""
     tokens: int = 0
     """Of accepted answers."""
     trained_tokens: int = 0

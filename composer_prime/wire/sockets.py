@@ -195,7 +195,7 @@ def bind_router(
     (unread.py does). To each at most `max_unsent` messages wait (0: any number); then sending waits, or raises
     zmq.Again. With `handover`, a client that names an identity takes it from the connection that had it.
 
-    Raises PortInUseError, and ConfigError when this machine has no such address.
+    Raises PortInUseError when another process holds the address, ConfigError when this machine has no such one.
     """
     is_ipv6 = tcp_address(address, "the address to listen on", bind=True).is_ipv6
     context = zmq.asyncio.Context()

@@ -84,7 +84,7 @@ class Feeder:
                 self._lines.put_nowait((step, numbers))
 
     def close(self, timeout_s: float) -> None:
-        """Give the tracker at most `timeout_s` for its queued lines."""
+        """Give the tracker at most `timeout_s` seconds to log its queued lines."""
         try:
             self._lines.put(None, timeout=timeout_s)
         except queue.Full:
