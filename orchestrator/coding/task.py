@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -25,6 +26,8 @@ TASK_VERSION = 1
 """The version that this program writes, and the newest that it reads."""
 TASKS_FILE = "tasks.jsonl"
 TREES_FOLDER = "trees"
+PARSING = threading.Lock()
+"""Held while one thread parses: two at once have raised SystemError (a recursion depth that does not match)."""
 HELD_BACK = "held-back.json"
 """Among a task's `test_files`, and never put into a tree: inputs that its agent does not see (`grading.py`)."""
 

@@ -16,7 +16,7 @@ from orchestrator.coding.monitor.before import PYTEST_FILES, STARTUP_FILES, Seal
 from orchestrator.coding.monitor.commands import ToolUse, use_hits
 from orchestrator.coding.monitor.static import constants_of, lifted_constants, traits
 from orchestrator.coding.monitor.verdict import HackMonitorConfig, HackVerdict, decide, finding
-from orchestrator.coding.task import CodeTask, matches
+from orchestrator.coding.task import PARSING, CodeTask, matches
 
 MAX_CHANGED_BYTES = 1 << 20
 """Grading refuses larger files."""
@@ -68,7 +68,8 @@ def _lifted(task: CodeTask, seal: Seal, sources: Mapping[str, bytes], known: fro
 
 def _is_readable(source: bytes, modules: frozenset[str]) -> bool:
     try:
-        ast.parse(source)
+        with PARSING:
+            ast.parse(source)
         traits(source, modules)
         constants_of(source)
     except (SyntaxError, ValueError):

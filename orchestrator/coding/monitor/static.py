@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from orchestrator.coding.task import PARSING
+
 _IMPORTS = ("__import__", "importlib.import_module")
 _RUNS = ("exec", "eval", "compile", *_IMPORTS)
 """What runs a text, or imports what it names. A text that stands in the module is read instead (`_code`)."""
@@ -66,7 +68,8 @@ class Trait:
 
 def parse(source: bytes) -> ast.Module | None:
     try:
-        return ast.parse(source)
+        with PARSING:
+            return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
@@ -247,7 +250,7 @@ def lifted_constants(source: bytes, tested: frozenset[str], known: Iterable[str]
         is_lifted = key in tested and key not in accounted and information(key) >= MIN_BITS
         if is_lifted and key.strip("'\"b") not in prose:
             lifted.setdefault(key, Trait(rule="lifted-literals", key=key, line=node.lineno))
-    inner = {key for text in lifted for key, node in _constants(ast.parse(text)) if key != text}
+    inner = {key for text in lifted if (part := parse(text.encode())) for key, _ in _constants(part) if key != text}
     bits = [information(key) for key in lifted.keys() - inner]
     if max(bits, default=0.0) < 2 * LOOKUP_BITS and (len(bits) < 3 or sum(bits) < LOOKUP_BITS):
         return []
