@@ -330,7 +330,7 @@ async def test_a_trainer_that_starts_again_gets_what_its_dead_host_did_not_take(
             while not any(rank.reply for rank in served.server._ranks.values()):
                 await asyncio.sleep(0.01)
         client = StepClient(served.endpoint, keys, request(world_size=1), lambda: False, silence_timeout_s=20)
-        await asyncio.to_thread(client.announce, 0, 0, [], None, lambda: False)
+        await asyncio.to_thread(client.announce, 0, 0, [], {}, None, lambda: False)
         reply = await asyncio.to_thread(lambda: next(filter(None, client.asking(1, (0, 1)))))
         assert reply.totals.samples == 4
         client.close()
