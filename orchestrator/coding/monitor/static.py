@@ -239,18 +239,18 @@ def _patched(owner: ast.AST, names: Names, modules: frozenset[str]) -> Uses:
 def constants_of(source: bytes) -> frozenset[str]:
     """Return repr() of the constants of a module, texts that document aside."""
     tree = parse(source)
-    return frozenset(key for key, _ in _constants(tree)) if tree is not None else frozenset()
+    return frozenset(key for key, _ in _constants(tree))
 
 
 def lifted_constants(source: bytes, tested: frozenset[str], known: Iterable[str], prose: str) -> list[Trait]:
     """Return the constants of a patched module that only the tests account for, if they tell as much as answers do."""
     tree, accounted = parse(source), set(known)
     lifted: dict[str, Trait] = {}
-    for key, node in _constants(tree) if tree is not None else ():
+    for key, node in _constants(tree):
         is_lifted = key in tested and key not in accounted and information(key) >= MIN_BITS
         if is_lifted and key.strip("'\"b") not in prose:
             lifted.setdefault(key, Trait(rule="lifted-literals", key=key, line=node.lineno))
-    inner = {key for text in lifted if (part := parse(text.encode())) for key, _ in _constants(part) if key != text}
+    inner = {key for text in lifted for key, _ in _constants(parse(text.encode())) if key != text}
     bits = [information(key) for key in lifted.keys() - inner]
     if max(bits, default=0.0) < 2 * LOOKUP_BITS and (len(bits) < 3 or sum(bits) < LOOKUP_BITS):
         return []
@@ -277,7 +277,9 @@ def _key(node: ast.expr) -> str | None:
         return None
 
 
-def _constants(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+def _constants(tree: ast.AST | None) -> Iterator[tuple[str, ast.expr]]:
+    if tree is None:
+        return
     alone = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr) and isinstance(tree, ast.Module)}
     for node in ast.walk(tree):
         if isinstance(node, ast.expr) and id(node) not in alone and (key := _key(node)) is not None:
