@@ -7,6 +7,7 @@ import types
 from collections.abc import Sequence
 from typing import Any, Union, get_args, get_origin
 
+import pydantic_config.cli
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
@@ -16,14 +17,8 @@ from composer_prime.config.root import Config, DisagreementError
 from composer_prime.console import did_you_mean, what_is_wrong
 from composer_prime.errors import ConfigError
 
-try:
-    from pydantic_config.cli import _extract_field_docstrings
-except ImportError:  # a later release may keep them elsewhere: then a message goes without
-
-    def _extract_field_docstrings(cls: type) -> dict[str, str]:
-        return {}
-
-
+_descriptions = getattr(pydantic_config.cli, "_extract_field_docstrings", lambda section: {})
+"""A private function; without it a message says less."""
 COMMAND_LINE = "the command line"
 Location = tuple[str | int, ...]
 
@@ -74,7 +69,7 @@ def _sentence(location: Location, problems: list[Any], layers: Sequence[Layer]) 
 def _meaning(location: Location, mistake: str) -> str:
     """Return what the help says of a key whose number is out of range, in brackets."""
     section = section_at(location[:-1]) if mistake.startswith(("greater_than", "less_than")) else None
-    text = _extract_field_docstrings(section).get(str(location[-1])) if section else None
+    text = _descriptions(section).get(str(location[-1])) if section else None
     return f" ({' '.join(text.split()).removeprefix('* ').rstrip('.')})" if text else ""
 
 

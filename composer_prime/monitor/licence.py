@@ -5,9 +5,8 @@
     StepDone.divergence ----------------> Licence: does the student take it over?              -> ended
     Licence.weight -> HintStage: only a kind with a weight is distilled
 
-A hint is worth distilling where it lifts the reward, and where the lift can be had without the hint. Of the second, the
-divergence tells, which the trainer measures on fresh tasks: a policy that learns what the hint says comes nearer to the
-policy that reads it.
+A hint is worth distilling where it lifts the reward, and where the lift can be had without the hint: then the
+divergence falls, which the trainer measures on fresh tasks.
 """
 
 from __future__ import annotations
