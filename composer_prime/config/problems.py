@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, Union, get_args, get_origin
 
-import pydantic_config.cli
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
@@ -17,7 +17,7 @@ from composer_prime.config.root import Config, DisagreementError
 from composer_prime.console import did_you_mean, what_is_wrong
 from composer_prime.errors import ConfigError
 
-_descriptions = getattr(pydantic_config.cli, "_extract_field_docstrings", lambda section: {})
+_descriptions = getattr(import_module("pydantic_config.cli"), "_extract_field_docstrings", lambda section: {})
 """A private function; without it a message says less."""
 COMMAND_LINE = "the command line"
 Location = tuple[str | int, ...]
