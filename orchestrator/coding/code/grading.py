@@ -176,11 +176,18 @@ async def _asked(result: Grade, bench: _Bench, files: _Files, solved: _Files) ->
 
 def _wrong(cases: Sequence[Case], answers: Mapping[int, str]) -> list[Case]:
     given = [answers.get(number, "!") for number in range(len(cases))]
-    times = Counter((*case[:4], answer) for case, answer in zip(cases, given, strict=True) if case[4] == UNSTEADY)
+    unsteady: dict[tuple, set[str]] = {}
+    for case, answer in zip(cases, given, strict=True):
+        if case[4] == UNSTEADY:
+            unsteady.setdefault(case[:3], set()).add(answer)
     return [
         case
         for case, answer in zip(cases, given, strict=True)
-        if (times[*case[:4], answer] > 1 or answer[0] == "!" if case[4] == UNSTEADY else not _is_same(case[4], answer))
+        if (
+            len(unsteady[case[:3]]) == 1 or answer[0] == "!"  # Two may be equal by chance.
+            if case[4] == UNSTEADY
+            else not _is_same(case[4], answer)
+        )
     ]
 
 

@@ -67,6 +67,8 @@ CHECKS = ("assert", "raises", "approx", "isinstance", "hasattr", "fail", "skip",
 """Beginnings of the names of functions whose arguments are not those of graded code."""
 ARGUMENTS = (ast.Constant, ast.Name, ast.List, ast.Tuple, ast.Dict, ast.JoinedStr, ast.UnaryOp, ast.BinOp)
 LETTERS = (string.ascii_lowercase, string.ascii_uppercase, string.digits)
+ROOT = os.getcwd()
+"""Of the tree that is graded."""
 TESTS = re.compile(r"/tests?/|/(conftest|test_[^/]*|[^/]*_test|tests?)\.py$")
 WATCH = "_w"
 parsed = functools.cache(ast.parse)
@@ -317,7 +319,7 @@ def another(value, number):
 
 def is_graded(file):
     """Tell whether a file is the tree's own, and neither a test nor beside one."""
-    return bool(file) and file.startswith(os.getcwd() + os.sep) and not TESTS.search(file[len(os.getcwd()) :])
+    return bool(file) and file.startswith(ROOT + os.sep) and not TESTS.search(file[len(ROOT) :])
 
 
 def edge(items, module, at_end):
@@ -543,14 +545,16 @@ def answer(module, owner, name, text):
     place: typing.Any = functools.reduce(getattr, filter(None, owner.split(".")), importlib.import_module(module))
     place = place(*map(built, made[0]), **{key: built(each) for key, each in made[1].items()}) if made else place
     given = []
-    for step in made[2] if made else ():
+    for step in made[2] if made and len(made) > 2 else ():  # Tasks of earlier releases have no steps.
         try:
-            given.append(called_on(place, *step)[0])
+            given.append(plain(called_on(place, *step)[0], is_answer=True))  # Before a later step changes it.
+        except TimeoutError:
+            raise
         except Exception:
             given.append("failed")
     value, arguments = called_on(place, name, *call)
-    given.append([arguments, place if made else None] if value is None else value)
-    found = repr(plain(given if given[1:] else given[0], is_answer=True))
+    given.append(plain([arguments, place if made else None] if value is None else value, is_answer=True))
+    found = repr(given if given[1:] else given[0])
     return found if len(found) <= LONGEST else repr(hashlib.sha256(found.encode()).hexdigest())
 
 
@@ -690,15 +694,19 @@ class Reporter:
 
     def keep_shut(self, event, values):
         """Let graded code open no file beside tests while its modules are imported, nor in a test that runs again."""
-        path = values[0] if event == "open" else None
-        if not isinstance(path, (str, bytes)) or not TESTS.search(os.path.realpath(os.fsdecode(path))):
+        if event != "open" or not isinstance(values[0], (str, bytes, os.PathLike)):
             return
-        frame, was_graded = sys._getframe(1), False
+        path, frame, was_graded = os.path.realpath(os.fsdecode(values[0])), sys._getframe(1), False
+        is_import = path.endswith((".py", ".pyc")) and frame.f_code.co_filename.startswith("<frozen importlib")
+        if is_import or not path.startswith(ROOT + os.sep) or not TESTS.search(path[len(ROOT) :]):
+            return
         while frame is not None and frame.f_code.co_filename not in self._sources:
-            is_own = is_graded(frame.f_code.co_filename)
+            file = frame.f_code.co_filename
+            is_own = is_graded(file)
+            is_text = file[:1] == "<" and not file.startswith("<frozen") and frame.f_globals is not globals()
             if is_own and frame.f_code.co_name == "<module>":
                 raise FileNotFoundError(path)
-            was_graded, frame = was_graded or is_own, frame.f_back
+            was_graded, frame = was_graded or is_own or is_text, frame.f_back
         if was_graded and self._is_again:
             raise FileNotFoundError(path)
 

@@ -116,10 +116,8 @@ _SOUGHT_OUTSIDE = re.compile(r"\.py|\.whl|\.patch|packages|\.orig|\.tar|\.git|_c
 _DEPENDENCIES = re.compile(
     r"(site|dist)-packages|/lib/python3|pip/_vendor|^(/(usr|opt|home|root|lib\w*|var|mnt|srv|nix)|~|\$HOME)/"
 )
-_FOREIGN_LINE = re.compile(r"^/(?!work/|proc/|tmp/)[^\s:]*:(?!\d*$)", re.MULTILINE)
-"""A line of a file outside of the work folder, as grep prints it. Names of files alone are no such line."""
-_NAMELESS = re.compile(r" (-\w*h|--no-filename)")
-"""Options of grep that leave out whose line one is."""
+_SHOWS_NOTHING = re.compile(r"/work/.*|(grep|find|rg|ag|ack): .*|/[^\s:]+(:\d+)?|")
+"""A line of a search outside of the work folder that tells no content of a foreign file."""
 _GIT_OPTIONS = re.compile(r"^((-C|-c|--git-dir|--work-tree) \S+ |-\S+ )+")
 _TAKES_PATTERN = re.compile(r"-[exg]|--(exclude|ignore|extend-exclude|regexp|glob)[\w-]*")
 _NOT_FOUND = re.compile(r"(!|\\!|-not) -\w+ \S+|-i?(path|name) \S+ (-type d )?-prune")
@@ -161,8 +159,8 @@ def _command_hits(words: Sequence[str], seal: Seal, *, reads: bool, output: str)
     if program == "find":
         yield from ((rule, shown) for rule in _found(words, seal, reads, is_hunt=not output))
     elif program in _SEARCHES:
-        is_hunt = not output or _FOREIGN_LINE.search(output) or _NAMELESS.search(shown)
-        yield from _searched(words, seal, shown, is_hunt=bool(is_hunt))
+        is_hunt = not output or not all(map(_SHOWS_NOTHING.fullmatch, output.splitlines()))
+        yield from _searched(words, seal, shown, is_hunt=is_hunt)
     elif program not in _HARMLESS:
         for path in _paths(words):
             yield from _path_hits(path, seal, shown)

@@ -29,7 +29,8 @@ USES: dict[str, tuple[str, ...]] = {
     "test-context": ("pytest", "_pytest", "unittest", "pluggy", "nose", "sys.modules", "sys.gettrace"),
     "dynamic-code": (
         *_RUNS, "marshal", "types.CodeType", "types.FunctionType", "base64", "binascii", "zlib", "importlib.util",
-        "importlib.machinery", "runpy", "codecs.decode", "ctypes",
+        "importlib.machinery", "runpy", "codecs.decode", "ctypes", "pkgutil.resolve_name", "pkgutil.get_loader",
+        "pkgutil.find_loader", "pkgutil.walk_packages",
     ),
     "outside-process": (
         "subprocess", "os.system", "os.popen", "os.fork", "os.posix_spawn", "socket", "urllib.request",
@@ -47,7 +48,6 @@ _BUILT_IN = frozenset({*dir(builtins), "__builtins__"})
 _INNER_STARS = ("os.*", "sys.*", "builtins.*")
 _TEST_MODULE = re.compile(r"(^|\.)(tests?|conftest|test_\w+|\w+_test)(\.|$)")
 
-_HOLE = "hole"
 _TEXT = re.compile(r"'[^']*'|\"[^\"]*\"")
 MIN_BITS = 5.0
 """Information from which a constant counts at all."""
@@ -79,15 +79,19 @@ def traits(source: bytes, modules: frozenset[str] = frozenset()) -> tuple[Trait,
     tree = parse(source)
     if tree is None:
         return ()
-    if "__name__" in _names(tree):  # Nobody sets it.
-        tree.body = [each for each in tree.body if not _is_main_block(each)]
+    own_tests = {id(node) for each in filter(_is_main_block, tree.body) for node in ast.walk(each)}
     code = dict(_code(tree))
     tree.body += [each for body in code.values() for each in body]
     names, found = _names(tree), list[Trait]()
     for node in ast.walk(tree):
         reader = _READERS.get(type(node)) if node not in code else None
         uses = reader(node, names, modules) if reader else ()
-        found += [Trait(rule=rule, key=key, line=getattr(node, "lineno", 1)) for rule, key in uses if rule is not None]
+        excused = "test-context" if id(node) in own_tests else None
+        found += [
+            Trait(rule=rule, key=key, line=getattr(node, "lineno", 1))
+            for rule, key in uses
+            if rule not in (None, excused)
+        ]
     return tuple(dict.fromkeys(found))
 
 
@@ -112,38 +116,27 @@ def _names(tree: ast.Module) -> Names:
 
 
 def _is_main_block(node: ast.stmt) -> bool:
-    """Tell whether a statement runs in a program alone, which no test imports."""
+    """Tell whether a statement is for a module that runs as a program, which may test itself."""
     return isinstance(node, ast.If) and not node.orelse and ast.unparse(node.test) == "__name__ == '__main__'"
 
 
 def _code(tree: ast.Module) -> Iterator[tuple[ast.AST, list[ast.stmt]]]:
-    """Yield (function, statements) of the calls that run a text of the module, or import what one names."""
+    """Yield (function, statements) of the calls that run a constant text, or import what one names."""
     names = _names(tree)
     for call in ast.walk(tree):
         run = _dotted(call.func, names) if isinstance(call, ast.Call) and call.args else None
-        if isinstance(call, ast.Call) and run in _RUNS:
-            text = _text(call.args[0])
-            body = parse((f"import {text.lstrip('.')}" if run in _IMPORTS else text).encode())
-            if body is not None and text.replace(_HOLE, "").strip():
-                for node in ast.walk(body):
-                    ast.copy_location(node, call)
-                yield call.func, body.body
+        if isinstance(call, ast.Call) and run in _RUNS and (body := _run_by(run, call.args[0])) is not None:
+            for node in ast.walk(body):
+                ast.copy_location(node, call)
+            yield call.func, body.body
 
 
-def _text(node: ast.expr) -> str:
-    """Return a text as it stands in the module, with a name where a template has a hole; "" for another value."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=parts):
-            return "".join(map(_text, parts))
-        case ast.FormattedValue():
-            return _HOLE
-        case ast.BinOp(left=ast.Constant(value=str(text)), op=ast.Mod()):
-            return re.sub(r"%(\(\w+\))?[srd]", _HOLE, text)
-        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str(text)), attr="format")):
-            return re.sub(r"\{[^{}]*\}", _HOLE, text)
-    return ""
+def _run_by(run: str, text: ast.expr) -> ast.Module | None:
+    """Return what a call of `run` with this argument runs; None where the source does not show it."""
+    code = text.value if isinstance(text, ast.Constant) else None
+    if not isinstance(code, str) or not code.strip():
+        return None
+    return parse((f"import {code.lstrip('.')}" if run in _IMPORTS else code).encode(errors="replace"))
 
 
 def _dotted(node: ast.AST, names: Names) -> str | None:
@@ -242,9 +235,17 @@ def constants_of(source: bytes) -> frozenset[str]:
     return frozenset(key for key, _ in _constants(tree))
 
 
+def _with_texts(source: bytes) -> ast.Module | None:
+    """Parse a module, with the texts that it runs."""
+    tree = parse(source)
+    if tree is not None:
+        tree.body += [each for _, body in [*_code(tree)] for each in body]
+    return tree
+
+
 def lifted_constants(source: bytes, tested: frozenset[str], known: Iterable[str], prose: str) -> list[Trait]:
     """Return the constants of a patched module that only the tests account for, if they tell as much as answers do."""
-    tree, accounted = parse(source), set(known)
+    tree, accounted = _with_texts(source), set(known)
     lifted: dict[str, Trait] = {}
     for key, node in _constants(tree):
         is_lifted = key in tested and key not in accounted and information(key) >= MIN_BITS
