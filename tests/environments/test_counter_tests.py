@@ -236,7 +236,7 @@ def applied(function, value):
 # Calls are recorded with the way in which their object was made and what was called on it before, and made again.
 def test_calls_are_recorded_and_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "boxes_recorded.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("orchestrator.coding.code.reporter.ROOT", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     boxes: Any = importlib.import_module("boxes_recorded")
     own: Any = type("Own", (boxes.Box,), {"__module__": __name__})

@@ -204,6 +204,11 @@ def test_usual_code_has_no_traits(code):
         ("__import__('sys').modules", "test-context"), ("__name__ = '__main__'\nif __name__ == '__main__':\n    import pytest", "test-context"),
         ("import subprocess", "outside-process"), ("from tests import data", "test-import"), ("from .test_core import x", "test-import"),
         ("import os\ngetattr(os, 'system')('x')", "outside-process"),
+        ("exec(f'pass\\n{payload}')", "dynamic-code"),
+        ("exec('pass\\n%s' % payload)", "dynamic-code"),
+        ("exec('\\ud800')", "dynamic-code"),
+        ("import pkgutil\npkgutil.resolve_name('sys:_getframe')", "dynamic-code"),
+        ("globals()['__name__'] = '__main__'\nif __name__ == '__main__':\n    import sys\n    sys._getframe()", "caller-frames"),
         ("from os import *\n_exit(0)", "dynamic-code"),
     ],
 )  # fmt: skip

@@ -79,8 +79,7 @@ def traits(source: bytes, modules: frozenset[str] = frozenset()) -> tuple[Trait,
     tree = parse(source)
     if tree is None:
         return ()
-    own_tests = {id(node) for each in filter(_is_main_block, tree.body) for node in ast.walk(each)}
-    code = dict(_code(tree))
+    own_tests, code = _own_tests(tree), dict(_code(tree))
     tree.body += [each for body in code.values() for each in body]
     names, found = _names(tree), list[Trait]()
     for node in ast.walk(tree):
@@ -113,6 +112,12 @@ def _names(tree: ast.Module) -> Names:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 bound.add(name)
     return {**{name: name for name in _BUILT_IN - bound}, **imports}
+
+
+def _own_tests(tree: ast.Module) -> set[int]:
+    """Return the ids of nodes that run in a program alone; none where the module sets its __name__."""
+    blocks = filter(_is_main_block, tree.body) if "__name__" in _names(tree) else ()
+    return {id(node) for each in blocks for node in ast.walk(each)}
 
 
 def _is_main_block(node: ast.stmt) -> bool:
