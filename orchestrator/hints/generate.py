@@ -3,8 +3,6 @@
 An own detector is a class in `orchestrator.hints.detect`, by import path. It is built once, as `Class(**settings)`, and
 called with each finished rollout: `async def __call__(self, rollout) -> list[ErrorTurn]`. `error_turn` builds one.
 
-templates.toml documents the format of templates: patterns that name an error, and hints with fields.
-
 A model is asked through a `ChatEndpoint`: text in, text out, within one budget for the run. Only usable answers are
 cached. The cost of all is in costs.jsonl.
 """
@@ -96,10 +94,7 @@ class HintRequest:
 Detector = Callable[[FinishedRollout], Awaitable[list[ErrorTurn]]]
 """Finds turns that went wrong, at most one error a turn."""
 HintLayer = Callable[[HintRequest], Awaitable[str | None]]
-"""Writes the text of a hint, or returns None. Raises EndpointError where it asks a model.
-
-An own one is a class in `orchestrator.hints.layers`, by import path. It is built once, as `Class(**settings)`.
-"""
+"""Writes the text of a hint, or returns None. Raises EndpointError where it asks a model. Named as detectors are."""
 
 
 # -- templates -----------------------------------------------------------------------------------------------------
@@ -366,9 +361,6 @@ def _steps(rollout: FinishedRollout) -> str:
     ]
     last = next((turn.text.strip() for turn in reversed(rollout.turns) if turn.role == "assistant"), "")
     return "; then ".join([*steps, *([last] if last else [])])
-
-
-# -- texts ---------------------------------------------------------------------------------------------------------
 
 
 def _message_text(turn: MessageRecord) -> str:

@@ -7,9 +7,6 @@ An error message answers a turn. The turn that went wrong is the assistant turn 
 turn. A turn is hinted at most once. A failure in here costs a hint, never a rollout, and is counted by reason.
 
 The group waits here at most two minutes, and the event loop never: rules and tokens are handled in threads.
-
-By default only the turn is distilled (orchestrator.hints.scope). docs/explanation/recipe.md says what is published of
-this, and what is not.
 """
 
 from __future__ import annotations

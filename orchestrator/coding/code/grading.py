@@ -176,18 +176,14 @@ async def _asked(result: Grade, bench: _Bench, files: _Files, solved: _Files) ->
 
 def _wrong(cases: Sequence[Case], answers: Mapping[int, str]) -> list[Case]:
     given = [answers.get(number, "!") for number in range(len(cases))]
-    unsteady: dict[tuple, set[str]] = {}
+    unsteady: dict[tuple, set[str]] = {}  # Two answers may be equal by chance.
     for case, answer in zip(cases, given, strict=True):
         if case[4] == UNSTEADY:
             unsteady.setdefault(case[:3], set()).add(answer)
     return [
         case
         for case, answer in zip(cases, given, strict=True)
-        if (
-            len(unsteady[case[:3]]) == 1 or answer[0] == "!"  # Two may be equal by chance.
-            if case[4] == UNSTEADY
-            else not _is_same(case[4], answer)
-        )
+        if (len(unsteady[case[:3]]) == 1 or answer[0] == "!" if case[4] == UNSTEADY else not _is_same(case[4], answer))
     ]
 
 
