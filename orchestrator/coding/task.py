@@ -11,11 +11,13 @@ editable files of the agent's tree into the pristine one (see `grading.py`).
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
 import re
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import msgspec
 
@@ -26,10 +28,16 @@ TASK_VERSION = 1
 """The version that this program writes, and the newest that it reads."""
 TASKS_FILE = "tasks.jsonl"
 TREES_FOLDER = "trees"
-PARSING = threading.Lock()
-"""Held while one thread parses: two at once have raised SystemError (a recursion depth that does not match)."""
 HELD_BACK = "held-back.json"
 """Among a task's `test_files`, and never put into a tree: inputs that its agent does not see (`grading.py`)."""
+
+
+def parsed(source: str | bytes, parse: Callable[[str | bytes], Any] = ast.parse) -> Any:
+    """Parse, again after a SystemError: CPython 3.11 mixes up the recursion depths of threads that do."""
+    for _ in range(9):
+        with contextlib.suppress(SystemError):
+            return parse(source)
+    return parse(source)
 
 
 class CodeTask(msgspec.Struct, frozen=True, kw_only=True):

@@ -86,9 +86,9 @@ def slow_to_publish(run_dir: str) -> None:
     """A rank that takes longer to publish step 1 than one with nothing to save takes to leave."""
     publish = train.Trainer._publish
 
-    def slow(trainer, client, step, sample_ids):
+    def slow(trainer, client, step, *of_step):
         time.sleep(train.LEAVE_S + 1 if step == 1 else 0)
-        return publish(trainer, client, step, sample_ids)
+        return publish(trainer, client, step, *of_step)
 
     train.Trainer._publish = slow
     sys.exit(train.main(["--run-dir", run_dir]))

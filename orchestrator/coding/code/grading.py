@@ -38,7 +38,7 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from orchestrator.coding.monitor.before import PYTEST_FILES, STARTUP_FILES, is_below, unwanted_files
 from orchestrator.coding.sandbox.box import CommandResult, open_box, read_tree
-from orchestrator.coding.task import HELD_BACK, PARSING, CodeTask, Suite, check_path, matches, suite_of, tree_of
+from orchestrator.coding.task import HELD_BACK, CodeTask, Suite, check_path, matches, parsed, suite_of, tree_of
 
 MAX_FILE_BYTES = 2**20
 """A larger file of a patch is refused."""
@@ -192,8 +192,7 @@ def _is_same(left: str, right: str) -> bool:
     if left == right:
         return not left.startswith("!")
     try:
-        with PARSING:
-            return bool(ast.literal_eval(left) == ast.literal_eval(right))
+        return bool(parsed(left, ast.literal_eval) == parsed(right, ast.literal_eval))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False
 

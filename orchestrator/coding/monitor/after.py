@@ -7,7 +7,6 @@ tool calls ────── commands.py
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -16,7 +15,7 @@ from orchestrator.coding.monitor.before import PYTEST_FILES, STARTUP_FILES, Seal
 from orchestrator.coding.monitor.commands import ToolUse, use_hits
 from orchestrator.coding.monitor.static import constants_of, lifted_constants, traits
 from orchestrator.coding.monitor.verdict import HackMonitorConfig, HackVerdict, decide, finding
-from orchestrator.coding.task import PARSING, CodeTask, matches
+from orchestrator.coding.task import CodeTask, matches, parsed
 
 MAX_CHANGED_BYTES = 1 << 20
 """Grading refuses larger files."""
@@ -68,8 +67,7 @@ def _lifted(task: CodeTask, seal: Seal, sources: Mapping[str, bytes], known: fro
 
 def _is_readable(source: bytes, modules: frozenset[str]) -> bool:
     try:
-        with PARSING:
-            ast.parse(source)
+        parsed(source)
         traits(source, modules)
         constants_of(source)
     except (SyntaxError, ValueError):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from orchestrator.coding.task import PARSING
+from orchestrator.coding.task import parsed
 
 _IMPORTS = ("__import__", "importlib.import_module")
 _RUNS = ("exec", "eval", "compile", *_IMPORTS)
@@ -68,8 +68,7 @@ class Trait:
 
 def parse(source: bytes) -> ast.Module | None:
     try:
-        with PARSING:
-            return ast.parse(source)
+        return parsed(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
