@@ -32,7 +32,7 @@ HELD_BACK = "held-back.json"
 """Among a task's `test_files`, and never put into a tree: inputs that its agent does not see (`grading.py`)."""
 
 
-def parsed(source: str | bytes, parse: Callable[[str | bytes], Any] = ast.parse) -> Any:
+def parsed(source: Any, parse: Callable[[Any], Any] = ast.parse) -> Any:
     """Parse, again after a SystemError: CPython 3.11 mixes up the recursion depths of threads that do."""
     for _ in range(9):
         with contextlib.suppress(SystemError):

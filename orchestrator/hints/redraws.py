@@ -168,10 +168,7 @@ class RedrawnPairs:
 def build_redraws(
     config: Config, stage: HintStage | None, runner: RolloutRunner, path: Path, step: int
 ) -> RedrawnPairs | None:
-    """Build the pairs of a run that stands after `step`, and its licence; None where hints need none.
-
-    `path`: what the run measured. Raises ConfigError for a file of another model.
-    """
+    """Build the pairs of a run after `step`, with what `path` holds; None without a licence. Raises ConfigError."""
     if stage is None or stage.config.licence is None:
         return None
     settings = stage.config.licence
