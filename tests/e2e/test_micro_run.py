@@ -49,7 +49,7 @@ def test_the_coding_ladder_trains(tmp_path):
 # With a licence to earn, the run redraws hinted turns beside training, and until one is earned it distills none.
 def test_hints_earn_their_weight(tmp_path):
     run = QuickRun(tmp_path, f"licence-{os.getpid()}", steps=4, config="configs/a2.toml")
-    run.settings += ["--orchestrator.hints.licence.share", "1"]
+    run.settings += ["--orchestrator.hints.licence.share", "1", "--orchestrator.hints.licence.trust", "false"]
     try:
         assert run.start().wait() == 0, run.output()[-3000:]
         first, _, *lines = [json.loads(line) for line in run.run_dir.licence.read_text().splitlines()]
