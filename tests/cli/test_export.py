@@ -52,7 +52,7 @@ def test_checkpoint_of_a_run(tmp_path):
     target = tmp_path / "out"
     with pytest.raises(ConfigError, match=r"--step 2.*step 3"):
         main([str(run_dir.root), "--step", "2", "-o", str(target)])
-    with pytest.raises(ConfigError, match="tiny is not a run directory"):
+    with pytest.raises(ConfigError, match="tiny is no run directory"):
         main(["tiny", "--step", "3", "-o", str(target)])
     assert main([str(run_dir.root), "--step", "3", "-o", str(target), "--dtype", "float32"]) == 0
     source, written = (load_file(path / "model.safetensors") for path in (resolve_model("tiny"), target))
