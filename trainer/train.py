@@ -234,7 +234,14 @@ class Trainer:
         left_out: list[str] = []
         try:
             metrics = train_step(
-                self.policy, self.optimizer, rows, totals, self.terms, step=run_step, auxiliary=auxiliary
+                self.policy,
+                self.optimizer,
+                rows,
+                totals,
+                self.terms,
+                step=run_step,
+                auxiliary=auxiliary,
+                measures_terms=_is_due(step, config.trainer.term_norms_every),
             )
         except NonFiniteStepError as error:  # on all ranks alike
             left_out = error.samples
@@ -253,9 +260,7 @@ class Trainer:
         published_at = time.monotonic()
         if config.orchestrator.eval.due(step, self._last_step(step)):
             metrics |= self._score(reply)
-        every = config.trainer.checkpoint.every_steps
-        due = every > 0 and step % every == 0 and step < self._last_step(step)
-        if due:
+        if _is_due(step, config.trainer.checkpoint.every_steps) and step < self._last_step(step):
             self.publisher.settle()
             self.checkpoints.begin(step, client)
         self._log(step, reply.metrics | metrics | {
@@ -363,6 +368,10 @@ class Trainer:
             self.checkpoints.save(last, client)
 
 
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
 def _describe(sample_id: str, task: str) -> str:
     """Name a sample by its parts: sample IDs are GROUP-SIBLING/BRANCH."""
     rollout = sample_id.rpartition("/")[0]
@@ -381,27 +390,23 @@ def train_step(
     *,
     step: int,
     auxiliary: Sequence[AuxiliaryLogprobs] | None = None,
+    measures_terms: bool = False,
 ) -> dict[str, float]:
     """Take one step, and return metrics of the whole step, all ranks. A collective.
 
     `terms` are those of the loss that are on, the policy loss first; `step` sets their weights. Every rank must bring
-    the same number of rows; `auxiliary` has one entry a row. Raises NonFiniteStepError, on all ranks alike, before
-    anything is changed.
+    the same number of rows; `auxiliary` has one entry a row. `measures_terms` adds the norm of each term's own
+    weighted gradient, for one more forward and backward pass a term. Raises NonFiniteStepError, on all ranks alike,
+    before anything is changed.
     """
-    assert isinstance(policy, FSDPModule)
     started = time.monotonic()
-    losses: list[Tensor] = []
-    not_finite: list[Tensor] = []
-    sums: dict[str, Tensor] = {}
-    for index, (row, of_row) in enumerate(zip(rows, auxiliary or [None] * len(rows), strict=True)):
-        # A GPU sums its gradients over the ranks beside the next row's work, CPU ranks once.
-        policy.set_requires_gradient_sync(row.input_ids.is_cuda or index == len(rows) - 1)
-        parts, bad = loss_of(policy, row, totals, terms, step=step, auxiliary=of_row)
-        parts.total.backward()
-        losses.append(parts.total.detach())
-        not_finite.append(bad)
-        for name, value in parts.sums.items():
-            sums[name] = sums[name] + value if name in sums else value.double()
+    each_row = list(zip(rows, auxiliary or [None] * len(rows), strict=True))
+    norms = {}
+    for term in terms if measures_terms else ():
+        _backward(policy, each_row, totals, [term], step)
+        norms[f"optim/grad_norm/{term.name}"] = optimizer.grad_norm().item()
+        optimizer.zero_grad()
+    losses, not_finite, sums = _backward(policy, each_row, totals, terms, step)
     norm = optimizer.grad_norm()
     sums = dict(sorted(sums.items()))  # a policy loss of the user's may give its sums in another order on each rank
     stacked = torch.stack(list(sums.values()))
@@ -416,6 +421,7 @@ def train_step(
     return (
         {"sdpo/turns": 0.0, "dpo/pairs": 0.0}
         | channel_metrics(terms, values)
+        | norms
         | {
             "tokens/trained": values["policy/tokens"] + values.get("sft/tokens", 0.0),
             "optim/grad_norm": grad_norm,
@@ -424,6 +430,30 @@ def train_step(
             "time/optimizer_s": time.monotonic() - computed,
         }
     )
+
+
+def _backward(
+    policy: Policy,
+    rows: Sequence[tuple[PackedRow, AuxiliaryLogprobs | None]],
+    totals: StepTotals,
+    terms: Sequence[Term],
+    step: int,
+) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    """Add the gradient of all rows. Return their losses, their counts of what is not finite, and the terms' sums."""
+    assert isinstance(policy, FSDPModule)
+    losses: list[Tensor] = []
+    not_finite: list[Tensor] = []
+    sums: dict[str, Tensor] = {}
+    for index, (row, auxiliary) in enumerate(rows):
+        # A GPU sums its gradients over the ranks beside the next row's work, CPU ranks once.
+        policy.set_requires_gradient_sync(row.input_ids.is_cuda or index == len(rows) - 1)
+        parts, bad = loss_of(policy, row, totals, terms, step=step, auxiliary=auxiliary)
+        parts.total.backward()
+        losses.append(parts.total.detach())
+        not_finite.append(bad)
+        for name, value in parts.sums.items():
+            sums[name] = sums[name] + value if name in sums else value.double()
+    return losses, not_finite, sums
 
 
 def score_held_out(policy: Policy, rows: Sequence[PackedRow]) -> dict[str, float]:

@@ -10,18 +10,20 @@ import math
 import numpy as np
 import pytest
 import torch
+from hinted_runs import make_hinted, make_pairs, three_channels
 from small_runs import VOCABULARY, make_config, make_samples, row_of, rows_of
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from composer_prime.channels.policy import PolicyConfig
+from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.config.trainer import ScheduleConfig
 from composer_prime.errors import ConfigError, NonFiniteStepError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import ints
 from trainer.model.build import build_policy
-from trainer.model.policy_model import Policy
+from trainer.model.policy_model import Policy, SelfTeacher
 from trainer.optim import ShardedMuon, build_optimizer, rate
 from trainer.train import loss_of, train_step
 
@@ -195,6 +197,41 @@ def test_micro_batching_does_not_change_the_step(model_folder, tmp_path, world):
         for name in ("loss/total", "policy/mismatch_kl", "policy/entropy", "optim/grad_norm", "tokens/trained"):
             assert abs(metrics[name] - outcomes[0][0][name]) < 1e-6
         assert max((parameters[n] - outcomes[0][1][n]).abs().max().item() for n in parameters) < 1e-5
+
+
+def test_the_norm_of_a_term_is_that_of_its_own_gradient(model_folder, tmp_path, world):
+    # With each of three terms on: its norm is that of the gradient with all terms less that without it. To measure
+    # changes no bit of the step. A step that does not measure has no such metrics.
+    samples, pairs, channels = make_hinted(3, 9), make_pairs(3), three_channels()
+    counted, terms, outcomes = totals(samples, [pair_unit(pair) for pair in pairs]), channels.terms(64), []
+    for measures in (True, False):
+        policy, optimizer = setup(model_folder, tmp_path, world, optim={"lr": 1e-3})
+        rows = rows_of(samples, world.device, 200, pairs, distil=True, prefer=True)
+        auxiliary = SelfTeacher(policy, channels).prepare(rows)
+        if measures:
+            given = list(zip(rows, auxiliary, strict=True))
+            whole_gradient = gradient(policy, optimizer, given, counted, terms)
+            others = {term.name: [each for each in terms if each is not term] for term in terms}
+            expected = {
+                name: (whole_gradient - gradient(policy, optimizer, given, counted, left)).norm().item()
+                for name, left in others.items()
+            }
+        metrics = train_step(
+            policy, optimizer, rows, counted, terms, step=1, auxiliary=auxiliary, measures_terms=measures
+        )
+        norms = {name.rpartition("/")[2]: value for name, value in metrics.items() if "grad_norm/" in name}
+        assert norms == (pytest.approx(expected, rel=1e-3) if measures else {})
+        outcomes.append(whole(policy))
+    assert min(expected.values()) > 1e-4
+    assert all(torch.equal(outcomes[0][name], value) for name, value in outcomes[1].items())
+
+
+def gradient(policy, optimizer, given, counted, terms) -> torch.Tensor:
+    for row, auxiliary in given:
+        loss_of(policy, row, counted, terms, auxiliary=auxiliary)[0].total.backward()
+    flat = torch.cat([p.grad.full_tensor().flatten() for p in optimizer.parameters()])
+    optimizer.zero_grad()
+    return flat
 
 
 def test_a_step_of_dummies_only_is_harmless(model_folder, tmp_path, world):

@@ -17,7 +17,7 @@ from composer_prime.wire.types import Sample
 pytestmark = pytest.mark.process
 
 VARIANTS = {
-    "live": ({}, {"optim": {"lr": 1e-3}}),
+    "live": ({}, {"optim": {"lr": 1e-3}, "term_norms_every": 3}),
     "ema": ({"kl": {"weight": 0.1, "estimator": "k2"}}, {"optim": {"lr": 1e-3}}),
     "frozen": (
         {"kl": {"weight": 0.1, "reference": "ema"}},
@@ -57,6 +57,8 @@ def test_two_ranks_are_one_rank(make_run, kind):
     assert difference(runs[1], runs[2]) < 1e-5 and moved(runs[1]) > 1e-3
     found = lines(runs[1])
     assert found[0]["sdpo/jsd"] > 0 and 0 <= found[0]["dpo/accuracy"] <= 1
+    measured = [[line.get(f"optim/grad_norm/{name}", 0) for name in ("policy", "sdpo", "replay_dpo")] for line in found]
+    assert np.count_nonzero(measured) == (2 if kind == "live" else 0) and np.count_nonzero(measured[2][:2]) in (0, 2)
     assert "sdpo/jsd" not in found[1] and "dpo/accuracy" not in found[2]
 
 
