@@ -58,6 +58,8 @@ def main(words: list[str]) -> int:
     config = resolve(rest)
     if config.orchestrator.hints is None:
         raise ConfigError("there is no [orchestrator.hints] table, so no turn gets a hint: name a file with one")
+    if (scope := config.orchestrator.hints.scope) != "turn":
+        raise ConfigError(f"orchestrator.hints.scope is {scope!r}, and a probe draws one turn again: set it to 'turn'")
     resolve_model(config.model.path)
     if options.save is not None and (options.save.exists() or not options.save.absolute().parent.is_dir()):
         raise ConfigError(f"--save is {options.save}: name a new file in a folder that is there")

@@ -117,7 +117,7 @@ class HintsConfig(BaseConfig):
         if self.licence is not None and self.scope != "turn":
             raise ValueError(
                 f"orchestrator.hints.scope is {self.scope!r}, but [orchestrator.hints.licence] tries a hint before the "
-                "error turn: set scope = 'turn', or remove the licence"
+                "error turn: set scope = 'turn', or orchestrator.hints.licence = None"
             )
         return self
 

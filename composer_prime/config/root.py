@@ -236,12 +236,12 @@ def _licence_has_a_divergence(config: Config) -> Iterator[str]:
     if sdpo.kind == "sampled" or sdpo.clip is not None:
         yield (
             f"channels.sdpo.kind is {sdpo.kind!r} and clip is {sdpo.clip}, but [orchestrator.hints.licence] reads the "
-            "divergence: set kind = 'full' or 'top_k' without a clip, or remove the licence"
+            "divergence: set kind = 'full' or 'top_k' without a clip, or orchestrator.hints.licence = None"
         )
     if config.run.max_steps and not sdpo.weight:
         yield (
             "channels.sdpo.weight is 0, so [orchestrator.hints.licence] would redraw turns from which nothing learns: "
-            "set the weight, or remove the licence"
+            "set the weight, or orchestrator.hints.licence = None"
         )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -126,7 +127,7 @@ class Licence:
         for kind, difference in self._earlier:
             self._kinds[kind].add_pair(difference)
         lines: list[dict[str, Any]] = []
-        for line in _decoded(self._path):
+        for line in _decoded(self._path) if self._path.exists() else ():
             if "resume" in line:
                 lines = [each for each in lines if each["step"] <= line["resume"]]
             elif "step" in line:
@@ -162,10 +163,11 @@ class Licence:
     def note_step(self, step: int, divergence: Mapping[str, float]) -> None:
         """Take in the mean divergence of a token by kind, in nats, of a step that is trained."""
         self._step = step
-        if not divergence:
+        finite = {kind: nats for kind, nats in divergence.items() if math.isfinite(nats)}
+        if not finite:
             return
-        self._write({"step": step, "divergence": dict(divergence)})
-        for kind, nats in divergence.items():
+        self._write({"step": step, "divergence": finite})
+        for kind, nats in finite.items():
             self._tell(kind, self._kinds[kind].add_divergence(nats))
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -192,7 +194,7 @@ class Licence:
 def read_pairs(path: Path, model: str) -> list[tuple[str, float]]:
     """Return a probe's pairs: kind, and reward with the hint less without.
 
-    Raises ConfigError for those of another model, and for a file without pairs or that cannot be read.
+    Raises ConfigError for those of another model, and for a file without pairs, of other rewards, or not readable.
     """
     setting = "orchestrator.hints.licence.file"
     try:
@@ -203,7 +205,12 @@ def read_pairs(path: Path, model: str) -> list[tuple[str, float]]:
         raise ConfigError(
             f"{setting} is {path}, which is no file of `composer hints probe --save`: {error!r}"
         ) from None
-    if said != model:
+    if not pairs or any(abs(difference) > 1 for _, difference in pairs):
+        raise ConfigError(
+            f"{setting} is {path}, with {len(pairs)} redraws: a licence needs some, whose rewards differ by 1 at most; "
+            "probe again with more groups, let the environment reward between 0 and 1, or leave out the setting"
+        )
+    if Path(said).expanduser().resolve() != Path(model).expanduser().resolve():
         raise ConfigError(
             f"{setting} is {path}, which holds redraws of {said}, but model.path is {model}: a hint must lift the "
             "model that it teaches; probe this model"

@@ -543,5 +543,7 @@ class RolloutRecords:
             rollout.append(record, order)
             if self.on_record is not None:
                 self.on_record(record)
-            if self._audits is not None and rollout.redraw is None:  # no node drew what a redraw repeats
+            # No node drew what a redraw repeats, and one reads more than the record says at the turn that it draws.
+            is_own = rollout.redraw is None or rollout.answered(record.session) > rollout.redraw.turn + 1
+            if self._audits is not None and is_own:
                 self._audits.offer(rollout.rollout_id, record.prompt_ids, record.answer, record.sampling)

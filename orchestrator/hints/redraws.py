@@ -65,9 +65,7 @@ def failed_turn(plan: GroupPlan, ended: CompiledRollout, records: Sequence[Gener
     if sample is None:
         return None
     role = "user" if message.parent is None else rollout.turns[message.parent].role
-    return FailedTurn(
-        plan=plan, rollout=rollout, message=message, records=records, sample=sample, role=role
-    )  # fmt: skip
+    return FailedTurn(plan=plan, rollout=rollout, message=message, records=records, sample=sample, role=role)
 
 
 async def redrawn(
@@ -138,24 +136,31 @@ class RedrawnPairs:
 
     async def _pair(self, turn: FailedTurn) -> None:
         try:
-            drawn = await asyncio.gather(
-                *(redrawn(self._runner, self._stage, turn, hint, at) for at, hint in ((1, turn.hint), (2, "")))
-            )
+            async with asyncio.TaskGroup() as both:
+                tasks = [
+                    both.create_task(redrawn(self._runner, self._stage, turn, hint, at))
+                    for at, hint in ((1, turn.hint), (2, ""))
+                ]
+            drawn = [task.result() for task in tasks]
             rewards = [rollout.reward for rollout in drawn if rollout is not None and rollout.reward is not None]
             if len(rewards) == 2:
                 self._unrepeated = 0
                 self.licence.note_pair(turn.kind, (rewards[0], rewards[1]))
+            elif None in drawn:
+                self._lose(f"the hint {turn.hint!r} has no place in the prompt")
             else:
-                self._lose("the environment must answer the same calls alike")
-        except Exception as error:  # a redraw never ends the run
-            logger.warning("a turn of %s could not be drawn again: %r", turn.plan.group_id, error)
+                self._lose(
+                    f"{turn.rollout.rollout_id} got no second reward: the environment must answer the same calls alike"
+                )
+        except* Exception as failed:  # a redraw never ends the run
+            self._lose(repr(failed.exceptions[0]))
 
-    def _lose(self, remedy: str) -> None:
+    def _lose(self, reason: str) -> None:
         self._unrepeated += 1
         if self._unrepeated == _UNREPEATED:
             logger.warning(
-                "%d turns in a row gave no pair of redraws, and so no kind of hint earns a licence: %s; else remove "
-                "[orchestrator.hints.licence]", _UNREPEATED, remedy,
+                "%d turns in a row gave no pair of redraws, and so no kind of hint earns a licence: %s. Else remove "
+                "[orchestrator.hints.licence]", _UNREPEATED, reason,
             )  # fmt: skip
 
     def metrics(self) -> dict[str, float]:

@@ -39,7 +39,10 @@ def test_a_string_brings_a_vllm_node(tmp_path: Path) -> None:
     run = QuickRun(tmp_path, f"joined-{os.getpid()}", steps=8)
     run.settings += ["--inference.nodes", "0", "--orchestrator.node_address", "tcp://127.0.0.1:0"]
     run.settings += ["--orchestrator.filter_zero_advantage", "false"]
-    run.settings += ["--trainer.optim.lr", "2e-4"]  # What a step changes is in the divergence of answers one version old.
+    run.settings += [
+        "--trainer.optim.lr",
+        "2e-4",
+    ]  # What a step changes is in the divergence of answers one version old.
     log = tmp_path / "join.log"
     try:
         run.start()

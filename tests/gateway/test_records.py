@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.gateway.http import GenerationRecord, RolloutRecords
+from orchestrator.gateway.http import GenerationRecord, Redraw, RolloutRecords
 from tests.records_made import record_of
 
 IDS = st.lists(st.integers(0, 3), max_size=6)
@@ -60,6 +60,18 @@ def test_a_rollout_without_an_answer_is_over_too():
     for name in ("r", "silent", "silent"):
         records.take(name)
     assert sorted(ended) == ["r", "r#1", "silent"]
+
+
+def test_what_a_redraw_draws_freely_is_audited():
+    """Not what it repeats, and not the turn behind a hint, which its record does not show."""
+    asked: list[list[int]] = []
+    audits = SimpleNamespace(offer=lambda name, prompt, answer, sampling: asked.append(prompt.tolist()))
+    records = RolloutRecords(audits=audits)
+    recorded = [record("r", [turn], [2]) for turn in range(2)]
+    records.open("rd1", redraw=Redraw(records=recorded, turn=1, draw=1))
+    for turn in range(4):
+        records.append(record("rd1", [turn], [2]), turn)
+    assert asked == [[2], [3]]
 
 
 def test_only_open_rollouts_are_recorded_and_ids_are_used_once():

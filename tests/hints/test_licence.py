@@ -135,12 +135,46 @@ def test_a_probe_can_give_it(tmp_path):
         Licence(tmp_path / "other.jsonl", "smollm2", earlier=saved)
 
 
-@pytest.mark.parametrize("text", ["", "no json\n", '{"step": 1}\n', '{"model": "tiny"}\n{"kind": "k", "step": 0}\n'])
+# Also without a redraw, and with rewards whose difference no bet can take.
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no json\n",
+        '{"step": 1}\n',
+        '{"model": "tiny"}\n',
+        '{"model": "tiny"}\n{"kind": "k", "step": 0}\n',
+        '{"model": "tiny"}\n{"kind": "k", "step": 0, "with": 2.0, "without": 0.5}\n',
+    ],
+)
 def test_a_file_that_holds_no_redraws(tmp_path, text):
     path = tmp_path / "wrong.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"licence\.file.*wrong\.jsonl"):
         licence(tmp_path, earlier=path)
+
+
+# The same folder, written in another way, is the same model.
+def test_a_model_by_another_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_pairs(tmp_path / "probe.jsonl", "runs/final", [("k", 1.0, 0.0)] * 20)
+    path, earlier = tmp_path / "licence.jsonl", tmp_path / "probe.jsonl"
+    assert Licence(path, f"{tmp_path}/runs/final", earlier=earlier).weight("k") == 1
+
+
+# A step whose divergence is no number says nothing of its kind.
+def test_a_divergence_that_is_no_number(tmp_path):
+    made = licence(tmp_path, trust=True)
+    train(made, [1.0, 0.9, float("nan"), 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
+    assert made.weight("k") == 1 and "NaN" not in (tmp_path / "licence.jsonl").read_text()
+
+
+# A disk that takes no line costs the file, not the run.
+def test_a_file_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    made = Licence(tmp_path / "file" / "licence.jsonl", "tiny", trust=True)
+    train(made, [1.0] * 10)
+    assert made.weight("k") == 0
 
 
 # What a line holds is the contract with `composer hints probe --save` and with a resume.
