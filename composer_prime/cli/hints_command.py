@@ -121,10 +121,8 @@ def distil_lines(scores: Mapping[int, Scores], history: Sequence[Mapping[str, An
         lines.append(f"{name.removeprefix(of_kind):<20}divergence {first:.4f} -> {last:.4f} nats a token")
     if change.low is None or change.high is None or change.low <= 0 <= change.high:
         return [*lines, f"no change is shown on {change.count} tasks"]
-    return [
-        *lines,
-        f"the hints {'teach' if change.low > 0 else 'do harm: without a policy loss they lower the reward'}",
-    ]
+    verb = "teach" if change.low > 0 else "do harm: without a policy loss they lower the reward"
+    return [*lines, f"the hints {verb}"]
 
 
 async def _probe(config: Config, options: argparse.Namespace) -> dict[str, KindOfHint]:

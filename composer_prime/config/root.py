@@ -233,15 +233,11 @@ def _licence_has_a_divergence(config: Config) -> Iterator[str]:
     sdpo, hints = config.channels.sdpo, config.orchestrator.hints
     if hints is None or hints.licence is None:
         return
-    if sdpo.kind == "sampled" or sdpo.clip is not None:
+    if sdpo.kind == "sampled" or sdpo.clip is not None or (config.run.max_steps and not sdpo.weight):
         yield (
-            f"channels.sdpo.kind is {sdpo.kind!r} and clip is {sdpo.clip}, but [orchestrator.hints.licence] reads the "
-            "divergence: set kind = 'full' or 'top_k' without a clip, or orchestrator.hints.licence = None"
-        )
-    if config.run.max_steps and not sdpo.weight:
-        yield (
-            "channels.sdpo.weight is 0, so [orchestrator.hints.licence] would redraw turns from which nothing learns: "
-            "set the weight, or orchestrator.hints.licence = None"
+            f"channels.sdpo has kind {sdpo.kind!r}, clip {sdpo.clip} and weight {sdpo.weight:g}, but "
+            "[orchestrator.hints.licence] reads the divergence that it distils: set kind = 'full' or 'top_k' without a "
+            "clip and with a weight, or orchestrator.hints.licence = None"
         )
 
 

@@ -106,8 +106,7 @@ class TrainerConfig(BaseConfig):
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning-rate schedule."""
     term_norms_every: int = Field(default=0, ge=0)
-    """Steps between measures of each loss term's own gradient norm (optim/grad_norm/NAME). One costs a forward and
-    backward pass a term. 0: none."""
+    """Steps between measures of each loss term's own gradient norm, at one more pass a term; 0: none."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all parameters; published weights are merged."""
     checkpoint: CheckpointConfig = CheckpointConfig()

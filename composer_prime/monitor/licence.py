@@ -201,15 +201,12 @@ def read_pairs(path: Path, model: str) -> list[tuple[str, float]]:
         first, *lines = _decoded(path.expanduser())
         said = first["model"]
         pairs = [(line["kind"], line["with"] - line["without"]) for line in lines]
+        if not pairs or any(abs(difference) > 1 for _, difference in pairs):
+            raise ValueError(f"it has {len(pairs)} redraws, and needs some, whose rewards differ by 1 at most")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{setting} is {path}, which is no file of `composer hints probe --save`: {error!r}"
         ) from None
-    if not pairs or any(abs(difference) > 1 for _, difference in pairs):
-        raise ConfigError(
-            f"{setting} is {path}, with {len(pairs)} redraws: a licence needs some, whose rewards differ by 1 at most; "
-            "probe again with more groups, let the environment reward between 0 and 1, or leave out the setting"
-        )
     if Path(said).expanduser().resolve() != Path(model).expanduser().resolve():
         raise ConfigError(
             f"{setting} is {path}, which holds redraws of {said}, but model.path is {model}: a hint must lift the "

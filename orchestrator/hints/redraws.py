@@ -146,12 +146,8 @@ class RedrawnPairs:
             if len(rewards) == 2:
                 self._unrepeated = 0
                 self.licence.note_pair(turn.kind, (rewards[0], rewards[1]))
-            elif None in drawn:
-                self._lose(f"the hint {turn.hint!r} has no place in the prompt")
             else:
-                self._lose(
-                    f"{turn.rollout.rollout_id} got no second reward: the environment must answer the same calls alike"
-                )
+                self._lose("hints must have a place, and environments answer the same calls alike")
         except* Exception as failed:  # a redraw never ends the run
             self._lose(repr(failed.exceptions[0]))
 
