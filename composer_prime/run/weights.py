@@ -281,29 +281,21 @@ class WeightStore:
                 self._manifest_path(later).unlink(missing_ok=True)
 
     def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
-        """Return up to `size` bytes of a chunk from `offset`, for a node; None when the store has no such chunk."""
-        path = self.pulled_path(sha256)
-        if path is None:
-            return None
-        try:
-            with path.open("rb") as file:
-                file.seek(offset)
-                return file.read(size)
-        except FileNotFoundError:  # pruned meanwhile
-            return None
+        """Return up to `size` bytes of a chunk from `offset`, for a node; None when the store has no such chunk.
 
-    def pulled_path(self, sha256: str) -> Path | None:
-        """Return the file of a chunk for a node; None when the store has none. `prune` spares it by its access time."""
-        path = self._chunks / sha256
+        `prune` spares it by its access time. Raises OSError for what cannot be read, such as a link.
+        """
+        if not is_chunk_name(sha256):
+            return None
         try:
-            if not is_chunk_name(sha256) or path.is_symlink():
-                return None
-            modified_ns = path.stat().st_mtime_ns
+            descriptor = os.open(self._chunks / sha256, os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:
             return None
-        with suppress(OSError):  # another user's, or read-only
-            os.utime(path, ns=(time.time_ns(), modified_ns))
-        return path
+        with open(descriptor, "rb") as file:
+            with suppress(OSError):  # another user's, or read-only
+                os.utime(descriptor, ns=(time.time_ns(), os.fstat(descriptor).st_mtime_ns))
+            file.seek(offset)
+            return file.read(size)
 
     def remove_partials(self) -> None:
         """Drop what a killed trainer was writing, before writing again."""

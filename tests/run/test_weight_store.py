@@ -125,3 +125,16 @@ def test_the_kind_is_in_the_signed_bytes(store):
         changed = msgspec.structs.replace(signed, manifest=signed.manifest.replace(kind.encode(), other.encode()[:6]))
         with pytest.raises(SignatureError):
             decode(msgspec.msgpack.encode(changed))
+
+
+def test_no_link_is_followed(store, tmp_path):
+    """A link in the place of a chunk leads a node to no other file of this machine."""
+    (tmp_path / "secret").write_bytes(b"secret")
+    [ref] = store.put_chunks(b"chunk")
+    path = store.root / "chunks" / ref.sha256
+    assert store.chunk(ref.sha256, 1, 3) == b"hun" and store.chunk("../" + ref.sha256, 0, 5) is None
+    path.unlink()
+    assert store.chunk(ref.sha256, 0, 5) is None
+    path.symlink_to(tmp_path / "secret")
+    with pytest.raises(OSError, match="symbolic link"):
+        store.chunk(ref.sha256, 0, 5)
