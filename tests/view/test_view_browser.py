@@ -146,18 +146,21 @@ class Page:
 def test_a_walk_by_mouse(browser, server):
     page = Page(browser, server.address)
     page.until("2 runs")
-    assert len(page.all("#runs tbody tr")) == 2
+    assert len(page.all("#runs tbody tr")) == 2 and "policy.objective unset" in page.text("#runs")
+    # Lines of the list have one scale: both begin at half of the highest reward.
+    assert [line.get_attribute("d")[:9] for line in page.all(".spark path")] == ["M2.0 12.0"] * 2
     page.click("a[href='#/run/a1']")
     page.until("it learned (0.250 after step 0, 0.875 after step 12)")
     assert len(page.all(".chart svg")) >= 5 and page.all(".chart .bar") and page.all(".line.bold")
     assert HOSTILE in page.text("#events")
     assert len(page.all("#nodes tbody tr")) == 2 and "$6.25" in page.text("#nodes")
+    assert page.all("select[aria-label='figure']")[0].get_attribute("value") == "loss/total"
     page.click_text("nav.tabs a", "Rollouts")
     page.until("1–96 of 96 rollouts")
     page.click("#rollouts tbody tr:nth-child(2)")
     page.until("Use a.")
     assert HOSTILE in page.text(".rollout") and 'add({"a": 1})' in page.text(".rollout")
-    assert "add(a: integer)" in page.text(".rollout details")
+    assert "add(a: integer)" in page.text(".rollout details") and "failed call" in page.text(".turn.failed")
     page.click("#side")
     page.until_true(lambda: len(page.all(".rollout")) == 4, "four siblings")
     page.click_text("nav.tabs a", "Evaluations")
@@ -185,6 +188,13 @@ def test_filters_are_links(browser, server):
     page.until("1–4 of 4 rollouts")
     page.click_text(".filters button", "Failed")
     page.until("the box broke")
+    page.check_clean()
+
+
+# An address that leads nowhere says so, and shows no other page in its place.
+def test_an_unknown_page_is_named(browser, server):
+    page = Page(browser, f"{server.address}#/run/a1/flips")
+    page.until("a run has no page flips", "[role='alert']")
     page.check_clean()
 
 
@@ -230,9 +240,10 @@ def test_runs_are_laid_over_each_other(browser, server):
     page.until("2 runs")
     for name in ("a1", "a2"):
         page.click(f"input[aria-label='lay {name} over others']")
-    page.click("#compare")
+    # The page may draw the button anew between press and release.
+    page.until_true(lambda: page.hash.startswith("#/compare/") or page.click("#compare"), "the comparison")
     page.until("Configuration difference")
-    assert page.hash.startswith("#/compare/") and "run.seed" in page.text()
+    assert "run.seed" in page.text()
     keys = {element.text for element in page.all(".chart:first-of-type .legend .key")}
     assert {"a1", "a2"} <= keys
     assert "Clipped and masked: masked fraction" in page.text()

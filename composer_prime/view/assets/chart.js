@@ -184,9 +184,9 @@ function frame(spec, drawing, readout, series, intervals) {
   );
 }
 
-export function sparkline(values) {
+// `scale`: lowest and highest value that fit, the same for lines that are compared.
+export function sparkline(values, [low, high]) {
   if (!values.length) return h("span", { class: "quiet" }, "–");
-  const [low, high] = [Math.min(...values), Math.max(...values)];
   const x = (index) => 2 + (index / Math.max(values.length - 1, 1)) * 96;
   const y = (value) => 20 - ((value - low) / (high - low || 1)) * 16;
   const d = values.map((value, index) => `${index ? "L" : "M"}${x(index).toFixed(1)} ${y(value).toFixed(1)}`).join("");

@@ -8,6 +8,8 @@ export function runsPage(answer, state, redraw) {
   const text = (state.filter || "").toLowerCase();
   const shown = answer.runs.filter((run) => !text || JSON.stringify([run.id, run.state, run.differs]).toLowerCase().includes(text));
   const picked = state.picked;
+  const rewards = [0, ...answer.runs.flatMap((run) => run.spark)];
+  const scale = [Math.min(...rewards), Math.max(...rewards)];
   const compare = h(
     "button",
     { type: "button", id: "compare", disabled: picked.size < 2, onclick: () => (location.hash = link(["compare", ...picked])) },
@@ -17,16 +19,16 @@ export function runsPage(answer, state, redraw) {
     type: "search", id: "search", placeholder: "name, state or setting", "aria-label": "filter the runs", value: state.filter || "",
     oninput: (event) => { state.filter = event.target.value; redraw(); },
   });
-  const columns = [{ title: "", kind: "wide" }, { title: "Run" }, { title: "State" }, { title: "Step", kind: "n" }, { title: "", kind: "wide" }, { title: "Reward", kind: "n", hint: "training: the line is every step, on a scale of its own; the number is the mean of the last ten" },
+  const columns = [{ title: "", kind: "wide" }, { title: "Run" }, { title: "State" }, { title: "Step", kind: "n" }, { title: "", kind: "wide" }, { title: "Reward", kind: "n", hint: "training: the line is every step, from 0 to the highest of all lines here; the number is the mean of the last ten" },
     { title: "Held-out" }, { title: "Settings unlike most runs here", kind: "wide" }, { title: "Last line", kind: "wide" }];
   return [
     h("h1", null, plural(answer.runs.length, "run"), " ", h("span", { class: "quiet" }, answer.folders.join(", "))),
     h("div", { class: "filters" }, search, compare),
-    shown.length ? table(columns, shown.map((run) => runRow(run, picked, redraw)), { id: "runs" }) : h("p", { class: "quiet" }, "No run matches."),
+    shown.length ? table(columns, shown.map((run) => runRow(run, scale, picked, redraw)), { id: "runs" }) : h("p", { class: "quiet" }, "No run matches."),
   ];
 }
 
-function runRow(run, picked, redraw) {
+function runRow(run, scale, picked, redraw) {
   const change = (event) => {
     if (event.target.checked) picked.add(run.id);
     else picked.delete(run.id);
@@ -40,7 +42,7 @@ function runRow(run, picked, redraw) {
     h("td", { class: "w" }, h("a", { href }, h("b", null, run.id)), run.joint && h("div", { class: "quiet small" }, `cluster of ${run.joint}`)),
     h("td", { class: "w" }, h("span", { class: `state ${run.state}` }, run.state)),
     h("td", { class: "n" }, run.max_steps ? `${run.step} / ${run.max_steps}` : run.step),
-    h("td", { class: "wide" }, sparkline(run.spark)),
+    h("td", { class: "wide" }, sparkline(run.spark, scale)),
     h("td", { class: "n" }, short(run.reward)),
     h("td", { class: "w" }, heldOut(run.held_out)),
     h("td", { class: "wide" }, Object.entries(run.differs).slice(0, 8).map(([name, value]) => chip(name, value)), moreChips(run.differs)),
@@ -56,7 +58,7 @@ function heldOut(ends) {
 }
 
 function chip(name, value) {
-  const text = JSON.stringify(value) ?? "unset";
+  const text = value === null || value === undefined ? "unset" : JSON.stringify(value);
   return h("span", { class: "chip", title: name }, `${name.split(".").filter((part) => !/^\d+$/.test(part)).slice(-2).join(".")} `, h("b", null, text.length > 40 ? `${text.slice(0, 40)}…` : text));
 }
 
