@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.errors import DeadlineError, LostWeightsError, RunMismatchError, WireError
+from composer_prime.errors import DeadlineError, EngineError, LostWeightsError, RunMismatchError, WireError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import Canary
 from composer_prime.wire.node_messages import (
@@ -92,6 +92,21 @@ async def test_what_cannot_be_served_is_said(serving):
     assert all(isinstance(answer, GenerateFailed) and not answer.retryable for answer in failures)
     assert "context" in failures[0].error and "vocabulary" in failures[1].error
     assert isinstance(fine, Sampled)
+
+
+async def test_an_engine_that_gives_no_scores_ends_its_node(serving, monkeypatch):
+    # A hung engine fails by its deadline. Its node must not stay attached: it would take requests for ever.
+    async def hangs(*_: object) -> None:
+        raise DeadlineError("waited 9 s for scores")
+
+    async with serving() as (gateway, node, ended):
+        await gateway.until(lambda: gateway.node, "a node")
+        for name in ("generate", "score"):
+            monkeypatch.setattr(node._engine, name, hangs)
+        gateway.generate("lost", PROMPT)
+        assert (await gateway.next()).retryable
+        with pytest.raises(EngineError, match="the engine died: waited 9 s for scores"):
+            await asyncio.wait_for(ended, 60)
 
 
 async def test_a_cancelled_request_is_not_answered(serving):

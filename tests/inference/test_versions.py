@@ -42,9 +42,11 @@ def decode(raw: bytes) -> Manifest:
 class Training:
     """Weights that change a little at each step, and the store that they are written to."""
 
-    def __init__(self, root: Path, *, anchor_every: int = 4, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, root: Path, *, anchor_every: int = 4, dtype: torch.dtype = torch.bfloat16, threads: int = 1
+    ) -> None:
         self.store = WeightStore(root, chunk_bytes=8192)
-        self.anchor_every, self.dtype = anchor_every, dtype
+        self.anchor_every, self.dtype, self.threads = anchor_every, dtype, threads
         self.random = torch.Generator().manual_seed(0)
         self.tensors = {
             name: torch.randn(shape, generator=self.random).to(dtype)
@@ -55,7 +57,8 @@ class Training:
 
     def restart(self) -> None:
         """A new trainer process: it knows no version."""
-        self.writer = VersionWriter(self.store, KEY, "r", keep=KEEP, anchor_every=self.anchor_every)
+        more = {"anchor_every": self.anchor_every, "threads": self.threads}
+        self.writer = VersionWriter(self.store, KEY, "r", keep=KEEP, **more)
 
     def step(self, share: float = 0.01) -> None:
         for tensor in self.tensors.values():
@@ -257,6 +260,15 @@ def test_only_whole_chunks_are_taken_over(tmp_path):
 
 
 # The thread of a pull that was given up may still write a chunk when the next pull does.
+def test_threads_change_no_version(tmp_path):
+    # However many threads sum, compare and write the chunks, anchors and patches are the same.
+    one, four = (Training(tmp_path / str(count), threads=count) for count in (1, 4))
+    for each in (one, four):
+        each.train(range(6))
+    assert {manifest.kind for manifest, _ in one.written.values()} == {"anchor", "delta"}
+    assert all(one.written[version][0] == four.written[version][0] for version in range(6))
+
+
 def test_two_threads_write_one_chunk(tmp_path):
     data = bytes(4 << 20)
     ref = ChunkRef(hashlib.sha256(data).hexdigest(), len(data))

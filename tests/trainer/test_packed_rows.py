@@ -174,6 +174,14 @@ def test_attention_that_cannot_be_packed_is_a_configuration_error():
         attention_name("flash_attention_2", "cpu", torch.bfloat16)
 
 
+def test_auto_takes_flash_attention_in_half_precision_only(monkeypatch):
+    # On CUDA with the package installed: in float32 its kernels raise at the first step.
+    monkeypatch.setattr("trainer.model.policy_model.is_flash_attn_2_available", lambda: True)
+    chosen = {dtype: attention_name("auto", "cuda", dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+    assert list(chosen.values()) == ["flash_attention_2", "flash_attention_2", PACKED]
+    assert attention_name("auto", "cpu", torch.bfloat16) == PACKED
+
+
 def passes_by_layout(documents: list[np.ndarray], *, share: bool, max_tokens: int | None) -> list[range]:
     """The rule as it reads: lay out each longer pass, and look whether it fits."""
     passes: list[range] = []

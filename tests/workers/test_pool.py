@@ -246,8 +246,8 @@ async def test_an_environment_that_exits_or_forks_is_named(model_path: str, tmp_
 
 
 @pytest.mark.slow
-async def test_only_the_task_that_blocks_is_blamed(model_path: str) -> None:
-    """Other rollouts of the worker are displaced; a task that blocked two workers is left out."""
+async def test_only_the_task_that_blocks_is_blamed(model_path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Its place is said before its worker ends. Other rollouts are displaced; after two workers it is left out."""
     spec = source(model_path, {"hang_at": 0})
     pool = WorkerPool(spec, start_timeout_s=START_S, hang_timeout_s=9, max_restarts=5)
     async with Peer(delay_s=60) as peer, started(pool):
@@ -256,6 +256,8 @@ async def test_only_the_task_that_blocks_is_blamed(model_path: str) -> None:
         for name in ("first", "second"):
             hung = (await pool.run(rollout(peer, name, 0))).failure
             assert hung.kind == "hang" and re.fullmatch(r"\S*bench_env\.py:\d+, in setup", hung.where)
+            assert any(f"now, at {hung.where}" in text for text in caplog.messages)
+            caplog.clear()
             assert (await bystander).failure.kind == "displaced"
         left_out = (await pool.run(rollout(peer, "third", 0))).failure
         assert left_out.kind == "hang" and not left_out.retryable
