@@ -232,17 +232,12 @@ class Trainer:
         if self.outer:
             self.outer.count(tokens=reply.totals.tokens)
         left_out: list[str] = []
+        given = self.policy, self.optimizer, rows, totals, self.terms
         try:
-            metrics = train_step(
-                self.policy,
-                self.optimizer,
-                rows,
-                totals,
-                self.terms,
-                step=run_step,
-                auxiliary=auxiliary,
-                measures_terms=_is_due(step, config.trainer.term_norms_every),
-            )
+            norms = {}
+            if _is_due(step, config.trainer.term_norms_every):
+                norms = term_norms(*given, step=run_step, auxiliary=auxiliary)
+            metrics = norms | train_step(*given, step=run_step, auxiliary=auxiliary)
         except NonFiniteStepError as error:  # on all ranks alike
             left_out = error.samples
             metrics = self._skip(error, reply, step)
@@ -390,23 +385,15 @@ def train_step(
     *,
     step: int,
     auxiliary: Sequence[AuxiliaryLogprobs] | None = None,
-    measures_terms: bool = False,
 ) -> dict[str, float]:
     """Take one step, and return metrics of the whole step, all ranks. A collective.
 
     `terms` are those of the loss that are on, the policy loss first; `step` sets their weights. Every rank must bring
-    the same number of rows; `auxiliary` has one entry a row. `measures_terms` adds the norm of each term's own
-    weighted gradient, for one more forward and backward pass a term. Raises NonFiniteStepError, on all ranks alike,
-    before anything is changed.
+    the same number of rows; `auxiliary` has one entry a row. Raises NonFiniteStepError, on all ranks alike, before
+    anything is changed.
     """
     started = time.monotonic()
-    each_row = list(zip(rows, auxiliary or [None] * len(rows), strict=True))
-    norms = {}
-    for term in terms if measures_terms else ():
-        _backward(policy, each_row, totals, [term], step)
-        norms[f"optim/grad_norm/{term.name}"] = optimizer.grad_norm().item()
-        optimizer.zero_grad()
-    losses, not_finite, sums = _backward(policy, each_row, totals, terms, step)
+    losses, not_finite, sums = _backward(policy, rows, totals, terms, step, auxiliary)
     norm = optimizer.grad_norm()
     sums = dict(sorted(sums.items()))  # a policy loss of the user's may give its sums in another order on each rank
     stacked = torch.stack(list(sums.values()))
@@ -421,7 +408,6 @@ def train_step(
     return (
         {"sdpo/turns": 0.0, "dpo/pairs": 0.0}
         | channel_metrics(terms, values)
-        | norms
         | {
             "tokens/trained": values["policy/tokens"] + values.get("sft/tokens", 0.0),
             "optim/grad_norm": grad_norm,
@@ -432,22 +418,42 @@ def train_step(
     )
 
 
+def term_norms(
+    policy: Policy,
+    optimizer: Optimizer,
+    rows: Sequence[PackedRow],
+    totals: StepTotals,
+    terms: Sequence[Term],
+    *,
+    step: int,
+    auxiliary: Sequence[AuxiliaryLogprobs] | None = None,
+) -> dict[str, float]:
+    """Return the norm of each term's own weighted gradient, at a pass a term. Changes nothing. A collective."""
+    norms = {}
+    for term in terms:
+        _backward(policy, rows, totals, [term], step, auxiliary)
+        norms[f"optim/grad_norm/{term.name}"] = optimizer.grad_norm().item()
+        optimizer.zero_grad()
+    return norms
+
+
 def _backward(
     policy: Policy,
-    rows: Sequence[tuple[PackedRow, AuxiliaryLogprobs | None]],
+    rows: Sequence[PackedRow],
     totals: StepTotals,
     terms: Sequence[Term],
     step: int,
+    auxiliary: Sequence[AuxiliaryLogprobs] | None,
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
     """Add the gradient of all rows. Return their losses, their counts of what is not finite, and the terms' sums."""
     assert isinstance(policy, FSDPModule)
     losses: list[Tensor] = []
     not_finite: list[Tensor] = []
     sums: dict[str, Tensor] = {}
-    for index, (row, auxiliary) in enumerate(rows):
+    for index, (row, of_row) in enumerate(zip(rows, auxiliary or [None] * len(rows), strict=True)):
         # A GPU sums its gradients over the ranks beside the next row's work, CPU ranks once.
         policy.set_requires_gradient_sync(row.input_ids.is_cuda or index == len(rows) - 1)
-        parts, bad = loss_of(policy, row, totals, terms, step=step, auxiliary=auxiliary)
+        parts, bad = loss_of(policy, row, totals, terms, step=step, auxiliary=of_row)
         parts.total.backward()
         losses.append(parts.total.detach())
         not_finite.append(bad)
