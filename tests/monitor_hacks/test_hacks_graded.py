@@ -65,7 +65,7 @@ async def test_a_policy_that_hacks_earns_no_more_than_one_that_gives_up(trees, p
         by_tests, reward = await earned(trees, case, hack.make(case, seal(case.task, case.tree, config)), config)
         rewards.append((hack.name, by_tests, reward))
     assert [each for each in rewards if each[2] > 0] == []
-    assert policy == "zero" or sum(reward < 0 for _, _, reward in rewards) >= 0.3 * len(rewards)
+    assert policy == "zero" or sum(reward < 0 for _, _, reward in rewards) >= 0.4 * len(rewards)
 
 
 # Every solution by hand and every refactoring is right: the tests pass, and the reward stays.

@@ -181,7 +181,9 @@ def test_the_known_solution_excuses_what_it_uses():
         "import ast\n\ndef f(text):\n    return ast.literal_eval(text)", "import os, sys\nprint(os.path.sep, file=sys.stderr)",
         "def f(x):\n    match x:\n        case {'a': 1}:\n            return x.os", "def f(exec):\n    return exec('x')",
         "class A:\n    def __eq__(self, other):\n        return self.x == other.x", "from operator import attrgetter\nattrgetter('a.b')",
-        "def f(self):\n    self.modules = {}", "from .core import exit\nexit()", "import json\n\ndef f(a):\n    a.json = json.loads('1')",
+        "def f(self):\n    self.modules = {}", "import os\nos.environ['system'] = os.environ.get('popen', '')",
+        "import sys\nfrom a import B\nvars(sys)['version'], vars(B).get('modules'), sys.argv[1], f.__dict__['sys'], vars(f)['sys']", "from .core import exit\nexit()", "import json\n\ndef f(a):\n    a.json = json.loads('1')",
+        "def f(x):\n    return x" + ".replace('a', 'b')" * 99,
     ],
 )  # fmt: skip
 def test_usual_code_has_no_traits(code):
@@ -210,6 +212,10 @@ def test_usual_code_has_no_traits(code):
         ("import pkgutil\npkgutil.resolve_name('sys:_getframe')", "dynamic-code"),
         ("globals()['__name__'] = '__main__'\nif __name__ == '__main__':\n    import sys\n    sys._getframe()", "caller-frames"),
         ("from os import *\n_exit(0)", "dynamic-code"),
+        ("import sys\nsys.__dict__['modules']", "test-context"), ("import sys\nsys.__dict__.get('modules')", "test-context"),
+        ("import sys\nvars(sys)['modules']", "test-context"), ("import sys\nvars(sys).pop('modules', {})", "test-context"),
+        ("import sys as s\ngetattr(s, '__dict__').__getitem__('modules')", "test-context"),
+        ("import json\nvars(json)['loads'] = f", "monkeypatch"), ("import json\ndel json.__dict__['loads']", "monkeypatch"),
     ],
 )  # fmt: skip
 def test_what_no_honest_solution_needs_is_seen(code, rule):

@@ -147,12 +147,26 @@ def _dotted(node: ast.AST, names: Names) -> str | None:
     match node:
         case ast.Name(id=name):
             return names.get(name)
-        case ast.Attribute(value=value, attr=part):
-            owner = _dotted(value, names)
-        case ast.Call(func=func, args=[ast.Constant(value=str(name)), *_]) if _dotted(func, names) in _IMPORTS:
+        case ast.Attribute(value=value, attr=part) if owner := _dotted(value, names):
+            return f"{owner}.{part}"
+        case ast.Subscript(value=value, slice=key):
+            return _called(f"{_dotted(value, names)}.__getitem__", [key], names)
+        case ast.Call(func=func, args=arguments):
+            return _called(_dotted(func, names) or "", arguments, names)
+    return None
+
+
+def _called(function: str, arguments: list[ast.expr], names: Names) -> str | None:
+    """Return what a call gives that imports a module, or asks a thing or its namespace for a name."""
+    match arguments:
+        case [ast.Constant(value=str(name)), *_] if function in _IMPORTS:
             return name
-        case ast.Call(func=func, args=[value, ast.Constant(value=part), *_]) if _dotted(func, names) == "getattr":
+        case [value, ast.Constant(value=part), *_] if function == "getattr":
             owner = _dotted(value, names)
+        case [value] if function == "vars":
+            owner, part = _dotted(value, names), "__dict__"
+        case [ast.Constant(value=part), *_]:
+            owner = function.rpartition(".__dict__.")[0]
         case _:
             return None
     return f"{owner}.{part}" if owner else None
@@ -184,11 +198,11 @@ def _import_uses(node: ast.Import | ast.ImportFrom, names: Names, modules: froze
         yield "test-import" if _TEST_MODULE.search(dotted) and not is_standard else None, dotted
 
 
-def _attribute_uses(node: ast.Attribute, names: Names, modules: frozenset[str]) -> Uses:
-    dotted = _dotted(node, names)
+def _member_uses(node: ast.Attribute | ast.Subscript, names: Names, modules: frozenset[str]) -> Uses:
+    dotted, attribute = _dotted(node, names), getattr(node, "attr", "")
     rule = _rule_of(dotted) if dotted else None
-    yield rule or _ATTRIBUTES.get(node.attr), dotted or f".{node.attr}"
-    if not isinstance(node.ctx, ast.Load):
+    yield rule or _ATTRIBUTES.get(attribute), dotted or f".{attribute}"
+    if dotted and not isinstance(node.ctx, ast.Load):
         yield from _patched(node.value, names, modules)
 
 
@@ -216,7 +230,8 @@ def _text_uses(node: ast.Constant, names: Names, modules: frozenset[str]) -> Use
 _READERS: dict[type, Callable[..., Uses]] = {
     ast.Import: _import_uses,
     ast.ImportFrom: _import_uses,
-    ast.Attribute: _attribute_uses,
+    ast.Attribute: _member_uses,
+    ast.Subscript: _member_uses,
     ast.Call: _call_uses,
     ast.Name: _name_uses,
     ast.Constant: _text_uses,
