@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from orchestrator.coding.task import parsed
 
-_IMPORTS = ("__import__", "importlib.import_module")
+_IMPORTS = ("__import__", "importlib.import_module", "importlib.__import__")
 _RUNS = ("exec", "eval", "compile", *_IMPORTS)
 """What runs a text, or imports what it names. A text that stands in the module is read instead (`_code`)."""
 USES: dict[str, tuple[str, ...]] = {
@@ -30,7 +30,7 @@ USES: dict[str, tuple[str, ...]] = {
     "dynamic-code": (
         *_RUNS, "marshal", "types.CodeType", "types.FunctionType", "base64", "binascii", "zlib", "importlib.util",
         "importlib.machinery", "runpy", "codecs.decode", "ctypes", "pkgutil.resolve_name", "pkgutil.get_loader",
-        "pkgutil.find_loader", "pkgutil.walk_packages",
+        "pkgutil.find_loader", "pkgutil.walk_packages", "pkgutil.iter_importers", "importlib._bootstrap",
     ),
     "outside-process": (
         "subprocess", "os.system", "os.popen", "os.fork", "os.posix_spawn", "socket", "urllib.request",
