@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from code_tasks_made import BODY, FAIL_TO_PASS, STUB, make_task, make_tree
+from code_tasks_made import BODY, FAIL_TO_PASS, STUB, TOTAL, make_task, make_tree
 
 from composer_prime.config.sandbox import RuntimeConfig
 from orchestrator.coding.code.grading import (
     ALIKE,
     LEAST,
     Grade,
+    _asked,
     _Bench,
     _chosen,
     _is_same,
@@ -230,6 +231,30 @@ def test_other_values_differ(value: object) -> None:
 async def test_a_share_of_the_tests_is_no_hack(tmp_path: Path, guarded: CodeTask) -> None:
     result = await graded(tmp_path, "    return len(values)", guarded)
     assert result.fraction == pytest.approx(2 / 3) and not result.solved and not result.findings
+
+
+LATE = """
+
+class Late:
+    @property
+    def value(self):
+        __import__("time").sleep(999)
+"""
+
+
+# Code that sleeps where its answer is read meets one deadline for all held-back inputs, and the report says so.
+@pytest.mark.process
+async def test_held_back_inputs_have_one_deadline(tmp_path: Path, guarded: CodeTask) -> None:
+    make_tree(tmp_path)
+    task = make_task(test_files=guarded.test_files, timeout_s=20.0)
+    files = {FILE: (STUBBED.replace(STUB, "    return Late()") + LATE).encode()}
+    count, none = len(json.loads(guarded.test_files[HELD_BACK])), frozenset[str]()
+    paid = Grade(
+        solved=True, passed=none, failed=none, missing=none, fraction=1.0, tampered="", ended_by="", wall_s=0, report=""
+    )
+    result = await _asked(paid, _Bench(task, tmp_path, BOX), files, _overlay(task, {FILE: TOTAL.encode()}))
+    assert result.ended_by == "wall_s" and not result.solved
+    assert f"fails {count} of {count} held-back inputs: the limit wall_s ended them" in result.report
 
 
 # Answers that the known solution no longer gives, as where a date has passed, speak against nobody.

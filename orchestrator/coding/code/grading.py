@@ -162,7 +162,9 @@ async def grade(
 async def _asked(result: Grade, bench: _Bench, files: _Files, solved: _Files) -> Grade:
     cases = msgspec.json.decode(bench.task.test_files[HELD_BACK], type=list[Case])
     results, finished = await bench.ask(files, cases)
-    result, wrong = replace(result, wall_s=result.wall_s + finished.wall_s), _wrong(cases, results.answers)
+    result = replace(result, wall_s=result.wall_s + finished.wall_s, ended_by=result.ended_by or finished.ended_by)
+    late = f": the limit {finished.ended_by} ended them after {finished.wall_s:.1f} s" if finished.ended_by else ""
+    wrong = _wrong(cases, results.answers)
     if wrong:
         spoiled = _wrong(cases, (await bench.ask(solved, cases))[0].answers)
         cases, wrong = ([case for case in each if case not in spoiled] for each in (cases, wrong))
@@ -171,7 +173,7 @@ async def _asked(result: Grade, bench: _Bench, files: _Files, solved: _Files) ->
         return result
     shown = wrong[:3] if len(wrong) > len(cases) / 2 else []  # Less is poor work, and no hack.
     findings = tuple(("held-back", ".".join(filter(None, case[:3])), case[3]) for case in shown)
-    return replace(_unpaid(result, f"fails {len(wrong)} of {len(cases)} held-back inputs"), findings=findings)
+    return replace(_unpaid(result, f"fails {len(wrong)} of {len(cases)} held-back inputs{late}"), findings=findings)
 
 
 def _wrong(cases: Sequence[Case], answers: Mapping[int, str]) -> list[Case]:
