@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
 import importlib
 import io
 import itertools
 import json
 import random
+import re
 import sqlite3
 import sys
+import types
 import uuid
 from pathlib import Path
 from typing import Any
@@ -365,6 +373,45 @@ def test_answers_cannot_lie() -> None:
             plain(each, is_answer=True)
     assert _is_same("6", "6.0") and _is_same("{1, 2}", "{2, 1}")
     assert not _is_same("6", "'6'") and not _is_same("[1]", "(1,)") and not _is_same("6", "(" * 90000)
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+Row = collections.namedtuple("Row", "a b")
+Point = dataclasses.make_dataclass("Point", ["x"], frozen=True)
+CONTAINERS: list[tuple[Any, Any, Any]] = [
+    (collections.defaultdict(list, {1: [2]}), {1: [2]}, {1: [3]}),
+    (collections.OrderedDict(a=1), {"a": 1}, {"b": 1}),
+    (collections.Counter("aab"), {"a": 2, "b": 1}, collections.Counter("ab")),
+    (collections.ChainMap({1: 2}, {3: 4}), {1: 2, 3: 4}, {1: 2}),
+    (types.MappingProxyType({1: 2}), {1: 2}, {1: 3}),
+    ({1: 2}.items(), {1: 2}.items(), {1: 3}.items()),
+    (collections.deque([1, 2]), collections.deque((1, 2)), collections.deque([2, 1])),
+    (Row(1, [2]), Row(1, [2]), Row(1, [3])),
+    (Point(1), Point(1), Point(2)),
+    ({Point(1): Color.RED}, {Point(1): Color.RED}, {Point(2): Color.RED}),
+    (Color.RED, Color.RED, 1),
+    (re.A | re.I, re.I | re.A, re.A),
+    (decimal.Decimal("1.50"), 1.5, decimal.Decimal("1.51")),
+    (fractions.Fraction(4, 2), 2, fractions.Fraction(1, 2)),
+    (datetime.time(1, tzinfo=datetime.UTC), datetime.time(1, tzinfo=datetime.UTC), datetime.time(1)),
+    ({datetime.date(2020, 1, 2): 1}, {datetime.date(2020, 1, 2): 1}, {datetime.date(2021, 1, 2): 1}),
+    (datetime.timedelta(1), datetime.timedelta(hours=24), datetime.timedelta(2)),
+    ({Path("a/b")}, {Path("a", "b")}, {Path("a")}),
+    (frozenset({1, 2}), {2, 1}, {1}),
+    ({frozenset("abc")}, {frozenset("cba")}, {frozenset("ab")}),
+    (bytearray(b"a"), b"a", b"b"),
+    ([float("inf")], [float("inf")], [float("-inf")]),
+]  # fmt: skip
+
+
+# What the containers of the standard library hold is read as plain data: one equals another where they are equal.
+@pytest.mark.parametrize(("value", "same", "other"), CONTAINERS)
+def test_containers_are_answers(value: Any, same: Any, other: Any) -> None:
+    texts = [repr(plain(each, is_answer=True)) for each in (value, same, other)]
+    assert _is_same(texts[0], texts[1]) and not _is_same(texts[0], texts[2])
 
 
 # Kept are cases that a box answers twice in one way and the start otherwise, a few for each answer: calls of tests, and

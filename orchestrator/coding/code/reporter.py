@@ -22,6 +22,8 @@ import ast
 import collections
 import contextlib
 import copy
+import datetime
+import enum
 import functools
 import hashlib
 import hmac
@@ -30,6 +32,7 @@ import importlib.machinery
 import inspect
 import itertools
 import json
+import numbers
 import operator
 import os
 import pathlib
@@ -60,6 +63,18 @@ LONGEST = 300
 NEW = "new object"
 NEAR = (str, bytes, int, float)
 PLAIN = (*NEAR, complex, bool, type(None), list, tuple, dict, set, frozenset)
+READ_AS: typing.Any = {
+    typing.Iterator: lambda value: list(itertools.islice(value, 50)),
+    enum.Flag: operator.attrgetter("value"),
+    numbers.Integral: int,
+    numbers.Number: float,
+    typing.Mapping: dict,
+    typing.MappingView: list,
+    os.PathLike: os.fspath,
+    bytearray: bytes,
+    datetime.tzinfo: str,
+}
+"""Kinds of objects that equal others by what they are read as. Others equal by what they hold."""
 EQUALITIES = ("assertEqual", "assertEquals", "assertListEqual", "assertDictEqual", "assertTupleEqual", "assertSetEqual")
 RAISES = ("raises", "assertRaises")
 EXCEPTIONS = (LookupError, TypeError, ValueError, AttributeError, OSError, RuntimeError, ArithmeticError)
@@ -431,23 +446,37 @@ def plain(value, is_answer=False, depth=0):
     part = functools.partial(plain, is_answer=is_answer, depth=depth + 1)
     base: typing.Any = next(filter(PLAIN.__contains__, type(value).__mro__), None)
     if base is dict:
-        return {part(key): part(each) for key, each in dict.items(value)}
+        return {keyed(part(key)): part(each) for key, each in dict.items(value)}
     if is_answer and type(value) not in PLAIN and base in (list, tuple, set, None):
         return looked_at(value, base, part)
-    if base in (list, tuple, set):
+    if base is set or (base is frozenset and is_answer):
+        return {keyed(part(each)) for each in base.__iter__(value)}
+    if base in (list, tuple):
         return base(map(part, base.__iter__(value)))
+    if base is float and is_answer:  # Also one that has no literal.
+        return float(float.__format__(value, ".12g"))
     exact = ast.literal_eval(base.__repr__(value))
     return float(f"{exact:.12g}") if base is float else exact
 
 
+def keyed(value):
+    """Return what stands for a plain value in a set: itself, or its text."""
+    try:
+        hash(value)
+    except TypeError:
+        return repr(sorted(value, key=repr) if type(value) is set else value)
+    return value
+
+
 def looked_at(value, base, part):
     """Return what an object of an answer shows."""
-    if not base and hasattr(type(value), "__next__"):
-        return [part(each) for each in itertools.islice(value, 50)]
     items, held = None, {}
+    for kind, read in () if base else READ_AS.items():
+        if issubclass(type(value), kind):
+            return part(read(value))
     if base or isinstance(value, typing.Collection):
         items = (base or list)(map(part, base.__iter__(value) if base else itertools.islice(value, 50)))
-    with contextlib.suppress(*([Exception] if base else [])):
+    with contextlib.suppress(*([] if items is None else [Exception])):
         held = {name: part(getattr(value, name)) for name in shown(value)}
     return held if items is None else [items, held] if held else items
 
@@ -549,8 +578,6 @@ def answer(module, owner, name, text):
     for step in made[2] if made and len(made) > 2 else ():  # Tasks of earlier releases have no steps.
         try:
             given.append(plain(called_on(place, *step)[0], is_answer=True))  # Before a later step changes it.
-        except TimeoutError:
-            raise
         except Exception:
             given.append("failed")
     value, arguments = called_on(place, name, *call)
@@ -573,7 +600,7 @@ def answer_all(inputs, send):
             signal.setitimer(signal.ITIMER_PROF, INPUT_S / 9 ** min(3, late.count(each[:3])))
             found = answer(*each)
         except BaseException as error:
-            late += [each[:3]] * isinstance(error, TimeoutError)
+            late += [each[:3]] * isinstance(error, TooLong)
             is_own = type(error).__module__.partition(".")[0] == each[0].partition(".")[0]
             found = repr(type(error).__name__) if is_own else f"!{type(error).__name__}"
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -700,9 +727,7 @@ class Reporter:
 
         The one import that runs may read such a file, as where a package imports a module `tests` of its own.
         """
-        path = str(values[0]) if values and type(values[0]) is pathlib.PosixPath else (*values, None)[0]
-        may_lie = event == "open" and isinstance(path, os.PathLike)  # It may give another path each time.
-        if not may_lie and not (isinstance(path, (str, bytes)) and self._shut.intersection(files_at(path))):
+        if not values or not self._may_name(event, values[0]):
             return
         frame, was_graded, is_inner, is_import = sys._getframe(1), False, True, False
         while frame is not None and frame.f_code.co_filename not in self._pinned:
@@ -711,11 +736,17 @@ class Reporter:
             is_import = is_import or (is_inner and name == "_find_and_load")
             is_own = is_graded(file)
             if is_own and name == "<module>" and not is_import:
-                raise FileNotFoundError(path)
+                raise FileNotFoundError(values[0])
             was_graded = was_graded or is_own or (file[:1] == "<" and not file.startswith("<frozen") and not is_here)
             frame = frame.f_back
         if was_graded and self._is_again:
-            raise FileNotFoundError(path)
+            raise FileNotFoundError(values[0])
+
+    def _may_name(self, event, path):
+        """Tell whether what an event begins with may be the path of a file beside tests."""
+        if event == "open" and isinstance(path, os.PathLike) and type(path) is not pathlib.PosixPath:
+            return True  # It may give another path each time.
+        return isinstance(path, (str, bytes, os.PathLike)) and not self._shut.isdisjoint(files_at(path))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item, nextitem):
@@ -753,8 +784,12 @@ class Reporter:
             self._outcome = self._outcome or "passed"
 
 
+class TooLong(BaseException):
+    """Ends an input whose time is over, whatever exceptions the code catches."""
+
+
 def too_long(number, frame):
-    raise TimeoutError
+    raise TooLong
 
 
 def files_at(path):
