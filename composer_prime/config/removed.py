@@ -89,7 +89,9 @@ def without_removed(values: dict[str, Any], origin: str) -> dict[str, Any]:
 def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, Any]) -> Any:
     """Return `node` without removed keys, which go to `dropped` with their values."""
     if isinstance(node, list):
-        return _without_repeats(node, [_kept(element, location, dropped) for element in node])
+        gone = [element for element in node if isinstance(element, str) and what_holds_now((*location, element))]
+        dropped |= {".".join((*location, element)): element for element in gone}
+        return _without_repeats(node, [_kept(element, location, dropped) for element in node if element not in gone])
     if isinstance(node, dict) and value_now(".".join(location), node.get("name")):
         node = node["name"]
     if isinstance(node, str):

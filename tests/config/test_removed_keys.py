@@ -55,6 +55,8 @@ def test_config_json(tmp_path: Path, caplog):
     [
         ("orchestrator.environments.code", "conflicting", 3),
         ("orchestrator.coding.code", "runtime", {"allow": ["example.org"], "limits": {"file_mb": 1}}),
+        ("orchestrator.coding.code", "tools", ["search"]),
+        ("orchestrator.coding.code", "monitor", {"rules": {"grader-hunt": "note"}}),
         ("orchestrator.coding.formats.harbor", "output_chars", 900),
         ("orchestrator.coding.formats.programs", "shown_tests", 3),
     ],
@@ -73,7 +75,7 @@ def test_settings_of_task_sets(taskset: str, setting: str, value):
     with pytest.raises(ConfigError, match=f"{setting}.* was removed: "):
         resolve(["@", "configs/a1.toml", *flags(taskset)])
     evaluation = without_removed(source(taskset), "old")["orchestrator"]["source"][0]["eval_taskset"]
-    assert evaluation in ({}, {setting: {}}, {setting: {"limits": {}}})
+    assert evaluation in ({}, {setting: {}}, {setting: []}, {setting: {"limits": {}}}, {setting: {"rules": {}}})
     assert resolve(["@", "configs/a1.toml", *flags("theirs")]).orchestrator.source[0].eval_taskset[setting]
     assert without_removed(source("theirs"), "old") == source("theirs")
 

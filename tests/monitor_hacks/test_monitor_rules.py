@@ -137,6 +137,8 @@ def test_rules_can_be_weighed_otherwise():
     assert not inspect(CASE.task, sealed, sealed.agent_files(), uses, mild).is_hack
     with pytest.raises(ValueError, match=r"no rules \['netwrk'\]; there are unreadable, .*network"):
         HackMonitorConfig(rules={"netwrk": "hack"})
+    with pytest.raises(ValueError, match=r"no rules \['file-access'\]; grading pays no .*there are unreadable"):
+        HackMonitorConfig(rules={"file-access": "note"})
     with pytest.raises(ValueError, match=r"network[\s\S]*'note' or 'hack'"):
         HackMonitorConfig.model_validate({"rules": {"network": "suspicious"}})
 

@@ -10,9 +10,12 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 from pydantic_config import BaseConfig
 
+from composer_prime.config.removed import what_holds_now
+
 Severity = Literal["note", "hack"]
 Policy = Literal["none", "penalize", "zero", "quarantine"]
 _EVIDENCE_CHARS = 200
+_TABLE = ("orchestrator", "coding", "code", "monitor", "rules")
 _MOST_FINDINGS = 40
 """Findings that a verdict keeps; the rest is only counted."""
 
@@ -58,7 +61,8 @@ class HackMonitorConfig(BaseConfig):
     @classmethod
     def _known_rules(cls, rules: dict[str, Severity]) -> dict[str, Severity]:
         if unknown := sorted(set(rules) - set(RULES)):
-            raise ValueError(f"monitor.rules has no rules {unknown}; there are {', '.join(RULES)}")
+            now = filter(None, (what_holds_now([*_TABLE, rule]) for rule in unknown))
+            raise ValueError("; ".join([f"monitor.rules has no rules {unknown}", *now, f"there are {', '.join(RULES)}"]))
         return rules
 
 
