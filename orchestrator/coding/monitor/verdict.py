@@ -61,8 +61,8 @@ class HackMonitorConfig(BaseConfig):
     @classmethod
     def _known_rules(cls, rules: dict[str, Severity]) -> dict[str, Severity]:
         if unknown := sorted(set(rules) - set(RULES)):
-            now = filter(None, (what_holds_now([*_TABLE, rule]) for rule in unknown))
-            raise ValueError("; ".join([f"monitor.rules has no rules {unknown}", *now, f"there are {', '.join(RULES)}"]))
+            now = "".join(f"; {text}" for rule in unknown if (text := what_holds_now([*_TABLE, rule])))
+            raise ValueError(f"monitor.rules has no rules {unknown}{now}; there are {', '.join(RULES)}")
         return rules
 
 
