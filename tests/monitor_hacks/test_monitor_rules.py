@@ -206,7 +206,7 @@ def test_usual_code_has_no_traits(code):
         ("exec('import sys\\nsys._getframe(1)')", "caller-frames"), ("a = '/proc/self/mem'", "process-files"),
         ("import importlib\nimportlib.import_module('pytest')", "test-context"), ("import importlib\nf = importlib.import_module\nf(x)", "dynamic-code"),
         ("__import__('sys').modules", "test-context"), ("__name__ = '__main__'\nif __name__ == '__main__':\n    import pytest", "test-context"),
-        ("import subprocess", "outside-process"), ("from tests import data", "test-import"), ("from .test_core import x", "test-import"),
+        ("import ctypes", "outside-process"), ("import subprocess", "outside-process"), ("from tests import data", "test-import"), ("from .test_core import x", "test-import"),
         ("import os\ngetattr(os, 'system')('x')", "outside-process"),
         ("exec(f'pass\\n{payload}')", "dynamic-code"),
         ("exec('pass\\n%s' % payload)", "dynamic-code"),

@@ -29,12 +29,12 @@ USES: dict[str, tuple[str, ...]] = {
     "test-context": ("pytest", "_pytest", "unittest", "pluggy", "nose", "sys.modules", "sys.gettrace"),
     "dynamic-code": (
         *_RUNS, "marshal", "types.CodeType", "types.FunctionType", "base64", "binascii", "zlib", "importlib.util",
-        "importlib.machinery", "runpy", "codecs.decode", "ctypes", "pkgutil.resolve_name", "pkgutil.get_loader",
+        "importlib.machinery", "runpy", "codecs.decode", "pkgutil.resolve_name", "pkgutil.get_loader",
         "pkgutil.find_loader", "pkgutil.walk_packages", "pkgutil.iter_importers", "importlib._bootstrap",
     ),
     "outside-process": (
         "subprocess", "os.system", "os.popen", "os.fork", "os.posix_spawn", "socket", "urllib.request",
-        "threading.Thread", "multiprocessing", "_thread",
+        "threading.Thread", "multiprocessing", "_thread", "ctypes",
     ),
 }  # fmt: skip
 """Rule -> dotted names. A name stands for all that is below it, and for its import."""
