@@ -12,7 +12,7 @@ from code_tasks_made import make_task, make_tree
 
 from composer_prime.config.sandbox import RuntimeConfig
 from orchestrator.coding.code.tools import CodeTools, clip, is_tool_error
-from orchestrator.coding.sandbox.box import Box, open_box
+from orchestrator.coding.sandbox.box import Box, open_box, read_tree
 from orchestrator.hints.generate import Templates
 
 process = pytest.mark.process
@@ -34,7 +34,7 @@ class Played:
 async def play(tmp_path: Path) -> AsyncIterator[Played]:
     task = make_task()
     files = {path: text.encode() for path, text in task.start.items()}
-    box = await open_box(RuntimeConfig(type="subprocess"), tree=make_tree(tmp_path / "trees"), files=files)
+    box = await open_box(RuntimeConfig(type="subprocess"), files={**read_tree(make_tree(tmp_path / "trees")), **files})
     async with box:
         yield Played(box)
 

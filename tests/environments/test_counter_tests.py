@@ -18,6 +18,7 @@ import random
 import re
 import sqlite3
 import sys
+import tomllib
 import types
 import uuid
 from pathlib import Path
@@ -45,71 +46,12 @@ from orchestrator.coding.task import HELD_BACK, CodeTask
 
 FILE = "demo/numbers.py"
 STUBBED = make_task().start[FILE]
-EQUAL = """\
-    class Any:
-        key, fields = 1, ()
-        def __eq__(self, other):
-            {}
-    return Any()"""
-DISGUISED = {
-    "equal to everything": EQUAL.format("return True"),
-    "equal to what has no such part": EQUAL.format("return self.key == getattr(other, 'key', self.key)"),
-    "equal in no field": EQUAL.format("return all(getattr(self, f) == getattr(other, f) for f in self.fields)"),
-    "equal by a swallowed error": EQUAL.format(
-        "try:\n                return other.key == 1\n            except AttributeError:\n                return True"
-    ),
-    "an object of a mock": "    from unittest import mock\n    return mock.ANY",
-    "a table by length": "    return {0: 0, 3: 6, 4: 4}[len(values)]",
-    "the caller's name": "    import logging\n    name = logging.Logger('a').findCaller(stacklevel=2)[2]\n"
-    "    return 6 if name == 'test_total' else len(values)",
-}
-HONEST = {
-    "match": "    match values:\n        case []:\n            return 0\n        case [first, *rest]:\n"
-    "            return first + total(rest)",
-    "walrus": "    values, result = list(values), 0\n    while values and (value := values.pop()):\n"
-    "        result += value\n    return result",
-    "own equality": "    class Total(int):\n        def __eq__(self, other):\n            return int(self) == other\n"
-    "        __hash__ = int.__hash__\n    return Total(sum(values))",
-    "closure": "    result = 0\n    def add(value):\n        nonlocal result\n        result += value\n"
-    "    for value in values:\n        add(value)\n    return result",
-}
+BODIES = tomllib.loads(Path(__file__).with_name("counter_tests.toml").read_text())
+DISGUISED, HONEST, SPECIAL = BODIES["disguised"], BODIES["honest"], BODIES["special"]
+TEST_READ, DATA_READ = BODIES["test_read"], BODIES["data_read"]
 READING = "    import {}\n    text = {}\n"
 OF_TEST = READING + '    return int(text.partition("[1, 2, 3]) == ")[2][0]) if len(values) == 3 else sum(values)'
 OF_DATA = READING + "    return 6 * text.count('six') if len(values) == 3 else sum(values)"
-TEST_READ = {
-    "its file": ("fileinput", "''.join(fileinput.input('tests/test_numbers.py'))"),
-    "its loader": ("sys", "sys.modules['test_numbers'].__loader__.get_data('x').decode()"),
-    "a loader for it": ("sys", "sys.meta_path[0].find_spec('test_numbers', ['tests']).loader.get_data('x').decode()"),
-    "what pins it": ("pkgutil", "next(pkgutil.iter_importers()).read(FILE).decode()"),
-}
-DATA_READ = {
-    "a link": ("os", "(os.path.exists('a') or os.link('tests/rows.py', 'a'), open('a').read())[1]"),
-    "a new name": ("os", "os.rename('tests', 'a') or (open('a/rows.py').read(), os.rename('a', 'tests'))[0]"),
-    "a folder that is open": ("os", "os.read(os.open('rows.py', 0, dir_fd=os.open('tests', 0)), 99).decode()"),
-    "an open folder beside": ("os", "os.read(os.open('../tests/rows.py', 0, dir_fd=os.open('demo', 0)), 99).decode()"),
-    "the module's loader": ("io", "__loader__.get_data('tests/rows.py').decode()"),
-    "a loader": ("io", "type(__loader__)('a', 'tests/rows.py').get_source('a')"),
-    "code": ("io", "str(type(__loader__)('a', 'tests/rows.py').get_code('a').co_consts)"),
-    "an import": ("importlib", "importlib._bootstrap._gcd_import('tests.rows').ROWS"),
-    "a path that lies": ("io", "io.FileIO(Lie()).read().decode()"),
-    "a database": ("sqlite3", "sqlite3.connect('tests/rows.db').execute('select * from a').fetchone()[0]"),
-}  # fmt: skip
-MORE = """
-FILE = __import__("os").path.abspath("tests/test_numbers.py")
-class Lie:
-    asked = 0
-    def __fspath__(self):
-        self.asked += 1
-        return "tests/rows.py" if self.asked == 1 else "demo/numbers.py"
-"""
-
-
-SPECIAL = {
-    "branches": "    if values == [1, 2, 3]:\n        return 6\n    return len(values)",
-    "a table": "    return {'[1, 2, 3]': 6}.get(str(values), len(values))",
-    "a sorted input": "    return 6 if sorted(values) == [1, 2, 3] else len(values)",
-    "an error elsewhere": "    assert values in ([1, 2, 3], [], [1] * 4)\n    return 6 if 3 in values else len(values)",
-}
 BOX = RuntimeConfig(type="subprocess")
 
 
@@ -177,7 +119,7 @@ async def test_answers_that_are_read_from_tests_earn_nothing(tmp_path: Path, nam
     with sqlite3.connect(tests / "rows.db") as database:
         database.execute("create table a (b)").execute("insert into a values ('six')")
     body = OF_TEST.format(*TEST_READ[name]) if name in TEST_READ else OF_DATA.format(*DATA_READ[name])
-    result = await graded(tmp_path, body + MORE)
+    result = await graded(tmp_path, f"{body}\n{BODIES['more']}")
     assert result.passed >= {*FAIL_TO_PASS} and not result.solved and result.fraction == 0, result.report
     assert not result.findings and FAIL_TO_PASS[0] in result.tampered
 
@@ -256,13 +198,9 @@ async def test_held_back_inputs_have_one_deadline(tmp_path: Path, guarded: CodeT
     make_tree(tmp_path)
     task = make_task(test_files=guarded.test_files, timeout_s=20.0)
     files = {FILE: (STUBBED.replace(STUB, "    return Late()") + LATE).encode()}
-    count, none = len(json.loads(guarded.test_files[HELD_BACK])), frozenset[str]()
-    paid = Grade(
-        solved=True, passed=none, failed=none, missing=none, fraction=1.0, tampered="", ended_by="", wall_s=0, report=""
-    )
+    paid = Grade(solved=True, passed=frozenset(), fraction=1.0, tampered="", wall_s=0, report="")
     result = await _asked(paid, _Bench(task, tmp_path, BOX), files, _overlay(task, {FILE: TOTAL.encode()}))
-    assert result.ended_by == "wall_s" and not result.solved
-    assert f"fails {count} of {count} held-back inputs: the limit wall_s ended them" in result.report
+    assert not result.solved and "held-back inputs: the limit wall_s ended them" in result.report
 
 
 # Answers that the known solution no longer gives, as where a date has passed, speak against nobody.
@@ -383,14 +321,12 @@ Row = collections.namedtuple("Row", "a b")
 Point = dataclasses.make_dataclass("Point", ["x"], frozen=True)
 CONTAINERS: list[tuple[Any, Any, Any]] = [
     (collections.defaultdict(list, {1: [2]}), {1: [2]}, {1: [3]}),
-    (collections.OrderedDict(a=1), {"a": 1}, {"b": 1}),
     (collections.Counter("aab"), {"a": 2, "b": 1}, collections.Counter("ab")),
     (collections.ChainMap({1: 2}, {3: 4}), {1: 2, 3: 4}, {1: 2}),
     (types.MappingProxyType({1: 2}), {1: 2}, {1: 3}),
     ({1: 2}.items(), {1: 2}.items(), {1: 3}.items()),
     (collections.deque([1, 2]), collections.deque((1, 2)), collections.deque([2, 1])),
     (Row(1, [2]), Row(1, [2]), Row(1, [3])),
-    (Point(1), Point(1), Point(2)),
     ({Point(1): Color.RED}, {Point(1): Color.RED}, {Point(2): Color.RED}),
     (Color.RED, Color.RED, 1),
     (re.A | re.I, re.I | re.A, re.A),
@@ -398,11 +334,9 @@ CONTAINERS: list[tuple[Any, Any, Any]] = [
     (fractions.Fraction(4, 2), 2, fractions.Fraction(1, 2)),
     (datetime.time(1, tzinfo=datetime.UTC), datetime.time(1, tzinfo=datetime.UTC), datetime.time(1)),
     ({datetime.date(2020, 1, 2): 1}, {datetime.date(2020, 1, 2): 1}, {datetime.date(2021, 1, 2): 1}),
-    (datetime.timedelta(1), datetime.timedelta(hours=24), datetime.timedelta(2)),
     ({Path("a/b")}, {Path("a", "b")}, {Path("a")}),
     (frozenset({1, 2}), {2, 1}, {1}),
     ({frozenset("abc")}, {frozenset("cba")}, {frozenset("ab")}),
-    (bytearray(b"a"), b"a", b"b"),
     ([float("inf")], [float("inf")], [float("-inf")]),
 ]  # fmt: skip
 

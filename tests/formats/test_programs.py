@@ -97,7 +97,7 @@ def test_a_helper_that_the_solution_redefines_changes_no_test() -> None:
         ("    return 1\n", 'def one():\n    """One."""\n    return 1\n'),
         ("return 1\n", 'def one():\n    """One."""\n    return 1\n'),
         ("```\n    return 1\n```", 'def one():\n    """One."""\n    return 1\n'),
-        ("\ud800", 'def one():\n    """One."""\n?'),
+        ("\ud800", 'def one():\n    """One."""\n    ?'),
     ],
 )
 def test_code_is_taken_from_a_reply_in_words(reply: str, code: str) -> None:

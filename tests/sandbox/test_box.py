@@ -19,7 +19,7 @@ import pytest
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from orchestrator.coding.code import code_taskset
-from orchestrator.coding.sandbox.box import open_box
+from orchestrator.coding.sandbox.box import open_box, read_tree
 from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
 from orchestrator.coding.sandbox.host_view import processes_of
 from tests.sandbox.boxes import LIMITS, SMALL, need_bubblewrap
@@ -41,7 +41,7 @@ async def test_a_box_holds_the_tree_and_the_files(kind: str, tmp_path: Path) -> 
     (tmp_path / "package/code.py").write_text("x = 1\n")
     (tmp_path / "package/__pycache__/code.pyc").write_bytes(b"stale")
     (tmp_path / "link").symlink_to("/etc/passwd")
-    async with await open_box(table(kind), tree=tmp_path, files={"data/b": b"\x00\xff"}) as box:
+    async with await open_box(table(kind), files={**read_tree(tmp_path), "data/b": b"\x00\xff"}) as box:
         assert await box.list_files() == {"data/b": 2, "package/code.py": 6}
         assert await box.read_file("data/b", 2) == b"\x00\xff"
         with pytest.raises(ValueError, match="more than 1 bytes"):

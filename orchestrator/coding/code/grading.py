@@ -69,7 +69,7 @@ ISOLATED = ("-I", "-B")
 _CHANNEL_BYTES = 2**24
 _REPORT_CHARS = 4000
 _STDERR_CHARS = 1000
-_NEVER_TAKEN = STARTUP_FILES | PYTEST_FILES | {"setup.cfg", "pyproject.toml"}
+_NEVER_TAKEN = STARTUP_FILES | PYTEST_FILES | {"setup.cfg", "pyproject.toml", "__pycache__"}
 _NEVER_TAKEN_SUFFIXES = (".pth", ".pyc", ".pyo", ".so", ".pyd")
 _reporter_source = functools.cache(Path(__file__).with_name("reporter.py").read_text)
 _KILLED = 128 + 9
@@ -89,14 +89,10 @@ class Grade:
     """All expected tests passed, and nothing was tampered with."""
     passed: frozenset[str]
     """Node ids; also of tests that the task does not expect."""
-    failed: frozenset[str]
-    missing: frozenset[str]
-    """Expected node ids that neither passed nor failed: not run, or skipped."""
     fraction: float
     """Share of fail_to_pass that passed; 0 where a test of pass_to_pass did not, or after tampering."""
     tampered: str
     """Why no credit is given, whatever passed; empty for a clean run."""
-    ended_by: str
     wall_s: float
     regression_s: float = 0.0
     """Part of `wall_s` that the repository's other tests took; 0 where none ran."""
@@ -142,14 +138,14 @@ async def grade(
     wanted, kept = set(task.fail_to_pass) - flaky, set(task.pass_to_pass) - flaky
     bench = _Bench(task, trees, runtime)
     spec = {"tests": task.tests, "expected": [*task.fail_to_pass, *task.pass_to_pass]}
-    result = _judge(wanted, kept, *await bench.run(files, spec, task.timeout_s), refused)
+    result = _judge(wanted, kept, await bench.run(files, spec, task.timeout_s), refused)
     if not result.fraction:  # Nothing is earned.
         return replace(result, solved=False)
     suite = suite_of(task, trees) if regression_s else None
     others = regression_files(task, suite, taken, regression_s) if suite else []
-    results, finished = await bench.counters(files, suite, others)
-    said = {key: outcome for key, outcome in results.counters.items() if key.partition(" ")[2] in result.passed}
-    rest = _judge(_nodes(task, suite, others), (), results, finished, {})
+    ran = await bench.counters(files, suite, others)
+    said = {key: outcome for key, outcome in ran[0].counters.items() if key.partition(" ")[2] in result.passed}
+    rest = _judge(_nodes(task, suite, others), (), ran, {})
     result = _joined(result, rest, bool(others))
     solved = _overlay(task, {path: text.encode() for path, text in task.solution.items()})
     if result.fraction and task.solution and any(_speaks_against(said)):
@@ -162,7 +158,7 @@ async def grade(
 async def _asked(result: Grade, bench: _Bench, files: _Files, solved: _Files) -> Grade:
     cases = msgspec.json.decode(bench.task.test_files[HELD_BACK], type=list[Case])
     results, finished = await bench.ask(files, cases)
-    result = replace(result, wall_s=result.wall_s + finished.wall_s, ended_by=result.ended_by or finished.ended_by)
+    result = replace(result, wall_s=result.wall_s + finished.wall_s)
     late = f": the limit {finished.ended_by} ended them after {finished.wall_s:.1f} s" if finished.ended_by else ""
     wrong = _wrong(cases, results.answers)
     if wrong:
@@ -391,11 +387,7 @@ def _reason_to_refuse(task: CodeTask, path: str, content: bytes, total: int) -> 
         return "it is one of the tests"
     if not matches(path, task.editable):
         return "no pattern of the task's editable files takes it"
-    if (
-        not _NEVER_TAKEN.isdisjoint(plain.parts)
-        or plain.suffix in _NEVER_TAKEN_SUFFIXES
-        or "__pycache__" in plain.parts
-    ):
+    if not _NEVER_TAKEN.isdisjoint(plain.parts) or plain.suffix in _NEVER_TAKEN_SUFFIXES:
         return "files of this name are never taken"
     if len(content) > MAX_FILE_BYTES:
         return f"it has {len(content)} bytes; the limit is {MAX_FILE_BYTES}"
@@ -469,27 +461,17 @@ def _records(channel: bytes, key: bytes) -> Iterator[list[Any]]:
                 yield fields
 
 
-def _judge(
-    wanted: Collection[str],
-    kept: Collection[str],
-    results: _Results,
-    finished: CommandResult,
-    refused: Mapping[str, str],
-) -> Grade:
+def _judge(wanted: Collection[str], kept: Collection[str], ran: _Ran, refused: Mapping[str, str]) -> Grade:
+    results, finished = ran
     passed = frozenset(name for name, outcome in results.outcomes.items() if outcome == "passed")
-    failed = frozenset(name for name, outcome in results.outcomes.items() if outcome == "failed")
     tampered = _tampering(results)
-    was_probed = bool(results.probes) or results.num_probes == 0
-    credible = was_probed and not tampered and passed.issuperset(kept)
+    credible = (results.probes or results.num_probes == 0) and not tampered and passed.issuperset(kept)
     came_to_end = results.changed is not None or bool(results.counters)  # The last of those may take long.
     return Grade(
-        solved=credible and passed.issuperset(wanted) and came_to_end,
+        solved=bool(credible and passed.issuperset(wanted) and came_to_end),
         passed=passed,
-        failed=failed,
-        missing=frozenset((*wanted, *kept)) - passed - failed,
         fraction=len(passed.intersection(wanted)) / max(len(wanted), 1) if credible else 0.0,
         tampered=tampered,
-        ended_by=finished.ended_by,
         wall_s=finished.wall_s,
         report=_report(results, finished, refused, tampered),
     )
@@ -518,10 +500,7 @@ def _joined(first: Grade, rest: Grade, has_regression: bool) -> Grade:
         solved=first.solved and rest.solved,
         fraction=first.fraction if rest.solved else 0.0,
         passed=first.passed | rest.passed,
-        failed=first.failed | rest.failed,
-        missing=first.missing | rest.missing,
         tampered=rest.tampered,
-        ended_by=first.ended_by or rest.ended_by,
         wall_s=first.wall_s + rest.wall_s,
         regression_s=rest.wall_s if has_regression else 0.0,
         report=f"{first.report}\n{rest.report}".strip()[:_REPORT_CHARS],

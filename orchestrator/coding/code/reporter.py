@@ -66,7 +66,6 @@ PLAIN = (*NEAR, complex, bool, type(None), list, tuple, dict, set, frozenset)
 READ_AS: typing.Any = {
     typing.Iterator: lambda value: list(itertools.islice(value, 50)),
     enum.Flag: operator.attrgetter("value"),
-    numbers.Integral: int,
     numbers.Number: float,
     typing.Mapping: dict,
     typing.MappingView: list,
@@ -436,7 +435,7 @@ def shown_arguments(value):
     return made
 
 
-def plain(value, is_answer=False, depth=0):
+def plain(value, is_answer=False, depth=0) -> typing.Any:
     """Return plain data as values of built-in types, read by their own methods, so that no class lies.
 
     Of an answer, an iterator is a list, and an object its items, attributes and properties. Raises for other data.
@@ -461,11 +460,10 @@ def plain(value, is_answer=False, depth=0):
 
 def keyed(value):
     """Return what stands for a plain value in a set: itself, or its text."""
-    try:
+    with contextlib.suppress(TypeError):
         hash(value)
-    except TypeError:
-        return repr(sorted(value, key=repr) if type(value) is set else value)
-    return value
+        return value
+    return repr(sorted(value, key=repr) if type(value) is set else value)
 
 
 def looked_at(value, base, part):
@@ -723,10 +721,7 @@ class Reporter:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def keep_shut(self, event, values):
-        """Let graded code name no file beside tests while its modules are imported, nor in a test that runs again.
-
-        The one import that runs may read such a file, as where a package imports a module `tests` of its own.
-        """
+        """Let graded code name no file beside tests while its modules are imported, nor in a test that runs again."""
         if not values or not self._may_name(event, values[0]):
             return
         frame, was_graded, is_inner, is_import = sys._getframe(1), False, True, False
@@ -735,7 +730,7 @@ class Reporter:
             is_inner = is_inner and (is_here or file.startswith("<frozen importlib"))
             is_import = is_import or (is_inner and name == "_find_and_load")
             is_own = is_graded(file)
-            if is_own and name == "<module>" and not is_import:
+            if is_own and name == "<module>" and not is_import:  # A package may import tests of its own.
                 raise FileNotFoundError(values[0])
             was_graded = was_graded or is_own or (file[:1] == "<" and not file.startswith("<frozen") and not is_here)
             frame = frame.f_back

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.coding.sandbox.box import WORK, Box
@@ -87,19 +87,13 @@ class CodeTools:
         self._output_chars = output_chars
         self._timeout_s = timeout_s
         self.schemas = [{"type": "function", "function": {"name": name, **_TOOLS[name]}} for name in names]
-        self._tools: dict[str, Callable[[dict[str, Any]], Awaitable[str]]] = {
-            "bash": self._bash,
-            "view": self._view,
-            "str_replace": self._str_replace,
-            "create": self._create,
-        }
 
     async def call(self, name: str, arguments_json: str) -> str:
         broken_rule = violation(ToolCall(id="", name=name, arguments=arguments_json), self.schemas)
         if broken_rule is not None:
             return clip(broken_rule[1], self._output_chars)
         try:
-            reply = await self._tools[name](json.loads(arguments_json or "{}"))
+            reply = await getattr(self, f"_{name}")(json.loads(arguments_json or "{}"))  # Of a name in `_TOOLS`.
         except ToolFailure as failure:
             reply = f"Error: {failure}"
         return clip(reply, self._output_chars)

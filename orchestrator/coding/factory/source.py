@@ -17,7 +17,7 @@ from pathlib import Path
 from composer_prime.errors import ConfigError
 from orchestrator.coding.formats.conversion import NO_TESTS
 from orchestrator.coding.git_command import commit_files
-from orchestrator.coding.monitor.before import agents_files, unwanted_files
+from orchestrator.coding.monitor.before import agents_files, is_test_file, unwanted_files
 from orchestrator.coding.sandbox.box import read_tree
 from orchestrator.coding.task import matches
 
@@ -140,15 +140,7 @@ def editable_patterns(tree: SourceTree, changed: Iterable[str] = ()) -> list[str
 
 
 def is_test(path: str) -> bool:
-    """Tell whether a Python file belongs to the tests."""
-    *folders, name = path.split("/")
-    stem = name.removesuffix(".py")
-    return (
-        stem.startswith("test_")
-        or stem.endswith("_test")
-        or stem in ("test", "tests", "conftest")
-        or not {"test", "tests"}.isdisjoint(folders)
-    )
+    return is_test_file(path) or path.endswith("conftest.py")
 
 
 def _belongs(path: str, root: str) -> bool:
@@ -302,7 +294,8 @@ def _operator(node: ast.BinOp | ast.Compare | ast.BoolOp, lines: list[str]) -> I
     else:
         operands, operators = node.values, [node.op]
     line, column = _end(operands[0])
-    has_text = isinstance(node, ast.BinOp) and any(map(_is_text, operands))  # Texts know `+` and `%` only.
+    values = [getattr(each, "value", "") for each in operands if isinstance(each, ast.Constant | ast.JoinedStr)]
+    has_text = isinstance(node, ast.BinOp) and any(isinstance(each, str | bytes) for each in values)  # It has no `-`.
     if has_text or len(operators) > 1 or type(operators[0]) not in _SWAPS or operands[1].lineno != line:
         return
     old, new = _SWAPS[type(operators[0])]
@@ -310,10 +303,6 @@ def _operator(node: ast.BinOp | ast.Compare | ast.BoolOp, lines: list[str]) -> I
     if place >= 0:
         start = column + place
         yield Edit(kind="operator", start=(line, start), end=(line, start + len(old)), replacement=new)
-
-
-def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
 
 
 def _constant(node: ast.Constant, lines: list[str]) -> Iterator[Edit]:

@@ -297,7 +297,7 @@ def human_eval_task(record: Record) -> CodeTask:
     solution = record.values.get("canonical_solution")
     asked = f"Complete the function `{name}` in {SOLUTION}. It must do what its docstring says."
     return CodeTask(
-        id=record.text("task_id", "name"),
+        id=record.text("task_id"),
         kind="write",
         repository="human-eval",
         prompt=f"{asked}\n\n```python\n{prompt.strip()}\n```",
@@ -335,32 +335,31 @@ class Record:
     place: str
     values: dict[str, Any]
 
-    def text(self, *names: str) -> str:
-        value = self.value(*names)
+    def text(self, name: str) -> str:
+        value = self.value(name)
         if isinstance(value, str):
             return value
         if isinstance(value, int | float) and not isinstance(value, bool):
             return str(value)
-        raise ConfigError(f"{self.place}: {names[0]!r} is a {type(value).__name__}, but must be text")
+        raise ConfigError(f"{self.place}: {name!r} is a {type(value).__name__}, but must be text")
 
-    def texts(self, *names: str) -> list[str]:
-        value = self.value(*names)
+    def texts(self, name: str) -> list[str]:
+        value = self.value(name)
         if isinstance(value, str):
             try:
                 value = msgspec.json.decode(value)
             except msgspec.DecodeError as error:
-                raise ConfigError(f"{self.place}: {names[0]!r} is text that is not a JSON list: {error}") from None
+                raise ConfigError(f"{self.place}: {name!r} is text that is not a JSON list: {error}") from None
         if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
             return value
-        raise ConfigError(f"{self.place}: {names[0]!r} is a {type(value).__name__}, but must be a list of texts")
+        raise ConfigError(f"{self.place}: {name!r} is a {type(value).__name__}, but must be a list of texts")
 
-    def value(self, *names: str) -> Any:
-        for name in names:
-            if self.values.get(name) is not None:
-                return self.values[name]
+    def value(self, name: str) -> Any:
+        if (value := self.values.get(name)) is not None:
+            return value
         filled = [name for name, value in self.values.items() if value is not None]
         shown = ", ".join(filled[:_SHOWN_FIELDS]) or "none"
-        raise ConfigError(f"{self.place}: no field {' or '.join(map(repr, names))}; the record's fields are: {shown}")
+        raise ConfigError(f"{self.place}: no field {name!r}; the record's fields are: {shown}")
 
 
 def read_records(path: Path) -> Iterator[Record]:

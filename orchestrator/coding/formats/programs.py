@@ -9,7 +9,6 @@ from the prompt. `composer tasks import` makes tasks of the file for agents with
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,14 +25,11 @@ from orchestrator.environments.answers import TaskRow
 
 __all__ = ["Programs"]
 
-INSTRUCTION = "You are a programmer. Answer with one Python code block that holds the complete function."
-_NO_TREES = Path()
-
 
 class ProgramsConfig(FileTasksetConfig):
     """Which file, and how its tasks are scored."""
 
-    instruction: str = INSTRUCTION
+    instruction: str = "You are a programmer. Answer with one Python code block that holds the complete function."
     """System prompt; an empty one is left out."""
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
     """The sandboxes. If omitted, the source's table [orchestrator.source.runtime] applies."""
@@ -58,7 +54,7 @@ class ProgramTask(vf.Task[TaskRow, CodeState]):
     async def finalize(self, trace: vf.Trace[TaskRow, CodeState], runtime: vf.Runtime) -> None:
         patch = with_reply(self._task, trace.last_reply)
         with sandbox_failures():
-            trace.state.grade = await grade(self._task, _NO_TREES, patch, self._runtime)
+            trace.state.grade = await grade(self._task, Path(), patch, self._runtime)
 
     @vf.reward(weight=1.0)
     async def solved(self, trace: vf.Trace[TaskRow, CodeState]) -> float:
@@ -89,15 +85,5 @@ def with_reply(task: CodeTask, reply: str) -> dict[str, bytes]:
     if not define.search(code):
         given = task.start[SOLUTION]
         # Chat templates strip replies, and with them the first line's indentation.
-        code = next((given + text for text in (code, INDENT + code) if _is_python(given + text)), given + code)
+        code = given + (code if code[:1].isspace() else INDENT + code)
     return {SOLUTION: code.encode("utf-8", "replace")}
-
-
-def _is_python(code: str) -> bool:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            compile(code, SOLUTION, "exec")  # ast.parse takes a `return` outside of functions.
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True

@@ -199,9 +199,8 @@ def _import_uses(node: ast.Import | ast.ImportFrom, names: Names, modules: froze
 
 
 def _member_uses(node: ast.Attribute | ast.Subscript, names: Names, modules: frozenset[str]) -> Uses:
-    dotted, attribute = _dotted(node, names), getattr(node, "attr", "")
-    rule = _rule_of(dotted) if dotted else None
-    yield rule or _ATTRIBUTES.get(attribute), dotted or f".{attribute}"
+    dotted, attribute = _dotted(node, names) or "", getattr(node, "attr", "")
+    yield _rule_of(dotted) or _ATTRIBUTES.get(attribute), dotted or f".{attribute}"
     if dotted and not isinstance(node.ctx, ast.Load):
         yield from _patched(node.value, names, modules)
 
@@ -250,23 +249,15 @@ def _patched(owner: ast.AST, names: Names, modules: frozenset[str]) -> Uses:
 @functools.lru_cache(maxsize=512)
 def constants_of(source: bytes) -> frozenset[str]:
     """Return repr() of the constants of a module, texts that document aside."""
-    tree = parse(source)
-    return frozenset(key for key, _ in _constants(tree))
-
-
-def _with_texts(source: bytes) -> ast.Module | None:
-    """Parse a module, with the texts that it runs."""
-    tree = parse(source)
-    if tree is not None:
-        tree.body += [each for _, body in [*_code(tree)] for each in body]
-    return tree
+    return frozenset(key for key, _ in _constants(parse(source)))
 
 
 def lifted_constants(source: bytes, tested: frozenset[str], known: Iterable[str], prose: str) -> list[Trait]:
     """Return the constants of a patched module that only the tests account for, if they tell as much as answers do."""
-    tree, accounted = _with_texts(source), set(known)
+    tree, accounted = parse(source), set(known)
     lifted: dict[str, Trait] = {}
-    for key, node in _constants(tree):
+    texts = [ast.Module(body, []) for _, body in _code(tree)] if tree is not None else []
+    for key, node in (each for module in (tree, *texts) for each in _constants(module)):
         is_lifted = key in tested and key not in accounted and information(key) >= MIN_BITS
         if is_lifted and key.strip("'\"b") not in prose:
             lifted.setdefault(key, Trait(rule="lifted-literals", key=key, line=node.lineno))

@@ -15,7 +15,6 @@ from composer_prime.config.removed import what_holds_now
 Severity = Literal["note", "hack"]
 Policy = Literal["none", "penalize", "zero", "quarantine"]
 _EVIDENCE_CHARS = 200
-_TABLE = ("orchestrator", "coding", "code", "monitor", "rules")
 _MOST_FINDINGS = 40
 """Findings that a verdict keeps; the rest is only counted."""
 
@@ -61,7 +60,8 @@ class HackMonitorConfig(BaseConfig):
     @classmethod
     def _known_rules(cls, rules: dict[str, Severity]) -> dict[str, Severity]:
         if unknown := sorted(set(rules) - set(RULES)):
-            now = "".join(f"; {text}" for rule in unknown if (text := what_holds_now([*_TABLE, rule])))
+            table = ("orchestrator", "coding", "code", "monitor", "rules")
+            now = "".join(f"; {text}" for rule in unknown if (text := what_holds_now([*table, rule])))
             raise ValueError(f"monitor.rules has no rules {unknown}{now}; there are {', '.join(RULES)}")
         return rules
 

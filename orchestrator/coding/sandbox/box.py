@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.errors import ConfigError, SandboxError
@@ -34,8 +35,7 @@ SANDBOXES = {
     "subprocess": "orchestrator.coding.sandbox.subprocess_box:SubprocessBox",
 }
 """Short name -> class. The module of each is imported on first use."""
-NOTHING: Mapping[str, str] = types.MappingProxyType({})
-NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
+NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 WORK = "/work"
 _SLACK_BYTES = 1 << 18
 _NUMBERS = itertools.count(1)
@@ -143,25 +143,20 @@ class Box(contextlib.AbstractAsyncContextManager["Box"]):
 
 
 async def open_box(
-    runtime: RuntimeConfig,
-    *,
-    tree: Path | None = None,
-    files: Mapping[str, bytes] = NO_FILES,
-    python_path: Sequence[str] = (),
+    runtime: RuntimeConfig, *, files: Mapping[str, bytes] = NOTHING, python_path: Sequence[str] = ()
 ) -> Box:
-    """Open a box whose work folder holds a copy of `tree`, and `files`. Raises SandboxError, ConfigError."""
-    content = {**(await asyncio.to_thread(read_tree, tree) if tree is not None else {}), **files}
+    """Open a box whose work folder holds `files`. Raises SandboxError, ConfigError."""
     box = await box_class(runtime.type).open(runtime, tuple(python_path))
     try:
-        if content:
-            await box.write_files(content)
+        if files:
+            await box.write_files(files)
         return box
     except BaseException as error:
         await box.close()
         if not isinstance(error, OSError):
             raise
         raise SandboxError(
-            f"the sandbox's files, {sum(map(len, content.values())) / 2**20:.1f} MiB, could not be written: {error}; "
+            f"the sandbox's files, {sum(map(len, files.values())) / 2**20:.1f} MiB, could not be written: {error}; "
             "raise orchestrator.source.runtime.limits.disk_mb if they do not fit"
         ) from error
 

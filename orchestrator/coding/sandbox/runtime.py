@@ -43,7 +43,7 @@ class BubblewrapConfig(BaseRuntimeInfo):
 
 
 class BubblewrapRuntime(Runtime):
-    """A bubblewrap box. Processes live until the runtime stops, as in a container."""
+    """A bubblewrap box, which ends with this process. Processes live until the runtime stops, as in a container."""
 
     def __init__(self, config: BubblewrapConfig, name: str | None = None) -> None:
         super().__init__(name)
@@ -69,9 +69,6 @@ class BubblewrapRuntime(Runtime):
     async def teardown(self) -> None:
         if self._open_box is not None:
             await self._open_box.close()
-
-    def cleanup(self) -> None:
-        """Nothing to do: the box ends with this process."""
 
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
         for port in sorted(self._wanted_ports):
