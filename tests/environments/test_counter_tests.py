@@ -228,6 +228,9 @@ class Box:
     @classmethod
     def double(cls, size):
         return 2 * size
+    @staticmethod
+    def wider(box, by):
+        return box.size + by
 class Chest(Box):
     def __init__(self, size):
         super().__init__(size, "gold")
@@ -235,6 +238,8 @@ def numbers(end, *, step=1):
     yield from range(0, end, step)
 def applied(function, value):
     return function(value)
+def area(box, factor):
+    return box.size * factor
 """
 
 
@@ -254,12 +259,14 @@ def test_calls_are_recorded_and_made_again(tmp_path: Path, monkeypatch: pytest.M
     given = [held, [held, labels], doubled, chest.held(), [*boxes.numbers(9, step=2)], boxes.Box(3).fits(box)]
     given += [boxes.Box(3, "a").held(more=io.StringIO("b\nc")), boxes.applied(len, "abc")]
     given.append(boxes.applied(repr, uuid.UUID(int=7)))
+    given += [boxes.area(boxes.Box(2), 3), boxes.Box.wider(boxes.Box(2), by=1)]
     boxes.applied(lambda value: value, 1), boxes.Box(object()).labels
     sys.setprofile(before)
     calls = [(place, text) for place, texts in recorder.calls.items() for text in texts if place[2] != "Box"]
     assert all(each is True for texts in recorder.calls.values() for each in texts.values())
     assert [".".join(place[1:]) for place, _ in calls] == [
-        "Box.held", "Box.held", "Box.held", "Box.labels", "Box.double", ".numbers", "Box.fits", ".applied", ".applied"
+        "Box.held", "Box.held", "Box.held", "Box.labels", "Box.double", ".numbers", "Box.fits", ".applied", ".applied",
+        ".area", "Box.wider",
     ]  # fmt: skip
     put = "[[[2], {'color': 1}, []], [['gold'], {}]]"
     left = [["gold"], {"size": 2, "things": ("gold",), "names": {"color": 1}, "labels": ["color"]}]

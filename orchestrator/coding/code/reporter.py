@@ -373,7 +373,8 @@ class Recorder:
         first, kind, given, named = given_to(frame, name)
         made, steps = None, []
         given, named = [self._known(each) for each in given], {key: self._known(each) for key, each in named.items()}
-        if is_graded(getattr(sys.modules.get(kind.__module__), "__file__", "")):  # Else a test's own kind of it.
+        is_method = any(each.__qualname__ == owner and name not in statics(each) for each in kind.__mro__)
+        if is_method and is_graded(getattr(sys.modules.get(kind.__module__), "__file__", "")):  # Else a test's own kind.
             module, owner = kind.__module__, kind.__qualname__
         if name == "__init__":
             if id(first) in self._made:  # Those of base classes come later. The id of a kept object stays its own.
@@ -382,7 +383,7 @@ class Recorder:
             self._made[id(first)] = Made(first, module, owner, repr(plain([given[1:], named])), [])
             owner, _, name = owner.rpartition(".")
             given = given[1:]
-        elif owner and type(first) not in PLAIN:
+        elif is_method:
             if kind is not first:
                 known = self._made.get(id(first), Made(first, module, owner, "[[], {}]", []))
                 module, owner, steps = known.module, known.name, known.steps
@@ -410,6 +411,10 @@ class Recorder:
         if kind.__module__ in sys.stdlib_module_names - {"builtins"}:
             return {(NEW, kind.__module__, kind.__qualname__): shown_arguments(value)}
         return value
+
+
+def statics(kind):
+    return [name for name, value in vars(kind).items() if isinstance(value, staticmethod)]
 
 
 def given_to(frame, name):
@@ -717,8 +722,9 @@ class Reporter:
         try:
             return (yield)
         finally:
+            if kind and not self._is_again:
+                signal.setitimer(signal.ITIMER_REAL, 0)
             self._is_again = False
-            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def keep_shut(self, event, values):
         """Let graded code name no file beside tests while its modules are imported, nor in a test that runs again."""
