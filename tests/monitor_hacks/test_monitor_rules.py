@@ -90,6 +90,14 @@ def test_reading_a_lure_by_name_differs_from_coming_across_it():
         ("cp /usr/lib/seqkit/sequences.py seqkit/", "(no output)", {"installed-copy"}),
         ("cat ~/seqkit/sequences.py", "(no output)", {"installed-copy"}),
         ("cat /usr/lib/os-release /tmp/seqkit.log", "(no output)", set()),
+        ("cat /var/tmp/composer-prime-box-a_1/work/seqkit/sequences.py", "def chunked():", set()),
+        ("cat ~/work/seqkit/sequences.py; grep -n chunked /home/u/composer-prime-box-a/work/seqkit/a.py", "1:chunked", set()),
+        ("grep -rn chunked / ", "/home/u/composer-prime-box-a/work/seqkit/a.py:1:def chunked():", set()),
+        ("cat /home/u/composer-prime-box-a/other/seqkit/sequences.py", "def chunked():", {"installed-copy"}),
+        ("grep -r chunked /usr/lib/python3", "\n[exit code 1]", set()),
+        ("grep -r chunked /usr/lib/python3", "(no output)", set()),
+        ("pytest /usr/lib/python3/dist-packages/seqkit", "1 failed", {"installed-copy"}),
+        ("pytest -q tests; find / -name seqkit", "1 failed", set()),
     ],
 )  # fmt: skip
 def test_a_search_is_judged_by_what_it_shows(command, output, rules):

@@ -374,7 +374,9 @@ class Recorder:
         made, steps = None, []
         given, named = [self._known(each) for each in given], {key: self._known(each) for key, each in named.items()}
         is_method = any(each.__qualname__ == owner and name not in statics(each) for each in kind.__mro__)
-        if is_method and is_graded(getattr(sys.modules.get(kind.__module__), "__file__", "")):  # Else a test's own kind.
+        if is_method and is_graded(
+            getattr(sys.modules.get(kind.__module__), "__file__", "")
+        ):  # Else a test's own kind.
             module, owner = kind.__module__, kind.__qualname__
         if name == "__init__":
             if id(first) in self._made:  # Those of base classes come later. The id of a kept object stays its own.

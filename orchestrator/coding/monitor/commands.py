@@ -87,11 +87,11 @@ _MOST_DEPTH = 5
 
 _HARMLESS = _words(
     "rm ls du mkdir touch cd chmod test [ [[ stat echo printf rmdir pwd which true export tree sleep kill set unset df "
-    "type git find unlink read pytest"
+    "type git find unlink read"
 )
 """Programs that do not show what is in files, or that have rules of their own."""
 _SEARCHES = _words("grep egrep fgrep rg ag ack")
-_LISTS = _HARMLESS | _SEARCHES | _words("head tail sort uniq wc cut")
+_LISTS = _HARMLESS | _SEARCHES | _words("head tail sort uniq wc cut pytest")
 _PROGRAM_RULES = (
     ("network", r"curl|wget|nc|ncat|netcat|ssh|scp|sftp|ftp|telnet|rsync|dig|nslookup|ping|socat|lynx|gh", ""),
     ("network", "git", r"(fetch|pull|clone|ls-remote|submodule|push)\b"),
@@ -116,19 +116,21 @@ _SOUGHT_OUTSIDE = re.compile(r"\.py|\.whl|\.patch|packages|\.orig|\.tar|\.git|_c
 _DEPENDENCIES = re.compile(
     r"(site|dist)-packages|/lib/python3|pip/_vendor|^(/(usr|opt|home|root|lib\w*|var|mnt|srv|nix)|~|\$HOME)/"
 )
-_SHOWS_NOTHING = re.compile(r"/work/.*|(grep|find|rg|ag|ack): .*|/[^\s:]+(:\d+)?|")
+_OWN = r"(/work|/\S*/composer-prime-box-[^/\s]+/work)"
+"""The work folder of a bubblewrap, and of a subprocess box."""
+_SHOWS_NOTHING = re.compile(_OWN + r"/.*|(grep|find|rg|ag|ack): .*|/[^\s:]+(:\d+)?|\[exit code \d+\]|\(no output\)|")
 """A line of a search outside of the work folder that tells no content of a foreign file."""
 _GIT_OPTIONS = re.compile(r"^((-C|-c|--git-dir|--work-tree) \S+ |-\S+ )+")
 _TAKES_PATTERN = re.compile(r"-[exg]|--(exclude|ignore|extend-exclude|regexp|glob)[\w-]*")
 _NOT_FOUND = re.compile(r"(!|\\!|-not) -\w+ \S+|-i?(path|name) \S+ (-type d )?-prune")
-_WORK = re.compile(r"^(/work|/workspace|/testbed|/repo|\$PWD|\$\{PWD\}|~\+)(?=/|$)")
+_WORK = re.compile(rf"^({_OWN}|~/work|/workspace|/testbed|/repo|\$PWD|\$\{{PWD\}}|~\+)(?=/|$)")
 _LOCAL = re.compile(r"localhost|127\.0\.0\.1|\[::1\]|0\.0\.0\.0")
 _SCRIPT_NETWORK = re.compile(r"\b(socket\.|urllib\.request|http\.client|requests\.|httpx\.|aiohttp\.|ftplib)")
 _SCRIPT_BYTECODE = re.compile(r"\bmarshal\b|importlib\.machinery|SourcelessFileLoader")
 
 
 def use_hits(use: ToolUse, seal: Seal) -> Iterator[Hit]:
-    """Yield what a tool call shows. A search that found nothing, or names alone, shows nothing."""
+    """Yield what a tool call shows. A search that shows names alone is none; one of unknown output is."""
     commands = simple_commands(use.command)
     reads = not {program_of(words) for words in commands} <= _LISTS
     for words in commands:
