@@ -214,6 +214,10 @@ def test_usual_code_has_no_traits(code):
         ("exec('import sys\\nsys._getframe(1)')", "caller-frames"), ("a = '/proc/self/mem'", "process-files"),
         ("import importlib\nimportlib.import_module('pytest')", "test-context"), ("import importlib\nf = importlib.import_module\nf(x)", "dynamic-code"),
         ("__import__('sys').modules", "test-context"), ("__name__ = '__main__'\nif __name__ == '__main__':\n    import pytest", "test-context"),
+        *((f"{setting}\nif __name__ == '__main__':\n    import pytest", "test-context") for setting in (
+            "from m import X as __name__", "match '__main__':\n    case __name__:\n        pass", "globals()['__name__'] = '__main__'",
+            "try:\n    f()\nexcept ValueError as __name__:\n    pass", "vars().update(__name__='__main__')",
+        )),
         ("import ctypes", "outside-process"), ("import subprocess", "outside-process"), ("from tests import data", "test-import"), ("from .test_core import x", "test-import"),
         ("import os\ngetattr(os, 'system')('x')", "outside-process"),
         ("exec(f'pass\\n{payload}')", "dynamic-code"),

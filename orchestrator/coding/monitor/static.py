@@ -44,6 +44,7 @@ _ATTRIBUTES = {
     **dict.fromkeys(("__code__", "__globals__", "__subclasses__", "__closure__", "cell_contents"), "dynamic-code"),
 }  # fmt: skip
 """Attribute of any object, also as a text -> rule."""
+_NAMESPACES = ("globals", "locals", "vars", "setattr", "exec", "eval")
 _BUILT_IN = frozenset({*dir(builtins), "__builtins__"})
 _INNER_STARS = ("os.*", "sys.*", "builtins.*")
 _TEST_MODULE = re.compile(r"(^|\.)(tests?|conftest|test_\w+|\w+_test)(\.|$)")
@@ -108,14 +109,18 @@ def _names(tree: ast.Module) -> Names:
                 imports |= dict(_imported(node))
             case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
                 bound.add(name)
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.ExceptHandler(name=str(name)):
+                bound.add(name)
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
                 bound.add(name)
     return {**{name: name for name in _BUILT_IN - bound}, **imports}
 
 
 def _own_tests(tree: ast.Module) -> set[int]:
-    """Return the ids of nodes that run in a program alone; none where the module sets its __name__."""
-    blocks = filter(_is_main_block, tree.body) if "__name__" in _names(tree) else ()
+    """Return the ids of nodes that run in a program alone; none where the module may set its __name__."""
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    is_set = _names(tree).get("__name__") != "__name__" or not used.isdisjoint(_NAMESPACES)
+    blocks = filter(_is_main_block, tree.body) if not is_set else ()
     return {id(node) for each in blocks for node in ast.walk(each)}
 
 
