@@ -240,6 +240,8 @@ def applied(function, value):
     return function(value)
 def area(box, factor):
     return box.size * factor
+def taken(things, names):
+    return things.pop(0), names.setdefault("a", 1)
 """
 
 
@@ -268,6 +270,12 @@ def test_calls_are_recorded_and_made_again(tmp_path: Path, monkeypatch: pytest.M
         "Box.held", "Box.held", "Box.held", "Box.labels", "Box.double", ".numbers", "Box.fits", ".applied", ".applied",
         ".area", "Box.wider",
     ]  # fmt: skip
+    taken = "[None, [[[3, 4], {'a': 2}], {}]]"
+    assert answer("boxes_recorded", "", "taken", taken) == "[(3, 2), [[4], {'a': 2}]]"
+    assert (
+        answer("boxes_recorded", "", "area", "[None, [[{('new object', 'boxes_recorded', 'Box'): [[2], {}]}, 3], {}]]")
+        == "6"
+    )
     put = "[[[2], {'color': 1}, []], [['gold'], {}]]"
     left = [["gold"], {"size": 2, "things": ("gold",), "names": {"color": 1}, "labels": ["color"]}]
     assert ast.literal_eval(answer("boxes_recorded", "Box", "put", put)) == left
@@ -281,6 +289,8 @@ def test_calls_are_recorded_and_made_again(tmp_path: Path, monkeypatch: pytest.M
     assert not {(place, text) for *place, text, _ in tried for place in [tuple(place)]} & {*calls}
     sought = variants(recorder.calls, random.Random(0), ["boxes_recorded.Box.fits"])
     assert sum(each[2] == "fits" for each in sought) > 2 * sum(each[2] == "fits" for each in tried)
+    sets = {("a", "", "f"): {"[None, [[{8, 11}], {}]]": True, "[None, [[{11, 8}], {}]]": True}}
+    assert {8, 11} not in [ast.literal_eval(each[3])[1][0][0] for each in variants(sets, random.Random(0))]
     letters = variants({("a", "", "f"): {"[None, [['abcdefghij'], {}]]": True}}, random.Random(0))
     changed = [ast.literal_eval(each[3])[1][0][0] for each in letters]
     assert len(changed) > 9 and all(len({*text}) == len(text) for text in changed)

@@ -498,6 +498,7 @@ def variants(calls, chosen, sought=()):
     Half of them are of functions that are `sought`.
     """
     made, places = {}, list(calls)
+    known = {place: [ast.literal_eval(text) for text in texts] for place, texts in calls.items()}
     own = [place for place in places if any(name.endswith(".".join(filter(None, place))) for name in sought)]
     for _ in range(2 * TRIED if calls else 0):
         place = chosen.choice(chosen.choice((own, places)) or places)
@@ -506,7 +507,7 @@ def variants(calls, chosen, sought=()):
         if values[0] and others[0] and chosen.random() < 0.5:
             values[0][2] = longer(values[0][2] + others[0][2], chosen)
         change(values, slots, other_slots, chosen)
-        if repr(values) not in calls[place] and len(repr(values)) <= 10 * LONGEST:
+        if values not in known[place] and len(repr(values)) <= 10 * LONGEST:
             made[*place, repr(values)] = calls[place][text]
     return [[*call, is_direct] for call, is_direct in made.items()]
 
@@ -572,7 +573,7 @@ def built(value):
 
 
 def answer(module, owner, name, text):
-    """Return the literal of what a function of the tree gives; where that is None, of what it leaves.
+    """Return the literal of what a function of the tree gives, and of what it leaves where that differs or all is None.
 
     Before it come what the calls gave that were made of its object.
     """
@@ -587,6 +588,9 @@ def answer(module, owner, name, text):
             given.append("failed")
     value, arguments = called_on(place, name, *call)
     given.append(plain([arguments, place if made else None] if value is None else value, is_answer=True))
+    left, handed = (plain(each[0], is_answer=True) for each in (call, ast.literal_eval(text)[1]))
+    if value is not None and left != handed:  # It changed what its caller gave.
+        given.append(left)
     found = repr(given if given[1:] else given[0])
     return found if len(found) <= LONGEST else repr(hashlib.sha256(found.encode()).hexdigest())
 
