@@ -290,6 +290,7 @@ def test_calls_are_recorded_and_made_again(tmp_path: Path, monkeypatch: pytest.M
     sought = variants(recorder.calls, random.Random(0), ["boxes_recorded.Box.fits"])
     assert sum(each[2] == "fits" for each in sought) > 2 * sum(each[2] == "fits" for each in tried)
     sets = {("a", "", "f"): {"[None, [[{8, 11}], {}]]": True, "[None, [[{11, 8}], {}]]": True}}
+    assert len(variants(sets, random.Random(0))) > 1
     assert {8, 11} not in [ast.literal_eval(each[3])[1][0][0] for each in variants(sets, random.Random(0))]
     letters = variants({("a", "", "f"): {"[None, [['abcdefghij'], {}]]": True}}, random.Random(0))
     changed = [ast.literal_eval(each[3])[1][0][0] for each in letters]

@@ -302,6 +302,8 @@ def near(value, number):
         return near_text(value.decode("latin-1"), number).encode("latin-1")
     if kind in (int, float):
         return value + 1
+    if kind in (set, frozenset):
+        return kind(near(sorted(value, key=repr), number))
     if kind in (list, tuple, dict) and value:
         parts = dict(value) if kind is dict else list(value)
         key = (list(value) if kind is dict else range(len(value)))[number % len(value)]
