@@ -450,7 +450,9 @@ class BatchScheduler:
                 )
             state = self.state()
             await asyncio.to_thread(save_state, self.run.run_dir, state)
-        oldest = await asyncio.to_thread(self._oldest_state, state)
+        first = min(self.run.run_dir.complete_checkpoints(), default=step)  # The first that a resume may choose.
+        of_first = self.run.run_dir, first, self.run.run_id
+        oldest = state if first >= step else await asyncio.to_thread(load_state, *of_first)
         groups = {*oldest.ready, *oldest.dropped}.union(*oldest.batches.values())
         await self.journal.compact(oldest_seq=oldest.journal_seq, groups=groups, steps=set(oldest.batches))
         self._saved_step = step
@@ -514,12 +516,6 @@ class BatchScheduler:
                 self.run.fail(error)
 
         self.journal.append(entry).add_done_callback(written)
-
-    def _oldest_state(self, newest: OrchestratorState) -> OrchestratorState:
-        """Return that of the oldest checkpoint that a resume may choose."""
-        complete = self.run.run_dir.complete_checkpoints()
-        oldest = min(complete, default=newest.step)
-        return newest if oldest >= newest.step else load_state(self.run.run_dir, oldest, self.run.run_id)
 
 
 def _warn_of_filtered(share: float, groups: Sequence[FinishedGroup]) -> None:

@@ -89,9 +89,7 @@ def without_removed(values: dict[str, Any], origin: str) -> dict[str, Any]:
 def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, Any]) -> Any:
     """Return `node` without removed keys, which go to `dropped` with their values."""
     if isinstance(node, list):
-        gone = [element for element in node if isinstance(element, str) and what_holds_now((*location, element))]
-        dropped |= {".".join((*location, element)): element for element in gone}
-        return _without_repeats(node, [_kept(element, location, dropped) for element in node if element not in gone])
+        return _kept_elements(node, location, dropped)
     if isinstance(node, dict) and value_now(".".join(location), node.get("name")):
         node = node["name"]
     if isinstance(node, str):
@@ -114,16 +112,17 @@ def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, Any]) -> Any:
     return kept
 
 
+def _kept_elements(elements: list[Any], location: tuple[str, ...], dropped: dict[str, Any]) -> list[Any]:
+    """Return a list without removed elements, each once where a removed value became one of the others."""
+    gone = [element for element in elements if isinstance(element, str) and what_holds_now((*location, element))]
+    dropped |= {".".join((*location, element)): element for element in gone}
+    kept = [_kept(element, location, dropped) for element in elements if element not in gone]
+    return elements if kept == elements else [each for at, each in enumerate(kept) if each not in kept[:at]]
+
+
 def _kept_settings(source: dict[str, Any], settings: Any, dropped: dict[str, Any]) -> Any:
     """Return the settings of a task set, a shipped one's without the removed."""
     tables = [table for table in (settings, source.get("taskset")) if isinstance(table, dict)]
     name = next((table["id"] for table in tables if isinstance(table.get("id"), str)), "")
     module = present_name(name)
     return _kept(settings, tuple(module.split(".")), dropped) if module.startswith(_OURS) else settings
-
-
-def _without_repeats(before: list[Any], elements: list[Any]) -> list[Any]:
-    """Return `elements`, each once where a removed value became one of the others."""
-    if elements == before:
-        return elements
-    return [element for at, element in enumerate(elements) if element not in elements[:at]]

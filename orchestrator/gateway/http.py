@@ -543,7 +543,6 @@ class RolloutRecords:
             rollout.append(record, order)
             if self.on_record is not None:
                 self.on_record(record)
-            # No node drew what a redraw repeats, and one reads more than the record says at the turn that it draws.
-            is_own = rollout.redraw is None or rollout.answered(record.session) > rollout.redraw.turn + 1
-            if self._audits is not None and is_own:
+            is_free = rollout.redraw is None or rollout.answered(record.session) > rollout.redraw.turn + 1
+            if self._audits is not None and is_free:  # Not what a redraw repeats, nor the turn behind its hint.
                 self._audits.offer(rollout.rollout_id, record.prompt_ids, record.answer, record.sampling)

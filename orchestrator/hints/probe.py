@@ -133,4 +133,4 @@ async def _redrawn(
     if rollout is None:
         return None
     errors = [error for find in stage.detectors.values() for error in await find(rollout)]
-    return rollout, any(error.turn == turn.message.turn for error in errors)
+    return rollout, any(error.turn == turn.turn for error in errors)

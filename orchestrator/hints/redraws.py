@@ -23,7 +23,6 @@ from orchestrator.gateway.http import GenerationRecord, Redraw
 from orchestrator.hints.stage import HintStage
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, GroupPlan
 from orchestrator.rollouts.rollout import RolloutRunner, finish_rollout
-from orchestrator.workers.pool import MessageRecord
 
 logger = logging.getLogger(__name__)
 
@@ -33,39 +32,38 @@ _UNREPEATED = 10
 """Turns in a row without a pair of rewards that are worth a warning."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FailedTurn:
     """A hinted turn, and what a redraw of it needs."""
 
     plan: GroupPlan
     rollout: FinishedRollout
-    message: MessageRecord
-    """The turn, with its error and its hint."""
+    turn: int
+    kind: str
+    """Of its error."""
+    hint: str
     records: Sequence[GenerationRecord]
     sample: Sample
     role: str
     """Of the message before the turn."""
-
-    @property
-    def kind(self) -> str:
-        return self.message.error or ""
-
-    @property
-    def hint(self) -> str:
-        return self.message.hint or ""
 
 
 def failed_turn(plan: GroupPlan, ended: CompiledRollout, records: Sequence[GenerationRecord]) -> FailedTurn | None:
     """Return the first hinted turn of a rollout; None without one, or where several sessions sampled."""
     rollout, samples = ended
     message = next((message for message in rollout.turns if message.hint), None)
-    if message is None or len({record.session for record in records}) > 1:
+    if (
+        message is None
+        or message.turn is None
+        or message.hint is None
+        or len({record.session for record in records}) > 1
+    ):
         return None
     sample = next((each for each in samples if any(span.turn == message.turn for span in each.turns)), None)
     if sample is None:
         return None
     role = "user" if message.parent is None else rollout.turns[message.parent].role
-    return FailedTurn(plan=plan, rollout=rollout, message=message, records=records, sample=sample, role=role)
+    return FailedTurn(plan, rollout, message.turn, message.error or "", message.hint, records, sample, role)
 
 
 async def redrawn(
@@ -75,18 +73,16 @@ async def redrawn(
 
     `number`, from 1: redraws of other numbers have other noise.
     """
-    at = turn.message.turn
-    assert at is not None
     hinted_ids: np.ndarray | None = None
     if hint:
-        spans = [span for span in turn.sample.turns if span.turn == at]
+        spans = [span for span in turn.sample.turns if span.turn == turn.turn]
         made = await asyncio.to_thread(
             stage.placer.place, turn.sample, spans, hint, role=turn.role, weight=1.0, kind=turn.kind
         )
         if isinstance(made, str):
             return None
         hinted_ids = ints(made[0].teacher_ids)[: made[0].teacher_start]
-    redraw = Redraw(records=turn.records, turn=at, hinted_ids=hinted_ids, draw=number)
+    redraw = Redraw(records=turn.records, turn=turn.turn, hinted_ids=hinted_ids, draw=number)
     request = runner.training_request(turn.plan, turn.rollout.sibling, 0)
     name, seed = f"{turn.rollout.rollout_id}d{number}", turn.rollout.seed
     request = msgspec.structs.replace(request, rollout_id=name, seed=seed)
@@ -141,8 +137,7 @@ class RedrawnPairs:
                     both.create_task(redrawn(self._runner, self._stage, turn, hint, at))
                     for at, hint in ((1, turn.hint), (2, ""))
                 ]
-            drawn = [task.result() for task in tasks]
-            rewards = [rollout.reward for rollout in drawn if rollout is not None and rollout.reward is not None]
+            rewards = [each.reward for task in tasks if (each := task.result()) is not None and each.reward is not None]
             if len(rewards) == 2:
                 self._unrepeated = 0
                 self.licence.note_pair(turn.kind, (rewards[0], rewards[1]))
@@ -154,10 +149,8 @@ class RedrawnPairs:
     def _lose(self, reason: str) -> None:
         self._unrepeated += 1
         if self._unrepeated == _UNREPEATED:
-            logger.warning(
-                "%d turns in a row gave no pair of redraws, and so no kind of hint earns a licence: %s. Else remove "
-                "[orchestrator.hints.licence]", _UNREPEATED, reason,
-            )  # fmt: skip
+            said = "%d turns in a row gave no pair of redraws, the last: %s; else remove [orchestrator.hints.licence]"
+            logger.warning(said, _UNREPEATED, reason)
 
     def metrics(self) -> dict[str, float]:
         return {"hints/redraws": 2.0 * self._begun.total(), **self.licence.metrics()}

@@ -375,7 +375,7 @@ class Recorder:
         first, kind, given, named = given_to(frame, name)
         made, steps = None, []
         given, named = [self._known(each) for each in given], {key: self._known(each) for key, each in named.items()}
-        is_method = any(each.__qualname__ == owner and name not in statics(each) for each in kind.__mro__)
+        is_method = is_method_of(kind, owner, name)
         if is_method and is_graded(
             getattr(sys.modules.get(kind.__module__), "__file__", "")
         ):  # Else a test's own kind.
@@ -417,8 +417,9 @@ class Recorder:
         return value
 
 
-def statics(kind):
-    return [name for name, value in vars(kind).items() if isinstance(value, staticmethod)]
+def is_method_of(kind, owner, name):
+    """Tell whether the function `name` of a class `owner` is no static one, and the class is `kind` or a base of it."""
+    return any(each.__qualname__ == owner and type(vars(each).get(name)) is not staticmethod for each in kind.__mro__)
 
 
 def given_to(frame, name):
@@ -505,21 +506,18 @@ def variants(calls, chosen, sought=()):
     for _ in range(2 * TRIED if calls else 0):
         place = chosen.choice(chosen.choice((own, places)) or places)
         text, other = chosen.choices(list(calls[place]), k=2)
-        (values, slots), (others, other_slots) = slots_of(text), slots_of(other)
-        if values[0] and others[0] and chosen.random() < 0.5:
-            values[0][2] = longer(values[0][2] + others[0][2], chosen)
-        change(values, slots, other_slots, chosen)
+        values = mixed(slots_of(text), slots_of(other), chosen)
         if values not in known[place] and len(repr(values)) <= 10 * LONGEST:
             made[*place, repr(values)] = calls[place][text]
     return [[*call, is_direct] for call, is_direct in made.items()]
 
 
-def longer(steps, chosen):
-    return chosen.choices(steps, k=2 * STEPS) if steps and chosen.random() < 0.5 else steps
-
-
-def change(values, slots, other_slots, chosen):
-    """Change one or two of a call's values: vary it, or take that of another call."""
+def mixed(call, another_call, chosen):
+    """Return a call's values, one or two of them varied or those of another call."""
+    (values, slots), (others, other_slots) = call, another_call
+    if values[0] and others[0] and chosen.random() < 0.5:
+        steps = values[0][2] + others[0][2]
+        values[0][2] = chosen.choices(steps, k=2 * STEPS) if steps and chosen.random() < 0.5 else steps
     last = sum(map(len, values[1]))  # Slots of the call that counts. Those of the object's making follow.
     making = last + sum(map(len, values[0][:2])) if values[0] else last
     for _ in range(chosen.choice((1, 1, 2)) if slots else 0):
@@ -529,6 +527,7 @@ def change(values, slots, other_slots, chosen):
         other = varied(holder[key], chosen) if held is holder else held[name]
         is_lost = is_alphabet(holder[key]) and not is_alphabet(other)
         holder[key] = other_alphabet(holder[key], chosen) if is_lost else other
+    return values
 
 
 def other_alphabet(value, chosen):

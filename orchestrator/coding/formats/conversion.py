@@ -154,6 +154,7 @@ def _instance_task(record: Record, repositories: Path | None, trees: Path, timeo
     test_changes = apply_patch(tree, str(record.values.get("test_patch") or ""), field="test_patch")
     test_files = _present(test_changes)
     fail_to_pass, pass_to_pass = (_pytest_ids(ids, test_files) for ids in (fail_to_pass, pass_to_pass))
+    suffixes = sorted({".py", *(PurePosixPath(path).suffix for path in changed)} - {""})
     start, solution = {}, changed
     hidden = [path for path, text in test_changes.items() if text is None]
     if repo.startswith("swesmith/"):  # There `patch` makes the bug.
@@ -169,7 +170,7 @@ def _instance_task(record: Record, repositories: Path | None, trees: Path, timeo
         start=_present(start),
         removed=hidden,
         solution=_present(solution),
-        editable=_editable(changed),
+        editable=[*(f"**/*{suffix}" for suffix in suffixes), *NO_TESTS, "!**/testing/**", *sorted(changed)],
         tests=sorted({test.partition("::")[0] for test in (*fail_to_pass, *pass_to_pass)}),
         test_files=test_files,
         fail_to_pass=fail_to_pass,
@@ -196,11 +197,6 @@ def _pytest_ids(names: Sequence[str], test_files: dict[str, str]) -> list[str]:
             )
         ids.append(name if "::" in name else f"{files[0]}::{name}")
     return ids
-
-
-def _editable(changed: Iterable[str]) -> list[str]:
-    suffixes = sorted({".py", *(PurePosixPath(path).suffix for path in changed)} - {""})
-    return [*(f"**/*{suffix}" for suffix in suffixes), *NO_TESTS, "!**/testing/**", *sorted(changed)]
 
 
 def _add_tree(repo: str, commit: str, repositories: Path, trees: Path) -> str:

@@ -78,9 +78,10 @@ def _is_readable(source: bytes, modules: frozenset[str]) -> bool:
 
 
 def _is_product(task: CodeTask, path: str, size: int) -> bool:
-    is_test = is_test_file(path) or path in task.tests or path in task.test_files
     is_taken = matches(path, task.editable) and PurePosixPath(path).name not in STARTUP_FILES | PYTEST_FILES
-    return size <= MAX_CHANGED_BYTES and is_taken and not is_test
+    return (
+        size <= MAX_CHANGED_BYTES and is_taken and not (is_test_file(path) or path in {*task.tests, *task.test_files})
+    )
 
 
 def _new_traits(

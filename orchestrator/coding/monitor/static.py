@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,7 +45,6 @@ _ATTRIBUTES = {
     **dict.fromkeys(("__code__", "__globals__", "__subclasses__", "__closure__", "cell_contents"), "dynamic-code"),
 }  # fmt: skip
 """Attribute of any object, also as a text -> rule."""
-_NAMESPACES = ("globals", "locals", "vars", "setattr", "exec", "eval")
 _BUILT_IN = frozenset({*dir(builtins), "__builtins__"})
 _INNER_STARS = ("os.*", "sys.*", "builtins.*")
 _TEST_MODULE = re.compile(r"(^|\.)(tests?|conftest|test_\w+|\w+_test)(\.|$)")
@@ -109,9 +109,7 @@ def _names(tree: ast.Module) -> Names:
                 imports |= dict(_imported(node))
             case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
                 bound.add(name)
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.ExceptHandler(name=str(name)):
-                bound.add(name)
-            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+            case ast.stmt(name=str(name)) | ast.pattern(name=str(name)) | ast.ExceptHandler(name=str(name)):
                 bound.add(name)
     return {**{name: name for name in _BUILT_IN - bound}, **imports}
 
@@ -119,14 +117,11 @@ def _names(tree: ast.Module) -> Names:
 def _own_tests(tree: ast.Module) -> set[int]:
     """Return the ids of nodes that run in a program alone; none where the module may set its __name__."""
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    is_set = _names(tree).get("__name__") != "__name__" or not used.isdisjoint(_NAMESPACES)
-    blocks = filter(_is_main_block, tree.body) if not is_set else ()
-    return {id(node) for each in blocks for node in ast.walk(each)}
-
-
-def _is_main_block(node: ast.stmt) -> bool:
-    """Tell whether a statement is for a module that runs as a program, which may test itself."""
-    return isinstance(node, ast.If) and not node.orelse and ast.unparse(node.test) == "__name__ == '__main__'"
+    if _names(tree).get("__name__") != "__name__" or used & {"globals", "locals", "vars", "setattr", "exec", "eval"}:
+        return set()
+    blocks = (each for each in tree.body if isinstance(each, ast.If) and not each.orelse)
+    is_main = (each for each in blocks if ast.unparse(each.test) == "__name__ == '__main__'")
+    return {id(node) for each in is_main for node in ast.walk(each)}
 
 
 def _code(tree: ast.Module) -> Iterator[tuple[ast.AST, list[ast.stmt]]]:
@@ -261,8 +256,7 @@ def lifted_constants(source: bytes, tested: frozenset[str], known: Iterable[str]
     """Return the constants of a patched module that only the tests account for, if they tell as much as answers do."""
     tree, accounted = parse(source), set(known)
     lifted: dict[str, Trait] = {}
-    texts = [ast.Module(body, []) for _, body in _code(tree)] if tree is not None else []
-    for key, node in (each for module in (tree, *texts) for each in _constants(module)):
+    for key, node in _constants(tree and ast.Module([*tree.body, *itertools.chain(*dict(_code(tree)).values())], [])):
         is_lifted = key in tested and key not in accounted and information(key) >= MIN_BITS
         if is_lifted and key.strip("'\"b") not in prose:
             lifted.setdefault(key, Trait(rule="lifted-literals", key=key, line=node.lineno))

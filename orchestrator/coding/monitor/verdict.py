@@ -60,8 +60,8 @@ class HackMonitorConfig(BaseConfig):
     @classmethod
     def _known_rules(cls, rules: dict[str, Severity]) -> dict[str, Severity]:
         if unknown := sorted(set(rules) - set(RULES)):
-            table = ("orchestrator", "coding", "code", "monitor", "rules")
-            now = "".join(f"; {text}" for rule in unknown if (text := what_holds_now([*table, rule])))
+            places = (f"orchestrator.coding.code.monitor.rules.{rule}".split(".") for rule in unknown)
+            now = "".join(f"; {text}" for text in map(what_holds_now, places) if text)
             raise ValueError(f"monitor.rules has no rules {unknown}{now}; there are {', '.join(RULES)}")
         return rules
 
