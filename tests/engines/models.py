@@ -13,14 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 VOCAB = 320
 EOS = 2
 MAX_CONTEXT = 256
-_SHAPE = dict(
+SHAPE = dict(
     vocab_size=VOCAB,
     hidden_size=128,
     intermediate_size=256,
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
-    head_dim=32,
     max_position_embeddings=MAX_CONTEXT,
     initializer_range=0.12,
     bos_token_id=1,
@@ -48,9 +47,9 @@ def make_model(folder: Path, *, tied: bool, seed: int = 0) -> Path:
     """Write a model folder: Qwen3 with tied embeddings, or Llama with an output head of its own."""
     torch.manual_seed(seed)
     if tied:
-        model = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=True))
+        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True))
     else:
-        model = LlamaForCausalLM(LlamaConfig(**_SHAPE, tie_word_embeddings=False))
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE, head_dim=32, tie_word_embeddings=False))
     model.save_pretrained(folder)
     _byte_tokenizer().save_pretrained(folder)
     return folder

@@ -32,22 +32,10 @@ from composer_prime.wire.types import VersionSpan
 from inference.engines.local import local_engine
 from inference.engines.local.local_engine import Computer, LocalEngine
 from inference.engines.local.model import LoadedModel, check_supported
-from tests.engines.models import MAX_CONTEXT, make_model
+from tests.engines.models import MAX_CONTEXT, SHAPE, make_model
 from tests.engines.reference import Reference, Subject, sampling
 
-SMALL = dict(
-    vocab_size=320,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=MAX_CONTEXT,
-    initializer_range=0.15,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+SMALL = dict(SHAPE, hidden_size=64, intermediate_size=96, num_hidden_layers=3, initializer_range=0.15)
 
 
 @pytest.fixture(scope="module")

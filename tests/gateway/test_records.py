@@ -67,8 +67,7 @@ def test_what_a_redraw_draws_freely_is_audited():
     asked: list[list[int]] = []
     audits = SimpleNamespace(offer=lambda name, prompt, answer, sampling: asked.append(prompt.tolist()))
     records = RolloutRecords(audits=audits)
-    recorded = [record("r", [turn], [2]) for turn in range(2)]
-    records.open("rd1", redraw=Redraw(records=recorded, turn=1, draw=1))
+    records.open("rd1", redraw=Redraw(records=[record("r", [turn], [2]) for turn in range(2)], turn=1, draw=1))
     for turn in range(4):
         records.append(record("rd1", [turn], [2]), turn)
     assert asked == [[2], [3]]

@@ -236,16 +236,9 @@ def test_the_peak_of_a_step_is_near_the_plan(tmp_path):
     # A model of the sizes of Qwen3-0.6B with random weights. On a CPU the process holds its libraries as well.
     model, row_tokens = tmp_path / "model", 4096
     shape = Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-        max_position_embeddings=40_960,
-    )
+        vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=40_960,
+    )  # fmt: skip
     AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(model)
     config = make_config(tmp_path, model, device="cuda", dtype="auto", row_tokens=row_tokens)
     need = rank_need(config, ModelShape.read(model), cuda=True)
