@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.errors import ConfigError, SandboxError
@@ -35,7 +34,8 @@ SANDBOXES = {
     "subprocess": "orchestrator.coding.sandbox.subprocess_box:SubprocessBox",
 }
 """Short name -> class. The module of each is imported on first use."""
-NOTHING: Mapping[str, Any] = types.MappingProxyType({})
+NOTHING: Mapping[str, str] = types.MappingProxyType({})
+NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
 WORK = "/work"
 _SLACK_BYTES = 1 << 18
 _NUMBERS = itertools.count(1)
@@ -143,7 +143,7 @@ class Box(contextlib.AbstractAsyncContextManager["Box"]):
 
 
 async def open_box(
-    runtime: RuntimeConfig, *, files: Mapping[str, bytes] = NOTHING, python_path: Sequence[str] = ()
+    runtime: RuntimeConfig, *, files: Mapping[str, bytes] = NO_FILES, python_path: Sequence[str] = ()
 ) -> Box:
     """Open a box whose work folder holds `files`. Raises SandboxError, ConfigError."""
     box = await box_class(runtime.type).open(runtime, tuple(python_path))
