@@ -201,13 +201,13 @@ def read_pairs(path: Path, model: str) -> list[tuple[str, float]]:
         first, *lines = _decoded(path.expanduser())
         said = first["model"]
         pairs = [(line["kind"], line["with"] - line["without"]) for line in lines]
-        if not pairs or any(abs(difference) > 1 for _, difference in pairs):
+        if not pairs or not all(abs(difference) <= 1 for _, difference in pairs):
             raise ValueError(f"it has {len(pairs)} redraws, and needs some, whose rewards differ by 1 at most")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{setting} is {path}, which is no file of `composer hints probe --save`: {error!r}"
         ) from None
-    if Path(said).expanduser().resolve() != Path(model).expanduser().resolve():
+    if Path(str(said)).expanduser().resolve() != Path(model).expanduser().resolve():
         raise ConfigError(
             f"{setting} is {path}, which holds redraws of {said}, but model.path is {model}: a hint must lift the "
             "model that it teaches; probe this model"

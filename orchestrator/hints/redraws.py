@@ -28,8 +28,7 @@ logger = logging.getLogger(__name__)
 
 _IN_FLIGHT = 4
 """Pairs that are drawn at a time."""
-_UNREPEATED = 10
-"""Turns in a row without a pair of rewards that are worth a warning."""
+_UNREPEATED = 10  # turns in a row without a pair of rewards: that is worth a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,7 @@ class RedrawnPairs:
 
     def _lose(self, reason: str) -> None:
         self._unrepeated += 1
-        if self._unrepeated == _UNREPEATED:
+        if self._unrepeated % _UNREPEATED == 0:
             said = "%d turns in a row gave no pair of redraws, the last: %s; else remove [orchestrator.hints.licence]"
             logger.warning(said, _UNREPEATED, reason)
 

@@ -240,8 +240,6 @@ def applied(function, value):
     return function(value)
 def area(box, factor):
     return box.size * factor
-def taken(things, names):
-    return things.pop(0), names.setdefault("a", 1)
 """
 
 
@@ -270,8 +268,6 @@ def test_calls_are_recorded_and_made_again(tmp_path: Path, monkeypatch: pytest.M
         "Box.held", "Box.held", "Box.held", "Box.labels", "Box.double", ".numbers", "Box.fits", ".applied", ".applied",
         ".area", "Box.wider",
     ]  # fmt: skip
-    taken = "[None, [[[3, 4], {'a': 2}], {}]]"
-    assert answer("boxes_recorded", "", "taken", taken) == "[(3, 2), [[4], {'a': 2}]]"
     assert (
         answer("boxes_recorded", "", "area", "[None, [[{('new object', 'boxes_recorded', 'Box'): [[2], {}]}, 3], {}]]")
         == "6"

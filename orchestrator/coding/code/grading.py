@@ -466,7 +466,7 @@ def _judge(wanted: Collection[str], kept: Collection[str], ran: _Ran, refused: M
     passed = frozenset(name for name, outcome in results.outcomes.items() if outcome == "passed")
     tampered = _tampering(results)
     credible = (results.probes or results.num_probes == 0) and not tampered and passed.issuperset(kept)
-    came_to_end = results.changed is not None or bool(finished.ended_by)  # Counter-tests, the last, may take long.
+    came_to_end = results.changed is not None or bool(results.counters and finished.ended_by)  # They may take long.
     return Grade(
         solved=bool(credible and passed.issuperset(wanted) and came_to_end),
         passed=passed,

@@ -77,7 +77,8 @@ def with_reply(task: CodeTask, reply: str) -> dict[str, bytes]:
 
     A block that defines the asked function goes before later ones. One without it continues what the task gave.
     """
-    define = re.compile(rf"^(?:async )?def {re.escape(task.symbols[0])}\b", re.MULTILINE)
+    name = re.escape(task.symbols[0])
+    define = re.compile(rf"^((async )?def {name}\b|{name} *=[^=]|from .* import .*\b{name}\b)", re.MULTILINE)
     fences = re.findall(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", reply, re.DOTALL)
     blocks = [code for language, code in fences if language.lower() in ("", "python", "py", "python3")]
     defining = [code for code in blocks if define.search(code)]

@@ -30,8 +30,9 @@ USES: dict[str, tuple[str, ...]] = {
     "test-context": ("pytest", "_pytest", "unittest", "pluggy", "nose", "sys.modules", "sys.gettrace"),
     "dynamic-code": (
         *_RUNS, "marshal", "types.CodeType", "types.FunctionType", "base64", "binascii", "zlib", "importlib.util",
-        "importlib.machinery", "runpy", "codecs.decode", "pkgutil.resolve_name", "pkgutil.get_loader",
-        "pkgutil.find_loader", "pkgutil.walk_packages", "pkgutil.iter_importers", "importlib._bootstrap",
+        "importlib.machinery", "runpy", "codecs.decode", "pkgutil.resolve_name", "pkgutil.get_loader", "zipimport",
+        "pkgutil.find_loader", "pkgutil.walk_packages", "pkgutil.iter_importers", "importlib._bootstrap", "_imp",
+        "importlib._bootstrap_external", "_frozen_importlib", "_frozen_importlib_external",
     ),
     "outside-process": (
         "subprocess", "os.system", "os.popen", "os.fork", "os.posix_spawn", "socket", "urllib.request",
@@ -79,7 +80,7 @@ def traits(source: bytes, modules: frozenset[str] = frozenset()) -> tuple[Trait,
     tree = parse(source)
     if tree is None:
         return ()
-    own_tests, code = _own_tests(tree), dict(_code(tree))
+    own_tests, code = _own_tests(tree, source), dict(_code(tree))
     tree.body += [each for body in code.values() for each in body]
     names, found = _names(tree), list[Trait]()
     for node in ast.walk(tree):
@@ -114,10 +115,10 @@ def _names(tree: ast.Module) -> Names:
     return {**{name: name for name in _BUILT_IN - bound}, **imports}
 
 
-def _own_tests(tree: ast.Module) -> set[int]:
+def _own_tests(tree: ast.Module, source: bytes) -> set[int]:
     """Return the ids of nodes that run in a program alone; none where the module may set its __name__."""
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    if _names(tree).get("__name__") != "__name__" or used & {"globals", "locals", "vars", "setattr", "exec", "eval"}:
+    sets = re.search(rb"\b(globals|locals|exec|eval|vars(?=\(\)))\(|\.__name__ *= *['\"]_|\*\*__name__", source)
+    if _names(tree).get("__name__") != "__name__" or sets:
         return set()
     blocks = (each for each in tree.body if isinstance(each, ast.If) and not each.orelse)
     is_main = (each for each in blocks if ast.unparse(each.test) == "__name__ == '__main__'")
