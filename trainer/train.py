@@ -30,7 +30,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -225,25 +226,9 @@ class Trainer:
         rows, totals = self._rows(reply)
         if step == 1 and reply.held_out and (scores := self._score(reply)) and self.world.first:
             self.metrics.log(0, scores)
-        run_step = self.outer.run_step if self.outer else step
         auxiliary = self.teacher.prepare(rows)
         read_at = time.monotonic()
-        self.optimizer.scale_rates(rate(run_step, config.trainer.schedule, config.run.max_steps))
-        if self.outer:
-            self.outer.count(tokens=reply.totals.tokens)
-        left_out: list[str] = []
-        given = self.policy, self.optimizer, rows, totals, self.terms
-        try:
-            norms = {}
-            if _is_due(step, config.trainer.term_norms_every):
-                norms = term_norms(*given, step=run_step, auxiliary=auxiliary)
-            metrics = norms | train_step(*given, step=run_step, auxiliary=auxiliary)
-        except NonFiniteStepError as error:  # on all ranks alike
-            left_out = error.samples
-            metrics = self._skip(error, reply, step)
-        metrics |= {"optim/skipped": float(self.optimizer.skipped > 0)} | (self.outer.metrics if self.outer else {})
-        if not self.optimizer.skipped:
-            self.teacher.follow()
+        metrics, left_out = self._update(reply, rows, totals, auxiliary, step)
         trained_at = time.monotonic()
         failure = self.checkpoints.settle()  # a kill after this step leaves the checkpoint that was due before it
         settled_at = time.monotonic()
@@ -269,6 +254,33 @@ class Trainer:
             "tokens/total": sum(row.packed_tokens for row in rows),
             "tokens/computed": sum(row.input_ids.numel() for row in rows),
         })  # fmt: skip
+
+    def _update(
+        self,
+        reply: StepReply,
+        rows: list[PackedRow],
+        totals: StepTotals,
+        auxiliary: list[AuxiliaryLogprobs],
+        step: int,
+    ) -> tuple[dict[str, float], list[str]]:
+        """Update the parameters, or skip the step. Return its metrics, and the samples that are left out."""
+        trainer, run_step = self.config.trainer, self.outer.run_step if self.outer else step
+        self.optimizer.scale_rates(rate(run_step, trainer.schedule, self.config.run.max_steps))
+        if self.outer:
+            self.outer.count(tokens=reply.totals.tokens)
+        left_out: list[str] = []
+        measured = self.terms if _is_due(step, trainer.term_norms_every) else []
+        norms = term_norms(self.optimizer, measured, partial(backward, self.policy, rows, totals, run_step, auxiliary))
+        given = self.policy, self.optimizer, rows, totals, self.terms
+        try:
+            metrics = norms | train_step(*given, step=run_step, auxiliary=auxiliary)
+        except NonFiniteStepError as error:  # on all ranks alike
+            left_out = error.samples
+            metrics = self._skip(error, reply, step)
+        metrics |= {"optim/skipped": float(self.optimizer.skipped > 0)} | (self.outer.metrics if self.outer else {})
+        if not self.optimizer.skipped:
+            self.teacher.follow()
+        return metrics, left_out
 
     def _rows(self, reply: StepReply) -> tuple[list[PackedRow], StepTotals]:
         """Return this rank's rows, and the totals with what the user's own terms count."""
@@ -393,7 +405,7 @@ def train_step(
     anything is changed.
     """
     started = time.monotonic()
-    losses, not_finite, sums = _backward(policy, rows, totals, terms, step, auxiliary)
+    losses, not_finite, sums = backward(policy, rows, totals, step, auxiliary, terms)
     norm = optimizer.grad_norm()
     sums = dict(sorted(sums.items()))  # a policy loss of the user's may give its sums in another order on each rank
     stacked = torch.stack(list(sums.values()))
@@ -419,31 +431,24 @@ def train_step(
 
 
 def term_norms(
-    policy: Policy,
-    optimizer: Optimizer,
-    rows: Sequence[PackedRow],
-    totals: StepTotals,
-    terms: Sequence[Term],
-    *,
-    step: int,
-    auxiliary: Sequence[AuxiliaryLogprobs] | None = None,
+    optimizer: Optimizer, terms: Sequence[Term], gradient: Callable[[Sequence[Term]], object]
 ) -> dict[str, float]:
-    """Return the norm of each term's own weighted gradient, at a pass a term. Changes nothing. A collective."""
+    """Return the norm of each term's own weighted gradient, which `gradient` adds, and drop it. A collective."""
     norms = {}
     for term in terms:
-        _backward(policy, rows, totals, [term], step, auxiliary)
+        gradient([term])
         norms[f"optim/grad_norm/{term.name}"] = optimizer.grad_norm().item()
         optimizer.zero_grad()
     return norms
 
 
-def _backward(
+def backward(
     policy: Policy,
     rows: Sequence[PackedRow],
     totals: StepTotals,
-    terms: Sequence[Term],
     step: int,
     auxiliary: Sequence[AuxiliaryLogprobs] | None,
+    terms: Sequence[Term],
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
     """Add the gradient of all rows. Return their losses, their counts of what is not finite, and the terms' sums."""
     assert isinstance(policy, FSDPModule)

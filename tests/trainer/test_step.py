@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from composer_prime.wire.types import ints
 from trainer.model.build import build_policy
 from trainer.model.policy_model import Policy, SelfTeacher
 from trainer.optim import ShardedMuon, build_optimizer, rate
-from trainer.train import loss_of, term_norms, train_step
+from trainer.train import backward, loss_of, term_norms, train_step
 
 CHANNELS = ChannelsConfig(policy=PolicyConfig(correction="none"))
 SETTINGS = CHANNELS.terms(64)
@@ -216,7 +217,7 @@ def test_the_norm_of_a_term_is_that_of_its_own_gradient(model_folder, tmp_path, 
                 name: (whole_gradient - gradient(policy, optimizer, given, counted, left)).norm().item()
                 for name, left in others.items()
             }
-            norms = term_norms(policy, optimizer, rows, counted, terms, step=1, auxiliary=auxiliary)
+            norms = term_norms(optimizer, terms, partial(backward, policy, rows, counted, 1, auxiliary))
             assert norms == {f"optim/grad_norm/{name}": pytest.approx(expected[name], rel=1e-3) for name in others}
         train_step(policy, optimizer, rows, counted, terms, step=1, auxiliary=auxiliary)
         outcomes.append(whole(policy))
