@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import types
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from pydantic_core import to_jsonable_python
 from composer_prime.config.layers import Layer
 from composer_prime.config.removed import value_now, what_holds_now
 from composer_prime.config.root import Config, DisagreementError
-from composer_prime.console import did_you_mean, what_is_wrong
+from composer_prime.console import what_is_wrong
 from composer_prime.errors import ConfigError
 
 _descriptions = getattr(import_module("pydantic_config.cli"), "_extract_field_docstrings", lambda section: {})
@@ -79,13 +80,25 @@ def _suggestion(location: Location, dash: str) -> str:
     section = section_at(tuple(parents))
     fields = list(section.model_fields) if section is not None else []
     inside = "".join(f"{parent}." for parent in parents)
-    elsewhere = [dash + key for key in key_types() if key.rpartition(".")[2] == name]
-    below = [key for key in elsewhere if parents and key.startswith(dash + inside)]
-    if not below and (near := did_you_mean(str(name), fields, prefix=dash + inside)):
-        return near
-    if elsewhere := below or elsewhere:
-        return f"; did you mean {' or '.join(elsewhere[:3])}?"
+    named = [key for key in key_types() if key.rpartition(".")[2] == name]
+    below = [key for key in named if parents and key.startswith(inside)]
+    near = [inside + each for each in difflib.get_close_matches(str(name), fields, n=1, cutoff=0.8 if below else 0.6)]
+    if found := near + below or named or _described(str(name), inside):
+        return f"; did you mean {' or '.join(dash + key for key in found[:3])}?"
     return f"; keys of [{_dotted(parents)}]: {', '.join(fields)}"
+
+
+def _described(name: str, inside: str) -> list[str]:
+    """Return the keys whose help has the words of `name`, such as lr for learning_rate; those below `inside` first."""
+    words = name.replace("_", " ").lower()
+    sections = {"": Config} | {f"{key}.": section for key, kind in key_types().items() if (section := section_of(kind))}
+    keys = [
+        prefix + key
+        for prefix, section in sections.items()
+        for key, text in _descriptions(section).items()
+        if words in " ".join(text.lower().split())
+    ]
+    return sorted(keys, key=lambda key: not key.startswith(inside)) if " " in words else []
 
 
 @functools.cache

@@ -246,6 +246,7 @@ class ChatClient:
 
     async def _attempts(self, request: ChatRequest) -> CachedAnswer:
         endpoint, attempt = self._endpoint, 0
+        place = f"{endpoint.name} ({endpoint.model} at {endpoint.base_url})"
         async with self._places:
             while True:
                 self._refuse_while_resting()
@@ -256,8 +257,9 @@ class ChatClient:
                     if self._budget.closed is not None and failed.again:
                         raise CapError(self._budget.closed) from None
                     if not failed.again or attempt == endpoint.max_retries:
-                        place = f"{endpoint.name} ({endpoint.model} at {endpoint.base_url})"
                         raise NoAnswerError(f"{place} gave no answer: {failed.reason}") from None
+                    if self._failures_in_row == 1:
+                        logger.warning("%s failed, and is asked again: %s", place, failed.reason)
                     await self._budget.pause(_pause_s(attempt, failed.after_s))
                 attempt += 1
 

@@ -278,9 +278,9 @@ def _read_rows(config: Config) -> None:
         read_rows([file for file in files if file.is_file()], f"orchestrator.demonstrations.{key}", 100)
     if pairs.pairs_per_step and pairs.pairs is not None:
         file = PairFile(resolve_pairs(pairs.pairs, config.run_directory))
-        if file.refresh():
-            file.read(0)
-        elif file.path.is_file() and file.path.stat().st_size:
+        for index in range(min(file.refresh(), 100)):
+            file.read(index)
+        if not len(file) and file.path.is_file() and file.path.stat().st_size:
             raise ConfigError(f"orchestrator.preferences.pairs is {file.path}: it has no line with an end")
 
 

@@ -149,6 +149,8 @@ def test_key_in_the_wrong_section_is_found_by_its_name(base):
         ("--diloco.outer 0.7", "set --diloco.outer.KEY, where KEY is one of lr, momentum"),
         ("--trainer.optim.typ muon", "did you mean --trainer.optim.type?"),
         ("--trainer.lr 1e-3", "did you mean --trainer.optim.lr?"),
+        ("--trainer.optim.learning_rate 1", "did you mean --trainer.optim.lr or "),
+        ("--orchestrator.sources a", "did you mean --orchestrator.source or "),
         ("--monitor.colour red", "unknown option --monitor.colour; keys of [monitor]: "),
     ],
 )

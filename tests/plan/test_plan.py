@@ -14,6 +14,7 @@ from composer_prime.config import Config
 from composer_prime.config.inference import VllmEngineConfig
 from composer_prime.config.load import dump, resolve
 from composer_prime.console import GIB, install_command
+from composer_prime.data.pairs import TINY_PAIRS
 from composer_prime.host import Machine, module_file, place_processes
 from composer_prime.model_source import resolve_model
 from composer_prime.plan.footprint import ModelShape, checkpoint_bytes, stop_timeout_s
@@ -380,5 +381,6 @@ def test_files_of_another_form_are_a_problem(tmp_path, text):
     words = ["--orchestrator.demonstrations.files", str(file), "--channels.sft.weight", "1"]
     found = problems(tmp_path, *words, "--orchestrator.demonstrations.rows_per_step", "2")
     assert f"{file}:1: " in found
+    file.write_text("".join([*TINY_PAIRS.open()][:3]) + f"{text}\n")
     words = ["--orchestrator.preferences.pairs", str(file), "--channels.replay_dpo.weight", "1"]
     assert str(file) in problems(tmp_path, *words, "--orchestrator.preferences.pairs_per_step", "2")

@@ -32,12 +32,13 @@ def settled_calls(tmp_path: Path) -> list[tuple[dict, dict]]:
     return [(reserved[line["call"]], line) for line in settled]
 
 
-# Each fault is met by a retry; the state gets its pair, and every answer was given once.
+# Each fault is met by a retry, of which the user hears; the state gets its pair, every answer was given once.
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("late", "not_found")])
-def test_a_fault_costs_a_retry(tmp_path: Path, fault: str) -> None:
+def test_a_fault_costs_a_retry(tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture) -> None:
     progress, endpoint = play(tmp_path, [state(0)], {"gpt-a": [fault, fault]})
     assert progress.pairs == 1 and progress.votes.failed == 0
     assert len(endpoint.answered) == len(set(endpoint.answered)) == 2
+    assert any("gpt-a" in record.getMessage() for record in caplog.records)
     calls = settled_calls(tmp_path)
     assert len(calls) == len(endpoint.asked) == 4
     assert [settled["usd"] for _, settled in calls if settled["status"] == "ok"] == [pytest.approx(USD)] * 2
