@@ -37,6 +37,7 @@ from renderers.client import MalformedGenerateResponseError
 from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot, TrainClient
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.configs.client import TrainClientConfig, resolve_api_key
+from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.env import Env
 from verifiers.v1.episode import Episode
 from verifiers.v1.errors import ProviderError, RolloutError
@@ -56,6 +57,7 @@ from composer_prime.monitor.events import event
 from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
 from composer_prime.wire.types import LARGEST_REWARD
 from orchestrator.coding.sandbox.runtime import make_images, runtime_settings
+from orchestrator.workers import dialects
 from orchestrator.workers.pool import (
     MessageRecord,
     RolloutFailure,
@@ -135,10 +137,13 @@ class Environment:
         task = self._tasks[index]
         return self._id(index), task.data.prompt_text
 
+    async def make_images(self) -> None:
+        """Make what sandboxes are opened from. Raises SandboxError."""
+        await make_images(agent.runtime for agent in agent_config_fields(self._env.config).values())
+
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         async with self._env.serving():
-            await make_images(agent.runtime for agent in agent_config_fields(self._env.config).values())
             yield
             self._clients.clear()
 
@@ -215,6 +220,7 @@ def _make_tasks(env: Env, spec: SourceSpec, taskset: str) -> list[vf.Task]:
 def load_env(spec: SourceSpec, taskset: dict[str, Any]) -> Env:
     """Load the verifiers Env of a task set. Raises ConfigError."""
     import_dotted_plugins()
+    dialects.install()
     _check_plugin(spec.name, "taskset", taskset.get("id"), loaders.taskset_class)
     _check_plugin(spec.name, "harness", spec.harness.get("id"), loaders.harness_class)
     try:
@@ -266,11 +272,10 @@ def _set_runtime(config: Any, spec: SourceSpec) -> None:
     table = RuntimeConfig.model_validate(spec.runtime)
     if not executes_code and (table.type == "auto" or _opens_boxes(config.taskset.id)):
         return
-    if table.type == "auto":
-        table = table.model_copy(update={"type": "bubblewrap"})
-    settings = runtime_settings(table)
+    kind = "bubblewrap" if table.type == "auto" else table.type
     for agent in agent_config_fields(config).values():
-        agent.runtime = settings
+        packages = [*table.packages, *getattr(agent.harness, "packages", [])]
+        agent.runtime = runtime_settings(table.model_copy(update={"type": kind, "packages": packages}))
 
 
 def _check_plugin(source: str, kind: str, plugin_id: Any, load: Any) -> None:
@@ -574,8 +579,13 @@ class GatewayClient(TrainClient):
                 f"{self._max_chars} at most (model.max_context): have tools and users return less",
                 status_code=400,
             )
+        turn = kwargs["turn"]
         try:
-            response = await super().get_response(dialect, body, *args, **kwargs)
+            # A turn is rendered alike, whatever its dialect.
+            response = await super().get_response(
+                ChatDialect(), body, *args, **{**kwargs, "turn": dialects.as_functions(turn)}
+            )
+            response.raw = dialects.answer_in(dialect, response, turn)
         except MalformedGenerateResponseError as error:
             raise ProviderError(f"the gateway's reply breaks the generate contract: {error}") from error
         except (jinja2.TemplateError, LookupError, NotImplementedError, TypeError, ValueError) as error:

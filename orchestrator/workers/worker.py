@@ -97,6 +97,11 @@ class Worker:
         self._waits: dict[tuple[str, str, int, str], float] = {}
         """Since when a rollout's own code waits at a place; infinite once said."""
 
+    async def make_images(self) -> None:
+        """Make what sandboxes are opened from. Raises SandboxError."""
+        for environment in self._environments.values():
+            await environment.make_images()
+
     async def serve(self) -> None:
         """Serve until the parent closes the connection."""
         async with AsyncExitStack() as stack:
@@ -287,6 +292,7 @@ async def serve_worker(connection: socket.socket, scratch: Path) -> None:
         return
     try:
         worker = Worker(spec, frames, scratch)
+        await worker.make_images()
     except ComposerError as error:
         frames.send(WorkerReady(error=type(error).__name__, message=str(error)))
         frames.close()

@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import resource
 import socket
 import struct
 import subprocess
@@ -31,7 +32,7 @@ from composer_prime.plan.sandboxes import why_not_started
 from orchestrator.coding.sandbox.box import WORK, Box, CommandResult, CommandStreams, inside_path
 from orchestrator.coding.sandbox.host_view import HostView, processes_of, read_regular
 from orchestrator.coding.sandbox.isolation import box_environment, launch
-from orchestrator.coding.sandbox.python_image import python_image
+from orchestrator.coding.sandbox.python_image import NPM, python_image
 
 START_TIMEOUT_S = 100.0
 END_TIMEOUT_S = 10.0
@@ -78,7 +79,10 @@ class BubblewrapBox(Box):
                 "number of sandboxes open at one time"
             ) from error
         control, limits = ControlChannel(here), runtime.limits
-        amounts = {"memory_bytes": int(limits.memory_gb * _GIB), "file_bytes": int(limits.file_mb * _MIB)}
+        # JavaScript engines reserve far more addresses than they use: only what is resident counts then.
+        reserves = any(name.startswith(NPM) for name in runtime.packages)
+        memory_bytes = resource.RLIM_INFINITY if reserves else int(limits.memory_gb * _GIB)
+        amounts = {"memory_bytes": memory_bytes, "file_bytes": int(limits.file_mb * _MIB)}
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await control.ask({"op": "limits", "limits": {**amounts, "processes": limits.processes}})

@@ -33,6 +33,7 @@ _SHARED_MEMORY_BYTES = 16 * _MIB
 _FOLDERS_OUTSIDE_USR = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
 _HIDDEN_FOLDERS = ("/usr/local", "/usr/lib/python3/dist-packages", "/usr/src", "/usr/share/doc", "/usr/games")
 _INIT = "/opt/box_init.py"
+NPM_FOLDER = "/opt/npm"
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # (x86_64, aarch64); -1 where the architecture lacks the call.
@@ -95,13 +96,14 @@ def _bwrap_arguments(runtime: RuntimeConfig, image: Path) -> list[str]:
     for folder in (WORK, "/tmp"):
         arguments += ["--size", disk_bytes, "--tmpfs", folder]
     # Behind /tmp, where an interpreter may be installed.
-    arguments += ["--ro-bind", f"{image}/python", PREFIX]
+    arguments += ["--ro-bind", f"{image}/python", PREFIX, "--ro-bind", f"{image}/npm", NPM_FOLDER]
     return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
 
 
 def box_environment(python_path: Sequence[str] = ()) -> dict[str, str]:
     folders = [inside_path(folder) for folder in python_path]
-    return {**environment(f"{PREFIX}/bin:/usr/bin:/bin", "/tmp", folders), "USER": "agent"}
+    path = f"{PREFIX}/bin:{NPM_FOLDER}/node_modules/.bin:/usr/bin:/bin"
+    return {**environment(path, "/tmp", folders), "USER": "agent"}
 
 
 def launch(runtime: RuntimeConfig, image: Path, control: socket.socket) -> subprocess.Popen[bytes]:

@@ -3,6 +3,7 @@
 The image is made once, in a cache folder, and bound read-only into each box:
 
     IMAGE/python/bin, lib    bound where this interpreter's prefix is (or at /opt/python)
+    IMAGE/npm                node_modules, bound at /opt/npm; empty without packages of npm
     IMAGE/etc                passwd, group, hosts, nsswitch.conf
     IMAGE/box_init.py
 """
@@ -16,6 +17,7 @@ import functools
 import hashlib
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -34,6 +36,9 @@ from composer_prime.host import own_folder
 PREFIX = "/opt/python" if sys.base_prefix == "/usr" else sys.base_prefix
 """Where IMAGE/python is inside a box."""
 INIT_SOURCE = Path(__file__).with_name("box_init.py")
+NPM = "npm:"
+"""Begins the name of a package of npm's."""
+_NPM_S = 500.0
 _UNUSED_S = 30 * 86_400.0
 _LEFT_OUT = {"test", "idlelib", "ensurepip", "site-packages", "dist-packages", "tkinter", "turtledemo", "lib2to3"}
 _ACCOUNTS = {
@@ -45,23 +50,24 @@ _ACCOUNTS = {
 
 
 def python_image(packages: tuple[str, ...]) -> Path:
-    folder, distributions = _image_of(packages)
+    folder, distributions, programs = _image_of(packages)
     if not folder.is_dir():
-        _make_once(folder, distributions)
+        _make_once(folder, distributions, programs)
     with contextlib.suppress(OSError):  # Another user made it.
         os.utime(folder)
     return folder
 
 
 @functools.cache
-def _image_of(packages: tuple[str, ...]) -> tuple[Path, list[metadata.Distribution]]:
-    found = _with_dependencies(["pytest", *packages])
+def _image_of(packages: tuple[str, ...]) -> tuple[Path, list[metadata.Distribution], list[str]]:
+    programs = sorted(name.removeprefix(NPM) for name in packages if name.startswith(NPM))
+    found = _with_dependencies(["pytest", *(name for name in packages if not name.startswith(NPM))])
     parts = [sys.version, PREFIX, INIT_SOURCE.read_text(), Path(__file__).read_text()]
-    parts += [f"{name}=={found[name].version}" for name in sorted(found)]
+    parts += [f"{name}=={found[name].version}" for name in sorted(found)] + programs
     # Root's is readable by the user id that boxes have.
     cache = Path("/var/cache") if os.geteuid() == 0 else own_folder("XDG_CACHE_HOME", ".cache")
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    return cache / "composer-prime/sandbox" / digest, list(found.values())
+    return cache / "composer-prime/sandbox" / digest, list(found.values()), programs
 
 
 def _with_dependencies(names: Sequence[str]) -> dict[str, metadata.Distribution]:
@@ -84,7 +90,7 @@ def _with_dependencies(names: Sequence[str]) -> dict[str, metadata.Distribution]
     return found
 
 
-def _make_once(image: Path, distributions: Sequence[metadata.Distribution]) -> None:
+def _make_once(image: Path, distributions: Sequence[metadata.Distribution], programs: Sequence[str]) -> None:
     cache = image.parent
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -94,7 +100,7 @@ def _make_once(image: Path, distributions: Sequence[metadata.Distribution]) -> N
         with open(cache / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not image.is_dir():
-                _make(image, distributions)
+                _make(image, distributions, programs)
             _remove_unused(cache)
     except OSError as error:
         raise SandboxError(f"the sandboxes' Python could not be copied to {image}: {error}") from error
@@ -107,7 +113,7 @@ def _remove_unused(cache: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _make(folder: Path, distributions: Sequence[metadata.Distribution]) -> None:
+def _make(folder: Path, distributions: Sequence[metadata.Distribution], programs: Sequence[str]) -> None:
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
     try:
         _copy_interpreter(made / "python")
@@ -116,6 +122,7 @@ def _make(folder: Path, distributions: Sequence[metadata.Distribution]) -> None:
             _copy_distribution(distribution, site)
         # Boxes cannot write bytecode, and compile every module at each start without it.
         compileall.compile_dir(site, quiet=2, workers=1, stripdir=str(made / "python"), prependdir=PREFIX)
+        _install_programs(programs, made / "npm")
         (made / "etc/alternatives").mkdir(parents=True)
         for name, text in _ACCOUNTS.items():
             (made / "etc" / name).write_text(text)
@@ -126,6 +133,27 @@ def _make(folder: Path, distributions: Sequence[metadata.Distribution]) -> None:
         made.rename(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _install_programs(programs: Sequence[str], folder: Path) -> None:
+    """Install packages of npm, and the Node that runs them. Raises SandboxError."""
+    (folder / "node_modules/.bin").mkdir(parents=True)
+    if not programs:
+        return
+    npm, node = shutil.which("npm"), shutil.which("node")
+    if npm is None or node is None:
+        raise SandboxError(
+            f"{', '.join(programs)} needs Node 20 or newer with npm, which are not on the PATH: install them "
+            "(`apt-get install nodejs npm`, or nodejs.org), or choose another harness"
+        )
+    command = [npm, "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--omit=dev", *programs]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_NPM_S)
+    except subprocess.TimeoutExpired:
+        raise SandboxError(f"npm did not install {', '.join(programs)} within {_NPM_S:g} s") from None
+    if done.returncode:
+        raise SandboxError(f"npm could not install {', '.join(programs)}: {done.stderr.strip()[-500:]}")
+    shutil.copy(Path(node).resolve(), folder / "node_modules/.bin/node")
 
 
 def _copy_interpreter(target: Path) -> None:

@@ -7,7 +7,6 @@ verifiers.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
 import re
@@ -157,11 +156,13 @@ def runtime_settings(table: RuntimeConfig) -> Any:
 
 
 async def make_images(settings: Iterable[Any]) -> None:
-    """Copy the Python of bubblewrap runtimes: with large packages this outlasts a rollout's deadline."""
+    """Make the images of bubblewrap runtimes: with large packages this outlasts a rollout's deadline.
+
+    Raises SandboxError.
+    """
     for config in settings:
         if isinstance(config, BubblewrapConfig):
-            with contextlib.suppress(SandboxError):
-                await asyncio.to_thread(python_image, tuple(config.table.packages))
+            await asyncio.to_thread(python_image, tuple(config.table.packages))
 
 
 @functools.cache

@@ -1,0 +1,202 @@
+"""Write sampled answers in the words of Anthropic Messages and OpenAI Responses.
+
+verifiers reads both, and relays a provider's answers to them; its training client writes chat completions only. Here an
+answer becomes a provider's object (`answer_in`), and that object the events of a stream.
+
+What a program sends back of an answer must be recognized (verifiers' graph hashes messages), so the recorded message
+keeps what its dialect would read from the object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from verifiers.v1.clients.train import serialize_completion
+from verifiers.v1.dialects import AnthropicDialect, ChatDialect, Dialect, ResponsesDialect
+from verifiers.v1.graph import PendingTurn
+from verifiers.v1.interception import server
+from verifiers.v1.types import Response, Tool, ToolCall
+
+_FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+_STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class Messages(AnthropicDialect):
+    """Anthropic Messages with tool calls and thinking in its stream."""
+
+    def stream_events(self, raw: dict[str, Any]) -> list[bytes]:
+        return [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode() for event in _message_events(raw)]
+
+
+class Responses(ResponsesDialect):
+    """OpenAI Responses with tool calls and reasoning in its stream."""
+
+    def stream_events(self, raw: dict[str, Any]) -> list[bytes]:
+        events = enumerate(_response_events(raw))
+        return [
+            f"event: {event['type']}\ndata: {json.dumps(event | {'sequence_number': number})}\n\n".encode()
+            for number, event in events
+        ]
+
+
+def install() -> None:
+    """Make verifiers' interception stream all three dialects."""
+    server.DIALECTS = (ChatDialect(), Responses(), Messages())
+
+
+def as_functions(turn: PendingTurn) -> PendingTurn:
+    """Return the turn as a chat template takes it: each tool is a function, a free text its argument `input`.
+
+    Tools that a provider would run itself, such as a web search, are left out: nobody runs them here.
+    """
+    tools = [
+        tool if tool.type == "function" else tool.model_copy(update={"type": "function", "parameters": _FREE_TEXT})
+        for tool in turn.tools
+        if tool.type in ("function", "custom")
+    ]
+    return dataclasses.replace(turn, prompt=[_with_functions(message) for message in turn.prompt], tools=tools)
+
+
+def _with_functions(message: Any) -> Any:
+    calls = getattr(message, "tool_calls", None) or []
+    if all(call.type == "function" for call in calls):
+        return message
+    update = {"type": "function"}
+    calls = [
+        call if call.type == "function" else
+        call.model_copy(update=update | {"arguments": json.dumps({"input": call.arguments})})
+        for call in calls
+    ]  # fmt: skip
+    return message.model_copy(update={"tool_calls": calls})
+
+
+def answer_in(dialect: Dialect[Any], response: Response, turn: PendingTurn) -> dict[str, Any]:
+    """Return the provider's object of an answer; its recorded message becomes what the dialect reads from it.
+
+    The calls get ids that the conversation does not have yet: programs tell calls apart by them.
+    """
+    for index, call in enumerate(response.message.tool_calls or []):
+        call.id = f"call_{len(turn.trace.nodes)}_{index}"
+    if isinstance(dialect, ChatDialect):
+        return serialize_completion(response, response.model)
+    raw = _message(response) if isinstance(dialect, AnthropicDialect) else _response(response, turn.tools)
+    read = dialect.parse_response(dialect.validate_response(raw)).message
+    response.message.provider_state, response.message.tool_calls = read.provider_state, read.tool_calls
+    return raw
+
+
+def _message(response: Response) -> dict[str, Any]:
+    message, usage = response.message, response.usage
+    blocks: list[dict[str, Any]] = []
+    if message.reasoning_content:
+        blocks.append({"type": "thinking", "thinking": message.reasoning_content, "signature": ""})
+    if message.content or not message.tool_calls:
+        blocks.append({"type": "text", "text": message.content or ""})
+    for call in message.tool_calls or []:
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _arguments(call)})
+    return {
+        "id": f"msg_{response.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": response.model,
+        "content": blocks,
+        "stop_reason": _STOPS.get(response.finish_reason or "", "end_turn"),
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": usage.prompt_tokens if usage else 0,
+            "output_tokens": usage.completion_tokens if usage else 0,
+        },
+    }
+
+
+def _arguments(call: ToolCall) -> dict[str, Any]:
+    """Return a call's arguments as the object that Anthropic's form needs; no object has none."""
+    value = json.loads(call.arguments or "{}")
+    return value if isinstance(value, dict) else {}
+
+
+def _message_events(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    start = raw | {"content": [], "stop_reason": None, "usage": raw["usage"] | {"output_tokens": 0}}
+    yield {"type": "message_start", "message": start}
+    for index, block in enumerate(raw["content"]):
+        kind = block["type"]
+        empty = {"text": {"text": ""}, "thinking": {"thinking": ""}, "tool_use": {"input": {}}}[kind]
+        deltas = {
+            "text": [{"type": "text_delta", "text": block.get("text")}],
+            "thinking": [{"type": "thinking_delta", "thinking": block.get("thinking")}],
+            "tool_use": [{"type": "input_json_delta", "partial_json": json.dumps(block.get("input"))}],
+        }[kind]
+        yield {"type": "content_block_start", "index": index, "content_block": block | empty}
+        for delta in deltas:
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    delta = {"stop_reason": raw["stop_reason"], "stop_sequence": None}
+    yield {"type": "message_delta", "delta": delta, "usage": {"output_tokens": raw["usage"]["output_tokens"]}}
+    yield {"type": "message_stop"}
+
+
+def _response(response: Response, tools: list[Tool]) -> dict[str, Any]:
+    message, usage = response.message, response.usage
+    custom = {tool.name for tool in tools if tool.type == "custom"}
+    output: list[dict[str, Any]] = []
+    if message.reasoning_content:
+        text = {"type": "reasoning_text", "text": message.reasoning_content}
+        output.append({"type": "reasoning", "id": f"rs_{response.id}", "summary": [], "content": [text]})
+    if message.content or not message.tool_calls:
+        part = {"type": "output_text", "text": message.content or "", "annotations": [], "logprobs": []}
+        item = {"type": "message", "id": f"msg_{response.id}", "role": "assistant", "status": "completed"}
+        output.append(item | {"content": [part]})
+    output += [_call(call, f"fc_{response.id}_{index}", custom) for index, call in enumerate(message.tool_calls or [])]
+    cut = response.finish_reason == "length"
+    asked, sampled = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
+    return {
+        "id": f"resp_{response.id}",
+        "object": "response",
+        "created_at": response.created,
+        "model": response.model,
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "error": None,
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": asked,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": asked + sampled,
+        },
+    }
+
+
+def _call(call: ToolCall, item_id: str, custom: set[str]) -> dict[str, Any]:
+    shared = {"id": item_id, "call_id": call.id, "name": call.name, "status": "completed"}
+    if call.name not in custom:
+        return shared | {"type": "function_call", "arguments": call.arguments}
+    text = json.loads(call.arguments or "{}")
+    text = text.get("input", call.arguments) if isinstance(text, dict) else call.arguments
+    return shared | {"type": "custom_tool_call", "input": text if isinstance(text, str) else json.dumps(text)}
+
+
+def _response_events(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    head = raw | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield {"type": "response.created", "response": head}
+    for index, item in enumerate(raw["output"]):
+        place = {"output_index": index, "item_id": item["id"]}
+        yield {"type": "response.output_item.added", "output_index": index, "item": item | {"status": "in_progress"}}
+        if item["type"] == "message":
+            part = item["content"][0]
+            text = place | {"content_index": 0}
+            yield {"type": "response.content_part.added", **text, "part": part | {"text": ""}}
+            yield {"type": "response.output_text.delta", **text, "delta": part["text"], "logprobs": []}
+            yield {"type": "response.output_text.done", **text, "text": part["text"], "logprobs": []}
+            yield {"type": "response.content_part.done", **text, "part": part}
+        elif item["type"] == "function_call":
+            yield {"type": "response.function_call_arguments.done", **place, "arguments": item["arguments"]}
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    yield {"type": f"response.{raw['status']}", "response": raw}

@@ -1,0 +1,183 @@
+"""Agents that people use, in a sandbox: their programs drive the policy, and the tokens that it sampled are trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from code_tasks_made import STUB, make_folder
+from transformers import AutoTokenizer
+
+from composer_prime.config import Config
+from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.errors import SandboxError
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.weights import WeightStore
+from composer_prime.wire.node_messages import Generate, Sampled
+from composer_prime.wire.types import Sample, VersionSpan, flags, floats, ints, pack_floats, pack_ints
+from orchestrator.coding.native import PACKAGES
+from orchestrator.coding.sandbox.box import open_box
+from orchestrator.gateway import Gateway
+from orchestrator.rollouts.groups import GroupPlan
+from orchestrator.rollouts.rollout import Permits, RolloutRunner, compile_rollout
+from orchestrator.tasks import source_spec
+from orchestrator.workers.pool import RolloutReply, WorkerPool
+from tests.gateway.node_peer import PeerNode
+from tests.scripted_node import POLICY, call
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
+
+CONTEXT = 65_536
+"""The tiny model has 1,024 places; here it gets more, untrained ones. An agent's tools alone fill 50,000 characters."""
+EDIT = f"sed -i 's/{STUB}/    return sum(values)/' demo/numbers.py"
+MINI_ENV = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1"}
+"""litellm has its prices in the package, and a full context is no reason to ask ten times."""
+AGENTS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "mini_swe_agent": (
+        {"id": "mini_swe_agent", "env": MINI_ENV},
+        ["mini-swe-agent"],
+        [call("bash", command=word) for word in ("ls", EDIT, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")],
+    ),
+    "claude_code": ({}, [], [call("Bash", command=word, description="run") for word in ("ls", EDIT)] + ["Done."]),
+    "codex": ({}, [], [call("exec_command", cmd=word) for word in ("ls", EDIT)] + ["Done."]),
+    "opencode": ({}, [], [call("bash", command=word, description="run") for word in ("ls", EDIT)] + ["Done."]),
+    "qwen_code": (
+        {},
+        [],
+        [call("read_file", file_path="/work/demo/numbers.py"), call("run_shell_command", command=EDIT), "Done."],
+    ),
+}
+"""Harness, packages, and the turns of a policy that solves the task."""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "model"
+    shutil.copytree(POLICY, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    yield folder
+
+
+def configuration(agent: str, model: Path, tasks: Path) -> Config:
+    """The recipe of the documentation: the program's packages are for its own sandbox only, not for grading."""
+    harness, packages, _ = AGENTS[agent]
+    taskset = {"id": "orchestrator.coding.code", "folder": str(tasks), "split": "all", "instruction": ""}
+    source = {
+        "name": "code",
+        "taskset": {**taskset, "runtime": {"type": "bubblewrap"}},
+        "harness": harness or {"id": "orchestrator.coding.native", "program": agent},
+        "runtime": {"type": "bubblewrap", "packages": packages, "limits": {"memory_gb": 4.0, "processes": 512}},
+        "timeout_s": 500.0,
+    }
+    return Config.model_validate(
+        {
+            "run": {"name": "program"},
+            "model": {"path": str(model), "max_context": CONTEXT},
+            "trainer": {"micro_batch_tokens": CONTEXT},
+            "orchestrator": {"source": [source], "sampling": {"max_tokens": 160}},
+        }
+    )
+
+
+async def play(config: Config, gateway: Gateway, pool: WorkerPool) -> tuple[RolloutReply, list[Sample]]:
+    """One rollout as a run plays it, and the samples that a trainer would get."""
+    runner = RolloutRunner(
+        config=config.orchestrator, gateway=gateway, pools={"code": pool}, permits=Permits(1), seed=0
+    )
+    plan = GroupPlan(group=0, source="code", task_index=0, seed=0, size=1)
+    reply, records = await runner.run("code", runner.training_request(plan, 0, 0), order=0)
+    return reply, compile_rollout(plan, reply, records)
+
+
+Turn = tuple[list[int], list[int], bool]
+"""Prompt, sampled tokens, and whether the prompt has tools."""
+
+
+async def play_scripted(
+    agent: str, folder: Path, model: Path, script: list[str]
+) -> tuple[RolloutReply, list[Sample], list[Turn]]:
+    """Play the task with a policy that says the next text of `script` wherever it is offered tools."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(POLICY)
+    turns: list[Turn] = []
+    left = iter(script)
+
+    def answer(request: Generate) -> Sampled:
+        prompt = ints(request.prompt_ids).tolist()
+        works = "<tools>" in tokenizer.decode(prompt)
+        text = next(left, "Done.") if works else "A title"
+        ids = tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False)
+        turns.append((prompt, ids, works))
+        return Sampled(
+            request_id=request.request_id,
+            lease=request.lease,
+            token_ids=pack_ints(ids),
+            logprobs=pack_floats([-0.01 * place for place in range(len(ids))]),
+            version_spans=[VersionSpan(0, len(ids), 0)],
+            finish_reason="stop",
+        )
+
+    config, keys = configuration(agent, model, make_folder(folder / "tasks")), RunKeys.create(folder / "keys")
+    gateway = Gateway(config, keys, "run", WeightStore(folder / "weights"), model_dir=model)
+    spec = source_spec(config.orchestrator.source[0], config, model)
+    pool = WorkerPool(spec, workers=1, start_timeout_s=600.0, log_dir=folder / "logs")
+    try:
+        await asyncio.gather(gateway.start(), pool.start())
+        async with PeerNode(gateway.node_endpoint, keys.client("node"), "node-0", answer=answer):
+            reply, samples = await play(config, gateway, pool)
+    finally:
+        await pool.close()
+        await gateway.close()
+    return reply, samples, turns
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """The agent of the test; it is skipped where its program or bubblewrap is missing. The first use installs it."""
+    agent = request.param
+    monkeypatch.setenv("COMPOSER_GATEWAY_TOKEN", "token-of-this-test")
+    packages = AGENTS[agent][1] or [PACKAGES[agent]]
+
+    async def open_and_close() -> None:
+        await (await open_box(RuntimeConfig(type="bubblewrap", packages=packages))).close()
+
+    try:
+        asyncio.run(open_and_close())
+    except SandboxError as error:
+        pytest.skip(f"needs {packages[0]} and bubblewrap: {error}")
+    return agent
+
+
+# The program reads, edits and ends, and the task is solved. Each prompt extends the tokens before it, so all turns that
+# have tools are one sample. Its tokens are those that the node saw, and those that it sampled are trained, once, with
+# their logprobs. A side call, such as for a title, is a sample of its own.
+@pytest.mark.parametrize("installed", AGENTS, indirect=True)
+def test_its_tokens_are_those_that_the_node_sampled(tmp_path: Path, model: Path, installed: str) -> None:
+    reply, samples, turns = asyncio.run(play_scripted(installed, tmp_path, model, AGENTS[installed][2]))
+    assert reply.failure is None and reply.reward == 1.0, reply
+    main = [(prompt, ids) for prompt, ids, works in turns if works]
+    assert len(main) == 3 and len(samples) == 1 + len(turns) - len(main)
+    sample = max(samples, key=lambda each: len(ints(each.input_ids)))
+    seen = main[-1][0] + main[-1][1]
+    assert ints(sample.input_ids).tolist() == seen
+    mask, logprobs = np.zeros(len(seen), bool), np.zeros(len(seen), np.float32)
+    for prompt, ids in main:
+        assert seen[: len(prompt) + len(ids)] == prompt + ids
+        mask[len(prompt) : len(prompt) + len(ids)] = True
+        logprobs[len(prompt) : len(prompt) + len(ids)] = -0.01 * np.arange(len(ids))
+    assert np.array_equal(flags(sample.loss_mask), mask)
+    assert np.array_equal(floats(sample.logprobs), logprobs)
+    assert sum(flags(each.loss_mask).sum() for each in samples) == sum(len(ids) for _, ids, _ in turns)
+
+
+# A policy that says it is done earns nothing: what the program does by itself solves no task.
+@pytest.mark.parametrize("installed", ["claude_code", "codex", "opencode", "qwen_code"], indirect=True)
+def test_a_policy_that_does_nothing_earns_nothing(tmp_path: Path, model: Path, installed: str) -> None:
+    reply, _, _ = asyncio.run(play_scripted(installed, tmp_path, model, []))
+    assert reply.failure is None and reply.reward == 0.0, reply
