@@ -1,10 +1,10 @@
-"""`composer serve RUN|MODEL`: an OpenAI-compatible endpoint on 127.0.0.1, with streaming.
+"""`composer serve RUN|MODEL`: an endpoint on 127.0.0.1 for clients of OpenAI's and Anthropic's API, with streaming.
 
     client --HTTP--> Front --HTTP--> gateway <--CURVE--> node    (all but the client in this process)
 
 The gateway answers in one piece; the front turns answers into chunks for `stream: true`. Only the
 local engine tells tokens as it draws them. An answer that may call tools is one chunk: calls are
-known only when they are complete.
+known only when they are complete. So is an answer in Anthropic's Messages or OpenAI's Responses.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ PORT = 8400
 MODEL_HELP = "run directory, model folder, Hub id, tiny, or smollm2"
 _FORWARDED = ("Authorization", "Content-Type", "Accept", "X-Session-ID")
 _MAX_BODY_BYTES = 64 << 20
+_AGENTS_PATHS = ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
 _TEXTS = ("reasoning_content", "content")
 
 
@@ -75,16 +77,41 @@ class Front:
         from aiohttp import web
 
         raw = await request.read()
+        if request.path in _AGENTS_PATHS:
+            return await self._answer_agent(request, _json_object(raw))
         body = _json_object(raw) if request.path == "/v1/chat/completions" else {}
         if body.get("stream"):
             return await self._stream(request, body)
-        status, content_type, reply = await self._ask(request, raw, {})
+        status, content_type, reply = await self._ask(request, request.path, raw, {})
         return web.Response(status=status, body=reply, headers={"Content-Type": content_type})
 
-    async def _ask(self, request: web.Request, raw: bytes, extra: dict[str, str]) -> tuple[int, str, bytes]:
+    async def _answer_agent(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """Answer in the dialect of an agent's program."""
+        from aiohttp import web
+
+        dialects = await asyncio.to_thread(import_module, "orchestrator.workers.dialects")
+        dialect = dialects.of_path(request.path)
+        try:
+            messages, tools = dialects.read_prompt(dialect, body)
+            if request.path.endswith("/count_tokens"):
+                return web.json_response({"input_tokens": len((await self._chat.render(messages, tools))[0])})
+        except (RequestError, ValueError) as error:
+            return web.json_response(dialect.error_body(str(error)), status=400)
+        limit = body.get("max_tokens") or body.get("max_output_tokens")
+        chat = {"model": body.get("model"), "messages": messages, "tools": tools, "max_tokens": limit}
+        chat |= {name: body[name] for name in ("temperature", "top_p") if name in body}
+        key = {"Authorization": f"Bearer {dialect.secret(request.headers)}"}
+        asked = json.dumps({name: value for name, value in chat.items() if value is not None}).encode()
+        status, _, reply = await self._ask(request, "/v1/chat/completions", asked, key)
+        if status != 200:
+            return web.json_response(dialect.error_body(json.loads(reply)["error"]["message"]), status=status)
+        content, kind = dialects.written(dialect, json.loads(reply), body)
+        return web.Response(body=content, content_type=kind)
+
+    async def _ask(self, request: web.Request, path: str, raw: bytes, extra: dict[str, str]) -> tuple[int, str, bytes]:
         """Return the gateway's status, content type and body."""
         headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers} | extra
-        async with self._client.request(request.method, self._url + request.path, data=raw, headers=headers) as reply:
+        async with self._client.request(request.method, self._url + path, data=raw, headers=headers) as reply:
             return reply.status, reply.headers.get("Content-Type", "application/json"), await reply.read()
 
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -93,7 +120,9 @@ class Front:
         session, options = secrets.token_hex(8), body.get("stream_options") or {}
         whole = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
         draws = self._draws[session] = asyncio.Queue()
-        asking = asyncio.create_task(self._ask(request, json.dumps(whole).encode(), {"X-Session-ID": session}))
+        asking = asyncio.create_task(
+            self._ask(request, request.path, json.dumps(whole).encode(), {"X-Session-ID": session})
+        )
         asking.add_done_callback(lambda _: draws.put_nowait(None))
         stream: _Stream | None = None
         try:
@@ -239,7 +268,7 @@ async def open_endpoint(config: Config, port: int) -> AsyncIterator[tuple[str, s
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="composer serve",
-        description="Serve a model on 127.0.0.1 to clients of OpenAI's API.",
+        description="Serve a model on 127.0.0.1 to clients of OpenAI's API (chat, responses) and of Anthropic's.",
         epilog="Other flags are settings, such as --model.max_context 8192 or --inference.engine vllm.",
         allow_abbrev=False,
     )
@@ -257,6 +286,7 @@ async def _serve(config: Config, port: int) -> int:
         with tell_waits(f"loading {config.model.path}"):
             url, key = await stack.enter_async_context(open_endpoint(config, port))
         print(f"OPENAI_BASE_URL={url}\nOPENAI_API_KEY={key}", flush=True)
+        print(f"ANTHROPIC_BASE_URL={url.removesuffix('/v1')}\nANTHROPIC_API_KEY={key}", flush=True)
         print("model: policy; Ctrl-C ends", file=sys.stderr)
         await asyncio.Event().wait()
     return 0

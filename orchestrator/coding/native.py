@@ -13,12 +13,15 @@ and reaches the policy only. Updates, telemetry and questions are off: nobody is
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import verifiers.v1 as vf
+from pydantic import Field
 from verifiers.v1.runtimes import ProgramResult
 
+_CONTEXT_FULL = re.compile(r"context length|context window|max_model_len", re.IGNORECASE)
 HOME = "/tmp/home"
 PROVIDER = "composer"
 PACKAGES = {
@@ -32,28 +35,35 @@ Start = tuple[list[str], dict[str, str]]
 """Words and variables that start a program."""
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyEndpoint:
     url: str
     """Ends in /v1."""
     key: str
     model: str
+    context: int
+    """Most tokens of a prompt and its answer; programs compact their history before."""
+    answer: int
+    """Most tokens of an answer."""
 
 
-def _claude_code(endpoint: Endpoint, system: str, prompt: str) -> Start:
+def _claude_code(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
     more = ["--append-system-prompt", system] if system else []
     env = {
         "ANTHROPIC_BASE_URL": endpoint.url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": endpoint.key,
         "ANTHROPIC_MODEL": endpoint.model,
         "ANTHROPIC_SMALL_FAST_MODEL": endpoint.model,
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(endpoint.context),
+        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(endpoint.context),
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(endpoint.answer),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
     }
     return (["claude", "-p", prompt, "--dangerously-skip-permissions", *more], env)
 
 
-def _codex(endpoint: Endpoint, system: str, prompt: str) -> Start:
+def _codex(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
     provider = {
         "name": PROVIDER, "base_url": endpoint.url, "wire_api": "responses", "env_key": "OPENAI_API_KEY",
         "request_max_retries": 0, "stream_max_retries": 0,
@@ -62,6 +72,7 @@ def _codex(endpoint: Endpoint, system: str, prompt: str) -> Start:
     settings = {
         "model": json.dumps(endpoint.model),
         "model_provider": json.dumps(PROVIDER),
+        "model_context_window": str(endpoint.context),
         f"model_providers.{PROVIDER}": f"{{ {table} }}",
         "developer_instructions": json.dumps(system),
         "features": "{ apps = false, plugins = false, multi_agent = false, multi_agent_v2 = { enabled = false } }",
@@ -72,15 +83,16 @@ def _codex(endpoint: Endpoint, system: str, prompt: str) -> Start:
     return (argv, {"OPENAI_API_KEY": endpoint.key})
 
 
-def _qwen_code(endpoint: Endpoint, system: str, prompt: str) -> Start:
+def _qwen_code(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
     more = ["--append-system-prompt", system] if system else []
     env = {"OPENAI_BASE_URL": endpoint.url, "OPENAI_API_KEY": endpoint.key, "OPENAI_MODEL": endpoint.model}
     return (["qwen", "-p", prompt, "--yolo", *more], env)
 
 
-def _opencode(endpoint: Endpoint, system: str, prompt: str) -> Start:
+def _opencode(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
     options = {"baseURL": endpoint.url, "apiKey": endpoint.key}
-    provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {endpoint.model: {}}}
+    limit = {"context": endpoint.context, "output": endpoint.answer}
+    provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {endpoint.model: {"limit": limit}}}
     config = {"provider": {PROVIDER: provider}, "model": f"{PROVIDER}/{endpoint.model}", "autoupdate": False}
     text = f"{system}\n\n{prompt}" if system else prompt
     return (["opencode", "run", text], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
@@ -94,6 +106,12 @@ class NativeConfig(vf.HarnessConfig):
 
     program: Literal["claude_code", "codex", "opencode", "qwen_code"]
     """The agent."""
+    args: list[str] = Field(default_factory=list)
+    """More words of its command line, such as ["--tools", "Bash"] for Claude Code."""
+    max_turns: int = 100
+    """Answers of the policy after which the rollout stops, finished or not."""
+    max_context: int = 32_768
+    """Context that the program is told, in tokens; a run gives model.max_context."""
 
     @property
     def packages(self) -> list[str]:
@@ -102,7 +120,7 @@ class NativeConfig(vf.HarnessConfig):
 
 
 class NativeAgent(vf.Harness[NativeConfig]):
-    """Starts the program once, and takes its end for the end of the rollout."""
+    """Starts the program once. Its end is the rollout's end, whatever its exit status."""
 
     APPENDS_SYSTEM_PROMPT: ClassVar[bool] = True
 
@@ -117,9 +135,29 @@ class NativeAgent(vf.Harness[NativeConfig]):
         data: vf.TaskData,
     ) -> ProgramResult:
         system, prompt = self.resolve_text_prompt(data)
-        argv, env = STARTS[self.config.program](Endpoint(endpoint, secret, ctx.model), system or "", prompt or "")
+        place = PolicyEndpoint(
+            url=endpoint,
+            key=secret,
+            model=ctx.model,
+            context=self.config.max_context,
+            answer=ctx.sampling.max_tokens or self.config.max_context // 4,
+        )
+        argv, env = STARTS[self.config.program](place, system or "", prompt or "")
         await runtime.run(["mkdir", "-p", HOME], {})
-        return await runtime.run_program(argv, {"HOME": HOME, **env, **self.config.resolved_env})
+        result = await runtime.run_program(
+            [*argv, *self.config.args], {"HOME": HOME, **env, **self.config.resolved_env}
+        )
+        return _outcome(trace, result)
+
+
+def _outcome(trace: vf.Trace, result: ProgramResult) -> ProgramResult:
+    """Say what the program's end means: a rollout is scored as it stands, unless the policy could not be asked."""
+    error = trace.calls[-1].error if trace.calls else None
+    if error is not None and not _CONTEXT_FULL.search(error.message):
+        return ProgramResult(exit_code=result.exit_code or 1, stdout=result.stdout, stderr=result.stderr)
+    if trace.num_turns and (error is not None or result.exit_code):
+        trace.stop("context_full" if error is not None else f"exit_{result.exit_code}")
+    return result
 
 
 __all__ = ["NativeAgent"]

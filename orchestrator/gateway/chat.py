@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -98,13 +99,13 @@ def _to_message(parsed: ParsedResponse) -> dict[str, Any]:
     if parsed.reasoning_content is not None:
         message["reasoning_content"] = parsed.reasoning_content
     calls = [call for call in parsed.tool_calls if isinstance(call.name, str)]
-    for index, call in enumerate(calls):
+    for call in calls:
         arguments = call.arguments
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments or {})
         function = {"name": call.name, "arguments": arguments}
         message.setdefault("tool_calls", []).append(
-            {"id": call.id or f"call_{index}", "type": "function", "function": function}
+            {"id": call.id or f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
         )
     return message
 

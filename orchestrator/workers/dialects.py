@@ -9,14 +9,13 @@ keeps what its dialect would read from the object.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from verifiers.v1.clients.train import serialize_completion
+from verifiers.v1.clients.train import serialize_completion, tool_to_wire
 from verifiers.v1.dialects import AnthropicDialect, ChatDialect, Dialect, ResponsesDialect
-from verifiers.v1.graph import PendingTurn
+from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.interception import server
 from verifiers.v1.types import Response, Tool, ToolCall
 
@@ -42,47 +41,67 @@ class Responses(ResponsesDialect):
         ]
 
 
+DIALECTS: tuple[Dialect[Any], ...] = (ChatDialect(), Responses(), Messages())
+
+
 def install() -> None:
     """Make verifiers' interception stream all three dialects."""
-    server.DIALECTS = (ChatDialect(), Responses(), Messages())
+    server.DIALECTS = DIALECTS
 
 
-def as_functions(turn: PendingTurn) -> PendingTurn:
-    """Return the turn as a chat template takes it: each tool is a function, a free text its argument `input`.
+def of_path(path: str) -> Dialect[Any]:
+    """Return the dialect of a request's path."""
+    return next(each for each in DIALECTS if path in (*each.routes, *each.aux_routes))
+
+
+def read_prompt(
+    dialect: Dialect[Any], body: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Return the messages and tools of a request, as chat completions have them. Raises ValueError."""
+    request = dialect.parse_request(body)
+    messages, tools = as_functions(request.messages, request.tools or [])
+    return [message_to_wire(message) for message in messages], [tool_to_wire(tool) for tool in tools] or None
+
+
+def written(dialect: Dialect[Any], completion: dict[str, Any], body: dict[str, Any]) -> tuple[bytes, str]:
+    """Return a chat completion in the dialect, whole or as the stream that the request asked for, and its type."""
+    chat = DIALECTS[0]
+    response = chat.parse_response(chat.validate_response(completion))
+    raw = answer_in(dialect, response, dialect.parse_request(body).tools or [])
+    if dialect.streaming(body):
+        return b"".join(dialect.stream_events(raw)), "text/event-stream"
+    return json.dumps(raw).encode(), "application/json"
+
+
+def as_functions(messages: Sequence[Any], tools: Sequence[Tool]) -> tuple[list[Any], list[Tool]]:
+    """Return a prompt as a chat template takes it: each tool is a function, a free text its argument `input`.
 
     Tools that a provider would run itself, such as a web search, are left out: nobody runs them here.
     """
-    tools = [
+    functions = [
         tool if tool.type == "function" else tool.model_copy(update={"type": "function", "parameters": _FREE_TEXT})
-        for tool in turn.tools
+        for tool in tools
         if tool.type in ("function", "custom")
     ]
-    return dataclasses.replace(turn, prompt=[_with_functions(message) for message in turn.prompt], tools=tools)
+    return [_with_functions(message) for message in messages], functions
 
 
 def _with_functions(message: Any) -> Any:
     calls = getattr(message, "tool_calls", None) or []
     if all(call.type == "function" for call in calls):
         return message
-    update = {"type": "function"}
+    texts = {call.id: json.dumps({"input": call.arguments}) for call in calls if call.type != "function"}
     calls = [
-        call if call.type == "function" else
-        call.model_copy(update=update | {"arguments": json.dumps({"input": call.arguments})})
-        for call in calls
-    ]  # fmt: skip
+        call.model_copy(update={"type": "function", "arguments": texts.get(call.id, call.arguments)}) for call in calls
+    ]
     return message.model_copy(update={"tool_calls": calls})
 
 
-def answer_in(dialect: Dialect[Any], response: Response, turn: PendingTurn) -> dict[str, Any]:
-    """Return the provider's object of an answer; its recorded message becomes what the dialect reads from it.
-
-    The calls get ids that the conversation does not have yet: programs tell calls apart by them.
-    """
-    for index, call in enumerate(response.message.tool_calls or []):
-        call.id = f"call_{len(turn.trace.nodes)}_{index}"
+def answer_in(dialect: Dialect[Any], response: Response, tools: Sequence[Tool]) -> dict[str, Any]:
+    """Return the provider's object of an answer; its recorded message becomes what the dialect reads from it."""
     if isinstance(dialect, ChatDialect):
         return serialize_completion(response, response.model)
-    raw = _message(response) if isinstance(dialect, AnthropicDialect) else _response(response, turn.tools)
+    raw = _message(response) if isinstance(dialect, AnthropicDialect) else _response(response, tools)
     read = dialect.parse_response(dialect.validate_response(raw)).message
     response.message.provider_state, response.message.tool_calls = read.provider_state, read.tool_calls
     return raw
@@ -138,7 +157,7 @@ def _message_events(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"type": "message_stop"}
 
 
-def _response(response: Response, tools: list[Tool]) -> dict[str, Any]:
+def _response(response: Response, tools: Sequence[Tool]) -> dict[str, Any]:
     message, usage = response.message, response.usage
     custom = {tool.name for tool in tools if tool.type == "custom"}
     output: list[dict[str, Any]] = []

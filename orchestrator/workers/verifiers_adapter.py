@@ -10,6 +10,7 @@ The trace's id is set to the rollout id, because verifiers sends it as X-Session
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -250,8 +251,12 @@ def _problems(error: pydantic.ValidationError, spec: SourceSpec, taskset: dict[s
 
 
 def _env_config(spec: SourceSpec, taskset: dict[str, Any]) -> dict[str, Any]:
-    seat = {"harness": dict(spec.harness), "runtime": {"type": "subprocess"}}
-    if spec.max_total_tokens is not None:
+    seat: dict[str, Any] = {"harness": dict(spec.harness), "runtime": {"type": "subprocess"}}
+    settings = loaders.harness_config_type(spec.harness["id"]).model_fields
+    if "max_context" in settings:  # Its program compacts the history: all of it may be longer than the context.
+        seat["harness"].setdefault("max_context", spec.max_total_tokens)
+        seat["max_turns"] = spec.harness.get("max_turns", settings["max_turns"].default)
+    elif spec.max_total_tokens is not None:
         seat["max_total_tokens"] = spec.max_total_tokens
     agents = agent_config_fields(loaders.env_config_type(taskset["id"], "").model_validate({})) or ["agent"]
     taskset = {"runtime": spec.runtime, **taskset} if spec.runtime and _opens_boxes(taskset["id"]) else taskset
@@ -579,13 +584,15 @@ class GatewayClient(TrainClient):
                 f"{self._max_chars} at most (model.max_context): have tools and users return less",
                 status_code=400,
             )
-        turn = kwargs["turn"]
+        turn = kwargs.pop("turn", None)
+        messages, tools = dialects.as_functions(turn.prompt, turn.tools) if turn else ([], [])
+        rendered = turn and dataclasses.replace(turn, prompt=messages, tools=tools)
         try:
             # A turn is rendered alike, whatever its dialect.
-            response = await super().get_response(
-                ChatDialect(), body, *args, **{**kwargs, "turn": dialects.as_functions(turn)}
-            )
-            response.raw = dialects.answer_in(dialect, response, turn)
+            response = await super().get_response(ChatDialect(), body, *args, turn=rendered, **kwargs)
+            for index, call in enumerate(response.message.tool_calls or []):
+                call.id = f"call_{len(turn.trace.nodes) if turn else 0}_{index}"  # Programs tell calls apart by it.
+            response.raw = dialects.answer_in(dialect, response, turn.tools if turn else [])
         except MalformedGenerateResponseError as error:
             raise ProviderError(f"the gateway's reply breaks the generate contract: {error}") from error
         except (jinja2.TemplateError, LookupError, NotImplementedError, TypeError, ValueError) as error:
@@ -593,6 +600,16 @@ class GatewayClient(TrainClient):
         # The trace keeps this very object.
         response.message = RecordedMessage.model_construct(**dict(response.message), record_id=response.id)
         return response
+
+    async def relay_aux(self, dialect: Any, route: str, body: dict[str, Any], **_: Any) -> dict[str, int]:
+        """Count the tokens of a prompt, the one thing that a program may ask beside answers."""
+        messages, tools = dialects.read_prompt(dialect, body)
+        pool = ElasticRendererPool(
+            self.config.renderer_model_name or "", self.config.renderer, multiplex=self.config.multiplex
+        )
+        async with pool.acquire() as slot:
+            rendered = await slot.run(lambda: slot.renderer.render(messages, tools=tools, add_generation_prompt=True))
+        return {"input_tokens": len(rendered.token_ids)}
 
     async def get(self, path: str, *, cast_to: Any = None) -> Any:
         return json.loads(await self._send("GET", self.base_url + path, {}, None))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -58,6 +60,35 @@ async def test_a_streamed_answer_has_its_tool_calls(endpoint):
         calls = [call.function for choice in chunks for call in choice.delta.tool_calls or []]
         assert calls == [call.function for call in whole.message.tool_calls or []]
         assert chunks[-1].finish_reason == whole.finish_reason
+
+
+async def test_agents_dialects_say_what_chat_completions_say(endpoint):
+    # Messages and Responses through their own clients, whole and streamed: the greedy answer of chat completions.
+    url, key = endpoint
+    function, few = TOOL["function"], {"temperature": 0.0}
+    async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        ask = {"model": "policy", "messages": TALK, "tools": [TOOL], "max_tokens": 80, **few}
+        expected = (await client.chat.completions.create(**ask)).choices[0].message
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in expected.tool_calls or []]
+        flat = {"type": "function", **function}
+        ask = {"model": "policy", "input": TALK, "tools": [flat], "max_output_tokens": 80, **few}
+        whole = await client.responses.create(**ask)
+        events = [event async for event in await client.responses.create(**ask, stream=True)]
+        for reply in (whole, events[-1].response):
+            assert reply.output_text == (expected.content or "")
+            found = [item for item in reply.output if item.type == "function_call"]
+            assert [(item.name, json.loads(item.arguments)) for item in found] == calls
+    async with anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key=key, max_retries=0) as client:
+        tool = {"name": function["name"], "input_schema": function["parameters"]}
+        ask = {"model": "policy", "messages": TALK, "tools": [tool]}
+        whole = await client.messages.create(**ask, max_tokens=80, extra_body=few)
+        async with client.messages.stream(**ask, max_tokens=80, extra_body=few) as stream:
+            streamed = await stream.get_final_message()
+        for reply in (whole, streamed):
+            assert [(item.name, item.input) for item in reply.content if item.type == "tool_use"] == calls
+        assert (await client.messages.count_tokens(**ask)).input_tokens == whole.usage.input_tokens
+        with pytest.raises(anthropic.NotFoundError):
+            await client.messages.create(**ask | {"model": "none"}, max_tokens=8)
 
 
 async def test_requests_without_the_key_and_bad_ones_are_refused(endpoint):
