@@ -28,9 +28,9 @@ taken. Every task is proven in a sandbox: some tests fail before and pass after,
 over."""
 
 _IMPORT = """\
-Make coding tasks of records in the form of SWE-bench (also Lite, Verified, SWE-Gym, SWE-smith) or HumanEval. The
-fields of a record decide its form. A record becomes a task when its own solution passes its tests in a sandbox and an
-empty patch does not. The others are in refused.jsonl, with the reason."""
+Make coding tasks of records in the form of SWE-bench (also Lite, Verified, SWE-Gym, SWE-smith). A record becomes a task
+when its own solution passes its tests in a sandbox and an empty patch does not. The others are in refused.jsonl, with
+the reason."""
 
 
 def main(words: list[str]) -> int:
@@ -79,8 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     published.set_defaults(work=import_file)
     published.add_argument("file", type=Path, help="a .jsonl, .jsonl.gz, .json or .parquet file")
     published.add_argument("-o", "--output", type=Path, required=True, help="folder of the tasks")
-    published.add_argument("--repositories", type=Path, metavar="FOLDER", help="a clone of each: owner__name")
-    published.add_argument("--timeout", type=_at_least(0.1), default=300.0, help="SWE-bench: seconds of a task's tests")
+    clones = {"type": Path, "required": True, "metavar": "FOLDER", "help": "a clone of each: owner__name"}
+    published.add_argument("--repositories", **clones)
+    published.add_argument("--timeout", type=_at_least(0.1), default=300.0, help="seconds of a task's tests (300)")
     published.add_argument("--unproven", action="store_true", help="import tasks without running their tests")
     check = commands.add_parser("check", help="grade a sample of tasks again: solutions and empty patches")
     check.set_defaults(work=check_folder)
