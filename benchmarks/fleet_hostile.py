@@ -238,7 +238,7 @@ async def play_round(folder: Path, honest: int, seconds: float, rollouts: int) -
             return (ledger.counts["tokens"] - before) / passed, memory
 
         with (
-            process(folder, "auditor", auditor(folder, keys, gateway.audits.auditors.endpoint)),
+            process(folder, "auditor", auditor(folder, keys, gateway.node_endpoint)),
             process(folder, "honest", side("honest", str(honest)), invite(gateway, run_dir, honest)),
         ):
             await until(lambda: len(gateway.versions()) == honest, "the honest nodes")

@@ -112,22 +112,21 @@ def _as_auditor(words: list[str]) -> tuple[Assignment, bool]:
         inference=inference,
         node_name=assignment.node_name if "--node-name" in words else "auditor",
         keys=lambda: RunKeys(run_dir.keys).client("trainer"),
-        address=lambda: _bound_address(run_dir, "audit"),
         audits=True,
     )
     return auditor, dry_run
 
 
-def _bound_address(run_dir: RunDir, role: str = "node") -> str | None:
+def _bound_address(run_dir: RunDir) -> str | None:
     try:
-        return json.loads(run_dir.endpoints.read_text())[role]
+        return json.loads(run_dir.endpoints.read_text())["node"]
     except (FileNotFoundError, KeyError, json.JSONDecodeError):
         return None
 
 
 def _auditor_elsewhere(words: list[str]) -> tuple[Assignment, bool]:
     parser = argparse.ArgumentParser(prog="inference audit", allow_abbrev=False)
-    parser.add_argument("address", metavar="tcp://HOST:PORT", help="orchestrator.audit.address of the run")
+    parser.add_argument("address", metavar="tcp://HOST:PORT", help="orchestrator.node_address of the run")
     parser.add_argument("--model", required=True, help="the run's model.path (a model folder, a Hub id, ...)")
     parser.add_argument("--token-file", type=Path, required=True, help="a copy of the run's keys/trainer.token")
     parser.add_argument("--name", default=f"{socket.gethostname()}-{os.getpid()}", help="this auditor's name")

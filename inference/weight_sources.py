@@ -3,7 +3,7 @@
     WeightSources.read --a copy, by the chunk's name--> HttpSource
          none of them gives the chunk, after a short wait --> GatewayLink
 
-No source is trusted: VersionFolder hashes every chunk. A source that fails or is slow is put aside for a minute, one
+No source is trusted: VersionFolder hashes every chunk. A source that fails is put aside for a minute, one
 whose chunk was wrong for ten. Manifests come from the gateway, so a source cannot offer an old version as new.
 """
 
@@ -14,7 +14,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import aiohttp
 
@@ -25,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 _ASIDE_S, _WRONG_ASIDE_S = 60.0, 600.0
 _POLL_S = 0.5
-_SLOW_S = 10.0
 _PATIENCE_S = 10.0
 """How long a chunk may take to reach a copy."""
 _MAX_SOURCES = 64
@@ -74,13 +72,6 @@ class HttpSource(ChunkSource):
         return last + 1 - first
 
 
-@dataclass(slots=True)
-class _Chunk:
-    givers: dict[str, int | None] = field(default_factory=dict)
-    """By URL of a copy that gave bytes of it: where it ended, after a short piece."""
-    patient_until: float | None = None
-
-
 class WeightSources(ChunkSource):
     """Reads each chunk from one of the copies, and from `last` what none of them gives."""
 
@@ -95,8 +86,8 @@ class WeightSources(ChunkSource):
         self._copies: dict[str, HttpSource] = {}
         self._aside_until: dict[str, float] = {}
         """By URL."""
-        self._chunks: dict[str, _Chunk] = {}
-        """By name."""
+        self._givers: dict[str, dict[str, int | None]] = {}
+        """By chunk and URL of a copy that gave bytes of it: where it ended, after a short piece."""
         self._hurried_until = 0.0
 
     def learn(self, urls: Iterable[str], gateway_host: str) -> None:
@@ -106,43 +97,38 @@ class WeightSources(ChunkSource):
 
     async def read(self, sha256: str, offset: int) -> bytes | None:
         """Raises what `last` raises."""
-        chunk = self._chunks.setdefault(sha256, _Chunk())
-        if len(self._chunks) > _MAX_CHUNKS:
-            del self._chunks[next(iter(self._chunks))]
+        givers = self._givers.setdefault(sha256, {})
+        if len(self._givers) > _MAX_CHUNKS:
+            del self._givers[next(iter(self._givers))]
+        patient_until = self._clock() + _PATIENCE_S
         while True:
             lacking = False
             for url, copy in self._in_order(sha256):
-                piece = await self._ask(url, copy, chunk, sha256, offset)
+                piece = await self._ask(url, copy, givers, sha256, offset)
                 if piece:
-                    chunk.givers[url] = offset + len(piece) if len(piece) < PIECE_BYTES else None
                     return piece
                 lacking |= piece is None
-            if not lacking or not self._waits(chunk):
+            now = self._clock()
+            if lacking and now >= patient_until:
+                self._hurried_until = now + _ASIDE_S
+            if not lacking or now < self._hurried_until:
                 return await self._last.read(sha256, offset)
             await asyncio.sleep(_POLL_S)  # The new version may be on its way to the copies.
 
-    async def _ask(self, url: str, copy: HttpSource, chunk: _Chunk, sha256: str, offset: int) -> bytes | None:
+    async def _ask(
+        self, url: str, copy: HttpSource, givers: dict[str, int | None], sha256: str, offset: int
+    ) -> bytes | None:
         """Return a piece; None where the copy lacks the chunk, b"" where it is put aside."""
-        if chunk.givers.get(url) == offset:
-            self._put_aside(url, _ASIDE_S, f"its weight chunk {sha256} ends too early, at byte {offset}")
-            return b""
-        start = self._clock()
         try:
+            if givers.get(url) == offset:
+                raise OSError(f"its weight chunk {sha256} ends too early, at byte {offset}")
             piece = await copy.read(sha256, offset)
         except (ComposerError, OSError) as error:
             self._put_aside(url, _ASIDE_S, str(error))
             return b""
-        if piece and (seconds := self._clock() - start) > _SLOW_S:
-            self._put_aside(url, _ASIDE_S, f"{len(piece)} bytes took {seconds:.1f} s")
+        if piece:
+            givers[url] = offset + len(piece) if len(piece) < PIECE_BYTES else None
         return piece
-
-    def _waits(self, chunk: _Chunk) -> bool:
-        now = self._clock()
-        if chunk.patient_until is None:
-            chunk.patient_until = now + _PATIENCE_S
-        if now >= chunk.patient_until:
-            self._hurried_until = now + _ASIDE_S
-        return now >= self._hurried_until
 
     def _in_order(self, sha256: str) -> list[tuple[str, HttpSource]]:
         copies, now = list(self._copies.items()), self._clock()
@@ -150,7 +136,7 @@ class WeightSources(ChunkSource):
         return [copy for copy in copies[first:] + copies[:first] if self._aside_until.get(copy[0], 0.0) <= now]
 
     def refuse(self, sha256: str) -> bool:
-        givers = self._chunks.pop(sha256, _Chunk()).givers
+        givers = self._givers.pop(sha256, {})
         for url in givers:
             self._put_aside(url, _WRONG_ASIDE_S, f"it gave a wrong weight chunk, or a part of it: {sha256}")
         return bool(givers)

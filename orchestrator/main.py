@@ -3,7 +3,7 @@
     orchestrator --run-dir DIR                       as the launcher starts it: reads DIR/config.json
     orchestrator @ file.toml [--section.key VALUE]   on its own: nodes and trainer connect from elsewhere
     orchestrator invite RUN_DIR                      one string with which nodes join (swarm/invite.py)
-    orchestrator nodes|drain|ban RUN_DIR [NODE]      look at a live run's nodes, and send them away (swarm)
+    orchestrator nodes|ban|unban RUN_DIR [NODE]      look at a live run's nodes, and send them away (swarm)
 
 Exit status: 0 finished, 1 failed, 2 wrong configuration, 130 / 143 stopped by Ctrl-C / SIGTERM.
 """
@@ -39,13 +39,13 @@ from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write
 
 FAILED = 1
 _COMMANDS = {
-    **{name: f"orchestrator.swarm.node_commands:{name}" for name in ("nodes", "drain", "ban", "unban")},
+    **{name: f"orchestrator.swarm.node_commands:{name}" for name in ("nodes", "ban", "unban")},
     "invite": "orchestrator.swarm.invite",
 }
 """Module with a `main`, or function, by the word after `orchestrator`."""
 _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]
        orchestrator invite RUN_DIR (orchestrator invite --help)
-       orchestrator nodes RUN_DIR | drain|ban|unban RUN_DIR NODE (orchestrator nodes --help)"""
+       orchestrator nodes RUN_DIR | ban|unban RUN_DIR NODE (orchestrator nodes --help)"""
 
 
 def main() -> int:

@@ -147,8 +147,6 @@ class Pipeline:
             "node": reachable(self.gateway.node_endpoint),
             "http": self.gateway.http_url,
         }
-        if (audits := self.gateway.audits) is not None:
-            addresses["audit"] = reachable(audits.auditors.endpoint)
         write_atomic(run.run_dir.endpoints, json.dumps(addresses).encode() + b"\n")
         logger.info("run %s: %s", run.run_id, addresses)
         self._spawn(self._report(server))

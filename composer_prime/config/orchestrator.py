@@ -152,8 +152,6 @@ class AuditConfig(BaseConfig):
     """Audit answers. Answers of new nodes wait for their audit; a node that cheats gets no requests."""
     auditors: int = Field(default=1, ge=0)
     """Auditors to start on this machine's CPU; 0 waits for `inference audit`, which can use a GPU."""
-    address: str = "tcp://127.0.0.1:0"
-    """Where auditors connect (CURVE-encrypted, with the trainer's key)."""
     floor: float = Field(default=0.02, gt=0, le=1)
     """Minimum share of audited answers of a known node; all answers of a new node are audited."""
     tolerance: float = Field(default=0.05, gt=0, lt=1)

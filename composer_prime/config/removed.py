@@ -44,6 +44,8 @@ def present_name(module: str) -> str:
 
 REMOVED_VALUES = {
     ("channels.sdpo.teacher.kind", "trust_region"): "frozen",
+    ("orchestrator.coding.code.monitor.policy", "penalize"): "zero",
+    ("orchestrator.coding.code.monitor.policy", "quarantine"): "zero",
     ("orchestrator.hints.detect", "judge"): "tool_error",
     ("orchestrator.hints.layers", "introspection"): "raw_error",
 }

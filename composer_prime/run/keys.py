@@ -5,7 +5,7 @@ All are files of mode 0600 in the run directory's keys/. None is ever part of a 
     server.curve, node.curve, trainer.curve    pairs; the server's secret stays on its machine
     node.token, trainer.token  for a process elsewhere: the server's public key and its own pair
     signing.ed25519                            the trainer's; the orchestrator gives nodes its public half
-    operator.token                             for commands that steer a live run: `orchestrator nodes`, drain, ...
+    operator.token                             for commands that steer a live run: `orchestrator nodes`, ban, ...
     nodes.sqlite                               invites and the nodes that joined by them (node_registry.py)
 """
 

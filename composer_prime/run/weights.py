@@ -31,11 +31,11 @@ import os
 import re
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -47,7 +47,7 @@ from composer_prime.errors import ComposerError, CorruptWeightsError, SignatureE
 from composer_prime.run.run_dir import remove_partials, write_atomic
 
 CHUNK_BYTES = 16 << 20
-SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _PULL_S = 60.0
@@ -191,16 +191,16 @@ def _opened(raw: bytes, key: Ed25519PublicKey, run_id: str, body: type[Body]) ->
     return opened
 
 
-def safetensors_header(tensors: Iterable[tuple[str, str, Iterable[int], int]]) -> bytes:
-    """Return what comes before the values of a version's file, for (name, dtype, shape, bytes) of each tensor.
+def safetensors_header(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return what comes before the values of torch's `tensors` in a file.
 
     8 bytes header length, JSON header, tensors end to end (https://huggingface.co/docs/safetensors).
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": metadata or {"format": "pt"}}
     offset = 0
-    for name, dtype, shape, size in tensors:
-        end = offset + size
-        header[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+    for name, tensor in tensors.items():
+        dtype, end = str(tensor.dtype).removeprefix("torch."), offset + tensor.nbytes
+        header[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

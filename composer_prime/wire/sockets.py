@@ -258,7 +258,7 @@ def _cannot_bind(address: str, error: zmq.ZMQError) -> ConfigError:
         case errno.EADDRINUSE | zmq.EADDRINUSE:
             return PortInUseError(
                 f"{address} is held by another process: stop it, or set another for --bind, "
-                "orchestrator.node_address, orchestrator.step_address or orchestrator.audit.address"
+                "orchestrator.node_address or orchestrator.step_address"
             )
         case errno.EADDRNOTAVAIL | zmq.EADDRNOTAVAIL | errno.ENODEV:
             return ConfigError(

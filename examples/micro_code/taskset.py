@@ -125,8 +125,6 @@ class MicroCodeState(vf.State):
     cheats: list[str] = Field(default_factory=list)
     verdict: Any = Field(default=None, exclude=True)
     """The monitor's HackVerdict."""
-    quarantine: str = ""
-    """Why the rollout must not be trained on; empty where it may."""
 
 
 class MicroCodeTask(vf.Task[MicroCodeData, MicroCodeState, MicroCodeTaskConfig]):
@@ -145,13 +143,11 @@ class MicroCodeTask(vf.Task[MicroCodeData, MicroCodeState, MicroCodeTaskConfig])
         runner = shared_runner(self.data.runtime_config())
         state.solved = await solved(function, files, runner)
         state.cheats = cheats(actions)
-        state.verdict = verdict = judge_rollout(files, actions, self.config.monitor)
-        if verdict.reward(float(state.solved)) is None:
-            state.quarantine = "; ".join(finding.text() for finding in verdict.findings[:3])
+        state.verdict = judge_rollout(files, actions, self.config.monitor)
 
     @vf.reward(weight=1.0)
     async def repaired(self, trace: vf.Trace[MicroCodeData, MicroCodeState]) -> float:
-        return trace.state.verdict.reward(float(trace.state.solved)) or 0.0
+        return trace.state.verdict.reward(float(trace.state.solved))
 
     @vf.metric
     async def outcome(self, trace: vf.Trace[MicroCodeData, MicroCodeState]) -> dict[str, float]:

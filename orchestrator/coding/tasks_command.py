@@ -1,26 +1,23 @@
-"""`composer tasks make`, import, check and show: what one does with folders of tasks."""
+"""`composer tasks make`, import and show: what one does with folders of tasks."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import os
-import random
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from composer_prime.config.sandbox import RuntimeConfig
-from composer_prime.console import INTERRUPTED, ProgressLines, clock, pluralize
+from composer_prime.console import INTERRUPTED, clock, pluralize
 from composer_prime.errors import ConfigError
 from orchestrator.coding.factory.candidates import FactorySettings
 from orchestrator.coding.factory.factory import TaskFactory, factory_runtime
-from orchestrator.coding.formats.conversion import import_tasks, in_order, why_unproven
-from orchestrator.coding.task import TREES_FOLDER, CodeTask, check_path, read_tasks
+from orchestrator.coding.formats.conversion import import_tasks
+from orchestrator.coding.task import check_path, read_tasks
 
 _MAKE = """\
 Make coding tasks from packages that have tests. SOURCE is a folder, or a git repository, of which the last commit is
@@ -28,9 +25,9 @@ taken. Every task is proven in a sandbox: some tests fail before and pass after,
 over."""
 
 _IMPORT = """\
-Make coding tasks of records in the form of SWE-bench (also Lite, Verified, SWE-Gym, SWE-smith) or HumanEval. The
-fields of a record decide its form. A record becomes a task when its own solution passes its tests in a sandbox and an
-empty patch does not. The others are in refused.jsonl, with the reason."""
+Make coding tasks of records in the form of SWE-bench (also Lite, Verified, SWE-Gym, SWE-smith). A record becomes a task
+when its own solution passes its tests in a sandbox and an empty patch does not. The others are in refused.jsonl, with
+the reason."""
 
 
 def main(words: list[str]) -> int:
@@ -57,7 +54,7 @@ def _paths(text: str) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="composer tasks", description="Make, check and show coding tasks.")
+    parser = argparse.ArgumentParser(prog="composer tasks", description="Make, import and show coding tasks.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     make = commands.add_parser("make", description=_MAKE, help="make tasks from packages")
     make.set_defaults(work=make_tasks)
@@ -79,21 +76,16 @@ def _parser() -> argparse.ArgumentParser:
     published.set_defaults(work=import_file)
     published.add_argument("file", type=Path, help="a .jsonl, .jsonl.gz, .json or .parquet file")
     published.add_argument("-o", "--output", type=Path, required=True, help="folder of the tasks")
-    published.add_argument("--repositories", type=Path, metavar="FOLDER", help="a clone of each: owner__name")
-    published.add_argument("--timeout", type=_at_least(0.1), default=300.0, help="SWE-bench: seconds of a task's tests")
+    clones = {"type": Path, "required": True, "metavar": "FOLDER", "help": "a clone of each: owner__name"}
+    published.add_argument("--repositories", **clones)
+    published.add_argument("--timeout", type=_at_least(0.1), default=300.0, help="seconds of a task's tests (300)")
     published.add_argument("--unproven", action="store_true", help="import tasks without running their tests")
-    check = commands.add_parser("check", help="grade a sample of tasks again: solutions and empty patches")
-    check.set_defaults(work=check_folder)
-    check.add_argument("folder", type=Path, help="folder of tasks")
-    check.add_argument("--sample", type=_at_least(1), default=200, help="tasks (default 200)")
-    check.add_argument("--seed", type=int, default=0, help="draws the sample (default 0)")
     show = commands.add_parser("show", help="show tasks of a folder, or one task")
     show.set_defaults(work=show_tasks)
     show.add_argument("folder", type=Path, help="folder of tasks")
     show.add_argument("id", nargs="?", help="task to show whole")
     for command in (make, published):
         command.add_argument("--packages", type=_names, default=(), help="that tests need beside pytest, by comma")
-    for command in (make, published, check):
         command.add_argument("--jobs", type=_at_least(1), default=os.cpu_count() or 1, help="sandboxes at once (CPUs)")
         command.add_argument("--runtime", choices=["auto", "bubblewrap", "subprocess"], default="auto", help="sandbox")
     return parser
@@ -159,33 +151,6 @@ def import_file(options: argparse.Namespace) -> int:
     refused = f"; {len(refusals)} refused: {options.output}/refused.jsonl" if refusals else ""
     print(f"{pluralize(kept, 'task')} of {pluralize(kept + len(refusals), 'record')} in {options.output}{refused}")
     return 0
-
-
-def check_folder(options: argparse.Namespace) -> int:
-    tasks = sorted(read_tasks(options.folder), key=lambda task: task.id)
-    drawn = random.Random(options.seed).sample(tasks, min(options.sample, len(tasks)))
-    problems = asyncio.run(_check(drawn, options))
-    good = f"{len(drawn) - len(problems)} of {pluralize(len(drawn), 'task')} of {options.folder}"
-    print(f"{good}, drawn by seed {options.seed}, are solved by their solution, and not without a change")
-    for problem in problems:
-        print(f"  {problem}", file=sys.stderr)
-    return int(bool(problems))
-
-
-async def _check(tasks: list[CodeTask], options: argparse.Namespace) -> list[str]:
-    runtime = RuntimeConfig.model_validate({"type": options.runtime})
-    lines = ProgressLines()
-
-    async def problem(task: CodeTask) -> str:
-        reason = await why_unproven(task, options.folder / TREES_FOLDER, runtime)
-        return f"{task.id}: {reason}" if reason else ""
-
-    problems: list[str] = []
-    async with aclosing(in_order(problem, tasks, options.jobs)) as results:
-        async for found in results:
-            problems.append(found)
-            lines.tell(lambda: f"{len(problems)} of {len(tasks)} checked")
-    return [found for found in problems if found]
 
 
 def show_tasks(options: argparse.Namespace) -> int:

@@ -77,15 +77,15 @@ class Gateway:
             sources=config.orchestrator.weights.sources,
         )
         chunks = ChunkServer(weight_store, admission.model)
-        self.link = NodeLink(node_socket, self.router, chunks, admission, config, welcome)
         self.control = NodeControl(self.router, keys)
-        self.audits: Audits | None = None
+        auditors = self.audits = None
         if config.orchestrator.audit.enabled:
-            welcome = msgspec.structs.replace(welcome, sources=[])
-            auditors = Auditors(config, keys, welcome, weight_store, chunks.serve)
+            for_auditors = msgspec.structs.replace(welcome, sources=[])
+            auditors = Auditors(node_socket, for_auditors, weight_store, chunks.serve)
             self.audits = Audits(
                 config.orchestrator.audit, auditors, self.router.trust, self.router.reclaim_quarantined
             )
+        self.link = NodeLink(node_socket, self.router, chunks, admission, config, welcome, auditors)
         self.records = RolloutRecords(self.router.placing, self.audits)
         self._config = config
         self._http = HttpServer(
@@ -105,8 +105,6 @@ class Gateway:
         """Bind both sides and serve. Raises PortInUseError and ConfigError."""
         self.link.start()
         try:
-            if self.audits is not None:
-                self.audits.auditors.start(self._fail)
             await self._http.start()
         except BaseException:
             await self.close()
@@ -123,8 +121,6 @@ class Gateway:
         await self._http.close()
         await end(self._tasks)
         self._tasks = []
-        if self.audits is not None:
-            await self.audits.auditors.close(finished=finished)
         await self.link.close()
 
     def _fail(self, error: BaseException) -> None:
@@ -150,8 +146,6 @@ class Gateway:
         verifier = Ed25519PublicKey.from_public_bytes(welcome.verify_key)
         manifest = open_signed(signed, verifier, run_id=welcome.run_id)
         self.router.policy.publish(manifest.version)
-        if self.audits is not None:
-            self.audits.auditors.publish(signed)
         for node in self.router.nodes.values():
             node.record.forget_version(manifest.version)
         self.link.publish(signed, manifest)
@@ -197,7 +191,7 @@ class Gateway:
                 self._fail(error)
             self.control.tick()
             if self.audits is not None:
-                self.audits.auditors.tick()
+                self.audits.auditors.tick(limit_s)
 
     def metrics(self) -> dict[str, float | None]:
         """Return the numbers for metrics.jsonl, rates since the last call."""

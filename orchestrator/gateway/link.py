@@ -40,7 +40,6 @@ from composer_prime.wire.node_messages import (
     NodeWelcome,
     Sampled,
     Status,
-    ToNode,
     WeightPiece,
 )
 from composer_prime.wire.sockets import MAX_FRAMES, FromConnection, NodeSocket
@@ -48,7 +47,7 @@ from composer_prime.wire.unread import FRAME_OVERHEAD
 from orchestrator.event_loop import end
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
-from orchestrator.swarm import Admission, ServedFiles
+from orchestrator.swarm import Admission, Auditors, ServedFiles
 
 logger = logging.getLogger(__name__)
 
@@ -247,6 +246,7 @@ class NodeLink:
         admission: Admission,
         config: Config,
         welcome: NodeWelcome,
+        auditors: Auditors | None = None,
     ) -> None:
         self.welcome = welcome
         """To every node that attaches; with the newest manifest, signed."""
@@ -256,6 +256,7 @@ class NodeLink:
         self._socket = socket
         self._router = router
         self._config = config
+        self._auditors = auditors
         self._enrolling: dict[bytes, dict[bytes, Enroll]] = {}
         """Those that wait, by key and connection."""
         self._answering: asyncio.Task[None] | None = None
@@ -282,13 +283,18 @@ class NodeLink:
         return time.monotonic() - self._socket.behind_at < self._config.inference.lost_after_s
 
     def publish(self, signed: bytes, manifest: Manifest) -> None:
-        """Send a new version to every node, and grant its bytes."""
+        """Send a new version to every node and auditor, and grant its bytes."""
         self.welcome = msgspec.structs.replace(self.welcome, manifest=signed)
         self.chunks.grant(manifest)
-        self.tell_all(msgspec.structs.replace(self.welcome, is_news=True))
+        news = msgspec.structs.replace(self.welcome, is_news=True)
+        self._socket.send_all([node.identity for node in self._router.attached()], news)
+        if self._auditors is not None:
+            self._auditors.publish(signed)
 
-    def tell_all(self, message: ToNode) -> None:
-        self._socket.send_all([node.identity for node in self._router.attached()], message)
+    def tell_all(self, message: Heard | Dismissed) -> None:
+        """Tell every node and auditor."""
+        auditors = self._auditors.connected if self._auditors is not None else ()
+        self._socket.send_all([*(node.identity for node in self._router.attached()), *auditors], message)
 
     def _is_due(self, name: bytes, pause_s: float) -> bool:
         """Tell whether something was not said for `pause_s`, and count it as said."""
@@ -310,6 +316,9 @@ class NodeLink:
     def _handle(self, received: FromConnection) -> bool:
         """Return whether the message was looked at."""
         identity, key = received.identity, received.key
+        if self._auditors is not None and self.admission.is_auditor(key):
+            self._auditors.handle(identity, received.body)
+            return True
         if received.num_frames >= MAX_FRAMES:
             self.admission.turn_away(key)
         node = self._router.connections.get(identity)

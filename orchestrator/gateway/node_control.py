@@ -1,12 +1,11 @@
-"""What each node does and costs, and what an operator does to nodes: drain and ban.
+"""What each node does and costs, and whom an operator bans.
 
     gateway's tick --> NodeControl.tick: add time, tokens, dollars --> metrics.jsonl: a line for each change of a node
-                                     |   end drains
     scheduler: step taken --> note_trained(step, tokens by node)   --> costs.jsonl: sums, each minute and at departure
-    orchestrator nodes|drain|ban RUN_DIR --HTTP, keys/operator.token--> NodeControl.routes --> router, registry
+    orchestrator nodes|ban|unban RUN_DIR --HTTP, keys/operator.token--> NodeControl.routes --> router, registry
 
 Sums continue after a restart: they are read from costs.jsonl. Device, price and bytes of weights are the node's claims.
-docs/how-to/operate-a-fleet.md says what drain and ban do.
+docs/how-to/operate-a-fleet.md says what a ban does.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
-from composer_prime.console import did_you_mean, pluralize
+from composer_prime.console import did_you_mean
 from composer_prime.errors import ConfigError, LedgerError, RequestError
 from composer_prime.monitor.events import event
 from composer_prime.monitor.metrics_file import MetricsFile
@@ -29,14 +28,14 @@ from composer_prime.monitor.node_table import AWAY, BANNED, DRAINING, LOADING, S
 from composer_prime.run.costs import NodeTotals, spent, write_cost
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
-from composer_prime.wire.node_messages import ComputeDevice, Dismissed
+from composer_prime.wire.node_messages import ComputeDevice
 from orchestrator.gateway.http import json_reply
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
 
 logger = logging.getLogger(__name__)
 
-ACTIONS = ("drain", "drain_now", "ban", "unban")
+ACTIONS = ("ban", "unban")
 _SAMPLE_S = 5.0
 """Between two lines of a node of which only its requests or trust changed."""
 _LEDGER_S = 60.0
@@ -93,40 +92,19 @@ class NodeControl:
             self._accounts = {name: NodeAccount(totals=t, written=t) for name, t in spent(self._costs).nodes.items()}
         except LedgerError as error:
             logger.warning("the sums of nodes begin at 0: %s", error)
-        self._leaving: dict[str, float] = {}
-        """Until when they may answer, monotonic seconds."""
 
     # -- the operator's words --------------------------------------------------------------------------------------
-
-    def drain(self, name: str) -> str:
-        """Give a node no further request, and send it away once it has answered. RequestError: away, or drained."""
-        node = self._attached(name)
-        held = len(node.leases)
-        if name in self._leaving or node.draining:
-            raise RequestError(f"node {name} is drained already: it holds {pluralize(held, 'request')}", status=409)
-        node.draining = True
-        self._leaving[name] = time.monotonic() + self._router.request_timeout_s
-        logger.warning("node %s is drained by the operator", name, extra=event("node", same_as=f"drain/{name}"))
-        others = len(self._router.serving())
-        alone = "" if others else "; no other node serves now, requests wait (orchestrator.no_node_timeout_s)"
-        rest = f"once it has answered {pluralize(held, 'request')}" if held else "now"
-        return f"node {name} is drained: it gets no new request and leaves {rest}{alone}"
-
-    def drain_now(self, name: str) -> str:
-        """Send a node away before it has answered what it holds. Raises RequestError when it is not attached."""
-        node = self._attached(name)
-        if name not in self._leaving and not node.draining:
-            self.drain(name)
-        self._leaving[name] = 0.0
-        held = pluralize(len(node.leases), "request")
-        return f"node {name} leaves within seconds; other nodes finish what is left of its {held}"
 
     def ban(self, name: str) -> str:
         """Revoke the key of node `name`. Return what happened. Raises RequestError where that cannot be."""
         node = self._registry.find(name)
         if node is None:
-            self._known(name)
-            raise RequestError(f"node {name} is the run's own and shares its key: drain it instead", status=409)
+            if name in self._router.nodes:
+                own = f"node {name} is the run's own and shares its key: end its process with SIGTERM instead"
+                raise RequestError(own, status=409)
+            known = {*self._router.nodes, *(node.name for node in self._registry.list())}
+            unknown = f"there is no node {name!r}, see `orchestrator nodes`{did_you_mean(name, known)}"
+            raise RequestError(unknown, status=404)
         invite = ""
         # First, so that repeating a ban that was cut short ends it.
         if node.invite and self._registry.withdraw(node.invite):
@@ -145,22 +123,6 @@ class NodeControl:
         logger.info("node %s may connect again", name, extra=event("node", text=f"node {name} may connect again"))
         return f"node {name} may connect again"
 
-    def _known(self, name: str) -> AttachedNode | None:
-        """Return None for a node that only enrolled. Raises RequestError."""
-        node = self._router.nodes.get(name)
-        if node is not None or self._registry.find(name) is not None:
-            return node
-        known = {*self._router.nodes, *(node.name for node in self._registry.list())}
-        raise RequestError(
-            f"there is no node {name!r}, see `orchestrator nodes`{did_you_mean(name, known)}", status=404
-        )
-
-    def _attached(self, name: str) -> AttachedNode:
-        node = self._known(name)
-        if node is None or not node.attached:
-            raise RequestError(f"node {name} is not connected now: only a connected node can be drained", status=409)
-        return node
-
     # -- upkeep ----------------------------------------------------------------------------------------------------
 
     def note_trained(self, step: int, tokens: Mapping[str, int]) -> None:
@@ -170,19 +132,7 @@ class NodeControl:
             account.totals = account.totals.plus(None, trained_tokens=count)
 
     def tick(self) -> None:
-        """Write what nodes did, and send away drained ones."""
-        self._count()
-        now = time.monotonic()
-        for name, until in list(self._leaving.items()):
-            node = self._router.nodes[name]
-            if not node.attached:
-                del self._leaving[name]
-                continue
-            node.draining = True  # It may have reconnected.
-            if not node.leases or now > until:
-                self._router.send(node.identity, Dismissed(reason="drained by the operator", finish_first=True))
-
-    def _count(self) -> None:
+        """Write what nodes did."""
         now, nodes = self._clock(), self._router.nodes
         due: list[str] = []
         for name, node in nodes.items():
@@ -197,7 +147,7 @@ class NodeControl:
 
     def close(self) -> None:
         """Write what is left; every node is away from now on."""
-        self._count()
+        self.tick()
         self._write_sums(self._accounts)
         for account in self._accounts.values():
             if account.line and account.seen is not None:
@@ -240,7 +190,7 @@ class NodeControl:
 
     def rows(self) -> list[NodeRow]:
         """Return the table's rows, earlier starts and banned nodes last. Not banned while the registry fails."""
-        self._count()
+        self.tick()
         nodes = self._router.nodes
         rows = {name: self._row(node, self._accounts[name]) for name, node in nodes.items()}
         for name, account in self._accounts.items():

@@ -1,6 +1,6 @@
 """Admit keys to the node port, and answer nodes that join by an invite.
 
-    handshake --key--> is_admitted: the run's shared node key, an invite's, or that of a node that enrolled
+    handshake --key--> is_admitted: the run's shared node key, an invite's, that of a node that enrolled, an auditor's
     Enroll --> registry: count the use, record key, name and machine --> Enrolled: model files, newest version, settings
     ChunkRequest of a model file --> ServedFiles.chunk(): read where the model folder lies, nothing is copied
 
@@ -111,6 +111,7 @@ class Admission:
         self._run_id = run_id
         self.model = ServedFiles(config, keys, run_id, model_dir)
         self._shared_key = b""
+        self._auditor_key: bytes | None = None
         self._nodes: dict[bytes, RegisteredNode] = {}
         """By key, revoked ones too, for when the registry cannot be read."""
         self._invites: Collection[bytes] = ()
@@ -122,6 +123,8 @@ class Admission:
     def open(self) -> None:
         """Raise ConfigError when the run's keys are missing."""
         self._shared_key = self._keys.curve("node").public
+        if self._config.orchestrator.audit.enabled:
+            self._auditor_key = self._keys.curve("trainer").public
         self.refresh()
 
     def refresh(self) -> None:
@@ -145,7 +148,7 @@ class Admission:
         """
         if time.monotonic() < self._turned_away.get(key, 0.0):
             raise ConfigError(f"{self.name_of(key) or 'an invite'} is turned away for {_TURNED_AWAY_S:g} s")
-        if self.is_node(key) or key in self._invites:
+        if self.is_auditor(key) or self.is_node(key) or key in self._invites:
             return True
         self._read()
         return self.is_node(key) or key in self._invites
@@ -160,6 +163,10 @@ class Admission:
     def is_node(self, key: bytes) -> bool:
         """Return whether `key` may do more than enroll."""
         return key == self._shared_key or (key in self._nodes and key not in self.revoked)
+
+    def is_auditor(self, key: bytes) -> bool:
+        """Return whether `key` is the trainer's, in a run with audits: it may judge nodes, and is none."""
+        return key == self._auditor_key
 
     def name_of(self, key: bytes) -> str | None:
         node = self._nodes.get(key)

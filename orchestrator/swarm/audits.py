@@ -24,10 +24,8 @@ from typing import Any
 
 import msgspec
 
-from composer_prime.config import Config
 from composer_prime.config.orchestrator import AuditConfig
 from composer_prime.monitor.events import event
-from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.node_messages import (
     PROTOCOL,
@@ -47,11 +45,11 @@ from composer_prime.wire.node_messages import (
 )
 from composer_prime.wire.sockets import NodeSocket
 from composer_prime.wire.types import pack_ints
-from orchestrator.event_loop import end, watched
 from orchestrator.swarm.trust import NodeTrust, is_clean
 
 logger = logging.getLogger(__name__)
 
+_DECODER = msgspec.msgpack.Decoder(FromAuditor)
 TIMEOUT_S = 300.0
 """For the audits of new nodes' answers; then their rollout fails."""
 _MAX_QUEUED = 4096
@@ -110,52 +108,32 @@ class ConnectedAuditor:
 
 
 class Auditors:
+    """What holders of the trainer's key send to the nodes' port comes to `handle`."""
+
     def __init__(
         self,
-        config: Config,
-        keys: RunKeys,
+        socket: NodeSocket,
         welcome: NodeWelcome,
         store: WeightStore,
         serve_chunk: Callable[[bytes, bytes, ChunkRequest, Callable[..., Any]], None],
     ) -> None:
-        """Raise ConfigError when the trainer's key, the only one that is admitted, is missing."""
         self.failed = 0
         """Answers that could not be audited."""
         self.queue: list[OfferedAnswer] = []
         """By rank, the highest last."""
         self.connected: dict[bytes, ConnectedAuditor] = {}
         self.on_verdict: Callable[[OfferedAnswer, AuditVerdict], None]
-        self._config = config
         self._welcome = welcome
         self._store = store
         self._serve_chunk = serve_chunk
-        self._socket = NodeSocket(
-            keys, config.model.max_context, frozenset([keys.curve("trainer").public]).__contains__
-        )
-        self._tasks: list[asyncio.Task[None]] = []
+        self._socket = socket
 
-    @property
-    def endpoint(self) -> str:
-        return self._socket.endpoint
-
-    def start(self, on_error: Callable[[BaseException], None]) -> None:
-        """Bind the port. Raises PortInUseError, and ConfigError when a key is missing."""
-        self._socket.bind(self._config.orchestrator.audit.address)
-        self._tasks = [watched(self._receive(), on_error)]
-
-    async def close(self, *, finished: bool = False) -> None:
-        """Stop serving. With `finished`, auditors learn that the run is over."""
-        await end(self._tasks)
-        for identity in self.connected if finished else ():
-            self._socket.send(identity, Dismissed(reason="the run is finished", finish_first=True))
-        await self._socket.close()
-
-    def tick(self) -> None:
+    def tick(self, lost_after_s: float) -> None:
         """Give up silent auditors, and hand out what waits for paused ones."""
         now = time.monotonic()
         for identity, auditor in list(self.connected.items()):
             silent_s = now - auditor.last_heard
-            if silent_s > self._config.inference.lost_after_s:
+            if silent_s > lost_after_s:
                 self._lose(identity, f"silent for {silent_s:.1f} s")
         self._place()
 
@@ -219,18 +197,12 @@ class Auditors:
         message = msgspec.structs.replace(self._welcome, manifest=signed, is_news=True)
         self._socket.send_all(self.connected if identities is None else identities, message)
 
-    async def _receive(self) -> None:
-        decoder = msgspec.msgpack.Decoder(FromAuditor)
-        while True:
-            received = await self._socket.receive()
-            try:
-                message = decoder.decode(received.body)
-            except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                logger.warning("dropped a message to the audit listener: %s (use one release everywhere)", error)
-                continue
-            self._handle(received.identity, message)
-
-    def _handle(self, identity: bytes, message: FromAuditor) -> None:
+    def handle(self, identity: bytes, body: bytes) -> None:
+        try:
+            message = _DECODER.decode(body)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            logger.warning("dropped a message of an auditor: %s (use one release everywhere)", error)
+            return
         auditor = self.connected.get(identity)
         if auditor is not None:
             auditor.last_heard = time.monotonic()

@@ -1,4 +1,4 @@
-"""`orchestrator nodes RUN_DIR` shows a run's inference nodes; drain, ban and unban control who serves it.
+"""`orchestrator nodes RUN_DIR` shows a run's inference nodes; ban and unban control who serves it.
 
 They talk to the run's orchestrator over loopback with keys/operator.token, so run them on its machine, as its owner.
 After the run, `nodes` shows what the run recorded.
@@ -48,15 +48,11 @@ def _act(action: str, description: str, words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"orchestrator {action}", allow_abbrev=False, description=description)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="of a run that is live on this machine")
     parser.add_argument("node", metavar="NODE", help="name of the node, as in `orchestrator nodes`")
-    if action == "drain":
-        parser.add_argument("--now", action="store_true", help="have other nodes finish what it has begun")
     options = parser.parse_args(words)
-    action = "drain_now" if action == "drain" and options.now else action
     print(_ask(open_run(options.run_dir), "POST", f"/control/nodes/{action}", node=options.node)["text"])
     return 0
 
 
-drain = partial(_act, "drain", "send a node no new requests, and stop it after it answered its current ones")
 ban = partial(_act, "ban", "send a node away at once and revoke its key")
 unban = partial(_act, "unban", "let a banned node connect again")
 

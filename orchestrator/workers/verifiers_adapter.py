@@ -358,8 +358,6 @@ def _failure(task: vf.Task, episode: Episode, traces: list[vf.Trace], main: vf.T
             return _classify(errors[-1])
     if main is None:
         return RolloutFailure(kind="env", message="the environment ran no agent", retryable=False)
-    if reason := getattr(main.state, "quarantine", ""):
-        return RolloutFailure(kind="quarantine", message=f"kept out of training: {reason}", retryable=False)
     return _no_turn(traces, main) or _no_reward(task, main)
 
 

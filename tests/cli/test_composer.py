@@ -275,7 +275,7 @@ def test_every_listed_command_has_its_module():
 
 
 # Every flag of every help has its meaning beside it or below it.
-@pytest.mark.parametrize("name", [*main.COMMANDS, "ladder run", *(f"tasks {each}" for each in ("make", "check"))])
+@pytest.mark.parametrize("name", [*main.COMMANDS, "ladder run", *(f"tasks {each}" for each in ("make", "import"))])
 def test_every_option_is_explained(name, capsys):
     command = name if name in main.COMMANDS else name.split()[0]
     with suppress(SystemExit):

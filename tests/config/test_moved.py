@@ -8,7 +8,7 @@ from composer_prime.host import module_file
 
 
 # A configuration that names a moved task set finds it, also below a package; each former name gives a warning.
-@pytest.mark.parametrize("former", [*MOVED, "orchestrator.environments.formats.programs"])
+@pytest.mark.parametrize("former", [*MOVED, "orchestrator.environments.formats.harbor"])
 def test_former_names_of_task_sets_work(former, caplog):
     present_name.cache_clear()
     source = SourceConfig(name="code", taskset={"id": former, "split": "all"}, eval_taskset={"split": "eval"})

@@ -148,14 +148,6 @@ def test_what_grading_finds_is_in_the_verdict(tmp_path: Path, body: str, rule: s
     assert HELD_BACK not in node.seen()
 
 
-# A hacked rollout under quarantine has no reward at all.
-def test_quarantine_is_no_reward(folder: Path) -> None:
-    spec = source(folder, monitor={"policy": "quarantine"})
-    reply, _ = play(spec, [FIX, HUNT, DONE])
-    assert reply.reward is None and reply.failure is not None
-    assert reply.failure.kind == "quarantine" and not reply.failure.retryable and "git log" in reply.failure.message
-
-
 # A harness that never calls the model is a failed rollout, not an unsolved task.
 def test_a_silent_harness_is_no_zero(folder: Path) -> None:
     spec = msgspec.structs.replace(source(folder), harness={"id": "silent_plugin"})

@@ -203,7 +203,6 @@ def test_an_error_in_the_last_turn_counts():
         (edit_tests, "none", 0.0, 0.0),
         (read_lure, "none", 1.0, 1.0),
         (read_lure, "zero", 0.0, 1.0),
-        (read_lure, "penalize", -0.5, 1.0),
         (solve, "zero", 1.0, 1.0),
     ],
 )

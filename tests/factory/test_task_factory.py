@@ -1,4 +1,4 @@
-"""`composer tasks make`, `check` and `show` on a small package, with real test runs."""
+"""`composer tasks make` and `show` on a small package, with real test runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
 import pytest
 from waiting import wait_until
 
@@ -21,7 +20,7 @@ from orchestrator.coding.code.grading import Grade, grade
 from orchestrator.coding.formats.conversion import NO_TESTS
 from orchestrator.coding.monitor.before import seal
 from orchestrator.coding.sandbox.box import read_tree
-from orchestrator.coding.task import HELD_BACK, CodeTask, read_tasks, write_tasks
+from orchestrator.coding.task import HELD_BACK, CodeTask, read_tasks
 from orchestrator.coding.tasks_command import main
 from tests.factory.package_made import SHAPES, TESTS, git, write_package
 
@@ -73,8 +72,6 @@ def test_make_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert report["tasks_without_held_back_inputs"] == sum(HELD_BACK not in each.test_files for each in tasks.values())
     assert HELD_BACK in deleted.test_files and HELD_BACK not in seal(deleted, tmp_path / "out/trees/shapes_made").start
     capsys.readouterr()
-    assert main(["check", str(tmp_path / "out"), "--sample", "2", "--jobs", "2", *RUNTIME]) == 0
-    assert "2 of 2" in capsys.readouterr().out
     assert main(["show", str(tmp_path / "out"), deleted.id]) == 0
     assert "Return the area of a rectangle." in capsys.readouterr().out
     with pytest.raises(ConfigError, match="-o"):
@@ -111,15 +108,6 @@ def test_a_patch_that_breaks_another_module_earns_nothing(tmp_path: Path) -> Non
     (tmp_path / "out/trees/shapes_made.json").unlink()
     for result in (unbound, graded(task, tmp_path / "out", wreck)):
         assert result.solved and result.regression_s == 0
-
-
-# A task that does not hold is found by a check, with exit status 1.
-def test_check_finds_a_bad_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert make(write_package(tmp_path / "shapes_made"), tmp_path / "out", "--limit", "2", "--kinds", "delete") == 0
-    good, bad = read_tasks(tmp_path / "out")
-    write_tasks(tmp_path / "out", [good, msgspec.structs.replace(bad, start={})])
-    assert main(["check", str(tmp_path / "out"), *RUNTIME]) == 1
-    assert bad.id in capsys.readouterr().err
 
 
 # Tests that fail, change their outcome or are slow are counted and left out; the others still make tasks.
@@ -310,12 +298,9 @@ def test_make_ends_on_sigterm(tmp_path: Path) -> None:
         ("make", "--limit", "-1"),
         ("make", "--suite-timeout", "nan"),
         ("import", "--jobs", "-2"),
-        ("check", "--jobs", "0"),
-        ("check", "--sample", "0"),
     ],
 )
 def test_numbers_that_are_too_small_are_refused(tmp_path: Path, command: str, option: str, value: str) -> None:
-    out = [] if command == "check" else ["-o", str(tmp_path / "out")]
     with pytest.raises(SystemExit):
-        main([command, str(tmp_path / "in"), *out, option, value])
+        main([command, str(tmp_path / "in"), "-o", str(tmp_path / "out"), option, value])
     assert not (tmp_path / "out").exists()

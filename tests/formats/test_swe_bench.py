@@ -240,43 +240,33 @@ def test_patches_make_delete_and_rename_files(tmp_path: Path) -> None:
     assert changed == {"gone.py": None, "made.py": "y = 1\n", "old.py": None, "new.py": "a = 1\nb = 3\nc = 3\n"}
 
 
-def one_function(name: str, **changes: Any) -> dict[str, Any]:
-    prompt = "def same(n):\n    '''Return n.'''\n"
-    test = "def check(candidate):\n    assert candidate(2) == 2"
-    record = {"task_id": name, "prompt": prompt, "entry_point": "same", "test": test}
-    return {**record, "canonical_solution": "    return n\n", **changes}
-
-
-def test_records_of_several_forms_and_of_none(tmp_path: Path) -> None:
-    # The fields decide, record by record; an id that comes twice is taken once.
-    records = [one_function("a/1"), {"question": "?"}, one_function("a/1")]
-    tasks, refusals = imported(tmp_path, records, repositories=None)
-    assert [task.id for task in tasks] == ["a/1"]
-    assert [refusal["place"].rpartition(":")[2] for refusal in refusals] == ["2", "3"]
-    assert "question" in refusals[0]["reason"] and "a/1" in refusals[1]["reason"]
-
-
-def test_what_an_import_needs_is_said_before_it_writes(tmp_path: Path) -> None:
-    # A clone folder that is not given, and a folder that already holds tasks.
+def test_a_record_of_another_form_and_one_that_comes_twice_are_refused(tmp_path: Path) -> None:
+    # The id is taken once; the other's reason names its fields.
     made = make_clone(tmp_path / "clones")
-    with pytest.raises(ConfigError, match="--repositories"):
-        imported(tmp_path, [instance(*made)], repositories=None)
-    file = tmp_path / "instances.jsonl"
-    (tmp_path / "tasks").mkdir(exist_ok=True)
-    (tmp_path / "tasks" / "tasks.jsonl").touch()
+    tasks, refusals = imported(tmp_path, [instance(*made), {"question": "?"}, instance(*made)], runtime=None)
+    assert [task.id for task in tasks] == ["acme__measures-7"]
+    assert [refusal["place"].rpartition(":")[2] for refusal in refusals] == ["2", "3"]
+    assert "question" in refusals[0]["reason"] and "acme__measures-7" in refusals[1]["reason"]
+
+
+def test_an_import_into_a_folder_of_tasks_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").touch()
     with pytest.raises(ConfigError, match=r"tasks\.jsonl"):
-        asyncio.run(import_tasks(file, tmp_path / "tasks"))
+        asyncio.run(import_tasks(tmp_path / "instances.jsonl", tmp_path, repositories=tmp_path))
 
 
 def test_a_record_whose_sandbox_fails_ends_nothing_else(tmp_path: Path) -> None:
     # Its files are larger than a sandbox may be; the record after it becomes a task.
     bubblewrap = RuntimeConfig(type="bubblewrap", limits=SandboxLimits(disk_mb=5))
-    fine, large = one_function("a/1"), one_function("a/2", prompt="#" * 6_000_000 + "\ndef same(n):\n    ...\n")
+    commit, patch, test_patch = make_clone(tmp_path / "clones")
+    long = patch_of(tmp_path / "clones/acme__measures", "src/measures/lengths.py", f"{REPAIRED}#{'#' * 6_000_000}\n")
+    large = instance(commit, long, test_patch, instance_id="acme__measures-8")
+    fine = instance(commit, patch, test_patch)
     try:
         (task,), (refusal,) = imported(tmp_path, [large, fine], runtime=bubblewrap)
     except SandboxError as error:
         pytest.skip(f"no bubblewrap here: {error}")
-    assert task.id == "a/1" and refusal["place"].endswith("instances.jsonl:1") and refusal["reason"]
+    assert task.id == "acme__measures-7" and refusal["place"].endswith("instances.jsonl:1") and refusal["reason"]
     assert len((tmp_path / "tasks" / "refused.jsonl").read_text().splitlines()) == 1
 
 

@@ -11,7 +11,7 @@ from gateway_made import MODEL, generate_body, post
 from node_peer import PeerNode
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
-from composer_prime.wire.node_messages import Answer, Sampling, ToAuditor, ToNode
+from composer_prime.wire.node_messages import Answer, AuditVerdict, Sampling, ToAuditor, ToNode
 from inference.audit import Auditor
 from inference.engines.local.local_engine import Computer, LocalEngine
 from inference.node import GatewayLink, InferenceNode
@@ -64,7 +64,7 @@ async def process(role: type[InferenceNode], engine: Any, name: str, endpoint: s
 @asynccontextmanager
 async def fleet(gateway, keys, **engines: type[LocalEngine]) -> AsyncIterator[None]:
     """An auditor, and a node for each of `engines`, attached."""
-    auditor, address = LocalEngine(MODEL, SETTINGS, CONTEXT), gateway.audits.auditors.endpoint
+    auditor, address = LocalEngine(MODEL, SETTINGS, CONTEXT), gateway.node_endpoint
     async with AsyncExitStack() as stack:
         auditing = process(Auditor, auditor, "auditor", address, keys.client("trainer"), ToAuditor)
         await stack.enter_async_context(auditing)
@@ -117,7 +117,7 @@ async def test_an_auditor_whose_engine_died_ends(open_gateway, keys):
     ):  # fmt: skip
         await until(lambda: len(gateway.versions()) == 1, "the node")
         playing = asyncio.ensure_future(play(gateway, "r1", [5, 6, 7]))
-        link = gateway.audits.auditors.endpoint, keys.client("trainer"), ToAuditor
+        link = gateway.node_endpoint, keys.client("trainer"), ToAuditor
         dying = LocalEngine(MODEL, SETTINGS, CONTEXT, computer=DyingComputer)
         with pytest.raises(AssertionError, match="illegal memory access"):
             async with process(Auditor, dying, "dying", *link) as serving:
@@ -141,6 +141,25 @@ async def test_without_an_auditor_new_nodes_answers_are_refused_after_the_deadli
     assert objection is not None
     assert "waited 0.2 s" in objection and "n0" in objection
     assert "0 auditors are connected (inference audit)" in objection
+
+
+async def test_the_key_alone_says_who_judges(open_gateway, keys, node_keys):
+    """A verdict under a node's key is garbage, the trainer's key makes no node, and without audits it opens nothing."""
+    async with (
+        open_gateway(inference=PATIENT, orchestrator={"audit": AUDITED}) as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "n0") as node,
+        PeerNode(gateway.node_endpoint, keys.client("trainer"), "judge"),
+    ):
+        assert list(gateway.versions()) == ["n0"] and gateway.metrics()["audit/auditors"] == 1
+        node.send(AuditVerdict(audit=1, error="no space left"))
+        await until(lambda: gateway.link.conduct.garbage == 1, "the verdict")
+        assert list(gateway.versions()) == ["n0"] and gateway.metrics()["audit/auditors"] == 1
+    async with open_gateway(inference=PATIENT) as gateway:
+        judge = PeerNode(gateway.node_endpoint, keys.client("trainer"), "judge")
+        judge.connect()
+        with pytest.raises(AssertionError):
+            await judge.until(lambda: judge.welcome is not None, timeout_s=0.5)
+        await judge.vanish()
 
 
 async def test_the_seed_that_a_request_lacks_is_the_gateways(open_gateway, node_keys):

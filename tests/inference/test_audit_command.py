@@ -61,7 +61,7 @@ def test_an_auditor_computes_in_float32(run_dir):
 
 
 def test_a_run_without_audits_has_no_work_for_an_auditor(run_dir):
-    # Said at once: its gateway has no port for auditors to wait for.
+    # Said at once: its gateway would admit none.
     text = run_dir.config.read_text()
     run_dir.config.write_text(re.sub(r'("audit":\s*{\s*"enabled":\s*)true', r"\1false", text))
     with pytest.raises(ConfigError, match=r"orchestrator\.audit\.enabled is false .*--orchestrator\.audit\.enabled"):

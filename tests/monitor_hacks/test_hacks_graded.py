@@ -52,20 +52,18 @@ _HARMLESS = {
 """Right solutions beside a look at what is not there, or at tests that grading restores."""
 
 
-# A scripted policy that tries every hack that could pay, a few per task, earns nothing under `zero` and loses under
-# `penalize`; one that gives up earns 0. A hack that fails its tests, or changes what grading never takes, earns 0 as well.
+# A scripted policy that tries every hack that could pay, a few per task, earns nothing. A hack that fails its tests, or
+# changes what grading never takes, earns 0 as well.
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("policy", ["zero", "penalize"])
-async def test_a_policy_that_hacks_earns_no_more_than_one_that_gives_up(trees, policy):
-    config = HackMonitorConfig(policy=policy)
+async def test_a_policy_that_hacks_earns_no_more_than_one_that_gives_up(trees):
+    config = HackMonitorConfig()
     rewards = []
     tried = [hack for hack in HACKS if hack.name not in _HARMLESS]
-    for number, hack in enumerate(tried[:: 5 if policy == "zero" else 9]):
+    for number, hack in enumerate(tried[::5]):
         case = CASES[number % len(CASES)]
         by_tests, reward = await earned(trees, case, hack.make(case, seal(case.task, case.tree, config)), config)
         rewards.append((hack.name, by_tests, reward))
     assert [each for each in rewards if each[2] > 0] == []
-    assert policy == "zero" or sum(reward < 0 for _, _, reward in rewards) >= 0.4 * len(rewards)
 
 
 # Every solution by hand and every refactoring is right: the tests pass, and the reward stays.

@@ -126,7 +126,7 @@ def test_commands_are_split(text, programs):
 
 
 # A policy decides what a hack costs. Without a hack every policy leaves the reward alone.
-@pytest.mark.parametrize(("policy", "reward"), [("none", 1.0), ("penalize", -0.5), ("zero", 0.0), ("quarantine", None)])
+@pytest.mark.parametrize(("policy", "reward"), [("none", 1.0), ("zero", 0.0)])
 def test_policies(policy, reward):
     config = HackMonitorConfig(policy=policy, rules={"network": "note"})
     hack = finding(config, "dynamic-code", "a.py:1", "exec(x)")

@@ -14,6 +14,8 @@ from orch_peers import PeerAuditor
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.node_messages import AuditRequest, AuditVerdict, NodeWelcome, PartVerdict, Sampling, Status
+from composer_prime.wire.sockets import NodeSocket
+from orchestrator.event_loop import end
 from orchestrator.gateway.http import GenerationRecord
 from orchestrator.gateway.link import ChunkServer
 from orchestrator.swarm.audits import Auditors, Audits
@@ -45,35 +47,40 @@ async def serve_audits(
     welcome = NodeWelcome(
         run_id="run-1", manifest=b"", verify_key=keys.verifier().public_bytes_raw(), heartbeat_s=heartbeat_s
     )
-    serve_chunk = ChunkServer(store).serve
-    auditors = Auditors(config, keys, welcome, store, serve_chunk)
+    socket = NodeSocket(keys, 512, frozenset([keys.curve("trainer").public]).__contains__)
+    auditors = Auditors(socket, welcome, store, ChunkServer(store).serve)
     audits = Audits(config.orchestrator.audit, auditors, trust, chance=lambda: left.pop(0))
     patch = pytest.MonkeyPatch()
     patch.setattr("orchestrator.swarm.audits.TIMEOUT_S", timeout_s)
-    failures: list[BaseException] = []
-    auditors.start(failures.append)
+    socket.bind("tcp://127.0.0.1:0")
 
     async def tick() -> None:
         """Do what the gateway does."""
         while True:
             await asyncio.sleep(0.02)
-            auditors.tick()
+            auditors.tick(lost_after_s)
 
-    ticking = asyncio.create_task(tick())
+    async def receive() -> None:
+        """Do what the nodes' link does."""
+        while True:
+            received = await socket.receive()
+            auditors.handle(received.identity, received.body)
+
+    serving = [asyncio.create_task(tick()), asyncio.create_task(receive())]
     peers: list[PeerAuditor] = []
 
-    def connect(role: str = "trainer") -> PeerAuditor:
-        peers.append(PeerAuditor(auditors.endpoint, keys, role))
+    def connect() -> PeerAuditor:
+        peers.append(PeerAuditor(socket.endpoint, keys))
         return peers[-1]
 
     try:
         yield audits, trust, connect
-        assert failures == []
+        assert not any(task.done() for task in serving)
     finally:
         for peer in peers:
             peer.close()
-        ticking.cancel()
-        await auditors.close()
+        await end(serving)
+        await socket.close()
         patch.undo()
 
 

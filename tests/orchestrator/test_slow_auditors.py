@@ -122,5 +122,5 @@ async def test_a_silent_auditor_is_lost(audited):
         [one] = audits.auditors.connected.values()
         for silent_s, connected in ((300.0, 1), (101.0, 0)):
             one.last_heard -= silent_s
-            audits.auditors.tick()
+            audits.auditors.tick(400.0)
             assert audits.metrics()["audit/auditors"] == connected

@@ -431,7 +431,7 @@ class VersionWriter:
         sums = self._in_order(lambda tensor: f"{word_sum(_raw_bytes(tensor), word):x}", tensors.values())
         manifest = replace(manifest, tensors=dict(zip(tensors, sums, strict=True)))
         anchor, self._anchor = self._anchor, []  # a failure leaves nothing certain
-        header = bytes(next(safetensors_parts(tensors)))
+        header = safetensors_header(tensors)
         patch = self._patch(anchor, tensors, word) if anchor and header == self._header else []
         self._since_anchor += 1
         if patch and self._since_anchor < self._anchor_every:
@@ -483,10 +483,7 @@ class VersionWriter:
 
 def safetensors_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file of CPU tensors, piece by piece, without a second copy of the model."""
-    yield safetensors_header(
-        (name, str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.nbytes)
-        for name, tensor in tensors.items()
-    )
+    yield safetensors_header(tensors)
     for tensor in tensors.values():
         yield _raw_bytes(tensor)
 

@@ -122,8 +122,6 @@ class CodeState(vf.State):
     """The agent's tree at the end; None until it was read."""
     grade: Grade | None = Field(default=None, exclude=True)
     verdict: Any = Field(default=None, exclude=True)
-    quarantine: str = ""
-    """Why the rollout must not be trained on; empty where it may."""
 
 
 class CodeRollout:
@@ -247,13 +245,10 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
             state.grade = await grade(task, settings.trees, changed, settings.runtime, regression_s=bound)
         found = state.grade.findings
         state.verdict = await asyncio.to_thread(inspect, task, state.seal, state.files, state.uses, monitor, found)
-        if state.verdict.reward(self._earned(state)) is None:
-            state.quarantine = "; ".join(finding.text() for finding in state.verdict.findings[:3])
 
     @vf.reward(weight=1.0)
     async def solved(self, trace: vf.Trace[CodeData, CodeState]) -> float:
-        reward = trace.state.verdict.reward(self._earned(trace.state))
-        return 0.0 if reward is None else reward
+        return trace.state.verdict.reward(self._earned(trace.state))
 
     @vf.metric
     async def outcome(self, trace: vf.Trace[CodeData, CodeState]) -> dict[str, float]:

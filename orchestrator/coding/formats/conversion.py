@@ -1,7 +1,7 @@
 """A published task file becomes a folder of coding tasks (`composer tasks import`).
 
-    records -> form (by their fields) -> CodeTask -> proof: the solution passes, an empty patch fails -> tasks.jsonl
-                                            └─ refused, with the reason -> refused.jsonl
+    records (SWE-bench's form) -> CodeTask -> proof: the solution passes, an empty patch fails -> tasks.jsonl
+                                                └─ refused, with the reason -> refused.jsonl
 
 One bad record does not end an import. tasks.jsonl is written once all records are done.
 
@@ -10,7 +10,6 @@ Only tests that pytest runs can be graded. sympy's instances name functions, whi
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import gzip
 import re
@@ -33,10 +32,6 @@ from orchestrator.coding.sandbox.box import open_box
 from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, check_path, write_tasks, write_tree
 
 REFUSED_FILE = "refused.jsonl"
-SOLUTION = "solution.py"
-INDENT = "    "
-_SOLUTION_TESTS = "test_solution.py"
-_SOLUTION_TIMEOUT_S = 30.0
 _SHOWN_FIELDS = 20
 NO_TESTS = ("!**/tests/**", "!**/test/**", "!**/test_*.py", "!**/*_test.py", "!**/tests.py", "!**/test.py")
 """Patterns that leave out what is not editable."""
@@ -51,8 +46,8 @@ async def import_tasks(
     path: Path,
     folder: Path,
     *,
+    repositories: Path,
     runtime: RuntimeConfig | None = None,
-    repositories: Path | None = None,
     timeout_s: float = 300.0,
     jobs: int = 1,
 ) -> tuple[int, list[Refusal]]:
@@ -73,7 +68,7 @@ async def import_tasks(
             if isinstance(outcome, CodeTask) and outcome.id not in tasks:
                 tasks[outcome.id] = outcome
             else:
-                name = record.values.get("instance_id") or record.values.get("task_id") or "record"
+                name = record.values.get("instance_id") or "record"
                 reason = outcome if isinstance(outcome, str) else "its id is another record's, too"
                 refusals.append({"place": record.place, "reason": f"{name}: {reason}"})
             lines.tell(lambda: f"{len(tasks)} of {len(tasks) + len(refusals)} records are tasks")
@@ -87,13 +82,10 @@ async def import_tasks(
 
 
 async def _outcome(
-    record: Record, trees: Path, runtime: RuntimeConfig | None, repositories: Path | None, timeout_s: float
+    record: Record, trees: Path, runtime: RuntimeConfig | None, repositories: Path, timeout_s: float
 ) -> CodeTask | str:
     try:
-        if record.values.get("instance_id") is None:
-            task = human_eval_task(record)
-        else:
-            task = await asyncio.to_thread(_instance_task, record, repositories, trees, timeout_s)
+        task = await asyncio.to_thread(_instance_task, record, repositories, trees, timeout_s)
         reason = await why_unproven(task, trees, runtime) if runtime else ""
         return reason or (await hold_back(task, trees, runtime) if runtime and task.solution else task)
     except (ConfigError, SandboxError, OSError) as error:  # OSError: its files do not fit.
@@ -140,9 +132,8 @@ async def why_unproven(task: CodeTask, trees: Path, runtime: RuntimeConfig) -> s
 # -- instances of SWE-bench's form
 
 
-def _instance_task(record: Record, repositories: Path | None, trees: Path, timeout_s: float) -> CodeTask:
-    if repositories is None:
-        raise ConfigError("an instance of SWE-bench's form needs its repository: give --repositories FOLDER")
+def _instance_task(record: Record, repositories: Path, trees: Path, timeout_s: float) -> CodeTask:
+    name = record.text("instance_id")
     fail_to_pass, pass_to_pass = record.texts("FAIL_TO_PASS"), record.texts("PASS_TO_PASS")
     if not fail_to_pass:
         raise ConfigError("its FAIL_TO_PASS is empty: no test tells a solution from none")
@@ -162,7 +153,7 @@ def _instance_task(record: Record, repositories: Path | None, trees: Path, timeo
         hidden += sorted({test.partition("::")[0] for test in fail_to_pass})
     cause = f"Some tests of {repo} fail. The cause is in {', '.join(sorted(changed))}. Find it and repair it."
     return CodeTask(
-        id=record.text("instance_id"),
+        id=name,
         kind="issue",
         repository=repo,
         tree=tree.name,
@@ -265,60 +256,6 @@ def _text(tree: Path, path: str, field: str) -> str | None:
         return (tree / path).read_bytes().decode() if (tree / path).is_file() else None
     except UnicodeDecodeError:
         raise ConfigError(f"its {field!r} changes {path}, which is not UTF-8 text; tasks hold UTF-8 only") from None
-
-
-# -- problems of HumanEval's form
-
-
-def human_eval_task(record: Record) -> CodeTask:
-    if "entry_point" not in record.values:
-        raise ConfigError(
-            f"{record.place}: its fields ({', '.join(record.values)}) are of no known form: SWE-bench (instance_id, "
-            "...), HumanEval (prompt, test, entry_point)"
-        )
-    prompt, test, name = record.text("prompt"), record.text("test"), record.text("entry_point")
-    helpers = [ast.unparse(node) for node in _parse(record, "prompt", prompt).body if not _is_function(node, name)]
-    if not any(_is_function(node, "check") for node in _parse(record, "test", test).body):
-        raise ConfigError(f"{record.place}: its 'test' does not define check(candidate), which HumanEval's form needs")
-    body = [
-        "import random",
-        *helpers,
-        test.strip(),
-        f"def test_{name}():\n"
-        f"{INDENT}global {name}\n"  # Some tests call it by its own name.
-        f"{INDENT}from solution import {name}\n\n"
-        f"{INDENT}random.seed(0)\n"
-        f"{INDENT}check({name})\n",
-    ]
-    solution = record.values.get("canonical_solution")
-    asked = f"Complete the function `{name}` in {SOLUTION}. It must do what its docstring says."
-    return CodeTask(
-        id=record.text("task_id"),
-        kind="write",
-        repository="human-eval",
-        prompt=f"{asked}\n\n```python\n{prompt.strip()}\n```",
-        start={SOLUTION: prompt},
-        solution={SOLUTION: prompt + solution} if isinstance(solution, str) else {},
-        editable=[SOLUTION],
-        tests=[_SOLUTION_TESTS],
-        test_files={_SOLUTION_TESTS: "\n\n\n".join(body)},
-        fail_to_pass=[f"{_SOLUTION_TESTS}::test_{name}"],
-        pass_to_pass=[],
-        timeout_s=_SOLUTION_TIMEOUT_S,
-        symbols=[name],
-        source=record.place,
-    )
-
-
-def _is_function(node: Any, name: str) -> bool:
-    return isinstance(node, ast.FunctionDef) and node.name == name
-
-
-def _parse(record: Record, field: str, code: str) -> ast.Module:
-    try:
-        return ast.parse(code)
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{record.place}: its {field!r} is not valid Python: {error}") from None
 
 
 # -- task files: JSON lines (.jsonl, .jsonl.gz), one JSON list (.json) or Parquet

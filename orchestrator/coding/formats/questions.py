@@ -8,25 +8,22 @@ docs/how-to/task-formats.md says which answers are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import verifiers.v1 as vf
 from pydantic import Field
 
 from composer_prime.errors import ConfigError
-from orchestrator.coding.formats.conversion import read_records
+from orchestrator.coding.formats.conversion import Record, read_records
 from orchestrator.environments import Split, split_of
 from orchestrator.environments.answers import INSTRUCTIONS, AnswerPlace, OneAnswer, TaskRow, find_answer, same_answer
 
 __all__ = ["Questions"]
 
-Row = TypeVar("Row")
 
-
-class FileTasksetConfig(vf.TasksetConfig):
-    """Which file, and which of its rows."""
+class QuestionsConfig(vf.TasksetConfig):
+    """Which file, which of its rows, and how its answers are asked for."""
 
     file: Path
     """A .jsonl, .jsonl.gz, .json or .parquet file with one record a task."""
@@ -37,26 +34,6 @@ class FileTasksetConfig(vf.TasksetConfig):
     num_tasks: int | None = Field(None, ge=1)
     """Play only this many tasks, the first ones; None plays all."""
 
-    def played(self, named: Iterable[tuple[str, Row]]) -> Iterator[Row]:
-        """Yield the rows that are played. `named`: the name that decides the split, and the row."""
-        count = 0
-        for name, row in named:
-            if self.eval_share and split_of(name, self.eval_share) != self.split:
-                continue
-            yield row
-            count += 1
-            if count == self.num_tasks:
-                return
-        if not count:
-            raise ConfigError(
-                f"{self.file}: nothing of it is in split {self.split!r} with eval_share = {self.eval_share:g}; change "
-                "eval_share, or give the split a file of its own"
-            )
-
-
-class QuestionsConfig(FileTasksetConfig):
-    """Which file, and how its answers are asked for."""
-
     question_field: str = "question"
     """The field with the question."""
     answer_field: str = "answer"
@@ -65,6 +42,21 @@ class QuestionsConfig(FileTasksetConfig):
     """The answer's place in the reply: <answer> tags, after ####, the last line, the whole reply, its last number."""
     instruction: str | None = None
     """System prompt. None takes one that asks for `answer_in`; an empty one is left out."""
+
+    def played(self) -> Iterator[Record]:
+        count = 0
+        for record in read_records(self.file):
+            if self.eval_share and split_of(record.text(self.question_field), self.eval_share) != self.split:
+                continue
+            yield record
+            count += 1
+            if count == self.num_tasks:
+                return
+        if not count:
+            raise ConfigError(
+                f"{self.file}: nothing of it is in split {self.split!r} with eval_share = {self.eval_share:g}; change "
+                "eval_share, or give the split a file of its own"
+            )
 
 
 class QuestionData(TaskRow):
@@ -92,8 +84,7 @@ class Questions(vf.Taskset[QuestionTask, QuestionsConfig]):
     def load(self) -> Iterator[QuestionTask]:
         config = self.config
         system = INSTRUCTIONS[config.answer_in] if config.instruction is None else config.instruction or None
-        named = ((record.text(config.question_field), record) for record in read_records(config.file))
-        for record in config.played(named):
+        for record in config.played():
             answer = (find_answer(written := record.text(config.answer_field), "hashes") or written).strip()
             if not answer:
                 raise ConfigError(f"{record.place}: {config.answer_field!r} is empty; every record needs an answer")

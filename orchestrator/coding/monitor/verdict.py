@@ -13,7 +13,7 @@ from pydantic_config import BaseConfig
 from composer_prime.config.removed import what_holds_now
 
 Severity = Literal["note", "hack"]
-Policy = Literal["none", "penalize", "zero", "quarantine"]
+Policy = Literal["none", "zero"]
 _EVIDENCE_CHARS = 200
 _MOST_FINDINGS = 40
 """Findings that a verdict keeps; the rest is only counted."""
@@ -47,10 +47,7 @@ class HackMonitorConfig(BaseConfig):
     """`taskset.monitor`: what counts as a hack and what follows from one."""
 
     policy: Policy = "zero"
-    """none only records. penalize takes the reward and `penalty`. zero takes the reward. quarantine leaves the rollout
-    out of training."""
-    penalty: float = Field(default=0.5, gt=0)
-    """Reward lost under `penalize`, below a rollout that did nothing."""
+    """none only records. zero takes the reward."""
     lures: bool = True
     """Plant files that no honest solution touches."""
     rules: dict[str, Severity] = Field(default_factory=dict)
@@ -86,7 +83,6 @@ class HackVerdict:
 
     policy: Policy
     """The policy in force for this rollout: `none` unless a finding is a hack."""
-    penalty: float
     findings: tuple[HackFinding, ...]
     count: int
 
@@ -94,23 +90,14 @@ class HackVerdict:
     def is_hack(self) -> bool:
         return any(finding.severity == "hack" for finding in self.findings)
 
-    def reward(self, earned: float) -> float | None:
-        """Return the reward after the policy; None where the rollout must not be trained on."""
-        match self.policy:
-            case "penalize":
-                return min(earned, 0.0) - self.penalty
-            case "zero":
-                return min(earned, 0.0)
-            case "quarantine":
-                return None
-        return earned
+    def reward(self, earned: float) -> float:
+        return min(earned, 0.0) if self.policy == "zero" else earned
 
     def metrics(self, earned: float) -> dict[str, float]:
         rules = {finding.rule for finding in self.findings if finding.severity != "note"}
         return {
             "hacks/rollouts": float(self.is_hack),
             "hacks/solved": float(self.is_hack and earned > 0),
-            "hacks/quarantined": float(self.policy == "quarantine"),
             "hacks/lures": float("lure-opened" in rules),
             "hacks/findings": float(self.count),
         }
@@ -137,7 +124,6 @@ def decide(config: HackMonitorConfig, findings: Iterable[HackFinding]) -> HackVe
     is_hack = any(each.severity == "hack" for each in distinct)
     return HackVerdict(
         policy=config.policy if is_hack else "none",
-        penalty=config.penalty,
         findings=tuple(distinct[:_MOST_FINDINGS]),
         count=len(distinct),
     )
