@@ -24,7 +24,7 @@ from tests.sandbox.boxes import SMALL, need_bubblewrap
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"type": "subprocess", "settings": {"image": "x"}}, "settings has \\['image'\\], but type 'subprocess'"),
+        ({"type": "subprocess", "settings": {"image": "x"}}, "has settings \\['image'\\] for 'subprocess'"),
         ({"type": "chroot"}, "bubblewrap"),
         ({"limits": {"memory_gb": 0}}, "greater than 0"),
     ],
