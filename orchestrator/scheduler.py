@@ -333,7 +333,7 @@ class BatchScheduler:
                     groups=batch.group_numbers,
                     dropped=[group.plan.group for group in dropped],
                     metrics=metrics,
-                    preferences=preferences,
+                    units=preferences,
                     pairs=self.pairs.cursor if self.pairs is not None else None,
                 )
             )

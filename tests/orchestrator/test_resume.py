@@ -9,11 +9,12 @@ import msgspec
 import pytest
 from orch_groups import ended, plan, ready
 
+from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.config.orchestrator import OrchestratorConfig, SourceConfig
 from composer_prime.errors import CheckpointError
 from composer_prime.import_path import PartConfig
 from composer_prime.run.run_dir import RunDir
-from composer_prime.wire.types import Preference, pack_ints
+from composer_prime.wire.types import pack_ints
 from orchestrator.batching.batches import Versions
 from orchestrator.durability import (
     Dropped,
@@ -131,10 +132,10 @@ def test_samples_that_made_a_step_not_finite_are_left_out():
     """A formed batch comes back without the samples and pairs that the ledger names; everything else is unchanged."""
     first, second = ready(0).samples[0].sample_id, ready(1).samples
     pairs = [
-        Preference(pair_id=name, chosen_ids=pack_ints([1, 2]), rejected_ids=pack_ints([1, 3]), context=1, epsilon=0.1)
+        pair_unit(pair_id=name, chosen_ids=pack_ints([1, 2]), rejected_ids=pack_ints([1, 3]), context=1, epsilon=0.1)
         for name in "ab"
     ]
-    formed = msgspec.structs.replace(FORMED_2, preferences=pairs)
+    formed = msgspec.structs.replace(FORMED_2, units=pairs)
     found = resume(state(), [*before(), formed], sources(), {first, "pair a"})
     batch = found.batches[0]
     assert first not in {sample.sample_id for sample in batch.samples} and batch.preferences == pairs[1:]
