@@ -22,7 +22,6 @@ COMMANDS = {
     "rollouts": ("composer_prime.cli.rollouts_command", "list, filter and show rollouts"),
     "ingest": ("composer_prime.traces.ingest.ingest", "read agent sessions (PATHS... -o states.zst)"),
     "replay": ("composer_prime.traces.replay.replay", "let teachers vote on states, and write preference pairs"),
-    "pairs report": ("composer_prime.traces.records", "measure pairs: pairs a trace, cost, verdict"),
     "hints probe": ("composer_prime.cli.hints_command", "measure what hints will teach, before training (RUN|MODEL)"),
     "tasks": ("orchestrator.coding.tasks_command", "make, check and show coding tasks"),
     "doctor": ("composer_prime.cli.doctor_command", "check this machine: packages, GPUs, memory, disk, sandboxes"),
