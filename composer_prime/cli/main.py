@@ -16,7 +16,7 @@ COMMANDS = {
     "serve": ("composer_prime.cli.serve_command", "serve a model to clients of OpenAI's API (RUN|MODEL)"),
     "export": ("composer_prime.cli.export_command", "write a trained model as a folder (RUN|MODEL -o)"),
     "eval": ("composer_prime.cli.eval_command", "score a model, or compare two, on held-out tasks (MODEL RUN)"),
-    "report": ("composer_prime.cli.report_command", "report on runs: rewards, time, hints, pairs, joint rounds"),
+    "report": ("composer_prime.cli.report_command", "report on runs: rewards, time, events, evaluations"),
     "ladder": ("composer_prime.cli.ladder_command", "train and compare arms with several seeds (run CONFIGS -o)"),
     "view": ("composer_prime.cli.view_command", "open a web page with all runs, live and finished (outputs/)"),
     "rollouts": ("composer_prime.cli.rollouts_command", "list, filter and show rollouts"),
