@@ -69,18 +69,18 @@ def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _defined(node: ast.stmt) -> Iterator[tuple[str, Form]]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        # A decorator may change the signature, or give a property.
-        yield node.name, ("name",) if node.decorator_list else ("function", *_parameters(node.args))
-    elif isinstance(node, ast.ClassDef):
-        yield node.name, ("name",)
-    elif isinstance(node, ast.Import | ast.ImportFrom):
-        yield from (((alias.asname or alias.name).partition(".")[0], ("name",)) for alias in node.names)
-    elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        plain = isinstance(node.value, ast.Constant)
-        form = ("constant", ast.unparse(node.value)) if plain else ("name",)
-        yield from ((target.id, form) for target in targets if isinstance(target, ast.Name))
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            # A decorator may change the signature, or give a property.
+            yield node.name, ("name",) if node.decorator_list else ("function", *_parameters(node.args))
+        case ast.ClassDef():
+            yield node.name, ("name",)
+        case ast.Import() | ast.ImportFrom():
+            yield from (((alias.asname or alias.name).partition(".")[0], ("name",)) for alias in node.names)
+        case ast.Assign(targets=targets, value=value) | ast.AnnAssign(target=targets, value=ast.expr() as value):
+            form = ("constant", ast.unparse(value)) if isinstance(value, ast.Constant) else ("name",)
+            named = [targets] if isinstance(targets, ast.AST) else targets
+            yield from ((target.id, form) for target in named if isinstance(target, ast.Name))
 
 
 def _parameters(given: ast.arguments) -> Iterator[str]:
