@@ -12,8 +12,10 @@ and reaches the policy only. Updates, telemetry and questions are off: nobody is
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import time
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -22,6 +24,13 @@ from pydantic import Field
 from verifiers.v1.runtimes import ProgramResult
 
 _CONTEXT_FULL = re.compile(r"context length|context window|max_model_len", re.IGNORECASE)
+_REFUSED = 5
+"""Calls in a row that failed."""
+_SIGNALLED = 128
+"""Least exit status of a program that a signal ended; also that of a box that is gone."""
+_LOOK_S, _IDLE_S, _LEAVE_S = 2.0, 60.0, 10.0
+"""Between two looks at a rollout, without a call after a refused one, and for a program to leave once it is over."""
+_ASKS_ON = "the program went on after its rollout was over, and was ended"
 HOME = "/tmp/home"
 PROVIDER = "composer"
 PACKAGES = {
@@ -31,8 +40,8 @@ PACKAGES = {
     "qwen_code": "npm:@qwen-code/qwen-code@0.24.4",
 }
 """The releases that the tests play."""
-Start = tuple[list[str], dict[str, str]]
-"""Words and variables that start a program."""
+Start = tuple[list[str], list[str], dict[str, str]]
+"""Words that start a program, the last of them, and variables. More options go between: a prompt may begin with -."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +64,11 @@ def _claude_code(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
         "ANTHROPIC_MODEL": endpoint.model,
         "ANTHROPIC_SMALL_FAST_MODEL": endpoint.model,
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(endpoint.context),
-        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(endpoint.context),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(endpoint.answer),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
     }
-    return (["claude", "-p", prompt, "--dangerously-skip-permissions", *more], env)
+    return ["claude", "-p", "--dangerously-skip-permissions", *more], ["--", prompt], env
 
 
 def _codex(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
@@ -79,14 +87,14 @@ def _codex(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
         "web_search": json.dumps("disabled"),
     }
     words = [word for key, value in settings.items() if value != '""' for word in ("-c", f"{key}={value}")]
-    argv = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", *words, prompt]
-    return (argv, {"OPENAI_API_KEY": endpoint.key})
+    argv = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", *words]
+    return argv, ["--", prompt], {"OPENAI_API_KEY": endpoint.key}
 
 
 def _qwen_code(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
     more = ["--append-system-prompt", system] if system else []
     env = {"OPENAI_BASE_URL": endpoint.url, "OPENAI_API_KEY": endpoint.key, "OPENAI_MODEL": endpoint.model}
-    return (["qwen", "-p", prompt, "--yolo", *more], env)
+    return ["qwen", "--yolo", *more], [f"--prompt={prompt}"], env
 
 
 def _opencode(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
@@ -95,7 +103,7 @@ def _opencode(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
     provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {endpoint.model: {"limit": limit}}}
     config = {"provider": {PROVIDER: provider}, "model": f"{PROVIDER}/{endpoint.model}", "autoupdate": False}
     text = f"{system}\n\n{prompt}" if system else prompt
-    return (["opencode", "run", text], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
+    return ["opencode", "run"], ["--", text], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
 
 
 STARTS = {"claude_code": _claude_code, "codex": _codex, "opencode": _opencode, "qwen_code": _qwen_code}
@@ -142,22 +150,42 @@ class NativeAgent(vf.Harness[NativeConfig]):
             context=self.config.max_context,
             answer=ctx.sampling.max_tokens or self.config.max_context // 4,
         )
-        argv, env = STARTS[self.config.program](place, system or "", prompt or "")
+        first, last, env = STARTS[self.config.program](place, system or "", prompt or "")
         await runtime.run(["mkdir", "-p", HOME], {})
-        result = await runtime.run_program(
-            [*argv, *self.config.args], {"HOME": HOME, **env, **self.config.resolved_env}
-        )
+        words, variables = [*first, *self.config.args, *last], {"HOME": HOME, **env, **self.config.resolved_env}
+        running = asyncio.ensure_future(runtime.run_program(words, variables))
+        try:
+            while not running.done() and not _is_over(trace):
+                await asyncio.wait({running}, timeout=_LOOK_S)
+            await asyncio.wait({running}, timeout=_LEAVE_S)
+            result = running.result() if running.done() else ProgramResult(exit_code=1, stdout="", stderr=_ASKS_ON)
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
         return _outcome(trace, result)
+
+
+def _is_over(trace: vf.Trace) -> bool:
+    """Tell whether the policy answers no more: programs may ask on for ever, or wait after a refusal."""
+    last = trace.calls[-_REFUSED:]
+    if trace.stop_condition is not None or not last or last[-1].error is None:
+        return trace.stop_condition is not None
+    return all(call.error for call in last) and (len(last) == _REFUSED or time.time() - last[-1].time.end > _IDLE_S)
 
 
 def _outcome(trace: vf.Trace, result: ProgramResult) -> ProgramResult:
     """Say what the program's end means: a rollout is scored as it stands, unless the policy could not be asked."""
     error = trace.calls[-1].error if trace.calls else None
-    if error is not None and not _CONTEXT_FULL.search(error.message):
-        return ProgramResult(exit_code=result.exit_code or 1, stdout=result.stdout, stderr=result.stderr)
-    if trace.num_turns and (error is not None or result.exit_code):
-        trace.stop("context_full" if error is not None else f"exit_{result.exit_code}")
-    return result
+    is_full = error is not None and error.status_code in (400, 413) and bool(_CONTEXT_FULL.search(error.message))
+    if trace.num_turns and result.exit_code < _SIGNALLED and (is_full or error is None or not result.exit_code):
+        if is_full or result.exit_code:
+            trace.stop("context_full" if is_full else f"exit_{result.exit_code}")
+        return result
+    asked = (
+        "" if trace.calls else f"\nIt never asked the policy (its context: {trace.agent.config.harness.max_context})."
+    )
+    said = f"{result.stderr}\n{result.stdout}{asked}"  # Many programs say on stdout what is wrong.
+    return ProgramResult(exit_code=result.exit_code or int(error is not None), stdout="", stderr=said)
 
 
 __all__ = ["NativeAgent"]

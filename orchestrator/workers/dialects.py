@@ -20,6 +20,13 @@ from verifiers.v1.interception import server
 from verifiers.v1.types import Response, Tool, ToolCall
 
 _FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+_PARTS = {
+    "message": ("content", "output_text"),
+    "reasoning": ("content", ""),
+    "function_call": ("arguments", "function_call_arguments"),
+    "custom_tool_call": ("input", "custom_tool_call_input"),
+}
+"""Kind of an item -> the field that grows in a stream, and the events that say so."""
 _STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -113,7 +120,7 @@ def _message(response: Response) -> dict[str, Any]:
     if message.content or not message.tool_calls:
         blocks.append({"type": "text", "text": message.content or ""})
     for call in message.tool_calls or []:
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _arguments(call)})
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)})
     return {
         "id": f"msg_{response.id}",
         "type": "message",
@@ -129,9 +136,12 @@ def _message(response: Response) -> dict[str, Any]:
     }
 
 
-def _arguments(call: ToolCall) -> dict[str, Any]:
-    """Return a call's arguments as the object that Anthropic's form needs; no object has none."""
-    value = json.loads(call.arguments or "{}")
+def _object(text: str) -> dict[str, Any]:
+    """Return a call's arguments as the object that Anthropic's form needs; what is no object has none."""
+    try:
+        value = json.loads(text or "{}", parse_constant=str)
+    except (ValueError, RecursionError):
+        return {}
     return value if isinstance(value, dict) else {}
 
 
@@ -195,8 +205,7 @@ def _call(call: ToolCall, item_id: str, custom: set[str]) -> dict[str, Any]:
     shared = {"id": item_id, "call_id": call.id, "name": call.name, "status": "completed"}
     if call.name not in custom:
         return shared | {"type": "function_call", "arguments": call.arguments}
-    text = json.loads(call.arguments or "{}")
-    text = text.get("input", call.arguments) if isinstance(text, dict) else call.arguments
+    text = _object(call.arguments).get("input", call.arguments)
     return shared | {"type": "custom_tool_call", "input": text if isinstance(text, str) else json.dumps(text)}
 
 
@@ -204,16 +213,19 @@ def _response_events(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
     head = raw | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     yield {"type": "response.created", "response": head}
     for index, item in enumerate(raw["output"]):
-        place = {"output_index": index, "item_id": item["id"]}
-        yield {"type": "response.output_item.added", "output_index": index, "item": item | {"status": "in_progress"}}
-        if item["type"] == "message":
-            part = item["content"][0]
-            text = place | {"content_index": 0}
+        place, kind = {"output_index": index, "item_id": item["id"]}, item["type"]
+        name, event = _PARTS[kind]
+        empty = {name: "" if isinstance(item[name], str) else []}
+        added = item | empty | {"status": "in_progress"}
+        yield {"type": "response.output_item.added", "output_index": index, "item": added}
+        if kind == "message":
+            part, text = item["content"][0], place | {"content_index": 0}
             yield {"type": "response.content_part.added", **text, "part": part | {"text": ""}}
-            yield {"type": "response.output_text.delta", **text, "delta": part["text"], "logprobs": []}
-            yield {"type": "response.output_text.done", **text, "text": part["text"], "logprobs": []}
+            yield {"type": f"response.{event}.delta", **text, "delta": part["text"], "logprobs": []}
+            yield {"type": f"response.{event}.done", **text, "text": part["text"], "logprobs": []}
             yield {"type": "response.content_part.done", **text, "part": part}
-        elif item["type"] == "function_call":
-            yield {"type": "response.function_call_arguments.done", **place, "arguments": item["arguments"]}
+        elif event:
+            yield {"type": f"response.{event}.delta", **place, "delta": item[name]}
+            yield {"type": f"response.{event}.done", **place, name: item[name], "name": item["name"]}
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
     yield {"type": f"response.{raw['status']}", "response": raw}

@@ -53,7 +53,6 @@ from composer_prime.console import did_you_mean
 from composer_prime.errors import ConfigError
 from composer_prime.host import module_file
 from composer_prime.import_path import frame_text, place_of
-from composer_prime.llm.reply import reply_text
 from composer_prime.monitor.events import event
 from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
 from composer_prime.wire.types import LARGEST_REWARD
@@ -254,8 +253,8 @@ def _env_config(spec: SourceSpec, taskset: dict[str, Any]) -> dict[str, Any]:
     seat: dict[str, Any] = {"harness": dict(spec.harness), "runtime": {"type": "subprocess"}}
     settings = loaders.harness_config_type(spec.harness["id"]).model_fields
     if "max_context" in settings:  # Its program compacts the history: all of it may be longer than the context.
-        seat["harness"].setdefault("max_context", spec.max_total_tokens)
-        seat["max_turns"] = spec.harness.get("max_turns", settings["max_turns"].default)
+        seat["harness"].setdefault("max_context", spec.max_total_tokens or settings["max_context"].default)
+        seat["max_turns"] = spec.harness.get("max_turns", getattr(settings.get("max_turns"), "default", None))
     elif spec.max_total_tokens is not None:
         seat["max_total_tokens"] = spec.max_total_tokens
     agents = agent_config_fields(loaders.env_config_type(taskset["id"], "").model_validate({})) or ["agent"]
@@ -417,7 +416,7 @@ def _sessions(traces: list[vf.Trace]) -> list[SessionRecord]:
                     "type": "function",
                     "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
                 }
-                for tool in trace.tools
+                for tool in dialects.as_functions([], trace.tools)[1]
             ],
             expected=_expected(trace.task.data),
         )
@@ -448,14 +447,14 @@ def _valid(text: str) -> str:
 
 
 def _turn(trace: vf.Trace, node: Any, call: int | None, time: Any, session: int, parent: int | None) -> MessageRecord:
-    message = node.message
+    message = dialects.as_functions([node.message], [])[0][0]
     text = _valid(content_text(message.content))
     calls = message.tool_calls or [] if isinstance(message, AssistantMessage) else []
     return MessageRecord(
         role=message.role,
         text=text,
         error=tool_error(trace.task.data, text) if isinstance(message, ToolMessage) else None,
-        record_id=getattr(message, "record_id", ""),
+        record_id=getattr(node.message, "record_id", ""),
         num_tokens=(sum(node.mask) if node.sampled else len(node.token_ids)) or None,
         call=call,
         asked_s=time and time.start - trace.timing.start,
@@ -575,21 +574,16 @@ class GatewayClient(TrainClient):
         return self
 
     async def get_response(self, dialect: Any, body: dict[str, Any], *args: Any, **kwargs: Any) -> Response:
-        chars = sum(len(reply_text(message.get("content"))) for message in body.get("messages") or [])
-        if self._max_chars is not None and chars > self._max_chars:
-            raise ProviderError(
-                f"the conversation has {chars} characters and exceeds the maximum context length, which holds "
-                f"{self._max_chars} at most (model.max_context): have tools and users return less",
-                status_code=400,
-            )
         turn = kwargs.pop("turn", None)
+        self._check_length(turn.prompt if turn else dialect.parse_request(body).messages)
         messages, tools = dialects.as_functions(turn.prompt, turn.tools) if turn else ([], [])
         rendered = turn and dataclasses.replace(turn, prompt=messages, tools=tools)
         try:
             # A turn is rendered alike, whatever its dialect.
             response = await super().get_response(ChatDialect(), body, *args, turn=rendered, **kwargs)
             for index, call in enumerate(response.message.tool_calls or []):
-                call.id = f"call_{len(turn.trace.nodes) if turn else 0}_{index}"  # Programs tell calls apart by it.
+                if call.id == f"call_{index}":  # The policy gave none, and programs tell calls apart by it.
+                    call.id = f"call_{len(turn.trace.nodes) if turn else 0}_{index}"
             response.raw = dialects.answer_in(dialect, response, turn.tools if turn else [])
         except MalformedGenerateResponseError as error:
             raise ProviderError(f"the gateway's reply breaks the generate contract: {error}") from error
@@ -599,8 +593,18 @@ class GatewayClient(TrainClient):
         response.message = RecordedMessage.model_construct(**dict(response.message), record_id=response.id)
         return response
 
+    def _check_length(self, messages: list[Any]) -> None:
+        chars = sum(len(content_text(message.content)) for message in messages)
+        if self._max_chars is not None and chars > self._max_chars:
+            raise ProviderError(
+                f"the conversation has {chars} characters and exceeds the maximum context length, which holds "
+                f"{self._max_chars} at most (model.max_context): have tools and users return less",
+                status_code=400,
+            )
+
     async def relay_aux(self, dialect: Any, route: str, body: dict[str, Any], **_: Any) -> dict[str, int]:
         """Count the tokens of a prompt, the one thing that a program may ask beside answers."""
+        self._check_length(dialect.parse_request(body).messages)
         messages, tools = dialects.read_prompt(dialect, body)
         pool = ElasticRendererPool(
             self.config.renderer_model_name or "", self.config.renderer, multiplex=self.config.multiplex

@@ -153,7 +153,7 @@ async def grade(
         original, _ = await bench.counters(solved, None, [])
         said = {key: outcome for key, outcome in said.items() if original.counters.get(key) == _honest(key)}
     result = _countered(result, said) if result.fraction else result
-    result = _offering(task, trees, files, result, regression_s)
+    result = await asyncio.to_thread(_offering, task, trees, taken, result, regression_s)
     return await _asked(result, bench, files, solved) if result.solved and HELD_BACK in task.test_files else result
 
 
@@ -404,14 +404,14 @@ def _overlay(task: CodeTask, taken: _Files) -> _Files:
     return {**start, **taken, **tests}
 
 
-def _offering(task: CodeTask, trees: Path, files: _Files, result: Grade, regression_s: float) -> Grade:
+def _offering(task: CodeTask, trees: Path, taken: _Files, result: Grade, regression_s: float) -> Grade:
     """Pay no patch that breaks public names; all where no solution is known to compare with."""
     if not (result.fraction and regression_s and task.solution):
         return result
     tree = tree_of(task, trees)
     pristine = {**(read_tree(tree) if tree else {}), **{path: text.encode() for path, text in task.start.items()}}
     solution = {**pristine, **{path: text.encode() for path, text in task.solution.items()}}
-    patched = {path: content or b"" for path, content in files.items() if path.endswith(".py")}
+    patched = {path: content or b"" for path, content in taken.items() if path.endswith(".py")}
     names = [*lost(pristine, solution, patched)]
     if not names:
         return result
