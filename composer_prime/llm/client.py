@@ -224,10 +224,6 @@ class ChatClient:
         self._places = asyncio.Semaphore(endpoint.max_concurrent)
         self._failures_in_row = 0
         self._rests_until = 0.0
-        self.calls = 0
-        """Attempts that were sent."""
-        self.cached = 0
-        """Questions that the cache answered."""
 
     async def close(self) -> None:
         """Close the connections, after all calls."""
@@ -240,7 +236,6 @@ class ChatClient:
         """
         stored = await asyncio.to_thread(self._cache.get, request.key)
         if stored is not None:
-            self.cached += 1
             return stored, True
         return await self._attempts(request), False
 
@@ -267,7 +262,6 @@ class ChatClient:
         """Make one call, which is settled however it ends. Raises _FailedAttempt."""
         start, answered = time.monotonic(), False
         usd, tokens, status = held.usd, (0, 0), "cancelled"
-        self.calls += 1
         try:
             completion = _decode(await self._post(request.question))
             if completion.usage is not None:
