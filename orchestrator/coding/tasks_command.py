@@ -74,12 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--first-seconds", dest="first_s", type=_at_least(0.1), default=8.0, help="of their files (8)")
     published = commands.add_parser("import", description=_IMPORT, help="make tasks from a published task file")
     published.set_defaults(work=import_file)
-    published.add_argument("file", type=Path, help="a .jsonl, .jsonl.gz, .json or .parquet file")
+    published.add_argument("file", type=Path, help="a .jsonl or .parquet file")
     published.add_argument("-o", "--output", type=Path, required=True, help="folder of the tasks")
     clones = {"type": Path, "required": True, "metavar": "FOLDER", "help": "a clone of each: owner__name"}
     published.add_argument("--repositories", **clones)
     published.add_argument("--timeout", type=_at_least(0.1), default=300.0, help="seconds of a task's tests (300)")
-    published.add_argument("--unproven", action="store_true", help="import tasks without running their tests")
     show = commands.add_parser("show", help="show tasks of a folder, or one task")
     show.set_defaults(work=show_tasks)
     show.add_argument("folder", type=Path, help="folder of tasks")
@@ -140,7 +139,7 @@ def import_file(options: argparse.Namespace) -> int:
     importing = import_tasks(
         options.file,
         options.output,
-        runtime=None if options.unproven else factory_runtime(options.runtime, options.packages),
+        runtime=factory_runtime(options.runtime, options.packages),
         repositories=options.repositories,
         timeout_s=options.timeout,
         jobs=options.jobs,

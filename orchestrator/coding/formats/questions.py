@@ -26,7 +26,7 @@ class QuestionsConfig(vf.TasksetConfig):
     """Which file, which of its rows, and how its answers are asked for."""
 
     file: Path
-    """A .jsonl, .jsonl.gz, .json or .parquet file with one record a task."""
+    """A .jsonl or .parquet file with one record a task."""
     split: Split = "train"
     """Training or held-out rows, where `eval_share` is above 0."""
     eval_share: float = Field(0.0, ge=0, lt=1)
