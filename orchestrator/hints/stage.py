@@ -370,7 +370,7 @@ def build_hints(config: Config, chat_folder: Path, run_root: Path) -> HintStage 
         return None
     from orchestrator.chat_renderer import build_renderer, read_tokenizer
 
-    templates = Templates.load(hints.templates_file, hints.template)
+    templates = Templates.load(hints.template)
     check_kinds(hints, templates)
     _, renderer = build_renderer(str(chat_folder), config.model.renderer)
     placer = HintPlacer(renderer, read_tokenizer(str(chat_folder)))
