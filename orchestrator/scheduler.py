@@ -311,7 +311,7 @@ class BatchScheduler:
                 return False
             dropped, self.dropped.since_batch = self.dropped.since_batch, []
             groups = await asyncio.to_thread(lambda: [group.without_stale_tokens(oldest) for group in taken])
-            metrics = await asyncio.to_thread(batch_metrics, self._newest_version, groups, dropped, taken)
+            metrics = await asyncio.to_thread(batch_metrics, self._newest_version, groups, dropped)
             _warn_of_filtered(metrics["groups/filtered_share"], [*groups, *dropped])
             preferences = []
             if self.pairs is not None:
