@@ -15,7 +15,7 @@ from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.code.grading import Grade, grade
 from orchestrator.coding.formats.conversion import Refusal, apply_patch, import_tasks
-from orchestrator.coding.task import HELD_BACK, CodeTask, matches, read_tasks, write_tree
+from orchestrator.coding.task import HELD_BACK, CodeTask, index_tasks, matches, write_tree
 from tests.factory.package_made import git
 
 pytestmark = pytest.mark.process  # git and graded tests
@@ -96,7 +96,7 @@ def imported(tmp_path: Path, records: list[dict[str, Any]], **settings: Any) -> 
     shutil.rmtree(folder, ignore_errors=True)
     settings = {"repositories": tmp_path / "clones", "runtime": RUNTIME, "jobs": 2, **settings}
     kept, refusals = asyncio.run(import_tasks(file, folder, **settings))
-    tasks = list(read_tasks(folder))
+    tasks = list(dict(index_tasks(folder)).values())
     assert len(tasks) == kept
     return tasks, refusals
 
