@@ -59,7 +59,7 @@ def test_the_expert_earns_one_and_every_prompt_extends_the_last(vf):
     # A faultless rollout has reward 1, no errors, and one branch whose prefixes are the prompts that were sent.
     trace, data, node = roll_out(expert, min_difficulty=3)
     assert trace.ok and trace.reward == 1.0
-    assert trace.metrics["tool_errors"] == 0.0 and trace.metrics["turns_used"] == 4.0
+    assert trace.metrics["tool_errors"] == 0.0 and trace.num_turns == 4
     assert len(node.prompts) == data.difficulty + 1
     assert_prefixes_extend(trace, node.prompts)
 
