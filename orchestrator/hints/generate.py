@@ -398,11 +398,6 @@ class ChatEndpoint:
         )
         self.client = ChatClient(endpoint, self._budget, self._cache)
 
-    @property
-    def cost_usd(self) -> float:
-        """Spent by this run, before its resumes too."""
-        return self._budget.spent_usd
-
     async def close(self) -> None:
         """Close the connections and the cache. Calls must have ended."""
         await self.client.close()
