@@ -116,21 +116,6 @@ def test_a_node_that_fails_makes_a_failed_rollout_not_a_zero(vf):
     assert not trace.rewards
 
 
-def test_a_task_is_rebuilt_from_its_data(vf):
-    # A task sent as data to another process scores and runs tools as the original would.
-    from orchestrator.environments.toolsmith.taskset import ToolsmithConfig, ToolsmithData, ToolsmithTaskset
-
-    taskset = ToolsmithTaskset(ToolsmithConfig(id="orchestrator.environments.toolsmith", num_tasks=32, split="eval"))
-    tasks = list(taskset)
-    assert [task.data.idx for task in tasks] == list(range(32))
-    for task in tasks:
-        again = ToolsmithData.model_validate_json(task.data.model_dump_json())
-        assert again == task.data
-        assert again.tool_executor().answer == task.data.answer
-        assert again.tool_executor().schemas == task.data.tool_executor().schemas
-    assert len({task.key for task in tasks}) == 32
-
-
 # A tool's reply has a bound: the model sees its two ends and how much was cut, and one event names the tool.
 def test_a_long_reply_is_cut(vf, caplog):
     from orchestrator.environments.tool_loop.harness import bounded

@@ -34,11 +34,6 @@ def test_staleness_is_in_steps_behind_the_weights_that_are_trained():
     assert metrics["policy/staleness_mean"] == pytest.approx(2 / 3)
 
 
-def test_tool_errors_are_a_share_of_tool_turns():
-    """Every rollout here has one tool turn, and each reports an error."""
-    assert batch_metrics(0, [ready(0, 0)], [])["rollout/tool_error_rate"] == 1.0
-
-
 def test_a_line_holds_what_the_contract_promises(tmp_path):
     """Task, source, reward, parts, versions, turns with role, text, token count, error, hint, and cost."""
     path = RunDir(tmp_path).rollouts(1)
