@@ -158,7 +158,7 @@ def place_processes(config: Config, gpus: int) -> Placement:
     """Give each process its devices. Raises ConfigError for too few GPUs."""
     inference, trainer = config.inference, config.trainer
     nodes = inference.nodes
-    gpus_per_node = inference.vllm.tensor_parallel if inference.engine == "vllm" else 1
+    gpus_per_node = inference.vllm.tensor_parallel if inference.engine.name == "vllm" else 1
     ranks = 0 if trainer.address or config.run.max_steps == 0 else trainer.ranks
     node_cuda, rank_cuda = uses_cuda(inference.device, gpus), uses_cuda(trainer.device, gpus)
     for_nodes, for_ranks = nodes * gpus_per_node * node_cuda, ranks * rank_cuda

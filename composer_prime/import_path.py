@@ -1,16 +1,76 @@
-"""Find a part by its short name or import path: the one way in which settings name code."""
+"""A part that users may replace: its short name, or the import path of their own, with settings.
+
+curriculum = "frontier"
+curriculum = { name = "my_module:MyCurriculum", settings = { window = 4 } }
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_config import BaseConfig
+
 from composer_prime.console import did_you_mean
 from composer_prime.errors import ConfigError
+
+
+class PartConfig(BaseConfig):
+    """A short name or `module:Class`, with settings. A plain text is a name without settings."""
+
+    name: str
+    """A short name, or `module:Class` of your own."""
+    settings: dict[str, Any] = Field(default={})
+    """Keyword arguments of the class."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_name(cls, values: Any) -> Any:
+        return {"name": values} if isinstance(values, str) else values
+
+    @property
+    def is_own(self) -> bool:
+        return ":" in self.name
+
+
+def as_parts(entries: Iterable[str | PartConfig]) -> list[PartConfig]:
+    """Return the entries of a list in their full form."""
+    return [entry if isinstance(entry, PartConfig) else PartConfig(name=entry) for entry in entries]
+
+
+def check_unique(names: list[str], setting: str) -> None:
+    """Raise ValueError for a repeated name of a table of `setting`."""
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{setting} names {repeated} are used more than once: rename one of them")
+
+
+def one_of(setting: str, *known: str) -> AfterValidator:
+    """Return the check of an optional part, or of a list: each has a name of `known`, or is the user's own."""
+
+    def check(given: Any) -> Any:
+        parts = given if isinstance(given, list) else [given]
+        check_names([] if given is None else parts, known, setting)
+        return given
+
+    return AfterValidator(check)
+
+
+def check_names(entries: Iterable[str | PartConfig], known: Sequence[str], setting: str) -> None:
+    """Raise ValueError for an unknown short name, and for settings of a known one."""
+    for part in as_parts(entries):
+        if part.is_own:
+            continue
+        if part.name not in known:
+            hint = did_you_mean(part.name, known)
+            expected = ", ".join([*known, "`module:Class` of your own"])
+            raise ValueError(f"{setting} has {part.name!r}; expected {expected}{hint}")
+        if part.settings:
+            raise ValueError(f"{setting} has settings {sorted(part.settings)} for {part.name!r}, which takes none")
 
 
 def find_part(name: str, known: Mapping[str, str], setting: str) -> Any:

@@ -1,14 +1,14 @@
 r"""A policy objective of your own, in one file and one import path:
 
-    trainer @ configs/a1.toml --run.import_from '["examples"]' --channels.policy.import_path own_loss:tapered_loss \
-        --channels.policy.kwargs '{"negative_share": 0.25}'
+    trainer @ configs/a1.toml --run.import_from '["examples"]' --channels.policy.loss.name own_loss:tapered_loss \
+        --channels.policy.loss.settings '{"negative_share": 0.25}'
     python examples/own_loss.py [--steps 30]                        in the loop of grpo_in_one_file.py
 
 `tapered_loss` follows TOPR (arXiv 2503.14286): good rollouts are imitated as they are, bad ones are unlearned with an
 importance weight that is cut at 1, so a token that the policy already avoids is left alone. It has the signature of
 composer_prime.channels.policy.policy_loss: pure, over the trained tokens of a micro-batch, with the counts of the whole
 step as denominators. Shares of micro-batches and ranks therefore add up. `config` is [channels.policy]; this loss needs
-none of it. `negative_share` comes from channels.policy.kwargs. Each of its sums becomes a metric: `tapered` is the mean
+none of it. `negative_share` comes from its settings. Each of its sums becomes a metric: `tapered` is the mean
 `policy/tapered` over tokens.
 
 Departures from the paper: weights are a token's, not a rollout's, and bad rollouts count by `negative_share`.

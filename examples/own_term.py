@@ -5,7 +5,7 @@
     [run]
     import_from = ["examples"]
     [[channels.own]]
-    import_path = "own_term:EntropyFloor"
+    name = "own_term:EntropyFloor"
     weight = 0.01
     [channels.own.settings]
     floor_nats = 0.5

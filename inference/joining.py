@@ -129,9 +129,9 @@ def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
 
     The run names no code of this machine.
     """
-    values = {key: value for key, value in values.items() if key != "engine_settings"}
-    if ":" in str(values.get("engine")):
-        del values["engine"]
+    engine = values.get("engine", "local")
+    name = engine.get("name") if isinstance(engine, dict) else engine
+    values = {**values, "engine": "local" if ":" in str(name) else name}
     layers = [Layer(origin="the run", values={"inference": values})]
     if options.settings is not None:
         layers += read_with_bases(str(options.settings))

@@ -19,6 +19,7 @@ from composer_prime.config import load
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.console import EXIT_USAGE, console_main, did_you_mean, exit_on_version_flag, fail, pluralize
 from composer_prime.errors import ConfigError
+from composer_prime.import_path import PartConfig
 from composer_prime.model_source import model_ready
 from composer_prime.run.keys import ClientKeys, RunKeys, read_secret
 from composer_prime.run.process import end_with_parent
@@ -106,7 +107,9 @@ def _as_auditor(words: list[str]) -> tuple[Assignment, bool]:
             "run with --orchestrator.audit.enabled"
         )
     # What the run's nodes compute on says nothing of this machine.
-    inference = assignment.inference.model_copy(update={"engine": "local", "device": "auto", "dtype": "float32"})
+    inference = assignment.inference.model_copy(
+        update={"engine": PartConfig(name="local"), "device": "auto", "dtype": "float32"}
+    )
     auditor = replace(
         assignment,
         inference=inference,
@@ -159,7 +162,7 @@ def _describe(assignment: Assignment) -> str:
     inference, kind = assignment.inference, "auditor" if assignment.audits else "node"
     return "\n".join(
         [
-            f"{kind:<10}{assignment.node_name}: {inference.engine} engine on {inference.device}, "
+            f"{kind:<10}{assignment.node_name}: {inference.engine.name} engine on {inference.device}, "
             f"{pluralize(inference.threads, 'thread')}, {inference.max_concurrent} requests at a time",
             f"model     {assignment.model}, context {assignment.max_context or 'as the model has it'}",
             f"weights   {assignment.run_dir.weights if assignment.run_dir else 'pulled over the link'}",

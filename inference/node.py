@@ -179,7 +179,7 @@ class InferenceNode:
     ) -> None:
         self._hello = NodeHello(
             node_id=node_id,
-            engine=config.engine.replace(":", ".")[-40:],
+            engine=config.engine.name.replace(":", ".")[-40:],
             run_id=None,
             version=0,
             max_concurrent=config.max_concurrent,

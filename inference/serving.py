@@ -157,7 +157,7 @@ def _device(inference: InferenceConfig, *, on_cuda: bool) -> ComputeDevice:
     dtype = inference.dtype_used(on_cuda=on_cuda)
     if not on_cuda:
         return ComputeDevice(name="cpu", count=inference.threads, dtype=dtype)
-    count = inference.vllm.tensor_parallel if inference.engine == "vllm" else 1
+    count = inference.vllm.tensor_parallel if inference.engine.name == "vllm" else 1
     memory_gib = sum(visible_gpus()[:count]) / GIB
     return ComputeDevice(name=gpu_name(), count=count, memory_gib=round(memory_gib, 1), dtype=dtype)
 

@@ -25,7 +25,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def page() -> str:
     """Return the page: a table of keys for each section, in the order of the file."""
-    paths = sorted([*PACKAGE.glob("config/*.py"), *PACKAGE.glob("channels/*.py")])
+    paths = sorted([*PACKAGE.glob("config/*.py"), *PACKAGE.glob("channels/*.py"), PACKAGE / "import_path.py"])
     found = [node for path in paths for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
     classes = {node.name: node for node in found if node.bases}
     return "\n".join(["# All settings", *_section("", classes["Config"], classes)])
@@ -54,9 +54,9 @@ def _fields(section: ast.ClassDef, classes: Classes) -> Iterator[tuple[Any, str]
 
 
 def _sections(annotation: ast.expr, classes: Classes) -> list[ast.ClassDef]:
-    """Return the sections behind a key; none where it may be a plain name too."""
+    """Return the sections behind a key; none for a part, which may be a plain name too."""
     names = [node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)]
-    return [] if "str" in names else [classes[name] for name in names if name in classes]
+    return [] if {"str", "PartConfig"} & {*names} else [classes[name] for name in names if name in classes]
 
 
 def _row(field: Any, text: str) -> str:
@@ -66,7 +66,11 @@ def _row(field: Any, text: str) -> str:
         keywords = {keyword.arg: keyword.value for keyword in value.keywords}
         value = keywords.get("default")
     limits = ", ".join(f"{sign} {ast.unparse(keywords[name])}" for name, sign in _LIMITS.items() if name in keywords)
-    kind = f"`{ast.unparse(field.annotation)}`{limits and f' {limits}'}"
+    annotation = field.annotation
+    match annotation:
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[annotation, *_])):
+            pass
+    kind = f"`{ast.unparse(annotation)}`{limits and f' {limits}'}"
     default = f"`{ast.unparse(value)}`" if value is not None else ""
     cells = [f"`{field.target.id}`<br>{kind}", default, text]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -32,9 +32,10 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.errors import CheckpointError
 from composer_prime.run.run_dir import RunDir, write_atomic, write_remedy
-from composer_prime.wire.types import Preference
+from composer_prime.wire.types import TermUnit
 from orchestrator.batching.batches import Batch, Versions
 from orchestrator.file_rows import PairCursor
 from orchestrator.rollouts.groups import FinishedGroup, GroupPlan
@@ -74,7 +75,10 @@ class Formed(msgspec.Struct, frozen=True, kw_only=True, tag="formed"):
     metrics: dict[str, float]
     oldest_version: int = 0
     """Older tokens are context in this batch."""
-    preferences: list[Preference] = []
+    units: list[TermUnit] = []
+    """Its preference pairs."""
+    preferences: list[dict[str, Any]] = []
+    """The same in a journal of an older run: the arguments of `pair_unit`."""
     pairs: PairCursor | None = None
     """Where the pairs continue after this batch."""
 
@@ -414,7 +418,8 @@ def _batches(
     for step in sorted(numbers):
         entry = formed[step]
         groups = [finished[number].without_stale_tokens(entry.oldest_version) for number in numbers[step]]
-        batch = Batch(step=step, groups=groups, metrics=entry.metrics, preferences=entry.preferences)
+        pairs = [*entry.units, *(pair_unit(**pair) for pair in entry.preferences)]
+        batch = Batch(step=step, groups=groups, metrics=entry.metrics, preferences=pairs)
         batches.append(without_left_out(batch, left_out))
     return batches
 
@@ -427,7 +432,7 @@ def without_left_out(batch: Batch, left_out: Set[str]) -> Batch:
     for group in batch.groups:
         kept = [sample for sample in group.samples if sample.sample_id not in left_out]
         groups.append(msgspec.structs.replace(group, samples=kept))
-    pairs = [pair for pair in batch.preferences if f"pair {pair.pair_id}" not in left_out]
+    pairs = [pair for pair in batch.preferences if pair.name not in left_out]
     return replace(batch, groups=groups, preferences=pairs)
 
 

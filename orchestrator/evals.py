@@ -13,11 +13,10 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from composer_prime.config.orchestrator import EvalConfig, OrchestratorConfig, SourceConfig
+from composer_prime.config.orchestrator import EvalConfig, SourceConfig
 from composer_prime.console import pluralize
 from composer_prime.errors import DeadlineError
 from composer_prime.monitor.events import event
@@ -27,7 +26,7 @@ from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, turn_error_rate
 from orchestrator.rollouts.rollout import EVAL_SHARE, RolloutRunner, finished_rollout
 from orchestrator.rollouts.rollout_log import FailureLog
-from orchestrator.workers.pool import EVAL, RolloutFailure, WorkerPool
+from orchestrator.workers.pool import EVAL, RolloutFailure
 
 logger = logging.getLogger(__name__)
 _VERSION_TIMEOUT_S = 600.0
@@ -109,7 +108,7 @@ class Evaluator:
                 self.run.changed.notify()
 
     async def _evaluate(self, step: int, version: int) -> None:
-        places = held_out_places(self.run.settings, self.run.pools)
+        places = self._places()
         self._progress = f"the nodes do not have policy version {version} yet"
         await self._await_version(step, version)
         self._progress = f"0 of {pluralize(len(places), 'rollout')}"
@@ -117,11 +116,13 @@ class Evaluator:
         start = time.monotonic()
         played: dict[HeldOutPlace, FinishedRollout] = {}
 
-        async def note(place: HeldOutPlace, rollout: FinishedRollout) -> None:
-            played[place] = rollout
+        async def play(place: HeldOutPlace) -> None:
+            played[place] = await self._play(place, step, version)
             self._progress = f"{len(played)} of {pluralize(len(places), 'rollout')}"
 
-        await play_held_out(self.runner, self.failures, places, step=step, version=version, on_end=note)
+        async with asyncio.TaskGroup() as group:
+            for place in places:
+                group.create_task(play(place))
         rollouts = [(place[0], played[place]) for place in places]
         lines = (rollout_log.rollout_line(step, name, rollout, "evaluated") for name, rollout in rollouts)
         await asyncio.to_thread(rollout_log.write, self.run.run_dir.eval_rollouts(step), lines)
@@ -143,6 +144,28 @@ class Evaluator:
         shown = {name: round(value, 4) for name, value in figures.items()}
         logger.info("evaluation of step %d: %s", step, shown, extra=about)
 
+    def _places(self) -> list[HeldOutPlace]:
+        config, pools = self.run.settings, self.run.pools
+        return [
+            (source.name, task, sample)
+            for source in config.source
+            if source.eval_taskset and source.name in pools
+            for task in range(min(config.eval.tasks, pools[source.name].num_tasks(EVAL)))
+            for sample in range(config.eval.samples)
+        ]
+
+    async def _play(self, place: HeldOutPlace, step: int, version: int) -> FinishedRollout:
+        source, task_index, sample = place
+
+        async def attempt(number: int, earlier: list[RolloutFailure]) -> CompiledRollout:
+            request = self.runner.eval_request(source, step=step, task_index=task_index, sample=sample, attempt=number)
+            reply, records = await self.runner.run(source, request, order=task_index, oldest_version=version)
+            seed = request.seed or 0
+            return finished_rollout(reply, records, sibling=sample, seed=seed, samples=[], earlier=earlier), []
+
+        tries = self.runner.play_with_retries(attempt, source=source, failures=self.failures, step=lambda: step)
+        return (await tries)[0]
+
     async def _await_version(self, step: int, version: int) -> None:
         deadline = time.monotonic() + _VERSION_TIMEOUT_S
         while (newest := max((node.version for node in self.run.gateway.router.serving()), default=-1)) < version:
@@ -152,44 +175,6 @@ class Evaluator:
                     f"{version}; they serve {'nothing' if newest < 0 else newest}"
                 )
             await self.run.changed.wait(0.1)
-
-
-def held_out_places(config: OrchestratorConfig, pools: Mapping[str, WorkerPool]) -> list[HeldOutPlace]:
-    return [
-        (source.name, task, sample)
-        for source in config.source
-        if source.eval_taskset and source.name in pools
-        for task in range(min(config.eval.tasks, pools[source.name].num_tasks(EVAL)))
-        for sample in range(config.eval.samples)
-    ]
-
-
-async def play_held_out(
-    runner: RolloutRunner,
-    failures: FailureLog,
-    places: Sequence[HeldOutPlace],
-    *,
-    step: int,
-    version: int,
-    on_end: Callable[[HeldOutPlace, FinishedRollout], Awaitable[None]],
-) -> None:
-    """Play a rollout for each place, side by side."""
-
-    async def play(place: HeldOutPlace) -> None:
-        source, task_index, sample = place
-
-        async def attempt(number: int, earlier: list[RolloutFailure]) -> CompiledRollout:
-            request = runner.eval_request(source, step=step, task_index=task_index, sample=sample, attempt=number)
-            reply, records = await runner.run(source, request, order=task_index, oldest_version=version)
-            seed = request.seed or 0
-            return finished_rollout(reply, records, sibling=sample, seed=seed, samples=[], earlier=earlier), []
-
-        rollout, _ = await runner.play_with_retries(attempt, source=source, failures=failures, step=lambda: step)
-        await on_end(place, rollout)
-
-    async with asyncio.TaskGroup() as group:
-        for place in places:
-            group.create_task(play(place))
 
 
 def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> dict[str, float]:

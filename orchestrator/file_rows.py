@@ -1,6 +1,6 @@
 """Rows of files as token ids of the policy: replay-DPO's pairs and SFT's conversations.
 
-    pairs.jsonl -> PairMixer (cursor) -> RowTokenizer.preference -> Preference
+    pairs.jsonl -> PairMixer (cursor) -> RowTokenizer.preference -> TermUnit
     files       -> ConversationRow    -> RowTokenizer.demonstration -> DemonstrationRows -> TermUnit
 
 A batch's pairs and the cursor after them are journaled with it. Which conversations a step trains follows from
@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.channels.sft import NAME as SFT
 from composer_prime.config import Config
 from composer_prime.console import pluralize
@@ -25,7 +26,7 @@ from composer_prime.data.conversation_rows import ConversationRow, digest, read_
 from composer_prime.data.pairs import Pair, PairFile, resolve_pairs
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.monitor.events import event
-from composer_prime.wire.types import Preference, TermUnit, pack_flags, pack_ints
+from composer_prime.wire.types import TermUnit, pack_flags, pack_ints
 from orchestrator.chat_template import RENDER_ERRORS
 from orchestrator.rollouts.groups import derive_seed
 
@@ -57,7 +58,7 @@ class RowTokenizer:
         self._row_tokens = row_tokens
         self._stops = set(renderer.get_stop_token_ids())
 
-    def preference(self, pair: Pair) -> Preference | str:
+    def preference(self, pair: Pair) -> TermUnit | str:
         """Return the pair as ids, or why it cannot be trained.
 
         context_differs: the template writes what precedes an answer otherwise than an answer is sampled after.
@@ -82,7 +83,7 @@ class RowTokenizer:
             return "too_long"
         if len(chosen) + len(rejected) > self._row_tokens:
             return "row_full"
-        return Preference(
+        return pair_unit(
             pair_id=pair.pair_id,
             chosen_ids=pack_ints(chosen),
             rejected_ids=pack_ints(rejected),
@@ -212,17 +213,17 @@ class PairMixer:
         self.cursor = cursor
         self._shuffle()
 
-    def draw(self, step: int) -> list[Preference]:
+    def draw(self, step: int) -> list[TermUnit]:
         """Return the next `per_step` pairs that can be trained, none twice; fewer in a small file."""
         available = self._file.refresh() if self._active(step) else 0
-        preferences: dict[str, Preference] = {}
+        preferences: dict[str, TermUnit] = {}
         for _ in range(2 * available):
             if len(preferences) == self._per_step or len(self._refused) + len(preferences) >= available:
                 break
             index = self._next(available)
             preference = None if index in self._refused else self._preference(index)
             if preference is not None:
-                preferences.setdefault(preference.pair_id, preference)
+                preferences.setdefault(preference.name, preference)
         refused = Counter(self._refused.values())
         if not preferences and available not in (0, self._warned_at):
             self._warned_at = available
@@ -252,7 +253,7 @@ class PairMixer:
         self._pass = list(range(self.cursor.known))
         random.Random(derive_seed(self._seed, "pairs", self.cursor.number)).shuffle(self._pass)
 
-    def _preference(self, index: int) -> Preference | None:
+    def _preference(self, index: int) -> TermUnit | None:
         try:
             preference = self._tokenizer.preference(self._file.read(index))
         except ConfigError as error:

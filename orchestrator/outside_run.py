@@ -1,27 +1,22 @@
-"""Rollouts of one model outside a run: `composer try` looks at an environment, `composer eval` at held-out tasks.
+"""Episodes of one model outside a run, by which `composer try` looks at an environment.
 
 play_episodes -> worker -> environment <-> gateway; the tokens are compiled as for training
 trial_warnings -> what would make a run learn nothing
-evaluate --every (source, task, sample)--> play_held_out --> rollouts/eval_000000.jsonl, as each ends
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.console import pluralize
 from composer_prime.errors import plain_errors
-from composer_prime.run.run_dir import RunDir, append_line
-from orchestrator.evals import HeldOutPlace, held_out_places, play_held_out
 from orchestrator.gateway import Gateway
-from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import FinishedRollout, GroupPlan, derive_seed
 from orchestrator.rollouts.rollout import Permits, RolloutRunner, finish_rollout
-from orchestrator.rollouts.rollout_log import FailureLog
 from orchestrator.workers.pool import TRAIN, WorkerPool
 
 
@@ -78,31 +73,3 @@ def trial_warnings(rollouts: Sequence[FinishedRollout], notes: Sequence[str] = (
             "orchestrator.sampling.max_tokens or the harness's max_turns if that cuts good answers"
         )
     return warnings
-
-
-async def evaluate(
-    config: OrchestratorConfig,
-    pools: Mapping[str, WorkerPool],
-    gateway: Gateway,
-    run_dir: RunDir,
-    *,
-    seed: int,
-    on_progress: Callable[[int, int], None],
-) -> None:
-    """Play each pool's held-out tasks, and append the rollouts. `on_progress` gets counts."""
-    permits = Permits(config.max_concurrent, eval_share=1.0)
-    runner = RolloutRunner(config=config, gateway=gateway, pools=pools, permits=permits, seed=seed)
-    failures = FailureLog(path=run_dir.failed_rollouts)
-    places = held_out_places(config, pools)
-    path, count, writing = run_dir.eval_rollouts(0), 0, asyncio.Lock()
-
-    async def write(place: HeldOutPlace, rollout: FinishedRollout) -> None:
-        nonlocal count
-        async with writing:
-            line = rollout_log.rollout_line(0, place[0], rollout, "evaluated")
-            await asyncio.to_thread(append_line, path, msgspec.json.encode(line))
-        count += 1
-        on_progress(count, len(places))
-
-    with plain_errors():
-        await play_held_out(runner, failures, places, step=0, version=0, on_end=write)

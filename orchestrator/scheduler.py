@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 _FILTERED_TOO_MANY = (
     "%.0f %% of the groups since the last batch had no advantage%s: the tasks are too easy or too hard, or the policy "
-    "has collapsed (then lower trainer.optim.lr); change the task set or add --orchestrator.curriculum.import_path "
+    "has collapsed (then lower trainer.optim.lr); change the task set or add --orchestrator.curriculum "
     "frontier; to look: %s try MODULE -n 32"
 )
 _MAX_FILTERED_SHARE = 0.9
@@ -326,7 +326,7 @@ class BatchScheduler:
                     groups=batch.group_numbers,
                     dropped=[group.plan.group for group in dropped],
                     metrics=metrics,
-                    preferences=preferences,
+                    units=preferences,
                     pairs=self.pairs.cursor if self.pairs is not None else None,
                 )
             )

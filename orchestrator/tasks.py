@@ -2,7 +2,7 @@
 
 The source of group i depends on i and run.seed: point i of a golden-ratio sequence falls into its share of [0, 1).
 
-Each source's curriculum chooses the task (`orchestrator.curriculum`), built as `Class(num_tasks=…, seed=…, **kwargs)`.
+Each source's curriculum chooses the task (`orchestrator.curriculum`), made as `Class(num_tasks=…, seed=…, **settings)`.
 After a crash the journal replays its calls in their order.
 
 In a joint run (diloco.task_shard) the curriculum knows only its cluster's part of the tasks, numbered from 0.
@@ -22,9 +22,9 @@ from typing import Any, Protocol
 import msgspec
 
 from composer_prime.config import Config
-from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig, SourceConfig
+from composer_prime.config.orchestrator import OrchestratorConfig, SourceConfig
 from composer_prime.errors import ConfigError
-from composer_prime.import_path import build_part
+from composer_prime.import_path import PartConfig, build_part
 from composer_prime.stats.intervals import PASSED
 from orchestrator.rollouts.groups import FinishedGroup, GroupPlan, derive_seed
 from orchestrator.workers.pool import EVAL, TRAIN, SourceSpec, WorkerPool
@@ -204,14 +204,14 @@ class Frontier:
         self._rates = {int(task): deque(rates, maxlen=_WINDOW) for task, rates in state["rates"].items()}
 
 
-def build_curriculum(config: CurriculumConfig, *, num_tasks: int, seed: int) -> Curriculum:
+def build_curriculum(part: PartConfig, *, num_tasks: int, seed: int) -> Curriculum:
     """Build a source's curriculum. Raises ConfigError for a class that does not fit."""
-    key, given = "orchestrator.curriculum.import_path", {"num_tasks": num_tasks, "seed": seed}
-    curriculum = build_part(config.import_path, config.kwargs, CURRICULA, key, given)
+    key, given = "orchestrator.curriculum", {"num_tasks": num_tasks, "seed": seed}
+    curriculum = build_part(part.name, part.settings, CURRICULA, key, given)
     missing = [name for name in ("next_task", "observe", "state", "load_state") if not hasattr(curriculum, name)]
     if missing:
         raise ConfigError(
-            f"{key} is {config.import_path!r}; its class lacks {missing}: see orchestrator/tasks.py for the protocol"
+            f"{key} is {part.name!r}; its class lacks {missing}: see orchestrator/tasks.py for the protocol"
         )
     return curriculum
 

@@ -109,7 +109,7 @@ def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
     if not trainable:
         raise ConfigError("no parameter of the model is trainable: check trainer.lora.target_modules")
     matrices = []
-    if config.type == "muon":
+    if config.type.name == "muon":
         matrices = _matrices(policy.lm)
     matrix_ids = {id(parameter) for parameter in matrices}
     rest = [parameter for parameter in trainable if id(parameter) not in matrix_ids]
@@ -118,9 +118,9 @@ def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},  # norms and biases keep their scale
     ]
     filled = [group for group in groups if group["params"]]
-    if config.is_own:
+    if config.type.is_own:
         given = {"params": filled, "lr": config.lr}
-        own = build_part(config.type, config.settings, {}, "trainer.optim.type", given)
+        own = build_part(config.type.name, config.type.settings, {}, "trainer.optim.type", given)
         return Optimizer([own], config.max_grad_norm)
     adamw = torch.optim.AdamW(filled, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     parts: list[torch.optim.Optimizer] = [adamw]

@@ -58,7 +58,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
@@ -75,7 +75,7 @@ from composer_prime.channels.tokens import (
     without_gradient,
 )
 from composer_prime.errors import ConfigError
-from composer_prime.import_path import find_part
+from composer_prime.import_path import PartConfig, find_part, one_of
 from composer_prime.packing.pack import Row
 from composer_prime.wire.types import StepTotals
 
@@ -121,12 +121,10 @@ class PolicyConfig(BaseConfig):
 
     objective: Objective = "dr_grpo"
     """Which policy loss; sets the defaults of the keys marked *."""
-    import_path: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    loss: Annotated[PartConfig | None, one_of("channels.policy.loss")] = None
     """Your own policy loss: `module:function` with the parameters (tokens, totals, config, max_length) and the result
-    type of composer_prime.channels.policy.policy_loss. None uses the objective.
+    type of composer_prime.channels.policy.policy_loss; settings are further keyword arguments. None uses the objective.
     """
-    kwargs: dict[str, Any] = Field(default={})
-    """Settings of your own policy loss, which it takes as further keyword arguments."""
     advantage_scaling: AdvantageScaling = "none"
     """* Whether advantages are divided by their group's standard deviation (dr_grpo: none; others: std)."""
     denominator: Literal["constant", "sequence", "tokens", "micro_batch"] = "constant"
@@ -158,15 +156,6 @@ class PolicyConfig(BaseConfig):
         if not isinstance(objective, str) or objective not in OF_OBJECTIVE:
             return values
         return _OTHERS | OF_OBJECTIVE[objective] | values
-
-    @model_validator(mode="after")
-    def _own_settings_have_an_own_loss(self) -> PolicyConfig:
-        if self.kwargs and self.import_path is None:
-            raise ValueError(
-                f"channels.policy.kwargs is {self.kwargs}, but channels.policy.import_path names no loss of your own: "
-                "set import_path, or remove kwargs"
-            )
-        return self
 
 
 PolicyLoss = Callable[[PolicyTokens, StepTotals, PolicyConfig, int], tuple["Tensor", Sums]]
@@ -224,22 +213,23 @@ class PolicyTerm(Term):
 
 
 def load_policy_loss(config: PolicyConfig) -> PolicyLoss:
-    """Return the policy loss of `config`: `policy_loss`, or the function that `import_path` names.
+    """Return the policy loss of `config`: `policy_loss`, or the user's own.
 
-    Raises ConfigError when there is no such function, or when it does not take policy_loss's arguments and `kwargs`.
+    Raises ConfigError when there is no such function, or when it does not take policy_loss's arguments and its own
+    settings.
     """
-    if config.import_path is None:
+    if config.loss is None:
         return policy_loss
-    function: Callable[..., tuple[Tensor, Sums]] = find_part(config.import_path, {}, "channels.policy.import_path")
+    name, settings = config.loss.name, config.loss.settings
+    function: Callable[..., tuple[Tensor, Sums]] = find_part(name, {}, "channels.policy.loss")
     try:
-        inspect.signature(function).bind(tokens=None, totals=None, config=config, max_length=1, **config.kwargs)
+        inspect.signature(function).bind(tokens=None, totals=None, config=config, max_length=1, **settings)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"channels.policy.import_path is {config.import_path!r}; it does not take (tokens, totals, config, "
-            f"max_length) and channels.policy.kwargs {sorted(config.kwargs)}: {error}; see "
-            "composer_prime.channels.policy.policy_loss"
+            f"channels.policy.loss is {name!r}; it does not take (tokens, totals, config, max_length) and settings "
+            f"{sorted(settings)}: {error}; see composer_prime.channels.policy.policy_loss"
         ) from None
-    return partial(_own_loss, partial(function, **config.kwargs))
+    return partial(_own_loss, partial(function, **settings))
 
 
 def _own_loss(

@@ -28,9 +28,9 @@ from pydantic import Field, model_validator
 
 from composer_prime.channels.term import ScheduledTermConfig, Sums, Term, TermRows, TermTokens
 from composer_prime.channels.tokens import sum_by, torch, without_gradient
-from composer_prime.errors import ConfigError, RunMismatchError
+from composer_prime.errors import ConfigError
 from composer_prime.packing.pack import Row, joined, span_positions
-from composer_prime.wire.types import Preference, StepTotals, TermUnit, ints, pack_flags
+from composer_prime.wire.types import StepTotals, TermUnit, ints, pack_flags
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,29 +105,11 @@ class ReplayDpoTerm(Term):
         return replay_dpo_metrics(sums)
 
 
-def pair_unit(pair: Preference) -> TermUnit:
-    """Return what a preference pair trains: the answers of its two sides.
-
-    Raises RunMismatchError for a pair that was cut, or whose sides differ within their context.
-    """
-    chosen, rejected = ints(pair.chosen_ids), ints(pair.rejected_ids)
-    where = f"preference pair {pair.pair_id}"
-    if not 1 <= pair.context < min(len(chosen), len(rejected)):
-        raise RunMismatchError(
-            f"{where}: {pair.context} tokens of context, {len(chosen)} tokens with the chosen answer, {len(rejected)} "
-            "with the rejected one: context and answers need a token each; was a side cut?"
-        )
-    if not np.array_equal(chosen[: pair.context], rejected[: pair.context]):
-        raise RunMismatchError(f"{where}: its sides differ within the {pair.context} tokens of their common context")
-    if not 0.0 <= pair.epsilon <= 0.5:
-        raise RunMismatchError(f"{where}: epsilon is {pair.epsilon}, it must be in 0 to 0.5")
-    return TermUnit(
-        term=NAME,
-        name=f"pair {pair.pair_id}",
-        documents=[pair.chosen_ids, pair.rejected_ids],
-        masks=[pack_flags(np.arange(len(side)) >= pair.context) for side in (chosen, rejected)],
-        value=pair.epsilon,
-    )
+def pair_unit(*, pair_id: str, chosen_ids: bytes, rejected_ids: bytes, context: int, epsilon: float) -> TermUnit:
+    """Return a pair whose sides, int32 [T], begin with the same `context` tokens; the rest are the answers."""
+    sides = [chosen_ids, rejected_ids]
+    masks = [pack_flags(np.arange(len(ints(side))) >= context) for side in sides]
+    return TermUnit(term=NAME, name=f"pair {pair_id}", documents=sides, masks=masks, value=epsilon)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from composer_prime.console import GIB, UV_RUN, columns, fitted, install_command
 from composer_prime.errors import ComposerError
 from composer_prime.host import existing_folder, free_bytes, module_file, this_machine, why_not_writable
 from composer_prime.model_source import model_ready
-from composer_prime.plan.sandboxes import probe_all
+from composer_prime.plan.sandboxes import probe_bubblewrap
 
 Check = tuple[Literal["ok", "note", "bad"], str, str]
 """How it went, name and finding. Without what is bad nothing runs; without what is a note some runs do."""
@@ -46,8 +46,8 @@ def checks(output_dir: Path) -> Iterator[Check]:
     reason = why_not_writable(output_dir)
     free = f"{existing_folder(output_dir)} is writable, {free_bytes(output_dir) / GIB:.1f} GiB free"
     yield ("bad", "disk", f"{reason}; set run.output_dir") if reason else ("ok", "disk", free)
-    for found in probe_all():
-        yield _check(found.works, found.type, f"sandbox: {found.text}")
+    found = probe_bubblewrap()
+    yield _check(found.works, "bubblewrap", f"sandbox: {found.text}")
 
 
 def _check(good: bool, name: str, text: str) -> Check:

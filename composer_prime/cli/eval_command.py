@@ -1,29 +1,29 @@
 """`composer eval RUN`, `composer eval MODEL [MODEL ...] [@ file.toml | --env ENV]`: held-out scores with intervals.
 
-This process serves one model after the other. For several nodes, run `trainer @ FILE --run.max_steps 0`.
+One model after the other is evaluated by a run without steps: `trainer @ FILE --run.max_steps 0`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import re
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from composer_prime.cli.ladder.run import train
 from composer_prime.config import Config
 from composer_prime.config.load import dump, read_config, resolve
-from composer_prime.console import COMPOSER, ProgressLines, pluralize, printable
+from composer_prime.config.orchestrator import OrchestratorConfig
+from composer_prime.console import COMPOSER, pluralize, printable
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import model_folder, resolve_model
 from composer_prime.monitor.rollouts import Scores, failure_text, read_rollouts, scores, task_text
-from composer_prime.run.run_dir import RunDir, write_atomic
+from composer_prime.run.process import exit_text
+from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import PASSED, mean_interval, pass_at_k
 from composer_prime.view.rollout_index import RolloutIndex
 from composer_prime.view.rollout_payload import evaluation_difference
@@ -63,9 +63,10 @@ def main(words: list[str]) -> int:
             models = [read_config(run_dir.config).model.path, *models] if len(models) == 1 else models
             rest = [*words_of_run(run_dir, rest), *rest]
         config = evaluation_config(rest)
-    for model in models:  # check all of them before the first one takes minutes
-        resolve_model(model_folder(model))
-    print(printable("\n".join(["", *report(evaluate_here(models, config), config)])))
+        for model in models:  # check all of them before the first one takes minutes
+            resolve_model(model_folder(model))
+        evaluations = evaluate_here(models, config, Path(folder))
+    print(printable("\n".join(["", *report(evaluations, config)])))
     return 0
 
 
@@ -159,46 +160,41 @@ def evaluation_config(words: list[str]) -> Config:
     return config
 
 
-def evaluate_here(models: list[str], config: Config) -> dict[str, Evaluation]:
-    """Return the evaluations of `models`, played one after the other."""
-    from composer_prime.cli.served_model import serve_with_workers
-    from composer_prime.run.scratch import Scratch
-    from orchestrator.outside_run import evaluate as play
+def evaluate_here(models: list[str], config: Config, folder: Path) -> dict[str, Evaluation]:
+    """Return the evaluations of `models`, each a run without steps. `folder` takes what they are started from.
 
-    logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
-    # It names held-out tasks that are not.
-    logging.getLogger("orchestrator.workers.pool").setLevel(logging.WARNING)
+    Raises ConfigError for one that fails.
+    """
+    file = folder / "evaluation.json"
+    file.write_text(dump(_alone(config)))
+    evaluations = {}
+    for model in models:
+        run_dir = _evaluation_folder(model, config)
+        print(f"\nevaluating {model} ({run_dir.root})", flush=True)
+        words = ["@", str(file), "--model.path", model_folder(model), "--run.name", run_dir.root.name]
+        if status := train([*words, "--run.output_dir", str(run_dir.root.parent)]):
+            raise ConfigError(f"the evaluation of {model} {exit_text(status)}; see above, and {run_dir.root / 'logs'}")
+        scored = _scores_with_notice(run_dir.eval_rollouts(0))
+        evaluations[model] = Evaluation(scores=scored, folder=run_dir.root)
+    return evaluations
 
-    sources = [source for source in config.orchestrator.source if source.eval_taskset]
-    orchestrator = config.orchestrator.model_copy(update={"source": sources})
 
-    async def one(model: str, scratch: Path) -> Evaluation:
-        model_config = config.model.model_copy(update={"path": model_folder(model)})
-        served = config.model_copy(update={"model": model_config, "orchestrator": orchestrator})
-        run_dir = _evaluation_folder(model, served)
-        print(f"evaluating {model} ({run_dir.root})", flush=True)
-        lines = ProgressLines()
-        async with serve_with_workers(served, scratch / _as_name(model)) as (gateway, pools):
-            await play(
-                orchestrator, pools, gateway, run_dir, seed=config.run.seed,
-                on_progress=lambda done, count: lines.tell(lambda: f"{model}: {done} of {count} rollouts"),
-            )  # fmt: skip
-        return Evaluation(scores=_scores_with_notice(run_dir.eval_rollouts(0)), folder=run_dir.root)
-
-    async def all_of_them(scratch: Path) -> dict[str, Evaluation]:
-        return {model: await one(model, scratch) for model in models}
-
-    with closing(Scratch("eval")) as scratch:
-        return asyncio.run(all_of_them(scratch.path))
+def _alone(config: Config) -> Config:
+    """Return `config` without what only training needs, on this machine."""
+    nothing = OrchestratorConfig(groups_per_step=0)
+    dropped = {name: getattr(nothing, name) for name in ("hints", "preferences", "demonstrations", "address", "audit")}
+    run = config.run.model_copy(update={"resume": False, "overwrite": False})
+    inference = config.inference.model_copy(update={"nodes": max(1, config.inference.nodes)})
+    orchestrator = config.orchestrator.model_copy(update=dropped)
+    parts = {"run": run, "inference": inference, "orchestrator": orchestrator}
+    return Config(model=config.model, trainer=config.trainer, **parts)
 
 
 def _evaluation_folder(model: str, config: Config) -> RunDir:
-    """Return a new numbered folder for an evaluation, with its config.json."""
+    """Return a numbered folder for an evaluation, which is not there yet."""
     evals, name = config.run.output_dir / "evals", f"{config.run.name}-{_as_name(model)}"
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    run_dir = RunDir(evals / next(each for each in names if not (evals / each).exists()))
-    write_atomic(run_dir.config, dump(config).encode())
-    return run_dir
+    return RunDir(evals / next(each for each in names if not (evals / each).exists()))
 
 
 def _scores_with_notice(path: Path) -> Scores:

@@ -6,7 +6,7 @@ Each term's settings are in its file in composer_prime/channels; a term is switc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 from pydantic_config import BaseConfig
@@ -17,22 +17,21 @@ from composer_prime.channels.sdpo import SdpoConfig
 from composer_prime.channels.sft import SftConfig
 from composer_prime.channels.term import Term, TermConfig
 from composer_prime.errors import ConfigError
-from composer_prime.import_path import build_part
+from composer_prime.import_path import PartConfig, build_part
 
 
-class OwnTermConfig(TermConfig):
-    """A loss term of your own: a subclass of composer_prime.channels.term.Term."""
+class OwnTermConfig(TermConfig, PartConfig):
+    """A loss term of your own: a subclass of composer_prime.channels.term.Term, called with these settings.
 
-    import_path: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """`module:Class`; the module lies beside a configuration file or in a folder of run.import_from."""
-    settings: dict[str, Any] = {}
-    """Keyword arguments of the class, after its TermConfig."""
+    Its module lies beside a configuration file or in a folder of run.import_from.
+    """
+
     weight: float = Field(default=1.0, ge=0)
     """Factor of the term in the loss; 0 turns it off."""
 
     def term(self, policy: PolicyTerm) -> Term:
         """Return the term. Raises ConfigError when it cannot be imported or does not take the settings."""
-        return build_part(self.import_path, self.settings, {}, "channels.own.import_path", {"config": self})
+        return build_part(self.name, self.settings, {}, "channels.own.name", {"config": self})
 
 
 class ChannelsConfig(BaseConfig):

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.address import endpoint_url
-from composer_prime.config.part import PartConfig, as_parts, check_names
+from composer_prime.import_path import PartConfig, as_parts, one_of
 
 RULES = ("tool_error", "exception", "test_failure", "schema", "repeated", "gave_up", "failed", "every")
 LAYERS = ("template", "raw_error", "llm", "sibling")
@@ -55,14 +55,19 @@ class LicenceConfig(BaseConfig):
 
 
 class HintsConfig(BaseConfig):
-    detect: list[str | PartConfig] = ["tool_error", "exception", "test_failure", "schema"]
+    detect: Annotated[list[str | PartConfig], one_of("orchestrator.hints.detect", *RULES)] = [
+        "tool_error",
+        "exception",
+        "test_failure",
+        "schema",
+    ]
     """Rules that find error turns: a reply that reports a failed call; an exception or a failed test in a tool's
     output; a call that violates its tool's schema. Off by default: `repeated`, calls with the same replies as before;
     and for the last turn `gave_up` (an answer right after an error), `failed` (a reward below 0.5) and `every` (any;
     with the layer sibling: SDPO, arXiv 2601.20802). An own detector is `module:Class`, or { name = "module:Class",
     settings = { … } }; see orchestrator/hints/generate.py.
     """
-    layers: list[str | PartConfig] = ["template"]
+    layers: Annotated[list[str | PartConfig], one_of("orchestrator.hints.layers", *LAYERS)] = ["template"]
     """Writers of the hint, in order; the first one with a hint wins: template, raw_error, llm, sibling, or
     `module:Class` of your own, with settings as in `detect`; see orchestrator/hints/generate.py.
     """
@@ -86,16 +91,9 @@ class HintsConfig(BaseConfig):
     licence: LicenceConfig | None = None
     """Whether each kind of hint must earn its weight. None: every kind has it from the start."""
 
-    @field_validator("detect")
-    @classmethod
-    def _known_rules(cls, detect: list[str | PartConfig]) -> list[str | PartConfig]:
-        check_names(detect, RULES, "orchestrator.hints.detect")
-        return detect
-
     @field_validator("layers")
     @classmethod
     def _some_layer_once(cls, layers: list[str | PartConfig]) -> list[str | PartConfig]:
-        check_names(layers, LAYERS, "orchestrator.hints.layers")
         if not layers or any(layers.count(layer) > 1 for layer in layers):
             raise ValueError(f"orchestrator.hints.layers is {layers}: name at least one layer, and each only once")
         return layers

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
+
+from composer_prime.import_path import PartConfig, one_of
 
 
 class LocalEngineConfig(BaseConfig):
@@ -42,11 +44,9 @@ class VllmEngineConfig(BaseConfig):
 
 
 class InferenceConfig(BaseConfig):
-    engine: str = "local"
-    """`local` needs only transformers; `vllm` is for production. Or `module:Class` of your own, with the
+    engine: Annotated[PartConfig, one_of("inference.engine", "local", "vllm")] = PartConfig(name="local")
+    """`local` (the default) needs only transformers; `vllm` is for production. Or `module:Class` of your own, with the
     methods of inference.engines.base.Engine."""
-    engine_settings: dict[str, Any] = {}
-    """Keyword arguments of an engine of your own."""
     nodes: int = Field(default=1, ge=0)
     """Nodes to start on this machine; 0 waits for nodes that join with `inference join`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -73,14 +73,6 @@ class InferenceConfig(BaseConfig):
     usd_per_hour: float | None = Field(default=None, ge=0, le=1e6)
     """Price of a node's machine in dollars per hour, besides run.usd_per_hour; `inference join --price` sets it
     for one node. None: unknown."""
-
-    @field_validator("engine")
-    @classmethod
-    def _names_an_engine(cls, name: str) -> str:
-        if name not in ("local", "vllm") and ":" not in name:
-            expected = "expected 'local', 'vllm' or `module:Class` of your own"
-            raise ValueError(f"inference.engine is {name!r}; {expected}")
-        return name
 
     @model_validator(mode="after")
     def _loss_after_heartbeats(self) -> InferenceConfig:

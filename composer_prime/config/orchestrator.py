@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.config.hints import HintsConfig
-from composer_prime.config.part import check_unique
 from composer_prime.config.removed import present_name, removed_settings
 from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.import_path import PartConfig, check_unique, one_of
 
 TOOL_LOOP = "orchestrator.environments.tool_loop"
 TOOL_LOOP_TURNS = 6
@@ -159,25 +159,6 @@ class AuditConfig(BaseConfig):
     this in nats on average, 12 times at most. Use 0.05 for bfloat16; 0.0001 is enough for float32."""
 
 
-_OLD_CURRICULA = "orchestrator.tasks.curriculum:"
-
-
-class CurriculumConfig(BaseConfig):
-    """The class that chooses the next task of a source."""
-
-    import_path: str = "shuffled"
-    """shuffled, frontier, or `module:Class` of your own; see the protocol in orchestrator/tasks.py."""
-    kwargs: dict[str, Any] = {}
-    """Arguments of the class."""
-
-    @field_validator("import_path")
-    @classmethod
-    def _short(cls, path: str) -> str:
-        """Shorten a shipped curriculum's path, which older files name."""
-        name = path.removeprefix(_OLD_CURRICULA)
-        return name.lower() if path != name and name in ("Shuffled", "Frontier") else path
-
-
 class WeightCopiesConfig(BaseConfig):
     """The places where nodes on other machines download weights without the gateway."""
 
@@ -218,8 +199,11 @@ class OrchestratorConfig(BaseConfig):
     trains their hinted turns (DAPO's overlong filtering, arXiv 2503.14476)."""
     record_tokens: bool = False
     """Write sampled tokens with their log-probabilities to rollouts/, for `composer view`."""
-    curriculum: CurriculumConfig = CurriculumConfig()
-    """Order of tasks."""
+    curriculum: Annotated[PartConfig, one_of("orchestrator.curriculum", "shuffled", "frontier")] = PartConfig(
+        name="shuffled"
+    )
+    """What chooses the next task of a source: shuffled (the default), frontier, or `module:Class` of your own; see the
+    protocol in orchestrator/tasks.py."""
     eval: EvalConfig = EvalConfig()
     """Evaluation on held-out tasks."""
     audit: AuditConfig = AuditConfig()

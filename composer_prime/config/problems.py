@@ -51,7 +51,7 @@ def _sentence(location: Location, problems: list[Any], layers: Sequence[Layer]) 
     if first["type"] == "missing":
         return f"{key} is required: set it in the TOML file or pass --{key} VALUE"
     if first["type"] == "value_error":
-        return first["msg"].removeprefix("Value error, ")
+        return first["msg"].removeprefix("Value error, ") + _names_now(location, first["input"])
     value = repr(first["input"])
     short = value if len(value) <= 80 else value[:77] + "..."
     shown = f"{key} = {short}{f' ({origin})' if origin else ''}"
@@ -65,6 +65,12 @@ def _sentence(location: Location, problems: list[Any], layers: Sequence[Layer]) 
     said[-1] += _meaning(location, first["type"])
     now = value_now(".".join(names_of(location)), first["input"])
     return f"{shown}: expected {' or '.join(dict.fromkeys(said))}{now}"
+
+
+def _names_now(location: Location, value: Any) -> str:
+    """Return what to write for the removed names of a list, as the end of a sentence."""
+    names = value if isinstance(value, list) else []
+    return "".join(value_now(".".join(names_of(location)), name) for name in names)
 
 
 def _meaning(location: Location, mistake: str) -> str:

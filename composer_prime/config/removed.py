@@ -23,6 +23,13 @@ MOVED = {
     "orchestrator.coding.micro_code": "examples.micro_code",
 }
 """Former name of a package -> its present name. What lies below it moved with it."""
+_RENAMED = {
+    "channels.own.import_path": "name",
+    "channels.policy.import_path": "loss",
+    "orchestrator.curriculum.import_path": "name",
+    "orchestrator.curriculum.kwargs": "settings",
+}
+"""Removed key -> the key of the same table that has its value now, for an older run's config.json."""
 _SHOWN = 6
 _OURS = "orchestrator.coding."
 """Begins the modules of task sets whose settings this file knows."""
@@ -48,6 +55,8 @@ REMOVED_VALUES = {
     ("orchestrator.coding.code.monitor.policy", "quarantine"): "zero",
     ("orchestrator.hints.detect", "judge"): "tool_error",
     ("orchestrator.hints.layers", "introspection"): "raw_error",
+    ("orchestrator.curriculum.import_path", "orchestrator.tasks.curriculum:Shuffled"): "shuffled",
+    ("orchestrator.curriculum.import_path", "orchestrator.tasks.curriculum:Frontier"): "frontier",
 }
 """(key, former value) -> what an older run's config.json means by it now."""
 
@@ -105,7 +114,9 @@ def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, Any]) -> Any:
     kept = {}
     for key, value in node.items():
         where = (*location, key)
-        if where in _TASKSETS:
+        if now := _RENAMED.get(".".join(where)):
+            kept[now] = _kept(value, where, dropped)
+        elif where in _TASKSETS:
             kept[key] = _kept_settings(node, value, dropped)
         elif what_holds_now(where) is None:
             kept[key] = _kept(value, where, dropped)

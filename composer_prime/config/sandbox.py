@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
+
+from composer_prime.import_path import PartConfig, check_names
 
 SANDBOX_TYPES = ("auto", "bubblewrap", "subprocess", "docker", "podman", "apptainer", "modal", "e2b", "prime")
 
@@ -47,19 +49,9 @@ class RuntimeConfig(BaseConfig):
     settings: dict[str, Any] = {}
     """Settings of a verifiers runtime, such as `image` for docker, or of your own class."""
 
-    @field_validator("type")
-    @classmethod
-    def _known_type(cls, name: str) -> str:
-        if name not in SANDBOX_TYPES and ":" not in name:
-            kinds = ", ".join(SANDBOX_TYPES)
-            raise ValueError(f"orchestrator.source.runtime.type is {name!r}: there are {kinds}, and `module:Class`")
-        return name
-
     @model_validator(mode="after")
-    def _settings_of_the_type(self) -> RuntimeConfig:
-        if self.settings and self.type in ("auto", "bubblewrap", "subprocess"):
-            raise ValueError(
-                f"orchestrator.source.runtime.settings has {sorted(self.settings)}, but type {self.type!r} has "
-                "none: remove them, or set type to their runtime"
-            )
+    def _known_type(self) -> RuntimeConfig:
+        of_verifiers = SANDBOX_TYPES[SANDBOX_TYPES.index("docker") :]
+        part = PartConfig(name=self.type, settings={} if self.type in of_verifiers else self.settings)
+        check_names([part], SANDBOX_TYPES, "orchestrator.source.runtime.type")
         return self

@@ -10,9 +10,9 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.address import endpoint_url
-from composer_prime.config.part import check_unique
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
+from composer_prime.import_path import check_unique
 from composer_prime.model_families import UNKNOWN, family_named, family_of
 
 MODELS_VARIABLE = "COMPOSER_MODELS_URL"

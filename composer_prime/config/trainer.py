@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
+
+from composer_prime.import_path import PartConfig, one_of
 
 CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
 """Logits that the trainer's head computes at a time. Each chunk reads and writes the output layer's gradient
@@ -13,11 +15,9 @@ once, so it must not have too few rows."""
 
 
 class OptimConfig(BaseConfig):
-    type: str = "adamw"
-    """adamw; muon for matrices of the blocks (fused experts one by one), with AdamW for the rest; or `module:Class`
-    of your own, a torch optimizer that takes the parameter groups and lr."""
-    settings: dict[str, Any] = Field(default={})
-    """Further keyword arguments of your own optimizer."""
+    type: Annotated[PartConfig, one_of("trainer.optim.type", "adamw", "muon")] = PartConfig(name="adamw")
+    """adamw (the default); muon for matrices of the blocks (fused experts one by one), with AdamW for the rest; or
+    `module:Class` of your own, a torch optimizer that takes the parameter groups and lr."""
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW (and of everything under adamw)."""
     muon_lr: float = Field(default=2e-4, gt=0)
@@ -30,27 +30,6 @@ class OptimConfig(BaseConfig):
     """Decoupled weight decay."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Clip the global gradient norm here; None never clips."""
-
-    @property
-    def is_own(self) -> bool:
-        """Whether the optimizer is the user's."""
-        return ":" in self.type
-
-    @field_validator("type")
-    @classmethod
-    def _is_known(cls, name: str) -> str:
-        if name not in ("adamw", "muon") and ":" not in name:
-            raise ValueError("expected adamw, muon, or `module:Class` of your own")
-        return name
-
-    @model_validator(mode="after")
-    def _settings_are_its_own(self) -> OptimConfig:
-        if self.settings and not self.is_own:
-            raise ValueError(
-                f"trainer.optim.settings is {self.settings}, but trainer.optim.type {self.type} has keys of its "
-                "own: remove settings, or name an optimizer of your own"
-            )
-        return self
 
 
 class ScheduleConfig(BaseConfig):
@@ -116,7 +95,7 @@ class TrainerConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _lora_with_adamw(self) -> TrainerConfig:
-        if self.lora is not None and self.optim.type == "muon":
+        if self.lora is not None and self.optim.type.name == "muon":
             raise ValueError(
                 "trainer.lora is set and trainer.optim.type is 'muon', which cannot update low-rank factors; "
                 "use trainer.optim.type = 'adamw' or remove trainer.lora"

@@ -113,10 +113,7 @@ class PairFile:
         try:
             pair = msgspec.json.decode(line, type=Pair)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"{self.path}, pair {index + 1} is invalid ({error}): remove its line, and measure the file "
-                f"with `composer pairs report {self.path}`"
-            ) from None
+            raise ConfigError(f"{self.path}, pair {index + 1} is invalid ({error}): remove its line") from None
         if not 0 <= pair.epsilon <= 0.5:
             raise ConfigError(f"{self.path}, pair {index + 1}: epsilon is {pair.epsilon}, expected 0 to 0.5")
         return pair

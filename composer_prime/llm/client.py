@@ -162,7 +162,6 @@ _CONNECT_S = 10.0
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 _MAX_REPLY_BYTES = 1 << 24
 _SHOWN_CHARS = 200
-_FAILURES_BEFORE_REST = 5
 
 
 class NoAnswerError(EndpointError):
@@ -185,8 +184,6 @@ class Endpoint:
     """What the endpoint calls the limit of an answer."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     max_retries: int = 0
-    rest_s: float = 0.0
-    """Pause after five failures in a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +220,6 @@ class ChatClient:
         self._http = http_client(endpoint)
         self._places = asyncio.Semaphore(endpoint.max_concurrent)
         self._failures_in_row = 0
-        self._rests_until = 0.0
 
     async def close(self) -> None:
         """Close the connections, after all calls."""
@@ -232,7 +228,7 @@ class ChatClient:
     async def ask(self, request: ChatRequest) -> tuple[CachedAnswer, bool]:
         """Return the answer, and whether it came from the cache. A canceled call counts at its reservation.
 
-        Raises CapError, NoAnswerError without a usable answer, and EndpointError while the endpoint rests.
+        Raises CapError, and NoAnswerError without a usable answer.
         """
         stored = await asyncio.to_thread(self._cache.get, request.key)
         if stored is not None:
@@ -244,7 +240,6 @@ class ChatClient:
         place = f"{endpoint.name} ({endpoint.model} at {endpoint.base_url})"
         async with self._places:
             while True:
-                self._refuse_while_resting()
                 held = await self._budget.reserve(state=request.state, teacher=endpoint.name, usd=request.bound_usd)
                 try:
                     return await self._attempt(request, held, attempt)
@@ -281,7 +276,7 @@ class ChatClient:
             usd = held.usd if failed.charged else 0.0
             raise
         finally:
-            self._note_outcome(answered)
+            self._failures_in_row = 0 if answered else self._failures_in_row + 1
             self._budget.settle(
                 held,
                 usd,
@@ -330,18 +325,6 @@ class ChatClient:
             await asyncio.to_thread(self._cache.put, key, answer)
         except OSError as error:  # it was paid for all the same
             logger.warning("%s: %s", self._endpoint.name, error)
-
-    def _refuse_while_resting(self) -> None:
-        left_s = self._rests_until - time.monotonic()
-        if left_s > 0:
-            name = self._endpoint.name
-            text = f"{self._failures_in_row} calls in a row failed, so it is not asked for another {left_s:.1f} s"
-            raise EndpointError(f"{name}: {text}")
-
-    def _note_outcome(self, answered: bool) -> None:
-        self._failures_in_row = 0 if answered else self._failures_in_row + 1
-        if self._failures_in_row >= _FAILURES_BEFORE_REST:
-            self._rests_until = time.monotonic() + self._endpoint.rest_s
 
 
 def _decode(content: bytes) -> Completion:

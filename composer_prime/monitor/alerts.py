@@ -31,7 +31,7 @@ _STEADY = {
 def alerts(lines: Mapping[int, Line], step: int, optim: OptimConfig) -> Iterator[tuple[str, str]]:
     """Yield a name and a sentence for each thing that is wrong with `step`."""
     for name, (least, most, remedy) in _BOUNDS.items():
-        value = None if optim.is_own and name == "optim/lr" else numeric_field(lines[step], name)
+        value = None if optim.type.is_own and name == "optim/lr" else numeric_field(lines[step], name)
         if value is not None and not least <= value <= most:
             yield name, f"{name} is {value:.3g}: {remedy}"
     before = [lines[each] for each in range(step - _REMEMBERED, step) if each in lines]

@@ -31,8 +31,8 @@ BINDING = (
     "orchestrator.curriculum",
     "orchestrator.demonstrations.rows_per_step",
     "channels.policy.objective",
-    "channels.policy.import_path",
-    "trainer.optim.type",
+    "channels.policy.loss.name",
+    "trainer.optim.type.name",
     "trainer.lora",
 )
 """Keys that a resume may not change: they give saved state its meaning."""

@@ -100,7 +100,7 @@ def rank_need(config: Config, shape: ModelShape, *, cuda: bool) -> Need:
     parts = {
         "masters": 4 * shape.parameters // ranks,
         "gradients": 4 * trained // ranks,
-        "moments": (8 if trainer.optim.type == "adamw" else 5) * trained // ranks,
+        "moments": (8 if trainer.optim.type.name == "adamw" else 5) * trained // ranks,
         "activations": int(per_hidden * tokens * shape.hidden * shape.layers * width),
         "logits": logits + (output_layer if weights.teacher is not None else 0),
         "output layer's gradient": output_layer if trainer.lora is None else 0,
@@ -121,7 +121,7 @@ def node_need(config: Config, shape: ModelShape, *, cuda: bool, device_bytes: in
     vLLM takes its share of `device_bytes`, whatever the model.
     """
     inference = config.inference
-    vllm = inference.engine == "vllm"
+    vllm = inference.engine.name == "vllm"
     weights = shape.parameters * _node_width(inference, cuda=cuda)
     per_token = 2 * shape.layers * shape.kv_width * _node_width(inference, cuda=cuda)
     cache = per_token * inference.local.max_batch * config.model.max_context
@@ -168,7 +168,7 @@ def disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> dict[str, in
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
     """Return the size of a checkpoint: float32 masters, moments and averages."""
-    moments = 8 if config.trainer.optim.type == "adamw" else 5
+    moments = 8 if config.trainer.optim.type.name == "adamw" else 5
     averages = 4 * len(weight_sets(config.channels).needed & {*AVERAGES})
     return (4 + moments + averages) * trained_parameters(config, shape)
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from composer_prime.config import Config
 from composer_prime.config.hints import HintsConfig
-from composer_prime.config.part import as_parts
 from composer_prime.console import bulleted, fitted, gib, pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.host import Machine, Placement, free_bytes, this_machine, uses_cuda
+from composer_prime.import_path import as_parts
 from composer_prime.plan.check_run_dir import Starter, folder_state
 from composer_prime.plan.footprint import (
     CHECKPOINT_BYTES_PER_S,
@@ -95,7 +95,7 @@ def _loss(config: Config) -> Rows:
     if replay.weight:
         pairs = config.orchestrator.preferences.pairs_per_step
         terms.append(f"{replay.weight:g} x replay_dpo ({replay.loss}), {pairs} pairs per step")
-    terms += [f"{own.weight:g} x {own.import_path}" for own in config.channels.own if own.weight]
+    terms += [f"{own.weight:g} x {own.name}" for own in config.channels.own if own.weight]
     if sft.weight:
         settings = config.orchestrator.demonstrations
         files = ", ".join(map(str, settings.files))
@@ -112,7 +112,8 @@ def _policy_text(config: Config) -> str:
     policy = config.channels.policy
     length = f" (divided by {config.completion_length:,} tokens per sequence)"
     divisor = length if policy.denominator == "constant" else ""
-    return f"{policy.import_path or policy.objective}{divisor}, off-policy correction {policy.correction}"
+    objective = policy.loss.name if policy.loss else policy.objective
+    return f"{objective}{divisor}, off-policy correction {policy.correction}"
 
 
 def _model(config: Config, findings: Findings) -> Rows:
@@ -137,8 +138,8 @@ def _roles(config: Config, findings: Findings) -> Rows:
         rows.append(("", f"inference nodes elsewhere: they join at {orchestrator.node_address}"))
     for node in range(inference.nodes):
         devices = _devices(placement.nodes[node] if placement else None, inference.threads)
-        rows.append(("", f"inference node-{node} here: engine {inference.engine}, {devices}"))
-    if placement and placement.shared and inference.engine == "vllm":
+        rows.append(("", f"inference node-{node} here: engine {inference.engine.name}, {devices}"))
+    if placement and placement.shared and inference.engine.name == "vllm":
         shared = "inference and trainer share a GPU: lower inference.vllm.gpu_memory_utilization accordingly"
         findings.notes.append(shared)
     return [*rows, ("", _trainer(config, placement))]

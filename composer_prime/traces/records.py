@@ -7,19 +7,15 @@ under zstd (or plain), whose long window takes out the context that states repea
 
 A state is done once votes.jsonl has its line with a decision, and pairs.jsonl the pairs that the line names. Else it is
 replayed from the cache, for free. Pairs are known by their ids, so none is written twice.
-
-`composer pairs report` counts pairs over the traces that anybody could judge, dollars over those that a teacher was
-asked about, cached answers at their first price. Refused traces would thin both out.
 """
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import hashlib
 import json
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice, zip_longest
@@ -30,9 +26,8 @@ import msgspec
 import zstandard
 
 from composer_prime.config.teachers import SelectConfig
-from composer_prime.console import fail
-from composer_prime.data.pairs import Pair, PairFile, resolve_pairs
-from composer_prime.errors import ComposerError, ConfigError, UnwritableError
+from composer_prime.data.pairs import Pair
+from composer_prime.errors import ConfigError, UnwritableError
 from composer_prime.llm.cache import Message
 from composer_prime.llm.reply import storable_arguments
 
@@ -400,52 +395,15 @@ def _end_last_line(path: Path, kind: type) -> None:
                 file.write(b"\n")
 
 
-MISSED = 1
-
-
-def measure(records: Iterable[StateRecord]) -> tuple[int, int, float]:
-    """Return how many traces were judged, how many had an answer that was paid for once, and the dollars."""
+def figures_of(records: Iterable[StateRecord]) -> str:
+    """Return pairs a trace over the traces that anybody could judge, and dollars over those that teachers were asked
+    about, cached answers at their first price. Refused traces would thin both out.
+    """
     decided = latest(records).values()
     judged = {record.trace for record in decided if record.outcome != "refused"}
     asked = {record.trace for record in decided if record.votes or record.calls or record.price_usd}
-    return len(judged), len(asked), sum(record.price_usd for record in decided)
-
-
-def main(words: list[str] | None = None) -> int:
-    """Exit status: 0, 1 with fewer pairs a trace than --min-pairs, 2 for wrong input."""
-    description = "Say how many pairs a trace gave, and what a trace cost."
-    parser = argparse.ArgumentParser(prog="composer pairs report", description=description)
-    parser.add_argument("pairs", type=Path, help="pairs.jsonl of a replay or a run, or tiny, tiny_code")
-    parser.add_argument("--min-pairs", type=float, default=0.0, help="exit with 1 where a trace gave fewer pairs")
-    options = parser.parse_args(words)
-    try:
-        return report_pairs(options.pairs, options.min_pairs)
-    except ComposerError as error:
-        fail(error, command="composer pairs report")
-
-
-def report_pairs(name: Path, min_pairs: float) -> int:
-    """Print the figures of a file. Raises ConfigError."""
-    path = resolve_pairs(name, Path())
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist: name a pairs.jsonl that `composer replay` wrote")
-    file, votes = PairFile(path), votes_beside(path)
-    held = file.refresh()
-    doubts = Counter(round(file.read(number).epsilon, 4) for number in range(held))
-    records = list(read_records(votes))
-    if not records:
-        raise ConfigError(
-            f"{votes} holds no votes, so the cost is not known: make pairs and votes with `composer replay`"
-        )
-    judged, asked, usd = measure(records)
-    pairs_a_trace = held / max(judged, 1)
-    outcomes = Counter(record.outcome.replace("_", " ") for record in latest(records).values())
-    listed = ", ".join(f"{count} with epsilon {epsilon:g}" for epsilon, count in sorted(doubts.items()))
-    print(f"pairs       {held} ({listed or 'none'})")
-    print(f"states      {', '.join(f'{count} {outcome}' for outcome, count in outcomes.most_common())}")
-    print(f"a trace     {pairs_a_trace:.2f} pairs, over {judged} traces that were not refused")
-    print(f"cost        ${usd / max(asked, 1):.4f} a trace, over {asked} that teachers were asked about")
-    if pairs_a_trace >= min_pairs:
-        return 0
-    print(f"too few     {min_pairs:g} pairs a trace are wanted (--min-pairs)")
-    return MISSED
+    pairs, usd = sum(len(record.pairs) for record in decided), sum(record.price_usd for record in decided)
+    return (
+        f"{pairs / max(len(judged), 1):.2f} pairs over {len(judged)} that were not refused, "
+        f"${usd / max(len(asked), 1):.4f} over {len(asked)} that teachers were asked about"
+    )

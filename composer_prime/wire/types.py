@@ -91,20 +91,6 @@ class HintedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """Kind of error that the hint addresses."""
 
 
-class Preference(msgspec.Struct, frozen=True, kw_only=True):
-    """A pair of answers to one context, for replay-DPO."""
-
-    pair_id: str
-    chosen_ids: bytes
-    """int32 [T_c]: context and chosen answer."""
-    rejected_ids: bytes
-    """int32 [T_r]: the same context and the rejected answer."""
-    context: int
-    """Tokens of the common context, at least 1; the rest are the answers."""
-    epsilon: float
-    """Probability that the label is wrong, in [0, 0.5]."""
-
-
 class TermUnit(msgspec.Struct, frozen=True, kw_only=True):
     """Documents that a loss term trains besides the samples: a demonstration, or both sides of a preference pair."""
 

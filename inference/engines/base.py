@@ -90,7 +90,7 @@ def build_engine(inference: InferenceConfig, model_folder: Path, max_context: in
     `max_context` bounds prompt and completion together, in tokens.
     """
     given = {"model_folder": model_folder, "inference": inference, "max_context": max_context}
-    return build_part(inference.engine, inference.engine_settings, ENGINES, "inference.engine", given)
+    return build_part(inference.engine.name, inference.engine.settings, ENGINES, "inference.engine", given)
 
 
 def refuse_misfits(

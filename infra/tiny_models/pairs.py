@@ -242,7 +242,7 @@ def record_of(
     *,
     base: str,
 ) -> StateRecord:
-    """Return the record for `composer pairs report`. Nothing was paid; a state's own time in a batch is unknown."""
+    """Return the state's record. Nothing was paid; a state's own time in a batch is unknown."""
     own = student.canonical if student else None
     return StateRecord(
         trace=state.trace,

@@ -27,7 +27,6 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import ComposerError, RunMismatchError, WireError
@@ -41,7 +40,6 @@ from composer_prime.wire.types import (
     CheckpointRequest,
     CheckpointSaved,
     FromTrainer,
-    Preference,
     RunFinished,
     Sample,
     StepDone,
@@ -50,6 +48,7 @@ from composer_prime.wire.types import (
     StepRefused,
     StepReply,
     StepRequest,
+    TermUnit,
 )
 from orchestrator.event_loop import Notifier, end, watched
 from orchestrator.file_rows import NO_ROWS, DemonstrationRows
@@ -166,7 +165,7 @@ class Batch:
     groups: list[FinishedGroup]
     """In order of group number."""
     metrics: dict[str, float]
-    preferences: list[Preference] = field(default_factory=list)
+    preferences: list[TermUnit] = field(default_factory=list)
 
     @property
     def samples(self) -> list[Sample]:
@@ -306,7 +305,7 @@ class Batches:
         step, (world_size, max_tokens) = batch.step, layout
         samples = batch.samples if self.distils(step) else without_hints(batch.samples)
         rows, metrics, held_out = self.demonstrations(), batch.metrics, [[] for _ in range(world_size)]
-        units = [pair_unit(pair) for pair in batch.preferences]
+        units = batch.preferences
         if self.config.channels.sft.weight_at(self._run_step(step)) > 0:
             units, metrics = units + rows.of_step(step), metrics | rows.metrics(step)
         packed = partial(

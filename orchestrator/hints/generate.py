@@ -58,8 +58,6 @@ _NAME = "orchestrator.hints.llm"
 _TEMPERATURE = 0.0
 _CALLS = 8
 """Calls in flight."""
-_REST_S = 30.0
-"""Pause without calls after five failures in a row."""
 _CUT_THOUGHT = ("<think>", "<thinking>")
 """What an answer begins with whose second thought was cut: its first one was taken out."""
 
@@ -394,7 +392,6 @@ class ChatEndpoint:
             price=self._price,
             timeout_s=config.timeout_s,
             max_concurrent=_CALLS,
-            rest_s=_REST_S,
         )
         self.client = ChatClient(endpoint, self._budget, self._cache)
 

@@ -26,10 +26,9 @@ import numpy as np
 
 from composer_prime.config import Config
 from composer_prime.config.hints import HintsConfig
-from composer_prime.config.part import PartConfig, as_parts
 from composer_prime.console import did_you_mean
 from composer_prime.errors import BudgetError, ComposerError, ConfigError
-from composer_prime.import_path import build_awaited
+from composer_prime.import_path import PartConfig, as_parts, build_awaited
 from composer_prime.monitor.events import event
 from composer_prime.wire.types import HintedTurn, Sample, TurnSpan, ints, pack_ints
 from orchestrator.chat_template import RENDER_ERRORS

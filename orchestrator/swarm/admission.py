@@ -38,8 +38,8 @@ _SETTINGS = {
     "engine", "dtype", "max_concurrent", "local", "vllm", "heartbeat_s", "lost_after_s", "connect_timeout_s",
 }  # fmt: skip
 """Of [inference]; the others are of the run's own machines."""
-_OWN_SETTINGS = {"vllm": {"tensor_parallel", "extra_args"}}
-"""A node counts its own GPUs, and takes no command line from elsewhere."""
+_OWN_SETTINGS = {"engine": {"settings"}, "vllm": {"tensor_parallel", "extra_args"}}
+"""A node counts its own GPUs, and takes no command line or code from elsewhere."""
 _TURNED_AWAY_S = 60.0
 """For a key whose message delayed those of all others."""
 

@@ -54,9 +54,7 @@ def of_path(path: str) -> Dialect[Any]:
     return next(each for each in DIALECTS if path in (*each.routes, *each.aux_routes))
 
 
-def read_prompt(
-    dialect: Dialect[Any], body: dict[str, Any]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+def read_prompt(dialect: Dialect[Any], body: dict[str, Any]) -> tuple[list[Any], list[Any] | None]:
     """Return the messages and tools of a request, as chat completions have them. Raises ValueError."""
     request = dialect.parse_request(body)
     messages, tools = as_functions(request.messages, request.tools or [])

@@ -34,12 +34,11 @@ from typing import Any
 
 import msgspec
 
-from composer_prime.config.sandbox import SANDBOX_TYPES
 from composer_prime.console import start_log
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.import_path import frame_text
 from composer_prime.monitor.events import event, join_events
-from composer_prime.plan.sandboxes import probe
+from composer_prime.plan.sandboxes import probe_bubblewrap
 from composer_prime.run.process import end_with_parent
 from composer_prime.wire.sockets import Frames
 from orchestrator.workers.pool import (
@@ -268,7 +267,7 @@ def overlap(environments: Mapping[str, Any]) -> str | None:
 
 
 def check_runtimes(environment: Any) -> None:
-    """Raise ConfigError when a runtime does not work on this machine."""
+    """Raise ConfigError when bubblewrap is wanted, and does not work on this machine."""
     from verifiers.v1.configs.agent import agent_config_fields
 
     config = environment._env.config
@@ -276,12 +275,11 @@ def check_runtimes(environment: Any) -> None:
     if (taskset_runtime := getattr(config.taskset, "runtime", None)) is not None:
         kind = getattr(taskset_runtime, "type", taskset_runtime)
         types.add("bubblewrap" if kind == "auto" else kind)
-    for kind in sorted(types & set(SANDBOX_TYPES)):
-        if not (runtime_probe := probe(kind)).works:
-            raise ConfigError(
-                f"source {environment.spec.name!r} executes code in the runtime {kind!r}, which does not work here: "
-                f"{runtime_probe.text}"
-            )
+    if "bubblewrap" in types and not probe_bubblewrap().works:
+        raise ConfigError(
+            f"source {environment.spec.name!r} executes code in the runtime 'bubblewrap', which does not work here: "
+            f"{probe_bubblewrap().text}"
+        )
 
 
 async def serve_worker(connection: socket.socket, scratch: Path) -> None:

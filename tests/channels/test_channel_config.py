@@ -44,7 +44,7 @@ def test_what_the_user_sets_wins():
         ("gpso", {}, "'dapo', 'gspo' or 'cispo'"),
         ("dapo", {"clip_hihg": 0.3}, "key channels.policy.clip_hihg; did you mean channels.policy.clip_high?"),
         ("dapo", {"clip_low": 1.5}, "clip_low = 1.5: expected less than 1"),
-        ("dapo", {"kwargs": {"share": 1}}, "channels.policy.import_path"),
+        ("dapo", {"loss": {"settings": {"share": 1}}}, "channels.policy.loss.name"),
         ("dapo", {"kl": {"weight": -1}}, "kl.weight = -1: expected greater than or equal to 0"),
     ],
 )

@@ -2,9 +2,8 @@
 
 import pytest
 
-from composer_prime.config.part import PartConfig
 from composer_prime.errors import ConfigError
-from composer_prime.import_path import build_part, find_part
+from composer_prime.import_path import PartConfig, build_part, find_part
 
 KNOWN = {"counter": "collections:Counter", "text": "textwrap:TextWrapper"}
 

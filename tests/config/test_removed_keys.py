@@ -9,6 +9,7 @@ import pytest
 from composer_prime.config.load import dump, read_config, resolve
 from composer_prime.config.removed import REMOVED, without_removed
 from composer_prime.errors import ConfigError
+from composer_prime.import_path import PartConfig
 from orchestrator.hints.generate import Templates
 from orchestrator.hints.stage import check_kinds
 
@@ -91,6 +92,21 @@ def test_a_warning_names_what_holds_now(caplog):
     values = {"orchestrator": {"min_group": 0}, "inference": {"local": {"prefix_cache": True}}}
     assert without_removed(values, "old") == {"orchestrator": {}, "inference": {"local": {}}}
     assert REMOVED["inference.local.prefix_cache"] in caplog.text and "min_group" not in caplog.text
+
+
+# An older run's curriculum and own loss terms are read under the keys of now.
+def test_renamed_keys(tmp_path: Path):
+    values = json.loads(dump(resolve(["@", "configs/a1.toml"])))
+    values["orchestrator"]["curriculum"] = {"import_path": "orchestrator.tasks.curriculum:Frontier", "kwargs": {}}
+    values["channels"]["policy"] |= {"import_path": "mine:loss", "kwargs": {"share": 1}}
+    values["channels"]["own"] = [{"import_path": "mine:Term", "weight": 2.0, "settings": {"a": 1}}]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = read_config(tmp_path / "config.json")
+    assert (config.orchestrator.curriculum, config.channels.policy.loss) == (
+        PartConfig(name="frontier"),
+        PartConfig(name="mine:loss"),
+    )
+    assert config.channels.own[0].model_dump() == {"name": "mine:Term", "settings": {"a": 1}, "weight": 2.0}
 
 
 # Removed values are read as the nearest present ones, also in the long form. A new file is told which these are.

@@ -14,7 +14,7 @@ from code_tasks_made import FAIL_TO_PASS, MORE_TESTS, PASS_TO_PASS, STUB, TOTAL,
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
-from composer_prime.plan.sandboxes import probe
+from composer_prime.plan.sandboxes import probe_bubblewrap
 from orchestrator.coding.code import grading
 from orchestrator.coding.code.grading import Grade, allowed_files, grade
 from orchestrator.coding.sandbox.box import CommandResult
@@ -39,7 +39,7 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def strongest() -> RuntimeConfig:
     """Return the strongest sandbox that works here."""
-    return RuntimeConfig(type="bubblewrap") if probe("bubblewrap").works else runtime()
+    return RuntimeConfig(type="bubblewrap") if probe_bubblewrap().works else runtime()
 
 
 async def graded(trees: Path, text: str | None, box: RuntimeConfig | None = None, **changes: Any) -> Grade:

@@ -72,7 +72,7 @@ def test_own_loss_by_its_import_path(examples):
     from own_loss import tapered_loss
 
     logprobs_T, totals = torch.tensor([-0.5, -1.0, -2.0, -0.1], requires_grad=True), StepTotals(samples=2, tokens=4)
-    channels = ChannelsConfig(policy={"import_path": "own_loss:tapered_loss", "kwargs": {"negative_share": 0.25}})
+    channels = ChannelsConfig(policy={"loss": {"name": "own_loss:tapered_loss", "settings": {"negative_share": 0.25}}})
     tokens, terms = policy_tokens(logprobs_T, 0.7), channels.terms(8)
     parts = total_loss(terms, {"policy": tokens}, totals)
     assert torch.equal(parts.total, tapered_loss(tokens, totals, channels.policy, 8, negative_share=0.25)[0])
@@ -81,12 +81,12 @@ def test_own_loss_by_its_import_path(examples):
     assert {"policy/mismatch_kl", "policy/ess", "policy/entropy"} <= metrics.keys()
     assert load_policy_loss(make_po_config("grpo")) is policy_loss
     for path in ("no_such_module:loss", "own_loss:nothing", "own_loss:on_a_batch"):
-        with pytest.raises(ConfigError, match=rf"channels\.policy\.import_path .*{path}"):
-            load_policy_loss(make_po_config(import_path=path))
-    with pytest.raises(ConfigError, match=r"channels\.policy\.kwargs .*no_such"):
-        load_policy_loss(make_po_config(import_path="own_loss:tapered_loss", kwargs={"no_such": 1}))
-    with pytest.raises(ConfigError, match=r"channels.policy.import_path"):
-        make_po_config(import_path="own_loss.tapered_loss")
+        with pytest.raises(ConfigError, match=rf"channels\.policy\.loss .*{path}"):
+            load_policy_loss(make_po_config(loss=path))
+    with pytest.raises(ConfigError, match=r"channels\.policy\.loss .*no_such"):
+        load_policy_loss(make_po_config(loss={"name": "own_loss:tapered_loss", "settings": {"no_such": 1}}))
+    with pytest.raises(ConfigError, match=r"channels.policy.loss"):
+        make_po_config(loss="own_loss.tapered_loss")
 
 
 # On padded rows it counts the sampled ids only: good ones in full, bad ones by their share.

@@ -25,7 +25,7 @@ def examples(monkeypatch):
 
 
 def own(**settings) -> ChannelsConfig:
-    term = {"import_path": "own_term:EntropyFloor", "weight": 2.0, "settings": settings}
+    term = {"name": "own_term:EntropyFloor", "weight": 2.0, "settings": settings}
     return ChannelsConfig.model_validate({"policy": {"correction": "none"}, "own": [term]})
 
 

@@ -90,7 +90,8 @@ TESTS_OF_MORE = "from shapes_made import more, shapes\n\n\ndef test_join():\n   
 
 
 # A solution that breaks another module earns nothing, in full or in part: the rest of the suite runs as well, and the
-# grade says for how long. With a bound of 0, or for tasks of earlier releases, the task's own tests alone decide.
+# grade says for how long. With a bound of 0, or for tasks of earlier releases, the task's own tests alone decide. A
+# public name that no test sees must stay too, which is no accusation.
 def test_a_patch_that_breaks_another_module_earns_nothing(tmp_path: Path) -> None:
     source = write_package(tmp_path / "shapes_made", shapes_made__more=MORE, tests__test_more=TESTS_OF_MORE)
     assert make(source, tmp_path / "out", "--kinds", "delete") == 0
@@ -99,7 +100,9 @@ def test_a_patch_that_breaks_another_module_earns_nothing(tmp_path: Path) -> Non
     solution = {path: text.encode() for path, text in task.solution.items()}
     wreck = {**solution, "shapes_made/more.py": b"def join(words):\n    return None\n"}
     gone = {**solution, "shapes_made/more.py": None}
-    right, wrong, less = (graded(task, tmp_path / "out", patch) for patch in (solution, wreck, gone))
+    renamed = {**solution, "shapes_made/more.py": MORE.replace("words", "texts").encode()}
+    right, wrong, less, other = (graded(task, tmp_path / "out", patch) for patch in (solution, wreck, gone, renamed))
+    assert not other.solved and not other.tampered and "more.py: join" in other.report
     assert right.solved and 0 < right.regression_s <= right.wall_s
     assert not wrong.solved and wrong.fraction == 0
     assert "tests/test_more.py::test_join\n" in wrong.report and not less.solved and "tests/test_more.py" in less.report

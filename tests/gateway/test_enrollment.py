@@ -144,7 +144,7 @@ async def test_a_node_gets_the_runs_engine_settings(open_gateway, invite, joined
     options = join_parser().parse_args(["--settings", str(settings), "--tensor-parallel", "2"])
     changes = {"max_num_seqs": 4, "tensor_parallel": 2, "extra_args": []}
     config = join_config(options, json.loads(answer.inference))
-    assert config.engine == "vllm" and config.vllm == VllmEngineConfig(**{**vllm, **changes})
+    assert config.engine.name == "vllm" and config.vllm == VllmEngineConfig(**{**vllm, **changes})
 
 
 async def test_an_invite_opens_nothing_but_the_enrollment(open_gateway, invite, joined, store):

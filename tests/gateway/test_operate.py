@@ -12,7 +12,6 @@ import zmq
 from gateway_made import MODEL, config_with, generate_body, get, post
 from node_peer import PeerNode
 
-from composer_prime.cli.report_command import report_run
 from composer_prime.config import load
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import NotLiveError, RequestError, RunMismatchError
@@ -80,7 +79,7 @@ async def local_node(name: str, address: str, keys: ClientKeys):
 
 
 # Two nodes with real engines serve. One is banned, and its requests are answered by the other. It cannot come back, not
-# even to a new gateway. The report has it all.
+# even to a new gateway. The table has it all.
 @pytest.mark.process
 def test_ban_real_nodes(tmp_path, capsys):
     async def first_start() -> None:
@@ -114,8 +113,9 @@ def test_ban_real_nodes(tmp_path, capsys):
     asyncio.run(second_start())
     told = capsys.readouterr().out
     assert "node b was banned" in told
-    table = "\n".join(report_run(RunDir(tmp_path)))
-    assert "3 inference nodes" in table and "2.50" in table
+    assert asyncio.run(command("nodes", str(tmp_path))) == 0
+    table = capsys.readouterr().out
+    assert all(f"\n{name} " in table for name in "abc") and "2.50" in table
 
 
 # Only who has the operator's token may look or act: not the gateway's clients, and not with a wrong one.

@@ -132,16 +132,6 @@ def test_a_missing_key_opens_no_cache(tmp_path, monkeypatch):
     assert not (tmp_path / "hints").exists()
 
 
-async def test_after_failures_in_a_row_an_endpoint_is_left_alone(tmp_path):
-    async with chat_peer("500") as peer:
-        endpoint = ChatEndpoint(peer.config(), tmp_path)
-        for number in range(8):
-            with pytest.raises(EndpointError, match="status 500" if number < 5 else r"5 calls in a row failed"):
-                await endpoint.ask(asking(number))
-        assert len(peer.bodies) == 5
-        await endpoint.close()
-
-
 def test_the_key_comes_from_the_environment(monkeypatch, tmp_path):
     async def run():
         async with chat_peer() as peer:

@@ -21,6 +21,7 @@ from aiohttp.test_utils import TestServer
 from waiting import Clock
 
 from composer_prime.errors import CorruptWeightsError, DeadlineError
+from composer_prime.import_path import PartConfig
 from composer_prime.run.weights import CHUNK_BYTES, WeightStore
 from inference.engines.local.local_engine import LocalEngine
 from inference.joining import join_config, join_parser
@@ -371,10 +372,10 @@ def test_a_joining_nodes_settings_name_its_engine(tmp_path):
     path = tmp_path / "node.toml"
     path.write_text('[inference]\nengine = "own:Engine"\n')
     options = join_parser().parse_args(["--settings", str(path)])
-    assert join_config(options, {}).engine == "own:Engine"
+    assert join_config(options, {}).engine.name == "own:Engine"
     options = join_parser().parse_args([])
-    config = join_config(options, {"engine": "os:system", "engine_settings": {"command": "true"}})
-    assert (config.engine, config.engine_settings) == ("local", {})
+    for engine in ({"name": "os:system", "settings": {"command": "true"}}, "os:system"):
+        assert join_config(options, {"engine": engine}).engine == PartConfig(name="local")
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------

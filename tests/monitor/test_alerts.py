@@ -21,7 +21,7 @@ USUAL = {
 def names(*lines: dict, optimizer: str = "adamw") -> dict[str, str]:
     """Return the alerts of the last of `lines`, each a step's figures."""
     steps = {number: {"step": number, **USUAL, **line} for number, line in enumerate(lines, 1)}
-    return dict(alerts(steps, len(lines), OptimConfig(type=optimizer)))
+    return dict(alerts(steps, len(lines), OptimConfig.model_validate({"type": optimizer})))
 
 
 # A run whose figures stay as they are says nothing, also in its first steps.

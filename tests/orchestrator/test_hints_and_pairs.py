@@ -7,9 +7,10 @@ import pytest
 from orch_groups import ended, plan, ready, rollout
 from orch_peers import MODEL, PeerTrainer, ScriptedPool, make_config
 
+from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.config import Config
 from composer_prime.data.pairs import Pair, PairState
-from composer_prime.wire.types import Preference, ints, pack_ints
+from composer_prime.wire.types import ints, pack_ints
 from orchestrator.batching.batch_metrics import batch_metrics
 from orchestrator.batching.batches import Versions
 from orchestrator.chat_renderer import build_renderer
@@ -20,9 +21,10 @@ from orchestrator.tasks import Sources
 from orchestrator.workers.pool import MessageRecord, RolloutReply, RunRollout, SessionRecord, ToolCall
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
-PREFERENCE = Preference(
-    pair_id="p", chosen_ids=pack_ints([1, 2]), rejected_ids=pack_ints([1, 3]), context=1, epsilon=0.1
-)
+PLAIN = {
+    "pair_id": "p", "chosen_ids": pack_ints([1, 2]), "rejected_ids": pack_ints([1, 3]), "context": 1, "epsilon": 0.1,
+}  # fmt: skip
+PAIR = pair_unit(**PLAIN)
 
 
 def distilled(number: int, version: int = 0) -> FinishedGroup:
@@ -40,7 +42,8 @@ def test_a_distilled_group_counts_as_filtered():
     assert counts == {"hints/found": 2, "hints/hinted": 1, "hints/skipped/cut": 1, "hints/kind/bad_json": 2}
 
 
-def test_a_resumed_batch_has_its_pairs_and_the_cursor_moves_on():
+@pytest.mark.parametrize("pairs", [{"units": [PAIR]}, {"preferences": [PLAIN]}], ids=["now", "an older run"])
+def test_a_resumed_batch_has_its_pairs_and_the_cursor_moves_on(pairs):
     """Pairs are served again as they were; the next batch draws after the newest one that was formed."""
     state = OrchestratorState(
         run_id="run", step=1, journal_seq=3, next_group=2, in_flight=[], ready=[], dropped=[], batches={2: [0]},
@@ -51,14 +54,14 @@ def test_a_resumed_batch_has_its_pairs_and_the_cursor_moves_on():
     entries = [
         Started(seq=1, plan=plan(0)),
         Finished(seq=2, group=ready(0)),
-        Formed(seq=3, step=2, groups=[0], dropped=[], metrics={}, preferences=[PREFERENCE], pairs=state.pairs),
+        Formed(seq=3, step=2, groups=[0], dropped=[], metrics={}, pairs=state.pairs, **pairs),
     ]
     sources = Sources(make_config(MODEL).orchestrator, seed=3, num_tasks={"s": 4})
     found = resume(state, entries, sources)
-    assert found.batches[0].preferences == [PREFERENCE] and found.pairs == state.pairs
+    assert found.batches[0].preferences == [PAIR] and found.pairs == state.pairs
     entries += [
         Finished(seq=4, group=distilled(1)),
-        Formed(seq=5, step=3, groups=[1], dropped=[], metrics={}, preferences=[], pairs=later),
+        Formed(seq=5, step=3, groups=[1], dropped=[], metrics={}, pairs=later),
     ]
     found = resume(state, entries, sources)
     assert found.pairs == later and found.batches[1].groups[0].outcome is GroupOutcome.DISTILLED

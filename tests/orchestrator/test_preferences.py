@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.data.pairs import Pair, PairFile, PairState, resolve_pairs
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.packing.pack import pack
-from composer_prime.wire.types import Preference, ints
+from composer_prime.wire.types import TermUnit, flags, ints
 from orchestrator.file_rows import PairCursor, PairMixer, RowTokenizer
 from tests.chat_models import chat
 from tests.rollouts_made import TOOLS
@@ -48,8 +47,8 @@ def mixer(path: Path, *, per_step: int = 4, seed: int = 0, limits: dict[str, Any
     return PairMixer(PairFile(path), RowTokenizer(chat("tiny")[0], **limits), per_step=per_step, seed=seed)
 
 
-def ids(drawn: list[Preference]) -> list[str]:
-    return [preference.pair_id.split("/")[1] for preference in drawn]
+def ids(drawn: list[TermUnit]) -> list[str]:
+    return [preference.name.split("/")[1] for preference in drawn]
 
 
 # -- tokens ----------------------------------------------------------------------------------------------------------
@@ -60,14 +59,16 @@ def test_both_sides_are_what_a_rollout_would_hold(model):
     # The common context is a rollout's prompt, token by token; each answer ends with the token that ends a turn.
     renderer, tokenizer = chat(model)
     made = RowTokenizer(renderer, max_context=2000, row_tokens=4096).preference(pair())
-    assert isinstance(made, Preference)
+    assert isinstance(made, TermUnit)
     prompt = list(renderer.render_ids(pair().state.messages, tools=TOOLS, add_generation_prompt=True))
-    chosen, rejected = ints(made.chosen_ids).tolist(), ints(made.rejected_ids).tolist()
-    assert chosen[: made.context] == rejected[: made.context] == prompt
+    chosen, rejected = (ints(side).tolist() for side in made.documents)
+    context = len(prompt)
+    assert chosen[:context] == rejected[:context] == prompt
+    assert [flags(mask).tolist().index(1) for mask in made.masks] == [context, context]
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert chosen[-1] == rejected[-1] == end and chosen[made.context :].count(end) == 1
-    assert '"add"' in tokenizer.decode(chosen[made.context :])
-    [[row]] = pack([], [pair_unit(made)], run_id="r", step=1, world_size=1, max_tokens=4096)
+    assert chosen[-1] == rejected[-1] == end and chosen[context:].count(end) == 1
+    assert '"add"' in tokenizer.decode(chosen[context:])
+    [[row]] = pack([], [made], run_id="r", step=1, world_size=1, max_tokens=4096)
     assert row.units[0].value == 0.125
 
 
@@ -107,9 +108,9 @@ class Counted:
     def read(self, index: int) -> int:
         return index
 
-    def preference(self, index: int) -> Preference:
+    def preference(self, index: int) -> TermUnit:
         """As a tokenizer: a pair that is named by its number."""
-        return Preference(pair_id=f"t/{index}", chosen_ids=b"", rejected_ids=b"", context=0, epsilon=0.0)
+        return TermUnit(term="replay_dpo", name=f"pair t/{index}", documents=[], masks=[])
 
 
 def drawn(mixing: PairMixer, count: int) -> list[str]:
@@ -236,6 +237,6 @@ def test_the_shipped_pairs_can_all_be_trained():
     assert path.stat().st_size < 1_000_000
     file, tokenizer = PairFile(path), RowTokenizer(chat("tiny")[0], **ROOMY)
     made = [tokenizer.preference(file.read(index)) for index in range(file.refresh())]
-    assert len(made) == 270 and all(isinstance(each, Preference) for each in made)
-    assert {each.epsilon for each in made} == {0.125, 0.375}
-    assert len({each.pair_id for each in made}) == len(made)
+    assert len(made) == 270 and all(isinstance(each, TermUnit) for each in made)
+    assert {each.value for each in made} == {0.125, 0.375}
+    assert len({each.name for each in made}) == len(made)

@@ -9,10 +9,12 @@ import msgspec
 import pytest
 from orch_groups import ended, plan, ready
 
-from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig, SourceConfig
+from composer_prime.channels.replay_dpo import pair_unit
+from composer_prime.config.orchestrator import OrchestratorConfig, SourceConfig
 from composer_prime.errors import CheckpointError
+from composer_prime.import_path import PartConfig
 from composer_prime.run.run_dir import RunDir
-from composer_prime.wire.types import Preference, pack_ints
+from composer_prime.wire.types import pack_ints
 from orchestrator.batching.batches import Versions
 from orchestrator.durability import (
     Dropped,
@@ -31,9 +33,9 @@ from orchestrator.rollouts.groups import GroupOutcome
 from orchestrator.tasks import Sources
 
 
-def sources(**curriculum: Any) -> Sources:
+def sources(curriculum: str = "shuffled") -> Sources:
     source = SourceConfig(name="s", taskset={"id": "x"})
-    config = OrchestratorConfig(source=[source], group_size=2, curriculum=CurriculumConfig(**curriculum))
+    config = OrchestratorConfig(source=[source], group_size=2, curriculum=PartConfig(name=curriculum))
     return Sources(config, seed=3, num_tasks={"s": 10})
 
 
@@ -102,8 +104,7 @@ def test_a_ready_group_that_went_stale_stays_gone():
 @pytest.mark.parametrize("name", ["Shuffled", "Frontier"])
 def test_the_curriculum_goes_on_as_if_nothing_had_happened(name):
     """Replaying the calls since the checkpoint gives the tasks that an uninterrupted run would have drawn."""
-    path = {"import_path": f"orchestrator.tasks:{name}"}
-    live = sources(**path)
+    live = sources(f"orchestrator.tasks:{name}")
     plans = [live.plan(number) for number in range(6)]
     entries: list[Entry] = [Started(seq=seq, plan=plan) for seq, plan in enumerate(plans, start=1)]
     saved = state(journal_seq=6, curricula=live.state(), ready=[], dropped=[], batches={}, in_flight=plans)
@@ -113,7 +114,7 @@ def test_the_curriculum_goes_on_as_if_nothing_had_happened(name):
         live.observe(group)
         entries.append(Finished(seq=len(entries) + 1, group=group))
         entries.append(Started(seq=len(entries) + 1, plan=live.plan(6 + number)))
-    again = sources(**path)
+    again = sources(f"orchestrator.tasks:{name}")
     found = resume(saved, entries, again)
     assert [each.group for each in found.in_flight] == list(range(6, 12))
     assert [again.plan(12 + at) for at in range(20)] == [live.plan(12 + at) for at in range(20)]
@@ -123,10 +124,10 @@ def test_samples_that_made_a_step_not_finite_are_left_out():
     """A formed batch comes back without the samples and pairs that the ledger names; everything else is unchanged."""
     first, second = ready(0).samples[0].sample_id, ready(1).samples
     pairs = [
-        Preference(pair_id=name, chosen_ids=pack_ints([1, 2]), rejected_ids=pack_ints([1, 3]), context=1, epsilon=0.1)
+        pair_unit(pair_id=name, chosen_ids=pack_ints([1, 2]), rejected_ids=pack_ints([1, 3]), context=1, epsilon=0.1)
         for name in "ab"
     ]
-    formed = msgspec.structs.replace(FORMED_2, preferences=pairs)
+    formed = msgspec.structs.replace(FORMED_2, units=pairs)
     found = resume(state(), [*before(), formed], sources(), {first, "pair a"})
     batch = found.batches[0]
     assert first not in {sample.sample_id for sample in batch.samples} and batch.preferences == pairs[1:]

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from orch_groups import plan, ready
 from orch_peers import make_config
 
-from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig
+from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import ConfigError
+from composer_prime.import_path import PartConfig
 from orchestrator.rollouts.groups import GroupPlan
 from orchestrator.tasks import Frontier, Shuffled, Sources, build_curriculum, source_spec
 
@@ -86,11 +87,11 @@ def test_the_frontier_prefers_tasks_that_sometimes_pass():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"import_path": "no_such_module:X"}, {"kwargs": {"speed": 3}}, {"import_path": "collections:Counter"}]
+    ("name", "settings"), [("no_such_module:X", {}), ("shuffled", {"speed": 3}), ("collections:Counter", {})]
 )
-def test_a_curriculum_that_cannot_be_made_is_a_config_error(settings):
+def test_a_curriculum_that_cannot_be_made_is_a_config_error(name, settings):
     with pytest.raises(ConfigError, match=r"orchestrator\.curriculum"):
-        build_curriculum(CurriculumConfig(**settings), num_tasks=5, seed=1)
+        build_curriculum(PartConfig(name=name, settings=settings), num_tasks=5, seed=1)
 
 
 def test_held_out_settings_are_merged_over_the_training_task_set():
@@ -123,7 +124,7 @@ def test_task_shards_are_a_partition(tasks, clusters):
 
 # The frontier learns about its own part; a part without a task is refused with a remedy.
 def test_task_shard_of_any_curriculum():
-    adaptive = CurriculumConfig(import_path="frontier")
+    adaptive = PartConfig(name="frontier")
     found = Sources(config(1, curriculum=adaptive), seed=1, num_tasks={"s0": 4}, shard=(1, 2))
     for task, rewards in ((1, (1.0, 1.0)), (3, (1.0, 0.0))):
         made = plan(0, source="s0", task_index=task)

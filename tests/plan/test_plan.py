@@ -81,13 +81,13 @@ def problems(folder: Path, *words: str) -> str:
 def test_a_loss_term_of_one_s_own_is_made_before_anything_starts(tmp_path, path, settings, named):
     # A misspelled module, class or setting is a problem of the plan; a right one is in its loss.
     words = ["--run.import_from", str(ROOT / "examples"), "--channels.own"]
-    right = [{"import_path": "own_term:EntropyFloor", "weight": 0.5, "settings": {"floor_nats": 0.5}}]
+    right = [{"name": "own_term:EntropyFloor", "weight": 0.5, "settings": {"floor_nats": 0.5}}]
     assert "entropy_floor, entropy_floor" in problems(tmp_path, *words, json.dumps(2 * right))
     plan = build_plan(quickstart(tmp_path, *words, json.dumps(right)), LAPTOP)
     assert plan.problems == [] and "+ 0.5 x own_term:EntropyFloor" in plan.text()
-    wrong = [{"import_path": path, "settings": settings}]
+    wrong = [{"name": path, "settings": settings}]
     found = problems(tmp_path, *words, json.dumps(wrong))
-    assert "channels.own.import_path" in found and named in found
+    assert "channels.own.name" in found and named in found
 
 
 def test_plan_of_the_quickstart_has_no_problem(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
-from composer_prime.plan.sandboxes import probe
+from composer_prime.plan.sandboxes import probe_bubblewrap
 
 
 class SmallLimits(SandboxLimits):
@@ -19,5 +19,5 @@ SMALL = RuntimeConfig(type="bubblewrap", limits=LIMITS)
 
 
 def need_bubblewrap() -> None:
-    if not probe("bubblewrap").works:
-        pytest.skip(probe("bubblewrap").text)
+    if not probe_bubblewrap().works:
+        pytest.skip(probe_bubblewrap().text)

@@ -24,7 +24,7 @@ from tests.sandbox.boxes import SMALL, need_bubblewrap
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"type": "subprocess", "settings": {"image": "x"}}, "settings has \\['image'\\], but type 'subprocess'"),
+        ({"type": "subprocess", "settings": {"image": "x"}}, "has settings \\['image'\\] for 'subprocess'"),
         ({"type": "chroot"}, "bubblewrap"),
         ({"limits": {"memory_gb": 0}}, "greater than 0"),
     ],
@@ -44,7 +44,7 @@ def test_a_runtime_for_programs_is_no_box() -> None:
 @pytest.mark.process
 def test_without_bubblewrap_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SandboxError, match=r"apt-get install bubblewrap.*composer doctor.*'subprocess'"):
+    with pytest.raises(SandboxError, match=r"apt-get install bubblewrap.*'subprocess'"):
         asyncio.run(open_box(SMALL))
 
 
@@ -58,7 +58,7 @@ def test_without_user_namespaces_the_error_names_the_remedy(monkeypatch: pytest.
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SandboxError, match=r"unprivileged_userns_clone.*composer doctor.*'subprocess'"):
+    with pytest.raises(SandboxError, match=r"unprivileged_userns_clone.*'subprocess'"):
         asyncio.run(open_box(SMALL))
 
 

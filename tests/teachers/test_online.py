@@ -11,7 +11,6 @@ import pytest
 from aiohttp import web
 from loopback import Endpoint, overrule, run_config, serving, state
 
-from composer_prime.cli import report_command as report_channels
 from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.errors import ConfigError, DeadlineError
 from composer_prime.monitor.metrics_file import MetricsFile
@@ -103,7 +102,6 @@ def test_pairs_that_cannot_be_written_end_the_replay_only(tmp_path: Path, caplog
     assert "replay failed, training continues: pairs cannot be written to" in caplog.text
     lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
     assert lines[-1]["replay/failed"] == 1
-    assert "logs/orchestrator.log" in report_channels.pair_lines([], lines)[0]
 
 
 async def one_state(self: OnlineReplay) -> AsyncIterator[TraceState]:

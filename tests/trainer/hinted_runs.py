@@ -4,8 +4,9 @@ import msgspec
 import numpy as np
 from small_runs import VOCABULARY, make_samples
 
+from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.config.channels import ChannelsConfig
-from composer_prime.wire.types import HintedTurn, Preference, Sample, flags, ints, pack_ints
+from composer_prime.wire.types import HintedTurn, Sample, TermUnit, flags, ints, pack_ints
 
 HINT = 5
 
@@ -32,16 +33,16 @@ def _hinted(sample: Sample, rng: np.random.Generator, index: int) -> Sample:
     return msgspec.structs.replace(sample, distillations=made)
 
 
-def make_pairs(step: int, count: int = 3) -> list[Preference]:
+def make_pairs(step: int, count: int = 3) -> list[TermUnit]:
     """Reproducible pairs of step `step`; their answers are of different lengths."""
     rng = np.random.default_rng(2000 + step)
     made = []
     for index in range(count):
         context, chosen, rejected = (rng.integers(0, VOCABULARY, size) for size in rng.integers(4, 16, 3))
         made.append(
-            Preference(pair_id=f"p{step}-{index}", chosen_ids=pack_ints(np.r_[context, chosen]),
-                       rejected_ids=pack_ints(np.r_[context, rejected]), context=len(context),
-                       epsilon=float(rng.uniform(0, 0.4)))
+            pair_unit(pair_id=f"p{step}-{index}", chosen_ids=pack_ints(np.r_[context, chosen]),
+                      rejected_ids=pack_ints(np.r_[context, rejected]), context=len(context),
+                      epsilon=float(rng.uniform(0, 0.4)))
         )  # fmt: skip
     return made
 

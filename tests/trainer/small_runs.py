@@ -11,7 +11,7 @@ import torch
 from rank_process import RankProcess, start_ranks
 
 from composer_prime.channels.policy import PolicyConfig, PolicyTerm
-from composer_prime.channels.replay_dpo import ReplayDpoConfig, pair_unit
+from composer_prime.channels.replay_dpo import ReplayDpoConfig
 from composer_prime.channels.sdpo import SdpoConfig
 from composer_prime.channels.sft import SftConfig
 from composer_prime.config import Config, load
@@ -56,8 +56,7 @@ def _sample(rng: np.random.Generator, step: int, index: int, version: int, tempe
 
 def rows_of(samples, device: torch.device, budget: int = 4096, pairs=(), **options) -> list[PackedRow]:
     """All rows of `samples` (and preference pairs) on one rank; `options` as for `row_of`."""
-    units = [pair_unit(pair) for pair in pairs]
-    (batches,) = pack(samples, units, run_id="r", step=1, world_size=1, max_tokens=budget)
+    (batches,) = pack(samples, pairs, run_id="r", step=1, world_size=1, max_tokens=budget)
     return [row_of(batch, device, **options) for batch in batches]
 
 

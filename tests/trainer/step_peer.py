@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.packing.pack import pack, totals, without_hints
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, read_run_id, write_atomic
@@ -24,7 +23,6 @@ from composer_prime.wire.types import (
     CheckpointRequest,
     CheckpointSaved,
     FromTrainer,
-    Preference,
     RunFinished,
     Sample,
     StepDone,
@@ -32,6 +30,7 @@ from composer_prime.wire.types import (
     StepRefused,
     StepReply,
     StepRequest,
+    TermUnit,
 )
 
 
@@ -42,7 +41,7 @@ class StepPeer:
         samples_of: Callable[[int], list[Sample]],
         *,
         max_steps: int,
-        pairs_of: Callable[[int], list[Preference]] | None = None,
+        pairs_of: Callable[[int], list[TermUnit]] | None = None,
         distil: bool = True,
         answer: Callable[[StepPeer, StepRequest], bytes | None] | None = None,
     ) -> None:
@@ -143,7 +142,7 @@ class StepPeer:
         if request.step in self.not_ready_first:
             self.not_ready_first.remove(request.step)
             return BatchNotReady(step=request.step, waiting_for="3 of 8 groups")
-        samples, units = self.samples_of(request.step), [pair_unit(pair) for pair in self.pairs_of(request.step)]
+        samples, units = self.samples_of(request.step), self.pairs_of(request.step)
         samples = samples if self.distil else without_hints(samples)
         ranks = pack(samples, units, run_id=self.run_id, step=request.step, world_size=request.world_size,
                      max_tokens=request.max_tokens)  # fmt: skip

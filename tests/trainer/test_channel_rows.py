@@ -12,7 +12,7 @@ from small_runs import VOCABULARY, make_samples, row_of, rows_of
 from torch import Tensor
 
 from composer_prime.channels.policy import PolicyConfig, PolicyTerm
-from composer_prime.channels.replay_dpo import PairTokens, pair_unit
+from composer_prime.channels.replay_dpo import PairTokens
 from composer_prime.channels.sdpo import SdpoConfig, SdpoTokens, divergence
 from composer_prime.channels.term import total_loss
 from composer_prime.channels.tokens import PolicyTokens
@@ -73,8 +73,8 @@ def oracle(samples, pairs, references: Tensor) -> Tensor:
                 hinted = logits_of(teacher_ids)[turn.teacher_start :] / sample.temperature
             value = divergence(scores[span], hinted, CHANNELS.sdpo, torch.tensor(ids[span]).long())
             distil.append((value, logprobs[span].detach(), old[span], turn.weight, own.sum()))
-    sides = [picked(logits_of(ints(ids)), ints(ids))[pair.context :] for pair in pairs
-             for ids in (pair.chosen_ids, pair.rejected_ids)]  # fmt: skip
+    sides = [picked(logits_of(ints(ids)), ints(ids))[flags(mask) == 1] for pair in pairs
+             for ids, mask in zip(pair.documents, pair.masks, strict=True)]  # fmt: skip
     join = lambda parts: torch.cat(parts) if parts else torch.zeros(0)
     numbers = [torch.full((len(part[0]),), index) for index, part in enumerate(distil)]
     inputs = {
@@ -97,14 +97,14 @@ def oracle(samples, pairs, references: Tensor) -> Tensor:
             chosen_length_P=torch.tensor([float(len(side)) for side in sides[0::2]]),
             rejected_length_P=torch.tensor([float(len(side)) for side in sides[1::2]]),
             reference_chosen_P=references[0::2], reference_rejected_P=references[1::2],
-            epsilon_P=torch.tensor([pair.epsilon for pair in pairs]),
+            epsilon_P=torch.tensor([pair.value for pair in pairs]),
         ),
     }  # fmt: skip
     return total_loss(SETTINGS, inputs, counts(samples, pairs)).total
 
 
 def counts(samples, pairs) -> StepTotals:
-    return totals(samples, [pair_unit(pair) for pair in pairs])
+    return totals(samples, pairs)
 
 
 REFERENCES = torch.linspace(-40, -20, 6)
@@ -112,7 +112,7 @@ REFERENCES = torch.linspace(-40, -20, 6)
 
 def auxiliary_of(policy: Policy, row, pairs) -> AuxiliaryLogprobs:
     """Live teacher, and made-up reference values for the row's pairs."""
-    order = {f"pair {pair.pair_id}": index for index, pair in enumerate(pairs)}
+    order = {pair.name: index for index, pair in enumerate(pairs)}
     names = [name for name in row.names if name in order]
     sides = [REFERENCES[2 * order[name] + place % 2] for place, name in enumerate(names)]
     teacher = None
@@ -192,8 +192,7 @@ def test_simpo_trains_without_a_reference():
 def test_a_token_of_two_terms_is_one_row_of_the_head():
     # Policy tokens in hinted turns are computed once; each term's indices point at its own tokens.
     samples, pairs = make_hinted(2, 8), make_pairs(2)
-    units = [pair_unit(pair) for pair in pairs]
-    ((batch,),) = pack(samples, units, run_id="r", step=1, world_size=1, max_tokens=4096)
+    ((batch,),) = pack(samples, pairs, run_id="r", step=1, world_size=1, max_tokens=4096)
     row, ids = row_of(batch, CPU, **ON), ints(batch.input_ids)
     policy, sdpo, dpo = (row.terms[name] for name in ("policy", "sdpo", "replay_dpo"))
     trained, answers = int(flags(batch.loss_mask).sum()), len(dpo.head_rows)

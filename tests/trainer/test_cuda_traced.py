@@ -7,7 +7,6 @@ from hinted_runs import make_hinted, make_pairs, three_channels
 from small_runs import VOCABULARY, rows_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.channels.sdpo import divergence
 from composer_prime.packing.pack import totals
 from trainer.head import HeadTeacher
@@ -36,9 +35,7 @@ def test_a_step_in_bfloat16_on_cuda_mixes_no_devices_or_types(temperature):
             teacher=teacher, references={"replay_dpo": torch.zeros(2 * len(pairs), device=CUDA)}
         )
         settings = CHANNELS.terms(64)
-        parts, broken = loss_of(
-            policy, row, totals(samples, [pair_unit(pair) for pair in pairs]), settings, auxiliary=auxiliary
-        )
+        parts, broken = loss_of(policy, row, totals(samples, pairs), settings, auxiliary=auxiliary)
         assert {parts.total.device, broken.device, *(value.device for value in parts.sums.values())} == {CUDA}
         assert parts.total.requires_grad and parts.total.dtype == torch.float32
 

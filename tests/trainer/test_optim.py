@@ -60,10 +60,10 @@ def test_steps_are_adamw_s_with_clipping(model_folder, tmp_path, world, kind):
 
 def test_an_optimizer_of_the_user_s_is_built_with_its_settings(model_folder, tmp_path, world):
     # Named by its import path: it gets all trainable parameters, the rate and its own settings; a wrong one is refused.
-    own = {"type": "torch.optim:SGD", "lr": 0.1, "settings": {"momentum": 0.8}}
+    own = {"type": {"name": "torch.optim:SGD", "settings": {"momentum": 0.8}}, "lr": 0.1}
     policy, optimizer = setup(model_folder, tmp_path, world, optim=own)
     (sgd,) = optimizer.parts
     assert isinstance(sgd, torch.optim.SGD) and {group["momentum"] for group in sgd.param_groups} == {0.8}
     assert len(list(optimizer.parameters())) == len(list(policy.parameters()))
     with pytest.raises(ConfigError, match=r"trainer\.optim\.type"):
-        setup(model_folder, tmp_path, world, optim=own | {"settings": {"no_such": 1}})
+        setup(model_folder, tmp_path, world, optim={"type": own["type"] | {"settings": {"no_such": 1}}})

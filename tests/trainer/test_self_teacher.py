@@ -6,10 +6,9 @@ from hinted_runs import make_hinted, make_pairs, three_channels
 from small_runs import make_config, rows_of
 from transformers import AutoModelForCausalLM
 
-from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.errors import NonFiniteError
 from composer_prime.packing.pack import totals
-from composer_prime.wire.types import ints
+from composer_prime.wire.types import flags, ints
 from trainer.model.build import build_policy
 from trainer.model.policy_model import ReferenceLogprobs, SelfTeacher, WeightSnapshot
 from trainer.optim import build_optimizer
@@ -45,10 +44,10 @@ def turn_logits(lm, samples) -> torch.Tensor:
 def answer_sums(lm, pairs) -> list[float]:
     sums = []
     for pair in pairs:
-        for raw in (pair.chosen_ids, pair.rejected_ids):
+        for raw, mask in zip(pair.documents, pair.masks, strict=True):
             ids = torch.tensor(ints(raw)).long()
             logprobs = lm(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-            sums.append(logprobs.gather(1, ids[1:, None]).squeeze(1)[pair.context - 1 :].sum().item())
+            sums.append(logprobs.gather(1, ids[1:, None]).squeeze(1)[flags(mask)[1:] == 1].sum().item())
     return sums
 
 
@@ -61,7 +60,7 @@ def taught(model_folder, tmp_path, world, kind: str, **trainer):
     copies = [copy_of(policy, world)]
     for step in (1, 2, 3):
         auxiliary = teacher.prepare([row])
-        counts = totals(samples, [pair_unit(pair) for pair in pairs])
+        counts = totals(samples, pairs)
         if step < 3:
             train_step(policy, optimizer, [row], counts, channels.terms(64),
                        step=step, auxiliary=auxiliary)  # fmt: skip
@@ -153,7 +152,7 @@ def test_kl_reference_logprobs(model_folder, tmp_path, world):
         auxiliary = teacher.prepare([row])
         start = auxiliary[0].references["policy"]
         assert start.shape == row.terms["policy"].arrays["advantages"].shape and not start.requires_grad
-        counts = totals(samples, [pair_unit(pair) for pair in pairs])
+        counts = totals(samples, pairs)
         metrics = train_step(policy, optimizer, [row], counts, settings, step=step, auxiliary=auxiliary)
         teacher.follow()
         distances.append(metrics["policy/reference_kl"])

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from composer_prime.channels.policy import PolicyConfig
-from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.config.trainer import ScheduleConfig
 from composer_prime.errors import ConfigError, NonFiniteStepError
@@ -204,7 +203,7 @@ def test_the_norm_of_a_term_is_that_of_its_own_gradient(model_folder, tmp_path, 
     # With each of three terms on: its norm is that of the gradient with all terms less that without it. To measure
     # changes no bit of the step.
     samples, pairs, channels = make_hinted(3, 9), make_pairs(3), three_channels()
-    counted, terms, outcomes = totals(samples, [pair_unit(pair) for pair in pairs]), channels.terms(64), []
+    counted, terms, outcomes = totals(samples, pairs), channels.terms(64), []
     for measures in (True, False):
         policy, optimizer = setup(model_folder, tmp_path, world, optim={"lr": 1e-3})
         rows = rows_of(samples, world.device, 200, pairs, distil=True, prefer=True)

@@ -9,7 +9,7 @@ import pytest
 
 from composer_prime.errors import ConfigError, EnvironmentWorkerError
 from composer_prime.model_source import resolve_model
-from composer_prime.plan.sandboxes import probe
+from composer_prime.plan.sandboxes import probe_bubblewrap
 from orchestrator.workers.pool import SourceSpec, WorkerPool
 
 
@@ -27,7 +27,7 @@ async def test_a_source_whose_sandbox_does_not_open_here_is_refused(
 ) -> None:
     """Else each of its rollouts would fail and be tried again."""
     monkeypatch.setenv("PATH", "")
-    probe.cache_clear()
+    probe_bubblewrap.cache_clear()
     spec = SourceSpec(
         name="s",
         tasksets={"train": {"id": "examples.micro_code", "split": "train", "num_tasks": 2}},
@@ -36,4 +36,4 @@ async def test_a_source_whose_sandbox_does_not_open_here_is_refused(
     )
     with pytest.raises(ConfigError, match=r"'s'.*'bubblewrap', which does not work here.*apt-get install bubblewrap"):
         await WorkerPool(spec, start_timeout_s=280.0, log_dir=tmp_path).start()
-    probe.cache_clear()
+    probe_bubblewrap.cache_clear()

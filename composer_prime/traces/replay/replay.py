@@ -46,7 +46,9 @@ from composer_prime.traces.records import (
     TraceState,
     count_selected,
     digest,
+    figures_of,
     only_writer,
+    read_records,
     read_states,
     same_file,
     selected_states,
@@ -550,6 +552,7 @@ def replay_summary(progress: ReplayProgress, pairs: Path) -> list[str]:
         + (f"; {progress.dropped} dropped" if progress.dropped else ""),
         f"votes     {votes.calls} called, {votes.cached} from the cache, {votes.failed} failed",
         f"cost      ${progress.usd:.4f} paid now, ${progress.price_usd:.4f} as first asked",
+        f"a trace   {figures_of(read_records(votes_beside(pairs)))}",
     ]
     if progress.left_out:
         lines.append(f"left out  {progress.left_out}: {progress.why_left_out}")

@@ -36,6 +36,7 @@ import msgspec
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
+from orchestrator.coding.code.surface import lost
 from orchestrator.coding.monitor.before import PYTEST_FILES, STARTUP_FILES, is_below, unwanted_files
 from orchestrator.coding.sandbox.box import CommandResult, open_box, read_tree
 from orchestrator.coding.task import HELD_BACK, CodeTask, Suite, check_path, matches, parsed, suite_of, tree_of
@@ -152,6 +153,7 @@ async def grade(
         original, _ = await bench.counters(solved, None, [])
         said = {key: outcome for key, outcome in said.items() if original.counters.get(key) == _honest(key)}
     result = _countered(result, said) if result.fraction else result
+    result = _offering(task, trees, files, result, regression_s)
     return await _asked(result, bench, files, solved) if result.solved and HELD_BACK in task.test_files else result
 
 
@@ -400,6 +402,21 @@ def _overlay(task: CodeTask, taken: _Files) -> _Files:
     start = {path: text.encode() for path, text in task.start.items() if path not in task.tests}
     tests = {check_path(path): text.encode() for path, text in task.test_files.items() if path != HELD_BACK}
     return {**start, **taken, **tests}
+
+
+def _offering(task: CodeTask, trees: Path, files: _Files, result: Grade, regression_s: float) -> Grade:
+    """Pay no patch that breaks public names; all where no solution is known to compare with."""
+    if not (result.fraction and regression_s and task.solution):
+        return result
+    tree = tree_of(task, trees)
+    pristine = {**(read_tree(tree) if tree else {}), **{path: text.encode() for path, text in task.start.items()}}
+    solution = {**pristine, **{path: text.encode() for path, text in task.solution.items()}}
+    patched = {path: content or b"" for path, content in files.items() if path.endswith(".py")}
+    names = [*lost(pristine, solution, patched)]
+    if not names:
+        return result
+    why = f"No credit: start and known solution offer {', '.join(names[:5])} alike, and the patch does not"
+    return replace(result, solved=False, fraction=0.0, report=f"{why}\n{result.report}"[:_REPORT_CHARS])
 
 
 def _graded_tree(task: CodeTask, tree: Path | None, files: _Files) -> dict[str, bytes]:
