@@ -41,7 +41,7 @@ from orchestrator.coding.code.grading import grade
 from orchestrator.coding.monitor.after import inspect
 from orchestrator.coding.monitor.before import seal
 from orchestrator.coding.sandbox.box import read_tree
-from orchestrator.coding.task import TREES_FOLDER, read_tasks, tree_of
+from orchestrator.coding.task import TREES_FOLDER, index_tasks, tree_of
 
 _GRADED_AT_ONCE = 4
 
@@ -87,7 +87,11 @@ def _options() -> argparse.Namespace:
 
 def _real_cases(folder: Path, count: int) -> list[Case]:
     """Return cases of deleted top-level functions."""
-    tasks = [task for task in read_tasks(folder) if task.kind == "delete" and len(task.start) == 1 == len(task.symbols)]
+    tasks = [
+        task
+        for task in dict(index_tasks(folder)).values()
+        if task.kind == "delete" and len(task.start) == 1 == len(task.symbols)
+    ]
     random.Random(0).shuffle(tasks)
     made: list[Case] = []
     for task in tasks:

@@ -7,9 +7,9 @@
 
 Each level is a process of its own that dispatches, plays, makes samples, journals and forms batches as in a run. Every
 reply calls a tool that does not exist, so a rollout is `--turns` turns long. No trainer attaches: the orchestrator
-plays as many batches ahead as the staleness bound allows. Lag is the orchestrator's own metric (windows of a few
-seconds, without the first one). CPU is read from the operating system. Both are printed for all levels. A missed target
-is a result, not an error: the exit status is 0 either way.
+plays as many batches ahead as the staleness bound allows. Lag is measured in the orchestrator's process (windows of a
+few seconds, without the first one). CPU is read from the operating system. Both are printed for all levels. A missed
+target is a result, not an error: the exit status is 0 either way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from composer_prime.run.run_dir import RunDir
 LAG_TARGET_S = 0.05
 GROUP, AHEAD = 8, 3
 START_S, ROLLOUT_SLACK = 120.0, 8.0
-PEERS = Path(__file__).parent / "gateway_scale_sides" / "peers.py"
+SIDES = Path(__file__).parent / "gateway_scale_sides"
 CALL = '<tool_call>\n{"name": "no_such_tool", "arguments": {}}\n</tool_call><|im_end|>'
 
 
@@ -90,12 +90,12 @@ def measure(folder: Path, level: int, reply: list[int], args: argparse.Namespace
     file = folder / f"level-{level}.toml"
     file.write_text(configuration(folder, level, args))
     run_dir = RunDir(folder / f"level-{level}")
-    script = str(Path(sys.executable).with_name("orchestrator"))
+    script = [sys.executable, str(SIDES / "loop_lag.py")]
     log, variables = folder / f"{level}.log", os.environ | {"HF_HUB_OFFLINE": "1"}
-    with log.open("wb") as said, running([script, "@", str(file)], stdout=said, stderr=said, env=variables) as process:
+    with log.open("wb") as said, running([*script, "@", str(file)], stdout=said, stderr=said, env=variables) as process:
         orchestrator = psutil.Process(process.pid)
         endpoint = _endpoint(run_dir, process, log)
-        node = [sys.executable, str(PEERS), "node", f"--endpoint={endpoint}", f"--delay-s={args.delay_s}",
+        node = [sys.executable, str(SIDES / "peers.py"), "node", f"--endpoint={endpoint}", f"--delay-s={args.delay_s}",
                 "--reply", *map(str, reply)]  # fmt: skip
         variables["COMPOSER_NODE_TOKEN"] = (run_dir.keys / "node.token").read_text().strip()
         with running(node, env=variables):

@@ -3,16 +3,17 @@
 Hints come from templates: a pattern that is searched in a tool's answer, and a text with fields. own_hint.toml adds two
 for compiler errors. This file shows what they find. A run uses them with
 
-    uv run trainer @ configs/a2.toml --orchestrator.hints.templates-file examples/own_hint.toml
+    uv run trainer @ configs/a2.toml @ examples/own_hint.toml
 """
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 from orchestrator.hints.generate import ErrorTurn, Templates
 
-TEMPLATES = Path(__file__).with_name("own_hint.toml")
+TABLES = tomllib.loads(Path(__file__).with_name("own_hint.toml").read_text())["orchestrator"]["hints"]["template"]
 ANSWERS = [
     "main.c:7:5: error: use of undeclared identifier 'total'\n    total += x;\n    ^\n1 error generated.",
     "src/lib.rs:3: error: expected `;`, found `}`",
@@ -31,7 +32,7 @@ def hint_for(answer: str, templates: Templates) -> tuple[str, str] | None:
 
 
 def main() -> None:
-    templates = Templates.load(TEMPLATES)
+    templates = Templates.load(TABLES)
     for answer in ANSWERS:
         print(answer.splitlines()[0], "\n   ->", hint_for(answer, templates))
 

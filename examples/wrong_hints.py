@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from pathlib import Path
 
 from composer_prime.errors import ConfigError
 from orchestrator.hints.generate import HintRequest, Templates
@@ -31,12 +30,12 @@ class WrongHints:
     It draws from the newest right hints, so the first error turns of a run get none.
     """
 
-    def __init__(self, mode: str = "other_error", templates: str = "", seed: int = 0) -> None:
-        """`templates`: a file as in orchestrator.hints.templates_file. Raises ConfigError for another mode."""
+    def __init__(self, mode: str = "other_error", seed: int = 0) -> None:
+        """Raises ConfigError for another mode."""
         if mode not in MODES:
             raise ConfigError(f"wrong_hints: mode is {mode!r}; expected {' or '.join(MODES)}")
         self._mode = mode
-        self._templates = Templates.load(Path(templates) if templates else None)
+        self._templates = Templates.load()
         self._seed = seed
         self._right: deque[tuple[str, str, str]] = deque(maxlen=_REMEMBERED)
 

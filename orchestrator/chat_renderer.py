@@ -40,8 +40,6 @@ from orchestrator.chat_template import RENDER_ERRORS
 logger = logging.getLogger(__name__)
 
 _OURS = re.compile(r"orchestrator(\.\w+)+")
-_MOVED = "orchestrator.environments.tool_loop.renderer."
-"""Of earlier releases, for renderers of this module."""
 _RUNNABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
 """The tool loop answers an unknown name."""
 _PROBES: list[list[Message]] = [
@@ -114,8 +112,6 @@ def _choose(model_path: str, tokenizer: Any, choice: str | dict[str, Any] | None
             raise ConfigError(
                 f"{model_path}/renderer.json names {path}: a model folder may only name orchestrator's own"
             )
-        if path is not None:
-            folders_choice["import_path"] = path.replace(_MOVED, "orchestrator.chat_renderer.")
         config = _explicit(folders_choice)
         if getattr(tokenizer, "chat_template", None) and not _agrees(tokenizer, config):
             raise ConfigError(

@@ -382,7 +382,7 @@ def resume(
     _check_complete(progress, finished)
     return ResumedRun(
         next_group=progress.next_group,
-        in_flight=[sources.within(plan) for plan in sorted(progress.in_flight, key=lambda plan: plan.group)],
+        in_flight=sorted(progress.in_flight, key=lambda plan: plan.group),
         ready=[finished[number] for number in sorted(progress.ready)],
         batches=_batches(progress.batches, finished, formed, left_out),
         dropped=[dropped[number] for number in progress.dropped if number in dropped],

@@ -46,8 +46,6 @@ class Evaluator:
     failures: FailureLog
     running: int | None = field(default=None, init=False)
     """Step under evaluation; None while idle."""
-    skipped: int = field(default=0, init=False)
-    """Replaced by a newer one before they began."""
     _requested: tuple[int, int] | None = field(default=None, init=False)
     """Step and policy version of the next."""
     _progress: str = field(default="", init=False)
@@ -75,7 +73,6 @@ class Evaluator:
         if is_done or step == self.running or self._requested == (step, version):
             return
         if self._requested is not None:
-            self.skipped += 1
             skipped = self._requested[0]
             logger.warning("the evaluation of step %d is skipped: that of step %d is due already", skipped, step)
         self._requested = step, version

@@ -1,18 +1,12 @@
-"""Background tasks, waiting for a change, and how late the event loop runs."""
+"""Background tasks, and waiting for a change."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
-import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
-
-import numpy as np
-
-_MAX_SAMPLES = 1 << 14
 
 
 async def until_signal(work: Coroutine[Any, Any, None], ends: tuple[signal.Signals, ...]) -> int:
@@ -84,31 +78,3 @@ class Notifier:
                 return False
             await self.wait(remaining_s)
         return True
-
-
-class LoopLag:
-    def __init__(self, interval_s: float = 0.02) -> None:
-        self._interval_s = interval_s
-        self._samples = deque[tuple[float, float]](maxlen=_MAX_SAMPLES)
-        """(lag, own share of it), in seconds."""
-
-    async def measure(self) -> None:
-        """Sample until cancelled. A window keeps the last five minutes."""
-        loop = asyncio.get_running_loop()
-        while True:
-            due, cpu_s = loop.time() + self._interval_s, time.thread_time()
-            await asyncio.sleep(self._interval_s)
-            lag = max(0.0, loop.time() - due)
-            self._samples.append((lag, min(lag, time.thread_time() - cpu_s)))
-
-    def window(self) -> dict[str, float]:
-        """Return the figures since the last call."""
-        samples = np.array(self._samples, dtype=float).reshape(-1, 2)
-        self._samples.clear()
-        if not len(samples):
-            return {}
-        (p50, _), (p99, own_p99), (most, own_most) = np.percentile(samples, [50, 99, 100], axis=0).tolist()
-        return {"p50_s": p50, "p99_s": p99, "max_s": most, "own_p99_s": own_p99, "own_max_s": own_most}
-
-    def metrics(self) -> dict[str, float]:
-        return {f"loop_lag/{name}": round(value, 6) for name, value in self.window().items() if name != "own_max_s"}

@@ -126,7 +126,7 @@ class Pipeline:
             finally:
                 await end(self._tasks)
             server.finish(f"all {self.batches.last_step} steps are done", failed=False)
-            self._log_status(server)
+            self._log_status()
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class Pipeline:
         }
         write_atomic(run.run_dir.endpoints, json.dumps(addresses).encode() + b"\n")
         logger.info("run %s: %s", run.run_id, addresses)
-        self._spawn(self._report(server))
+        self._spawn(self._report())
         if self.state is not None:
             # Without a state the trainer publishes the first version when it attaches.
             await self._publish(self.batches.versions.newest, required=False)
@@ -252,19 +252,18 @@ class Pipeline:
                 self.gateway.require_version(oldest)
             await self.opened.changed.wait(TICK_S)
 
-    async def _report(self, server: StepServer) -> None:
+    async def _report(self) -> None:
         """Log every few seconds, and at once when the environments are loaded."""
         while True:
-            self._log_status(server)
+            self._log_status()
             if self._loaded.done():
                 await asyncio.sleep(REPORT_S)
             else:
                 await asyncio.wait({self._loaded}, timeout=REPORT_S)
 
-    def _log_status(self, server: StepServer) -> None:
+    def _log_status(self) -> None:
         figures: dict[str, float | str | None] = {
             **self.gateway.metrics(),
-            **{f"step_server/{name}": count for name, count in server.counts.items()},
             "workers/restarts": sum(pool.restarts for pool in self.opened.pools.values()),
         }
         if self.watchdog is not None:

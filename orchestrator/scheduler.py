@@ -101,7 +101,6 @@ class Dispatcher:
     redraws: RedrawnPairs | None = None
     """Of hinted turns, for the licence of hints."""
     in_flight: dict[int, GroupPlan] = field(default_factory=dict, init=False)
-    retries: int = field(default=0, init=False)
     _tasks: dict[int, tuple[float, asyncio.Task[None]]] = field(default_factory=dict, init=False)
     """In the order of their starts: monotonic seconds, and the task."""
     _threads: ThreadPoolExecutor = field(
@@ -119,12 +118,7 @@ class Dispatcher:
         return next((time.monotonic() - since for since, _ in self._tasks.values()), None)
 
     def metrics(self) -> dict[str, float]:
-        return {
-            "rollouts/retries": self.retries,
-            **(self.hints.metrics() if self.hints is not None else {}),
-            **(self.redraws.metrics() if self.redraws is not None else {}),
-            **{f"rollouts/failed/{kind}": count for kind, count in sorted(self.failures.counts.items())},
-        }
+        return self.redraws.metrics() if self.redraws is not None else {}
 
     async def close(self) -> None:
         """Cancel all groups without `on_end`."""
@@ -180,7 +174,6 @@ class Dispatcher:
         self, plan: GroupPlan, sibling: int, attempt: int, earlier: list[RolloutFailure]
     ) -> CompiledRollout:
         request = self.runner.training_request(plan, sibling, attempt)
-        self.retries += bool(earlier)
         reply, records = await self.runner.run(plan.source, request, order=plan.group)
         if self.redraws is not None:
             self.redraws.remember(plan, request.rollout_id, records)
@@ -318,7 +311,7 @@ class BatchScheduler:
                 return False
             dropped, self.dropped.since_batch = self.dropped.since_batch, []
             groups = await asyncio.to_thread(lambda: [group.without_stale_tokens(oldest) for group in taken])
-            metrics = await asyncio.to_thread(batch_metrics, self._newest_version, groups, dropped, taken)
+            metrics = await asyncio.to_thread(batch_metrics, self._newest_version, groups, dropped)
             _warn_of_filtered(metrics["groups/filtered_share"], [*groups, *dropped])
             preferences = []
             if self.pairs is not None:
@@ -489,7 +482,7 @@ class BatchScheduler:
             parts.append(f"{rollouts} of {groups} running, oldest {oldest_s:.0f} s")
         return "; ".join([*parts, *self.dropped.describe()])
 
-    def metrics(self) -> dict[str, float | None]:
+    def metrics(self) -> dict[str, float]:
         permits = self.dispatcher.runner.permits
         return {
             "queue/groups_in_flight": len(self.dispatcher.in_flight),
@@ -499,7 +492,6 @@ class BatchScheduler:
             "queue/batches_ahead": self.batches.formed - self.batches.trained,
             **self.dispatcher.metrics(),
             **{f"groups/total/{name}": count for name, count in sorted(self.dropped.counters.items())},
-            "eval/skipped": self.evaluator.skipped or None,
         }
 
     def _drop(self, group: FinishedGroup) -> None:

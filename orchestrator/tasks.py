@@ -50,7 +50,6 @@ class Sources:
         """`num_tasks`: by source. `shard`: diloco.task_shard. Raises ConfigError for a source without a task of it."""
         self._seed = seed
         self._group_size = config.group_size
-        self._num_tasks = num_tasks
         trained = [source for source in config.source if source.weight > 0]
         self._names = [source.name for source in trained]
         total = sum(source.weight for source in trained)
@@ -96,15 +95,6 @@ class Sources:
             seed=derive_seed(self._seed, "group", group),
             size=self._group_size,
         )
-
-    def within(self, plan: GroupPlan) -> GroupPlan:
-        """Return `plan` with a task that there is: earlier releases had more of endless sets."""
-        count = self._num_tasks[plan.source]
-        if plan.task_index < count:
-            return plan
-        index = plan.task_index % count
-        logger.warning("group %d of source %s plays task %d: there are %d", plan.group, plan.source, index, count)
-        return msgspec.structs.replace(plan, task_index=index)
 
     def observe(self, group: FinishedGroup) -> None:
         index_in_part = (group.plan.task_index - self._first) // self._every

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks._shared import running
+from benchmarks.gateway_scale_sides.loop_lag import LoopLag
 from composer_prime.config import Config
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
-from orchestrator.event_loop import LoopLag
 from orchestrator.gateway import Gateway
 
 PEERS = Path(__file__).with_name("peers.py")

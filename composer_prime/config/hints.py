@@ -71,11 +71,8 @@ class HintsConfig(BaseConfig):
     """Writers of the hint, in order; the first one with a hint wins: template, raw_error, llm, sibling, or
     `module:Class` of your own, with settings as in `detect`; see orchestrator/hints/generate.py.
     """
-    templates_file: Path | None = None
-    """Additional templates (TOML, in the format of orchestrator/hints/templates.toml), tried before the built-in ones;
-    also a file beside the configuration."""
     template: list[dict[str, str]] = []
-    """Templates as in a file of them: tables [[orchestrator.hints.template]]; tried before those of the file."""
+    """Templates as in orchestrator/hints/templates.toml, tried before those: tables [[orchestrator.hints.template]]."""
     llm: EndpointConfig | None = None
     """The model of the layer `llm`."""
     max_turns: int = Field(default=1, ge=1)

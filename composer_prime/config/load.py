@@ -133,9 +133,6 @@ def resolve(argv: list[str]) -> Config:
     for folder in dict.fromkeys(homes):
         if folder not in folders and (any(folder.glob("*.py")) or any(folder.glob("*/__init__.py"))):
             folders.append(folder)
-    hints = config.orchestrator.hints
-    if hints is not None and (file := hints.templates_file) and not file.expanduser().is_file():
-        hints.templates_file = next((path for home in homes if (path := home / file).is_file()), file)
     make_importable(config)
     return config
 

@@ -220,10 +220,6 @@ class ChatClient:
         self._http = http_client(endpoint)
         self._places = asyncio.Semaphore(endpoint.max_concurrent)
         self._failures_in_row = 0
-        self.calls = 0
-        """Attempts that were sent."""
-        self.cached = 0
-        """Questions that the cache answered."""
 
     async def close(self) -> None:
         """Close the connections, after all calls."""
@@ -236,7 +232,6 @@ class ChatClient:
         """
         stored = await asyncio.to_thread(self._cache.get, request.key)
         if stored is not None:
-            self.cached += 1
             return stored, True
         return await self._attempts(request), False
 
@@ -262,7 +257,6 @@ class ChatClient:
         """Make one call, which is settled however it ends. Raises _FailedAttempt."""
         start, answered = time.monotonic(), False
         usd, tokens, status = held.usd, (0, 0), "cancelled"
-        self.calls += 1
         try:
             completion = _decode(await self._post(request.question))
             if completion.usage is not None:

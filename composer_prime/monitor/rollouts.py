@@ -10,8 +10,6 @@ from typing import Any
 from composer_prime.errors import ConfigError
 from composer_prime.run.run_dir import RunDir
 
-_PROBE = "probe/cheated"
-"""A metric by which earlier releases marked tasks whose reward says nothing."""
 Rollout = dict[str, Any]
 Scores = dict[str, list[float]]
 """Rewards by `source/task id`."""
@@ -85,7 +83,7 @@ def scores(path: Path) -> Scores:
     by_task: Scores = {}
     for rollout in read_rollouts(path):
         reward = rollout.get("reward")
-        if isinstance(reward, int | float) and _PROBE not in (rollout.get("metrics") or {}):
+        if isinstance(reward, int | float):
             by_task.setdefault(f"{rollout.get('source')}/{rollout.get('task_id')}", []).append(float(reward))
     return by_task
 

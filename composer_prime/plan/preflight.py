@@ -263,8 +263,6 @@ def _orchestrator_files(config: Config) -> Iterator[tuple[str, Path | None]]:
         yield "orchestrator.demonstrations.files", file
     for file in conversations.eval_files:
         yield "orchestrator.demonstrations.eval_files", file
-    if orchestrator.hints is not None:
-        yield "orchestrator.hints.templates_file", orchestrator.hints.templates_file
 
 
 def _read_rows(config: Config) -> None:

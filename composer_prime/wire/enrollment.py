@@ -14,9 +14,7 @@ import base64
 import binascii
 import hashlib
 import importlib.metadata
-import json
 import re
-import shlex
 from typing import Self
 
 import msgspec
@@ -40,22 +38,6 @@ _CHECK_BYTES = 4
 def release() -> str:
     """Return the installed version of composer-prime."""
     return importlib.metadata.version("composer-prime")
-
-
-def release_package() -> str | None:
-    """Return what uv installs on another machine to have this release; None where only this machine has it."""
-    return package_of(importlib.metadata.distribution("composer-prime").read_text("direct_url.json"))
-
-
-def package_of(direct_url: str | None) -> str | None:
-    """Return the same for an installation's direct_url.json; None: it came from an index."""
-    if direct_url is None:
-        return f"composer-prime=={release()}"
-    origin = json.loads(direct_url)
-    url, vcs = origin["url"], origin.get("vcs_info")
-    if url.startswith("file:"):
-        return None
-    return f"composer-prime @ {vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else f"composer-prime @ {url}"
 
 
 def key_proof(secret: bytes, public: bytes, connection: bytes) -> bytes:
@@ -84,8 +66,6 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
     protocol: int
     expires: int
     """Unix seconds."""
-    package: str = ""
-    """What uv installs to have the run's release; empty where that is not known."""
 
     @property
     def keys(self) -> ClientKeys:
@@ -125,14 +105,13 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
             ) from None
         run, node = (invite.release, invite.protocol), (release(), PROTOCOL)
         if run != node:
-            raise InviteError(other_release(run, node, invite.package))
+            raise InviteError(other_release(run, node))
         return invite
 
 
-def other_release(run: tuple[str, int], node: tuple[str, int], package: str | None) -> str:
+def other_release(run: tuple[str, int], node: tuple[str, int]) -> str:
     """Return that run and node have other releases (release, protocol), and the remedy."""
-    remedy = f", such as with `uvx --from {shlex.quote(package)} inference join ...`" if package else ""
     return (
         f"the run has composer-prime {run[0]} (protocol {run[1]}), this node {node[0]} (protocol {node[1]}): "
-        f"install the run's release{remedy}"
+        "install the run's release"
     )

@@ -1,6 +1,6 @@
 """Inference nodes on Modal: each call of `node` is one container with one GPU that joins the run of an invite.
 
-    orchestrator invite outputs/RUN --nodes 8 --trust-nodes --quiet > invite.txt
+    orchestrator invite outputs/RUN --nodes 8 --trust-nodes > invite.txt
     modal secret create composer-invite COMPOSER_INVITE="$(cat invite.txt)"
     export COMPOSER_PACKAGE='composer-prime[vllm] @ git+https://...'
     modal run --detach infra/modal_app/nodes.py --count 8

@@ -6,17 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
 
-from composer_prime.wire.types import VersionSpan
+from composer_prime.wire.types import Sample
 from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOutcome, turn_error_rate
 
 
-def batch_metrics(
-    version: int, groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup], whole: Sequence[FinishedGroup]
-) -> dict[str, float]:
+def batch_metrics(version: int, groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup]) -> dict[str, float]:
     """Return the figures of a batch that is trained from policy version `version` on.
 
-    `groups` are trained, some perhaps for SDPO alone; `dropped` ended otherwise since the batch before. `whole`: the
-    `groups` before their stale tokens were cut out.
+    `groups` are trained, some perhaps for SDPO alone; `dropped` ended otherwise since the batch before.
     """
     scored = [*groups, *(group for group in dropped if group.outcome is GroupOutcome.FILTERED)]
     everything = [*groups, *dropped]
@@ -26,7 +23,7 @@ def batch_metrics(
     samples = [sample for group in groups for sample in group.samples]
     return {
         **_rewards(scored),
-        **_staleness(version, groups, whole),
+        **_staleness(version, samples),
         "batch/groups": float(sum(group.outcome is GroupOutcome.READY for group in groups)),
         "batch/samples": float(len(samples)),
         "batch/tokens": float(sum(sample.num_tokens for sample in samples)),
@@ -45,7 +42,6 @@ def _rewards(scored: Sequence[FinishedGroup]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if rewards := [reward for group in scored for reward in group.rewards]:
         metrics |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
-        metrics["reward/group_std"] = fmean(pstdev(group.rewards) for group in scored if group.rewards)
     figures: dict[str, list[float]] = defaultdict(list)
     for group in scored:
         figures[f"reward/{group.plan.source}/mean"] += group.rewards
@@ -59,8 +55,8 @@ def _means(figures: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: fmean(values) for name, values in figures.items() if values}
 
 
-def _staleness(version: int, groups: Sequence[FinishedGroup], whole: Sequence[FinishedGroup]) -> dict[str, float]:
-    spans = _spans(groups)
+def _staleness(version: int, samples: Sequence[Sample]) -> dict[str, float]:
+    spans = [span for sample in samples for span in sample.version_spans]
     tokens = sum(span.end - span.start for span in spans)
     if not tokens:
         return {}
@@ -68,12 +64,7 @@ def _staleness(version: int, groups: Sequence[FinishedGroup], whole: Sequence[Fi
     return {
         "policy/staleness_max": float(max(version - span.version for span in spans)),
         "policy/staleness_mean": ages / tokens,
-        "policy/stale_share": 1 - tokens / sum(span.end - span.start for span in _spans(whole)),
     }
-
-
-def _spans(groups: Sequence[FinishedGroup]) -> list[VersionSpan]:
-    return [span for group in groups for sample in group.samples for span in sample.version_spans]
 
 
 def _rollouts(rollouts: Sequence[FinishedRollout]) -> dict[str, float]:

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -396,8 +396,6 @@ class StepServer:
         waiting_for: Callable[[int], str],
     ) -> None:
         """Answer at `socket` from now on; needs a running event loop. `close` closes the socket too."""
-        self.counts: Counter[str] = Counter(garbage=0, refused=0)
-        """Messages that do not decode, and refused requests."""
         self.last_heard: float | None = None
         """Of any rank, monotonic seconds."""
         self._run = run
@@ -446,7 +444,6 @@ class StepServer:
             try:
                 message = _DECODER.decode(payload)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                self.counts["garbage"] += 1
                 logger.warning("step server: dropped %d bytes that are not a message: %s", len(payload), error)
                 continue
             if message.run_id != (run_id := self._run.batches.run_id):
@@ -541,7 +538,6 @@ class StepServer:
         return CheckpointSaved(step=order.step)
 
     async def _refuse(self, identity: bytes, reason: str) -> None:
-        self.counts["refused"] += 1
         logger.warning("step server: refused a request: %s", reason)
         await self._send(identity, StepRefused(error=reason))
 

@@ -87,12 +87,8 @@ class Suite(msgspec.Struct, frozen=True, kw_only=True):
 _DECODER = msgspec.json.Decoder(CodeTask)
 
 
-def read_tasks(folder: Path) -> Iterator[CodeTask]:
-    """Yield the tasks of a folder. Raises as `index_tasks`."""
-    return (task for _, task in index_tasks(folder))
-
-
 def index_tasks(folder: Path) -> Iterator[tuple[int, CodeTask]]:
+    """Yield the tasks of a folder, each behind the place of its line in bytes. Raises ConfigError."""
     path = folder / TASKS_FILE
     if not path.is_file():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`composer tasks make`, import and show: what one does with folders of tasks."""
+"""`composer tasks make` and import: what one does with folders of tasks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from composer_prime.errors import ConfigError
 from orchestrator.coding.factory.candidates import FactorySettings
 from orchestrator.coding.factory.factory import TaskFactory, factory_runtime
 from orchestrator.coding.formats.conversion import import_tasks
-from orchestrator.coding.task import check_path, read_tasks
+from orchestrator.coding.task import check_path
 
 _MAKE = """\
 Make coding tasks from packages that have tests. SOURCE is a folder, or a git repository, of which the last commit is
@@ -54,7 +54,7 @@ def _paths(text: str) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="composer tasks", description="Make, import and show coding tasks.")
+    parser = argparse.ArgumentParser(prog="composer tasks", description="Make and import coding tasks.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     make = commands.add_parser("make", description=_MAKE, help="make tasks from packages")
     make.set_defaults(work=make_tasks)
@@ -74,16 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--first-seconds", dest="first_s", type=_at_least(0.1), default=8.0, help="of their files (8)")
     published = commands.add_parser("import", description=_IMPORT, help="make tasks from a published task file")
     published.set_defaults(work=import_file)
-    published.add_argument("file", type=Path, help="a .jsonl, .jsonl.gz, .json or .parquet file")
+    published.add_argument("file", type=Path, help="a .jsonl or .parquet file")
     published.add_argument("-o", "--output", type=Path, required=True, help="folder of the tasks")
     clones = {"type": Path, "required": True, "metavar": "FOLDER", "help": "a clone of each: owner__name"}
     published.add_argument("--repositories", **clones)
     published.add_argument("--timeout", type=_at_least(0.1), default=300.0, help="seconds of a task's tests (300)")
-    published.add_argument("--unproven", action="store_true", help="import tasks without running their tests")
-    show = commands.add_parser("show", help="show tasks of a folder, or one task")
-    show.set_defaults(work=show_tasks)
-    show.add_argument("folder", type=Path, help="folder of tasks")
-    show.add_argument("id", nargs="?", help="task to show whole")
     for command in (make, published):
         command.add_argument("--packages", type=_names, default=(), help="that tests need beside pytest, by comma")
         command.add_argument("--jobs", type=_at_least(1), default=os.cpu_count() or 1, help="sandboxes at once (CPUs)")
@@ -140,7 +135,7 @@ def import_file(options: argparse.Namespace) -> int:
     importing = import_tasks(
         options.file,
         options.output,
-        runtime=None if options.unproven else factory_runtime(options.runtime, options.packages),
+        runtime=factory_runtime(options.runtime, options.packages),
         repositories=options.repositories,
         timeout_s=options.timeout,
         jobs=options.jobs,
@@ -150,23 +145,4 @@ def import_file(options: argparse.Namespace) -> int:
         print(f"refused: {refusal['place']}: {refusal['reason']}", file=sys.stderr)
     refused = f"; {len(refusals)} refused: {options.output}/refused.jsonl" if refusals else ""
     print(f"{pluralize(kept, 'task')} of {pluralize(kept + len(refusals), 'record')} in {options.output}{refused}")
-    return 0
-
-
-def show_tasks(options: argparse.Namespace) -> int:
-    tasks = {task.id: task for task in read_tasks(options.folder)}
-    if not options.id:
-        for task in tasks.values():
-            print(f"{len(task.fail_to_pass):>4} fail {len(task.pass_to_pass):>4} pass  {task.id}")
-        return 0
-    if options.id not in tasks:
-        raise ConfigError(
-            f"{options.folder} has no task {options.id!r}: look at `composer tasks show {options.folder}`"
-        )
-    task = tasks[options.id]
-    print(f"{task.prompt}\n")
-    for name in ("id", "kind", "tree", "symbols", "tests", "removed", "source"):
-        print(f"{name}: {getattr(task, name)}")
-    print(f"files that differ: {', '.join(task.start)}\n{len(task.pass_to_pass)} tests pass; these fail:")
-    print("\n".join(task.fail_to_pass[:20]))
     return 0

@@ -48,10 +48,6 @@ class OneAnswer:
     async def answered(self, trace: vf.Trace) -> bool:
         return trace.num_turns >= 1
 
-    @vf.metric
-    async def has_answer(self, trace: vf.Trace) -> float:
-        return float(self.answer(trace) is not None)
-
 
 def find_answer(reply: str, place: AnswerPlace) -> str | None:
     """Return the final answer in a reply, or None."""

@@ -28,7 +28,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.node_messages import Dismissed, Heard, NodeWelcome
 from composer_prime.wire.sockets import NodeSocket
-from orchestrator.event_loop import LoopLag, end, watched
+from orchestrator.event_loop import end, watched
 from orchestrator.gateway.http import HttpServer, RolloutRecords
 from orchestrator.gateway.link import ChunkServer, NodeLink
 from orchestrator.gateway.node_control import NodeControl
@@ -59,7 +59,6 @@ class Gateway:
         """Connect the parts; needs a running event loop. `fail` gets what ends it. Raises ModelNotFoundError."""
         admission = Admission(config, keys, run_id, model_dir)
         node_socket = NodeSocket(keys, config.model.max_context, admission.is_admitted)
-        self.lag = LoopLag()
         self.router = Router(
             node_socket.send,
             policy=ServedPolicy(vocabulary_size(model_dir)),
@@ -109,8 +108,7 @@ class Gateway:
         except BaseException:
             await self.close()
             raise
-        work = (self.link.receive(), self._tick(), self.lag.measure())
-        self._tasks = [watched(each, self._fail) for each in work]
+        self._tasks = [watched(each, self._fail) for each in (self.link.receive(), self._tick())]
 
     async def close(self, *, finished: bool = False) -> None:
         """Free both addresses. With `finished`, nodes learn that the run is over."""
@@ -209,7 +207,6 @@ class Gateway:
             "gateway/records_bytes": self.records.num_bytes,
             "gateway/version_min": min(versions, default=None),
             **(self.audits.metrics() if self.audits is not None else {}),
-            **self.lag.metrics(),
         }
 
 

@@ -99,7 +99,7 @@ HintLayer = Callable[[HintRequest], Awaitable[str | None]]
 
 
 class HintTemplate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One [[template]] of a file."""
+    """A table [[orchestrator.hints.template]]."""
 
     kind: str
     hint: string.Template
@@ -157,17 +157,10 @@ class Templates:
         return {OTHER, *(template.kind for template in self._templates)}
 
     @classmethod
-    def load(cls, extra: Path | None = None, tables: Sequence[Mapping[str, str]] = ()) -> Templates:
-        """Load the user's `tables` and file `extra`, then the shipped templates. Raises ConfigError."""
-        shipped = resources.files("orchestrator.hints").joinpath("templates.toml").read_text()
-        users = _made({"template": list(tables)}, "orchestrator.hints.template")
-        if extra is not None:
-            try:
-                users += _parse(extra.expanduser().read_text(), str(extra))
-            except (OSError, UnicodeDecodeError) as error:
-                message = f"orchestrator.hints.templates_file is {extra}, which cannot be read: {error}"
-                raise ConfigError(message) from None
-        return cls(users + _parse(shipped, "orchestrator/hints/templates.toml"))
+    def load(cls, tables: Sequence[Mapping[str, str]] = ()) -> Templates:
+        """Load the user's `tables`, then the shipped templates. Raises ConfigError."""
+        shipped = tomllib.loads(resources.files("orchestrator.hints").joinpath("templates.toml").read_text())
+        return cls(_made(tables) + _made(shipped["template"]))
 
     def kind_of(self, text: str) -> str:
         """Return the kind of error that `text` reports."""
@@ -191,19 +184,11 @@ class Templates:
         return next((hint for hint in hints if hint is not None), None)
 
 
-def _parse(text: str, origin: str) -> list[HintTemplate]:
+def _made(tables: Sequence[Mapping[str, str]]) -> list[HintTemplate]:
     try:
-        return _made(tomllib.loads(text), origin)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{origin} holds no hint templates: {error}") from None
-
-
-def _made(tables: dict[str, Any], origin: str) -> list[HintTemplate]:
-    try:
-        made = msgspec.convert(tables, dict[Literal["template"], list[HintTemplate]], dec_hook=_compiled)
-        return made.get("template", [])
+        return msgspec.convert(tables, list[HintTemplate], dec_hook=_compiled)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin} holds no hint templates: {error}") from None
+        raise ConfigError(f"orchestrator.hints.template holds no hint templates: {error}") from None
 
 
 def _compiled(kind: type, value: Any) -> string.Template | regex.Pattern:
@@ -409,11 +394,6 @@ class ChatEndpoint:
             max_concurrent=_CALLS,
         )
         self.client = ChatClient(endpoint, self._budget, self._cache)
-
-    @property
-    def cost_usd(self) -> float:
-        """Spent by this run, before its resumes too."""
-        return self._budget.spent_usd
 
     async def close(self) -> None:
         """Close the connections and the cache. Calls must have ended."""

@@ -39,16 +39,16 @@ class KindOfHint:
     drawn: dict[tuple[int, int], dict[str, list[float]]] = field(default_factory=dict)
     """Rewards by arm, of each turn that was redrawn: by group and sibling."""
 
-    def note(self, arm: str, turn: FailedTurn, again: tuple[FinishedRollout, bool] | None) -> None:
-        """Count a redraw of `turn`: the rollout, and whether the turn is an error again; None for one that is lost."""
+    def note(self, arm: str, turn: FailedTurn, again: FinishedRollout | None, is_error: bool) -> None:
+        """Count a redraw of `turn`: the rollout, None for one that is lost, and whether the turn is an error again."""
         self.turns.add((turn.plan.group, turn.rollout.sibling))
-        if again is None or (reward := again[0].reward) is None:
+        if again is None or (reward := again.reward) is None:
             self.lost += 1
             return
         of_turn = self.drawn.setdefault((turn.plan.group, turn.rollout.sibling), {})
         of_turn.setdefault(arm, []).append(reward)
-        for figures, value in ((self.rewards, reward), (self.errors, float(again[1]))):
-            figures[arm].setdefault(again[0].task_id, []).append(value)
+        for figures, value in ((self.rewards, reward), (self.errors, float(is_error))):
+            figures[arm].setdefault(again.task_id, []).append(value)
 
     def pairs(self) -> list[tuple[float, float]]:
         """Return a pair for each turn, in their order: its mean reward with its own hint, and without one."""
@@ -93,7 +93,8 @@ async def probe(
         nonlocal done
         if (hint := _hint_of(turn, arm, found)) is not None:
             number = 1 + ARMS.index(arm) * draws + draw
-            kinds[turn.kind].note(arm, turn, await _redrawn(runner, stage, turn, hint, number))
+            again = await redrawn(runner, stage, turn, hint, number)
+            kinds[turn.kind].note(arm, turn, again, turn.turn in await _error_turns(stage, again))
         done += 1
         on_progress(done, count)
 
@@ -125,12 +126,5 @@ def _hint_of(turn: FailedTurn, arm: str, turns: Sequence[FailedTurn]) -> str | N
     return others[derive_seed(turn.plan.seed, turn.rollout.sibling) % len(others)] if others else None
 
 
-async def _redrawn(
-    runner: RolloutRunner, stage: HintStage, turn: FailedTurn, hint: str, number: int
-) -> tuple[FinishedRollout, bool] | None:
-    """Redraw a turn; is it an error again? None where the hint has no place."""
-    rollout = await redrawn(runner, stage, turn, hint, number)
-    if rollout is None:
-        return None
-    errors = [error for find in stage.detectors.values() for error in await find(rollout)]
-    return rollout, any(error.turn == turn.turn for error in errors)
+async def _error_turns(stage: HintStage, rollout: FinishedRollout | None) -> list[int]:
+    return [each.turn for find in stage.detectors.values() if rollout for each in await find(rollout)]

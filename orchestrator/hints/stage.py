@@ -122,15 +122,6 @@ class HintStage:
         if self.endpoint is not None:
             await self.endpoint.close()
 
-    def metrics(self) -> dict[str, float]:
-        """Return what the model's hints cost so far."""
-        asked = self.endpoint
-        return {
-            "hints/cost_usd": asked.cost_usd if asked else 0.0,
-            "hints/calls": float(asked.client.calls) if asked else 0.0,
-            "hints/cached": float(asked.client.cached) if asked else 0.0,
-        }
-
     async def attach(self, group: Sequence[CompiledRollout]) -> list[CompiledRollout]:
         """Return the group with its hints. What is not done in time is left out."""
         works = [_HintedRollout(rollout, list(samples), list(rollout.turns)) for rollout, samples in group]
@@ -378,7 +369,7 @@ def build_hints(config: Config, chat_folder: Path, run_root: Path) -> HintStage 
         return None
     from orchestrator.chat_renderer import build_renderer, read_tokenizer
 
-    templates = Templates.load(hints.templates_file, hints.template)
+    templates = Templates.load(hints.template)
     check_kinds(hints, templates)
     _, renderer = build_renderer(str(chat_folder), config.model.renderer)
     placer = HintPlacer(renderer, read_tokenizer(str(chat_folder)))

@@ -93,14 +93,11 @@ class FailureLog:
     """Names failed rollouts at once."""
 
     path: Path
-    counts: dict[str, int] = field(default_factory=dict, init=False)
-    """Tries by kind."""
     _tries: dict[tuple[str, str], int] = field(default_factory=dict, init=False)
     _writing: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def note_try(self, source: str, rollout_id: str, failure: RolloutFailure) -> None:
         """Log the first tries of a cause, then every hundredth."""
-        self.counts[failure.kind] = self.counts.get(failure.kind, 0) + 1
         cause = failure.cause
         if cause not in self._tries and len(self._tries) >= _COUNTED:
             cause = failure.kind, ""

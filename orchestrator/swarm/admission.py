@@ -28,7 +28,7 @@ from composer_prime.model_source import present_model, weight_files
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import RegisteredNode
 from composer_prime.run.weights import CHUNK_BYTES, ChunkRef, ModelFile, ModelFiles, sign
-from composer_prime.wire.enrollment import NAME_RULE, NODE_NAME, key_proof, other_release, release, release_package
+from composer_prime.wire.enrollment import NAME_RULE, NODE_NAME, key_proof, other_release, release
 from composer_prime.wire.node_messages import PROTOCOL, Dismissed, Enroll, Enrolled
 
 logger = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ class Admission:
         """Raise InviteError when the sender is refused."""
         run, node = (release(), PROTOCOL), (message.release, message.protocol)
         if run != node:
-            raise InviteError(other_release(run, node, release_package()))
+            raise InviteError(other_release(run, node))
         if not NODE_NAME.fullmatch(message.name):
             raise InviteError(f"the name {message.name!r} is not {NAME_RULE}: choose another with --name")
         if message.run_id != self._run_id:

@@ -392,17 +392,12 @@ class Audits:
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers for metrics.jsonl, over the whole run."""
-        now = time.monotonic()
-        quarantined = sum(now < trust.quarantined_until for trust in self._trust.values())
-        new = sum(trust.is_new and now >= trust.quarantined_until for trust in self._trust.values())
         names = ("answers", "chosen", "audited", "wrong", "quarantines", "tokens", "seconds")
         return {
             **{f"audit/{name}": self.counters[name] for name in names},
             "audit/failed": self.auditors.failed,
             "audit/queued": len(self.auditors.queue),
             "audit/auditors": len(self.auditors.connected),
-            "audit/nodes_new": new,
-            "audit/nodes_quarantined": quarantined,
         }
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import json
-import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from composer_prime.errors import ConfigError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import utc_text
 from composer_prime.run.run_dir import RunDir, read_run_id
-from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite, release, release_package
+from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite, release
 from composer_prime.wire.node_messages import PROTOCOL
 
 MAX_NODES = 4096
@@ -46,53 +44,31 @@ def main(words: list[str]) -> int:
             "(also with --resume), or pass --trust-nodes if every machine that gets the invite is your own"
         )
     addresses = node_addresses(run_dir, options.address, allow_loopback=options.allow_loopback)
-    package = options.package or release_package() or ""
-    invite = create_invite(
-        run_dir, nodes=options.nodes, expires_s=options.expires, addresses=addresses, package=package
-    )
+    invite = create_invite(run_dir, nodes=options.nodes, expires_s=options.expires, addresses=addresses)
     print(invite.text())
-    if options.quiet:
-        return 0
     # In the environment: every user of a machine sees its processes' arguments.
-    variable = f"{INVITE_VARIABLE}={invite.text()}"
-    print(f"\nshell   {variable} inference join")
-    if package:
-        print(f"uvx     {variable} uvx --from {shlex.quote(package)} inference join")
-    print(
-        f"For {options.nodes} nodes of run {run_id} at {', '.join(addresses)}, until "
-        f"{utc_text(invite.expires)}. Who has the string can join: hand it over as a password.",
-        file=sys.stderr,
-    )
-    has_free_port = not options.address and tcp_address(config.node_address, "its key", bind=True).port == 0
-    for note in _notes(addresses, has_free_port=has_free_port, package=package):
-        print(f"orchestrator invite: {note}", file=sys.stderr)
-    return 0
-
-
-def _notes(addresses: list[str], *, has_free_port: bool, package: str) -> Iterator[str]:
-    if not package:
-        yield (
-            "no uvx line, because composer-prime is installed here from a folder or file that other machines do not "
-            "have: give --package SPEC, what uv installs there, such as 'composer-prime @ git+https://...'"
-        )
-    if has_free_port:
-        yield (
+    notes = [
+        f"for {options.nodes} nodes of run {run_id} at {', '.join(addresses)}, until {utc_text(invite.expires)}: "
+        f"{INVITE_VARIABLE}=STRING inference join. Who has the string can join: hand it over as a password"
+    ]
+    if not options.address and tcp_address(config.node_address, "its key", bind=True).port == 0:
+        notes.append(
             f"the port of {addresses[0]} changes when the run is started again, and its nodes are lost then: give it a "
             "fixed one with --orchestrator.node_address tcp://0.0.0.0:5500"
         )
     for host in (tcp_address(address, "the address", scheme="").host for address in addresses):
         with suppress(ValueError):  # A name, and no number.
             if ipaddress.ip_address(host).is_private and not is_loopback(host):
-                yield (
-                    f"{host} is reached from its own network only: pass --address PUBLIC_HOST:PORT for machines "
-                    "outside of it"
-                )
+                notes.append(f"{host} is reached from its own network only: pass --address PUBLIC_HOST:PORT for others")
+    for note in notes:
+        print(f"orchestrator invite: {note}", file=sys.stderr)
+    return 0
 
 
-def create_invite(run_dir: RunDir, *, nodes: int, expires_s: float, addresses: list[str], package: str = "") -> Invite:
+def create_invite(run_dir: RunDir, *, nodes: int, expires_s: float, addresses: list[str]) -> Invite:
     """Make an invite and let the run's gateway know it. Raises ConfigError without the run's keys.
 
-    `addresses`: HOST:PORT of the gateway, tried in turn. `package`: what uv installs on those machines.
+    `addresses`: HOST:PORT of the gateway, tried in turn.
     """
     if not 1 <= nodes <= MAX_NODES:
         raise ConfigError(f"--nodes is {nodes}: an invite is for 1 to {MAX_NODES} nodes")
@@ -112,7 +88,6 @@ def create_invite(run_dir: RunDir, *, nodes: int, expires_s: float, addresses: l
         release=release(),
         protocol=PROTOCOL,
         expires=expires,
-        package=package,
     )
 
 
@@ -171,8 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="orchestrator invite",
         allow_abbrev=False,
-        description="Print a string that lets other machines join a run as inference nodes, and the commands to "
-        "start them. The run need not be up.",
+        description="Print a string that lets other machines join a run as inference nodes. The run need not be up.",
     )
     parser.add_argument("run_dir", type=Path, help="the run's folder, such as outputs/a1")
     parser.add_argument("--nodes", type=int, default=1, help="number of nodes to admit (one per GPU); default 1")
@@ -182,8 +156,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--allow-loopback", action="store_true", help="for nodes on this machine")
     parser.add_argument("--trust-nodes", action="store_true", help="invite nodes to a run without orchestrator.audit: "
                         "what they answer is trained unchecked")  # fmt: skip
-    parser.add_argument("--package", metavar="SPEC", help="what uv installs on the other machines; default: this "
-                        "release, from where it was installed here")  # fmt: skip
-    parser.add_argument("--quiet", action="store_true", help="print the string only")
     parser.add_argument("--withdraw", action="store_true", help="cancel all invites of the run and create none")
     return parser

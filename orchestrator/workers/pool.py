@@ -50,7 +50,6 @@ DUMP = "Timeout (0:"
 _DUMPED = re.compile(r'^ +File "([^"<]+)", line (\d+) in (\S+)', re.MULTILINE)
 """A frame of faulthandler's, the innermost first."""
 _NOT_OWN = (sysconfig.get_paths()["stdlib"] + "/", *(f"{Path(__file__).parents[2] / package}/" for package in OURS))
-_LONG_LOG_BYTES = 50 << 20
 _STOP_GRACE_S = 5.0
 TRAIN, EVAL = "train", "eval"
 """Usual names of a source's task sets."""
@@ -517,11 +516,8 @@ class WorkerProcess:
 
     async def _watch(self, hang_timeout_s: float) -> None:
         """Name the code that blocks a silent worker, and kill the worker at last."""
-        step_s, blamed, most = min(1.0, hang_timeout_s / 10), None, _LONG_LOG_BYTES
+        step_s, blamed = min(1.0, hang_timeout_s / 10), None
         while True:
-            if (written := self._log[0].stat().st_size) > most:
-                most = 2 * written
-                logger.warning("%s wrote %d MiB to %s: print less", self.label, written >> 20, self._log[0])
             before = time.monotonic()
             await asyncio.sleep(step_s)
             if time.monotonic() - before > 2 * step_s:

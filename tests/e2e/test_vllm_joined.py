@@ -54,7 +54,6 @@ def test_a_string_brings_a_vllm_node(tmp_path: Path) -> None:
             str(run.run_dir.root),
             "--allow-loopback",
             "--trust-nodes",
-            "--quiet",
         ]
         invited = subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True, text=True)
         words = ["-m", "inference.main", "join", invited.stdout.strip(), "--engine", "vllm", "--name", "box"]

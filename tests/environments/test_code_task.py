@@ -8,7 +8,7 @@ import pytest
 from code_tasks_made import make_task
 
 from composer_prime.errors import ConfigError
-from orchestrator.coding.task import CodeTask, check_path, matches, read_tasks, tree_of, write_tasks
+from orchestrator.coding.task import CodeTask, check_path, index_tasks, matches, tree_of, write_tasks
 
 
 def _task(**changes: Any) -> CodeTask:
@@ -19,7 +19,7 @@ def _task(**changes: Any) -> CodeTask:
 def test_tasks_round_trip(tmp_path: Path) -> None:
     first, second = _task(start={"a.py": "é\n"}), _task(id="other")
     write_tasks(tmp_path, [first, second])
-    assert list(read_tasks(tmp_path)) == [first, second]
+    assert list(dict(index_tasks(tmp_path)).values()) == [first, second]
 
 
 # A missing folder, an empty file, a broken line and another version each name the file and the remedy.
@@ -36,7 +36,7 @@ def test_bad_task_files_are_told(tmp_path: Path, content: str | None, kind: type
     if content is not None:
         (tmp_path / "tasks.jsonl").write_text(content)
     with pytest.raises(kind, match=words):
-        list(read_tasks(tmp_path))
+        list(dict(index_tasks(tmp_path)).values())
 
 
 # A task whose tree is gone says which folder it wants.
@@ -51,9 +51,6 @@ def test_missing_tree_is_told(tmp_path: Path) -> None:
 def test_paths_that_escape_are_refused(path: str) -> None:
     with pytest.raises(ValueError, match="must be relative"):
         check_path(path)
-
-
-def test_plain_paths_are_kept() -> None:
     assert check_path("./pkg//a.py") == "pkg/a.py"
 
 

@@ -2,11 +2,9 @@
 
 import json
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_prime.errors import ConfigError
 from orchestrator.environments import split_one_in
 from orchestrator.environments.toolsmith.taskset import (
     ARGUMENT_NAMES,
@@ -46,15 +44,7 @@ def test_the_same_seed_gives_the_same_episode(seed, difficulty, split):
 def test_a_known_episode_never_changes():
     # Saved runs name episodes by seed, so the generator's output is part of the contract.
     episode = generate(seed=7, difficulty=2, split="train")
-    assert (episode.question, episode.answer) == KNOWN_EPISODE
-
-
-KNOWN_EPISODE = ("Reverse 43, then take the larger of that and 26.", "34")
-
-
-def test_an_unknown_split_is_refused():
-    with pytest.raises(ConfigError, match="split is 'test', expected 'train' or 'eval'"):
-        generate(seed=7, difficulty=2, split="test")
+    assert (episode.question, episode.answer) == ("Reverse 43, then take the larger of that and 26.", "34")
 
 
 @given(seeds, levels)

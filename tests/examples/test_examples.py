@@ -33,7 +33,7 @@ def examples(monkeypatch):
 def test_own_hint(examples):
     import own_hint
 
-    templates = own_hint.Templates.load(own_hint.TEMPLATES)
+    templates = own_hint.Templates.load(own_hint.TABLES)
     hints = [own_hint.hint_for(answer, templates) for answer in own_hint.ANSWERS]
     assert [hint and hint[0] for hint in hints] == ["undefined_name", "compiler_error", "undefined_name", None]
     assert "total is not defined" in hints[0][1] and "src/lib.rs:3: expected `;`, found `}`" in hints[1][1]

@@ -1,4 +1,4 @@
-"""`composer tasks make` and `show` on a small package, with real test runs."""
+"""`composer tasks make` on a small package, with real test runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from orchestrator.coding.code.grading import Grade, grade
 from orchestrator.coding.formats.conversion import NO_TESTS
 from orchestrator.coding.monitor.before import seal
 from orchestrator.coding.sandbox.box import read_tree
-from orchestrator.coding.task import HELD_BACK, CodeTask, read_tasks
+from orchestrator.coding.task import HELD_BACK, CodeTask, index_tasks
 from orchestrator.coding.tasks_command import main
 from tests.factory.package_made import SHAPES, TESTS, git, write_package
 
@@ -49,11 +49,11 @@ def graded(task: CodeTask, out: Path, patch: Mapping[str, bytes | None]) -> Grad
 
 
 # From a folder come deletions and mutations, the same in each run. Grading agrees with the proofs.
-def test_make_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_make_from_a_folder(tmp_path: Path) -> None:
     source = write_package(tmp_path / "shapes_made")
     assert make(source, tmp_path / "out") == make(source, tmp_path / "again", "--jobs", "1") == 0
     assert (tmp_path / "out/tasks.jsonl").read_bytes() == (tmp_path / "again/tasks.jsonl").read_bytes()
-    tasks = {task.id: task for task in read_tasks(tmp_path / "out")}
+    tasks = {task.id: task for task in dict(index_tasks(tmp_path / "out")).values()}
     assert {task.kind for task in tasks.values()} == {"delete", "mutate"}
     deleted = tasks["shapes_made/delete/shapes_made.shapes.area"]
     assert "width * height" not in deleted.start["shapes_made/shapes.py"] + deleted.prompt
@@ -71,9 +71,7 @@ def test_make_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert report["tasks_without_counter_tests"] == 0
     assert report["tasks_without_held_back_inputs"] == sum(HELD_BACK not in each.test_files for each in tasks.values())
     assert HELD_BACK in deleted.test_files and HELD_BACK not in seal(deleted, tmp_path / "out/trees/shapes_made").start
-    capsys.readouterr()
-    assert main(["show", str(tmp_path / "out"), deleted.id]) == 0
-    assert "Return the area of a rectangle." in capsys.readouterr().out
+    assert "Return the area of a rectangle." in deleted.prompt
     with pytest.raises(ConfigError, match="-o"):
         make(source, tmp_path / "out")
 
@@ -95,7 +93,7 @@ TESTS_OF_MORE = "from shapes_made import more, shapes\n\n\ndef test_join():\n   
 def test_a_patch_that_breaks_another_module_earns_nothing(tmp_path: Path) -> None:
     source = write_package(tmp_path / "shapes_made", shapes_made__more=MORE, tests__test_more=TESTS_OF_MORE)
     assert make(source, tmp_path / "out", "--kinds", "delete") == 0
-    (task,) = [each for each in read_tasks(tmp_path / "out") if each.id.endswith("shapes.area")]
+    (task,) = [each for each in dict(index_tasks(tmp_path / "out")).values() if each.id.endswith("shapes.area")]
     assert task.tests == ["tests/test_shapes.py"]
     solution = {path: text.encode() for path, text in task.solution.items()}
     wreck = {**solution, "shapes_made/more.py": b"def join(words):\n    return None\n"}
@@ -120,7 +118,7 @@ def test_make_leaves_bad_tests_out(tmp_path: Path) -> None:
     assert make(source, tmp_path / "out", "--limit", "2") == 0
     left_out = report_of(tmp_path / "out")["baselines"]["shapes_made"]["tests_left_out"]
     assert left_out == {"failed": 1, "flaky": 1, "in a slow file": 2}
-    tasks = list(read_tasks(tmp_path / "out"))
+    tasks = list(dict(index_tasks(tmp_path / "out")).values())
     assert len(tasks) == 2
     for task in tasks:
         assert "tests/test_slow.py" not in task.tests
@@ -147,7 +145,7 @@ def test_the_agent_gets_the_tree_that_was_proven(tmp_path: Path) -> None:
     source = write_package(tmp_path / "shapes_made", tests__test_version=test)
     (source / "tests/large.bin").write_bytes(bytes(5 << 20))
     assert make(source, tmp_path / "out", "--limit", "2") == 0
-    for task in read_tasks(tmp_path / "out"):
+    for task in dict(index_tasks(tmp_path / "out")).values():
         sealed = seal(task, tmp_path / "out/trees" / task.tree)
         assert sealed.start.keys() == read_tree(tmp_path / "out/trees" / task.tree).keys()
         assert "shapes_made-1.0.dist-info/METADATA" in sealed.start and "tests/large.bin" not in sealed.start
@@ -199,7 +197,7 @@ def test_make_takes_ignored_files(tmp_path: Path, capsys: pytest.CaptureFixture[
         make(source, tmp_path / "without")
     assert "without 2 local edits" in capsys.readouterr().out
     assert make(source, tmp_path / "out", "--limit", "1", "--overlay", "shapes_made/made.py") == 0
-    (task,) = read_tasks(tmp_path / "out")
+    (task,) = dict(index_tasks(tmp_path / "out")).values()
     assert (tmp_path / "out/trees" / task.tree / "shapes_made/made.py").is_file()
     assert report_of(tmp_path / "out")["local_edits_left_out"] == {
         str(source): [" M shapes_made/shapes.py", "?? tests/test_more.py"]
@@ -219,7 +217,7 @@ def test_make_deletes_a_function_on_the_first_line(tmp_path: Path) -> None:
         "def test_area(): area(2, 3)\ndef test_callable(): assert callable(area)\n",
     )
     assert make(source, tmp_path / "out", "--kinds", "delete") == 0
-    assert [task.symbols for task in read_tasks(tmp_path / "out")] == [["shapes_made.shapes.area"]]
+    assert [task.symbols for task in dict(index_tasks(tmp_path / "out")).values()] == [["shapes_made.shapes.area"]]
     assert report_of(tmp_path / "out")["tasks_without_counter_tests"] == 1
 
 
@@ -264,7 +262,7 @@ def test_make_from_history(tmp_path: Path) -> None:
         "no source": "the commit changes no Python source",
         "begin": "the first commit changes nothing",
     }
-    (task,) = [task for task in read_tasks(tmp_path / "out") if task.kind == "history"]
+    (task,) = [task for task in dict(index_tasks(tmp_path / "out")).values() if task.kind == "history"]
     assert "Add the volume of a cube" in task.prompt and task.repository == "shapes_made"
     assert task.fail_to_pass == ["tests/test_shapes.py::test_volume"] and len(task.pass_to_pass) == 5
     assert task.start == {"shapes_made/shapes.py": SHAPES} and "shapes_made/more.py" in task.removed
@@ -290,7 +288,7 @@ def test_make_ends_on_sigterm(tmp_path: Path) -> None:
         assert run.wait(200) == 130
     finally:
         run.kill()
-    assert report_of(out)["tasks"] == len(list(read_tasks(out))) >= 1
+    assert report_of(out)["tasks"] == len(list(dict(index_tasks(out)).values())) >= 1
 
 
 # A number that cannot be is refused before any work, by each command.

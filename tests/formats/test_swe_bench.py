@@ -15,7 +15,7 @@ from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.code.grading import Grade, grade
 from orchestrator.coding.formats.conversion import Refusal, apply_patch, import_tasks
-from orchestrator.coding.task import HELD_BACK, CodeTask, matches, read_tasks, write_tree
+from orchestrator.coding.task import HELD_BACK, CodeTask, index_tasks, matches, write_tree
 from tests.factory.package_made import git
 
 pytestmark = pytest.mark.process  # git and graded tests
@@ -96,7 +96,7 @@ def imported(tmp_path: Path, records: list[dict[str, Any]], **settings: Any) -> 
     shutil.rmtree(folder, ignore_errors=True)
     settings = {"repositories": tmp_path / "clones", "runtime": RUNTIME, "jobs": 2, **settings}
     kept, refusals = asyncio.run(import_tasks(file, folder, **settings))
-    tasks = list(read_tasks(folder))
+    tasks = list(dict(index_tasks(folder)).values())
     assert len(tasks) == kept
     return tasks, refusals
 
@@ -144,7 +144,7 @@ def test_an_instance_of_swe_smith_begins_with_its_bug(tmp_path: Path) -> None:
 def test_only_source_files_can_be_edited(tmp_path: Path) -> None:
     # Tests and files beside them never come from the agent, but whatever the patch itself changes may.
     made = make_clone(tmp_path / "clones")
-    (task,), _ = imported(tmp_path, [instance(*made)], runtime=None)
+    (task,), _ = imported(tmp_path, [instance(*made)])
     assert matches("src/measures/other.py", task.editable) and matches("setup.py", task.editable)
     for path in ("tests/data.py", "src/measures/tests/data.py", "src/measures/test_more.py", "README.md"):
         assert not matches(path, task.editable), path
@@ -185,7 +185,7 @@ def test_a_patch_that_does_not_apply_names_instance_file_and_hunk(tmp_path: Path
     commit, patch, test_patch = make_clone(tmp_path / "clones")
     second = "@@ -30,3 +30,4 @@ def gone():\n a\n b\n+c\n d\n"
     bad = instance(commit, patch + second, test_patch, instance_id="acme__measures-8")
-    tasks, (refusal,) = imported(tmp_path, [instance(commit, patch, test_patch), bad], runtime=None)
+    tasks, (refusal,) = imported(tmp_path, [instance(commit, patch, test_patch), bad])
     assert [task.id for task in tasks] == ["acme__measures-7"]
     assert refusal["place"].endswith("instances.jsonl:2")
     assert refusal["reason"].startswith("acme__measures-8: its 'patch' does not apply: ")
@@ -243,7 +243,7 @@ def test_patches_make_delete_and_rename_files(tmp_path: Path) -> None:
 def test_a_record_of_another_form_and_one_that_comes_twice_are_refused(tmp_path: Path) -> None:
     # The id is taken once; the other's reason names its fields.
     made = make_clone(tmp_path / "clones")
-    tasks, refusals = imported(tmp_path, [instance(*made), {"question": "?"}, instance(*made)], runtime=None)
+    tasks, refusals = imported(tmp_path, [instance(*made), {"question": "?"}, instance(*made)])
     assert [task.id for task in tasks] == ["acme__measures-7"]
     assert [refusal["place"].rpartition(":")[2] for refusal in refusals] == ["2", "3"]
     assert "question" in refusals[0]["reason"] and "acme__measures-7" in refusals[1]["reason"]
@@ -252,7 +252,7 @@ def test_a_record_of_another_form_and_one_that_comes_twice_are_refused(tmp_path:
 def test_an_import_into_a_folder_of_tasks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").touch()
     with pytest.raises(ConfigError, match=r"tasks\.jsonl"):
-        asyncio.run(import_tasks(tmp_path / "instances.jsonl", tmp_path, repositories=tmp_path))
+        asyncio.run(import_tasks(tmp_path / "instances.jsonl", tmp_path, repositories=tmp_path, runtime=RUNTIME))
 
 
 def test_a_record_whose_sandbox_fails_ends_nothing_else(tmp_path: Path) -> None:

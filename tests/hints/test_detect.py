@@ -179,14 +179,11 @@ def test_a_template_without_its_field_falls_away():
     assert TEMPLATES.fill(error) is None
 
 
-def test_a_users_templates_come_first(tmp_path):
+def test_a_users_templates_come_first():
     # Data only: a kind of its own, found where the environment saw no error, with a group of the pattern in the hint.
-    file = tmp_path / "own.toml"
-    file.write_text(
-        "[[template]]\nkind = 'lint'\ndetects = 'test_failure'\npattern = '(?m)^lint: (?P<rule>.*)$'\n"
-        "hint = 'Mind the rule $rule; it costs $$1'\n"
-    )
-    templates = Templates.load(file)
+    hint = "Mind the rule $rule; it costs $$1"
+    table = {"kind": "lint", "detects": "test_failure", "pattern": "(?m)^lint: (?P<rule>.*)$", "hint": hint}
+    templates = Templates.load([table])
     played = play("tiny", "Add.", [Step("x", "ok\nlint: line too long"), Step("3")])
     [found] = find_errors(templates, set(ALL), played.rollout)
     assert found.kind == "lint"
@@ -194,31 +191,23 @@ def test_a_users_templates_come_first(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("table", "said"),
     [
-        ("[[template]]\nkind = 'a'\nhint = 'x'\npattern = '('", "not a regular expression"),
-        ("[[template]]\nkind = 'a'\nhint = '$'", r"a lone \$"),
-        ("[[template]]\nkind = 'a'\nhint = '$nothing'", r"uses \['nothing'\], which is not a field"),
-        ("[[template]]\nkind = 'a'\nhint = 'x'\ndetects = 'exception'", "together with a pattern"),
-        ("[[template]]\nkind = 'a'\nhnt = 'x'", r"own\.toml"),
-        ("kind = ", r"own\.toml"),
+        ({"hint": "x", "pattern": "("}, "not a regular expression"),
+        ({"hint": "$"}, r"a lone \$"),
+        ({"hint": "$nothing"}, r"uses \['nothing'\], which is not a field"),
+        ({"hint": "x", "detects": "exception"}, "together with a pattern"),
+        ({"hnt": "x"}, "hint"),
     ],
 )
-def test_a_wrong_templates_file_is_refused_by_name(tmp_path, text, said):
-    file = tmp_path / "own.toml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=said) as raised:
-        Templates.load(file)
-    assert "own.toml" in str(raised.value)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Templates.load(tmp_path / "missing.toml")
+def test_a_wrong_template_is_refused(table, said):
+    with pytest.raises(ConfigError, match=rf"orchestrator\.hints\.template .*{said}"):
+        Templates.load([{"kind": "a", **table}])
 
 
-def test_a_pattern_that_backtracks_holds_nobody_up(tmp_path, caplog):
+def test_a_pattern_that_backtracks_holds_nobody_up(caplog):
     # Under `re` it takes minutes and holds the interpreter. Here the search ends, and the next template is tried.
-    file = tmp_path / "own.toml"
-    file.write_text("[[template]]\nkind = 'slow'\npattern = '(a|aa)+$'\nhint = 'x'\n")
-    templates = Templates.load(file)
+    templates = Templates.load([{"kind": "slow", "pattern": "(a|aa)+$", "hint": "x"}])
     assert templates.kind_of("Tool not found: " + "a" * 60 + "!") == "tool_not_found"
     assert "took more than 0.25 s and was given up" in caplog.text
 
@@ -262,12 +251,3 @@ def test_the_turn_error_rate_counts_turns_not_messages():
     rollouts = [play("tiny", "Add.", [wrong, Step("3")]).rollout, play("tiny", "Add.", [Step("3")]).rollout]
     assert turn_error_rate(rollouts) == pytest.approx(1 / 3)
     assert turn_error_rate([]) is None
-
-
-# Templates may stand in the configuration: they are tried first, and a wrong one is named with its table.
-def test_templates_in_the_configuration():
-    made = Templates.load(tables=[{"kind": "bad_json", "hint": "Write JSON."}])
-    error = ErrorTurn(message=0, turn=0, kind="bad_json", text="Invalid JSON")
-    assert made.fill(error) == "Write JSON." != TEMPLATES.fill(error)
-    with pytest.raises(ConfigError, match=r"orchestrator\.hints\.template"):
-        Templates.load(tables=[{"kind": "bad_json", "hint": "$nothing"}])

@@ -28,13 +28,13 @@ async def test_one_question_is_asked_once(tmp_path):
         first = ChatEndpoint(peer.config(**PRICES), tmp_path)
         assert [await first.ask(ASK), await first.ask(ASK)] == ["use add"] * 2
         assert len(peer.bodies) == 1
-        assert first.cost_usd == pytest.approx(0.2)
+        assert first._budget.spent_usd == pytest.approx(0.2)
         paid = spent(tmp_path / "costs.jsonl")
         assert (paid.hint_calls, paid.usd, paid.calls) == (1, 0, 0) and paid.hint_usd == pytest.approx(0.2)
         await first.close()
         second = ChatEndpoint(peer.config(**PRICES), tmp_path)
         assert await second.ask(ASK) == "use add"
-        assert len(peer.bodies) == 1 and second.cost_usd == pytest.approx(0.2)
+        assert len(peer.bodies) == 1 and second._budget.spent_usd == pytest.approx(0.2)
         await second.close()
 
 
@@ -47,7 +47,7 @@ async def test_the_budget_is_reserved_before_the_call(tmp_path):
         refused = [end for end in ends if isinstance(end, BudgetError)]
         assert len(refused) == 1 and "raise orchestrator.hints.llm.budget_usd" in str(refused[0])
         assert "teachers" not in str(refused[0])
-        assert len(peer.bodies) == 2 and endpoint.cost_usd <= 0.45
+        assert len(peer.bodies) == 2 and endpoint._budget.spent_usd <= 0.45
         await endpoint.close()
 
 
@@ -56,7 +56,7 @@ async def test_an_answer_without_a_count_costs_the_worst_case(mode, tmp_path):
     async with chat_peer(mode) as peer:
         endpoint = ChatEndpoint(peer.config(**PRICES), tmp_path)
         await endpoint.ask(ASK)
-        assert endpoint.cost_usd == pytest.approx(0.21)
+        assert endpoint._budget.spent_usd == pytest.approx(0.21)
         await endpoint.close()
 
 
@@ -78,10 +78,10 @@ async def test_a_bad_endpoint_is_an_error_in_time(mode, said, cost_usd, tmp_path
         endpoint = ChatEndpoint(config, tmp_path)
         with pytest.raises(EndpointError, match=said):
             await endpoint.ask(ASK)
-        assert endpoint.cost_usd == pytest.approx(cost_usd)
+        assert endpoint._budget.spent_usd == pytest.approx(cost_usd)
         await endpoint.close()
         again = ChatEndpoint(peer.config(**PRICES), tmp_path)
-        assert again.cost_usd == endpoint.cost_usd
+        assert again._budget.spent_usd == endpoint._budget.spent_usd
         peer.mode = "answer"
         assert await again.ask(ASK) == "use add"
         await again.close()
@@ -109,7 +109,7 @@ async def test_an_answer_of_thinking_alone_is_an_error_that_names_the_limit(said
         endpoint = ChatEndpoint(peer.config(**PRICES), tmp_path)
         with pytest.raises(EndpointError, match=r"hints\.llm: the answer holds no text .* 20 tokens: raise"):
             await endpoint.ask(ASK)
-        assert endpoint.cost_usd == pytest.approx(0.2)
+        assert endpoint._budget.spent_usd == pytest.approx(0.2)
         peer.answer = lambda body: "use add"
         assert await endpoint.ask(ASK) == "use add" and len(peer.bodies) == 2
         await endpoint.close()

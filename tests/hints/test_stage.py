@@ -182,14 +182,14 @@ def test_a_kind_with_weight_0_is_counted_and_not_distilled():
     assert done.rollout.hints["skipped/no_weight"] == 1 and done.rollout.hints["found"] == 2
 
 
-def test_weights_name_kinds_that_there_are(tmp_path):
+def test_weights_name_kinds_that_there_are():
     # A misspelt kind would leave its turns at weight 1; a kind of the user's own templates is known.
     with pytest.raises(ConfigError, match=r"weights names \['argument_nme'\].*did you mean argument_name\?"):
         check_kinds(HintsConfig(weights={"argument_nme": 0.5}), TEMPLATES)
-    file = tmp_path / "own.toml"
-    file.write_text("[[template]]\nkind = 'lint'\npattern = 'lint'\nhint = 'Mind the linter.'\n")
     every = ["lint", "tool_error", "bad_json", "argument_type", "tool_not_found", "exception", "failed"]
-    check_kinds(HintsConfig(weights=dict.fromkeys(every, 0.5)), Templates.load(file))
+    check_kinds(
+        HintsConfig(weights=dict.fromkeys(every, 0.5)), Templates.load([{"kind": "lint", "hint": "Mind the linter."}])
+    )
 
 
 def test_a_turn_without_tokens_is_counted():

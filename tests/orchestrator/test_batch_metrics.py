@@ -2,12 +2,10 @@
 
 import json
 
-import msgspec
 import pytest
 from orch_groups import ended, ready
 
 from composer_prime.run.run_dir import RunDir
-from composer_prime.wire.types import VersionSpan
 from orchestrator.batching.batch_metrics import batch_metrics
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import GroupOutcome
@@ -20,7 +18,7 @@ def test_reward_mean_counts_filtered_groups_but_not_failed_or_stale_ones():
         ended(2, GroupOutcome.FAILED, None, None),
         ended(3, GroupOutcome.STALE, 0.0),
     ]
-    metrics = batch_metrics(4, [group := ready(0, 4, rewards=(0.0, 1.0))], dropped, [group])
+    metrics = batch_metrics(4, [ready(0, 4, rewards=(0.0, 1.0))], dropped)
     assert metrics["reward/mean"] == 0.75
     assert metrics["reward/s/mean"] == 0.75
     assert metrics["groups/filtered"] == 1
@@ -31,32 +29,9 @@ def test_reward_mean_counts_filtered_groups_but_not_failed_or_stale_ones():
 
 def test_staleness_is_in_steps_behind_the_weights_that_are_trained():
     """Batch 5 trains weights 4: tokens of versions 2 and 4 are 2 and 0 steps stale; the mean is over tokens."""
-    metrics = batch_metrics(4, [group := ready(0, 2, 4, 4)], [], [group])
+    metrics = batch_metrics(4, [ready(0, 2, 4, 4)], [])
     assert metrics["policy/staleness_max"] == 2
     assert metrics["policy/staleness_mean"] == pytest.approx(2 / 3)
-
-
-def test_the_share_of_stale_tokens():
-    """Tokens that were only context count."""
-    accepted = ready(0, 2, 4, 4)
-    metrics = batch_metrics(4, [accepted.without_stale_tokens(3)], [], [accepted])
-    assert metrics["policy/stale_share"] == pytest.approx(1 / 3)
-    assert metrics["policy/staleness_max"] == 0
-
-
-def test_samples_dropped_as_too_old_count_where_their_group_is_trained():
-    """One rollout of the group is wholly stale."""
-    group = ready(0, 4, 4, rewards=(0.0, 0.5, 1.0))
-    old = msgspec.structs.replace(group.samples[1], version_spans=[VersionSpan(2, 4, 1)])
-    group = msgspec.structs.replace(group, samples=[group.samples[0], old])
-    metrics = batch_metrics(4, [group.without_stale_tokens(3)], [], [group])
-    assert metrics["policy/stale_share"] == 0.5
-    assert metrics["batch/samples"] == 1
-
-
-def test_tool_errors_are_a_share_of_tool_turns():
-    """Every rollout here has one tool turn, and each reports an error."""
-    assert batch_metrics(0, [group := ready(0, 0)], [], [group])["rollout/tool_error_rate"] == 1.0
 
 
 def test_a_line_holds_what_the_contract_promises(tmp_path):

@@ -66,7 +66,6 @@ async def test_a_sibling_that_keeps_failing_is_left_out_and_never_scored_zero(op
         assert [line["reward"] for line in failed] == [None, None]
         assert [line["error"]["kind"] for line in failed] == ["sandbox", "sandbox"]
         assert replies[0].metrics["reward/mean"] == 1 / 3
-        assert run.pipeline.watchdog.scheduler.dispatcher.retries >= 2
 
 
 async def test_a_group_with_too_few_rollouts_is_dropped_and_counted(open_run, run_dir, tmp_path):
@@ -78,7 +77,6 @@ async def test_a_group_with_too_few_rollouts_is_dropped_and_counted(open_run, ru
             await trainer.train(step)
         counters = run.pipeline.watchdog.scheduler.dropped.counters
         assert counters["failed"] > 0
-        assert run.pipeline.watchdog.scheduler.dispatcher.retries == 0
         assert all(reply.metrics["batch/groups"] == 2 for [reply] in trainer.steps.values())
 
 
@@ -207,7 +205,6 @@ async def test_a_long_rollout_goes_on_over_versions_and_its_new_tokens_are_train
         assert "g000001" in trained
         assert run.pipeline.watchdog.scheduler.dropped.counters["stale"] == 0
         metrics = [replies[0].metrics for replies in trainer.steps.values()]
-        assert max(figures["policy/stale_share"] for figures in metrics) > 0
         assert all(figures["policy/staleness_max"] <= 1 for figures in metrics)
 
 
@@ -236,8 +233,7 @@ async def test_a_displaced_rollout_is_played_again_and_counts_as_no_failure(open
         await trainer.train(1)
         lines = await run.rollouts(1)
         assert {(line["status"], len(line["failed_attempts"])) for line in lines} == {("trained", 0)}
-        dispatcher = run.pipeline.watchdog.scheduler.dispatcher
-        assert dispatcher.failures.counts == {} and dispatcher.retries == 0
+        assert not run_dir.failed_rollouts.exists()
 
 
 async def test_synchronous_training_uses_only_the_newest_version(open_run, run_dir, tmp_path):

@@ -35,7 +35,7 @@ def test_a_distilled_group_counts_as_filtered():
     """It carried no advantage, whatever else it is good for."""
     hinted = rollout("a", 0.0, hints={"found": 2, "hinted": 1, "skipped/cut": 1, "kind/bad_json": 2})
     group = msgspec.structs.replace(distilled(1), rollouts=[hinted, rollout("b", 0.0)])
-    metrics = batch_metrics(0, lot := [ready(0, 0), group], [ended(2, GroupOutcome.FILTERED, 1.0)], lot)
+    metrics = batch_metrics(0, [ready(0, 0), group], [ended(2, GroupOutcome.FILTERED, 1.0)])
     assert (metrics["groups/filtered"], metrics["groups/distilled"], metrics["batch/groups"]) == (2, 1, 1)
     assert metrics["groups/filtered_share"] == pytest.approx(2 / 3)
     counts = {name: value for name, value in metrics.items() if name.startswith("hints/")}

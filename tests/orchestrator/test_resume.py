@@ -74,14 +74,6 @@ def test_state_alone_is_taken_up_when_nothing_happened_since():
     assert found.next_group == 6
 
 
-def test_a_task_beyond_the_last_one_is_replaced(caplog):
-    """Earlier releases planned any task of a set that never ends; such a group keeps its number and its seed."""
-    far = msgspec.structs.replace(plan(4), task_index=17)
-    found = resume(state(in_flight=[far, plan(5)]), [*before(), FORMED_2], sources())
-    assert found.in_flight == [msgspec.structs.replace(plan(4), task_index=7), plan(5)]
-    assert "group 4 of source s plays task 7: there are 10" in caplog.text
-
-
 def test_what_happened_after_the_checkpoint_counts():
     """Groups finished since are ready, batches formed since are served unchanged, the rest is dispatched again."""
     after = [

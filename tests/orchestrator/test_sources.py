@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -54,13 +53,6 @@ def test_siblings_and_retries_have_distinct_seeds(seed, size, attempts):
     seeds = [made.rollout_seed(sibling, attempt) for sibling in range(size) for attempt in range(attempts)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= value < 2**31 for value in seeds)
-
-
-def test_rollout_ids_are_unique_over_groups_siblings_and_attempts():
-    """Ids name gateway records and ledger lines."""
-    tries = itertools.product(range(5), range(12), range(3))
-    ids = [plan(group).rollout_id(sibling, attempt) for group, sibling, attempt in tries]
-    assert len(set(ids)) == len(ids)
 
 
 def test_shuffled_plays_every_task_once_an_epoch_in_another_order():

@@ -12,7 +12,7 @@ from composer_prime.console import duration_s
 from composer_prime.errors import ConfigError, InviteError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, create_run_id
-from composer_prime.wire.enrollment import INVITE_PREFIX, Invite, package_of, release, release_package
+from composer_prime.wire.enrollment import INVITE_PREFIX, Invite
 from orchestrator.swarm.invite import create_invite, main, node_addresses
 from tests.configs_made import config_of
 
@@ -34,19 +34,13 @@ def started(tmp_path):
     return make
 
 
-def test_it_prints_one_string_that_holds_everything_and_two_lines_around_it(started, capsys):
+def test_it_prints_one_string_that_holds_everything(started, capsys):
     run_dir = started()
-    words = ["--nodes", "3", "--expires", "2h", "--package", "composer-prime @ git+https://example.org/c@abc"]
-    words.append("--trust-nodes")
-    assert main([str(run_dir.root), *words]) == 0
-    string, _, *lines = capsys.readouterr().out.splitlines()
-    assert string.startswith(INVITE_PREFIX) and len(lines) == 2
-    for line, (label, word) in zip(lines, (("shell", ""), ("uvx", "uvx ")), strict=True):
-        command = line.removeprefix(label).strip()
-        # As an argument every user of the machine would see it.
-        assert command.startswith(f"COMPOSER_INVITE={string} {word}") and command.endswith("inference join")
-        assert command.count(string) == 1
-    assert "--from 'composer-prime @ git+https://example.org/c@abc' " in lines[1]
+    assert main([str(run_dir.root), "--nodes", "3", "--expires", "2h", "--trust-nodes"]) == 0
+    shown = capsys.readouterr()
+    string = shown.out.removesuffix("\n")
+    assert string.startswith(INVITE_PREFIX) and string not in shown.err
+    assert "COMPOSER_INVITE=STRING inference join" in shown.err
     invite, keys = Invite.read(string), RunKeys(run_dir.keys)
     assert invite.addresses == ["192.0.2.7:5500"]
     assert invite.run_id == (run_dir.root / "run_id").read_text().strip()
@@ -70,21 +64,6 @@ def test_strangers_are_not_invited_to_a_run_without_audits(started):
     config["orchestrator"]["audit"]["enabled"] = True
     run_dir.config.write_text(json.dumps(config))
     assert main([str(run_dir.root)]) == 0
-
-
-def test_a_line_that_cannot_work_elsewhere_is_not_printed(started, capsys):
-    """The package is what another machine can install; of a folder of this machine there is none."""
-    git = {"url": "https://example.org/c.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}
-    assert package_of(None) == f"composer-prime=={release()}"
-    assert package_of(json.dumps(git)) == "composer-prime @ git+https://example.org/c.git@abc"
-    wheel = {"url": "https://example.org/c-1-py3-none-any.whl", "archive_info": {}}
-    assert package_of(json.dumps(wheel)) == "composer-prime @ https://example.org/c-1-py3-none-any.whl"
-    for url in ("file:///home/me/composer", "file:///tmp/c-1-py3-none-any.whl"):
-        assert package_of(json.dumps({"url": url, "dir_info": {"editable": True}})) is None
-    assert main([str(started().root), "--trust-nodes"]) == 0
-    shown = capsys.readouterr()
-    if release_package() is None:
-        assert "uvx --from" not in shown.out and "no uvx line, because" in shown.err and "--package SPEC" in shown.err
 
 
 def test_the_secret_of_an_invite_is_in_its_string_only(started):
@@ -125,9 +104,7 @@ def test_a_string_of_another_release_names_both(started):
     import msgspec
 
     invite = create_invite(started(), nodes=1, expires_s=60, addresses=["192.0.2.7:5500"])
-    with pytest.raises(InviteError, match=r"the run has composer-prime 9\.9\.9 .*this node .*--from composer-prime==9"):
-        Invite.read(msgspec.structs.replace(invite, release="9.9.9", package="composer-prime==9.9.9").text())
-    with pytest.raises(InviteError, match=r"install the run's release$"):  # where it is to be had is not known
+    with pytest.raises(InviteError, match=r"the run has composer-prime 9\.9\.9 .*install the run's release$"):
         Invite.read(msgspec.structs.replace(invite, release="9.9.9").text())
 
 

@@ -12,17 +12,13 @@ def verdict(tokens: int = 50, wrong: list[int] | None = None, fault: str | None 
     return PartVerdict(tokens=tokens, wrong=wrong or [], fault=fault)
 
 
-def note(trust: NodeTrust, found: PartVerdict) -> bool:
-    return trust.note(found)
-
-
 def test_a_new_node_is_audited_whole_and_a_clean_one_ever_less():
     # The share starts at 1, falls with each clean answer once the node is known, and stops at the floor.
     trust = NodeTrust()
     shares = []
     for _ in range(400):
         shares.append(trust.share(FLOOR))
-        assert not note(trust, verdict())
+        assert not trust.note(verdict())
     assert shares[:32] == [1.0] * 32 and shares[32] < 0.2
     assert shares == sorted(shares, reverse=True) and shares[-1] == FLOOR
     assert not trust.is_new and (trust.expectation(0.0) or 0.0) > 0.99
@@ -33,29 +29,29 @@ def test_one_wrong_token_is_not_enough():
     trust, random = NodeTrust(), np.random.default_rng(1)
     for _ in range(3000):
         wrong = np.flatnonzero(random.random(100) < 1e-4).tolist()
-        assert not note(trust, verdict(100, wrong))
+        assert not trust.note(verdict(100, wrong))
 
 
 def test_four_wrong_tokens_close_together_are():
     # Within one answer, or over several.
-    assert not note(NodeTrust(), verdict(60, [10, 12, 30]))
-    assert note(NodeTrust(), verdict(60, [10, 12, 30, 31]))
+    assert not NodeTrust().note(verdict(60, [10, 12, 30]))
+    assert NodeTrust().note(verdict(60, [10, 12, 30, 31]))
     trust = NodeTrust()
-    assert [note(trust, verdict(20, [5])) for _ in range(4)] == [False, False, False, True]
+    assert [trust.note(verdict(20, [5])) for _ in range(4)] == [False, False, False, True]
 
 
 def test_clean_answers_buy_no_credit():
     # A node that was honest for long is caught as fast as a new one.
     trust = NodeTrust()
     for _ in range(5000):
-        note(trust, verdict())
-    assert note(trust, verdict(60, [10, 12, 30, 31]))
+        trust.note(verdict())
+    assert trust.note(verdict(60, [10, 12, 30, 31]))
 
 
 def test_a_fault_of_the_answer_counts_however_long_it_is():
     # An answer that stops early has one wrong token among many; three such answers are enough.
     trust = NodeTrust()
-    assert [note(trust, verdict(2000, [1999], "its stop is not what its seed draws")) for _ in range(3)][-1]
+    assert [trust.note(verdict(2000, [1999], "its stop is not what its seed draws")) for _ in range(3)][-1]
 
 
 def test_a_quarantine_ends_in_probation_and_the_next_one_is_longer():
@@ -69,5 +65,5 @@ def test_a_quarantine_ends_in_probation_and_the_next_one_is_longer():
         longest = trust.quarantine(200.0, 60.0)
     assert longest == 64 * 60.0
     for _ in range(32):
-        note(trust, verdict())
+        trust.note(verdict())
     assert not trust.is_new

@@ -13,7 +13,7 @@ from composer_prime.errors import ConfigError
 from orchestrator.environments.answers import find_answer
 from orchestrator.environments.reasoning_gym import ReasoningGym, ReasoningGymConfig
 from orchestrator.workers.pool import SourceSpec
-from orchestrator.workers.verifiers_adapter import Environment, load_env
+from orchestrator.workers.verifiers_adapter import Environment
 
 pytestmark = pytest.mark.process  # verifiers' subprocess runtime
 
@@ -97,9 +97,3 @@ def test_a_generator_with_too_few_questions_says_so() -> None:
     tiny = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
     with pytest.raises(ConfigError, match="too few different"):
         tasks(datasets=tiny, num_tasks=20, split="eval", eval_share=1e-9)
-
-
-def test_load_env_needs_an_id() -> None:
-    """A task set without id is a configuration error that says what an id is."""
-    with pytest.raises(ConfigError, match=r"no `id`"):
-        load_env(spec(), {"datasets": "chain_sum"})

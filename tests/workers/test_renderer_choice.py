@@ -32,14 +32,6 @@ def test_the_tiny_policy_brings_its_renderer() -> None:
     assert renderer.render_ids(messages, tools=[TOOL], add_generation_prompt=True) == list(expected)
 
 
-def test_a_folder_of_an_earlier_release_names_its_renderer_elsewhere(tmp_path: Path) -> None:
-    """Exported models say where the tool loop's renderers used to be."""
-    model = shutil.copytree(TINY, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    path = "orchestrator.environments.tool_loop.renderer.ToolQwen3Renderer"
-    (model / "renderer.json").write_text(json.dumps({"name": "custom", "import_path": path}))
-    assert type(build_renderer(str(model), None)[1]).__name__ == "ToolQwen3Renderer"
-
-
 def test_a_model_folder_brings_no_code(tmp_path: Path) -> None:
     """A renderer.json that names a file, or a module that is not ours, is refused."""
     write_tokenizer(tmp_path)

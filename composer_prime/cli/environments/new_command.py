@@ -20,11 +20,7 @@ KINDS = {
         "environment.toml": "__name__.toml",
         "test_environment.py": "test___name__.py",
     },
-    "hint": {
-        "hint.templates.toml": "__name__.templates.toml",
-        "hint.toml": "__name__.toml",
-        "test_hint.py": "test___name__.py",
-    },
+    "hint": {"hint.toml": "__name__.toml", "test_hint.py": "test___name__.py"},
     "reward": {"reward.py": "__name__.py", "reward.toml": "__name__.toml", "test_reward.py": "test___name__.py"},
 }
 """By kind: each template of composer_prime/assets/new, and the file that it becomes."""

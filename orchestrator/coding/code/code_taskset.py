@@ -267,11 +267,9 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
             "tampered": float(bool(result.tampered)),
             "patch_files": float(len(taken)),
             "patch_files_refused": float(len(refused)),
-            "patch_lines": float(sum(content.count(b"\n") + 1 for content in taken.values() if content is not None)),
             "grading_s": result.wall_s,
             "regression_s": result.regression_s,
             "tool_errors": float(errors),
-            "turns_used": float(trace.num_turns),
             **{f"calls/{name}": float(calls[name]) for name in self.data.settings.tools},
             **state.verdict.metrics(self._earned(state)),
         }

@@ -41,8 +41,6 @@ class FactorySettings:
     first_tests: int = 60
     first_s: float = 8.0
     """Seconds that these files take at most; one is always among them."""
-    packages: tuple[str, ...] = ()
-    """Installed packages that tests need beside pytest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,8 @@ Only tests that pytest runs can be graded. sympy's instances name functions, whi
 from __future__ import annotations
 
 import asyncio
-import gzip
 import re
 import tempfile
-import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -47,16 +45,15 @@ async def import_tasks(
     folder: Path,
     *,
     repositories: Path,
-    runtime: RuntimeConfig | None = None,
+    runtime: RuntimeConfig,
     timeout_s: float = 300.0,
     jobs: int = 1,
 ) -> tuple[int, list[Refusal]]:
     if (folder / TASKS_FILE).exists():
         raise ConfigError(f"{folder / TASKS_FILE} exists: name another folder, or remove it")
     records = list(read_records(path))
-    if runtime is not None:
-        async with await open_box(runtime):
-            pass  # Without sandboxes every record would be refused for it.
+    async with await open_box(runtime):
+        pass  # Without sandboxes every record would be refused for it.
     refusals: list[Refusal] = []
     tasks: dict[str, CodeTask] = {}
     lines = ProgressLines()
@@ -82,12 +79,12 @@ async def import_tasks(
 
 
 async def _outcome(
-    record: Record, trees: Path, runtime: RuntimeConfig | None, repositories: Path, timeout_s: float
+    record: Record, trees: Path, runtime: RuntimeConfig, repositories: Path, timeout_s: float
 ) -> CodeTask | str:
     try:
         task = await asyncio.to_thread(_instance_task, record, repositories, trees, timeout_s)
-        reason = await why_unproven(task, trees, runtime) if runtime else ""
-        return reason or (await hold_back(task, trees, runtime) if runtime and task.solution else task)
+        reason = await why_unproven(task, trees, runtime)
+        return reason or (await hold_back(task, trees, runtime) if task.solution else task)
     except (ConfigError, SandboxError, OSError) as error:  # OSError: its files do not fit.
         return str(error).removeprefix(f"{record.place}: ") or repr(error)  # A TimeoutError has no words.
 
@@ -258,7 +255,7 @@ def _text(tree: Path, path: str, field: str) -> str | None:
         raise ConfigError(f"its {field!r} changes {path}, which is not UTF-8 text; tasks hold UTF-8 only") from None
 
 
-# -- task files: JSON lines (.jsonl, .jsonl.gz), one JSON list (.json) or Parquet
+# -- task files: JSON lines or Parquet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +294,7 @@ class Record:
 
 def read_records(path: Path) -> Iterator[Record]:
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file; give the path of a .jsonl, .json or .parquet file")
+        raise ConfigError(f"{path}: no such file; give the path of a .jsonl or .parquet file")
     count = 0
     for number, values in _rows(path):
         count += 1
@@ -313,15 +310,9 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
         yield from _parquet(path)
         return
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
+        content = path.read_bytes()
+    except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    if path.suffix == ".json":
-        rows = _json(content, str(path))
-        if not isinstance(rows, list):
-            raise ConfigError(f"{path}: a {type(rows).__name__}, but a .json file must hold one list of records")
-        yield from enumerate(rows, start=1)
-        return
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             yield number, _json(line, f"{path}:{number}")

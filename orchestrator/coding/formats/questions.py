@@ -26,14 +26,11 @@ class QuestionsConfig(vf.TasksetConfig):
     """Which file, which of its rows, and how its answers are asked for."""
 
     file: Path
-    """A .jsonl, .jsonl.gz, .json or .parquet file with one record a task."""
+    """A .jsonl or .parquet file with one record a task."""
     split: Split = "train"
     """Training or held-out rows, where `eval_share` is above 0."""
     eval_share: float = Field(0.0, ge=0, lt=1)
     """Share of the rows that is held out; 0 plays all in both."""
-    num_tasks: int | None = Field(None, ge=1)
-    """Play only this many tasks, the first ones; None plays all."""
-
     question_field: str = "question"
     """The field with the question."""
     answer_field: str = "answer"
@@ -44,15 +41,12 @@ class QuestionsConfig(vf.TasksetConfig):
     """System prompt. None takes one that asks for `answer_in`; an empty one is left out."""
 
     def played(self) -> Iterator[Record]:
-        count = 0
+        is_empty = True
         for record in read_records(self.file):
-            if self.eval_share and split_of(record.text(self.question_field), self.eval_share) != self.split:
-                continue
-            yield record
-            count += 1
-            if count == self.num_tasks:
-                return
-        if not count:
+            if not self.eval_share or split_of(record.text(self.question_field), self.eval_share) == self.split:
+                is_empty = False
+                yield record
+        if is_empty:
             raise ConfigError(
                 f"{self.file}: nothing of it is in split {self.split!r} with eval_share = {self.eval_share:g}; change "
                 "eval_share, or give the split a file of its own"

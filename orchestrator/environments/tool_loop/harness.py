@@ -1,14 +1,13 @@
 """A harness without a program: the chat loop and the tools run in this process.
 
     launch --(OpenAI chat, loopback)--> interception --> client --> inference node
-       ^            waits for the reply, at most request_timeout_s      |
+       ^                                                                |
        +---- tool replies <---- the task's executor <---- tool calls ---+
 
 Every call in a reply gets a tool message. One that the renderer could not parse arrives as text (chat_renderer.py) and
 gets an error: else the conversation would end, and the policy could hide its broken calls.
 """
 
-import asyncio
 import inspect
 import json
 import logging
@@ -84,8 +83,6 @@ class ToolLoopConfig(vf.HarnessConfig):
     """Assistant turns after which the rollout stops, finished or not."""
     max_reply_chars: int = Field(50_000, ge=200)
     """Longest text that a tool adds to the conversation in one reply. The middle of a longer one is cut."""
-    request_timeout_s: float = Field(600.0, gt=0)
-    """Longest wait for one reply, in seconds."""
 
 
 class ToolLoop(vf.Harness[ToolLoopConfig]):
@@ -190,15 +187,8 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
         self, session: aiohttp.ClientSession, trace: vf.Trace, endpoint: str, body: dict[str, Any]
     ) -> dict[str, Any] | None:
         """Return the first choice of the reply; None where verifiers refused the turn."""
-        timeout_s = self.config.request_timeout_s
-        url = f"{endpoint}/chat/completions"
-        try:
-            async with asyncio.timeout(timeout_s), session.post(url, json=body) as response:
-                content = await response.read()
-        except TimeoutError as error:
-            raise HarnessError(
-                f"tool_loop: no reply from the model endpoint within request_timeout_s = {timeout_s:g} s"
-            ) from error
+        async with session.post(f"{endpoint}/chat/completions", json=body) as response:
+            content = await response.read()
         if response.ok:
             return json.loads(content)["choices"][0]
         if trace.stop_condition is not None:

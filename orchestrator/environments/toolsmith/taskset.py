@@ -17,12 +17,11 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import Field
 
-from composer_prime.errors import ConfigError
 from orchestrator.environments import Split, split_one_in
 from orchestrator.environments.answers import TaskRow
 
@@ -191,9 +190,7 @@ class Episode:
 
 
 def generate(*, seed: int, difficulty: int, split: Split) -> Episode:
-    """Return the episode of a seed. Raises ConfigError for another split."""
-    if split not in get_args(Split):
-        raise ConfigError(f"toolsmith: split is {split!r}, expected {' or '.join(map(repr, get_args(Split)))}")
+    """Return the episode of a seed."""
     num_tools = TOOLS_BY_DIFFICULTY[difficulty]
     rng = random.Random(f"toolsmith/{split}/{difficulty}/{seed}")
     while True:
@@ -313,9 +310,6 @@ class ToolsmithData(TaskRow):
     def tool_executor(self) -> Episode:
         return generate(seed=self.seed, difficulty=self.difficulty, split=self.split)
 
-    def is_tool_error(self, text: str) -> bool:
-        return is_error(text)
-
 
 class ToolsmithTask(vf.Task[ToolsmithData]):
     """1.0 where the last reply is exactly the answer, else 0.0."""
@@ -331,10 +325,6 @@ class ToolsmithTask(vf.Task[ToolsmithData]):
     @vf.metric
     async def tool_errors(self, trace: vf.Trace) -> float:
         return float(sum(is_error(str(message.content)) for message in trace.tool_messages))
-
-    @vf.metric
-    async def turns_used(self, trace: vf.Trace) -> float:
-        return float(trace.num_turns)
 
 
 class ToolsmithConfig(vf.TasksetConfig):
