@@ -34,13 +34,13 @@ import zmq
 import zmq.asyncio
 
 from benchmarks._shared import conclude
+from composer_prime.event_loop import Notifier
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node_messages import Generate, Goodbye, NodeHello, NodeWelcome, Sampled, Sampling, ToNode
 from composer_prime.wire.sockets import NodeSocket, bind_router, dealer
 from composer_prime.wire.types import CheckpointRequest, Sample, StepRequest, VersionSpan, pack_floats, pack_ints
 from orchestrator.batching.batches import StepServer
 from orchestrator.durability import Finished, Journal, formed_batches
-from orchestrator.event_loop import Notifier
 from orchestrator.gateway.nodes import AttachedNode, ServedPolicy
 from orchestrator.gateway.routing import Router
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan

@@ -41,6 +41,7 @@ from composer_prime.errors import (
     RunMismatchError,
     WireError,
 )
+from composer_prime.event_loop import end
 from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.node_messages import (
     CancelGenerate,
@@ -234,10 +235,7 @@ class InferenceNode:
             self._link.send(Goodbye(reason=cut_text(error)))
             raise
         finally:
-            tasks += self._answers.tasks
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end([*tasks, *self._answers.tasks])
 
     async def _drain(self, reason: str) -> None:
         logger.info("draining (%s): %d requests run", reason, len(self._answers))

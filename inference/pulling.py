@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from composer_prime.console import GIB
 from composer_prime.errors import ComposerError, CorruptWeightsError, DeadlineError, WireError
+from composer_prime.event_loop import end
 from composer_prime.host import free_bytes
 from composer_prime.run.run_dir import write_atomic
 from composer_prime.run.weights import ChunkRef, Manifest, ModelFile, open_model_files, open_signed
@@ -77,8 +78,7 @@ async def pull_model(source: ChunkSource, state: NodeState, answer: Enrolled, li
     try:
         snapshot = await _persistently(versions, manifest.files, partial(versions.fetch, manifest))
     finally:
-        touching.cancel()
-        await asyncio.gather(touching, return_exceptions=True)
+        await end([touching])
     logger.info(
         "weights v%d are here: %.3f MB pulled and verified in %.2f s, %.1f GiB free on that disk",
         manifest.version, versions.bytes_pulled / 1e6, time.monotonic() - start, free_bytes(state.path) / GIB,

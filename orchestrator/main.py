@@ -112,9 +112,9 @@ def _prepare(config: Config, run_dir: RunDir) -> None:
 
 def _run(config: Config, run_dir: RunDir, ends: tuple[signal.Signals, ...]) -> int:
     """Serve until the run is done or a signal of `ends` comes."""
+    from composer_prime.event_loop import until_signal
     from composer_prime.model_source import resolve_model
     from composer_prime.wire.node_messages import GATEWAY_TOKEN_VARIABLE
-    from orchestrator.event_loop import until_signal
     from orchestrator.pipeline import Pipeline
 
     start_log()

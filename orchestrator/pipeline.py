@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from composer_prime.address import reachable
 from composer_prime.config import Config
 from composer_prime.errors import CheckpointError, ComposerError, WireError
+from composer_prime.event_loop import Notifier, end, watched
 from composer_prime.monitor.events import event
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.keys import RunKeys
@@ -45,7 +46,6 @@ from orchestrator.batching.batches import Batches, OpenRun, StepServer, flop_cos
 from orchestrator.chat_template import chat_folder
 from orchestrator.durability import Journal, load_state, resume
 from orchestrator.evals import Evaluator
-from orchestrator.event_loop import Notifier, end, watched
 from orchestrator.file_rows import DemonstrationRows, build_demonstrations, build_mixer
 from orchestrator.gateway import Gateway
 from orchestrator.hints.redraws import build_redraws

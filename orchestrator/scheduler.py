@@ -24,6 +24,7 @@ import msgspec
 
 from composer_prime.console import COMPOSER, pluralize
 from composer_prime.errors import RolloutError, RunMismatchError
+from composer_prime.event_loop import end
 from composer_prime.monitor.events import event
 from composer_prime.run.ledger import left_out
 from composer_prime.run.run_dir import RunDir
@@ -45,7 +46,6 @@ from orchestrator.durability import (
     without_left_out,
 )
 from orchestrator.evals import Evaluator
-from orchestrator.event_loop import end
 from orchestrator.file_rows import PairMixer
 from orchestrator.hints.redraws import RedrawnPairs
 from orchestrator.hints.stage import HintStage

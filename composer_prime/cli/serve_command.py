@@ -62,8 +62,9 @@ def model_config(model: str, settings: list[str]) -> Config:
 class Front:
     """Passes requests on to the gateway, and streams where clients ask for it."""
 
-    def __init__(self, gateway_url: str, chat: ChatFormat, client: ClientSession) -> None:
+    def __init__(self, gateway_url: str, key: str, chat: ChatFormat, client: ClientSession) -> None:
         self._url = gateway_url
+        self._key = key
         self._chat = chat
         self._client = client
         self._draws: dict[str, asyncio.Queue[int | None]] = {}
@@ -89,22 +90,25 @@ class Front:
         """Answer in the dialect of an agent's program."""
         from aiohttp import web
 
-        dialects = await asyncio.to_thread(import_module, "orchestrator.workers.dialects")
+        dialects = await asyncio.to_thread(import_module, "composer_prime.cli.agent_dialects")
         dialect = dialects.of_path(request.path)
+        key = dialect.secret(request.headers)
+        if not secrets.compare_digest(key.encode(), self._key.encode()):
+            return web.json_response(
+                dialect.error_body("the key is not the one that composer serve printed"), status=401
+            )
         try:
-            messages, tools = dialects.read_prompt(dialect, body)
+            chat = dialects.completion_request(dialect, body)
             if request.path.endswith("/count_tokens"):
-                return web.json_response({"input_tokens": len((await self._chat.render(messages, tools))[0])})
-        except (RequestError, ValueError) as error:
+                ids, _ = await self._chat.render(chat["messages"], chat.get("tools"))
+                return web.json_response({"input_tokens": len(ids)})
+        except RequestError as error:
             return web.json_response(dialect.error_body(str(error)), status=400)
-        limit = body.get("max_tokens") or body.get("max_output_tokens")
-        chat = {"model": body.get("model"), "messages": messages, "tools": tools, "max_tokens": limit}
-        chat |= {name: body[name] for name in ("temperature", "top_p") if name in body}
-        key = {"Authorization": f"Bearer {dialect.secret(request.headers)}"}
-        asked = json.dumps({name: value for name, value in chat.items() if value is not None}).encode()
-        status, _, reply = await self._ask(request, "/v1/chat/completions", asked, key)
+        headers = {"Authorization": f"Bearer {key}"}
+        status, _, reply = await self._ask(request, "/v1/chat/completions", json.dumps(chat).encode(), headers)
         if status != 200:
-            return web.json_response(dialect.error_body(json.loads(reply)["error"]["message"]), status=status)
+            said = _json_object(reply).get("error", {}).get("message") or reply[:500].decode(errors="replace")
+            return web.json_response(dialect.error_body(said), status=status)
         content, kind = dialects.written(dialect, json.loads(reply), body)
         return web.Response(body=content, content_type=kind)
 
@@ -248,7 +252,7 @@ async def open_endpoint(config: Config, port: int) -> AsyncIterator[tuple[str, s
             ClientSession(timeout=ClientTimeout(total=None)) as client,
         ):
             chat = ChatFormat(folder, config.model.renderer)
-            front = Front(gateway.http_url, chat, client)
+            front = Front(gateway.http_url, os.environ[GATEWAY_TOKEN_VARIABLE], chat, client)
             app = web.Application(client_max_size=_MAX_BODY_BYTES)
             app.add_routes([web.route("*", "/{path:.*}", front.answer)])
             runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)

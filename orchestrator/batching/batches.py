@@ -30,6 +30,7 @@ import zmq
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import ComposerError, RunMismatchError, WireError
+from composer_prime.event_loop import Notifier, end, watched
 from composer_prime.model_source import text_settings
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.packing.pack import TOKENS_ALONE, FlopCost, model_flops, pack, totals, without_hints
@@ -50,7 +51,6 @@ from composer_prime.wire.types import (
     StepRequest,
     TermUnit,
 )
-from orchestrator.event_loop import Notifier, end, watched
 from orchestrator.file_rows import NO_ROWS, DemonstrationRows
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import platform
 import re
 import time
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from typing import ClassVar, Literal
 import verifiers.v1 as vf
 from pydantic import Field
 from verifiers.v1.runtimes import ProgramResult
+
+from orchestrator.coding.sandbox.isolation import NPM_FOLDER
 
 _CONTEXT_FULL = re.compile(r"context length|context window|max_model_len", re.IGNORECASE)
 _REFUSED = 5
@@ -68,7 +71,10 @@ def _claude_code(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
     }
-    return ["claude", "-p", "--dangerously-skip-permissions", *more], ["--", prompt], env
+    # Its starter waits for a script of npm's to put the program in its place.
+    kind = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+    program = f"{NPM_FOLDER}/node_modules/@anthropic-ai/claude-code-linux-{kind}/claude"
+    return [program, "-p", "--dangerously-skip-permissions", *more], ["--", prompt], env
 
 
 def _codex(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
@@ -162,7 +168,7 @@ class NativeAgent(vf.Harness[NativeConfig]):
         finally:
             running.cancel()
             await asyncio.wait({running})
-        return _outcome(trace, result)
+        return _outcome(trace, result, self.config.max_context)
 
 
 def _is_over(trace: vf.Trace) -> bool:
@@ -173,7 +179,7 @@ def _is_over(trace: vf.Trace) -> bool:
     return all(call.error for call in last) and (len(last) == _REFUSED or time.time() - last[-1].time.end > _IDLE_S)
 
 
-def _outcome(trace: vf.Trace, result: ProgramResult) -> ProgramResult:
+def _outcome(trace: vf.Trace, result: ProgramResult, max_context: int) -> ProgramResult:
     """Say what the program's end means: a rollout is scored as it stands, unless the policy could not be asked."""
     error = trace.calls[-1].error if trace.calls else None
     is_full = error is not None and error.status_code in (400, 413) and bool(_CONTEXT_FULL.search(error.message))
@@ -181,10 +187,9 @@ def _outcome(trace: vf.Trace, result: ProgramResult) -> ProgramResult:
         if is_full or result.exit_code:
             trace.stop("context_full" if is_full else f"exit_{result.exit_code}")
         return result
-    asked = (
-        "" if trace.calls else f"\nIt never asked the policy (its context: {trace.agent.config.harness.max_context})."
-    )
-    said = f"{result.stderr}\n{result.stdout}{asked}"  # Many programs say on stdout what is wrong.
+    said = f"{result.stderr}\n{result.stdout}"  # Many programs say on stdout what is wrong.
+    if not trace.calls:
+        said += f"\nIt never asked the policy, whose context has {max_context} tokens"
     return ProgramResult(exit_code=result.exit_code or int(error is not None), stdout="", stderr=said)
 
 

@@ -23,12 +23,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from composer_prime.address import is_loopback
 from composer_prime.config import Config
+from composer_prime.event_loop import end, watched
 from composer_prime.model_source import vocabulary_size
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.node_messages import Dismissed, Heard, NodeWelcome
 from composer_prime.wire.sockets import NodeSocket
-from orchestrator.event_loop import end, watched
 from orchestrator.gateway.http import HttpServer, RolloutRecords
 from orchestrator.gateway.link import ChunkServer, NodeLink
 from orchestrator.gateway.node_control import NodeControl

@@ -23,6 +23,7 @@ import zmq
 
 from composer_prime.config import Config
 from composer_prime.console import printable
+from composer_prime.event_loop import end
 from composer_prime.run.weights import Manifest, WeightStore
 from composer_prime.wire.enrollment import NAME_RULE, NODE_NAME
 from composer_prime.wire.node_messages import (
@@ -44,7 +45,6 @@ from composer_prime.wire.node_messages import (
 )
 from composer_prime.wire.sockets import MAX_FRAMES, FromConnection, NodeSocket
 from composer_prime.wire.unread import FRAME_OVERHEAD
-from orchestrator.event_loop import end
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
 from orchestrator.swarm import Admission, Auditors, ServedFiles

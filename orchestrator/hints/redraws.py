@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from composer_prime.config import Config
+from composer_prime.event_loop import end
 from composer_prime.monitor.licence import Licence
 from composer_prime.wire.types import Sample, ints
-from orchestrator.event_loop import end
 from orchestrator.gateway.http import GenerationRecord, Redraw
 from orchestrator.hints.stage import HintStage
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, GroupPlan

@@ -13,9 +13,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from verifiers.v1.clients.train import serialize_completion, tool_to_wire
+from verifiers.v1.clients.train import serialize_completion
 from verifiers.v1.dialects import AnthropicDialect, ChatDialect, Dialect, ResponsesDialect
-from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.interception import server
 from verifiers.v1.types import Response, Tool, ToolCall
 
@@ -54,28 +53,6 @@ DIALECTS: tuple[Dialect[Any], ...] = (ChatDialect(), Responses(), Messages())
 def install() -> None:
     """Make verifiers' interception stream all three dialects."""
     server.DIALECTS = DIALECTS
-
-
-def of_path(path: str) -> Dialect[Any]:
-    """Return the dialect of a request's path."""
-    return next(each for each in DIALECTS if path in (*each.routes, *each.aux_routes))
-
-
-def read_prompt(dialect: Dialect[Any], body: dict[str, Any]) -> tuple[list[Any], list[Any] | None]:
-    """Return the messages and tools of a request, as chat completions have them. Raises ValueError."""
-    request = dialect.parse_request(body)
-    messages, tools = as_functions(request.messages, request.tools or [])
-    return [message_to_wire(message) for message in messages], [tool_to_wire(tool) for tool in tools] or None
-
-
-def written(dialect: Dialect[Any], completion: dict[str, Any], body: dict[str, Any]) -> tuple[bytes, str]:
-    """Return a chat completion in the dialect, whole or as the stream that the request asked for, and its type."""
-    chat = DIALECTS[0]
-    response = chat.parse_response(chat.validate_response(completion))
-    raw = answer_in(dialect, response, dialect.parse_request(body).tools or [])
-    if dialect.streaming(body):
-        return b"".join(dialect.stream_events(raw)), "text/event-stream"
-    return json.dumps(raw).encode(), "application/json"
 
 
 def as_functions(messages: Sequence[Any], tools: Sequence[Tool]) -> tuple[list[Any], list[Tool]]:

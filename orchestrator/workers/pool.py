@@ -30,6 +30,7 @@ import msgspec
 
 import composer_prime.errors
 from composer_prime.errors import ComposerError, ConfigError, DeadlineError, EnvironmentWorkerError, WireError
+from composer_prime.event_loop import Notifier, end, watched
 from composer_prime.import_path import frame_text
 from composer_prime.monitor.events import OURS, event
 from composer_prime.run import process as processes
@@ -37,7 +38,6 @@ from composer_prime.run.process import WORKER_ENVIRONMENT, child_options, exit_t
 from composer_prime.run.retry import backoff_s
 from composer_prime.run.scratch import Scratch
 from composer_prime.wire.sockets import Frames
-from orchestrator.event_loop import Notifier, end, watched
 
 logger = logging.getLogger(__name__)
 

@@ -35,10 +35,11 @@ import verifiers.v1 as vf
 from pydantic import Field
 from renderers import RendererConfig
 from renderers.client import MalformedGenerateResponseError
-from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot, TrainClient
+from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot, TrainClient, tool_to_wire
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.configs.client import TrainClientConfig, resolve_api_key
 from verifiers.v1.dialects import ChatDialect
+from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.env import Env
 from verifiers.v1.episode import Episode
 from verifiers.v1.errors import ProviderError, RolloutError
@@ -604,13 +605,14 @@ class GatewayClient(TrainClient):
 
     async def relay_aux(self, dialect: Any, route: str, body: dict[str, Any], **_: Any) -> dict[str, int]:
         """Count the tokens of a prompt, the one thing that a program may ask beside answers."""
-        self._check_length(dialect.parse_request(body).messages)
-        messages, tools = dialects.read_prompt(dialect, body)
-        pool = ElasticRendererPool(
-            self.config.renderer_model_name or "", self.config.renderer, multiplex=self.config.multiplex
-        )
+        request = dialect.parse_request(body)
+        self._check_length(request.messages)
+        messages, tools = dialects.as_functions(request.messages, request.tools or [])
+        wire: Any = [message_to_wire(message) for message in messages], [tool_to_wire(tool) for tool in tools] or None
+        config = self.config
+        pool = ElasticRendererPool(config.renderer_model_name or "", config.renderer, multiplex=config.multiplex)
         async with pool.acquire() as slot:
-            rendered = await slot.run(lambda: slot.renderer.render(messages, tools=tools, add_generation_prompt=True))
+            rendered = await slot.run(lambda: slot.renderer.render(wire[0], tools=wire[1], add_generation_prompt=True))
         return {"input_tokens": len(rendered.token_ids)}
 
     async def get(self, path: str, *, cast_to: Any = None) -> Any:

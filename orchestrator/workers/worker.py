@@ -62,8 +62,7 @@ _ABORT_S = 3.0
 """For aborted rollouts to end; environments close after that."""
 _PLAYED: ContextVar[str] = ContextVar("played", default="")
 """The rollout that a task belongs to."""
-_FORKS: list[str] = []
-"""Where the user's code forked this process."""
+_FORK = "the environment forked its worker (os.fork): the child is ended; call subprocess instead"
 _ALARM = "the environment sets an alarm, of which there is one for all rollouts of a worker: use asyncio.timeout"
 _FLOOD = 10_000_000
 _COMPARED = 512
@@ -85,8 +84,8 @@ class Worker:
         threading.Thread(target=self._name_blockers, args=(asyncio.get_running_loop(),), daemon=True).start()
         config, renderer = build_renderer(spec.model_path, spec.renderer)
         install_renderer(spec.model_path, config, renderer)
-        self._environments = {name: Environment(spec, name, config) for name in spec.tasksets}
-        for environment in self._environments.values():
+        self.environments = {name: Environment(spec, name, config) for name in spec.tasksets}
+        for environment in self.environments.values():
             check_runtimes(environment)
             if environment.has_tools and (call := unread_call(renderer)) is not None:
                 raise ConfigError(
@@ -96,22 +95,18 @@ class Worker:
         self._waits: dict[tuple[str, str, int, str], float] = {}
         """Since when a rollout's own code waits at a place; infinite once said."""
 
-    async def make_images(self) -> None:
-        """Make what sandboxes are opened from. Raises SandboxError."""
-        for environment in self._environments.values():
-            await environment.make_images()
-
     async def serve(self) -> None:
         """Serve until the parent closes the connection."""
         async with AsyncExitStack() as stack:
-            for environment in self._environments.values():
+            for environment in self.environments.values():
                 await stack.enter_async_context(environment.serving())
-            num_tasks = {name: environment.num_tasks for name, environment in self._environments.items()}
-            notes = [*(each.repeated for each in self._environments.values()), overlap(self._environments)]
+            num_tasks = {name: environment.num_tasks for name, environment in self.environments.items()}
+            notes = [*(each.repeated for each in self.environments.values()), overlap(self.environments)]
             ready = WorkerReady(num_tasks=num_tasks, notes=[note for note in notes if note is not None])
             loop = asyncio.get_running_loop()
             loop.set_task_factory(_named_task)
-            os.register_at_fork(before=_note_fork, after_in_child=partial(loop.call_soon, _end_child))
+            # The connections of the event loop are the parent's.
+            os.register_at_fork(after_in_child=partial(loop.call_soon, os._exit, 1))
             heartbeats = asyncio.create_task(self._heartbeats(ready))
             try:
                 while (message := await self._frames.receive()) is not None:
@@ -134,7 +129,7 @@ class Worker:
         started = time.monotonic()
         _PLAYED.set(request.rollout_id)
         try:
-            reply = await self._environments[request.taskset].run(request)
+            reply = await self.environments[request.taskset].run(request)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -196,10 +191,6 @@ def _own_place() -> str:
     return next((frame_text(*code) for code in codes if is_own(code[0])), "")
 
 
-def _note_fork() -> None:
-    _FORKS.append(_own_place())
-
-
 def telling(call: Any, text: str, spare: int = 0) -> Any:
     """Return `call`, which says where the user's code calls it; with `spare`, for so many characters once."""
     left = spare
@@ -214,13 +205,6 @@ def telling(call: Any, text: str, spare: int = 0) -> Any:
         return call(*words)
 
     return told
-
-
-def _end_child() -> None:
-    """End a forked process in the event loop, whose connections are its parent's."""
-    place, text = _FORKS[-1], "the environment forked its worker (os.fork): the child is ended; call subprocess instead"
-    logger.warning(text, extra=event("warning", where=place, same_as=f"forks at {place}", count=_FORKS.count(place)))
-    os._exit(1)
 
 
 async def _without_exit(work: Any) -> Any:
@@ -290,7 +274,8 @@ async def serve_worker(connection: socket.socket, scratch: Path) -> None:
         return
     try:
         worker = Worker(spec, frames, scratch)
-        await worker.make_images()
+        for environment in worker.environments.values():
+            await environment.make_images()
     except ComposerError as error:
         frames.send(WorkerReady(error=type(error).__name__, message=str(error)))
         frames.close()
@@ -308,6 +293,7 @@ def main() -> None:
     end_with_parent(signal.SIGKILL)
     start_log(logging.WARNING)
     signal.signal(signal.SIGALRM, lambda *_: None)  # SIG_IGN would be inherited by what the user's code starts.
+    os.fork = telling(os.fork, _FORK)
     signal.alarm, signal.setitimer = telling(signal.alarm, _ALARM), telling(signal.setitimer, _ALARM)
     for stream in (sys.stdout, sys.stderr):
         stream.write = telling(stream.write, f"the environment printed {_FLOOD:,} characters: print less", _FLOOD)

@@ -56,6 +56,7 @@ def broken(patched: str, solution: str = MODULE) -> list[str]:
     [
         ("Old = Box", "", ["Old"]),
         ("LIMIT = 5", "LIMIT = 6", ["LIMIT"]),
+        ("class Box:", "Box = None\nclass _Box:", ["Box"]),
         ("by=2", "by=3", ["scale"]),
         ("value, by=2", "by, value=2", ["scale"]),
         ("*, base=10", "*, base=2", ["scale"]),
@@ -94,6 +95,8 @@ def test_what_a_caller_may_rely_on_is_kept(old, new, names):
         ("class Box:\n    size = 3", "class Box(Base):\n    pass"),
         ("LIMIT = 5\nITEMS = [1, 2]", "LIMIT, ITEMS = 5, [1, 2]"),
         ("Old = Box", "from old import *"),
+        ("Old = Box", "def __getattr__(name):\n    return Box"),
+        ("by=2", "by=FACTOR"),
     ],
 )
 def test_honest_changes_lose_nothing(old, new):

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from orch_peers import PeerAuditor
 
+from composer_prime.event_loop import end
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.node_messages import AuditRequest, AuditVerdict, NodeWelcome, PartVerdict, Sampling, Status
 from composer_prime.wire.sockets import NodeSocket
-from orchestrator.event_loop import end
 from orchestrator.gateway.http import GenerationRecord
 from orchestrator.gateway.link import ChunkServer
 from orchestrator.swarm.audits import Auditors, Audits

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from orch_groups import ready
 
+from composer_prime.event_loop import Notifier
 from composer_prime.wire.types import HintedTurn, VersionSpan, flags, floats, pack_flags, pack_ints
 from orchestrator.batching.batches import Buffer
-from orchestrator.event_loop import Notifier
 from orchestrator.rollouts.groups import GroupOutcome, sdpo_only
 from orchestrator.rollouts.rollout import Permits
 from orchestrator.workers.pool import EVAL, TRAIN

@@ -16,6 +16,7 @@ from orch_groups import ready
 from orch_peers import RUN_ID, PeerTrainer, make_config
 
 from composer_prime.errors import CheckpointError, RunMismatchError
+from composer_prime.event_loop import Notifier
 from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.wire.sockets import SecureServer, bind_router, dealer
 from composer_prime.wire.types import (
@@ -28,7 +29,6 @@ from composer_prime.wire.types import (
     StepRequest,
 )
 from orchestrator.batching.batches import POLL_S, Batch, Batches, StepServer, Versions
-from orchestrator.event_loop import Notifier
 from trainer.data import StepClient
 
 

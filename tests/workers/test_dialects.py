@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from verifiers.v1.graph import message_hash
 from verifiers.v1.types import AssistantMessage, Response, Tool, ToolCall, ToolMessage, Usage, UserMessage
 
-from orchestrator.workers.dialects import answer_in, as_functions, of_path
+from composer_prime.cli.agent_dialects import completion_request, of_path
+from composer_prime.errors import RequestError
+from orchestrator.workers.dialects import answer_in, as_functions
 
 PATHS = ("/v1/messages", "/v1/responses", "/v1/chat/completions")
 TOOLS = [Tool(name="read", parameters={"type": "object"}), Tool(type="custom", name="patch")]
@@ -62,3 +64,23 @@ def test_a_free_text_is_an_argument_and_back():
     (call,) = messages[1].tool_calls
     assert (call.type, json.loads(call.arguments)) == ("function", {"input": "a\nb"})
     assert messages[0] is history[0] and messages[2] is history[2]
+
+
+NAMESPACED = [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]}]
+
+
+# What `composer serve` cannot take is refused with words, whatever it is.
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {}),
+        ("/v1/messages", {"messages": 5}),
+        ("/v1/messages", {"messages": "x"}),
+        ("/v1/responses", {"input": 5}),
+        ("/v1/responses", {"input": "go", "previous_response_id": "r"}),
+        ("/v1/responses", {"input": "go", "tools": NAMESPACED}),
+    ],
+)
+def test_a_request_that_cannot_be_read_is_refused(path, body):
+    with pytest.raises(RequestError):
+        completion_request(of_path(path), body)

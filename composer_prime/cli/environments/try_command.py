@@ -174,9 +174,9 @@ def full_names(rest: list[str]) -> list[str]:
 async def _try(config: Config, options: argparse.Namespace) -> int:
     source, began = config.orchestrator.source[0], time.monotonic()
     from composer_prime.cli.served_model import serve_with_workers
+    from composer_prime.event_loop import end
     from composer_prime.run.scratch import Scratch
     from orchestrator.chat_renderer import read_tokenizer
-    from orchestrator.event_loop import end
     from orchestrator.outside_run import play_episodes, trial_warnings
     from orchestrator.rollouts.rollout_log import rollout_line
     from orchestrator.workers.pool import EVAL, TRAIN

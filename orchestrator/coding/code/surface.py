@@ -18,11 +18,13 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-_TEST = re.compile(r"(^|/)(tests?/|test_[^/]*$|[^/]*_test\.py$|conftest\.py$)")
+_NO_SURFACE = re.compile(r"(^|/)(tests?/|test_[^/]*$|[^/]*_test\.py$|conftest\.py$|_(?!_init__\.py$))")
 _ASIDE = re.compile(r"\b(TYPE_CHECKING|__name__)\b")
-_PRIVATE = re.compile(r"(^|\.)_(?!_\w+__$)")
+_PRIVATE = re.compile(r"(^|\.)_(?!_(init|call)__$)")
 Form = tuple[Any, ...]
 """A kind, then what must stay of it."""
+_NAMED = "a name"
+"""A default that another name holds."""
 _NAME, _IMPORT, _PLAIN_CLASS = ("name",), ("import",), ("class",)
 Parameter = tuple[str, str, str | None]
 """Name, kind (place, key, * or **), default."""
@@ -31,7 +33,8 @@ Parameter = tuple[str, str, str | None]
 def lost(start: Mapping[str, bytes], solution: Mapping[str, bytes], patched: Mapping[str, bytes]) -> Iterator[str]:
     """Yield `path: name` of what `start` and `solution` offer alike, and `patched` does not. All map paths to files."""
     for path in sorted(patched.keys() & start.keys() & solution.keys()):
-        if _TEST.search(path):
+        moved = path.removesuffix(".py") + "/__init__.py" in patched  # A module became a package.
+        if _NO_SURFACE.search(path) or moved:
             continue
         known, right, now = (_surface(files[path]) for files in (start, solution, patched))
         for name, form in sorted(known.items()):
@@ -43,14 +46,14 @@ def lost(start: Mapping[str, bytes], solution: Mapping[str, bytes], patched: Map
 def _offered(names: Mapping[str, Form], name: str) -> Form | None:
     """Return the form of a name; _NAME where it may come from a base class, a decorator or `import *`."""
     holder = name.rpartition(".")[0]
-    elsewhere = "*" in names or (holder and names.get(holder) not in (None, _PLAIN_CLASS))
+    elsewhere = "*" in names or "__getattr__" in names or (holder and names.get(holder) not in (None, _PLAIN_CLASS))
     return names.get(name, _NAME if elsewhere else None)
 
 
 def _keeps(form: Form, other: Form | None) -> bool:
     """Tell whether `other` serves whoever relies on `form`. A name of another kind may stand for the same thing."""
     if other is None or form[0] != other[0]:
-        return other is not None and "async" not in (form[0], other[0])
+        return other not in (None, ("constant", "None")) and "async" not in (form[0], other[0])
     return _takes(form[1], other[1]) if form[0] in ("function", "async") else form == other or form[0] != "constant"
 
 
@@ -65,7 +68,7 @@ def _takes(old: Sequence[Parameter], new: Sequence[Parameter]) -> bool:
         and stars <= now_stars
         and not shifted
         and defaults.keys() <= now.keys()
-        and all(default in (None, now[name]) for name, default in defaults.items())
+        and all(default in (None, _NAMED, now[name]) or now[name] == _NAMED for name, default in defaults.items())
         and None not in [now[name] for name in now.keys() - defaults.keys()]
     )
 
@@ -77,7 +80,7 @@ def _surface(source: bytes) -> dict[str, Form]:
             found = dict(_names(ast.parse(source).body, ""))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return {}
-    return {name: form for name, form in found.items() if not _PRIVATE.search(name)}
+    return {name: form for name, form in found.items() if name == "__getattr__" or not _PRIVATE.search(name)}
 
 
 def _names(body: list[ast.stmt], inside: str) -> Iterator[tuple[str, Form]]:
@@ -107,10 +110,15 @@ def _defined(node: ast.stmt) -> Iterator[tuple[str, Form]]:
             yield node.name, _NAME if node.bases or node.decorator_list or node.keywords else _PLAIN_CLASS
         case ast.Import() | ast.ImportFrom():
             yield from (((alias.asname or alias.name).partition(".")[0], _IMPORT) for alias in node.names)
-        case ast.Assign(targets=targets, value=value) | ast.AnnAssign(target=targets, value=ast.expr() as value):
-            form = ("constant", ast.unparse(value)) if isinstance(value, ast.Constant) else _NAME
-            named = [targets] if isinstance(targets, ast.AST) else targets
-            yield from ((each.id, form) for target in named for each in ast.walk(target) if isinstance(each, ast.Name))
+        case ast.Assign(targets=targets, value=value):
+            yield from _assigned(targets, value)
+        case ast.AnnAssign(target=target, value=ast.expr() as value):
+            yield from _assigned([target], value)
+
+
+def _assigned(targets: list[ast.expr], value: ast.expr) -> Iterator[tuple[str, Form]]:
+    form = ("constant", ast.unparse(value)) if isinstance(value, ast.Constant) else _NAME
+    yield from ((each.id, form) for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
 
 
 def _parameters(given: ast.arguments) -> Iterator[Parameter]:
@@ -121,5 +129,6 @@ def _parameters(given: ast.arguments) -> Iterator[Parameter]:
         ("key", given.kwonlyargs, given.kw_defaults),
     ):
         for parameter, value in zip(parameters, values, strict=True):
-            yield parameter.arg, kind, None if value is None else ast.unparse(value)
+            plain = value is None or not any(isinstance(each, ast.Name | ast.Call) for each in ast.walk(value))
+            yield parameter.arg, kind, value and (ast.unparse(value) if plain else _NAMED)
     yield from (("", kind, None) for kind, rest in (("*", given.vararg), ("**", given.kwarg)) if rest is not None)

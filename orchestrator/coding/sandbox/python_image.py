@@ -136,24 +136,26 @@ def _make(folder: Path, distributions: Sequence[metadata.Distribution], programs
 
 
 def _install_programs(programs: Sequence[str], folder: Path) -> None:
-    """Install packages of npm, and the Node that runs them. Raises SandboxError."""
+    """Install packages of npm, none of whose scripts run, and the Node that runs them. Raises SandboxError."""
     (folder / "node_modules/.bin").mkdir(parents=True)
-    if not programs:
-        return
     npm, node = shutil.which("npm"), shutil.which("node")
-    if npm is None or node is None:
+    if programs and (npm is None or node is None):
         raise SandboxError(
             f"{', '.join(programs)} needs Node 20 or newer with npm, which are not on the PATH: install them "
-            "(`apt-get install nodejs npm`, or nodejs.org), or choose another harness"
+            "(nodejs.org, or your system's packages nodejs and npm), or choose another harness"
         )
-    command = [npm, "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--omit=dev", *programs]
+    if not programs or npm is None or node is None:
+        return
+    words = ["--prefix", str(folder), "--ignore-scripts", "--no-audit", "--no-fund", "--omit=dev", *programs]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_NPM_S)
-    except subprocess.TimeoutExpired:
-        raise SandboxError(f"npm did not install {', '.join(programs)} within {_NPM_S:g} s") from None
-    if done.returncode:
-        raise SandboxError(f"npm could not install {', '.join(programs)}: {done.stderr.strip()[-500:]}")
-    shutil.copy(Path(node).resolve(), folder / "node_modules/.bin/node")
+        path = subprocess.run(
+            [node, "-p", "process.execPath"], capture_output=True, text=True, timeout=_NPM_S, check=True
+        )
+        shutil.copy(path.stdout.strip(), folder / "node_modules/.bin/node")
+        subprocess.run([npm, "install", *words], capture_output=True, text=True, timeout=_NPM_S, check=True)
+    except (subprocess.SubprocessError, OSError) as error:
+        said = str(getattr(error, "stderr", None) or error).strip()
+        raise SandboxError(f"npm could not install {', '.join(programs)}: {said[-500:]}") from None
 
 
 def _copy_interpreter(target: Path) -> None:
