@@ -59,6 +59,12 @@ class PolicyEndpoint:
     """Most tokens of an answer."""
 
 
+def _placed(package: str, program: str) -> str:
+    """Return the path of a program that a script of npm's, which does not run, would put in its place."""
+    kind = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+    return f"{NPM_FOLDER}/node_modules/{package}-linux-{kind}/{program}"
+
+
 def _claude_code(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
     more = ["--append-system-prompt", system] if system else []
     env = {
@@ -71,10 +77,11 @@ def _claude_code(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
     }
-    # Its starter waits for a script of npm's to put the program in its place.
-    kind = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
-    program = f"{NPM_FOLDER}/node_modules/@anthropic-ai/claude-code-linux-{kind}/claude"
-    return [program, "-p", "--dangerously-skip-permissions", *more], ["--", prompt], env
+    return (
+        [_placed("@anthropic-ai/claude-code", "claude"), "-p", "--dangerously-skip-permissions", *more],
+        ["--", prompt],
+        env,
+    )
 
 
 def _codex(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
@@ -109,7 +116,7 @@ def _opencode(endpoint: PolicyEndpoint, system: str, prompt: str) -> Start:
     provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {endpoint.model: {"limit": limit}}}
     config = {"provider": {PROVIDER: provider}, "model": f"{PROVIDER}/{endpoint.model}", "autoupdate": False}
     text = f"{system}\n\n{prompt}" if system else prompt
-    return ["opencode", "run"], ["--", text], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
+    return [_placed("opencode", "bin/opencode"), "run"], ["--", text], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
 
 
 STARTS = {"claude_code": _claude_code, "codex": _codex, "opencode": _opencode, "qwen_code": _qwen_code}
