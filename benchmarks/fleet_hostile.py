@@ -4,7 +4,6 @@
         |                 |      |             <-- attacks -- 1 hostile node  (a process of its own)
     a batch takes    audits <--------- verdicts ------------- `inference audit`, the model in float32
 
-    python benchmarks/fleet_hostile.py
     python benchmarks/fleet_hostile.py --rounds 1 --seconds 20
 
 All eight enroll by an invite, each with a key of its own. The honest nodes are `inference join`'s InferenceNode and
@@ -14,16 +13,14 @@ batch leaves out what the gateway calls tainted. Goodput is the tokens a second 
 
 The hostile node does all of this at once (fleet_hostile_sides/hostile.py), from as many connections as it likes:
 
-    lies      right format, plausible logprobs, a stop at the end, but tokens that no model drew; some at once, some as
-              the first half of an answer that another node then continues (benchmarks/trust.py has eleven other cheats)
+    lies      tokens that no model drew, in the right form; some as the first half of an answer that another continues
     silence   never answers two fifths of its requests, while it reports 10^12 tokens a second
     claims    16,384 places and an endless context; the names of honest nodes
     floods    junk, empty messages, reports, hellos, answers and parts of answers to requests that it does not hold
     memory    messages of 600 MiB and of 100,000 frames, weights that it asks for and does not read
 
-Each round starts a gateway and waits until its honest nodes are known. The verdicts are over `--rounds` rounds. Exit
-status 1 when one is missed: the goodput's median share, a sample with a token of the hostile node in a batch, memory
-that grows. It must also really have been hostile.
+Each round starts a gateway and waits until its honest nodes are known. Exit status 1 when a verdict over all rounds is
+missed: the goodput's median share, a sample with a token of the hostile node in a batch, memory that grows.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
     groups of rollouts (closed loop) -> the product's Router, one policy after the other -> simulated engines
 
     python -m benchmarks.fleet_routing --seeds 0 1 2
-    python -m benchmarks.fleet_routing --concurrent 128
     python -m benchmarks.fleet_routing --traces outputs/a1 outputs/code-a1 --groups 1600 --quantum-s 0.02
 
 The policies: `ours` is the Router as it is; `session` keeps a conversation on its node and gives others the node with
@@ -23,8 +22,7 @@ sixth of that. Both hold 64 requests and 300,000 tokens.
 
 After each fifth of the groups a fast node is killed. It is noticed after 10 s and comes back, cold, after 60 s. Lost at
 a kill are tokens that the node had sampled and not streamed; `whole` is `ours` with engines that stream nothing. Wasted
-are all tokens that were sampled and are in no answer. With several seeds, ratios have
-the mean and Student's interval over seeds.
+are all tokens that were sampled and are in no answer. Ratios have Student's interval over seeds.
 
 Exit status 1 when ours has, with any seed, fewer groups a second or a longer p90 than another policy, or loses more at
 a kill than `whole`. Also when the mean over seeds of its groups a second is less than 1.6 times that of `least` or

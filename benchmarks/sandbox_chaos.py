@@ -4,8 +4,7 @@
     seeded kill -9 of worker processes and of sandboxes' first processes, until --box-kills and --worker-kills are used
 
 A rollout that a kill took is a failure and is played again under a new id, as in a run. It ends with status 1 when a
-rollout was scored other than 1, when a task has not exactly one score, when a process, sandbox or folder is left, or
-when a kill was not used. The first rollout ends only after the last kill, so that there is a sandbox to kill.
+rollout was scored other than 1, a task has not exactly one score, something is left, or a kill was not used.
 """
 
 from __future__ import annotations

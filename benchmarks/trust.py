@@ -14,9 +14,8 @@ bound, median and 90th percentile. `distance` is the mean total variation betwee
     greedy      the likeliest token each time        early stop   half of the answer, then a stop
     foreign     draws of another seed
 
-A step moves each weight by `--lr` up or down, as Adam does. Honest nodes compute in float32 and in bfloat16, and one
-float32 node is audited in bfloat16. The exit status is 1
-when a cheat is not caught in every order at the tolerance for float32, when an honest node is quarantined or .1 % of
+Honest nodes compute in float32 and in bfloat16, and one float32 node is audited in bfloat16. The exit status is 1 when
+a cheat is not caught in every order at the tolerance for float32, when an honest node is quarantined or .1 % of
 its answers are refused, or when the audits cost 3 % of generation or more, in CPU time. `--quick` meets few answers.
 """
 

@@ -1,7 +1,6 @@
 """How fast `composer view` answers over many runs: python -m benchmarks.view
 
-Makes runs in the real form (a rollout has some 5 kB, as toolsmith's have). Half of the rollouts are in one long run,
-the rest in the others. Starts the server in a process of its own, and times its answers over HTTP. Nothing is kept.
+Makes runs in the real form (5 kB a rollout, half of them in one long run), and times the server's answers over HTTP.
 """
 
 from __future__ import annotations
