@@ -130,6 +130,8 @@ def test_a_long_reply_is_cut(vf, caplog):
 
 # Other harnesses pass text as it is: what cannot fit the context is refused before it is rendered.
 def test_an_endless_conversation_is_refused(vf, monkeypatch):
+    from verifiers.v1.dialects import ChatDialect
+
     from orchestrator.workers.verifiers_adapter import GatewayClient
 
     monkeypatch.setenv("SOME_TOKEN", "t")
@@ -137,7 +139,7 @@ def test_an_endless_conversation_is_refused(vf, monkeypatch):
     async def ask() -> None:
         client = GatewayClient(vf.TrainClientConfig(base_url="http://127.0.0.1:1/v1", api_key_var="SOME_TOKEN"), 64)
         try:
-            await client.get_response(None, {"messages": [{"role": "user", "content": "x" * 20_000}]}, None)
+            await client.get_response(ChatDialect(), {"messages": [{"role": "user", "content": "x" * 20_000}]}, None)
         finally:
             await client.client.close()
 

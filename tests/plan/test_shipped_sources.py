@@ -52,7 +52,7 @@ def test_the_task_sets_of_every_shipped_file_load(name, tmp_path):
     renderer = renderer_of(config, tmp_path)
     for source in config.orchestrator.source:
         spec = source_spec(source, config, Path())
-        if "/code-" in name:
+        if "/code-" in name or name == "code/native.toml":
             with pytest.raises(Exception, match="composer tasks make"):
                 Environment(spec, "train", renderer)
             continue
