@@ -23,7 +23,7 @@ COMMANDS = {
     "ingest": ("composer_prime.traces.ingest.ingest", "read agent sessions (PATHS... -o states.zst)"),
     "replay": ("composer_prime.traces.replay.replay", "let teachers vote on states, and write preference pairs"),
     "hints probe": ("composer_prime.cli.hints_command", "measure what hints will teach, before training (RUN|MODEL)"),
-    "tasks": ("orchestrator.coding.tasks_command", "make, check and show coding tasks"),
+    "tasks": ("orchestrator.coding.tasks_command", "make and import coding tasks"),
     "doctor": ("composer_prime.cli.doctor_command", "check this machine: packages, GPUs, memory, disk, sandboxes"),
 }
 """Each command's module, with main(words), and its line in the help."""
