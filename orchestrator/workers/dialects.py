@@ -128,14 +128,13 @@ def _message_events(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for index, block in enumerate(raw["content"]):
         kind = block["type"]
         empty = {"text": {"text": ""}, "thinking": {"thinking": ""}, "tool_use": {"input": {}}}[kind]
-        deltas = {
-            "text": [{"type": "text_delta", "text": block.get("text")}],
-            "thinking": [{"type": "thinking_delta", "thinking": block.get("thinking")}],
-            "tool_use": [{"type": "input_json_delta", "partial_json": json.dumps(block.get("input"))}],
+        delta = {
+            "text": {"type": "text_delta", "text": block.get("text")},
+            "thinking": {"type": "thinking_delta", "thinking": block.get("thinking")},
+            "tool_use": {"type": "input_json_delta", "partial_json": json.dumps(block.get("input"))},
         }[kind]
         yield {"type": "content_block_start", "index": index, "content_block": block | empty}
-        for delta in deltas:
-            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
     delta = {"stop_reason": raw["stop_reason"], "stop_sequence": None}
     yield {"type": "message_delta", "delta": delta, "usage": {"output_tokens": raw["usage"]["output_tokens"]}}
