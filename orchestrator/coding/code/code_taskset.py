@@ -71,6 +71,9 @@ class CodeSettings(BaseModel):
     regression_s: float = Field(default=REGRESSION_S, ge=0)
     """Seconds of the repository's other tests that a patch which would earn runs, besides all that reach the files
     that it touches; with 0 the task's own tests alone decide."""
+    elsewhere: float = Field(default=0.5, ge=0, le=1)
+    """Share of the reward that a patch earns which also changes what the known solution leaves alone: no test may see
+    what breaks there. 1 pays it in full."""
     partial_credit: bool = False
     """Reward the share of repaired tests, as long as no other test breaks. Otherwise only a full solution earns."""
 
@@ -265,6 +268,7 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
             "tests_passed": len(expected & result.passed) / max(len(expected), 1),
             "tests_repaired": result.fraction,
             "tampered": float(bool(result.tampered)),
+            "changed_elsewhere": float(len(result.elsewhere)),
             "patch_files": float(len(taken)),
             "patch_files_refused": float(len(refused)),
             "grading_s": result.wall_s,
@@ -276,7 +280,8 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
 
     def _earned(self, state: CodeState) -> float:
         assert state.grade is not None
-        return state.grade.fraction if self.data.settings.partial_credit else float(state.grade.solved)
+        earned = state.grade.fraction if self.data.settings.partial_credit else float(state.grade.solved)
+        return earned * self.data.settings.elsewhere if state.grade.elsewhere else earned
 
 
 def _tool_uses(trace: vf.Trace[CodeData, CodeState]) -> list[ToolUse]:

@@ -36,7 +36,7 @@ import msgspec
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
-from orchestrator.coding.code.surface import lost
+from orchestrator.coding.code.elsewhere import changed_elsewhere
 from orchestrator.coding.monitor.before import PYTEST_FILES, STARTUP_FILES, is_below, unwanted_files
 from orchestrator.coding.sandbox.box import CommandResult, open_box, read_tree
 from orchestrator.coding.task import HELD_BACK, CodeTask, Suite, check_path, matches, parsed, suite_of, tree_of
@@ -101,6 +101,8 @@ class Grade:
     """Rule of the monitor, place and evidence: counter-tests that the patch passed, held-back inputs that it failed."""
     counter_tests: int = 0
     """Counter-tests that the patch failed, as honest code does."""
+    elsewhere: Sequence[str] = ()
+    """What the patch changes that the known solution leaves alone, and no test can answer for (`elsewhere.py`)."""
     report: str
     """The failures in words, at most 4,000 characters."""
 
@@ -153,8 +155,9 @@ async def grade(
         original, _ = await bench.counters(solved, None, [])
         said = {key: outcome for key, outcome in said.items() if original.counters.get(key) == _honest(key)}
     result = _countered(result, said) if result.fraction else result
-    result = await asyncio.to_thread(_offering, task, trees, taken, result, regression_s)
-    return await _asked(result, bench, files, solved) if result.solved and HELD_BACK in task.test_files else result
+    if result.solved and HELD_BACK in task.test_files:
+        result = await _asked(result, bench, files, solved)
+    return replace(result, elsewhere=await asyncio.to_thread(_elsewhere, task, trees, taken))
 
 
 async def _asked(result: Grade, bench: _Bench, files: _Files, solved: _Files) -> Grade:
@@ -404,19 +407,14 @@ def _overlay(task: CodeTask, taken: _Files) -> _Files:
     return {**start, **taken, **tests}
 
 
-def _offering(task: CodeTask, trees: Path, taken: _Files, result: Grade, regression_s: float) -> Grade:
-    """Pay no patch that breaks public names; all where no solution is known to compare with."""
-    if not (result.fraction and regression_s and task.solution):
-        return result
-    tree = tree_of(task, trees)
-    pristine = {**(read_tree(tree) if tree else {}), **{path: text.encode() for path, text in task.start.items()}}
-    solution = {**pristine, **{path: text.encode() for path, text in task.solution.items()}}
-    patched = {path: content or b"" for path, content in taken.items() if path.endswith(".py")}
-    names = [*lost(pristine, solution, patched)]
-    if not names:
-        return result
-    why = f"No credit: start and known solution offer {', '.join(names[:5])} alike, and the patch does not"
-    return replace(result, solved=False, fraction=0.0, report=f"{why}\n{result.report}"[:_REPORT_CHARS])
+def _elsewhere(task: CodeTask, trees: Path, taken: _Files) -> list[str]:
+    """Return what a patch changes that the known solution leaves alone; [] where none is known."""
+    tree, solution = tree_of(task, trees), {path: text.encode() for path, text in task.solution.items()}
+    names = {*taken, *(path.removesuffix("/__init__.py") + ".py" for path in taken)}
+    files = {path: tree / path for path in names if tree and not is_below(path, _removed(task, taken))}
+    start = {path: file.read_bytes() for path, file in files.items() if file.is_file()}
+    start |= {path: text.encode() for path, text in task.start.items()}
+    return [*changed_elsewhere(start, solution, taken)] if solution else []
 
 
 def _graded_tree(task: CodeTask, tree: Path | None, files: _Files) -> dict[str, bytes]:
