@@ -73,6 +73,14 @@ def test_a_broken_edit_is_an_error_turn(folder: Path) -> None:
     assert Templates.load().detected(tests, {"test_failure"}) == "test_failure"
 
 
+# A solution that also changes what the known one leaves alone earns a share, although all tests pass.
+@pytest.mark.parametrize(("settings", "reward"), [({}, 0.5), ({"elsewhere": 1.0}, 1.0)])
+def test_a_change_elsewhere_earns_half(folder: Path, settings: dict[str, Any], reward: float) -> None:
+    edit = call("str_replace", path="demo/numbers.py", old_str="2 * value", new_str="2 * value if value != 9 else 0")
+    reply, _ = play(source(folder, **settings), [FIX, edit, DONE])
+    assert reply.reward == reward and reply.metrics["solved_by_tests"] == reply.metrics["changed_elsewhere"] == 1.0
+
+
 # Partial credit is the share of repaired tests.
 def test_partial_credit(folder: Path) -> None:
     half = call("str_replace", path="demo/numbers.py", old_str=STUB, new_str="    return len(values)")

@@ -37,20 +37,16 @@ def changed_elsewhere(start: Files, solution: Files, patch: Files) -> Iterator[s
         if path not in start and module in start:
             yield f"{module}: a package stands in its place"
         elif path in start and not _PROSE.search(path):
-            before, right, now = (
-                _definitions(path, files.get(path, start[path])) for files in (start, solution, patch)
-            )
-            for name in sorted(before.keys() | now.keys()):
-                is_left_alone = before.get(name) == right.get(name)
-                if is_left_alone and before.get(name) != now.get(name) and not _is_free(path, name, before, now):
-                    yield f"{path}: {name[:60] or 'the file'}"
+            old, right, new = (_definitions(path, files.get(path, start[path])) for files in (start, solution, patch))
+            changed = {name for name in old.keys() | new.keys() if old.get(name) == right.get(name) != new.get(name)}
+            yield from (f"{path}: {name[:60]}" for name in sorted(changed) if not _is_free(path, name, old, new))
 
 
-def _is_free(path: str, name: str, before: Mapping[str, list[Definition]], now: Mapping[str, list[Definition]]) -> bool:
-    if name in before:
-        is_import = {kind for kind, _ in before[name]} == {"import"}
-        return is_import and name not in now and not path.endswith("__init__.py")
-    return now[name][0][0] != "statement" and not _MET.search(name)
+def _is_free(path: str, name: str, old: Mapping[str, list[Definition]], new: Mapping[str, list[Definition]]) -> bool:
+    if name not in old:
+        return new[name][0][0] != "statement" and not _MET.search(name)
+    is_import = {kind for kind, _ in old[name]} == {"import"}
+    return is_import and name not in new and not path.endswith("__init__.py")
 
 
 def _definitions(path: str, content: bytes | None) -> dict[str, list[Definition]]:
@@ -65,7 +61,7 @@ def _definitions(path: str, content: bytes | None) -> dict[str, list[Definition]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         body = None
     if body is None:
-        return {"": [("file", content.decode(errors="replace"))]}
+        return {"the file": [("file", content.decode(errors="replace"))]}
     for name, kind, text in _walk(body, "", ""):
         found[name].append((kind, text))
     return found
