@@ -23,7 +23,6 @@ from torch import Tensor
 from composer_prime.channels.policy import PolicyConfig
 from composer_prime.channels.term import Sums
 from composer_prime.channels.tokens import PolicyTokens, bounded_exp
-from composer_prime.integrations.padded import flat_tokens
 from composer_prime.wire.types import StepTotals
 
 NEGATIVE_SHARE = 0.5
@@ -47,7 +46,15 @@ def tapered_loss(
 
 def on_a_batch(logprobs_BT: Tensor, mask_BT: Tensor, advantages_B: Tensor) -> Tensor:
     """Return the loss of padded rows. They were just sampled, so the sampler's log-probabilities are the policy's."""
-    tokens = flat_tokens(logprobs_BT, logprobs_BT.detach(), advantages_B[:, None], mask_BT)
+    logprobs_T, sequence_T = logprobs_BT[mask_BT], mask_BT.nonzero()[:, 0]
+    tokens = PolicyTokens(
+        logprobs_T=logprobs_T,
+        sampler_logprobs_T=logprobs_T.detach(),
+        advantages_T=advantages_B[sequence_T],
+        entropy_T=torch.zeros_like(logprobs_T),
+        sequence_T=sequence_T,
+        sequences=len(mask_BT),
+    )
     totals = StepTotals(samples=1, tokens=int(mask_BT.sum()))  # the caller divides by the step's rollouts
     return tapered_loss(tokens, totals, PolicyConfig(), grpo_in_one_file.MAX_CONTEXT)[0]
 

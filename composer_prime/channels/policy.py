@@ -348,13 +348,12 @@ def estimate(estimator: Literal["k1", "k2", "k3"], logprobs_T: Tensor, reference
 
 
 def _token_scale(tokens: PolicyTokens, totals: StepTotals, config: PolicyConfig, max_length: int) -> Tensor:
-    """Return the factor [T] of each token's loss: its own weight over what `config.denominator` divides by."""
+    """Return the factor [T] of each token's loss: one over what `config.denominator` divides by."""
     ones_T = torch.ones_like(tokens.sampler_logprobs_T)
     lengths_T = None
     if config.denominator == "sequence":
         lengths_T = sum_by(ones_T, tokens.sequence_T, tokens.sequences)[tokens.sequence_T]
-    scale_T = ones_T * (1.0 / divisor(config, totals, max_length, ones_T.numel(), lengths_T))
-    return scale_T if tokens.weight_T is None else scale_T * tokens.weight_T
+    return ones_T * (1.0 / divisor(config, totals, max_length, ones_T.numel(), lengths_T))
 
 
 def divisor(

@@ -61,8 +61,6 @@ class PolicyTokens:
     """Sequences in the micro-batch."""
     reference_logprobs_T: Tensor | None = None
     """float [T]: log-probability under the reference policy; needed where `kl.weight` > 0."""
-    weight_T: Tensor | None = None
-    """float [T]: a factor of each token's whole loss; None for 1."""
 
 
 def sum_by(values_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:

@@ -10,6 +10,10 @@ from composer_prime.wire.types import StepTotals
 ALL = (slice(None),)
 
 
+def make_po_config(objective: str = "dr_grpo", **settings) -> PolicyConfig:
+    return PolicyConfig.model_validate({"objective": objective, **settings})
+
+
 class Rows:
     """B sequences of up to T tokens with random log-probabilities, advantages and masks, float64."""
 

@@ -2,11 +2,11 @@
 
 import pytest
 from pydantic import ValidationError
+from rows import make_po_config
 
 from composer_prime.channels.policy import PolicyConfig
 from composer_prime.config.channels import ChannelsConfig, ReplayDpoConfig
-from composer_prime.errors import ConfigError
-from composer_prime.integrations.padded import make_po_config
+from composer_prime.config.problems import wrong_config
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,9 @@ def test_what_the_user_sets_wins():
 )
 def test_wrong_settings_name_the_remedy(objective, settings, words):
     # An unknown objective or setting gets the nearest known one; values in conflict are both named.
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ValidationError) as raised:
         make_po_config(objective, **settings)
-    assert words in str(raised.value)
+    assert words in str(wrong_config(raised.value, [], section=("channels", "policy")))
 
 
 def test_simpo_brings_its_own_temperature():

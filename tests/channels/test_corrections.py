@@ -6,14 +6,13 @@ import math
 
 import pytest
 import torch
-from rows import Rows
+from rows import Rows, make_po_config
 from test_policy import as_trl_names_it, same
 from trl_oracle import trl_loss
 
 from composer_prime.channels.policy import estimate, policy_loss
 from composer_prime.channels.tokens import PolicyTokens
 from composer_prime.errors import ConfigError
-from composer_prime.integrations.padded import make_po_config
 from composer_prime.wire.types import StepTotals
 
 OBJECTIVES = ("dr_grpo", "grpo", "bnpo", "dapo", "gspo", "cispo")

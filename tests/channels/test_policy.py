@@ -8,11 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import Rows
+from rows import Rows, make_po_config
 from trl_oracle import trl_loss
 
 from composer_prime.channels.policy import policy_loss, policy_metrics
-from composer_prime.integrations.padded import make_po_config
 
 OBJECTIVES = ("dr_grpo", "grpo", "bnpo", "dapo", "gspo", "cispo")
 CORRECTIONS = ("none", "tis", "dppo")

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
-from composer_prime.channels.policy import load_policy_loss, policy_loss
+from composer_prime.channels.policy import PolicyConfig, load_policy_loss, policy_loss
 from composer_prime.channels.term import channel_metrics, total_loss
 from composer_prime.channels.tokens import PolicyTokens
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import ConfigError
-from composer_prime.integrations.padded import make_po_config
 from composer_prime.wire.types import StepTotals
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -56,7 +56,7 @@ def test_own_loss(examples):
 
     logprobs_T = torch.tensor([-0.5, -1.0, -2.0, -0.1], requires_grad=True)
     totals = StepTotals(samples=2, tokens=4)
-    config = make_po_config("dr_grpo", correction="none")
+    config = PolicyConfig(objective="dr_grpo", correction="none")
     expected = policy_loss(policy_tokens(logprobs_T, 0.0), totals, config, 8)[0]
     loss = tapered_loss(policy_tokens(logprobs_T, 0.0), totals, config, 8, negative_share=1.0)[0]
     gradients = [torch.autograd.grad(value, logprobs_T)[0] for value in (loss, expected)]
@@ -79,14 +79,14 @@ def test_own_loss_by_its_import_path(examples):
     metrics = channel_metrics(terms, {name: value.item() for name, value in parts.sums.items()})
     assert metrics["policy/tapered"] == 0.5 and metrics["loss/policy"] == pytest.approx(parts.total.item())
     assert {"policy/mismatch_kl", "policy/ess", "policy/entropy"} <= metrics.keys()
-    assert load_policy_loss(make_po_config("grpo")) is policy_loss
+    assert load_policy_loss(PolicyConfig(objective="grpo")) is policy_loss
     for path in ("no_such_module:loss", "own_loss:nothing", "own_loss:on_a_batch"):
         with pytest.raises(ConfigError, match=rf"channels\.policy\.loss .*{path}"):
-            load_policy_loss(make_po_config(loss=path))
+            load_policy_loss(PolicyConfig(loss=path))
     with pytest.raises(ConfigError, match=r"channels\.policy\.loss .*no_such"):
-        load_policy_loss(make_po_config(loss={"name": "own_loss:tapered_loss", "settings": {"no_such": 1}}))
-    with pytest.raises(ConfigError, match=r"channels.policy.loss"):
-        make_po_config(loss="own_loss.tapered_loss")
+        load_policy_loss(PolicyConfig(loss={"name": "own_loss:tapered_loss", "settings": {"no_such": 1}}))
+    with pytest.raises(ValidationError, match=r"own_loss\.tapered_loss"):
+        PolicyConfig(loss="own_loss.tapered_loss")
 
 
 # On padded rows it counts the sampled ids only: good ones in full, bad ones by their share.
