@@ -14,7 +14,6 @@ COMMANDS = {
     "new": ("composer_prime.cli.environments.new_command", "write an environment, a hint or a reward (KIND NAME)"),
     "chat": ("composer_prime.cli.chat_command", "talk to a trained model in the terminal (RUN|MODEL)"),
     "serve": ("composer_prime.cli.serve_command", "serve a model to clients of OpenAI's API (RUN|MODEL)"),
-    "export": ("composer_prime.cli.export_command", "write a trained model as a folder (RUN|MODEL -o)"),
     "eval": ("composer_prime.cli.eval_command", "score a model, or compare two, on held-out tasks (MODEL RUN)"),
     "report": ("composer_prime.cli.report_command", "report on runs: rewards, time, events, evaluations"),
     "ladder": ("composer_prime.cli.ladder_command", "train and compare arms with several seeds (run CONFIGS -o)"),

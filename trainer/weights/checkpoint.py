@@ -27,24 +27,17 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
 
-from composer_prime.config.load import read_config
 from composer_prime.errors import CheckpointError, ComposerError
 from composer_prime.host import memory
-from composer_prime.model_source import resolve_model
 from composer_prime.run.run_dir import RunDir, write_atomic, write_remedy
 from diloco.streaming import StreamingDiLoCo
-from trainer import world as worlds
 from trainer.data import StepClient, first_alone, wait_together
-from trainer.model.build import build_policy
 from trainer.model.policy_model import Policy, SelfTeacher
 from trainer.optim import Optimizer
-from trainer.weights.publish import export
 from trainer.world import Background, World, gather_texts, gather_words
 
 logger = logging.getLogger(__name__)
@@ -210,29 +203,6 @@ class Checkpoints:
                 f"the state of the loop across clusters cannot be read from {path}: {error.strerror}; resume without "
                 "[diloco], or with as many trainer.ranks as wrote the checkpoint"
             ) from None
-
-
-def write_checkpoint_model(run_dir: RunDir, step: int, target: Path) -> None:
-    """Write the model of checkpoint `step` to the new folder `target`: adapters merged, float32, on the CPU.
-
-    Runs outside a run, alone. Raises CheckpointError for a checkpoint that cannot be read.
-    """
-    config = read_config(run_dir.config)
-    trainer = config.trainer.model_copy(update={"device": "cpu", "compute_dtype": "float32"})
-    config = config.model_copy(update={"trainer": trainer})
-    model_folder, folder = resolve_model(config.model.path), run_dir.checkpoint(step) / "trainer"
-    try:
-        alone = worlds.join(config.trainer)
-        policy = build_policy(config, model_folder, alone)
-        state = {"model": _without_frozen(policy, get_model_state_dict(policy))}
-        try:
-            dcp.load(state, checkpoint_id=folder)
-        except (Exception, dcp.CheckpointException) as error:  # CheckpointException is a BaseException
-            raise CheckpointError(f"checkpoint {folder} cannot be read: {_root_cause(error)}") from error
-        set_model_state_dict(policy, state["model"], options=PARTIAL)
-        export(policy, config, model_folder, target, alone, torch.float32)
-    finally:
-        worlds.leave()
 
 
 def _prepare(folder: Path, step: int, client: StepClient) -> str:
