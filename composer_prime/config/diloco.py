@@ -5,7 +5,6 @@ All peers of a run must agree on fragments and outer, which decide the global mo
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,6 +16,9 @@ from composer_prime.address import tcp_address
 
 BLOCK = 256
 """Parameters that share a scale in int8 and int4; even, because two 4-bit values share a byte."""
+
+PLAIN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+"""It names folders and log lines."""
 
 
 class CodecConfig(BaseConfig):
@@ -38,10 +40,10 @@ class DilocoConfig(BaseConfig):
 
     rendezvous: str
     """Address of `diloco rendezvous`: tcp://HOST:PORT, or tcp://[ADDRESS]:PORT for IPv6."""
-    run: str
-    """Name of the joint run; the same for all peers."""
-    peer_id: str
-    """This cluster's name among the peers."""
+    run: str = Field(pattern=PLAIN_NAME)
+    """Name of the joint run; the same for all peers. Up to 64 letters, digits, dots, dashes, underscores."""
+    peer_id: str = Field(pattern=PLAIN_NAME)
+    """This cluster's name among the peers, in the same letters."""
     key_file: Path
     """The joint run's key, made by `diloco keygen FILE` and copied to every cluster."""
     task_shard: tuple[int, int] | None = None
@@ -74,16 +76,6 @@ class DilocoConfig(BaseConfig):
     def interval(self) -> int:
         """H / P: inner steps from one outer step to the next."""
         return self.sync_every // self.fragments
-
-    @field_validator("peer_id", "run")
-    @classmethod
-    def _plain_name(cls, name: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-            raise ValueError(
-                f"diloco.peer_id and diloco.run name folders and log lines; {name!r} does not: use up to 64 "
-                "letters, digits, '.', '-' and '_'"
-            )
-        return name
 
     @field_validator("task_shard")
     @classmethod

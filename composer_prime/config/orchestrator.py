@@ -162,16 +162,8 @@ class AuditConfig(BaseConfig):
 class WeightCopiesConfig(BaseConfig):
     """The places where nodes on other machines download weights without the gateway."""
 
-    sources: list[str] = []
+    sources: list[Annotated[str, Field(pattern="^https?://")]] = []
     """Copies of the weight store: http:// or https:// URLs. The host `*` stands for the gateway's."""
-
-    @field_validator("sources")
-    @classmethod
-    def _are_urls(cls, urls: list[str]) -> list[str]:
-        for url in urls:
-            if "://" not in url:
-                raise ValueError(f"{url!r} is not a URL: expected http://HOST:PORT or https://HOST/PATH")
-        return urls
 
 
 class OrchestratorConfig(BaseConfig):

@@ -60,7 +60,8 @@ def _sentence(location: Location, problems: list[Any], layers: Sequence[Layer]) 
         keys = ", ".join(section.model_fields)
         return f"{shown}: a section, not a value: set {dash}{key}.KEY, where KEY is one of {keys}"
     items = f"a list of sections: write [[{key}]] above each" if value[0] == "{" else f"a list, [{value}]"
-    forms = {"dict_type": f"a table, such as {{ id = {value} }}", "list_type": items}
+    form = f"the form {first.get('ctx', {}).get('pattern')}"
+    forms = {"dict_type": f"a table, such as {{ id = {value} }}", "list_type": items, "string_pattern_mismatch": form}
     said = [str(forms.get(each["type"], each["msg"].removeprefix("Input should be "))) for each in problems]
     said[-1] += _meaning(location, first["type"])
     now = value_now(".".join(names_of(location)), first["input"])
@@ -74,8 +75,8 @@ def _names_now(location: Location, value: Any) -> str:
 
 
 def _meaning(location: Location, mistake: str) -> str:
-    """Return what the help says of a key whose number is out of range, in brackets."""
-    section = section_at(location[:-1]) if mistake.startswith(("greater_than", "less_than")) else None
+    """Return what the help says of a key whose number or form is wrong, in brackets."""
+    section = section_at(location[:-1]) if mistake.startswith(("greater_than", "less_than", "string_pattern")) else None
     text = _descriptions(section).get(str(location[-1])) if section else None
     return f" ({' '.join(text.split()).removeprefix('* ').rstrip('.')})" if text else ""
 

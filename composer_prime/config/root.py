@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.config.channels import ChannelsConfig
@@ -21,7 +20,7 @@ from composer_prime.model_families import UNKNOWN, family_of
 
 
 class RunConfig(BaseConfig):
-    name: str
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run and of its folder in output_dir; letters, digits, dot, dash, underscore."""
     output_dir: Path = Path("outputs")
     """Folder for run directories."""
@@ -38,16 +37,6 @@ class RunConfig(BaseConfig):
     import_from: list[Path] = []
     """Folders to import task sets, harnesses, curricula, hints and losses from, after installed packages. The
     folder of each configuration file is added if it contains modules, the last file's first."""
-
-    @field_validator("name")
-    @classmethod
-    def _names_a_folder(cls, name: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise ValueError(
-                f"run.name is {name!r}; it names a folder, so use letters, digits, '.', '-' and '_' only "
-                "(put folders into run.output_dir)"
-            )
-        return name
 
 
 class ModelConfig(BaseConfig):

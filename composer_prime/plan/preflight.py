@@ -63,7 +63,7 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
                 place = f"run.output_dir is {config.run.output_dir}, but {reason}"
                 findings.problems.append(f"{place}: set run.output_dir to a folder that can be written to")
     findings.notes += setting_notes(config)
-    for check in (_open_files, _model, _modules, _files, _weight_copies, _hints_key, _licence, _made_parts, _teachers):
+    for check in (_open_files, _model, _modules, _files, _hints_key, _licence, _made_parts, _teachers):
         try:
             check(config, findings)
         except ComposerError as error:
@@ -276,16 +276,6 @@ def _read_rows(config: Config) -> None:
             file.read(index)
         if not len(file) and file.path.is_file() and file.path.stat().st_size:
             raise ConfigError(f"orchestrator.preferences.pairs is {file.path}: it has no line with an end")
-
-
-def _weight_copies(config: Config, findings: Findings) -> None:
-    if config.orchestrator.address is None:
-        for url in config.orchestrator.weights.sources:
-            if not url.startswith(("http://", "https://")):
-                findings.problems.append(
-                    f"orchestrator.weights.sources has {url!r}, but nodes read http:// and https:// addresses: "
-                    "give a bucket's, or serve it with `rclone serve http`"
-                )
 
 
 def _hints_key(config: Config, findings: Findings) -> None:

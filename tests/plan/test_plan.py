@@ -146,13 +146,6 @@ def test_an_output_folder_that_cannot_be_written_is_a_problem(tmp_path, unwritab
     assert not (tmp_path / "new").exists()  # nothing was made
 
 
-def test_a_copy_of_the_weights_that_nodes_cannot_read_is_a_problem(tmp_path):
-    # Nodes read web addresses; a bucket's own URL is refused before anything starts.
-    flag = "--orchestrator.weights.sources"
-    assert "'s3://b/w'" in problems(tmp_path, flag, '["s3://b/w"]')
-    assert problems(tmp_path, flag, '["https://b.example/w"]') == ""
-
-
 def test_an_orchestrator_on_its_own_has_the_same_check(tmp_path):
     # It counts only what a run writes, needs a checkpoint to resume from, and refuses a folder of something else.
     def alone(*words: str) -> str:
