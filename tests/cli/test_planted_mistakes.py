@@ -32,7 +32,11 @@ def said(tmp_path: Path, *words: str) -> str:
     ("words", "setting", "remedy"),
     [
         (["--run.name", "a/b"], "run.name = 'a/b'", "letters, digits"),
-        (["--orchestrator.weights.sources", '["s3://b/w"]'], "orchestrator.weights.sources.0 = 's3://b/w'", "https?://"),
+        (
+            ["--orchestrator.weights.sources", '["s3://b/w"]'],
+            "orchestrator.weights.sources.0 = 's3://b/w'",
+            "https?://",
+        ),
         (["--run.max_stepz", "3"], "run.max_stepz", "max_steps"),
         (["--trainer.optim.lr", "fast"], "trainer.optim.lr", "number"),
         (["--model.path", "no/such/folder"], "model.path is 'no/such/folder'", "Hugging Face"),
