@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.config.hints import HintsConfig
-from composer_prime.config.removed import present_name, removed_settings
+from composer_prime.config.removed import removed_settings
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.import_path import PartConfig, check_unique, one_of
 
@@ -81,12 +81,6 @@ class SourceConfig(BaseConfig):
     """Wall-clock limit of one rollout."""
     hang_timeout_s: float = Field(default=60.0, ge=10)
     """A worker whose event loop stands still this long, or for timeout_s, is restarted and its cause named."""
-
-    @field_validator("taskset", "eval_taskset", "harness")
-    @classmethod
-    def _present_names(cls, table: dict[str, Any]) -> dict[str, Any]:
-        is_named = isinstance(table.get("id"), str)
-        return {**table, "id": present_name(table["id"])} if is_named else table
 
     @model_validator(mode="after")
     def _has_present_settings(self) -> SourceConfig:

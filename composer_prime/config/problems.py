@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
 from composer_prime.config.layers import Layer
-from composer_prime.config.removed import value_now, what_holds_now
+from composer_prime.config.removed import what_holds_now
 from composer_prime.config.root import Config, DisagreementError
 from composer_prime.console import what_is_wrong
 from composer_prime.errors import ConfigError
@@ -51,7 +51,7 @@ def _sentence(location: Location, problems: list[Any], layers: Sequence[Layer]) 
     if first["type"] == "missing":
         return f"{key} is required: set it in the TOML file or pass --{key} VALUE"
     if first["type"] == "value_error":
-        return first["msg"].removeprefix("Value error, ") + _names_now(location, first["input"])
+        return first["msg"].removeprefix("Value error, ")
     value = repr(first["input"])
     short = value if len(value) <= 80 else value[:77] + "..."
     shown = f"{key} = {short}{f' ({origin})' if origin else ''}"
@@ -64,14 +64,7 @@ def _sentence(location: Location, problems: list[Any], layers: Sequence[Layer]) 
     forms = {"dict_type": f"a table, such as {{ id = {value} }}", "list_type": items, "string_pattern_mismatch": form}
     said = [str(forms.get(each["type"], each["msg"].removeprefix("Input should be "))) for each in problems]
     said[-1] += _meaning(location, first["type"])
-    now = value_now(".".join(names_of(location)), first["input"])
-    return f"{shown}: expected {' or '.join(dict.fromkeys(said))}{now}"
-
-
-def _names_now(location: Location, value: Any) -> str:
-    """Return what to write for the removed names of a list, as the end of a sentence."""
-    names = value if isinstance(value, list) else []
-    return "".join(value_now(".".join(names_of(location)), name) for name in names)
+    return f"{shown}: expected {' or '.join(dict.fromkeys(said))}"
 
 
 def _meaning(location: Location, mistake: str) -> str:

@@ -19,7 +19,6 @@ from typing import Any
 import jinja2
 
 from composer_prime.config import Config
-from composer_prime.config.removed import present_name
 from composer_prime.console import install_command
 from composer_prime.data.conversation_rows import read_rows
 from composer_prime.data.pairs import PairFile, resolve_pairs
@@ -230,7 +229,7 @@ def _missing_plugin(kind: str, table: dict[str, Any], key: str) -> list[str]:
     plugin_id = table.get("id")
     if not isinstance(plugin_id, str) or not plugin_id:
         return [f'{key}: {kind} has no id; set {kind} = {{ id = "package.module" }}']
-    name = present_name(plugin_id).rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+    name = plugin_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
     if any(module_file(module) is not None for module in (f"verifiers.v1.{kind}s.{name}", name)):
         return []
     said = f"{key}: {kind} id {plugin_id!r} names no module (looked for {name})"

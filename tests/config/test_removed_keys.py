@@ -9,9 +9,6 @@ import pytest
 from composer_prime.config.load import dump, read_config, resolve
 from composer_prime.config.removed import REMOVED, without_removed
 from composer_prime.errors import ConfigError
-from composer_prime.import_path import PartConfig
-from orchestrator.hints.generate import Templates
-from orchestrator.hints.stage import check_kinds
 
 NOW = "now four are drawn"
 
@@ -49,12 +46,12 @@ def test_config_json(tmp_path: Path, caplog):
     assert dump(resolve(["@", str(path)])) == dump(config)
 
 
-# Settings of a shipped task set, also by its former name, are refused in a new file and left out of an old run's.
+# Settings of a shipped task set are refused in a new file and left out of an old run's.
 # Another task set's, of the same names, stay.
 @pytest.mark.parametrize(
     ("taskset", "setting", "value"),
     [
-        ("orchestrator.environments.code", "conflicting", 3),
+        ("orchestrator.coding.code", "conflicting", 3),
         ("orchestrator.coding.code", "runtime", {"allow": ["example.org"], "limits": {"file_mb": 1}}),
         ("orchestrator.coding.code", "tools", ["search"]),
         ("orchestrator.coding.code", "monitor", {"rules": {"grader-hunt": "note"}}),
@@ -92,36 +89,3 @@ def test_a_warning_names_what_holds_now(caplog):
     values = {"orchestrator": {"min_group": 0}, "inference": {"local": {"prefix_cache": True}}}
     assert without_removed(values, "old") == {"orchestrator": {}, "inference": {"local": {}}}
     assert REMOVED["inference.local.prefix_cache"] in caplog.text and "min_group" not in caplog.text
-
-
-# An older run's curriculum and own loss terms are read under the keys of now.
-def test_renamed_keys(tmp_path: Path):
-    values = json.loads(dump(resolve(["@", "configs/a1.toml"])))
-    values["orchestrator"]["curriculum"] = {"import_path": "orchestrator.tasks.curriculum:Frontier", "kwargs": {}}
-    values["channels"]["policy"] |= {"import_path": "mine:loss", "kwargs": {"share": 1}}
-    values["channels"]["own"] = [{"import_path": "mine:Term", "weight": 2.0, "settings": {"a": 1}}]
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    config = read_config(tmp_path / "config.json")
-    assert (config.orchestrator.curriculum, config.channels.policy.loss) == (
-        PartConfig(name="frontier"),
-        PartConfig(name="mine:loss"),
-    )
-    assert config.channels.own[0].model_dump() == {"name": "mine:Term", "settings": {"a": 1}, "weight": 2.0}
-
-
-# Removed values are read as the nearest present ones, also in the long form. A new file is told which these are.
-def test_removed_values(tmp_path: Path):
-    values = json.loads(dump(resolve(["@", "configs/a1.toml", "--orchestrator.hints.weights", '{"judged": 2}'])))
-    values["orchestrator"]["hints"] |= {"detect": [{"name": "judge", "settings": {}}, "tool_error"]}
-    values["orchestrator"]["hints"] |= {"layers": [{"name": "introspection"}, "raw_error"]}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    hints = read_config(tmp_path / "config.json").orchestrator.hints
-    assert hints is not None and (hints.detect, hints.layers) == (["tool_error"], ["raw_error"])
-    check_kinds(hints, Templates.load())
-    for flag, value, present in [
-        ("orchestrator.hints.detect", '["judge"]', "tool_error"),
-        ("orchestrator.hints.layers", '["introspection"]', "raw_error"),
-        ("channels.sdpo.teacher.kind", "trust_region", "frozen"),
-    ]:
-        with pytest.raises(ConfigError, match=f"was removed, and '{present}' comes nearest"):
-            resolve(["@", "configs/a1.toml", f"--{flag}", value])

@@ -21,7 +21,6 @@ from composer_prime.cli.rollouts_command import show
 from composer_prime.config import Config
 from composer_prime.config.layers import shipped
 from composer_prime.config.load import read_config, resolve
-from composer_prime.config.removed import present_name
 from composer_prime.console import pluralize, printable
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import model_folder, resolve_model, text_settings
@@ -119,7 +118,7 @@ def module_configuration(env: str, model: str, folder: Path, *, held_out: bool) 
 
     With `held_out` the same task set gives the held-out tasks.
     """
-    module, home = _module(present_name(env))
+    module, home = _module(env)
     name = module.rpartition(".")[2]
     source: dict[str, Any] = {"name": name, "taskset": {"id": module}}
     if held_out:
