@@ -54,9 +54,7 @@ def without_removed(values: dict[str, Any], origin: str) -> dict[str, Any]:
 def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, Any]) -> Any:
     """Return `node` without removed keys and names, which go to `dropped` with their values."""
     if isinstance(node, list):
-        gone = [each for each in node if isinstance(each, str) and what_holds_now((*location, each))]
-        dropped |= {".".join((*location, each)): each for each in gone}
-        return [_kept(each, location, dropped) for each in node if each not in gone]
+        return _kept_elements(node, location, dropped)
     if not isinstance(node, dict):
         return node
     kept = {}
@@ -69,6 +67,12 @@ def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, Any]) -> Any:
         else:
             dropped[".".join(where)] = value
     return kept
+
+
+def _kept_elements(elements: list[Any], location: tuple[str, ...], dropped: dict[str, Any]) -> list[Any]:
+    gone = [each for each in elements if isinstance(each, str) and what_holds_now((*location, each))]
+    dropped |= {".".join((*location, each)): each for each in gone}
+    return [_kept(each, location, dropped) for each in elements if each not in gone]
 
 
 def _kept_settings(source: dict[str, Any], settings: Any, dropped: dict[str, Any]) -> Any:
