@@ -28,6 +28,8 @@ TASK_VERSION = 1
 """The version that this program writes, and the newest that it reads."""
 TASKS_FILE = "tasks.jsonl"
 TREES_FOLDER = "trees"
+REPORTS = ("junit", "tap", "go", "cargo")
+"""Forms of a report that grading reads (`reports.py`)."""
 HELD_BACK = "held-back.json"
 """Among a task's `test_files`, and never put into a tree: inputs that its agent does not see (`grading.py`)."""
 
@@ -61,18 +63,30 @@ class CodeTask(msgspec.Struct, frozen=True, kw_only=True):
     editable: list[str] = []
     """Patterns of the files that grading takes from the agent's tree (`matches`)."""
     tests: list[str] = []
+    """Files of the tests that decide."""
+    test_command: list[str] = []
+    """Runs them in the tree's top folder; {report} in a word is the file to write. Empty: pytest does."""
+    report: str = ""
+    """Form of the command's report, one of `REPORTS`: of that file, or of its output where no word has {report}."""
     test_files: dict[str, str] = {}
     """Path -> text of files that grading adds or replaces (a test patch)."""
     fail_to_pass: list[str]
     pass_to_pass: list[str]
     flaky: list[str] = []
-    """Node ids that count for nothing."""
+    """Test ids that count for nothing."""
     python_path: list[str] = msgspec.field(default_factory=lambda: ["."])
     """Folders put on PYTHONPATH."""
     timeout_s: float = 60.0
     symbols: list[str] = []
     """Qualified names of what was deleted or changed."""
     source: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.report if not self.test_command else self.report not in REPORTS):
+            raise ConfigError(
+                f"task {self.id}: report {self.report!r} of the test_command {self.test_command!r}: a command needs one "
+                f"of {', '.join(REPORTS)}, and pytest, which runs without one, needs none"
+            )
 
 
 class Suite(msgspec.Struct, frozen=True, kw_only=True):
